@@ -1,0 +1,40 @@
+"""A small convolutional network for images of 4 to about 64 pixels."""
+
+import math
+
+from torch import nn
+
+from lib.utils.errors import UsageError
+
+
+def add_args(parser):
+    parser.add_argument("-convnet_width", type=int, default=24, metavar="N", help="channels of the first layer")
+    parser.add_argument("-convnet_dropout", type=float, default=0.1, metavar="P", help="share of features dropped")
+
+
+def get_model(args) -> nn.Module:
+    """(B, C, H, W) to (B, num_classes): convolutions at full, half and quarter size, then the mean over places."""
+    width, dropout = args.convnet_width, args.convnet_dropout
+    if width < 1 or not 0 <= dropout < 1:
+        raise UsageError(
+            f"-convnet_width {width} -convnet_dropout {dropout}: from 1 up, and from 0 to below 1, are right"
+        )
+    return nn.Sequential(
+        *_layer(args.channels, width),
+        *_layer(width, 2 * width),
+        nn.MaxPool2d(2),
+        *_layer(2 * width, 2 * width),
+        nn.MaxPool2d(2),
+        *_layer(2 * width, 4 * width),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(dropout),
+        nn.Linear(4 * width, args.num_classes),
+    )
+
+
+def _layer(before, after):
+    # GroupNorm and not BatchNorm: what a sample gives does not depend on which others share its micro-batch, so any
+    # number of processes trains the same (Wu and He, arXiv:1803.08494).
+    norm = nn.GroupNorm(math.gcd(8, after), after)
+    return nn.Conv2d(before, after, 3, padding=1, bias=False), norm, nn.GELU()

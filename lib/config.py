@@ -1,0 +1,247 @@
+"""What was asked: the shared flags, the plugins' own, the -cfg file. The only place that makes `args`."""
+
+import argparse
+import difflib
+import importlib
+import math
+import re
+import sys
+from pathlib import Path
+
+import yaml
+
+from lib import cfg_file, flags
+from lib.utils.errors import UsageError
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILDERS = {"dataset": "get_dataset", "arch": "get_model", "trainer": "Trainer"}  # in the order they are loaded
+ONCE = ("cfg", "reset", "resume", "allow_change", "batch_per_gpu", "limit_steps", "check_resume")  # in no config.yaml
+ONE_OF = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"))  # two ways to say it: the command line's wins
+TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be shortened."
+NEGATIVE = re.compile(r"-(\.?[0-9].*|inf(inity)?|nan)$", re.IGNORECASE | re.DOTALL)  # meant as a number, no flag
+
+
+class Args(argparse.Namespace):
+    """What was asked, by flag name. Read-only: what is derived from it lives elsewhere."""
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"args is read-only: args.{name} cannot be set to {value!r} after parse_args")
+
+    def __delattr__(self, name):
+        raise AttributeError(f"args is read-only: args.{name} cannot be deleted")
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """All flags of this command line; those of -cfg FILE stand in front of it, so the command line wins.
+
+    Raises UsageError naming the flag, the value and what would be right. `-h` prints the help and exits.
+    """
+    argv = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
+    parser = new_parser()
+    cfg = value_of(argv, "cfg")
+    entries = cfg_file.read(cfg) if cfg is not None else {}
+    modules = {kind: load_plugin(parser, kind, argv, entries, cfg) for kind in BUILDERS}
+
+    words = [parser.exact(word) for word in argv]
+    given = {word.partition("=")[0][1:] for word in words if word.startswith("-")}
+    rivals = {mine: other for pair in ONE_OF for mine, other in (pair, pair[::-1])}
+    entries = {key: values for key, values in entries.items() if rivals.get(key) not in given}
+    words = parser.words_of(entries, cfg), words
+    for module in modules.values():
+        if hasattr(module, "describe"):
+            parser.set_known(module.describe(_parse(parser, *words, cfg)), module)
+    args = _parse(parser, *words, cfg)
+    check(args, given | set(entries), modules)
+    return args
+
+
+def new_parser() -> "Parser":
+    """The parser of the shared flags. In a plugin's flags type=bool reads yes and no, store_true takes them too, and
+    numbers are plain ones."""
+    parser = Parser(
+        prog="train.py",
+        usage="%(prog)s [-flag value ...]",
+        description=TITLE,
+        add_help=False,
+        formatter_class=Help,
+        allow_abbrev=False,
+    )
+    for kind, read in ((bool, flags.yes_no), (int, flags.integer), (float, flags.number)):
+        parser.register("type", kind, read)
+    parser.register("action", "store_true", flags.Switch)
+    parser._negative_number_matcher = NEGATIVE
+    flags.add_shared(parser)
+    return parser
+
+
+def load_plugin(parser, kind: str, argv: list[str], entries: dict, cfg: str | None):
+    """The module lib/KIND/NAME.py that was asked for, or is the default; its own flags join the parser in a group."""
+    name, source = value_of(argv, kind), ""
+    if name is None and kind in entries:
+        name, source = ",".join(entries[kind]), f"{cfg}: "
+    name = name or parser.get_default(kind)
+    there = plugins(kind)
+    if name not in there:
+        names = f"there are {', '.join(there)}{_close(name, there)}"
+        raise UsageError(f"{source}-{kind} {name!r}: no such file in lib/{kind}; {names}")
+    module = importlib.import_module(f"lib.{kind}.{name}")
+    if not hasattr(module, BUILDERS[kind]):
+        raise UsageError(f"-{kind} {name}: lib/{kind}/{name}.py has no {BUILDERS[kind]}")
+    if hasattr(module, "add_args"):
+        parser.add_own(module, f"{kind} {name}")
+    return module
+
+
+def plugins(kind: str) -> list[str]:
+    """The names of all plugins of a kind: the files in lib/KIND."""
+    return sorted(file.stem for file in (ROOT / "lib" / kind).glob("*.py") if not file.stem.startswith("_"))
+
+
+def to_yaml(args: Args, about: dict, **settled) -> str:
+    """The flags as a -cfg file that repeats the run: `settled` numbers in their place, `about`, for people, at the
+    end."""
+    asked = {**vars(args), **settled}
+    kept = {name: _plain(value) for name, value in asked.items() if name not in ONCE and value is not None}
+    return yaml.safe_dump({**kept, "about": about}, sort_keys=False, width=118)
+
+
+def _plain(value):
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)) else str(value)
+
+
+def check(args: Args, given: set[str], modules: dict):
+    """Raises UsageError for flags that are right alone and wrong together."""
+    for kind, module in modules.items():
+        if module.__name__.rpartition(".")[2] != getattr(args, kind):
+            raise UsageError(
+                f"-{kind} {getattr(args, kind)} is a default that a plugin set too late: name it yourself"
+            )
+    if {"batch_size", "batch_per_gpu"} <= given:
+        raise UsageError("-batch_size is the global batch and -batch_per_gpu its share: give one of them")
+    if args.fp16 and args.bf16:
+        raise UsageError("-fp16 and -bf16 exclude each other: give one of them")
+    if args.gpus and args.cpu:
+        raise UsageError(f"-gpus {args.gpus} and -cpu {args.cpu} exclude each other: give one of them")
+    if args.micro_batch and not args.batch_per_gpu and args.batch_size % args.micro_batch:
+        near = max(args.micro_batch, args.batch_size - args.batch_size % args.micro_batch)
+        fits = math.gcd(args.batch_size, args.micro_batch)
+        raise UsageError(f"-batch_size {args.batch_size} cannot be cut into micro-batches of -micro_batch "
+                         f"{args.micro_batch}: try -batch_size {near} or -micro_batch {fits}")  # fmt: skip
+    if args.lr_end > args.lr_start:
+        raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with -x as --x, no abbreviations, and errors that are raised."""
+
+    def error(self, message):
+        raise UsageError(message if len(message) < 2000 else f"{message[:1000]} ... {message[-900:]}")
+
+    def exact(self, word: str, source: str = "") -> str:
+        """The word as argparse reads it without guessing. Raises UsageError for a flag that there is not."""
+        if not word.startswith("-") or NEGATIVE.match(word):
+            return word
+        name, equals, value = word.partition("=")
+        for spelling in (name, name[1:], f"-{name}"):
+            if spelling in self._option_string_actions and len(spelling) > 1:
+                return spelling + equals + value
+        raise UsageError(f"{source}unknown flag {name}{_close(name, self._option_string_actions)}")
+
+    def words_of(self, entries: dict[str, list[str]], path: str) -> list[str]:
+        """What the entries of a -cfg file would be on the command line."""
+        words = []
+        for key, values in entries.items():
+            flag = self.exact(f"-{key}", f"{path}: ")
+            action = self._option_string_actions[flag]
+            if isinstance(action, argparse._AppendAction) and action.nargs is None:
+                words += [f"{flag}={value}" for value in values]
+            elif action.nargs in (None, "?", 0) and len(values) != 1:
+                raise UsageError(f"{path}: -{key} takes one value and not the list {', '.join(values[:9])}")
+            elif any(value.startswith("-") and not NEGATIVE.match(value) for value in values[1:]):
+                raise UsageError(
+                    f"{path}: -{key}: values in a list cannot begin with a dash: {', '.join(values[:9])}"
+                )
+            else:
+                words += [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
+        return words
+
+    def add_own(self, module, title: str):
+        """Lets a plugin add its flags. Raises UsageError for one that is there already or that no file can hold."""
+        file, shared = _file(module), list(self._actions)
+        taken = {option.lstrip("-") for action in shared for option in action.option_strings}
+        try:
+            module.add_args(self.add_argument_group(title))
+        except argparse.ArgumentError as error:
+            raise UsageError(f"{file}: its flag clashes with a shared one ({error})") from None
+        for action in self._actions[len(shared) :]:
+            own = {option.lstrip("-") for option in action.option_strings}
+            if taken & {*own, action.dest}:
+                raise UsageError(f"{file}: its flag -{action.dest} clashes with a shared one")
+            if action.dest not in own or action.nargs == 0:
+                raise UsageError(f"{file}: {action.dest}: config.yaml needs a flag -{action.dest} with a value, or "
+                                 "store_true")  # fmt: skip
+        self.set_known({}, module)
+
+    def set_known(self, defaults: dict, module):
+        """Sets defaults for a plugin. Raises UsageError where they, or those it set itself, are of unknown flags."""
+        self.set_defaults(**defaults)
+        names = [action.dest for action in self._actions]
+        for name in sorted(set(self._defaults) - set(names)):
+            raise UsageError(f"{_file(module)}: sets the default of -{name}, which is no flag{_close(name, names)}")
+
+
+class Help(argparse.HelpFormatter):
+    """One line a flag where it fits, the default behind it."""
+
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=34, width=118)
+
+    def _get_help_string(self, action):
+        quiet = action.default in (None, False, "", argparse.SUPPRESS) or action.default == []
+        return action.help if quiet else f"{action.help} (%(default)s)"
+
+
+def value_of(words: list[str], flag: str) -> str | None:
+    """The last value these raw words give a flag, before the parser that knows all flags is there."""
+    found = None
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in (f"-{flag}", f"--{flag}"):
+            found = value if equals else next(iter(words[i + 1 :]), None)
+    return found
+
+
+def _parse(parser, from_file, words, cfg):
+    try:
+        asked, rest = parser.parse_known_args(from_file + words)
+    except UsageError as error:
+        raise UsageError(f"{_source(parser, from_file, cfg, error)}{error}") from None
+    if rest:
+        known = parser._option_string_actions
+        raise UsageError(f"{rest[0]!r} belongs to no flag{_close(f'-{rest[0]}', known)}")
+    asked = vars(asked)
+    asked["model"] = asked["model"] or f"{asked['dataset']}_{asked['arch']}"
+    args = Args()
+    vars(args).update(asked)
+    return args
+
+
+def _source(parser, from_file, cfg, error):
+    try:
+        parser.parse_known_args(from_file)
+    except UsageError as own:
+        return f"{cfg}: " if from_file and str(own) == str(error) else ""
+    return ""
+
+
+def _file(module):
+    return f"{module.__name__.replace('.', '/')}.py"
+
+
+def _close(name, there):
+    text = name.lstrip("-")
+    starts = [other for other in there if text and other.lstrip("-").startswith(text)]
+    close = starts or difflib.get_close_matches(name, there, n=3)
+    return f" (do you mean {' or '.join(dict.fromkeys(close))}?)" if close else ""

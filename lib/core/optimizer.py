@@ -1,0 +1,80 @@
+"""Optimizers, chosen by -optimizer: fused where the device has it, no weight decay on biases and norms."""
+
+import math
+
+import torch
+from torch import nn
+
+from lib.utils.errors import UsageError
+
+BY_NAME = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+}
+
+
+def get_optimizer(model: nn.Module, args, batch_size: int) -> torch.optim.Optimizer:
+    """The optimizer of a model that is wrapped and on its device. Its learning rate is set anew at every step."""
+    groups = decay_groups(model, args.weight_decay)
+    if not any(group["params"] for group in groups):
+        raise UsageError(f"-arch {args.arch}: the model has no parameters that can be trained")
+    options = {"lr": args.lr_start, **_own_options(args, batch_size)}
+    try:
+        return BY_NAME[args.optimizer](groups, fused=True, **options)
+    except (RuntimeError, TypeError):  # no fused kernel for this device or dtype
+        return BY_NAME[args.optimizer](groups, **options)
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Parameter groups: weight decay for matrices and filters, none for biases, norms and other vectors."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def scaled_adam(ratio: float, betas=(0.9, 0.999), eps: float = 1e-8) -> dict:
+    """Adam's betas and eps for a batch `ratio` times as large (square root scaling rule, arXiv:2205.10287,
+    definition 4).
+
+    1 - beta grows with the batch, eps falls with its root. Raises UsageError where 1 - beta would pass 1.
+    """
+    scaled = tuple(1 - ratio * (1 - beta) for beta in betas)
+    if min(scaled) < 0:
+        raise UsageError(f"-scale_lr sqrt: a batch {ratio:g} times -lr_batch is too large for it: raise -lr_batch")
+    return {"betas": scaled, "eps": eps / ratio**0.5}
+
+
+def _own_options(args, batch_size):
+    if args.optimizer == "sgd":
+        return {"momentum": args.momentum}
+    if args.optimizer in ("adam", "adamw") and args.scale_lr == "sqrt":
+        return scaled_adam(batch_size / args.lr_batch)
+    return {}
+
+
+@torch.no_grad()
+def clip(parameters: list, limit: float) -> torch.Tensor:
+    """The norm of the whole gradient, a 0-d tensor, the same on all ranks; longer gradients are cut to `limit` (0:
+    never)."""
+    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    if limit:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm
+
+
+def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: torch.Tensor):
+    """One step of the optimizer, left out where the gradient is not finite. On a GPU nobody waits for the answer."""
+    if scaler.is_enabled():
+        scaler.step(optimizer)  # leaves the step out itself
+        scaler.update()
+    elif norm.device.type == "cpu" or not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if math.isfinite(norm.item()):
+            optimizer.step()
+    else:
+        optimizer.found_inf = (~torch.isfinite(norm)).float()  # the fused kernels' own switch, as GradScaler uses it
+        optimizer.step()

@@ -1,0 +1,102 @@
+"""CIFAR-10: 60,000 colour images of 32x32 pixels in 10 classes, downloaded into -data once."""
+
+import contextlib
+import fcntl
+import http.client
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torchvision.datasets import CIFAR10
+
+from lib.utils.data import Tensors
+from lib.utils.errors import UsageError
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training pixels, 0 to 1
+PAD = 4  # pixels a training image may be moved each way
+
+log = logging.getLogger(__name__)
+
+
+def add_args(parser):
+    parser.set_defaults(num_classes=10, channels=3, image_size=32, arch="resnet", epochs=30, batch_size=128)
+    parser.set_defaults(lr_warmup=1.0, weight_decay=0.05)
+
+
+def get_dataset(args) -> dict[str, Tensors]:
+    """45,000 training, 5,000 validation (the last ones of the training files) and 10,000 test samples, in memory.
+
+    Images (3, 32, 32), normalized; those to train on are moved and mirrored at random. Raises UsageError if the files
+    are neither in -data nor to be downloaded.
+    """
+    train, test = load(args.data)
+    kept = len(train[0]) - len(train[0]) // 10
+    return {
+        "train": Tensors(train[0][:kept], train[1][:kept], transform=augment),
+        "val": _held_out(train[0][kept:], train[1][kept:]),
+        "test": _held_out(*test),
+    }
+
+
+def load(data: str) -> list[tuple[Tensor, Tensor]]:
+    """The training and test files as uint8 images (N, 3, 32, 32) and labels (N,), downloaded first if need be.
+
+    One process downloads, those that come meanwhile wait for it: on each machine, or once for all where `data` is a
+    shared folder with working locks. torchvision checks the files' digests before it opens them.
+    """
+    with contextlib.suppress(RuntimeError):  # not there, damaged, or just being unpacked by another
+        return _read(data)
+    try:
+        with _locked(Path(data) / "cifar10.lock"):
+            CIFAR10(data, download=True)  # does nothing if another process was faster
+        return _read(data)
+    except (OSError, RuntimeError, http.client.HTTPException) as error:
+        raise UsageError(
+            f"-data {data}: CIFAR-10 is missing or damaged there, and cannot be downloaded ({error}); "
+            f"put {CIFAR10.filename} from {CIFAR10.url} there"
+        ) from None
+
+
+def augment(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The batch with each image moved by up to 4 pixels each way and mirrored half the time, normalized."""
+    images, labels = batch
+    size, count = images.shape[-1], len(images)
+    padded = functional.pad(images, [PAD] * 4)
+    views = padded.unfold(2, size, 1).unfold(3, size, 1)  # (B, 3, 9, 9, 32, 32) without copying
+    top, left = torch.randint(0, 2 * PAD + 1, (2, count))
+    images = views[torch.arange(count), :, top, left]
+    mirrored = torch.rand(count) < 0.5
+    images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
+    return normalized((images, labels))
+
+
+def normalized(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The batch with its uint8 images as floats of about mean 0 and deviation 1 in each channel."""
+    images, labels = batch
+    mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
+    return (images / 255 - mean) / std, labels
+
+
+def _held_out(images, labels):
+    dataset = Tensors(images, labels, transform=normalized)
+    dataset.fixed = True
+    return dataset
+
+
+def _read(data):
+    return [_tensors(CIFAR10(data, train=train)) for train in (True, False)]
+
+
+def _tensors(files):
+    return torch.from_numpy(files.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(files.targets)
+
+
+@contextlib.contextmanager
+def _locked(file):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # let go by the kernel when the process ends, whatever way
+        log.info("fetching %s into %s, if no other process has", CIFAR10.url, file.parent)
+        yield

@@ -1,0 +1,63 @@
+"""The 1,797 handwritten digits that come with Baton: 8x8 grey images in 10 classes."""
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lib.utils.data import Tensors
+from lib.utils.errors import UsageError
+
+TURN, ZOOM, SHEAR, SHIFT = 0.15, 0.1, 0.1, 0.5  # most a training image is changed: radians, share, share, pixels
+
+
+def add_args(parser):
+    parser.set_defaults(num_classes=10, channels=1, image_size=8, arch="convnet", epochs=30, batch_size=64)
+    parser.set_defaults(lr_start=3e-3, lr_warmup=1.0, weight_decay=0.05, label_smoothing=0.1)
+
+
+def get_dataset(args) -> dict[str, Tensors]:
+    """1,259 training, 179 validation and 359 test samples, in memory: images (1, 8, 8) from 0 to 1, and labels.
+
+    Training images are turned, zoomed, sheared and shifted a little at random. Raises UsageError if digits.npz is not
+    in -data or damaged.
+    """
+    images, labels, split = load(Path(args.data) / "digits.npz")
+    images = torch.from_numpy(images[:, None] / np.float32(16))
+    labels = torch.from_numpy(labels.astype(np.int64))
+    rows = {part: torch.from_numpy(np.flatnonzero(split == part)) for part in ("train", "val", "test")}
+    return {
+        part: Tensors(images[chosen], labels[chosen], transform=augment if part == "train" else None)
+        for part, chosen in rows.items()
+    }
+
+
+def load(file: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """images (N, 8, 8) from 0 to 16, labels (N,) and the split's names (N,), as scripts/make_digits.py wrote them."""
+    try:
+        with np.load(file) as arrays:
+            return arrays["images"], arrays["labels"], arrays["split"]
+    except FileNotFoundError:
+        raise UsageError(
+            f"-data {file.parent}: no {file.name} in it; it comes with Baton, in the folder data"
+        ) from None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UsageError(
+            f"-data {file.parent}: {file} is damaged ({error}); scripts/make_digits.py makes it"
+        ) from None
+
+
+def augment(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The batch, each of its images (B, C, H, W) under an affine map of its own, close to the identity."""
+    images, labels = batch
+    turn, zoom_x, zoom_y, shear, *shift = torch.rand(6, len(images)).mul_(2).sub_(1)
+    cos, sin = (turn * TURN).cos(), (turn * TURN).sin()
+    zoom_x, zoom_y = (zoom_x * ZOOM).exp(), (zoom_y * ZOOM).exp()
+    shift_x, shift_y = (2 * SHIFT / images.shape[-1] * part for part in shift)  # the image spans -1 to 1
+    rows = [cos * zoom_x, shear * SHEAR - sin * zoom_x, shift_x, sin * zoom_y, cos * zoom_y, shift_y]
+    grid = functional.affine_grid(torch.stack(rows, 1).view(-1, 2, 3), list(images.shape), align_corners=False)
+    return functional.grid_sample(images, grid, align_corners=False), labels

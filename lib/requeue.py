@@ -1,0 +1,146 @@
+"""Whether a Slurm job whose run was interrupted goes on: requeued once, or not at all.
+
+A job's history, JOB.json in the job folder, holds what each start of it began with. From it, from outcome.json and
+from what Slurm says of the job follows what is to be done. Knows nothing of torch, so that it costs no time.
+"""
+
+import json
+import logging
+import os
+import re
+import subprocess
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+FINISHED, FAILED, STOPPED = 0, 1, 75
+COUNTED = ("time limit", "a process was lost")  # by -slurm_requeues; preemptions are not
+LOST_PEER = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|Dist(Backend|Network|Store)Error|NCCL|ncclRemote")
+
+
+def begin(history: Path, run: Path, requeues: int):
+    """Notes what this start of the job begins with."""
+    before = read(history).get("starts", [])
+    start = {
+        "restart": restart(),
+        "checkpoint": newest(run),
+        "outcome": outcome_of(run)["written"],
+    }
+    starts = [one for one in before if one["restart"] != restart()] + [start]
+    write(history, {"run": str(run.resolve()), "requeues": requeues, "starts": starts})
+
+
+def after(history: Path, code: int) -> int:
+    """Requeues the job if its run is to go on, and says why not if it is not. Returns the exit code: 0 for a run that
+    is finished or goes on, else 75 or 1."""
+    facts, job = read(history), asked_of_slurm()
+    mine = [start for start in facts.get("starts", []) if start["restart"] == restart()]
+    if not mine:
+        log.error("the run did not get as far as its first line: not requeued")
+        return code or FAILED
+    if "requeued" in mine[-1] and job.get("JobState", "") != "RUNNING":
+        return FINISHED  # rank 0 has seen to it
+    run = Path(facts["run"])
+    outcome = outcome_of(run)
+    why, why_not = verdict(facts, mine[-1], outcome, newest(run), job)
+    if why:
+        mine[-1]["requeued"] = why
+        write(history, facts)
+        log.info("%s: job %s is requeued, and goes on from its last checkpoint", why, os.environ["SLURM_JOB_ID"])
+        if accepted():
+            return FINISHED
+        del mine[-1]["requeued"]
+        write(history, facts)
+    elif why_not:
+        log.info("job %s is not requeued: %s", os.environ["SLURM_JOB_ID"], why_not)
+    if outcome["state"] == "finished":
+        return FINISHED
+    return STOPPED if outcome["state"] == "stopped" else code or FAILED
+
+
+def verdict(facts: dict, start: dict, outcome: dict, checkpoint: str | None, job: dict) -> tuple[str, str]:
+    """Why the job is to be requeued, or why not; one of them is empty, and both are for a finished run.
+
+    outcome: what outcome.json says; checkpoint: the newest; job: Slurm's words of it, {} where it does not answer.
+    """
+    state, reason = outcome["state"], str(outcome.get("reason"))
+    new = outcome["written"] != start["outcome"]  # else this start never came to open the run's folder
+    if state == "finished":
+        return "", ""
+    if job.get("JobState", "RUNNING") != "RUNNING":
+        return "", f"it was ended from outside ({job['JobState']}); the state is saved"
+    if new and state == "failed" and not LOST_PEER.search(reason):
+        return "", f"the run failed ({reason})"
+    if new and state == "stopped":
+        if job.get("PreemptTime", "None") >= job.get("StartTime", "~") and job["PreemptTime"][0].isdigit():
+            return "preempted", ""
+        if "SIGUSR2" not in reason:
+            return "", f"it was told to stop ({reason}); the state is saved"
+        why = COUNTED[0]
+    else:
+        why = COUNTED[1]
+    if checkpoint == start["checkpoint"]:
+        return "", f"{why}, and nothing was gained since the start before it"
+    done = sum(one.get("requeued") in COUNTED for one in facts["starts"])
+    if done >= facts["requeues"]:
+        return "", f"{why}, and it was {done} times already: -slurm_requeues {facts['requeues']}"
+    return why, ""
+
+
+def restart() -> int:
+    """How often Slurm has started this job before."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", 0))
+
+
+def asked_of_slurm() -> dict:
+    """What Slurm says of this job: JobState, StartTime, PreemptTime, ...; {} where it does not answer."""
+    try:
+        words = ["scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"]]
+        said = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return dict(re.findall(r"(?:^| )(\w+)=(\S*)", said.stdout)) if said.returncode == 0 else {}
+
+
+def accepted() -> bool:
+    """Has Slurm end this job and start it again. Where it will not, says what to type."""
+    job = os.environ["SLURM_JOB_ID"]
+    try:
+        said = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60)
+        fault = said.stderr.strip() if said.returncode else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        fault = str(error)
+    if fault is not None:
+        log.error("job %s could not be requeued (%s): the state is saved; type: scontrol requeue %s", job, fault, job)
+    return fault is None
+
+
+def outcome_of(run: Path) -> dict:
+    """What outcome.json says, and `written`, which tells this one from another."""
+    path = run / "outcome.json"
+    try:
+        said, facts = json.loads(path.read_text()), path.stat()
+    except (OSError, ValueError):
+        return {"state": None, "written": None}
+    return {**said, "written": f"{facts.st_ino}-{facts.st_mtime_ns}"}
+
+
+def newest(run: Path) -> str | None:
+    """The name of the newest checkpoint."""
+    named = [(re.findall(r"\d+", path.name), path.name) for path in (run / "checkpoints").glob("step_*[0-9k]*")]
+    whole = [([int(n) for n in numbers], name) for numbers, name in named if re.fullmatch(r"[a-z_0-9]+", name)]
+    return max(whole, default=(None, None))[1]
+
+
+def read(history: Path) -> dict:
+    """The history of a job, {} where there is none."""
+    try:
+        return json.loads(history.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def write(history: Path, facts: dict):
+    """Replaces the history of a job."""
+    partial = history.with_suffix(".partial")
+    partial.write_text(json.dumps(facts, indent=1) + "\n")
+    partial.replace(history)

@@ -1,0 +1,281 @@
+"""A run on a Slurm cluster, submitted with Submitit: one task a GPU, or with -cpu N, N tasks a node.
+
+What the job does then is in slurm_job.py.
+"""
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from lib import requeue, slurm_job
+from lib.utils.errors import UsageError
+
+ROOT = Path(__file__).resolve().parent.parent
+# Of an allocation or a launcher that we may be inside of: none of the job's business.
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NGROK_AUTHTOKEN")
+LATE_S = 90.0  # for the log of a running job to appear in a shared folder
+HINTS = {  # by what sbatch says: the flags that it may be about, and what would be right
+    "artition": (("slurm_partition",), "the partitions here are {partitions}"),
+    "ccount": (("slurm_account",), "sacctmgr show associations user=$USER lists yours"),
+    "qos": (("slurm_qos",), "sacctmgr show qos lists them"),
+    "feature": (("slurm_constraint",), "sinfo -o '%P %f' lists what nodes have"),
+    "Invalid generic resource": (("slurm_ngpus",), "the nodes have {gpus}; -cpu N asks for none"),
+    "node configuration": (("slurm_ngpus",), "a node has {gpus}; CPUs, memory and the named nodes count too"),
+    "node name": (("slurm_nodelist", "slurm_exclude"), "sinfo -N lists the nodes"),
+}
+
+
+def submit(args, target: str) -> int:
+    """Submits the run and says which job it is and where its log lies. Returns the exit code: 0, or after
+    -slurm_follow the run's.
+
+    Raises UsageError where there is no sbatch, or with what sbatch said against the job.
+    """
+    if args.gpus:
+        raise UsageError(f"-gpus {args.gpus} with -slurm: Slurm says which GPUs; -slurm_ngpus says how many a node")
+    if not shutil.which("sbatch") and not args.slurm_dry:
+        raise UsageError("-slurm: there is no sbatch on this machine: start on a login node, or without -slurm")
+    folder = slurm_job.folder_of(args)
+    if args.slurm_dry:
+        return show(args, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)  # its pickles run as code
+    with unallocated():
+        try:
+            executor = executor_of(args, folder, code=ROOT if args.slurm_live else snapshot(folder, args))
+            with contextlib.redirect_stderr(io.StringIO()):  # sbatch's words come with the exception too
+                job = executor.submit(slurm_job.work, args, target, str(Path.cwd()))
+        except Exception as error:
+            raise refused(args, error) from None
+    log = Path(str(job.paths.stdout).replace("%j", job.job_id).replace("%t", "0"))
+    print(f"submitted:   job {job.job_id}")
+    print(f"log:         {log}")
+    print(f"follow:      tail -F {shlex.quote(str(log))}")
+    print(f"cancel:      scancel {job.job_id}", flush=True)
+    return follow(args, job.job_id, log) if args.slurm_follow else 0
+
+
+def show(args, folder: Path) -> int:
+    """Prints the script that would be submitted, and what sbatch would make of it. Leaves nothing behind."""
+    executor = executor_of(args, folder, code=ROOT if args.slurm_live else folder / "code_SNAPSHOT")
+    text = executor._make_submission_file_text(executor._submitit_command_str, "")
+    print(text, flush=True)
+    if not shutil.which("sbatch"):
+        print("no sbatch on this machine: nothing was tested")
+        return 0
+    with unallocated():
+        test = re.sub(r"^#SBATCH --chdir=.*\n", "", text, flags=re.MULTILINE)
+        said = subprocess.run(["sbatch", "--test-only"], input=test, capture_output=True, text=True)
+    if said.returncode:
+        raise refused(args, said.stderr)
+    print(said.stderr.strip())
+    return 0
+
+
+def executor_of(args, folder: Path, code: Path):
+    """Submitit's executor, with all that the job asks Slurm for."""
+    import submitit
+
+    class Executor(submitit.SlurmExecutor):
+        """Submitit's, which says nothing against a dry run without Slurm."""
+
+        @classmethod
+        def affinity(cls):
+            return 2
+
+    python = f"{shlex.quote(sys.executable)} -u -m lib.slurm_job"
+    executor = Executor(folder=folder, python=f"{python} task")
+    executor.update_parameters(**resources(args), **commands(args, python, folder, code))
+    return executor
+
+
+def resources(args) -> dict:
+    """What the job asks Slurm for, in Submitit's words."""
+    asked = {
+        "job_name": args.model,
+        "nodes": args.slurm_nnodes,
+        "ntasks_per_node": args.cpu or args.slurm_ngpus,
+        "cpus_per_task": cpus(args),
+        "gpus_per_node": None if args.cpu else args.slurm_ngpus,
+        "mem": f"{round(args.slurm_mem_gb * 1024)}MB" if args.slurm_mem_gb else None,
+        "partition": args.slurm_partition,
+        "account": args.slurm_account,
+        "qos": args.slurm_qos,
+        "constraint": args.slurm_constraint,
+        "exclude": args.slurm_exclude,
+        "time": args.slurm_timeout,
+        "signal_delay_s": args.slurm_signal_s,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def cpus(args) -> int:
+    """CPUs of a task."""
+    return args.slurm_cpus or args.workers + 2
+
+
+def commands(args, python: str, folder: Path, code: Path) -> dict:
+    """What the job's shell does around the tasks, in Submitit's words."""
+    history = f"{shlex.quote(str(folder))}/$SLURM_JOB_ID.json"
+    others = (option.partition("=") for option in args.slurm_arg)
+    return {
+        "stderr_to_stdout": True,
+        # The shell outlives a signal that ends its tasks; srun takes over no number of CPUs from sbatch since 22.05.
+        "setup": [
+            *args.slurm_setup,
+            "trap : TERM",
+            f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        ],
+        "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus(args)}"],
+        "teardown": ["code=$?", "case $code in 0 | 75) exit $code ;; esac", f"exec {python} after {history} $code"],
+        "additional_parameters": {
+            "requeue": True,
+            "chdir": str(code),
+            **({"nodelist": args.slurm_nodelist} if args.slurm_nodelist else {}),
+            **{key: value if equals else True for key, equals, value in others},
+        },
+    }
+
+
+@contextlib.contextmanager
+def unallocated():
+    """The environment without what an allocation that we may be inside of says, and without secrets."""
+    inside = "SLURM_JOB_ID" in os.environ
+    before = dict(os.environ)
+    for name in before:
+        ours = name.startswith(("SLURM_", "SLURMD_", "SRUN_", "TORCHELASTIC_")) and name != "SLURM_CONF"
+        if ours or name in PLACE or (inside and name.startswith("SBATCH_")):
+            del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+def snapshot(folder: Path, args) -> Path:
+    """A copy of the code as it is now: the files git knows, and plugins that it is yet to be told of. Jobs of the
+    same code share it."""
+    files = {name: ROOT / name for name in known(Path(args.out).resolve())}
+    digest = hashlib.sha256()
+    for name, path in files.items():
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest.update(f"{name}\0{content}\0".encode())
+    target = folder / f"code_{digest.hexdigest()[:12]}"
+    if target.exists():
+        return target
+    partial = folder / f".{target.name}_{uuid.uuid4().hex}.partial"
+    for name, path in files.items():
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, partial / name)
+    with contextlib.suppress(OSError):  # another submission was faster
+        partial.rename(target)
+    shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def known(out: Path) -> list[str]:
+    """Names of the files that make up the code, sorted."""
+    tracked, others = git("ls-files"), git("ls-files", "--others", "--exclude-standard")
+    if tracked is None:
+        tracked = [str(path.relative_to(ROOT)) for part in ("*.py", "lib/**/*.py") for path in ROOT.glob(part)]
+        others = []
+    others = [name for name in others if name.endswith(".py") and not (ROOT / name).is_relative_to(out)]
+    return sorted({name for name in tracked + others if (ROOT / name).is_file()})
+
+
+def git(*words) -> list[str] | None:
+    """The file names that git answers, None where this is no repository."""
+    try:
+        said = subprocess.run(["git", *words, "-z"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return None
+    return [name for name in said.stdout.split("\0") if name] if said.returncode == 0 else None
+
+
+def refused(args, error) -> UsageError:
+    """What sbatch said against the job, and the flag that would mend it, in one line."""
+    said = " ".join(re.findall(r"sbatch: (?:error: )?(.*)", str(error)) or [str(error)])
+    for word, (flags, hint) in HINTS.items():
+        given = [flag for flag in flags if getattr(args, flag)]
+        if word in said and given:
+            hint = hint.format(partitions=sinfo("%R"), gpus=sinfo("%G"))
+            return UsageError(f"-{given[0]} {getattr(args, given[0])}: {hint} (sbatch said: {said.strip()})")
+    return UsageError(f"-slurm: sbatch refused the job: {said.strip()}")
+
+
+def sinfo(form: str) -> str:
+    """What Slurm says of its partitions and nodes, each thing once."""
+    said = subprocess.run(["sinfo", "-h", "-o", form], capture_output=True, text=True)
+    return ", ".join(sorted(set(said.stdout.split()))) or "unknown"
+
+
+def follow(args, job: str, log: Path) -> int:
+    """Shows the job's log as it grows until the job is over, and a progress bar on a terminal. Returns the run's exit
+    code.
+
+    Raises UsageError if the job runs and its log does not appear.
+    """
+    tail, since = Tail(log), None
+    try:
+        while state := state_of(job):
+            tail.show()
+            since = since or (time.monotonic() if state == "RUNNING" else None)
+            if since and not log.exists() and time.monotonic() - since > LATE_S:
+                raise UsageError(
+                    f"-slurm_dir {log.parent}: job {job} runs, but its log does not appear here: name a folder on a "
+                    f"disk that the nodes share (scancel {job} ends the job)"
+                )
+            time.sleep(1)
+        time.sleep(1)
+        tail.show()
+    except KeyboardInterrupt:
+        print(f"\njob {job} goes on; scancel {job} ends it, tail -F {shlex.quote(str(log))} follows it")
+        return 0
+    return {"finished": 0, "stopped": 75}.get(requeue.outcome_of(slurm_job.run_of(args))["state"], 1)
+
+
+def state_of(job: str) -> str | None:
+    """PENDING, RUNNING, ... as long as Slurm has the job in its queue."""
+    said = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], capture_output=True, text=True)
+    if said.returncode and "Invalid job id" not in said.stderr:
+        return "UNKNOWN"  # Slurm does not answer right now
+    return said.stdout.strip() or None
+
+
+class Tail:
+    """A log as it grows, on the terminal."""
+
+    def __init__(self, path: Path):
+        self.path, self.read, self.step, self.bar = path, 0, 0, None
+
+    def show(self):
+        """Prints what came since the last call; a line like `step 40/120` also moves the bar."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.read)
+                text = file.read()
+        except OSError:
+            return
+        self.read += len(text)
+        sys.stdout.write(text.decode(errors="replace"))
+        sys.stdout.flush()
+        steps = re.findall(rb"step (\d+)/(\d+)", text)
+        if steps and sys.stderr.isatty():
+            self.move(*map(int, steps[-1]))
+
+    def move(self, step: int, total: int):
+        """Moves the bar to a step."""
+        from lib.utils import console
+
+        self.bar = self.bar or console.Progress(total, 0, True)
+        self.bar.advance(step - self.step)
+        self.step = step

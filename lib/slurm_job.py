@@ -1,0 +1,211 @@
+"""What a task of a Slurm job does: find the others, run, and see to it that a run which was interrupted goes on.
+
+Started without torch, so that signals have where to go from the first moment. What becomes of an interrupted run is
+in requeue.py.
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from lib import requeue
+from lib.utils.errors import UsageError
+
+FINISHED, STOPPED = 0, 75
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+INTERACTIVE = ("bash", "interactive")  # names that srun --pty and salloc give their jobs
+INFINIBAND = ("juwels", "juwelsbooster", "jurecadc", "jusuf")  # there, HOSTi is a host's name on the fast network
+MEET_S = 300.0  # for rank 0's word to reach the other nodes; a shared folder may be slow
+
+
+def main(words: list[str]) -> int:
+    """`task ... FOLDER` is one process of a submitted run, `begin WORDS` notes a start of one by hand and prints its
+    history's path, `after HISTORY CODE` sees to an ended one."""
+    if words[0] == "task":
+        return task(Path(words[-1]))
+    if words[0] == "begin":
+        return begin_by_hand(words[1:])
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    return requeue.after(Path(words[1]), int(words[2]))
+
+
+def task(folder: Path) -> int:
+    """A process of a job that Submitit submitted: its pickle says what to do. Signals wait until the run listens."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+    from submitit.core import utils
+
+    os.environ["SUBMITIT_FOLDER"] = str(folder)
+    pickle = folder / f"{os.environ['SLURM_JOB_ID']}_submitted.pkl"
+    until = time.monotonic() + 60  # sbatch may start a job before the pickle has its name
+    while not pickle.exists() and time.monotonic() < until:
+        time.sleep(0.2)
+    return utils.DelayedSubmission.load(pickle).result()
+
+
+def work(args, target: str, where: str) -> int:
+    """The run, from the folder it was submitted from; rank 0 notes the start and requeues a job that is to go on."""
+    os.chdir(where)
+    leave_alone()
+    rank = int(os.environ["SLURM_PROCID"])
+    history = folder_of(args) / f"{os.environ['SLURM_JOB_ID']}.json"
+    if rank == 0:
+        requeue.begin(history, run_of(args), args.slurm_requeues)
+    code = step(args, target)
+    return requeue.after(history, code) if rank == 0 and code == STOPPED else code
+
+
+def step(args, target: str) -> int:
+    """The run as a task of a job step, submitted or under srun: torchrun's variables from Slurm's. Returns the exit
+    code.
+
+    A stopped run is rank 0's to tell: a task that exits with 75 would have the others killed where they stand.
+    """
+    from lib import launch
+
+    rank, folder = int(os.environ["SLURM_PROCID"]), folder_of(args)
+    try:
+        where, store = meet(rank, folder)
+        os.environ.update(where)
+        os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
+        if on_infiniband():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "ib0")
+        code = launch.call(target, args)
+    except UsageError as error:
+        return launch.refused(error)
+    del store
+    return FINISHED if code == STOPPED and rank else code
+
+
+def is_task() -> bool:
+    """Whether srun started this process as one of several, rather than somebody in an interactive allocation."""
+    env = os.environ
+    if not {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_JOB_ID"} <= env.keys():
+        return False
+    direct = env.get("SLURM_TASK_PID") == str(os.getpid())
+    typed = env.get("SLURM_JOB_NAME") in INTERACTIVE and "SLURM_PTY_PORT" in env and not direct
+    return tasks() > 1 and not typed
+
+
+def tasks() -> int:
+    """How many tasks this job step has."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", 1))
+
+
+def folder_of(args) -> Path:
+    """Where the job's files lie: -slurm_dir, or slurm/ in the run's folder."""
+    return Path(args.slurm_dir).resolve() if args.slurm_dir else run_of(args).resolve() / "slurm"
+
+
+def run_of(args) -> Path:
+    """The run's folder."""
+    return Path(args.out) / args.model
+
+
+def leave_alone():
+    """Signals before and after the training say nothing new, and end nothing."""
+    for number in WARNINGS:
+        signal.signal(number, _noted_by_slurm)
+
+
+def _noted_by_slurm(number, frame):
+    """Why the job is stopped is asked of Slurm."""
+
+
+def meet(rank: int, folder: Path):
+    """torchrun's variables for this task, and on rank 0 the store where all meet.
+
+    Rank 0 takes a port that is free on its machine, and keeps it; the others read which in the job folder.
+    """
+    size, nodes = tasks(), int(os.environ.get("SLURM_STEP_NUM_NODES", 1))
+    name = "{SLURM_JOB_ID}.{SLURM_STEP_ID}".format(**os.environ)
+    word = folder / f"{name}.{requeue.restart()}.place"
+    store = None
+    if rank == 0:
+        place, store = open_store(size, nodes)
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = word.with_suffix(".partial")
+        partial.write_text(json.dumps(place))
+        partial.replace(word)
+    place = wait_for(word)
+    ranks = {"RANK": rank, "LOCAL_RANK": os.environ["SLURM_LOCALID"], "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local()}
+    elastic = {"RESTART_COUNT": 0, "RUN_ID": name, "USE_AGENT_STORE": True}
+    named = {**place, **ranks, **{f"TORCHELASTIC_{key}": value for key, value in elastic.items()}}
+    return {key: str(value) for key, value in named.items()}, store
+
+
+def open_store(size: int, nodes: int):
+    """The address of a rendezvous store in this process, and the store."""
+    from torch.distributed import TCPStore
+
+    if nodes == 1:
+        host, listener = "127.0.0.1", socket.create_server(("127.0.0.1", 0), backlog=4 * size)
+    elif socket.has_dualstack_ipv6():
+        host = own_name()
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4 * size)
+    else:
+        host, listener = own_name(), socket.create_server(("", 0), backlog=4 * size)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return {"MASTER_ADDR": host, "MASTER_PORT": port}, store
+
+
+def own_name() -> str:
+    """The name that other nodes know this one by."""
+    name = os.environ.get("SLURMD_NODENAME", "")
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        name = socket.gethostname()
+    return f"{name}i" if on_infiniband() else name
+
+
+def on_infiniband() -> bool:
+    """Whether this is a machine whose nodes have another name on the fast network."""
+    return os.environ.get("SYSTEMNAME") in INFINIBAND
+
+
+def wait_for(word: Path) -> dict:
+    """What rank 0 wrote. Raises UsageError if it does not come: the folder is not shared."""
+    until = time.monotonic() + MEET_S
+    while time.monotonic() < until:
+        # Asked by listing: a network file system remembers for a minute that a name was not there.
+        if word.parent.is_dir() and word.name in os.listdir(word.parent):  # noqa: PTH208
+            return json.loads(word.read_text())
+        time.sleep(0.1)
+    raise UsageError(f"-slurm_dir {word.parent}: rank 0's word did not come to {socket.gethostname()} within "
+                     f"{MEET_S:g} s: name a folder on a disk that all nodes share")  # fmt: skip
+
+
+def local() -> int:
+    """How many tasks of the step this node has: of SLURM_STEP_TASKS_PER_NODE, as in 4(x2),3."""
+    counts = []
+    for part in os.environ.get("SLURM_STEP_TASKS_PER_NODE", str(tasks())).split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        counts += [int(count)] * int(times or 1)
+    return counts[int(os.environ.get("SLURM_NODEID", 0)) % len(counts)]
+
+
+def begin_by_hand(words: list[str]) -> int:
+    """Notes a start of `python train.py WORDS` in a batch script, and prints the path of the history."""
+    from lib import config, launch
+
+    try:
+        args = config.parse_args(words)
+    except UsageError as error:
+        return launch.refused(error)
+    history = folder_of(args) / f"{os.environ['SLURM_JOB_ID']}.json"
+    history.parent.mkdir(parents=True, exist_ok=True)
+    requeue.begin(history, run_of(args), args.slurm_requeues)
+    sys.stdout.write(f"{history}\n")
+    return FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

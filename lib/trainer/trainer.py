@@ -1,0 +1,299 @@
+"""The usual way of training: epochs of steps, evaluation, checkpoints. To train otherwise, override
+`training_step`."""
+
+import dataclasses
+import logging
+
+import torch
+
+from lib.core import loss as losses
+from lib.core import optimizer as optimizers
+from lib.core import parallel, scheduler
+from lib.utils import checkpoint, data, metrics, preemption, report, resume, run_folder, search, seeding, shards
+from lib.utils.state import State, all_tensors, model_tensors, prepared
+
+log = logging.getLogger(__name__)
+
+
+class BadSteps(RuntimeError):
+    """Too many steps in a row had no finite gradient."""
+
+
+class Trainer:
+    """Trains a wrapped model on `loaders["train"]` and evaluates it on "val" and "test" where there are such."""
+
+    def __init__(self, args, world, loaders, model, loss, optimizer):
+        self.args, self.world, self.loaders = args, world, loaders
+        self.model, self.loss, self.optimizer = model, loss, optimizer
+        self.folder, self.plan = run_folder.path_of(args), loaders["train"].plan
+        self.total_steps = args.epochs * self.plan.steps
+        scale = scheduler.scale(args.scale_lr, self.plan.batch, args.lr_batch)
+        self.schedule = {
+            "total": self.total_steps,
+            "warmup": args.lr_warmup * self.plan.steps,
+            "start": args.lr_start * scale,
+            "end": args.lr_end * scale,
+        }
+        self.state, self.saved = State(), None  # saved: the (step, epoch) of the last checkpoint
+        self.best, self.bad_steps, self.bad_run = None, 0, 0
+        self.metrics, self.logged = metrics.MetricsTracker(), {}  # the epoch's sums; as of the last log line
+        self.window, self.norms = [], []  # losses and gradient norms not yet read from the device
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16)
+        self.precision = parallel.autocast(args, world.device)
+        alone = world.size == 1 and self.plan.grain == self.plan.batch
+        self.statistics = parallel.RunningStatistics(model, world, alone)
+        self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s)
+        self.ballot = preemption.Ballot(self.stop, world)
+        self.every = resume.Every(args.save_every)
+        self.checkpoints = checkpoint.Checkpoints(
+            self.folder / "checkpoints", world, keep_last=args.keep_last, strict=args.save_strict
+        )
+
+    def training_step(self, batch):
+        """The mean loss over a micro-batch (collated as the dataset gives it, on the device), ready for backward."""
+        inputs, targets = batch
+        return self.loss(self.model(inputs), targets)
+
+    def evaluation_step(self, model, batch, count):
+        """What a batch of `count` samples adds to each metric: sums over its samples, 0-d tensors. `model` is
+        unwrapped."""
+        inputs, targets = batch
+        outputs = model(inputs)
+        return {"loss": self.loss(outputs, targets) * count, **losses.metric_sums(self.loss, outputs, targets)}
+
+    def fit(self) -> str:
+        """Trains from where the run is to its end, or to a stop with the state saved: "finished" or "stopped"."""
+        with self.stop.listening():
+            self.resume()
+            self.warm_up()
+            with report.opened(self.folder, self.world, self.args, self.total_steps, self.state.step) as self.report:
+                self.report.samples(self.loaders["train"].sample)
+                while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():
+                    pass
+                return self.finish()
+
+    def at_limit(self) -> bool:
+        """Whether -limit_steps is reached, which all ranks see at the same step."""
+        reached = self.args.limit_steps is not None and self.state.step >= self.args.limit_steps
+        if reached:
+            self.stop.reason = self.stop.reason or f"-limit_steps {self.args.limit_steps} is reached"
+        return reached
+
+    def train_epoch(self) -> bool:
+        """Trains the rest of the epoch. False if the run is to stop first."""
+        if self.at_limit():
+            return False
+        self.model.train()
+        epoch = self.state.epoch
+        batches = self.loaders["train"].epoch(epoch, self.state.step - epoch * self.plan.steps)
+        for key, batch in self.report.waiting(batches):
+            self.micro_batch(key, data.to_device(batch, self.world.device))
+            if key.last:
+                self.step(key.of)
+                if self.boundary():
+                    return False
+        return True
+
+    def micro_batch(self, key, batch):
+        """Forward and backward pass of one micro-batch under its own seed; gradients add up to the step's mean."""
+        seeding.for_micro_batch(self.args.seed, self.state.step, key.micro, self.world.device)
+        parallel.set_sync(self.model, key.last)
+        self.statistics.before(key.first)
+        with self.precision:
+            loss = self.training_step(batch)
+        weight = key.count * self.world.size / key.of  # DDP divides by the number of processes
+        self.scaler.scale(loss if weight == 1 else loss * weight).backward()
+        self.statistics.after(key.count / key.of)
+        self.window.append((loss.detach(), key.count))
+
+    def step(self, samples: int):
+        """The optimizer's step of `samples` samples, left out on all ranks alike if the gradient is not finite."""
+        self.scaler.unscale_(self.optimizer)
+        norm = optimizers.clip(self.parameters, self.args.clip_grad)
+        lr = self.lr()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.checkpoints.staged()
+        optimizers.step(self.optimizer, self.scaler, norm)
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.statistics.settle(norm)
+        self.norms.append(norm)
+        self.state.step += 1
+        self.state.samples += samples
+
+    def lr(self) -> float:
+        """The learning rate of the step to come."""
+        return scheduler.lr_at(self.state.step, **self.schedule)
+
+    def boundary(self) -> bool:
+        """What is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
+        step = self.state.step
+        if step % self.args.log_every == 0 or step % self.plan.steps == 0:
+            self.log()
+        stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.at_limit()
+        if self.ballot.voted:
+            self.checkpoints.poll()
+        if stop and step < self.total_steps:  # a stop on the very last step finishes the run
+            return True
+        if self.every.step_due(step) or self.ballot.alarmed:
+            self.save()
+        return False
+
+    def log(self):
+        """Reduces and reports the interval since the last line; ends the run after too many bad steps in a row."""
+        bad, self.bad_run = report.bad_steps(self.norms, self.bad_run)
+        self.bad_steps += bad
+        self.gather()
+        interval = {name: total - self.logged.get(name, 0) for name, total in self.metrics.agg.items()}
+        figures = {
+            "loss": metrics.mean(interval, "loss"),
+            "loss_mean": metrics.mean(self.metrics.agg, "loss"),
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "grad_norm": float(self.norms[-1]),
+            **({"bad_steps": self.bad_steps} if self.bad_steps else {}),
+        }
+        self.report.training(self.state, steps=len(self.norms), samples=interval.get("samples", 0), figures=figures)
+        self.logged, self.norms = dict(self.metrics.agg), []
+        if self.bad_run >= self.args.max_bad_steps:
+            self.give_up()
+
+    def gather(self):
+        """Adds the losses since the last call, over all ranks, to the epoch's sums. Waits for the device."""
+        self.metrics.update(report.window_sums(self.window)).reduce()
+        self.window = []
+
+    def give_up(self):
+        """Raises BadSteps with the step, its samples, and where the last good state lies."""
+        self.checkpoints.finish()
+        epoch, step = self.state.epoch, self.state.step - 1
+        samples = self.loaders["train"].indices(epoch, step - epoch * self.plan.steps)
+        there = checkpoint.listed(self.checkpoints.folder)
+        raise BadSteps(
+            f"{self.bad_run} steps in a row without a finite gradient (-max_bad_steps {self.args.max_bad_steps}), "
+            f"the last of them step {step} with the samples {samples[:64]}; last good checkpoint: "
+            f"{there[0][1] if there else 'none'}; a lower -lr_start, -clip_grad or -bf16 for -fp16 may help"
+        )
+
+    def end_epoch(self) -> bool:
+        """Evaluates, keeps the best, saves. False if the run is to stop first."""
+        figures = self.evaluate("val") if "val" in self.loaders else {}
+        if figures is None:
+            return False
+        self.state.epoch += 1
+        self.metrics.end_epoch()
+        self.logged = {}
+        self.report.evaluated(self.state, "val", figures)
+        self.keep_best(figures)
+        milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
+        if milestone or self.every.epoch_due(self.state.epoch) or self.state.epoch == self.args.epochs:
+            self.save(keep=bool(milestone))
+        return True
+
+    @torch.no_grad()
+    def evaluate(self, split: str) -> dict | None:
+        """Exact means over all samples of a split and all ranks. None if all ranks agreed to stop meanwhile."""
+        model, totals = parallel.unwrap(self.model).eval(), metrics.MetricsTracker()
+        for key, batch in self.loaders[split]:
+            with self.precision:
+                sums = self.evaluation_step(model, data.to_device(batch, self.world.device), key.count)
+            if key.count:
+                totals.update({**sums, "samples": key.count})
+            if key.last and self.ballot.tick() and self.state.step < self.total_steps:
+                return None
+        sums = totals.reduce()
+        return {name: metrics.mean(sums, name) for name in sums if name != "samples"}
+
+    def resume(self):
+        """Goes on from the newest good checkpoint, this run's own or that of -resume, or starts from -weights."""
+        self.checkpoints.open()
+        model = parallel.unwrap(self.model)
+        found = search.newest(self.checkpoints.folder, self.checkpoints.disk, self.args.resume)
+        resume.check_allowed(self.args, found.manifest["asked"] if found else {})
+        if found is not None:
+            self.go_on(found, model)
+        elif self.args.weights:
+            resume.load_weights(self.args.weights, model)
+        with prepared(model, self.optimizer) as tensors:
+            self.checkpoints.check_room(tensors)
+
+    def go_on(self, found, model):
+        """Takes up a verified checkpoint."""
+        manifest, allowed = found.manifest, self.args.allow_change
+        resume.check_known(found)
+        resume.check_changes(manifest["asked"], resume.asked(self.args, self.plan), allowed)
+        resume.load(found, model, self.optimizer, self.world, allowed)
+        self.state, self.best = resume.state(manifest, self.plan), manifest["best"]
+        self.bad_steps = manifest["bad_steps"]
+        self.metrics.load_state_dict(manifest["metrics"])
+        if self.args.fp16 and manifest["scaler"]:
+            self.scaler.load_state_dict(manifest["scaler"])
+        own = found.folder.parent == self.checkpoints.folder
+        self.saved = (self.state.step, self.state.epoch) if own else None
+        log.info("going on from %s: epoch %d, step %d", found.folder, self.state.epoch + 1, self.state.step)
+
+    def warm_up(self):
+        """Two passes on zeros where DDP would otherwise add up in another order in its first step than later on."""
+        if not parallel.reorders(self.model, self.world):
+            return
+        batch = data.zeros(data.to_device(self.loaders["train"].sample(), self.world.device))
+        self.model.train()
+        for _ in range(2):
+            self.statistics.before(first=True)
+            with self.precision:
+                loss = self.training_step(batch)
+            loss.backward()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.statistics.restore()
+
+    def save(self, keep: bool = False):
+        """Begins a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
+        if self.saved == (self.state.step, self.state.epoch) and not self.checkpoints.failures:
+            return
+        model = parallel.unwrap(self.model)
+        self.gather()
+        facts = {
+            "state": dataclasses.asdict(self.state),
+            "asked": resume.asked(self.args, self.plan),
+            "best": self.best,
+            "bad_steps": self.bad_steps,
+            "metrics": self.metrics.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "about": run_folder.about(),
+        }
+        early = {f"model.{name}" for name, _ in model.named_buffers()}
+        self.checkpoints.save(all_tensors(model, self.optimizer), facts, step=self.state.step, early=early, keep=keep)
+        self.saved = self.state.step, self.state.epoch
+        self.every.saved()
+
+    def keep_best(self, figures: dict):
+        """Writes best/weights.safetensors if the val metric of -best is the best so far."""
+        best = resume.better(self.best, figures, self.args.best, self.state.epoch)
+        if best and self.write_weights("best", must=self.args.save_strict):
+            self.best = best
+
+    def write_weights(self, name: str, must: bool = True) -> bool:
+        """Writes NAME/weights.safetensors, ready for safetensors' load_file. False if that failed and need not be."""
+        tensors = model_tensors(parallel.unwrap(self.model))
+        return shards.keep_weights(self.folder / name, tensors, self.world, must)
+
+    def finish(self) -> str:
+        """The last save; of a finished run also the test split and the final weights. "finished" or "stopped"."""
+        finished = self.state.epoch >= self.args.epochs
+        figures = {}
+        if finished and "test" in self.loaders:
+            figures = self.evaluate("test")
+            self.report.evaluated(self.state, "test", figures)
+        if finished:
+            self.write_weights("final")
+        self.checkpoints.finish()
+        self.save()
+        self.checkpoints.close()
+        outcome = {
+            "state": "finished" if finished else "stopped",
+            "reason": self.stop.reason,
+            **dataclasses.asdict(self.state),
+        }
+        self.report.finish({**outcome, "best": self.best, "test": figures}, self.args)
+        return "lost an agent" if self.stop.reason == preemption.AGENT_GONE and not finished else outcome["state"]

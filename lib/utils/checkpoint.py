@@ -1,0 +1,292 @@
+"""Checkpoints: whole or absent, written behind the run's back, and without pickle.
+
+A checkpoint is a folder step_NNNNNNNN with one safetensors file a rank and manifest.json, which holds the state,
+what was asked, and the size and checksum of every file. It is written as step_NNNNNNNN.partial, synced, and renamed.
+"""
+
+import concurrent.futures
+import json
+import logging
+import re
+import shutil
+import threading
+import zlib
+from pathlib import Path
+
+import torch
+
+from lib.utils import atomic, disks, distributed, shards
+from lib.utils.distributed import World
+from lib.utils.errors import UsageError
+
+log = logging.getLogger(__name__)
+FORMAT = 1
+NAMED = re.compile(r"step_(\d{1,18})(?:_(\d{1,9}))?(?:_after(\d{1,9}))?(_keep)?")
+SEAL = b',\n"crc32": %d\n}\n'  # the end of every manifest, whatever its format: the checksum of all before it
+LONGEST = 1 << 30  # bytes of a manifest
+FAILURES = 3  # saves in a row that may fail before the run ends
+WAIT_S = 0.2  # between votes while all ranks wait for a save: a slow disk is no reason to take one for dead
+
+
+class SaveError(RuntimeError):
+    """Checkpoints cannot be written; the run ends rather than go on without."""
+
+
+class Checkpoints:
+    """The checkpoints of a run. Its methods are called by all ranks at the same steps, `staged` apart."""
+
+    def __init__(self, folder: Path, world: World, *, keep_last: int = 2, strict: bool = False):
+        self.folder, self.world, self.disk = folder, world, disks.one(world)
+        self.keep_last, self.strict, self.failures = keep_last, strict, 0
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.buffers: dict[str, torch.Tensor] = {}  # CPU copies, kept from one save to the next
+        self.copied = threading.Event()
+        self.copied.set()
+        self.device_copied = None
+        self.job = None  # this rank's part of the save in flight
+        self.phase = None  # of the save in flight: None, "writing", "publishing"
+
+    def open(self):
+        """Finds out which ranks share the folder, and removes what crashes left there. For the run's owner, first of
+        all."""
+        self.disk = disks.look(self.folder, self.world)
+        self.disk.do(self._sweep)
+
+    def check_room(self, tensors: dict):
+        """Raises UsageError where a checkpoint of these tensors could never be written."""
+        schema(tensors)
+        out, size = self.folder.parent.parent, shards.total_bytes(tensors)
+        if len(self.disk.groups) > 1 and any(isinstance(tensor, shards.DTensor) for tensor in tensors.values()):
+            raise UsageError(f"-out {out}: a sharded model needs a folder that all nodes share")
+        free, there = min(self.disk.do(lambda: [disks.free_bytes(self.folder), len(listed(self.folder))]))
+        if free < size:
+            raise UsageError(f"-out {out}: a checkpoint takes {size:,} bytes, and {free:,} are free; make room, or "
+                             f"take another disk")  # fmt: skip
+        more = size * (self.keep_last + 1 - min(there, self.keep_last))
+        if free < more and self.world.is_main:
+            log.warning("%s: -keep_last %d and one being written may take %s bytes more, and %s are free",
+                        self.folder, self.keep_last, f"{more:,}", f"{free:,}")  # fmt: skip
+
+    def save(self, tensors: dict, facts: dict, *, step: int, early: set, keep: bool = False):
+        """Begins a checkpoint of these live tensors; `facts` (JSON) joins its manifest, `keep` spares it from
+        removal.
+
+        Returns at once. The tensors named in `early` may change as soon as this returns, the others after `staged`. A
+        save that is still in flight is waited for. Raises SaveError when saving fails for good.
+        """
+        self.finish()
+        self.facts = {**json.loads(json.dumps(facts)), "tensors": schema(tensors)}  # as they are now
+        self.name = named(step, [0, 0], keep)
+        try:
+            self.name = named(step, max(self.disk.do(lambda: following(self.folder, step))), keep)
+            self.disk.do(self._make_room)
+        except OSError as error:
+            self._failed(f"{error}, {disks.free_there(self.folder)}")
+            return
+        mine = shards.pieces(tensors, self.disk.share)
+        mine = [piece._replace(values=piece.values.clone()) if piece.name in early else piece for piece in mine]
+        self.copied.clear()
+        self.phase = "writing" if self.world.size > 1 else "publishing"
+        self.job = self.thread.submit(self._write, mine, self._device_event())
+
+    def staged(self):
+        """Returns once the weights may change: their copy is made, or in the device's queue before what comes
+        next."""
+        self.copied.wait()
+        if self.device_copied is not None:
+            torch.cuda.current_stream().wait_event(self.device_copied)
+            self.device_copied = None
+
+    def poll(self):
+        """Moves the save in flight on, once every rank is ready for it. Raises SaveError when saving fails for
+        good."""
+        if self.phase is None:
+            return
+        pending = torch.tensor([float(self.job is not None and not self.job.done())])
+        if distributed.max_(pending, self.world).item():
+            return
+        answers = distributed.gather_json(self._answer(), self.world)
+        errors = [answer["error"] for answer in answers if "error" in answer]
+        if errors:
+            self._failed(errors[0])
+        elif self.phase == "writing":
+            ours = [answers[rank] for rank in self.disk.ranks]
+            self.job = self.thread.submit(self._publish, ours) if self.disk.leads else None
+            self.phase = "publishing"
+        else:
+            self.phase, self.job, self.failures = None, None, 0
+
+    def finish(self):
+        """Waits until nothing is in flight. Raises SaveError when saving fails for good."""
+        while self.phase:
+            concurrent.futures.wait([self.job] if self.job else [], WAIT_S)
+            self.poll()
+
+    def close(self):
+        """Waits for what is in flight and ends the writing thread. Raises SaveError if the last save failed."""
+        self.finish()
+        self.thread.shutdown()
+        if self.failures:
+            raise SaveError(f"{self.folder}: the last state could not be saved; the one before it is good")
+
+    def _sweep(self):
+        """What kills left in the run's folder, and the folder itself, on disk before anything in it."""
+        run = self.folder.parent
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for folder in (self.folder, run, run / "best", run / "final"):
+            if folder.is_dir():
+                atomic.sweep(folder)
+        atomic.fsync_folder(run)
+        atomic.fsync_folder(run.parent)
+
+    def _make_room(self):
+        if not self.folder.is_dir():  # somebody removed it
+            self._sweep()
+        partial = self.folder / f"{self.name}.partial"
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir()
+
+    def _copy(self, mine, non_blocking=False):
+        for name, values, _ in mine:
+            if name not in self.buffers or self.buffers[name].shape != values.shape:
+                pin = values.device.type == "cuda"
+                self.buffers[name] = torch.empty(values.shape, dtype=values.dtype, pin_memory=pin)
+            self.buffers[name].copy_(values, non_blocking=non_blocking)
+
+    def _device_event(self):
+        if self.world.device.type != "cuda":
+            return None
+        return torch.cuda.current_stream().record_event()
+
+    def _write(self, mine, ready):
+        try:
+            self._stage(mine, ready)
+        finally:
+            self.copied.set()
+        if ready is not None:
+            self.staging.synchronize()
+        file = f"shard_{self.world.rank:04d}.safetensors"
+        blocks = [(piece.name, self.buffers[piece.name]) for piece in mine]
+        facts = shards.write(self.folder / f"{self.name}.partial" / file, blocks)
+        answer = {"file": file, **facts, "pieces": [[p.name, list(p.start), list(p.values.shape)] for p in mine]}
+        if self.world.size == 1:
+            self._publish([answer])
+        return answer
+
+    def _stage(self, mine, ready):
+        """The copy itself; on a GPU in a stream of its own, beside what the run computes."""
+        if ready is None:
+            self._copy(mine)
+            return
+        self.staging = torch.cuda.Stream(self.world.device)  # a thread begins on device 0, whatever the rank's
+        self.staging.wait_event(ready)
+        with torch.cuda.stream(self.staging):
+            self._copy(mine, non_blocking=True)
+        self.device_copied = self.staging.record_event()
+
+    def _answer(self):
+        error = self.job and self.job.exception()
+        if error:
+            told = f"{type(error).__name__}: {error}, {disks.free_there(self.folder)}"
+            return {"error": f"rank {self.world.rank}: {told}"}
+        return (self.job.result() if self.job else None) or {}
+
+    def _publish(self, answers):
+        partial, final = self.folder / f"{self.name}.partial", self.folder / self.name
+        table = {}
+        for answer in answers:
+            for name, start, shape in answer["pieces"]:
+                table.setdefault(name, []).append([answer["file"], start, shape])
+        files = {answer["file"]: {"bytes": answer["bytes"], "crc32": answer["crc32"]} for answer in answers}
+        manifest = {"format": FORMAT, **self.facts, "shards": files, "pieces": table}
+        atomic.write_file(partial / "manifest.json", sealed(manifest))
+        atomic.publish(partial, final)
+        try:
+            atomic.swap_link(self.folder / "latest", final.name)
+            for _, folder, _ in [entry for entry in listed(self.folder) if not entry[2]][self.keep_last :]:
+                atomic.remove_folder(folder)
+        except OSError as error:
+            log.warning("%s is saved, but older ones could not be tidied up (%s)", final, error)
+
+    def _failed(self, reason):
+        self.phase, self.job = None, None
+        self.failures += 1
+        if self.disk.leads:
+            shutil.rmtree(self.folder / f"{self.name}.partial", ignore_errors=True)
+        text = f"{self.folder / self.name} could not be saved ({reason})"
+        if self.strict:
+            raise SaveError(f"{text}, and -save_strict is on")
+        if self.failures >= FAILURES:
+            raise SaveError(f"{text}, nor could the {FAILURES - 1} before it")
+        log.warning("%s: the run goes on, the older checkpoint is good, the next save tries again", text)
+
+
+def listed(folder: Path) -> list[tuple[int, Path, bool]]:
+    """The checkpoints in a folder, the last one saved first: step, path, whether it is kept for good."""
+    if not folder.is_dir():
+        return []
+    there = sorted((entry for entry in folder.iterdir() if NAMED.fullmatch(entry.name)), key=lambda e: order(e.name))
+    return [(order(entry.name)[1], entry, entry.name.endswith("_keep")) for entry in reversed(there)]
+
+
+def order(name: str) -> tuple[int, int, int]:
+    """The place of a checkpoint among those of its run, by its name: turns back before it, step, saves of that."""
+    match = NAMED.fullmatch(name)
+    return (int(match[3] or 0), int(match[1]), int(match[2] or 0)) if match else (0, 0, 0)
+
+
+def named(step: int, place: list[int], keep: bool) -> str:
+    """The name of a checkpoint. `place`: turns back before it, saves of the step."""
+    back, again = place
+    return f"step_{step:08d}{f'_{again}' if again else ''}{f'_after{back}' if back else ''}{'_keep' if keep else ''}"
+
+
+def following(folder: Path, step: int) -> list[int]:
+    """The place that makes the next checkpoint the newest, also one of the same step, as after an evaluation that was
+    interrupted, or of an earlier one, as after a change of -batch_size."""
+    back, last, again = max((order(entry.name) for _, entry, _ in listed(folder)), default=(0, -1, 0))
+    if step > last:
+        return [back, 0]
+    return [back, again + 1] if step == last else [back + 1, 0]
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest of a checkpoint.
+
+    Raises Damaged where it is missing, not what was written or makes no sense, UsageError for one of another format.
+    """
+    path = folder / "manifest.json"
+    try:
+        if not path.is_file() or path.stat().st_size > LONGEST:
+            raise shards.Damaged(f"{path}: is missing, or no file of a sensible size")
+        data = path.read_bytes()
+        manifest = json.loads(data)
+    except (OSError, ValueError, RecursionError) as error:
+        raise shards.Damaged(f"{path}: cannot be read ({error})") from None
+    body = data.rpartition(SEAL[:10])[0]
+    if not isinstance(manifest, dict) or data != body + SEAL % zlib.crc32(body):
+        raise shards.Damaged(f"{path}: its checksum does not hold")
+    if manifest.get("format") != FORMAT:
+        about = manifest.get("about")
+        writer = about.get("git") if isinstance(about, dict) else None
+        raise UsageError(f"{path}: is of format {manifest.get('format')}, written by version {writer}; this code "
+                         f"reads format {FORMAT}: take that version, or -reset")  # fmt: skip
+    shards.check(folder, manifest)
+    return manifest
+
+
+def schema(tensors: dict) -> dict[str, list]:
+    """The type and shape of every tensor, as JSON has it. Raises UsageError for a type that safetensors lacks."""
+    odd = [name for name, tensor in tensors.items() if tensor.dtype not in shards.DTYPES]
+    if odd:
+        raise UsageError(f"{odd[0]} is of {tensors[odd[0]].dtype}, which a checkpoint cannot hold: use another type, "
+                         f"or a buffer with persistent=False")  # fmt: skip
+    return {name: [shards.DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
+
+
+def sealed(manifest: dict) -> bytes:
+    """A manifest as it is written: a line for each entry, the checksum in the last."""
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.items()]
+    body = ("{\n" + ",\n".join(lines)).encode()
+    return body + SEAL % zlib.crc32(body)

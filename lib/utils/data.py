@@ -1,0 +1,52 @@
+"""Data in memory, fetched by whole batches."""
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+
+class Tensors(Dataset):
+    """Tensors that share their first dimension: item i is a tuple of their i-th rows, a batch one gather each.
+
+    `transform`, if given, changes a whole batch: a tuple of tensors (B, ...) in, the same out. A dataset with a
+    random transform is not `fixed`: its batches are drawn under their own seed.
+    """
+
+    def __init__(self, *tensors: Tensor, transform=None):
+        lengths = {len(tensor) for tensor in tensors}
+        if len(lengths) != 1:
+            raise ValueError(f"tensors of one length are needed, these have {sorted(lengths)} rows")
+        self.tensors, self.transform = tensors, transform
+        self.fixed = transform is None
+
+    def __len__(self):
+        return len(self.tensors[0])
+
+    def __getitem__(self, index):
+        return tuple(tensor[0] for tensor in self.__getitems__([index]))
+
+    def __getitems__(self, indices):
+        """The batch of these rows: a tuple of tensors (len(indices), ...)."""
+        rows = torch.tensor(indices)
+        batch = tuple(tensor.index_select(0, rows) for tensor in self.tensors)
+        return self.transform(batch) if self.transform else batch
+
+
+def to_device(batch, device: torch.device):
+    """The batch (a tensor, or a tuple, list or dict of batches) on the device, in its queue. On the CPU: itself."""
+    return batch if device.type == "cpu" else _each(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def zeros(batch):
+    """A batch of the same form, all zeros."""
+    return _each(batch, torch.zeros_like)
+
+
+def _each(batch, change):
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, dict):
+        return {name: _each(part, change) for name, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(_each(part, change) for part in batch)
+    return batch

@@ -1,0 +1,152 @@
+"""Who this process is, and how the processes of a run talk. Reads torchrun's variables, whoever wrote them."""
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from lib.utils.errors import UsageError
+
+CPU = torch.device("cpu")
+PARENT = os.getppid()
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of this process among those of the run."""
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    device: torch.device = CPU
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+@contextlib.contextmanager
+def joined(args):
+    """The World of this process, inside the run's process group; the group is left when the block ends.
+
+    A single process needs no group: every collective below is then the identity. Raises UsageError if the device
+    that was asked for is not there.
+    """
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if "OMP_NUM_THREADS" in os.environ:  # another number of threads gives other bits: never left to chance
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    world = World(
+        rank=int(os.environ.get("RANK", 0)),
+        local_rank=local_rank,
+        size=size,
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        device=pick_device(bool(args.cpu), local_rank),
+    )
+    if world.device.type != "cpu":
+        torch.accelerator.set_device_index(world.device.index)
+    if size == 1:
+        yield world
+        return
+    backend = "gloo" if world.device.type == "cpu" else f"cpu:gloo,{_backend(world.device)}"
+    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=args.hang_minutes))
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()
+
+
+def pick_device(cpu: bool, local_rank: int) -> torch.device:
+    """The accelerator of this local rank, or the CPU where there is none or it was asked for."""
+    if cpu or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    there = int(os.environ.get("SLURM_GPUS_ON_NODE") or count)  # of the job; a task may see only its own part of them
+    if count > 1 and local_rank >= max(count, there):
+        raise UsageError(
+            f"local rank {local_rank} has no device: {count} are visible; start fewer processes, or -cpu N"
+        )
+    return torch.device(torch.accelerator.current_accelerator().type, local_rank % count)
+
+
+def _backend(device):
+    return f"{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def launch_id() -> str:
+    """What all starts of one launch share: restarts and requeues keep it, a new command gets a new one."""
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+    if job and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # there, one job runs many commands
+        return f"{job}.{step}" if step else job
+    given = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return given if given != "none" else f"{socket.gethostname()}-{os.getppid()}"
+
+
+def orphaned() -> bool:
+    """Whether the torchrun agent that started this process is gone: nobody would restart it, or end it."""
+    return "TORCHELASTIC_MAX_RESTARTS" in os.environ and os.getppid() != PARENT
+
+
+def job_id() -> str | None:
+    """The id of the Slurm job this process belongs to."""
+    return os.environ.get("SLURM_JOB_ID")
+
+
+def sum_(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """The tensor summed over all ranks, in place."""
+    if world.size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def max_(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """The tensor's largest values over all ranks, in place."""
+    if world.size > 1:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor
+
+
+def gather_json(value, world: World) -> list:
+    """Every rank's value, by rank, on all ranks. JSON in byte tensors: no pickle crosses the wire."""
+    if world.size == 1:
+        return [value]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
+    dist.all_gather(lengths, torch.tensor([len(data)]))
+    longest = int(max(lengths))
+    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world.size)]
+    dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - len(data))))
+    return [json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(rows, lengths, strict=True)]
+
+
+def from_main(value, world: World):
+    """Rank 0's value (JSON) on all ranks."""
+    return gather_json(value if world.is_main else None, world)[0]
+
+
+def main_does(action, world: World):
+    """What `action()` returns on rank 0 (JSON), on all ranks; what it raises there is raised on all: none waits in
+    vain.
+
+    Raises UsageError or RuntimeError.
+    """
+    answer = {}
+    if world.is_main:
+        try:
+            answer = {"value": action()}
+        except (UsageError, OSError, ValueError, RuntimeError) as error:
+            if world.size == 1:
+                raise
+            answer = {"usage" if isinstance(error, UsageError) else "error": str(error)}
+    answer = from_main(answer, world)
+    if "usage" in answer:
+        raise UsageError(answer["usage"])
+    if "error" in answer:
+        raise RuntimeError(f"rank 0: {answer['error']}")
+    return answer["value"]

@@ -1,0 +1,300 @@
+"""Which samples a step holds, which of its micro-batches are this rank's, and how they are fetched.
+
+Everything here is a function of (seed, epoch, step, micro-batch): nothing is stored, nothing replayed, and no sample
+is repeated to fill a share.
+"""
+
+import itertools
+import logging
+import math
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+
+from lib.utils import distributed, permutation, preemption, seeding
+from lib.utils.distributed import World
+from lib.utils.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the samples of an epoch are cut into steps of `batch` and micro-batches of `micro` samples, shared by
+    `ranks`."""
+
+    samples: int
+    batch: int
+    micro: int
+    drop_last: bool = False
+    ranks: int = 1
+
+    @property
+    def grain(self) -> int:
+        """Samples of a micro-batch: `micro`, or fewer where there are more ranks than micro-batches."""
+        return self.micro if self.batch >= self.micro * self.ranks else divisor(self.batch, self.batch // self.ranks)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in an epoch."""
+        return self.samples // self.batch if self.drop_last else math.ceil(self.samples / self.batch)
+
+    def cut(self, step: int) -> list[tuple[int, int]]:
+        """The micro-batches of an epoch's step: (start, stop) positions in the epoch's order.
+
+        A short last batch is spread over as many micro-batches as leave two samples in each: BatchNorm needs two.
+        """
+        start, grain = step * self.batch, self.grain
+        count = min(self.batch, self.samples - start)
+        if count == self.batch:
+            return [(start + at, start + at + grain) for at in range(0, count, grain)]
+        parts = max(1, min(self.batch // grain, count // 2))
+        edges = [start + part * count // parts for part in range(parts + 1)]
+        return list(itertools.pairwise(edges))
+
+
+class Key(NamedTuple):
+    """One micro-batch of this rank: where it stands in the run, and its samples."""
+
+    step: int  # of the epoch
+    micro: int  # of the step, over all ranks
+    count: int  # samples that count; 0: another's sample, borrowed so that this rank takes part
+    of: int  # samples of the whole step, over all ranks
+    first: bool  # of this rank's in the step
+    last: bool
+    indices: list[int]
+
+
+class TrainLoader:
+    """The training samples, dealt out to the ranks micro-batch by micro-batch."""
+
+    def __init__(self, dataset: Dataset, plan: Plan, world: World, *, seed: int, shuffle: bool, workers: int):
+        self.dataset, self.plan, self.world = dataset, plan, world
+        self.seed, self.shuffle = seed, shuffle
+        self.fetched = Fetcher(dataset, seed, workers, pin=world.device.type == "cuda")
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[Key, object]]:
+        """This rank's micro-batches of an epoch from a step on, in order, with their collated samples."""
+        keys, ahead = itertools.tee(self.keys(epoch, first_step))
+        return zip(keys, self.fetched(epoch, ahead), strict=True)
+
+    def keys(self, epoch: int, first_step: int = 0) -> Iterator[Key]:
+        """What `epoch` will fetch, without fetching it."""
+        order = permutation.order(self.plan.samples, self.seed, epoch, self.shuffle)
+        for step in range(first_step, self.plan.steps):
+            yield from share(step, self.plan.cut(step), order, self.world)
+
+    def sample(self):
+        """The first micro-batch of the run, collated: what training data looks like."""
+        return self.fetched.fetch[0, next(self.keys(0)).indices]
+
+    def indices(self, epoch: int, step: int) -> list[int]:
+        """The samples of one step over all ranks, by their index in the dataset."""
+        parts = self.plan.cut(step)
+        return permutation.order(self.plan.samples, self.seed, epoch, self.shuffle)[
+            parts[0][0] : parts[-1][1]
+        ].tolist()
+
+
+class ShardLoader(TrainLoader):
+    """Training samples of which each rank holds its own: a step takes an equal number from each rank while they last.
+
+    `lengths`: how many each rank holds. Goes on exactly on the same number of ranks.
+    """
+
+    def __init__(self, *words, lengths: list[int], **options):
+        super().__init__(*words, **options)
+        self.lengths = lengths
+
+    def keys(self, epoch: int, first_step: int = 0) -> Iterator[Key]:
+        order = permutation.order(len(self.dataset), self.seed, epoch, self.shuffle)
+        each = self.plan.batch // self.world.size
+        own = Plan(len(self.dataset), each, min(each, self.plan.grain))
+        for step in range(first_step, self.plan.steps):
+            of = sum(max(0, min(each, length - step * each)) for length in self.lengths)
+            parts = own.cut(step) if step < own.steps else []
+            before = self.world.rank * math.ceil(each / own.micro)
+            if not parts:
+                yield Key(step, before, 0, of, True, True, order[:2].tolist())
+            for micro, (begin, end) in enumerate(parts):
+                last = micro == len(parts) - 1
+                yield Key(step, before + micro, end - begin, of, micro == 0, last, order[begin:end].tolist())
+
+    def indices(self, epoch: int, step: int) -> list[int]:
+        """This rank's samples of one step, by their index in its own shard."""
+        return [index for key in self.keys(epoch, step) if key.step == step for index in key.indices]
+
+
+class EvalLoader:
+    """Samples to evaluate on, in their order, each on one rank; the ranks take equally many turns."""
+
+    def __init__(self, dataset: Dataset, world: World, *, batch: int, seed: int, workers: int):
+        self.dataset, self.world = dataset, world
+        self.plan = Plan(len(dataset), batch * world.size, batch)
+        self.fetched = Fetcher(dataset, seed, workers, pin=world.device.type == "cuda")
+
+    def __iter__(self) -> Iterator[tuple[Key, object]]:
+        order = permutation.order(self.plan.samples, 0, 0, shuffle=False)
+        turns = (share(step, self.plan.cut(step), order, self.world) for step in range(self.plan.steps))
+        keys, ahead = itertools.tee(itertools.chain.from_iterable(turns))
+        return zip(keys, self.fetched(0, ahead), strict=True)
+
+
+def share(step: int, parts: list, order, world: World) -> Iterator[Key]:
+    """The keys of this rank's share of a step's micro-batches; one without a share borrows a sample that counts 0."""
+    low, high = (rank * len(parts) // world.size for rank in (world.rank, world.rank + 1))
+    start, of = parts[0][0], parts[-1][1] - parts[0][0]
+    if low == high:
+        yield Key(step, len(parts), 0, of, True, True, order[start : start + min(2, of)].tolist())
+    for micro in range(low, high):
+        begin, end = parts[micro]
+        yield Key(step, micro, end - begin, of, micro == low, micro == high - 1, order[begin:end].tolist())
+
+
+class Fetcher:
+    """Collated samples by key, here or in worker processes that live as long as the loader."""
+
+    def __init__(self, dataset: Dataset, seed: int, workers: int, pin: bool):
+        self.fetch = Fetch(dataset, seed)
+        self.source = _Source()
+        self.loader = None
+        if workers:
+            self.loader = DataLoader(
+                self.fetch,
+                batch_size=None,
+                sampler=self.source,
+                num_workers=workers,
+                pin_memory=pin,
+                persistent_workers=True,
+                generator=torch.Generator(),  # or iter() would draw from the global one
+                multiprocessing_context="fork" if sys.platform == "linux" else multiprocessing.get_start_method(),
+                worker_init_fn=_one_thread,
+            )
+
+    def __call__(self, epoch: int, keys) -> Iterator:
+        """The collated samples of each key, in order."""
+        keys = ((epoch, key.indices) for key in keys)
+        if self.loader is None:
+            return map(self.fetch.__getitem__, keys)
+        self.source.keys = keys
+        with preemption.shielded():
+            return iter(self.loader)
+
+
+class Fetch(Dataset):
+    """A dataset of collated batches, looked up by (epoch, indices), each drawn under its own seed."""
+
+    def __init__(self, dataset, seed):
+        self.dataset, self.seed, self.fixed = dataset, seed, is_fixed(dataset)
+        self.whole = callable(getattr(_inner(dataset), "__getitems__", None))
+
+    def __getitem__(self, key):
+        epoch, indices = key
+        try:
+            batch = self._whole(epoch, indices) if self.whole else self._one_by_one(epoch, indices)
+        except Exception as error:
+            error.args = (f"{error} (while fetching the samples {_short(indices)})",)
+            raise
+        return default_collate(batch) if isinstance(batch, list) else batch
+
+    def _whole(self, epoch, indices):
+        if not self.fixed:
+            seeding.for_sample(self.seed, epoch, indices[0])
+        return self.dataset.__getitems__(indices)
+
+    def _one_by_one(self, epoch, indices):
+        return [self._sample(epoch, index) for index in indices]
+
+    def _sample(self, epoch, index):
+        if not self.fixed:
+            seeding.for_sample(self.seed, epoch, index)
+        return self.dataset[index]
+
+
+class _Source:
+    keys = ()
+
+    def __iter__(self):
+        return iter(self.keys)
+
+
+def divisor(number: int, at_most: int) -> int:
+    """The largest divisor of a number up to a limit."""
+    return next(part for part in range(at_most, 0, -1) if number % part == 0)
+
+
+def is_fixed(dataset) -> bool:
+    """Whether a dataset says that its items are the same every time, so that no generator needs a seed."""
+    return bool(getattr(_inner(dataset), "fixed", False))
+
+
+def is_local(dataset) -> bool:
+    """Whether the indices of a dataset are this rank's own: each rank holds other samples."""
+    return getattr(dataset, "local", False)
+
+
+def sharded(splits: dict[str, Dataset], world: World) -> tuple[dict[str, Dataset], int]:
+    """The splits with the training samples of this rank in memory, where a dataset shares itself out by
+    `shard(world)`, and the number of samples in an epoch."""
+    train = splits["train"]
+    train = train.shard(world) if hasattr(train, "shard") else train
+    count = len(train)
+    if is_local(train):
+        count = max(distributed.gather_json(count, world)) * world.size
+    return {**splits, "train": train}, count
+
+
+def splits(dataset, name: str) -> dict[str, Dataset]:
+    """What get_dataset gave as {"train": ..., "val": ..., "test": ...}. Raises UsageError for what cannot be trained
+    on."""
+    parts = dataset if isinstance(dataset, dict) else {"train": dataset}
+    if "train" not in parts or not set(parts) <= {"train", "val", "test"}:
+        raise UsageError(
+            f"-dataset {name}: gives the splits {sorted(parts)}; train, val and test are known, train needed"
+        )
+    for split, part in parts.items():
+        if isinstance(part, IterableDataset) or not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
+            kind = type(part).__name__
+            raise UsageError(
+                f"-dataset {name}: its {split} split is a {kind}; a dataset with len() and [index] is needed"
+            )
+        if len(part) == 0:
+            raise UsageError(f"-dataset {name}: its {split} split is empty")
+    return parts
+
+
+def _inner(dataset):
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
+
+
+def _one_thread(_worker):
+    torch.set_num_threads(1)
+
+
+def _short(indices):
+    return f"{indices[:8]} and {len(indices) - 8} more" if len(indices) > 8 else str(indices)
+
+
+def get_loaders(splits: dict[str, Dataset], plan: Plan, world: World, args) -> dict:
+    """A TrainLoader for "train" and an EvalLoader for each other split."""
+    common = {"seed": args.seed, "workers": args.workers}
+    if world.is_main and plan.grain < plan.micro:
+        log.warning(
+            "more processes than micro-batches: cut finer, %d samples instead of %d; the order of the samples stays "
+            "exact, dropout and BatchNorm see other micro-batches", plan.grain, plan.micro,
+        )  # fmt: skip
+    loaders = {
+        name: EvalLoader(part, world, batch=plan.micro, **common) for name, part in splits.items() if name != "train"
+    }
+    own = {"lengths": distributed.gather_json(len(splits["train"]), world)} if is_local(splits["train"]) else {}
+    loader = (ShardLoader if own else TrainLoader)(
+        splits["train"], plan, world, shuffle=args.shuffle, **common, **own
+    )
+    return {"train": loader, **loaders}

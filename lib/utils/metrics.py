@@ -1,0 +1,234 @@
+"""What a run measures: sums over micro-batches, epochs and ranks, and metrics.jsonl, where they are kept."""
+
+import json
+import logging
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lib.utils import atomic, console
+
+log = logging.getLogger(__name__)
+
+# Waiting tensors are folded into one when there are this many: a device's allocator spends 512 bytes on a 0-d tensor.
+FOLD = 256
+
+
+class MetricsTracker:
+    """Named sums: `update` gathers on this process, `reduce` adds up all ranks, `end_epoch` files the epoch away.
+
+        metrics.update({"loss": loss_sum, "samples": len(batch)})    # each micro-batch: nothing waits for the device
+        interval = metrics.reduce()                                  # at the log interval, on every rank
+        mean(interval, "loss"), mean(metrics.agg, "loss")            # of the interval, of the epoch so far
+        metrics.end_epoch()                                          # after a last reduce(); see epoch_reports
+
+    `local` is what this process gathered since the last `reduce()` or, while there is nothing new, what that reduce()
+    gave. `agg` holds the epoch's sums over all ranks, `epoch_reports` those of the epochs before. The interface
+    is that of cycling_utils (github.com/StrongResearch/cycling_utils), except that reduce() returns the sums and
+    begins a new interval by itself, so that nothing is counted twice.
+
+    Ranks may know different names, or none: names are matched by name. Values are added in float64 where the device
+    has it, and Python integers exactly. Every rank of `group` (default: all) must call reduce() equally often;
+    without a process group it only adds up. One tracker belongs to one process group.
+    """
+
+    def __init__(self, group=None):
+        self.agg = defaultdict(float)
+        self.epoch_reports: list[dict[str, float]] = []
+        self._group = group
+        self._agreed: list[str] = []  # the same on every rank of the group at any reduce()
+        self.reset_local()
+
+    def update(self, metrics: dict):
+        """Add to the local sums: numbers, or 0-d tensors on any device, which must not be changed in place later.
+
+        Tensors are kept and added up later: 0.4 us each instead of a kernel launch, and in float64.
+        """
+        for name, value in metrics.items():
+            if not isinstance(value, Tensor):
+                self._numbers[name] += value
+                continue
+            waiting = self._tensors[name]
+            waiting.append(value.detach() if value.requires_grad else value)
+            if len(waiting) == FOLD:
+                self._folded[name] = self._folded[name] + _sum(name, waiting)
+                waiting.clear()
+        return self
+
+    def reduce(self) -> dict[str, float]:
+        """The sums of this interval over all ranks, as floats; they are added to `agg`, and a new interval begins.
+
+        Waits for the device and, with more than one rank, for the others: one all-reduce, and two more exchanges
+        when a rank has met a new name. Raises ValueError for a tensor that is not a single value.
+        """
+        reduced = self._local_sums()
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1:
+            reduced = self._over_ranks(reduced)
+        self.reset_local()
+        self._reduced = reduced
+        for name, value in reduced.items():
+            self.agg[name] += value
+        return dict(reduced)
+
+    @property
+    def local(self) -> dict[str, float]:
+        """The sums of this process since the last reduce(), or else what that gave. Waits for the device."""
+        return self._local_sums() or dict(self._reduced)
+
+    def reset_local(self):
+        """Forget what was gathered since the last reduce()."""
+        self._numbers = defaultdict(int)
+        self._tensors = defaultdict(list)
+        self._folded = defaultdict(int)
+        self._reduced = {}
+        return self
+
+    def end_epoch(self):
+        """File the epoch's sums in `epoch_reports` and begin a new epoch. What is not yet reduced is dropped."""
+        self.epoch_reports.append(dict(self.agg))
+        self.agg = defaultdict(float)
+        return self.reset_local()
+
+    def state_dict(self) -> dict:
+        """The reduced sums, alike on all ranks and ready for JSON; call reduce() first to have everything in it."""
+        return {"agg": dict(self.agg), "epoch_reports": [dict(report) for report in self.epoch_reports]}
+
+    def load_state_dict(self, state: dict):
+        """Go on from what `state_dict` gave, on any number of ranks."""
+        self.agg = defaultdict(float, state["agg"])
+        self.epoch_reports = [dict(report) for report in state["epoch_reports"]]
+        return self.reset_local()
+
+    def _local_sums(self):
+        names = self._numbers.keys() | self._tensors.keys()
+        return {name: float(self._numbers.get(name, 0)) + self._tensor_sum(name) for name in sorted(names)}
+
+    def _tensor_sum(self, name):
+        waiting = self._tensors.get(name)
+        return float(self._folded.get(name, 0) + (_sum(name, waiting) if waiting else 0))
+
+    def _over_ranks(self, local):
+        # Each rank knows the same agreed names, so all send the same length; and the number of new names is summed in
+        # the same call, so all ranks take the same branch: none waits in an exchange that another does not enter.
+        new = local.keys() - set(self._agreed)
+        news, reduced = self._all_reduce(local, len(new))
+        if not news:
+            return reduced
+        self._agreed = sorted({*self._agreed, *self._all_names(new)})
+        return self._all_reduce(local, 0)[1]
+
+    def _all_reduce(self, local, news):
+        sums = [local.get(name, 0.0) for name in self._agreed]
+        seen = [float(name in local) for name in self._agreed]
+        device = _collective_device(self._group)
+        packed = torch.tensor([float(news), *sums, *seen], dtype=_wide(device), device=device)
+        dist.all_reduce(packed, group=self._group)
+        news, *values = packed.tolist()
+        sums, seen = values[: len(sums)], values[len(sums) :]
+        return news, {name: total for name, total, ranks in zip(self._agreed, sums, seen, strict=True) if ranks}
+
+    def _all_names(self, names):
+        # Names travel as JSON bytes, padded with spaces: object collectives would unpickle what a peer sends.
+        text = json.dumps(sorted(names)).encode()
+        device = _collective_device(self._group)
+        length = torch.tensor(len(text), device=device)
+        dist.all_reduce(length, dist.ReduceOp.MAX, group=self._group)
+        mine = torch.tensor(list(text.ljust(int(length))), dtype=torch.uint8, device=device)
+        theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(theirs, mine, group=self._group)
+        return {name for one in theirs for name in json.loads(bytes(one.tolist()))}
+
+
+def mean(totals: dict, name: str, weight: str = "samples") -> float:
+    """The weighted mean totals[name] / totals[weight]; NaN where nothing was counted."""
+    count = totals.get(weight, 0)
+    return totals.get(name, math.nan) / count if count else math.nan
+
+
+def means(totals: dict, weight: str = "samples") -> dict[str, float]:
+    """The weighted means of all sums but the weight's own."""
+    return {name: mean(totals, name, weight) for name in totals if name != weight}
+
+
+def _sum(name, tensors):
+    stacked = torch.stack(tensors)
+    if stacked.ndim != 1:
+        raise ValueError(f"metric {name!r} is a tensor of shape {tuple(stacked.shape[1:])}: a single value is needed")
+    return stacked.sum(dtype=_wide(stacked.device) if stacked.is_floating_point() else torch.int64)
+
+
+def _wide(device):
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _collective_device(group):
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator()
+
+
+class Lines:
+    """metrics.jsonl: one JSON object a line, there as soon as it is written; off rank 0 nothing is written."""
+
+    def __init__(self, path: Path, main: bool):
+        self._file = console.Appender(path) if main else None
+
+    def write(self, figures: dict):
+        """Append one line: text and numbers, also nested; NaN and infinity, which JSON does not know, become null."""
+        if self._file is not None:
+            self._file.append((json.dumps(_plain(figures), allow_nan=False) + "\n").encode())
+
+    def close(self):
+        """Close the file; training may go on without."""
+        if self._file is not None:
+            self._file.close()
+
+
+def cut_back(path: Path, step: int):
+    """Drop the lines of metrics.jsonl beyond `step`: for rank 0 on resume, before `Lines` writes there again.
+
+    Objects without a step stay. Lines that are no JSON objects go, with a warning, unless it is the last one, cut
+    short by a kill. The file is replaced as a whole; where that fails it stays as it was, with a warning.
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    old = path.read_bytes()
+    lines = [(line, _parsed(line)) for line in old.split(b"\n") if line]
+    unreadable = [line for line, record in lines if record is None]
+    if unreadable and unreadable != [old.split(b"\n")[-1]]:
+        log.warning("%s: %d unreadable lines are left out", path, len(unreadable))
+    new = b"".join(line + b"\n" for line, record in lines if record is not None and _step(record) <= step)
+    if new == old:
+        return
+    try:
+        atomic.write_file(path, new)
+    except OSError as error:
+        log.warning("cannot cut back %s (%s): steps that are done again will stand in it twice", path, error)
+
+
+def _parsed(line):
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _step(record):
+    step = record.get("step")
+    return step if isinstance(step, (int, float)) else -math.inf
+
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,176 @@
+"""A stop is a wish until all ranks agree on it at a step boundary.
+
+A signal only leaves its number in a pipe. A thread reads it at once, even while the main thread waits in a
+collective, raises the wish and sets the clock: a stop that takes longer than the grace ends the process with a dump
+of all stacks.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import logging
+import multiprocessing.resource_tracker
+import multiprocessing.util
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from lib.utils import distributed
+from lib.utils.distributed import World
+
+log = logging.getLogger(__name__)
+STOPPING = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP") if hasattr(signal, name)
+)
+TWICE_S = 1.0  # a terminal's Ctrl-C and a dying parent's signal each arrive twice: nearer together they are one
+ASK_EVERY_S = 1.0  # between votes
+AGENT_GONE = "a torchrun agent is gone"
+MOST_STEPS = 100  # between votes, so that steps that grow slow are noticed
+
+
+class Stop:
+    """The wish to stop of this process: from a signal, the file STOP in the run folder, -max_hours, or because the
+    torchrun agent that started it is gone: the others are then to go on without it."""
+
+    def __init__(self, folder: Path, max_hours: float | None = None, grace_s: float = 60.0):
+        self.reason: str | None = None
+        self.file, self.grace_s = folder / "STOP", grace_s
+        self.ends = time.monotonic() + max_hours * 3600 if max_hours else None
+        self.looked = 0.0
+        self.since = None  # monotonic time of the first signal
+
+    def wished(self) -> bool:
+        """Whether this process wishes to stop; the file is looked for once a second."""
+        now = time.monotonic()
+        if self.reason is None and self.ends and now >= self.ends:
+            self.reason = "-max_hours is over"
+        if self.reason is None and now - self.looked >= ASK_EVERY_S:
+            self.looked = now
+            if self.file.exists():
+                self.reason = f"the file {self.file} is there"
+            elif distributed.orphaned():
+                self.reason = AGENT_GONE
+                faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)
+        return self.reason is not None
+
+    @contextlib.contextmanager
+    def listening(self):
+        """Signals raise the wish while the block runs; afterwards they do again what they did before."""
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        before_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        before = {number: signal.signal(number, _handler(number)) for number in STOPPING}
+        thread = threading.Thread(target=self._watch, args=(ours,), name="stop", daemon=True)
+        thread.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # a task of a Slurm job kept them waiting until now
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(before_fd)
+            theirs.shutdown(socket.SHUT_WR)  # the thread reads the end, though loader processes have it open too
+            thread.join()
+            faulthandler.cancel_dump_traceback_later()
+            theirs.close()
+            ours.close()
+
+    def _watch(self, pipe):
+        while data := pipe.recv(64):
+            for number in data:
+                self._heard(number)
+
+    def _heard(self, number):
+        if number not in STOPPING:
+            return
+        now = time.monotonic()
+        if self.since is None:
+            self.since = now
+            self.reason = self.reason or f"signal {signal.Signals(number).name}"
+            faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)  # no Python code can be in its way
+            log.info(
+                "%s: stopping at the end of this step, or after -grace_s %g without saving", self.reason, self.grace_s
+            )
+        elif number == signal.SIGINT and now - self.since > TWICE_S:
+            os._exit(130)
+
+
+class Ballot:
+    """The vote of all ranks on stopping, cast at step boundaries that all of them know beforehand.
+
+    Every rank must call `tick` equally often. Alone, each tick answers; together, they vote about once a second: the
+    slowest rank's time for a step says after how many, so that a vote costs well under 1 % of the steps between.
+    """
+
+    def __init__(self, stop: Stop, world: World):
+        self.stop, self.world = stop, world
+        self.ticks, self.next, self.since = 0, 1, time.monotonic()
+        self.voted = self.alarmed = False  # at the last tick: whether all answered, and rank 0's other wish
+        self.training = True
+
+    def tick(self, alarm: bool | None = None) -> bool:
+        """True once all ranks agree to stop. `alarm`: a wish of another kind of rank 0, voted on in the same
+        breath; None between the batches of an evaluation, whose speed says nothing of the steps."""
+        if self.world.size == 1:
+            self.voted, self.alarmed = True, bool(alarm)
+            return self.stop.wished()
+        if self.training != (alarm is not None):
+            self.training, self.ticks, self.next = alarm is not None, 0, 1
+        self.ticks += 1
+        self.voted, self.alarmed = self.ticks >= self.next, False
+        return self.voted and self.ask(bool(alarm))
+
+    def ask(self, alarm: bool = False) -> bool:
+        """The vote itself, now, by all ranks."""
+        step_s = (time.monotonic() - self.since) / max(1, self.ticks)
+        wishes = [float(self.stop.wished()), step_s, float(alarm and self.world.is_main)]
+        wished, step_s, alarmed = distributed.max_(torch.tensor(wishes, dtype=torch.float64), self.world).tolist()
+        self.alarmed = alarmed > 0
+        self.ticks, self.since = 0, time.monotonic()
+        self.next = max(1, min(MOST_STEPS, int(ASK_EVERY_S / max(step_s, 1e-9))))
+        if wished:
+            reasons = distributed.gather_json(self.stop.reason, self.world)
+            self.stop.reason = next(reason for reason in reasons if reason)
+        return wished > 0
+
+
+@contextlib.contextmanager
+def shielded():
+    """Child processes started in the block never get the signals that stop a run; they are killed at its end.
+
+    The resource tracker is started first, with its own signals open: it must not outlive the run.
+    """
+    multiprocessing.resource_tracker.ensure_running()
+    there = multiprocessing.active_children()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOPPING))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        started = [one for one in multiprocessing.active_children() if one not in there]
+        if started:  # multiprocessing would end them with SIGTERM, and wait for ever
+            multiprocessing.util.Finalize(None, _kill, args=(started,), exitpriority=0)
+            atexit.register(_kill, started)  # before torch's, which waits too; a forked process has no atexit
+
+
+def _kill(children):
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or torch's handler raises what it takes for a failure
+    for one in children:
+        one.kill()
+
+
+def _handler(number):
+    """A lost terminal stops a run only if somebody was reading there, and did not say nohup."""
+    at_terminal = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
+    deaf = signal.Signals(number).name == "SIGHUP" and (signal.getsignal(number) == signal.SIG_IGN or not at_terminal)
+    return signal.SIG_IGN if deaf else _left_to_the_thread
+
+
+def _left_to_the_thread(number, frame):
+    """The pipe has the number already."""

@@ -1,0 +1,132 @@
+"""What a run says of itself: the terminal, the logs, metrics.jsonl and TensorBoard. Silent off rank 0."""
+
+import contextlib
+import logging
+from pathlib import Path
+
+import torch
+
+from lib.utils import console, metrics, run_folder, tensorboard
+from lib.utils.distributed import World
+
+log = logging.getLogger(__name__)
+METRICS = ["train/loss", "val/loss", "val/accuracy", "test/loss", "test/accuracy"]
+PERF = ("samples_per_s", "data_share", "memory")  # figures of speed, shown as perf/*
+
+
+class Report:
+    """The figures of a run as it goes."""
+
+    def __init__(self, folder: Path, world: World, args, total_steps: int, start_step: int):
+        self.folder, self.world, self.total_steps, self.epochs = folder, world, total_steps, args.epochs
+        if world.is_main:
+            metrics.cut_back(folder / "metrics.jsonl", start_step)
+        self.lines = metrics.Lines(folder / "metrics.jsonl", world.is_main)
+        self.board = tensorboard.Board(folder / "tensorboard", world.is_main, start_step + 1)
+        self.board.config(vars(args))
+        self.board.hparams({name: value for name, value in vars(args).items() if value is not None}, METRICS)
+        self.server = tensorboard.serve(folder.parent, _tell_address, enabled=args.tb and world.is_main)
+        self.bar = console.Progress(total_steps, start_step, world.is_main)
+        self.rate = console.Rate(total_steps, start_step)
+
+    def samples(self, fetch):
+        """A grid of the images that `fetch()` gives, where it gives images; called on rank 0 only."""
+        if self.world.is_main:
+            batch = fetch()
+            images = batch[0] if isinstance(batch, tuple) else None
+            if isinstance(images, torch.Tensor):
+                self.board.images("train/samples", images, 0)
+
+    def waiting(self, batches):
+        """The batches, the time spent waiting for each measured."""
+        return self.rate.waiting(batches)
+
+    def training(self, state, *, steps: int, samples: float, figures: dict):
+        """One log interval of `steps` steps and, over all ranks, `samples` samples."""
+        shown = {**figures, **self.rate.interval(steps, samples), "memory": console.memory(self.world.device)}
+        text = console.line(
+            {"epoch": (state.epoch + 1, self.epochs), "step": (state.step, self.total_steps), **shown}
+        )
+        self.bar.advance(steps)
+        self.bar.show(text)
+        left_out = ("left_s",)
+        self._write(
+            state,
+            {f"{'perf' if name in PERF else 'train'}/{name}": shown[name] for name in shown if name not in left_out},
+        )
+
+    def evaluated(self, state, split: str, figures: dict):
+        """The metrics of a split, after the epochs that the state has."""
+        self.rate.restart()
+        if figures:
+            told = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+            log.info("epoch %d/%d  %s  %s", state.epoch, self.epochs, split, told)
+            self._write(state, {f"{split}/{name}": value for name, value in figures.items()})
+
+    def finish(self, outcome: dict, args):
+        """Writes outcome.json and says how it ended, where everything lies, and what to type next."""
+        self.close(outcome["state"] == "finished")
+        if self.world.is_main:
+            run_folder.write_outcome(self.folder, **outcome)
+            for text in last_words(self.folder, outcome, args):
+                log.info("%s", text)
+
+    def close(self, finished: bool = False):
+        """Ends the bar, the files and the server."""
+        self.bar.close()
+        self.board.close(finished)
+        self.lines.close()
+        self.server.close()
+
+    def _write(self, state, tagged):
+        self.lines.write({"step": state.step, "epoch": state.epoch, "samples": state.samples, **tagged})
+        self.board.scalars(state.step, tagged)
+
+
+@contextlib.contextmanager
+def opened(*words):
+    """A Report that is closed however the block ends."""
+    report = Report(*words)
+    try:
+        yield report
+    finally:
+        report.close()
+
+
+def _tell_address(address):
+    log.info("TensorBoard: %s", address)
+
+
+def last_words(folder: Path, outcome: dict, args) -> list[str]:
+    """The last lines of a run: what was reached, where it lies, what to type next."""
+    again = f"python train.py -cfg {folder / 'config.yaml'}"
+    if outcome["state"] == "stopped":
+        why = f"stopped ({outcome['reason']}) in epoch {outcome['epoch'] + 1} at step {outcome['step']}, state saved"
+        return [why, f"go on:       {again}"]
+    reached = "  ".join(f"{name} {value:.4f}" for name, value in outcome["test"].items())
+    best = outcome["best"]
+    kept = f"  (best val {best['metric']} {best['value']:.4f} in epoch {best['epoch']})" if best else ""
+    return [
+        f"finished:    {f'test {reached}' if reached else f'{args.epochs} epochs'}{kept}",
+        f"weights:     {folder / 'final' / 'weights.safetensors'}",
+        f"logs:        {folder / 'logs'}, tensorboard --logdir {folder.parent}",
+        f"try next:    {again} -model {folder.name}_2 -lr_start {args.lr_start / 2:g}",
+    ]
+
+
+def window_sums(window: list) -> dict:
+    """The losses of (loss, samples) pairs, each times its samples, and the samples: finite losses only."""
+    if not window:
+        return {}
+    losses = torch.stack([loss for loss, _ in window]).double().cpu()
+    counts = torch.tensor([count for _, count in window], dtype=torch.float64)
+    good = torch.isfinite(losses)
+    return {"loss": (losses[good] * counts[good]).sum(), "samples": int(counts[good].sum())}
+
+
+def bad_steps(norms: list, run: int) -> tuple[int, int]:
+    """How many of these gradient norms are not finite, and how many stand in a row at the end, with `run` before
+    them."""
+    finite = torch.isfinite(torch.stack(norms)).tolist() if norms else []
+    in_a_row = next((i for i, good in enumerate(reversed(finite)) if good), len(finite) + run)
+    return finite.count(False), in_a_row

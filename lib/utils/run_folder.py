@@ -1,0 +1,156 @@
+"""The folder of a run, out/NAME: who owns it, starting anew, and how the run ended."""
+
+import contextlib
+import fcntl
+import functools
+import json
+import logging
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torchvision
+
+from lib.utils import atomic, console, disks, distributed
+from lib.utils.distributed import World
+from lib.utils.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+
+def path_of(args) -> Path:
+    """out/NAME."""
+    return Path(args.out) / args.model
+
+
+@contextlib.contextmanager
+def claimed(args, world: World):
+    """The run's folder, held by this run alone while the block lasts; under -reset an old one is moved aside first.
+
+    Logging goes there, and outcome.json says "running" until the run says how it ended; an exception makes it
+    "failed". Raises UsageError where the folder cannot be written or another run holds it.
+    """
+    folder = path_of(args)
+    locks = []
+    disks.look(folder.parent, world).do(lambda: locks.append(_claim(folder, starts_anew(args))))
+    console.setup_logging(folder, world.rank, world.is_main)
+    try:
+        yield folder
+    except Exception as error:
+        log.critical("failed", exc_info=True)
+        _failed(folder, world, error)
+        raise
+    finally:
+        for lock in locks:
+            lock.close()
+
+
+def _failed(folder, world, error):
+    """The first rank that fails says why; those that fail because it is gone leave that as it is."""
+    before = read_outcome(folder)
+    if before.get("state") != "failed" or before.get("launch") != distributed.launch_id():
+        write_outcome(folder, "failed", reason=f"rank {world.rank}: {type(error).__name__}: {error}")
+
+
+def starts_anew(args) -> bool:
+    """Whether -reset is still to be carried out: once for a launch, whatever restarts and requeues follow."""
+    return args.reset and read_outcome(path_of(args)).get("launch") != distributed.launch_id()
+
+
+def _claim(folder, anew):
+    lock = _lock(folder)
+    if anew:
+        _move_aside(folder)
+    write_outcome(folder, "running")
+    (folder / "STOP").unlink(missing_ok=True)
+    return lock
+
+
+def _lock(folder):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("a+")
+    except OSError as error:
+        raise UsageError(f"-out {folder.parent} -model {folder.name}: cannot be written ({error.strerror})") from None
+    try:
+        # A record lock is the process's own: no child inherits it, and the kernel frees it after kill -9.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().strip() or "another process"
+        raise UsageError(f"-model {folder.name}: {folder} is in use by {owner}; take another name or wait") from None
+    except OSError as error:
+        log.warning("%s: this file system has no locks (%s): a second run here would not be noticed", folder, error)
+    lock.truncate(0)
+    job = f", job {distributed.job_id()}" if distributed.job_id() else ""
+    lock.write(f"host {socket.gethostname()}, pid {os.getpid()}{job}")
+    lock.flush()
+    return lock
+
+
+def _move_aside(folder):
+    """All but the lock and what Slurm's jobs live from: the one that starts anew has its own files there."""
+    entries = [entry for entry in folder.iterdir() if entry.name not in (".lock", "slurm")]
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    names = (f"{folder.name}-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+    target = next(folder.parent / ".old" / name for name in names if not (folder.parent / ".old" / name).exists())
+    if entries:
+        target.mkdir(parents=True)
+    for entry in entries:
+        entry.rename(target / entry.name)
+
+
+def write_config(folder: Path, world: World, text: str):
+    """config.yaml: what was asked."""
+    distributed.main_does(lambda: atomic.write_file(folder / "config.yaml", text), world)
+
+
+def write_outcome(folder: Path, state: str, **facts):
+    """outcome.json: running, finished, stopped or failed, and why. Launchers and people decide from it."""
+    facts = {
+        "state": state,
+        **facts,
+        "launch": distributed.launch_id(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+    atomic.write_file(folder / "outcome.json", json.dumps(facts, indent=2) + "\n")
+
+
+def read_outcome(folder: Path) -> dict:
+    """What outcome.json says, {} where there is none."""
+    try:
+        found = json.loads((folder / "outcome.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def about() -> dict:
+    """What the flags do not tell: code, versions, machine, command line."""
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "git": _git("rev-parse", "HEAD"),
+        "changed_files": _git("status", "--porcelain", "--untracked-files=no"),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "torchvision": str(torchvision.__version__),
+        "threads": torch.get_num_threads(),
+        "host": socket.gethostname(),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+@functools.cache  # a save tells it too, and starts no process
+def _git(*words):
+    root = Path(__file__).resolve().parents[2]
+    try:
+        asked = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() if asked.returncode == 0 else None

@@ -1,0 +1,121 @@
+"""Finds the newest checkpoint that is what was written, on whichever nodes' disks it lies, the same for all ranks."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lib.utils import checkpoint, distributed, shards
+from lib.utils.disks import Disk
+from lib.utils.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Found:
+    """A checkpoint that was verified: where it lies and what its manifest says."""
+
+    folder: Path
+    manifest: dict
+    source: int | None = None  # the rank that reads it for all others, where nodes do not share a disk
+
+
+def newest(folder: Path, disk: Disk, elsewhere: str | None = None) -> Found | None:
+    """The newest good one of a run's checkpoints folder, or else of `elsewhere`, another run's; None for a new run.
+
+    `elsewhere`: a run's folder, its checkpoints folder, or one checkpoint. A damaged one of the run's own is moved
+    aside, its reason in the log; elsewhere nothing is touched. Raises Damaged where all are damaged, UsageError for
+    an `elsewhere` that is none, and for a checkpoint of another format.
+    """
+    if elsewhere is not None and _real(folder) in _real(elsewhere).parents:
+        raise UsageError(f"-resume {elsewhere}: this run goes on from its newest checkpoint by itself; to branch off "
+                         f"from an older one, give the new run another -model")  # fmt: skip
+    aside = any(disk.do(lambda: any(folder.glob("step_*.corrupt*"))))
+    found, faults = _first_good(folder, _names(folder, disk), disk, own=True)
+    if found is None and elsewhere is not None:
+        return _other(elsewhere, disk)
+    if found is None and (faults or aside):
+        why = faults[0] if faults else f"{folder}: all that is there was set aside as damaged"
+        raise shards.Damaged(f"{why}; no good checkpoint is left: -reset starts anew, -resume takes another run's")
+    return found
+
+
+def _other(elsewhere, disk):
+    path = _real(elsewhere)
+    try:
+        alone = any(disk.do(lambda: (path / "manifest.json").is_file()))
+        above = any(disk.do(lambda: bool(checkpoint.listed(path))))
+        folder = path.parent if alone else path if above else path / "checkpoints"
+        names = [path.name] if alone else _names(folder, disk)
+    except OSError as error:
+        raise UsageError(f"-resume {elsewhere}: {error}") from None
+    if not names:
+        raise UsageError(f"-resume {elsewhere}: there is no checkpoint; a run's folder, its checkpoints folder or "
+                         f"one checkpoint is wanted")  # fmt: skip
+    found, faults = _first_good(folder, names, disk, own=False)
+    if found is None:
+        raise UsageError(f"-resume {elsewhere}: no good checkpoint is there: {faults[0]}")
+    return found
+
+
+def _real(path):
+    return Path(os.path.realpath(path))
+
+
+def _names(folder, disk):
+    """What any disk has, the newest first."""
+    answers = disk.do(lambda: [entry.name for _, entry, _ in checkpoint.listed(folder)])
+    return sorted({name for names in answers for name in names}, key=checkpoint.order, reverse=True)
+
+
+def _first_good(folder, names, disk, own):
+    """The first that is whole on some disk, None if there is none, and what was wrong with those before it."""
+    faults = []
+    for name in names:
+        report, manifest = _verified(folder / name, disk.share)
+        reports = distributed.gather_json(report, disk.world)
+        if refused := [one["refused"] for one in reports if "refused" in one]:
+            raise UsageError(refused[0])
+        if wrong := [one["fault"] for one in reports if "fault" in one]:
+            faults.append(wrong[0])
+            _pass_over(folder / name, reports, disk, own)
+        good = [ranks[0] for ranks in disk.groups if all("good" in reports[rank] for rank in ranks)]
+        if good and len(disk.groups) == 1:
+            return Found(folder / name, manifest), faults
+        if good:
+            answers = distributed.gather_json(manifest if disk.world.rank == good[0] else None, disk.world)
+            return Found(folder / name, answers[good[0]], source=good[0]), faults
+    return None, faults
+
+
+def _verified(folder, share):
+    """What this rank says of a checkpoint, and its manifest; each checks its share of the files."""
+    if not os.path.lexists(folder):
+        return {"absent": True}, None
+    try:
+        manifest = checkpoint.read_manifest(folder)
+        for file, wanted in sorted(manifest["shards"].items())[share.rank :: share.size]:
+            shards.verify(folder / file, wanted)
+    except shards.Damaged as error:
+        return {"fault": str(error)}, None
+    except UsageError as error:
+        return {"refused": str(error)}, None
+    return {"good": True}, manifest
+
+
+def _pass_over(folder, reports, disk, own):
+    """Moves a damaged checkpoint aside on the disks where it is so."""
+    fault = next((reports[rank]["fault"] for rank in disk.ranks if "fault" in reports[rank]), None)
+    if fault is not None and not own:
+        log.warning("%s: passed over", fault)
+    disk.do(lambda: _set_aside(folder, fault) if fault is not None and own else None)
+
+
+def _set_aside(folder, reason):
+    number, target = 1, folder.with_name(f"{folder.name}.corrupt")
+    while os.path.lexists(target):
+        number += 1
+        target = folder.with_name(f"{folder.name}.corrupt{number}")
+    log.warning("%s: set aside as %s; an older checkpoint is looked for", reason, target.name)
+    folder.rename(target)

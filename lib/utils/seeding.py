@@ -1,0 +1,48 @@
+"""Randomness without state: every draw comes from a seed that is a pure function of where the run is.
+
+The mixing function is SplitMix64's finalizer (Steele, Lea and Flood, Fast splittable pseudorandom number generators,
+OOPSLA 2014).
+"""
+
+import random
+
+import numpy as np
+import torch
+
+MASK = (1 << 64) - 1
+SAMPLE, MICRO_BATCH, MODEL = 1, 2, 3  # one stream each
+
+
+def mix(*numbers: int) -> int:
+    """One 64-bit number from several, each bit of it depending on every bit of theirs."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+        state ^= state >> 31
+    return state
+
+
+def for_model(seed: int):
+    """Seeds Python, NumPy and torch, the same on every rank, for building a model."""
+    _seed_host(mix(MODEL, seed))
+
+
+def for_sample(seed: int, epoch: int, index: int):
+    """Seeds Python, NumPy and torch for drawing one sample (or one fetched batch that begins with it)."""
+    _seed_host(mix(SAMPLE, seed, epoch, index))
+
+
+def for_micro_batch(seed: int, step: int, micro: int, device: torch.device):
+    """Seeds torch's generators for the forward and backward pass of micro-batch `micro` of step `step`."""
+    value = mix(MICRO_BATCH, seed, step, micro)
+    torch.default_generator.manual_seed(value)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(value)
+
+
+def _seed_host(value):
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(value)

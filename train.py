@@ -1,0 +1,54 @@
+"""Trains a model: the whole run on one page."""
+
+import importlib
+import sys
+
+from lib import config, launch
+from lib.utils.errors import UsageError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Reads the command line, starts the processes, returns the exit code: 0 finished, 75 stopped, 1 failed, 2 bad
+    usage."""
+    try:
+        args = config.parse_args(argv)
+        if args.check_resume:
+            from lib import check
+
+            return check.check(args)
+        return launch.launch(args, "train:run")
+    except UsageError as error:
+        return launch.refused(error)
+
+
+def run(args) -> int:
+    """One process of the run: join the others, build the parts, fit."""
+    from lib.core import loss, parallel
+    from lib.core import optimizer as optimizers
+    from lib.utils import distributed, loader, resume, run_folder, seeding
+
+    seeding.for_model(args.seed)
+    splits = loader.splits(plugin("dataset", args.dataset).get_dataset(args), args.dataset)
+    model = plugin("arch", args.arch).get_model(args)
+    with distributed.joined(args) as world:
+        splits, samples = loader.sharded(splits, world)
+        before = resume.remembered(args, world)
+        plan = resume.plan(args, samples, world, before)
+        resume.check_start(args, plan, before, model)
+        model = parallel.wrap(model, args, world)
+        optimizer = optimizers.get_optimizer(model, args, plan.batch)
+        with run_folder.claimed(args, world) as folder:
+            text = config.to_yaml(args, run_folder.about(), batch_size=plan.batch, micro_batch=plan.micro)
+            run_folder.write_config(folder, world, text)
+            loaders = loader.get_loaders(splits, plan, world, args)
+            parts = (loaders, model, loss.get_loss(args), optimizer)
+            return launch.EXIT_CODES[plugin("trainer", args.trainer).Trainer(args, world, *parts).fit()]
+
+
+def plugin(kind: str, name: str):
+    """The module lib/KIND/NAME.py."""
+    return importlib.import_module(f"lib.{kind}.{name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
