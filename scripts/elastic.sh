@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# One node of an elastic run: start it on every machine, at any time; the run goes on with whoever is there.
+#   HEAD=node1:29400 ./scripts/elastic.sh -epochs 90 ...    (the words of train.py)
+#
+#   HEAD         host:port where the nodes meet; the first machine, which must stay   (this machine:29400)
+#   NODES        how many, at least:at most                                          (1:4)
+#   PER_NODE     processes a node, or gpu                                            (gpu where there is one, else 1)
+#   RUN_ID       what all nodes of one run share                                     (baton)
+#   RESTARTS     how often lost processes are replaced                               (100)
+#   RENDEZVOUS   c10d, or etcd-v2 with HEAD the etcd server                          (c10d)
+set -eu
+cd "$(dirname "$0")/.."
+[ -d .venv ] && . .venv/bin/activate
+
+head="${HEAD:-$(hostname):29400}"
+per_node="${PER_NODE:-$(python -c 'import torch; print("gpu" if torch.cuda.device_count() else 1)')}"
+rendezvous="${RENDEZVOUS:-c10d}"
+conf="last_call_timeout=5,join_timeout=600"
+if [ "$rendezvous" = c10d ]; then
+    # torchrun guesses whether it runs on the head; it errs where a host has several names (pytorch issue 73656).
+    case " $(hostname) $(hostname -f 2>/dev/null) $(hostname -I 2>/dev/null) localhost 127.0.0.1 " in
+        *" ${head%%:*} "*) is_host="${IS_HOST:-1}" ;;
+        *) is_host="${IS_HOST:-0}" ;;
+    esac
+    conf="$conf,keep_alive_interval=2,keep_alive_max_attempt=3,is_host=$is_host"
+fi
+
+# Without this a node that joins later never gets in, and both die after a minute (seen in torch 2.13 and 2.15).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+exec torchrun --nnodes="${NODES:-1:4}" --nproc_per_node="$per_node" --max-restarts="${RESTARTS:-100}" \
+    --monitor-interval=1 --rdzv_id="${RUN_ID:-baton}" --rdzv_backend="$rendezvous" --rdzv_endpoint="$head" \
+    --rdzv-conf="$conf" --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 train.py "$@"
