@@ -1,0 +1,222 @@
+"""The file-system calls of a process below one folder: numbered, recorded, and one of them struck."""
+
+import builtins
+import io
+import os
+import pathlib
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+
+WATCHED = (
+    "open",
+    "close",
+    "pwrite",
+    "sendfile",
+    "ftruncate",
+    "truncate",
+    "rename",
+    "symlink",
+    "link",
+    "mkdir",
+    "rmdir",
+)
+WATCHED += ("write", "fsync", "unlink")
+TWINS = {"replace": "rename", "remove": "unlink", "fdatasync": "fsync"}
+REAL = {name: getattr(os, name) for name in WATCHED}
+REAL_OPEN = io.open
+
+
+@dataclass
+class Strike:
+    """At which call what is to happen."""
+
+    number: int = -1
+    half: bool = False  # of a write is done
+    code: int = 0  # errno; 0 kills
+    lasting: bool = False  # all that would write or make something fails from then on
+
+
+class Calls:
+    """The file-system calls of this process below a folder: numbered, recorded, one of them struck.
+
+    Its methods stand in for the functions of os of the same names.
+    """
+
+    def __init__(self, folder, strike):
+        self.folder, self.strike, self.struck = Path(folder).resolve(), strike, False
+        self.trace, self.files, self.lock = (
+            [],
+            {},
+            threading.RLock(),
+        )  # files: descriptor -> (number of the open, path)
+
+    def install(self):
+        for name in (*WATCHED, *TWINS):
+            setattr(os, name, getattr(self, TWINS.get(name, name)))
+        io.open = builtins.open = self.open_file
+        safetensors.torch.serialize_file = self.serialize_file
+        bound = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10's pathlib keeps the functions of os
+        for name in [name for name in (*WATCHED, *TWINS) if hasattr(bound, name)]:
+            setattr(bound, name, self.open_file if name == "open" else getattr(os, name))
+
+    def call(self, entry, act, half=None):
+        with self.lock:
+            if self.is_due(entry[0]):
+                if half and self.strike.half:
+                    half()
+                if not self.strike.code:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self.struck = True
+                raise OSError(self.strike.code, os.strerror(self.strike.code), entry[1])
+            result = act()
+            self.trace.append(entry)
+            return result
+
+    def is_due(self, kind):
+        if self.struck:
+            return self.strike.lasting and kind not in ("read", "unlink", "rmdir")
+        return len(self.trace) == self.strike.number
+
+    def named(self, kind, where, act, *facts):
+        return act() if where is None else self.call((kind, where, *facts), act)
+
+    def where(self, path, dir_fd=None, follow=False):
+        """The path from the folder on; None outside."""
+        path = Path(os.fsdecode(path))
+        if dir_fd is not None:
+            if dir_fd not in self.files:
+                return None
+            path = self.folder / self.files[dir_fd][1] / path
+        path = path.resolve() if follow else path.parent.resolve() / path.name
+        return str(path.relative_to(self.folder)) if path.is_relative_to(self.folder) else None
+
+    def open(self, path, flags, mode=0o777, *, dir_fd=None):
+        where = self.where(path, dir_fd, follow=True)
+        if where is None:
+            return REAL["open"](path, flags, mode, dir_fd=dir_fd)
+        with self.lock:
+            kind = "open" if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) else "read"
+            handle = len(self.trace)
+            number = self.call((kind, where, handle, flags), lambda: REAL["open"](path, flags, mode, dir_fd=dir_fd))
+            self.files[number] = (handle, where, flags)
+            return number
+
+    def close(self, fd):
+        self.files.pop(fd, None)
+        REAL["close"](fd)
+
+    def write(self, fd, data):
+        return self.put(fd, data) if fd in self.files else REAL["write"](fd, data)
+
+    def pwrite(self, fd, data, offset):
+        return self.put(fd, data, offset) if fd in self.files else REAL["pwrite"](fd, data, offset)
+
+    def sendfile(self, out_fd, in_fd, offset, count):
+        if out_fd not in self.files:
+            return REAL["sendfile"](out_fd, in_fd, offset, count)
+        data = os.pread(in_fd, count, offset)
+        return self.put(out_fd, data) if data else 0
+
+    def put(self, fd, data, offset=None):
+        data = bytes(data)
+        handle, where, flags = self.files[fd]
+        here = os.lseek(fd, 0, os.SEEK_END if flags & os.O_APPEND else os.SEEK_CUR)
+        at = here if offset is None else offset
+
+        def act(count):
+            done = 0
+            while done < count:
+                done += REAL["pwrite"](fd, data[done:count], at + done)
+            if offset is None:
+                os.lseek(fd, at + count, os.SEEK_SET)
+            return count
+
+        entry = ("write", where, handle, at, data)
+        return self.call(entry, lambda: act(len(data)), half=lambda: act(len(data) // 2))
+
+    def fsync(self, fd):
+        number = fd if isinstance(fd, int) else fd.fileno()
+        if number not in self.files:
+            return REAL["fsync"](fd)
+        handle, where, _ = self.files[number]
+        return self.call(("fsync", where, handle), lambda: None)
+
+    def ftruncate(self, fd, length):
+        handle, where, _ = self.files.get(fd, (None, None, None))
+        return self.named("truncate", where, lambda: REAL["ftruncate"](fd, length), handle, length)
+
+    def truncate(self, path, length):
+        number = path if isinstance(path, int) else self.open(path, os.O_WRONLY)
+        try:
+            self.ftruncate(number, length)
+        finally:
+            if number != path:
+                self.close(number)
+
+    def rename(self, src, dst, *, src_dir_fd=None, dst_dir_fd=None):
+        def act():
+            REAL["rename"](src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+        self.named("rename", self.where(src, src_dir_fd), act, self.where(dst, dst_dir_fd))
+
+    def link(self, src, dst, **options):
+        dir_fds = options.get("src_dir_fd"), options.get("dst_dir_fd")
+        target = self.where(dst, dir_fds[1])
+        self.named("link", self.where(src, dir_fds[0]), lambda: REAL["link"](src, dst, **options), target)
+
+    def symlink(self, src, dst, target_is_directory=False, *, dir_fd=None):
+        where = self.where(dst, dir_fd)
+        self.named("symlink", where, lambda: REAL["symlink"](src, dst, dir_fd=dir_fd), os.fsdecode(src))
+
+    def mkdir(self, path, mode=0o777, *, dir_fd=None):
+        self.named("mkdir", self.where(path, dir_fd), lambda: REAL["mkdir"](path, mode, dir_fd=dir_fd))
+
+    def rmdir(self, path, *, dir_fd=None):
+        self.named("rmdir", self.where(path, dir_fd), lambda: REAL["rmdir"](path, dir_fd=dir_fd))
+
+    def unlink(self, path, *, dir_fd=None):
+        self.named("unlink", self.where(path, dir_fd), lambda: REAL["unlink"](path, dir_fd=dir_fd))
+
+    def open_file(
+        self, file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True, opener=None
+    ):
+        """Python's open(), the writes to its file numbered."""
+        if (file not in self.files) if isinstance(file, int) else self.where(file) is None:
+            return REAL_OPEN(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        raw = _Raw(self, file, mode.replace("b", "").replace("t", ""), closefd, opener)
+        if buffering == 0:
+            return raw
+        size = buffering if buffering > 1 else io.DEFAULT_BUFFER_SIZE
+        kind = io.BufferedRandom if "+" in mode else io.BufferedReader if "r" in mode else io.BufferedWriter
+        buffered = kind(raw, size)
+        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline, buffering == 1)
+
+    def serialize_file(self, tensors, filename, metadata=None):
+        data = safetensors.serialize(tensors, metadata)
+        with self.open_file(filename, "wb", buffering=0) as file:
+            file.write(data)
+
+
+class _Raw(io.FileIO):
+    """The file under Python's buffers."""
+
+    def __init__(self, calls, file, mode, closefd, opener):
+        self.calls = calls
+        super().__init__(file, mode, closefd, opener or (lambda path, flags: calls.open(path, flags, 0o666)))
+
+    def write(self, data):
+        return self.calls.write(self.fileno(), data)
+
+    def truncate(self, size=None):
+        size = self.tell() if size is None else size
+        self.calls.ftruncate(self.fileno(), size)
+        return size
+
+    def close(self):
+        if not self.closed and self.closefd:
+            self.calls.files.pop(self.fileno(), None)
+        super().close()

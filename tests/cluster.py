@@ -1,0 +1,208 @@
+"""A real Slurm of two nodes on this machine, for tests, and runs submitted to it."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import lib.dataset
+import train
+from lib import config, slurm
+from lib.utils import run_folder
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "slurm" / "mini_cluster.sh"
+MISSING = next(
+    (tool for tool in ("slurmctld", "slurmd", "munged") if not shutil.which(tool, path="/usr/sbin:/usr/bin")), ""
+)
+ENABLED_BY = "apt-get install -y slurm-wlm munge, as root" if MISSING or os.getuid() else ""
+PATIENCE_S = 120.0
+SLOW = '''"""The digits without augmentation, slowly; they can end their process."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from lib.dataset import digits
+from lib.utils.data import Tensors
+
+
+def add_args(parser):
+    digits.add_args(parser)
+    parser.set_defaults(arch="mlp", epochs=3, micro_batch=16, log_every=2)
+    parser.add_argument("-slow_s", type=float, default=0.02, help="seconds a micro-batch takes")
+    parser.add_argument("-slow_deadly", type=int, default=0, help="micro-batches before it kills; then none")
+
+
+class Slow(Tensors):
+    args, done = None, 0
+
+    def __getitems__(self, indices):
+        time.sleep(self.args.slow_s)
+        self.done += 1
+        mark = Path(self.args.out) / f"{self.args.model}.deadly"
+        if self.args.slow_deadly and (mark.exists() or self.done > self.args.slow_deadly):
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitems__(indices)
+
+
+def get_dataset(args):
+    parts = digits.get_dataset(args)
+    train = Slow(*parts["train"].tensors)
+    train.args = args
+    return {**parts, "train": train}
+'''
+
+
+def copy_of_the_code(folder: Path) -> Path:
+    """A copy of the repository, with a dataset called slow."""
+    shutil.copytree(ROOT / "lib", folder / "lib", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "scripts" / "slurm", folder / "scripts" / "slurm")
+    shutil.copytree(ROOT / "data", folder / "data")
+    shutil.copy(ROOT / "train.py", folder)
+    (folder / "lib" / "dataset" / "slow.py").write_text(SLOW)
+    return folder
+
+
+class Cluster:
+    """A mini cluster and the code that its jobs run. Requeued jobs do not wait there."""
+
+    def __init__(self, code: Path, out: Path, **options):
+        self.code, self.out, self.options = code, out, {name: str(value) for name, value in options.items()}
+        self.folder = Path(tempfile.mkdtemp(prefix="baton_slurm_", dir="/tmp"))
+        self.over = threading.Event()
+        self.hasten = threading.Thread(target=self._hasten, daemon=True)
+
+    def __enter__(self):
+        subprocess.run([SCRIPT, "start", self.folder], env={**os.environ, **self.options}, check=True, timeout=120)
+        self.hasten.start()
+        return self
+
+    def __exit__(self, *error):
+        self.over.set()
+        self.hasten.join()
+        subprocess.run([SCRIPT, "stop", self.folder], check=True, timeout=120)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def env(self, **more) -> dict[str, str]:
+        """The environment of a person on the login node."""
+        python = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo"}
+        own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        return {**own, "SLURM_CONF": str(self.folder / "slurm.conf"), **python, **more}
+
+    def do(self, *words, wanted: int | None = 0, **more) -> str:
+        """What a command says on stdout and stderr, in the folder of the code; its exit code must be `wanted`."""
+        words = [str(word) for word in words]
+        said = subprocess.run(words, env=self.env(**more), cwd=self.code, capture_output=True, text=True, timeout=240)
+        assert wanted in (None, said.returncode), f"{words}: exit code {said.returncode}: {said.stdout}{said.stderr}"
+        return said.stdout + said.stderr
+
+    def train(self, words: str, wanted: int = 0, **more) -> str:
+        """What `python train.py WORDS -out OUT` says."""
+        return self.do(sys.executable, "train.py", *words.split(), "-out", self.out, wanted=wanted, **more)
+
+    def here(self, words: str, wanted: int = 0, **more) -> str:
+        """The same in this process, which has torch already."""
+        said, before, there = io.StringIO(), dict(os.environ), (slurm.ROOT, config.plugins)
+        os.environ.update(self.env(**more))
+        slurm.ROOT, config.plugins = self.code, lambda kind: [*there[1](kind), "slow"]
+        lib.dataset.__path__.append(str(self.code / "lib" / "dataset"))
+        try:
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                code = train.main([*words.split(), "-out", str(self.out)])
+        finally:
+            lib.dataset.__path__.pop()
+            slurm.ROOT, config.plugins = there
+            os.environ.clear()
+            os.environ.update(before)
+        assert code == wanted, f"{words}: exit code {code}: {said.getvalue()}"
+        return said.getvalue()
+
+    def submit(self, words: str, nodes: int = 2, **more) -> str:
+        """Submits a run, of 2 tasks a node unless -cpu says otherwise. Returns the id of the job."""
+        cpu = "" if "-cpu" in words else "-cpu 2"
+        said = self.here(f"-slurm -slurm_nnodes {nodes} {cpu} -slurm_cpus 1 -dataset slow {words}", **more)
+        return re.search(r"submitted: +job (\d+)", said)[1]
+
+    def urgent(self, seconds: float) -> str:
+        """Submits a job that takes all nodes from others."""
+        return self.do("sbatch", "--parsable", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap",
+                       f"sleep {seconds}").strip()  # fmt: skip
+
+    def job(self, job: str) -> dict[str, str]:
+        """What Slurm says of a job."""
+        return dict(re.findall(r"(?:^| )(\w+)=(\S*)", self.do("scontrol", "show", "job", "-o", job)))
+
+    def ended(self, job: str) -> dict[str, str]:
+        """The job, once it is over."""
+        until(
+            lambda: self.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED"), self.told(job)
+        )
+        return self.job(job)
+
+    def trains(self, name: str, step: int = 1):
+        """Waits until a run has done some steps."""
+        until(lambda: (steps_of(self.out / name) or [0])[-1] >= step, self.told(name))
+
+    def told(self, name: str):
+        """A function that tells all that a run's jobs said."""
+        logs = [*(self.out / name / "slurm").glob("*.out"), *self.out.glob(f"{name}.log")]
+        return lambda: "".join(f"{log}:\n{log.read_text()}" for log in logs)
+
+    def pid_of(self, job: str, rank: int) -> int:
+        """The process of a rank."""
+        wanted = {
+            f"SLURM_JOB_ID={job}",
+            f"SLURM_PROCID={rank}",
+            "SLURM_STEP_ID=0",
+            f"SLURM_CONF={self.folder}/slurm.conf",
+        }
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if (
+                    wanted <= set((entry / "environ").read_text().split("\0"))
+                    and b"slurm_job" in (entry / "cmdline").read_bytes()
+                ):
+                    return int(entry.name)
+        raise AssertionError(f"no process of rank {rank} of job {job}")
+
+    def _hasten(self):
+        """Slurm lets a requeued job wait for two minutes; in the same second it could not start it again."""
+        done = set()
+        while not self.over.wait(0.5):
+            said = self.do("squeue", "-h", "-t", "PENDING", "-o", "%A %r", wanted=None).splitlines()
+            waiting = {line.split()[0] for line in said if line.endswith(" BeginTime")}
+            for job in waiting - done:
+                self.do("scontrol", "update", f"JobId={job}", "StartTime=now+2", wanted=None)
+            done = waiting
+
+
+def until(true, told=lambda: ""):
+    """Waits until a function says true; `told` tells more where it does not."""
+    end = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < end, f"waited for {PATIENCE_S:g} s; {told()}"
+        time.sleep(0.2)
+
+
+def steps_of(folder: Path) -> list[int]:
+    """The steps that a run's metrics tell of, in their order."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [line["step"] for line in lines if "train/loss" in line]
+    return []
+
+
+def outcome(folder: Path) -> dict:
+    """What outcome.json says."""
+    return run_folder.read_outcome(folder)

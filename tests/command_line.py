@@ -1,0 +1,103 @@
+"""Command lines, -cfg files and plugin files for tests."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+from lib import config, flags
+from lib.utils.errors import UsageError
+
+OTHERS = {"loss": "mse", "optimizer": "sgd", "scale_lr": "sqrt", "save_every": "5steps", "gpus": "0,1"}
+OTHERS |= {"dataset": "random", "arch": "mlp", "micro_batch": "16", "lr_end": "1e-5", "momentum": "0.5"}
+OTHERS |= {"label_smoothing": "0.5"}
+
+
+def parsed(words) -> config.Args:
+    """The args of a command line, given as text or as a list."""
+    return config.parse_args(words.split() if isinstance(words, str) else words)
+
+
+def refusal(words) -> str:
+    """What is said against a command line: one line."""
+    with pytest.raises(UsageError) as caught:
+        parsed(words)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def told(words, out: Path, capsys) -> str:
+    """The one line that train.py refuses a command line with: exit code 2, nothing else said, nothing written."""
+    words, before = words.split() if isinstance(words, str) else list(words), tree(out)
+    capsys.readouterr()  # what was said before
+    code = train.main(words if "-out" in words else [*words, "-out", str(out)])
+    heard = capsys.readouterr()
+    assert code == 2, heard
+    assert not heard.out and heard.err.startswith("train.py: ") and heard.err.endswith("\n")
+    assert len(heard.err.splitlines()) == 1
+    assert tree(out) == before, "something was written"
+    return heard.err.removeprefix("train.py: ").removesuffix("\n")
+
+
+def tree(folder: Path) -> dict:
+    """Everything below a folder, by path, files with what is in them."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def help_of(words, capsys) -> str:
+    """What is printed for a command line with -h."""
+    with pytest.raises(SystemExit) as end:
+        parsed(words)
+    told = capsys.readouterr()
+    assert end.value.code == 0 and not told.err
+    return told.out
+
+
+def shared() -> dict:
+    """The flags of every run, by name."""
+    return {action.dest: action for action in config.new_parser()._actions if action.dest != "h"}
+
+
+def other_value(action) -> str:
+    """A value that the flag takes and that is not its default."""
+    if isinstance(action, flags.Switch):
+        return "no" if action.default else "yes"
+    return OTHERS.get(action.dest, "7" if action.metavar in ("N", "X") else "some")
+
+
+ALONE = sorted(
+    set(shared()) - {"cfg", "trainer"}
+)  # flags with an other_value: -cfg needs a file, there is one trainer
+
+
+def cfg_file(folder, content, name="run.yaml") -> str:
+    """The path of a -cfg file with this content."""
+    file = folder / name
+    file.write_bytes(content) if isinstance(content, bytes) else file.write_text(content, encoding="utf-8")
+    return str(file)
+
+
+def plugin_file(monkeypatch, folder, kind, name, text):
+    """Makes lib/KIND/NAME.py with this text for one test."""
+    there, file = config.plugins, folder / f"{kind}_{name}.py"
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(f"lib.{kind}.{name}", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(config, "plugins", lambda of: sorted(there(of) + [name] * (of == kind)))
+
+
+def repeated(args, folder, **settled) -> dict:
+    """The args of a run that is started from the config.yaml of these args, but for the words of one start."""
+    file = folder / "config.yaml"
+    file.write_text(config.to_yaml(args, {"command": "python train.py 'x: y'\n- z", "git": None}, **settled))
+    again = vars(parsed(["-cfg", str(file)]))
+    return {name: value for name, value in again.items() if name not in config.ONCE}
+
+
+def lasting(args) -> dict:
+    """What config.yaml holds of these args: all but the words of one start."""
+    return {name: value for name, value in vars(args).items() if name not in config.ONCE}

@@ -1,0 +1,26 @@
+"""What all tests share: one thread, so that runs may be forked from this process, and a clean environment."""
+
+import logging
+import os
+
+import pytest
+import torch
+
+from lib.utils import console
+
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES"):
+    os.environ.pop(name, None)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before():
+    """A run leaves its log files open, as its process ends with it: here they would hear the next tests too."""
+    yield
+    root = logging.getLogger()
+    root.setLevel(logging.WARNING)
+    for handler in [one for one in root.handlers if isinstance(one, (console.LogFile, console.Terminal))]:
+        root.removeHandler(handler)
+        handler.close()

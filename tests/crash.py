@@ -1,0 +1,156 @@
+"""Every way to cut a save short: killed or failed at each file-system call, or the power lost at any moment.
+
+`save` is any function that writes below one folder, also in threads, if it starts them itself. It runs in a forked
+child (before, import what it needs and set torch to one thread) where os, open() and safetensors.torch.save_file are
+watched. Each time the folder is first put back to what it was; while the loop's body runs it holds what is left:
+
+    for cut in crash.kills(save, folder):              # before each call, and with half of each write done
+    for cut in crash.failures(save, folder):           # each call x ERRORS; of a write, half is done
+    for cut in crash.power_loss_states(save, folder):  # see disk.py
+        assert newest(folder) == (new if cut.finished else one_of_both), cut.what
+
+`points` lists the calls; `kill_at` and `fail_at` do one, starting from the folder as it is. fsync is counted and not
+carried out. Writes of other C code are not seen, which raises.
+"""
+
+import errno
+import itertools
+import os
+import pickle
+import select
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import calls
+from calls import Strike
+from disk import Disk, read_tree, write_tree
+
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
+LIMIT = 60  # seconds for one save
+
+
+@dataclass
+class Cut:
+    """How a save was cut short."""
+
+    what: str
+    finished: bool = False  # save returned: from now on the new state must be there
+    error: str = ""  # the traceback of what it raised
+    trace: list = field(default_factory=list, repr=False)
+
+
+def points(save: Callable, folder: Path) -> list[str]:
+    """The file-system calls of a save, one line each."""
+    return [f"{kind} {path}" for kind, path, *_ in _clean(save, folder).trace]
+
+
+def kills(save: Callable, folder: Path) -> Iterator[Cut]:
+    """The save killed before each call, and in the middle of each write."""
+    tree = read_tree(folder)
+    for number, line in enumerate(points(save, folder)):
+        for half in (False, True) if line.startswith("write") else (False,):
+            write_tree(tree, folder)
+            cut = kill_at(save, folder, number, half)
+            cut.what += f": {line}"
+            yield cut
+    write_tree(tree, folder)
+
+
+def failures(save: Callable, folder: Path, codes=ERRORS, lasting: bool = False) -> Iterator[Cut]:
+    """Each call of the save failed with each error, once or from then on."""
+    tree = read_tree(folder)
+    for (number, line), code in itertools.product(enumerate(points(save, folder)), codes):
+        write_tree(tree, folder)
+        cut = fail_at(save, folder, number, code, lasting)
+        cut.what += f": {line}"
+        yield cut
+    write_tree(tree, folder)
+
+
+def power_loss_states(save: Callable, folder: Path) -> Iterator[Cut]:
+    """Each state, once, in which a loss of power during or right after the save may leave the folder."""
+    tree, seen = read_tree(folder), set()
+    trace = _clean(save, folder).trace
+    disk = Disk(tree)
+    for number in range(len(trace) + 1):
+        for state in disk.states():
+            key = (number == len(trace), frozenset(state.items()))
+            if key not in seen:
+                seen.add(key)
+                write_tree(state, folder)
+                before = "returning" if key[0] else f"call {number}: {trace[number][0]} {trace[number][1]}"
+                yield Cut(f"power lost before {before}", finished=key[0])
+        if number < len(trace):
+            disk.apply(trace[number])
+    write_tree(tree, folder)
+
+
+def kill_at(save: Callable, folder: Path, number: int, half: bool = False) -> Cut:
+    """Kills the save before its call of this number, or in the middle of it if it is a write."""
+    cut = _run(save, folder, Strike(number, half))
+    cut.what = f"killed {'in' if half else 'before'} call {number}"
+    return cut
+
+
+def fail_at(save: Callable, folder: Path, number: int, code: int, lasting: bool = False) -> Cut:
+    """Lets the call of this number fail with an errno."""
+    cut = _run(save, folder, Strike(number, half=True, code=code, lasting=lasting))
+    cut.what = f"{errno.errorcode[code]} {'from' if lasting else 'at'} call {number}"
+    return cut
+
+
+def _clean(save, folder):
+    """The save uncut, its trace proved to explain all that it did, and the folder as before."""
+    tree = read_tree(folder)
+    cut = _run(save, folder, Strike())
+    after = read_tree(folder)
+    write_tree(tree, folder)
+    assert cut.finished, f"the save fails by itself:\n{cut.error}"
+    disk = Disk(tree)
+    for entry in cut.trace:
+        disk.apply(entry)
+    unseen = {name for name, _ in disk.now().items() ^ after.items()}
+    assert not unseen, f"written by calls that are not watched: {sorted(unseen)}"
+    return cut
+
+
+def _run(save, folder, strike):
+    source, sink = os.pipe()
+    child = os.fork()
+    if child == 0:
+        watch = calls.Calls(folder, strike)
+        with _Report(watch.trace, sink):
+            watch.install()
+            save()
+    os.close(sink)
+    data = b""
+    while select.select([source], [], [], LIMIT)[0] and (block := os.read(source, 1 << 20)):
+        data += block
+    hung = select.select([source], [], [], 0)[0] == []
+    os.close(source)
+    if hung:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert not hung, f"{strike}: the save hangs"
+    assert data or os.WTERMSIG(status) == signal.SIGKILL, f"{strike}: the child ended with status {status}"
+    error, trace = pickle.loads(data) if data else ("killed", [])
+    return Cut("uncut", not error, error, trace)
+
+
+class _Report:
+    """Tells the parent how the save in a child ended, and ends the child."""
+
+    def __init__(self, trace, sink):
+        self.trace, self.sink = trace, sink
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        text = "".join(traceback.format_exception(*error)) if error[0] else ""
+        with calls.REAL_OPEN(self.sink, "wb") as sink:
+            sink.write(pickle.dumps((text, self.trace)))
+        os._exit(0)

@@ -1,0 +1,274 @@
+"""Real runs for tests: each in a session of its own, its words kept, its processes ended by their ids at the end.
+
+A nursery, a process that has imported what train.py imports, forks a run in a tenth of the time of a fresh Python;
+`command` starts a fresh one. Tests ask for the fixtures `start` and `undisturbed`.
+"""
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 60  # seconds, for whatever is waited for
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+CLEAN = {name: value for name, value in os.environ.items()
+         if name not in (*PLACE, "PYTHONDONTWRITEBYTECODE") and not name.startswith("TORCHELASTIC")}  # fmt: skip
+
+
+def until(condition: Callable, limit: float = LIMIT, what: str = ""):
+    """The first true value of `condition()`, asked for every hundredth of a second. Fails after the limit."""
+    end = time.monotonic() + limit
+    while not (value := condition()):
+        assert time.monotonic() < end, f"waited {limit} s for {what or condition}"
+        time.sleep(0.01)
+    return value
+
+
+@dataclass
+class Run:
+    """A run that was started, as a person at the terminal sees it."""
+
+    pid: int
+    folder: Path  # out/NAME
+    log: Path  # stdout and stderr
+    notes: Path  # what its ranks left at their deed
+    ended: Callable[[], int | None]  # its exit code, once it has ended
+    terminal: int | None = None  # the file descriptor of our end
+    heard: str = field(default="", repr=False)
+
+    def ends(self, limit: float = LIMIT) -> int:
+        """Its exit code, negative after a signal."""
+        until(lambda: (self.text(), self.ended() is not None)[1], limit, f"the end of:\n{self.text()}")
+        return self.ended()
+
+    def text(self) -> str:
+        """What it said so far."""
+        if self.terminal is None:
+            return self.log.read_text() if self.log.exists() else ""
+        while select.select([self.terminal], [], [], 0)[0]:
+            try:
+                self.heard += os.read(self.terminal, 65536).decode(errors="replace")
+            except OSError:  # nobody holds the other end any more
+                break
+        return self.heard
+
+    def says(self, words: str, limit: float = LIMIT):
+        """Waits until it has said these words."""
+        until(lambda: words in self.text(), limit, f"{words!r} in:\n{self.text()}")
+
+    def type(self, keys: str):
+        os.write(self.terminal, keys.encode())
+
+    def hang_up(self):
+        """Closes its terminal."""
+        os.close(self.terminal)
+        self.terminal = None
+
+    def noted(self, count: int) -> list[dict]:
+        """The notes of `count` ranks at their deed, by rank."""
+        files = until(lambda: self._notes(count), what=f"{count} notes in:\n{self.text()}")
+        return [json.loads(file.read_text()) for file in files]
+
+    def _notes(self, count):
+        assert self.ended() is None or len(list(self.notes.glob("*.json"))) >= count, self.text()
+        files = sorted(self.notes.glob("rank_*.json"))
+        return files if len(files) >= count else None
+
+    def go(self):
+        """Lets the ranks that paused go on."""
+        (self.notes / "go").touch()
+
+    def outcome(self) -> dict:
+        return json.loads((self.folder / "outcome.json").read_text())
+
+    def weights(self) -> bytes:
+        return (self.folder / "final" / "weights.safetensors").read_bytes()
+
+    def processes(self) -> set[int]:
+        """Those of its session and those that descend from it, but for the dead."""
+        table = dict(_stat())
+        mine = {pid for pid, (parent, session) in table.items() if self.pid in (pid, session)}
+        while more := {pid for pid, (parent, _) in table.items() if parent in mine} - mine:
+            mine |= more
+        return mine
+
+    def is_gone(self, limit: float = LIMIT):
+        """Waits until none of its processes is left."""
+        until(lambda: not self.processes(), limit, f"the end of {self.processes()}")
+
+    def end(self):
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.terminal is not None:
+            self.hang_up()
+
+
+def _stat():
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            state, parent, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+            if state not in "ZX":
+                yield int(entry.name), (int(parent), int(session))
+
+
+class Nursery:
+    """A process that has imported what a run imports, and forks runs."""
+
+    def __init__(self):
+        self.wire, far = multiprocessing.Pipe()
+        self.codes: dict[int, int] = {}
+        words = [sys.executable, __file__, str(far.fileno())]
+        env = {name: value for name, value in CLEAN.items() if name != "OMP_NUM_THREADS"}
+        self.process = subprocess.Popen(words, cwd=ROOT, pass_fds=[far.fileno()], env=env)
+        far.close()
+
+    def start(self, **order) -> int:
+        assert self.process.poll() is None, "the nursery died of what stderr shows"
+        self.wire.send(order)
+        while isinstance(word := self._word(), tuple):
+            pass
+        return word
+
+    def ended(self, pid: int) -> int | None:
+        while self.wire.poll():
+            self._word()
+        return self.codes.get(pid)
+
+    def _word(self):
+        word = self.wire.recv()
+        if isinstance(word, tuple):
+            self.codes[word[0]] = word[1]
+        return word
+
+    def close(self):
+        self.wire.close()
+        self.process.wait(LIMIT)
+
+
+def nurse(wire) -> int:
+    """Forks a run for each order from the wire, and tells how each ended."""
+    import faulty
+    from torch.utils import tensorboard  # noqa: F401
+
+    from lib import config
+
+    faulty.register()
+    config.parse_args([])
+    living = []
+    while True:
+        if wire.poll(0.01):
+            try:
+                order = wire.recv()
+            except (EOFError, ConnectionResetError):
+                return 0
+            pid = os.fork()
+            if not pid:
+                wire.close()
+                return live(**order)
+            living.append(pid)
+            wire.send(pid)
+        for pid, status in [os.waitpid(pid, os.WNOHANG) for pid in living]:
+            if pid:
+                living.remove(pid)
+                wire.send((pid, os.waitstatus_to_exitcode(status)))
+
+
+def live(words: list[str], env: dict, stdin: str, stdout: str, stderr: str) -> int:
+    """A forked run, as a fresh Python would be: its own session, its own terminal or files."""
+    os.setsid()
+    for number, name in enumerate((stdin, stdout, stderr)):
+        flags = os.O_RDONLY if name == os.devnull else os.O_RDWR | os.O_CREAT | os.O_APPEND
+        fd = os.open(name, flags, 0o644)
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = ["train.py", *words]
+    import train
+
+    return train.main()
+
+
+@pytest.fixture(scope="session")
+def nursery():
+    one = Nursery()
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(nursery, tmp_path_factory) -> Run:
+    """The run that nothing happens to: two processes, three epochs of 20 steps."""
+    run = Starter(nursery, tmp_path_factory.mktemp("undisturbed"), [])("run")
+    assert run.ends() == 0, run.text()
+    return run
+
+
+@pytest.fixture
+def start(nursery, tmp_path):
+    """Starts runs of train.py with a model's name and words, by default forked from the nursery with two processes.
+
+    `deed`: what faulty.py is to do. `command`: a fresh Python's words instead. `terminal`: which of stdin, stdout
+    and stderr are a terminal.
+    """
+    runs = []
+    yield Starter(nursery, tmp_path, runs)
+    for run in runs:
+        run.end()
+
+
+class Starter:
+    def __init__(self, nursery, folder: Path, runs: list):
+        self.nursery, self.folder, self.runs, self.count = nursery, folder, runs, itertools.count()
+
+    def __call__(self, model="run", *words, deed=None, env=None, command=None, terminal=(), cpu=2) -> Run:
+        number = next(self.count)
+        notes, log = self.folder / f"notes_{number}", self.folder / f"log_{number}"
+        deed = json.dumps({**deed, "notes": str(notes)}) if deed else "{}"
+        # One thread whatever the machine has, so that all runs can be compared bit for bit.
+        given = {**CLEAN, "OMP_NUM_THREADS": "1", "TERM": "dumb", "DEED": deed, **(env or {})}
+        given = {name: value for name, value in given.items() if value is not None}
+        words = ["-out", str(self.folder / "out"), "-model", model, "-cpu", str(cpu), *map(str, words)]
+        ours = None
+        if command:
+            log.touch()
+            with log.open("ab") as file:
+                process = subprocess.Popen(
+                    [sys.executable, *command, *words], cwd=ROOT, env=given, start_new_session=True,
+                    stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                )  # fmt: skip
+            pid, ended = process.pid, process.poll
+        else:
+            files = {"stdin": os.devnull, "stdout": str(log), "stderr": str(log)}
+            if terminal:
+                ours, theirs = pty.openpty()
+                files |= dict.fromkeys(terminal, os.ttyname(theirs))
+            words = ["-arch", "mlp", "-epochs", "3", "-trainer", "faulty", *words]
+            pid = self.nursery.start(words=words, env=given, **files)
+            ended = lambda: self.nursery.ended(pid)  # noqa: E731
+            if terminal:
+                os.close(theirs)
+        run = Run(pid, self.folder / "out" / model, log, notes, ended, ours)
+        self.runs.append(run)
+        return run
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(nurse(connection.Connection(int(sys.argv[1]))))

@@ -1,0 +1,79 @@
+"""Real runs in this process (several ranks are forked from it) and what they leave behind."""
+
+import contextlib
+import sys
+import types
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import train
+from lib import config
+from lib.utils import run_folder
+from lib.utils.data import Tensors
+
+
+def run(out: Path, words: str, wanted: int = 0) -> Path:
+    """Runs train.py with these words and -out; its exit code must be `wanted`. Returns the run's folder."""
+    argv = [*words.split(), "-out", str(out)]
+    code = train.main(argv)
+    folder = run_folder.path_of(config.parse_args(argv))
+    assert code == wanted, f"exit code {code} instead of {wanted}: {run_folder.read_outcome(folder)}"
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The final weights of a run."""
+    return load_file(folder / "final" / "weights.safetensors")
+
+
+def distance(one: Path, other: Path) -> float:
+    """The largest difference of any final weight of two runs."""
+    a, b = weights(one), weights(other)
+    assert a.keys() == b.keys()
+    return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
+
+
+@contextlib.contextmanager
+def plugins(**files):
+    """Plugins for the block: plugins(arch={"tiny": get_model}, dataset={"few": get_dataset}, trainer={"odd": X})."""
+    names = {"arch": "get_model", "dataset": "get_dataset", "trainer": "Trainer"}
+    there, before = config.plugins, dict(sys.modules)
+    for kind, made in files.items():
+        for name, builder in made.items():
+            module = types.ModuleType(f"lib.{kind}.{name}")
+            setattr(module, names[kind], builder)
+            sys.modules[module.__name__] = module
+    config.plugins = lambda kind: there(kind) + list(files.get(kind, {}))
+    try:
+        yield
+    finally:
+        config.plugins = there
+        for name in set(sys.modules) - set(before):
+            if name.startswith("lib."):
+                del sys.modules[name]
+
+
+def norm_net(args) -> nn.Module:
+    """A small network with BatchNorm and dropout for 64 inputs in 4 classes."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, 24, bias=False),  # BatchNorm makes it rounding noise
+        nn.BatchNorm1d(24),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Linear(24, args.num_classes),
+    )
+
+
+def few(args, count: int = 50) -> dict[str, Tensors]:
+    """A little data in 4 classes that can be learned; `val` and `test` of odd sizes."""
+    generator = torch.Generator().manual_seed(7)
+
+    def part(number):
+        labels = torch.randint(4, (number,), generator=generator)
+        return Tensors(torch.randn(number, 64, generator=generator) + labels[:, None], labels)
+
+    return {"train": part(count), "val": part(13), "test": part(7)}

@@ -1,0 +1,120 @@
+"""What the tests of checkpoints share: small runs, small saves, what they hold, and a payload that must never run."""
+
+import pickle
+from pathlib import Path
+
+import torch
+from runs import few, norm_net, run
+
+from lib.trainer import trainer
+from lib.utils import checkpoint, preemption, search, shards
+from lib.utils.distributed import World
+
+SMALL = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 3 -lr_start 1e-2"
+PLUGINS = {"arch": {"norm_net": norm_net}, "dataset": {"few": few}}
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    """A little state that tells its step in every number."""
+    return {
+        "model.weight": torch.full((3, 5), float(step)),
+        "model.bias": torch.full((5,), float(step), dtype=torch.bfloat16),
+        "model.count": torch.tensor(step),
+        "model.none": torch.empty(0, 4),
+        "optim.weight.exp_avg": torch.full((3, 5), step / 2),
+    }
+
+
+def saver(folder: Path, **words) -> checkpoint.Checkpoints:
+    """The checkpoints of a run that has this folder, ready for saves."""
+    made = checkpoint.Checkpoints(folder / "checkpoints", World(), **words)
+    made.open()
+    return made
+
+
+def save(checkpoints: checkpoint.Checkpoints, step: int, **words):
+    """A save of `state(step)` from begin to end."""
+    checkpoints.save(state(step), {"state": {"step": step}}, step=step, early=set(), **words)
+    checkpoints.staged()
+    checkpoints.finish()
+
+
+def newest(folder: Path) -> int | None:
+    """The step of the newest good checkpoint of a run, all its numbers looked at; None without any."""
+    checkpoints = saver(folder)
+    found = search.newest(checkpoints.folder, checkpoints.disk)
+    if found is None:
+        return None
+    step = found.manifest["state"]["step"]
+    whole = tensors(found.folder)
+    assert all(torch.equal(whole[name], value) for name, value in state(step).items())
+    return step
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds."""
+    manifest = checkpoint.read_manifest(folder)
+    kinds = {word: kind for kind, word in shards.DTYPES.items()}
+    whole = {name: torch.empty(shape, dtype=kinds[kind]) for name, (kind, shape) in manifest["tensors"].items()}
+    shards.read(folder, manifest["pieces"], whole)
+    return whole
+
+
+def names(folder: Path) -> list[str]:
+    """The checkpoints of a run, newest first."""
+    return [entry.name for _, entry, _ in checkpoint.listed(folder / "checkpoints")]
+
+
+def everything(folder: Path) -> list[str]:
+    """All that lies in a run's checkpoints folder."""
+    return sorted(entry.name for entry in (folder / "checkpoints").iterdir())
+
+
+def log_of(folder: Path, rank: int = 0) -> str:
+    """What a rank of a run logged."""
+    return (folder / "logs" / f"rank_{rank}.log").read_text()
+
+
+def rewrite(folder: Path, change):
+    """Writes a checkpoint's manifest anew, as an attacker or another version might: its seal is right."""
+    path = folder / "manifest.json"
+    manifest = {name: value for name, value in checkpoint.read_manifest(folder).items() if name != "crc32"}
+    path.write_bytes(checkpoint.sealed(change(manifest) or manifest))
+
+
+def refused(out: Path, words: str, capfd) -> str:
+    """What train.py says to words that it refuses, in one line."""
+    capfd.readouterr()
+    run(out, words, wanted=2)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("train.py: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def stop_at(patch, step: int):
+    """All ranks wish to stop once `step` steps are done, and vote at every step."""
+    real = trainer.Trainer.boundary
+
+    def boundary(self):
+        if self.state.step >= step:
+            self.stop.reason = "a test"
+        return real(self)
+
+    patch.setattr(trainer.Trainer, "boundary", boundary)
+    patch.setattr(preemption, "MOST_STEPS", 1)
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def payload(path: Path, mark: Path, wrap=lambda value: value) -> Path:
+    """Writes a pickle that would make a file `mark` if anybody opened it."""
+    path.write_bytes(pickle.dumps(wrap(Payload(mark))))
+    return path

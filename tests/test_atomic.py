@@ -1,0 +1,289 @@
+"""Atomic writing: whatever call of a save is the last, old state or new is there, whole, and the next save works."""
+
+import contextlib
+import errno
+import hashlib
+import itertools
+import json
+import os
+import random
+import shutil
+import threading
+
+import crash
+import disk
+import pytest
+import torch
+
+from lib.utils import atomic
+
+OLD, NEW, NEWER = 8, 9, 10  # steps; as strings, the last comes first
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """No waiting for the disk: what fsync is good for is tested on a model of one."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+class File:
+    """Four ways of saving, each with save(folder, step), and found(folder), the step that a reader gets: one file,"""
+
+    def save(self, folder, step):
+        atomic.write_file(folder / "state.txt", "\n".join([f"{step}"] * 5000))
+
+    def found(self, folder):
+        steps = (folder / "state.txt").read_text().split("\n")
+        assert len(steps) == 5000 and len(set(steps)) == 1
+        return int(steps[0])
+
+
+class Link:
+    """one link,"""
+
+    def save(self, folder, step):
+        (folder / f"{step}").mkdir(exist_ok=True)
+        atomic.fsync_folder(folder)
+        atomic.swap_link(folder / "latest", f"{step}")
+
+    def found(self, folder):
+        assert (folder / "latest").is_dir()
+        return int(atomic.read_link(folder / "latest"))
+
+
+class Checkpoint:
+    """two shards and a manifest, published, linked, and then the older ones removed,"""
+
+    def save(self, folder, step):
+        atomic.sweep(folder)
+        partial, final = folder / f"step_{step}.partial", folder / f"step_{step}"
+        self.write(partial, step)
+        atomic.publish(partial, final)
+        atomic.swap_link(folder / "latest", final.name)
+        self.remove_all_but(final)
+
+    def write(self, folder, step):
+        folder.mkdir()
+        shards = {f"shard_{rank}": bytes([step]) * 20000 for rank in range(2)}
+        for name, data in shards.items():
+            (folder / name).write_bytes(data)
+            atomic.fsync_file(folder / name)
+        digests = {name: hashlib.sha256(data).hexdigest() for name, data in shards.items()}
+        atomic.write_file(folder / "manifest.json", json.dumps({"step": step, "digests": digests}))
+
+    def remove_all_but(self, final):
+        for old in final.parent.glob("step_*"):
+            if old != final:
+                atomic.remove_folder(old)
+
+    def found(self, folder):
+        whole = [self.read(entry) for entry in folder.glob("step_*") if "." not in entry.name]
+        step = self.read(folder / atomic.read_link(folder / "latest"))
+        assert step in whole
+        return step
+
+    def read(self, folder):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        for name, digest in manifest["digests"].items():
+            assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+        return manifest["step"]
+
+
+class Directory:
+    """and cycling_utils' class, read as its documentation does."""
+
+    def save(self, folder, step):
+        saver = atomic.AtomicDirectory(folder, is_master=True, keep_last=1)
+        path = saver.prepare_checkpoint_directory()
+        atomic.atomic_torch_save({"step": step, "weights": torch.full((9999,), step)}, f"{path}/checkpoint.pt")
+        saver.symlink_latest(path)
+
+    def found(self, folder):
+        latest = (folder / "AtomicDirectory.latest_checkpoint").readlink()
+        checkpoint = torch.load(latest / "checkpoint.pt")
+        assert (checkpoint["weights"] == checkpoint["step"]).all()
+        return checkpoint["step"]
+
+
+def title(value):
+    return value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
+
+
+KINDS = pytest.mark.parametrize("kind", [File(), Link(), Checkpoint(), Directory()], ids=title)
+
+
+def begun(kind, tmp_path):
+    """A folder that holds the old state, and the save of the new."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    kind.save(folder, OLD)
+    return folder, lambda: kind.save(folder, NEW)
+
+
+def wrong_after(cut, kind, folder):
+    """What is wrong after a cut: a state lost, or a next save that fails or leaves dirt. None if all is well."""
+    try:
+        step = kind.found(folder)
+        assert step == NEW if cut.finished else step in (OLD, NEW)
+        kind.save(folder, NEWER)
+        assert kind.found(folder) == NEWER
+        atomic.sweep(folder)
+        assert not [name for name in disk.read_tree(folder) if name.endswith((".partial", ".removed", ".aside"))]
+    except (AssertionError, OSError, ValueError, RuntimeError, EOFError, IndexError, TypeError) as error:
+        return f"{cut.what}: {type(error).__name__} {error}"
+
+
+@KINDS
+def test_a_save_may_be_killed_at_any_call_or_lose_power(kind, tmp_path):
+    folder, save = begun(kind, tmp_path)
+    cuts = itertools.chain(crash.kills(save, folder), crash.power_loss_states(save, folder))
+    assert not [wrong for cut in cuts if (wrong := wrong_after(cut, kind, folder))]
+    assert kind.found(folder) == OLD  # put back
+
+
+@KINDS
+def test_any_call_of_a_save_may_fail_once_or_for_good(kind, tmp_path):
+    folder, save = begun(kind, tmp_path)
+    codes = crash.ERRORS if isinstance(kind, Directory) else (errno.EIO, errno.ENOSPC)
+    full = crash.failures(save, folder, (errno.ENOSPC,), lasting=True)
+    cuts = itertools.chain(crash.failures(save, folder, codes), full)
+    assert not [wrong for cut in cuts if (wrong := wrong_after(cut, kind, folder))]
+
+
+@pytest.mark.parametrize("kind", [Checkpoint(), Directory()], ids=title)
+def test_saves_killed_one_after_the_other_lose_nothing_and_pile_nothing_up(kind, tmp_path):
+    folder, _ = begun(kind, tmp_path)
+    draw, last = random.Random(0), OLD
+    for step in range(NEW, NEW + 40):
+        crash.kill_at(lambda step=step: kind.save(folder, step), folder, draw.randrange(40), half=draw.random() < 0.5)
+        assert kind.found(folder) in (last, step)
+        last = kind.found(folder)
+        assert sum(entry.suffix in (".partial", ".removed") for entry in folder.iterdir()) <= 3
+    assert last > OLD
+
+
+class Unsynced:
+    def __getattr__(self, name):
+        return (lambda fd: None) if name == "fsync" else getattr(os, name)
+
+
+class WrittenInPlace(Checkpoint):
+    def save(self, folder, step):
+        self.write(folder / f"step_{step}", step)
+        atomic.swap_link(folder / "latest", f"step_{step}")
+        self.remove_all_but(folder / f"step_{step}")
+
+
+class RemovedFirst(Checkpoint):
+    def write(self, folder, step):
+        self.remove_all_but(folder)
+        super().write(folder, step)
+
+
+def link_anew(link, target):
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+
+
+def shared_name(path, ending):
+    return path.with_name(f"{path.name}.{ending}")
+
+
+MUTANTS = [
+    *[("os", Unsynced(), kind) for kind in (File(), Link(), Checkpoint(), Directory())],
+    ("write_file", lambda path, data: path.write_text(data), File()),
+    *[("swap_link", link_anew, kind) for kind in (Link(), Checkpoint(), Directory())],
+    *[("_unique", shared_name, kind) for kind in (File(), Link())],
+    ("remove_folder", shutil.rmtree, Checkpoint()),
+    ("log", atomic.log, WrittenInPlace()),
+    ("log", atomic.log, RemovedFirst()),
+]
+
+
+@pytest.mark.parametrize(("name", "mutant", "kind"), MUTANTS, ids=title)
+def test_a_mutant_is_found_out(name, mutant, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic, name, mutant)
+    folder, save = begun(kind, tmp_path)
+    cuts = itertools.chain(crash.power_loss_states(save, folder), crash.kills(save, folder))
+    assert any(wrong_after(cut, kind, folder) for cut in cuts)
+
+
+@pytest.mark.parametrize("swap", [atomic.swap_link, link_anew], ids=["ours", "mutant"])
+def test_a_reader_never_misses_a_link_that_is_swapped(swap, tmp_path):
+    link = tmp_path / "latest"
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        swap(link, name)
+    child = os.fork()
+    if child == 0:
+        for name in "ab" * 1500:
+            swap(link, name)
+        os._exit(0)
+    misses = 0
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        misses += not link.exists()
+    assert (misses == 0) == (swap is atomic.swap_link)
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_two_writers_of_a_file_at_once_do_not_mix(mutant, tmp_path, monkeypatch):
+    if mutant:
+        monkeypatch.setattr(atomic, "_unique", shared_name)
+    path, paused, go_on = tmp_path / "state", threading.Event(), threading.Event()
+
+    def fsync(fd):
+        if threading.current_thread() is slow:
+            paused.set()
+            go_on.wait(30)
+
+    def write_slowly():
+        with contextlib.suppress(FileNotFoundError):
+            atomic.write_file(path, b"slow")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    slow = threading.Thread(target=write_slowly)
+    slow.start()
+    assert paused.wait(30)
+    with contextlib.suppress(FileExistsError):
+        atomic.write_file(path, b"quick")
+    between = path.exists() and path.read_bytes()
+    go_on.set()
+    slow.join()
+    after = path.exists() and path.read_bytes()
+    assert ((between, after, list(tmp_path.iterdir())) == (b"quick", b"slow", [path])) == (not mutant)
+
+
+def test_sweep_removes_what_crashes_left_and_nothing_else(tmp_path):
+    for name in (
+        "a.1.partial",
+        "step_3.partial/x",
+        "step_1.7.ab.removed/y/z",
+        "step_2/m",
+        "partial/m",
+        "b.partial.txt",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "latest.1.ab.partial").symlink_to("step_2")
+    atomic.sweep(tmp_path, start="a.", before=0)
+    assert (tmp_path / "a.1.partial").exists()
+    atomic.sweep(tmp_path)
+    assert set(disk.read_tree(tmp_path)) == {"step_2", "step_2/m", "partial", "partial/m", "b.partial.txt"}
+
+
+def test_publish_refuses_to_overwrite(tmp_path):
+    (tmp_path / "step_1" / "x").mkdir(parents=True)
+    (tmp_path / "step_1.partial").mkdir()
+    with pytest.raises(OSError, match="not empty"):
+        atomic.publish(tmp_path / "step_1.partial", tmp_path / "step_1")
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+def test_a_folder_that_cannot_be_synced_is_no_error_but_a_broken_disk_is(code, tmp_path, monkeypatch):
+    def fail(fd):
+        raise OSError(code, "fsync")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="fsync") if code == errno.EIO else contextlib.nullcontext():
+        atomic.fsync_folder(tmp_path)

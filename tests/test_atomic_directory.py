@@ -1,0 +1,270 @@
+"""Links that outlive copies, and AtomicDirectory on one process and two: names, what is kept, who fails with whom."""
+
+import errno
+import os
+import shutil
+import signal
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lib.utils import atomic
+from lib.utils.atomic import AtomicDirectory, atomic_torch_save
+
+
+def save(saver, content="x", force=False):
+    path = saver.prepare_checkpoint_directory(force_save=force)
+    Path(path, "checkpoint.txt").write_text(content)
+    saver.symlink_latest(path)
+    return Path(path).name
+
+
+def kept(folder):
+    names = [entry.name for entry in folder.glob("AtomicDirectory_checkpoint_*")]
+    return sorted(name.removeprefix("AtomicDirectory_checkpoint_") for name in names)
+
+
+def latest(saver):
+    return Path(os.readlink(os.path.join(saver.output_directory, saver.symlink_name)))  # noqa: PTH115, PTH118
+
+
+def test_checkpoints_are_numbered_linked_and_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saver = AtomicDirectory("out/run", is_master=True)
+    assert saver.symlink_name == "AtomicDirectory.latest_checkpoint"
+    assert not os.path.exists(os.path.join("out/run", saver.symlink_name))  # noqa: PTH110, PTH118
+    path = saver.prepare_checkpoint_directory()
+    assert isinstance(path, str) and os.listdir(path) == []  # noqa: PTH208
+    atomic_torch_save({"epoch": 3}, f"{path}/checkpoint.pt")
+    monkeypatch.chdir("/")
+    saver.symlink_latest(path)
+    assert torch.load(latest(saver) / "checkpoint.pt") == {"epoch": 3}
+    assert [save(saver) for _ in range(11)][-1] == "AtomicDirectory_checkpoint_11"
+    again = AtomicDirectory(tmp_path / "out/run", is_master=True)
+    assert save(again) == latest(again).name == "AtomicDirectory_checkpoint_12"
+    assert len(kept(tmp_path / "out/run")) == 13
+
+
+def test_the_last_are_kept_and_those_that_were_forced(tmp_path):
+    saver = AtomicDirectory(tmp_path, is_master=True, keep_last=2)
+    for step in range(12):
+        save(saver, force=step in (1, 4))
+        assert len(kept(tmp_path)) <= 4
+    assert kept(tmp_path) == ["10", "11", "1_force", "4_force"]
+    last = AtomicDirectory(tmp_path, is_master=True, keep_last=1)
+    last.prepare_checkpoint_directory()
+    assert latest(last).is_dir()  # until the next is complete
+    assert [save(last) for _ in range(2)] and kept(tmp_path) == ["13", "1_force", "4_force"]
+
+
+def test_what_was_never_completed_is_removed(tmp_path):
+    saver = AtomicDirectory(tmp_path, is_master=True)
+    for _ in range(2):
+        path = saver.prepare_checkpoint_directory(force_save=True)
+        assert path.endswith("_checkpoint_0_force")
+        Path(path, "half").write_text("")
+    assert save(saver) == "AtomicDirectory_checkpoint_0"
+    Path(saver.prepare_checkpoint_directory(), "half").write_text("")
+    (tmp_path / "AtomicDirectory.latest_checkpoint_temp").symlink_to("a saver of another make was killed")
+    (tmp_path / "AtomicDirectory_checkpoint_7").mkdir()
+    (tmp_path / "Other_checkpoint_7.partial").mkdir()
+    assert save(AtomicDirectory(tmp_path, is_master=True)) == "AtomicDirectory_checkpoint_1"
+    assert kept(tmp_path) == ["0", "1"] and (tmp_path / "Other_checkpoint_7.partial").exists()
+    with pytest.raises(FileNotFoundError):
+        saver.symlink_latest(tmp_path / "Other_checkpoint_7.partial")
+    with pytest.raises(FileNotFoundError):
+        saver.symlink_latest(tmp_path / "elsewhere" / "AtomicDirectory_checkpoint_0")
+
+
+@pytest.mark.parametrize("way", ["links", "no links", "files", "followed", "relative"])
+def test_a_copied_tree_goes_on_by_itself(way, tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    saver = AtomicDirectory(old, is_master=True)
+    for step in range(11):
+        save(saver, content=f"{step}", force=step == 10)
+    Path(saver.prepare_checkpoint_directory(), "half").write_text("")
+    shutil.copytree(old, new, symlinks=way != "followed")
+    if way in ("no links", "files", "relative"):
+        (new / saver.symlink_name).unlink()
+    if way == "relative":  # as cycling_utils makes them
+        (new / saver.symlink_name).symlink_to(f"new/{latest(saver).name}")
+    if way == "files":
+        (new / saver.symlink_name).write_text(str(latest(saver)))
+    copied = AtomicDirectory(new, is_master=True)
+    assert latest(copied) == new / "AtomicDirectory_checkpoint_10_force"
+    assert (latest(copied) / "checkpoint.txt").read_text() == "10"
+    assert save(copied) == "AtomicDirectory_checkpoint_11" and len(kept(new)) == 12
+    assert latest(saver) == old / "AtomicDirectory_checkpoint_10_force"
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'sync_some': one of sync_any, sync_all, async, mono"):
+        AtomicDirectory(tmp_path, strategy="sync_some")
+    with pytest.raises(ValueError, match=r"'\.\./a': a plain file name"):
+        AtomicDirectory(tmp_path, name="../a")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        AtomicDirectory(tmp_path / "file", is_master=True)
+    saver = AtomicDirectory(tmp_path / "gone", is_master=True)
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(FileNotFoundError):
+        saver.prepare_checkpoint_directory()
+
+
+def test_swap_link_takes_the_place_of_what_a_copy_without_links_left(tmp_path):
+    for name in ("step_1", "step_2", "latest"):
+        (tmp_path / name).mkdir()
+    link = tmp_path / "latest"
+    (link / "precious").write_text("")
+    assert atomic.read_link(link) is None
+    atomic.swap_link(link, "step_1")
+    assert [aside.name for aside in tmp_path.glob("latest.*.aside/*")] == ["precious"]
+    link.unlink()
+    link.write_text("step_1\n")
+    assert atomic.read_link(link) == "step_1"
+    atomic.swap_link(link, "step_2")
+    assert link.is_symlink() and atomic.read_link(link) == "step_2"
+
+
+def test_where_there_are_no_links_a_file_holds_the_name(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    for name in ("step_1", "step_2"):
+        atomic.swap_link(tmp_path / "latest", name)
+        assert atomic.read_link(tmp_path / "latest") == name
+    assert [entry.name for entry in tmp_path.iterdir()] == ["latest"]
+
+
+def test_torch_saves_leave_the_old_file_if_they_fail_and_sweep_up_after_killed_ones(tmp_path):
+    path = tmp_path / "model.pt"
+    atomic_torch_save({"a": torch.ones(3)}, str(path))
+    with pytest.raises((AttributeError, TypeError, RuntimeError)):
+        atomic_torch_save({"a": lambda: None}, path)
+    assert torch.load(path)["a"].tolist() == [1, 1, 1] and list(tmp_path.iterdir()) == [path]
+    killed, running = tmp_path / "model.pt.1.0000000a.partial", tmp_path / "model.pt.2.0000000b.partial"
+    for file in (killed, running):
+        file.write_text("")
+    os.utime(killed, (0, 0))
+    atomic_torch_save({"a": torch.zeros(3)}, path)
+    assert sorted(tmp_path.iterdir()) == [path, running]
+
+
+def on_ranks(size, function, folder):
+    """Runs function(rank) on forked ranks of a gloo group; fails with what any of them raised, or if one hangs."""
+    children = {}
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            _rank(rank, size, function, folder)
+        children[pid] = rank
+    end = time.monotonic() + 60
+    while children and time.monotonic() < end:
+        children = {pid: rank for pid, rank in children.items() if os.waitpid(pid, os.WNOHANG)[0] == 0}
+        time.sleep(0.01)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    told = {file.stem: file.read_text() for file in folder.glob("rank_*.txt")}
+    assert told == {f"rank_{rank}": "done" for rank in range(size)}, "\n".join(told.values())
+
+
+def _rank(rank, size, function, folder):
+    try:
+        store = dist.FileStore(str(folder / "store"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        function(rank)
+        text = "done"
+    except BaseException:
+        text = traceback.format_exc()
+        raise
+    finally:
+        (folder / f"rank_{rank}.txt").write_text(text)
+        os._exit(0)
+
+
+def broken(*_, **__):
+    raise OSError(errno.ENOSPC, "no space left, says the test")
+
+
+def test_two_ranks_share_folders_agree_and_none_waits_for_one_that_failed(tmp_path, monkeypatch):
+    def run(rank):
+        for check in (_refused, _forced, _failing, _unseen, _async, _mono):
+            check(rank, tmp_path / check.__name__)
+
+    torch.set_num_threads(1)
+    monkeypatch.setattr(atomic, "PATIENCE", 0.2)
+    on_ranks(2, run, tmp_path)
+
+
+def _refused(rank, folder):
+    with pytest.raises(ValueError, match="strategies differ, by rank: sync_any, sync_all"):
+        AtomicDirectory(folder, is_master=rank == 0, strategy=("sync_any", "sync_all")[rank])
+    for masters in (0, 2):
+        with pytest.raises(ValueError, match=f"is_master=True on {masters} of 2 ranks"):
+            AtomicDirectory(folder, is_master=masters == 2)
+
+
+def _forced(rank, folder):
+    for strategy, wanted in (("sync_any", ["0", "1_force", "2_force"]), ("sync_all", ["0", "1", "2_force"])):
+        saver = AtomicDirectory(folder / strategy, is_master=rank == 1, strategy=strategy)
+        for step in range(3):
+            path = Path(saver.prepare_checkpoint_directory(force_save=step > rank))  # rank 1 later than rank 0
+            time.sleep(0.05 * rank)
+            (path / f"shard_{rank}").write_text(f"{step}")
+            saver.symlink_latest(path)
+            assert latest(saver) == path
+            assert sorted(file.name for file in path.iterdir()) == ["shard_0", "shard_1"]
+        assert kept(folder / strategy) == wanted
+
+
+def _failing(rank, folder):
+    saver = AtomicDirectory(folder, is_master=rank == 0)
+    first = save_shared(saver)
+    for place, name in ((0, "write_file"), (1, "fsync_file"), (0, "swap_link")):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="says the test") as told:
+            if rank == place:
+                patch.setattr(atomic, name, broken)
+            save_shared(saver)
+        assert rank == place or f"rank {place}: " in str(told.value)
+        assert latest(saver).name == first
+    assert save_shared(saver) == "AtomicDirectory_checkpoint_1"
+    assert latest(saver).name == "AtomicDirectory_checkpoint_1"
+
+
+def save_shared(saver):
+    path = saver.prepare_checkpoint_directory()
+    Path(path, f"shard_{saver.rank}").write_text("x")
+    saver.symlink_latest(path)
+    return Path(path).name
+
+
+def _unseen(rank, folder):
+    saver = AtomicDirectory(folder / f"disk_of_rank_{rank}", is_master=rank == 0)
+    with pytest.raises(FileNotFoundError if rank == 1 else OSError, match="on a disk that all ranks share"):
+        saver.prepare_checkpoint_directory()
+
+
+def _async(rank, folder):
+    saver = AtomicDirectory(folder, is_master=True, strategy="async", keep_last=1)
+    assert saver.symlink_name == f"AtomicDirectory_rank_{rank}.latest_checkpoint"
+    for step in range(1 + 2 * rank):  # not equally many
+        save(saver, force=step == 1)
+    dist.barrier()
+    assert sorted(entry.name.split("_checkpoint_")[1] for entry in folder.glob("*_rank_1_checkpoint_*")) == [
+        "1_force",
+        "2",
+    ]
+    assert latest(saver).name == f"AtomicDirectory_rank_{rank}_checkpoint_{2 * rank}"
+
+
+def _mono(rank, folder):
+    if rank == 1:
+        assert save(AtomicDirectory(folder, strategy="mono", name="one")) == "one_checkpoint_0"
+    dist.barrier()
+    assert (folder / "one.latest_checkpoint").exists()

@@ -1,0 +1,235 @@
+"""Bad input, as train.py answers it: one line that says what would be right, exit code 2, nothing written."""
+
+import math
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import command_line
+import pytest
+import torch
+from command_line import cfg_file, parsed, plugin_file, shared
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib import config, flags
+from lib.utils.errors import UsageError
+
+RELAXED = settings(deadline=None, derandomize=True)
+NUMBERS = {name: action for name, action in shared().items() if action.metavar in ("N", "X")}
+NO_NUMBERS = ["nan", "inf", "-inf", "1e400", "-1e400", "1_0", "", "x", "1,5", "0x10", " 1", "1 2", "\u0661",
+              "-1", "--1"]  # fmt: skip
+ZERO_FITS = ["workers", "seed", "lr_end", "lr_warmup", "weight_decay", "momentum", "clip_grad", "label_smoothing",
+             "keep_every", "slurm_requeues"]  # fmt: skip
+
+
+@pytest.fixture
+def told(tmp_path, capsys):
+    """What is said against a command line."""
+    return partial(command_line.told, out=tmp_path / "out", capsys=capsys)
+
+
+# Names
+
+
+@pytest.mark.parametrize("kind", ["arch", "dataset", "trainer"])
+@pytest.mark.parametrize(
+    "name",
+    ["nope", "../x", "/abs/olute", "lib/arch/mlp", "mlp.py", "lib.arch.mlp", ".", "..", "os", "sys", "__init__",
+     "a b", "MLP", "mlp\n", "mlp\0", "ä", "import", "None", "-x", "x" * 300],
+)  # fmt: skip
+def test_an_unknown_plugin_is_refused_with_those_that_there_are(kind, name, told):
+    before = set(sys.modules)
+    line = told([f"-{kind}", name])
+    assert line.startswith(f"-{kind} {name!r}: no such file in lib/{kind}; there are ")
+    assert all(there in line for there in config.plugins(kind))
+    assert not {module for module in set(sys.modules) - before if module.endswith(name)}
+
+
+@pytest.mark.parametrize(
+    ("flag", "close"),
+    [
+        ("-arch=convmet", "convnet"),
+        ("-dataset=digit", "digits"),
+        ("-dataset=cifar", "cifar10"),
+        ("-trainer=train", "tr"),
+    ],
+)
+def test_a_misspelt_plugin_is_refused_with_the_close_one(flag, close, told):
+    assert f"(do you mean {close}" in told([flag])
+
+
+@pytest.mark.parametrize("flag", ["optimizer", "loss", "scale_lr"])
+def test_an_unknown_choice_is_refused_with_those_that_there_are(flag, told):
+    for value in ("nope", "", "os", "../x", "ADAM"):
+        line = told([f"-{flag}={value}"])
+        assert f"-{flag}: invalid choice: {value!r}" in line
+        assert all(choice in line for choice in shared()[flag].choices)
+
+
+@pytest.mark.parametrize(("word", "close"), [("-epohcs", "-epochs"), ("-batchsize", "-batch_size"), ("-learn", None),
+                                             ("--modle", "-model"), ("-r", "-reset or -resume")])  # fmt: skip
+def test_a_wrong_flag_is_refused_with_the_close_one(word, close, told):
+    line = told([word, "3"])
+    assert line.startswith(f"unknown flag {word}")
+    assert close is None or f"(do you mean {close}" in line
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../x", "/absolute", "a/b", "a\\b", "", ".", "..", ".hidden", " ", "a b", " a", "a\n", "a\nb", "a\0b", "a\tb",
+     "é", "a:b", "~", "$HOME", "*", "-x", "x" * 101, "x" * 300, "\u202e", "😀"],
+)  # fmt: skip
+def test_a_run_whose_name_is_no_plain_name_is_refused(name, told):
+    line = told([f"-model={name}"])
+    assert line == f"argument -model: {name!r} is not a name of letters, digits, dots, dashes and underscores"
+
+
+@RELAXED
+@given(st.text(max_size=8) | st.text("ab./\\-_~ \0\n", max_size=8))
+def test_a_run_name_that_is_taken_stays_below_the_output_folder(name):
+    try:
+        name = parsed([f"-model={name}"]).model
+    except UsageError:
+        return
+    assert Path("out", name).resolve().parent == Path("out").resolve()
+    assert name.isascii() and len(name) <= 100 and not name.startswith(".") and not set(name) & set("/\\ ~")
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_is_no_number_is_refused_for_every_flag_that_takes_one(name, told):
+    bad = NO_NUMBERS + ([] if name in ZERO_FITS else ["0", "-0", "0.0", "0e5"])
+    bad += ["0.5", "1e3", "9" * 19, "9" * 5000] if NUMBERS[name].metavar == "N" else []
+    bad += ["1e309", "1e-400"] if NUMBERS[name].metavar == "X" and name not in ZERO_FITS else []
+    for value in set(bad) - ({"-1"} if name == "lr_end" else set()):
+        forms = [[f"-{name}={value}"], [f"--{name}={value}"]] + ([] if value == "--1" else [[f"-{name}", value]])
+        for words in forms:
+            line = told([*words, *([] if name == "cpu" else ["-cpu", "1"])])
+            assert line.startswith(f"argument -{name}: ") and "is not a" in line and "number" in line
+            assert repr(value) in line or len(value) > 1000
+
+
+@RELAXED
+@given(name=st.sampled_from(sorted(NUMBERS)), text=st.text("0123456789.eE+-_naif x", max_size=7))
+def test_a_number_that_is_taken_is_the_one_that_was_written(name, text):
+    try:
+        value = vars(parsed([f"-{name}={text}", "-lr_end=0", *(["-micro_batch=1"] if "batch" in name else [])]))[name]
+    except UsageError:
+        return
+    if name not in ("lr_end", "micro_batch"):
+        assert value == float(text) and math.isfinite(value) and value >= 0 and "_" not in text
+
+
+@pytest.mark.parametrize(
+    "value", ["", "x", "-1", "0", "0steps", "1.5epochs", "5 steps", "1_0steps", "5hours", "steps"]
+)
+def test_an_interval_that_is_none_is_refused(value, told):
+    assert told([f"-save_every={value}"]).startswith(
+        f"argument -save_every: {value!r} is not an interval like 5epochs"
+    )
+
+
+def own_numbers():
+    """The numeric flags of the plugins that are shipped."""
+    for kind in ("arch", "dataset"):
+        for name in config.plugins(kind):
+            parser = config.new_parser()
+            count = len(parser._actions)
+            config.load_plugin(parser, kind, [f"-{kind}", name], {}, None)
+            yield from ((kind, name, own.dest) for own in parser._actions[count:] if own.type in (int, float))
+
+
+@pytest.mark.parametrize(("kind", "name", "flag"), list(own_numbers()))
+def test_what_is_no_number_is_refused_for_the_flags_of_plugins(kind, name, flag, told, tmp_path):
+    for value in ("", "x", "1_0", "1,5", "\u0661", "1 2"):
+        assert f"argument -{flag}: {value!r} is not a" in told(
+            [f"-{kind}={name}", f"-{flag}={value}", "-data", str(tmp_path)]
+        )
+
+
+# What does not go together
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("-fp16 -bf16", ["-fp16 and -bf16", "give one"]),
+        ("-gpus 0 -cpu 1", ["-gpus 0", "-cpu 1", "give one"]),
+        ("-batch_size 8 -batch_per_gpu 8", ["-batch_size", "-batch_per_gpu", "give one"]),
+        ("-cpu 1 -batch_size 10 -micro_batch 4", ["-batch_size 10", "-micro_batch 4", "try -batch_size 8"]),
+        ("-cpu 1 -batch_per_gpu 3 -micro_batch 2", ["-batch_size 3", "cannot be cut", "-micro_batch 2"]),
+        ("-cpu 2 -batch_size 1", ["-batch_size 1", "2 processes", "try 2"]),
+        ("-cpu 1 -batch_size 5000 -drop_last", ["-batch_size 5000", "-drop_last", "1259 training samples"]),
+        ("-lr_start 1e-3 -lr_end 1", ["-lr_end 1.0", "-lr_start 0.001"]),
+        ("-cpu 1 -data nowhere", ["-data nowhere", "digits.npz"]),
+        ("-cpu 1 -arch mlp -mlp_width 0", ["-mlp_width 0", "at least 1"]),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_what_would(words, parts, told, monkeypatch):
+    monkeypatch.chdir(config.ROOT)
+    line = told([*words.split(), *([] if "-data" in words else ["-data", str(config.ROOT / "data")])])
+    assert all(part in line for part in parts), line
+
+
+def test_gpus_that_are_not_there_are_refused_with_those_that_are(told, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert told("-gpus 0,1") == "-gpus 0,1: no GPU is visible here; -cpu N trains on the CPU"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert told("-gpus 0,5,7") == "-gpus 0,5,7: 5, 7 is not one of the GPUs here: 0,1"
+    for value in ("", "0,0", "0,,1", "-1", "0;1", "all!", "0 1"):
+        assert told([f"-gpus={value}"]).startswith(f"argument -gpus: {value!r} is not a list of GPUs like 0,1,2")
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_slurm_where_there_is_none_is_refused(told, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert told("-slurm -slurm_ngpus 2").startswith("-slurm: there is no sbatch on this machine")
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "a: [", "epochs: 3\nepochs: 4", "epohcs: 3", "epochs: 0", "arch: nope", "model: ../x"]
+)
+def test_a_wrong_cfg_file_is_refused_by_name(text, told, tmp_path):
+    file = str(tmp_path / "missing.yaml") if text is None else cfg_file(tmp_path, text)
+    assert file in told(["-cfg", file])
+
+
+def test_a_plugin_flag_that_clashes_is_refused(told, monkeypatch, tmp_path):
+    text = "def add_args(parser): parser.add_argument('-epochs')\ndef get_model(args): pass\n"
+    plugin_file(monkeypatch, tmp_path, "arch", "clashing", text)
+    line = told("-arch clashing")
+    assert line.startswith("lib/arch/clashing.py: its flag clashes") and "-epochs" in line
+
+
+# From outside
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-epochs", "0"], "argument -epochs: '0' is not a whole number of at least 1"),
+        (["-arch", "../x"], "-arch '../x': no such file in lib/arch; there are convnet"),
+        (["-model", "é\n"], "is not a name"),
+    ],
+)
+def test_a_refusal_is_one_line_and_exit_code_2_for_the_shell(words, said, tmp_path):
+    env = {**os.environ, "LC_ALL": "C", "PYTHONPATH": "", "COLUMNS": "20"}
+    line = [sys.executable, "-B", str(config.ROOT / "train.py"), *words]
+    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=env)
+    assert ended.returncode == 2 and not ended.stdout
+    assert len(ended.stderr.splitlines()) == 1 and ended.stderr.startswith("train.py: ") and said in ended.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_numeric_flag_is_in_the_loop_above():
+    numeric = {name for name, action in shared().items() if callable(action.type) and numeric_type(action.type)}
+    assert numeric == set(NUMBERS) and len(numeric) > 25 and set(ZERO_FITS) <= numeric
+
+
+def numeric_type(kind) -> bool:
+    return kind.__qualname__.split(".")[0] in (flags.whole.__name__, flags.real.__name__)

@@ -1,0 +1,163 @@
+"""Runs that are refused once their parts are seen: data sets, models, folders, other runs, what they go on from."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+
+import command_line
+import pytest
+import runs
+import torch
+from command_line import tree
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+import train
+from lib import config
+from lib.utils.data import Tensors
+
+FAST = ["-cpu", "1", "-epochs", "1"]
+
+
+@pytest.fixture
+def told(tmp_path, capsys):
+    """What is said against a command line."""
+    return partial(command_line.told, out=tmp_path / "out", capsys=capsys)
+
+
+# Data sets and models
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(9))
+
+
+class Unsized(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+WHOLE, EMPTY = Tensors(torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), Tensors(torch.zeros(0), torch.zeros(0))
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        (Stream(), ["train split is a Stream", "len()"]),
+        (Unsized(), ["train split is a Unsized", "len()"]),
+        (EMPTY, ["train split is empty"]),
+        (None, ["train split is a NoneType"]),
+        (7, ["train split is a int"]),
+        ({}, ["train needed"]),
+        ({"training": WHOLE}, ["training", "train needed"]),
+        ({"train": WHOLE, "dev": WHOLE}, ["dev", "train, val and test are known"]),
+        ({"val": WHOLE}, ["val", "train needed"]),
+        ({"train": WHOLE, "val": EMPTY}, ["val split is empty"]),
+        ({"train": WHOLE, "test": Stream()}, ["test split is a Stream"]),
+    ],
+)
+def test_a_dataset_of_the_wrong_kind_or_size_is_refused(given, parts, told):
+    with runs.plugins(dataset={"odd": lambda args: given}):
+        line = told([*FAST, "-dataset", "odd"])
+    assert line.startswith("-dataset odd: ") and all(part in line for part in parts)
+
+
+def test_a_model_without_anything_to_train_is_refused(told):
+    with runs.plugins(arch={"still": lambda args: nn.Flatten()}):
+        assert told([*FAST, "-arch", "still"]) == "-arch still: the model has no parameters that can be trained"
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("-sync_bn", ["-sync_bn", "GPU"]),
+        ("-scale_lr sqrt -batch_size 1000 -lr_batch 1", ["-scale_lr sqrt", "-lr_batch"]),
+        ("-resume nowhere", ["-resume nowhere"]),
+        ("-resume README.md", ["-resume README.md"]),
+        ("-weights nowhere", ["-weights nowhere"]),
+        ("-weights README.md", ["-weights README.md"]),
+    ],
+)
+def test_what_only_shows_when_the_run_is_built_is_refused_before_it_writes(words, parts, told, monkeypatch):
+    monkeypatch.chdir(config.ROOT)
+    line = told([*FAST, *words.split()])
+    assert all(part in line for part in parts), line
+
+
+# Folders
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(told, tmp_path):
+    file, taken, locked = tmp_path / "file", tmp_path / "taken", tmp_path / "locked"
+    file.touch()
+    taken.mkdir()
+    (taken / "digits_convnet").touch()
+    (locked / "digits_convnet" / ".lock").mkdir(parents=True)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for out in (file, file / "below" / "it", taken, locked, tmp_path / "loop", tmp_path / ("x" * 300)):
+        before = tree(tmp_path)
+        line = told([*FAST, "-out", str(out)])
+        assert line.startswith(f"-out {out} -model digits_convnet: cannot be written (")
+        assert tree(tmp_path) == before
+    for out in ("", "a\0b", "a\nb"):
+        assert told([f"-out={out}", "-out", out]).startswith(f"argument -out: {out!r} is empty or holds control")
+
+
+def test_a_start_that_is_refused_leaves_an_old_run_as_it_was(told, tmp_path):
+    out = tmp_path / "out"
+    folder = runs.run(out, "-cpu 1 -epochs 1 -model old")
+    kept = {name: data for name, data in tree(folder).items() if "logs" not in name}
+    for words in ("-lr_start 0.5", "-cpu 1 -seed 4", "-arch mlp", "-batch_size 0", "-reset -data nowhere"):
+        assert "-" in told([*FAST, "-model", "old", *words.split()])
+    assert kept.items() <= tree(folder).items()
+    assert json.loads((folder / "outcome.json").read_text())["state"] == "finished"
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A run of another process in out/same, as it is under way."""
+    words = [
+        sys.executable,
+        "train.py",
+        "-cpu",
+        "1",
+        "-epochs",
+        "100000",
+        "-out",
+        str(tmp_path / "out"),
+        "-model",
+        "same",
+    ]
+    process = subprocess.Popen(words, cwd=config.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    outcome, until = tmp_path / "out" / "same" / "outcome.json", time.monotonic() + 60
+    while not outcome.is_file():
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    yield process
+    process.kill()
+    process.wait(60)
+
+
+def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tmp_path, capsys):
+    out = tmp_path / "out"
+    before = json.loads((out / "same" / "outcome.json").read_text())
+    assert before["state"] == "running" and before["pid"] == other.pid
+    for more in ([], ["-reset"], ["-lr_start", "0.5"], ["-epochs", "3"]):
+        assert train.main([*FAST, "-out", str(out), "-model", "same", *more]) == 2
+        heard = capsys.readouterr()
+        assert len(heard.err.splitlines()) == 1 and not heard.out
+        assert heard.err.startswith(
+            f"train.py: -model same: {out / 'same'} is in use by host {socket.gethostname()}, "
+        )
+        assert f"pid {other.pid}" in heard.err and other.poll() is None
+    assert json.loads((out / "same" / "outcome.json").read_text()) == before and not (out / ".old").exists()
+
+    other.send_signal(signal.SIGKILL)
+    other.wait(60)
+    runs.run(out, "-cpu 1 -epochs 1 -model same -reset")
+    assert [path.name.partition("-")[0] for path in (out / ".old").iterdir()] == ["same"]

@@ -1,0 +1,210 @@
+"""The -cfg file: what it may hold, what wins over it, and config.yaml, the one that every run writes."""
+
+import time
+
+import pytest
+import yaml
+from command_line import ALONE, cfg_file, lasting, other_value, parsed, refusal, repeated, shared
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from lib import config, flags
+from lib.utils.errors import UsageError
+
+RELAXED = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def test_command_line_wins_over_file_over_plugin_over_shared_default(tmp_path):
+    epochs = {action.dest: action.default for action in config.new_parser()._actions}["epochs"]
+    assert parsed("-dataset random -arch mlp").epochs == epochs != parsed("").epochs == 30
+    file = cfg_file(tmp_path, "epochs: 4\nlr_start: 0.5\n")
+    assert parsed(["-cfg", file]).epochs == 4
+    assert parsed(["-cfg", file, "-epochs", "5"]).epochs == 5 == parsed(["-epochs", "5", "-cfg", file]).epochs
+    assert parsed(["-cfg", file, "--epochs=5"]).lr_start == 0.5
+    assert parsed(["-cfg", file, "-seed", "3"]).cfg == file
+
+
+def test_the_plugins_of_the_command_line_win_over_those_of_the_file(tmp_path):
+    file = cfg_file(tmp_path, "dataset: random\narch: resnet\nresnet_depth: 34\n")
+    args = parsed(["-cfg", file])
+    assert (args.dataset, args.arch, args.resnet_depth, args.model) == ("random", "resnet", 34, "random_resnet")
+    assert refusal(["-cfg", file, "-arch", "mlp"]).startswith(f"{file}: unknown flag -resnet_depth")
+    file = cfg_file(tmp_path, "dataset: random\narch: resnet\n")
+    assert parsed(["-cfg", file, "-arch", "mlp"]).arch == "mlp"
+
+
+def test_either_word_for_one_thing_on_the_command_line_takes_the_others_place_in_the_file(tmp_path):
+    args = parsed(["-cfg", cfg_file(tmp_path, "batch_size: 8\ngpus: 0,1\n"), "-batch_per_gpu", "3", "--cpu=2"])
+    assert args.batch_per_gpu == 3 and args.cpu == 2 and args.gpus is None
+    args = parsed(["-cfg", cfg_file(tmp_path, "batch_per_gpu: 8\ncpu: 2\n"), "-batch_size=6", "-gpus", "1"])
+    assert args.batch_per_gpu is None and args.batch_size == 6 and args.gpus == "1" and args.cpu is None
+    assert parsed(["-cfg", cfg_file(tmp_path, "gpus: 0,1\n"), "-model", "xcpu", "-best", "-1"]).gpus == "0,1"
+    assert "give one of them" in refusal(["-cfg", cfg_file(tmp_path, "batch_size: 8\nbatch_per_gpu: 8\n")])
+    assert "give one of them" in refusal(["-cfg", cfg_file(tmp_path, "fp16: yes\nbf16: yes\n")])
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_flag_reads_the_same_from_a_file(name, tmp_path):
+    value = other_value(shared()[name])
+    wanted = {**vars(parsed([f"-{name}", value])), "cfg": None}
+    for text in (
+        f"{name}: {value}\n",
+        f'"{name}": "{value}"\r\n',
+        f"{{{name}: '{value}'}}",
+        f"\ufeff{name}: {value}",
+    ):
+        assert {**vars(parsed(["-cfg", cfg_file(tmp_path, text)])), "cfg": None} == wanted
+
+
+def test_numbers_booleans_and_lists_are_read_as_they_stand(tmp_path):
+    args = parsed(
+        [
+            "-cfg",
+            cfg_file(tmp_path, "lr_start: 3e-4\nlr_end: 1e-9\nshuffle: false\nreset: true\nmodel: 007\nseed: 010\n"),
+        ]
+    )
+    assert (args.lr_start, args.lr_end, args.shuffle, args.reset) == (3e-4, 1e-9, False, True)
+    assert args.model == "007" and args.seed == 10
+    listed = parsed(
+        ["-cfg", cfg_file(tmp_path, "allow_change: [epochs, seed]\n"), "-allow_change", "loss"]
+    ).allow_change
+    assert (
+        listed
+        == ["epochs", "seed", "loss"]
+        == [*parsed(["-cfg", cfg_file(tmp_path, "allow_change:\n- epochs\n- seed")]).allow_change, "loss"]
+    )
+    assert parsed(["-cfg", cfg_file(tmp_path, "allow_change: []\nabout: {git: abc, x: [1, 2]}\n")]).allow_change == []
+    assert parsed(["-cfg", cfg_file(tmp_path, "# a word\n\nepochs: 3  # more\n")]).epochs == 3
+    assert "'yes' is not a whole number" in refusal(["-cfg", cfg_file(tmp_path, "epochs: yes\n")])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("lr_strat: 3", "unknown flag -lr_strat (do you mean -lr_start"),
+        ("batch-size: 3", "'batch-size' is no key"),
+        ("-epochs: 3", "'-epochs' is no key"),
+        ("epochs=3: 4", "'epochs=3' is no key"),
+        ("cfg: other.yaml", "'cfg' is no key"),
+        ("help: yes", "-help: ignored explicit argument 'yes'"),
+        ("[1, 2]: 3", "a list or mapping is no key"),
+        ("{a: b}: 3", "a list or mapping is no key"),
+        ("<<: {epochs: 3}", "'<<' is no key"),
+        ("epochs: 0", "-epochs: '0' is not a whole number of at least 1"),
+        ("epochs: 1_0", "-epochs: '1_0' is not a whole number"),
+        ("lr_start: .inf", "-lr_start: '.inf' is not a number above 0"),
+        ("loss: best", "-loss: invalid choice: 'best'"),
+        ("arch: nope", "-arch 'nope': no such file in lib/arch; there are convnet"),
+        ("arch: ../x", "-arch '../x': no such file"),
+        ("trainer: [trainer, trainer]", "-trainer 'trainer,trainer': no such file"),
+        ("epochs: [3, 4]", "-epochs takes one value and not the list 3, 4"),
+        ("epochs: []", "-epochs takes one value and not the list"),
+        ("epochs: {a: 3}", "'epochs' must be a plain value"),
+        ("epochs: [[3]]", "'epochs' must be a plain value"),
+        ("epochs:", "'epochs' has no value"),
+        ("model: null", "'model' has no value"),
+        ("gpus: ~", "'gpus' has no value"),
+        ("model: ''", "-model: '' is not a name"),
+        ('out: "a\\0b"', "-out: 'a\\x00b' is empty or holds control characters"),
+        ("epochs: 3\nseed: 1\nepochs: 4", "the key 'epochs' stands there twice"),
+        ("", "empty"),
+        ("# nothing\n", "empty"),
+        ("---\n", "no mapping"),
+        ("just text", "no mapping"),
+        ("- epochs: 3", "no mapping"),
+        ("epochs: 3\n---\nepochs: 4\n", "not YAML"),
+        ("epochs: [3", "not YAML"),
+        ("epochs: 3\n\tseed: 4", "not YAML"),
+        ("\0", "not YAML"),
+        (b"\xff\xfe\x00e", "cannot be read"),
+        ("epochs: !!int 3", "tags"),
+        ("epochs: !!python/object/apply:os.system ['touch /tmp/x']", "tags"),
+        ("!!python/object:lib.config.Args {}", "tags"),
+        ("epochs: &a 3\nseed: *a", "aliases"),
+        ("a: &a [x, x]\n" + "".join(f"k{n}: &k{n} [*a, *a]\n" for n in range(99)), "aliases"),
+        ("a: [[[[3]]]]", "nests"),
+        ("[" * 60_000, "nests"),
+        ("epochs: " + "{a: " * 9_000, "nests"),
+        ("".join(f"k{n}: 3\n" for n in range(6_000)), "more than 2000 keys and values"),
+        ("allow_change: [" + "a, " * 20_000 + "]", "more than 2000 keys and values"),
+        ("# \n" * 4_000_000, "larger than 65,536 characters"),
+    ],
+    ids=lambda text: repr(text)[:30],
+)
+def test_a_wrong_file_is_refused_at_once_with_its_name_and_what_is_wrong(text, said, tmp_path):
+    file = cfg_file(tmp_path, text)
+    began = time.monotonic()
+    told = refusal(["-cfg", file])
+    assert time.monotonic() - began < 1
+    assert file in told and said in told
+
+
+def test_files_that_cannot_be_read_are_refused_by_name(tmp_path):
+    for path in (str(tmp_path / "missing.yaml"), str(tmp_path), "", "a\0b", "x" * 300):
+        assert refusal(["-cfg", path]).startswith(f"-cfg {path!r}: cannot be read")
+    assert "larger than" in refusal(["-cfg", "/dev/zero"])
+    assert refusal(["-cfg", "/dev/null"]).startswith("-cfg /dev/null: empty")
+    assert refusal(["-cfg"]) == "argument -cfg: expected one argument"
+
+
+def test_what_is_wrong_on_the_command_line_is_not_put_down_to_the_file(tmp_path):
+    file = cfg_file(tmp_path, "epochs: 3\n")
+    for words in (["-epochs", "0"], ["-arch", "x"], ["-epohcs", "3"], ["odd"]):
+        assert file not in refusal(["-cfg", file, *words])
+    assert refusal(["-cfg", cfg_file(tmp_path, "epochs: 0\n"), "-epochs", "3"]).startswith(file)
+
+
+@RELAXED
+@given(
+    st.binary(max_size=60)
+    | st.text(st.sampled_from("epochs: \n-[]{}&*!|>'\"#%@,?0\t\r"), max_size=60).map(str.encode)
+)
+@example(b"? [a]\n: b")
+@example(b"'epochs': 3")
+def test_no_file_at_all_ends_in_a_traceback(tmp_path, content):
+    try:
+        parsed(["-cfg", cfg_file(tmp_path, content)])
+    except UsageError as error:
+        assert "run.yaml" in str(error)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "-arch mlp -dataset random -loss mse -mlp_width 7",
+        "-arch resnet -resnet_depth 50 -shuffle no -reset -drop_last -best loss",
+        "-lr_start 3e-4 -lr_end 1e-300 -lr_warmup .1 -clip_grad 1e22 -save_every 500steps",
+        "-model 1e3 -out 007 -data null -slurm_partition yes -slurm_nodelist a,b",
+        "-gpus 0,1 -bf16 -batch_size 96 -micro_batch 32",
+        "-cpu 2 -fp16 -allow_change seed -resume x -batch_per_gpu 7 -max_hours 0.5",
+    ],
+)
+def test_config_yaml_repeats_the_command_line(words, tmp_path):
+    args = parsed(words)
+    assert repeated(args, tmp_path) == lasting(args)
+    kept = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert not set(config.ONCE) & set(kept) and list(kept)[-1] == "about"
+    settled = repeated(args, tmp_path, batch_size=96, micro_batch=48)
+    assert settled == {**lasting(args), "batch_size": 96, "micro_batch": 48}
+
+
+@RELAXED
+@given(st.data())
+def test_config_yaml_repeats_any_command_line(tmp_path, data):
+    line = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1, max_size=30)
+    text = line | st.sampled_from(["null", "~", "yes", "1e3", "- a", "a: b", "'", '"', "#x", " x ", "!t", "*a", "%"])
+    strategies = {
+        name: text
+        if action.type is flags.text
+        else st.integers(1, 10**18 - 1).map(str)
+        if action.metavar == "N"
+        else st.floats(1e-300, 1, allow_subnormal=False).map(repr)
+        if action.metavar == "X"
+        else st.just(other_value(action))
+        for name, action in shared().items()
+        if name not in ("cfg", "gpus", "bf16", "micro_batch", "lr_end", "batch_per_gpu", "trainer")
+    }
+    chosen = data.draw(st.fixed_dictionaries({}, optional=strategies))
+    args = parsed([f"-{name}={value}" for name, value in chosen.items()] + ["-lr_end=0"])
+    assert repeated(args, tmp_path) == lasting(args)

@@ -1,0 +1,228 @@
+"""Checkpoints: written beside the run, kept and removed as asked, and refused before they cannot be written."""
+
+import shutil
+import threading
+import time
+
+import pytest
+import saves
+import torch
+from runs import few, plugins, run
+from saves import SMALL, everything, log_of, names, save, saver
+from torch import nn
+
+from lib.utils import checkpoint, disks, distributed, resume, search, shards
+from lib.utils.distributed import World
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins():
+    with plugins(**saves.PLUGINS):
+        yield
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished run on two processes with all its checkpoints, one a step."""
+    out = tmp_path_factory.mktemp("done")
+    return run(out, f"{SMALL} -cpu 2 -save_every 1steps -keep_last 99")
+
+
+@pytest.fixture
+def copy(done, tmp_path):
+    """A copy of it, which a test may spoil."""
+    return shutil.copytree(done, tmp_path / "copied" / done.name, symlinks=True)
+
+
+@pytest.fixture
+def refused(tmp_path, capfd):
+    return lambda words, out=tmp_path: saves.refused(out, words, capfd)
+
+
+# Beside the run
+
+
+def test_a_save_returns_at_once_and_holds_the_moment_it_began(tmp_path, monkeypatch):
+    go_on, real = threading.Event(), checkpoint.Checkpoints._copy
+
+    def copy(self, *words):
+        assert go_on.wait(30)
+        real(self, *words)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "_copy", copy)
+    checkpoints, live, now = saver(tmp_path), saves.state(3), saves.state(3)
+    checkpoints.save(live, {"state": {"step": 3}}, step=3, early={"model.bias"})
+    live["model.bias"].zero_()
+    checkpoints.poll()
+    assert checkpoints.phase and not names(tmp_path)
+    threading.Timer(0.2, go_on.set).start()
+    checkpoints.staged()
+    assert go_on.is_set(), "the weights were let go before they were copied"
+    live["model.weight"].zero_()
+    checkpoints.close()
+    held = saves.tensors(tmp_path / "checkpoints" / "step_00000003")
+    assert held.keys() == now.keys() and all(torch.equal(held[name], now[name]) for name in now)
+
+
+def test_a_trainer_steps_only_after_the_copy(done, tmp_path, monkeypatch):
+    """Dropout, BatchNorm and accumulation go on beside a slow copy; each checkpoint is that of an easy run."""
+    real = checkpoint.Checkpoints._stage
+
+    def stage(self, *words):
+        time.sleep(0.03)
+        real(self, *words)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "_stage", stage)
+    slow = run(tmp_path, f"{SMALL} -cpu 2 -save_every 1steps -keep_last 99")
+    assert names(slow) == names(done) and len(names(slow)) == 13
+    for name in names(slow):
+        manifests = [checkpoint.read_manifest(folder / "checkpoints" / name) for folder in (slow, done)]
+        assert manifests[0]["shards"] == manifests[1]["shards"], name
+
+
+def test_one_save_at_most_is_in_flight_and_the_loop_is_stopped_by_none_before(tmp_path, monkeypatch):
+    flying, most, real = [], [], shards.write
+
+    def write(path, blocks):
+        flying.append(path)
+        most.append(len(flying))
+        time.sleep(0.2)
+        answer = real(path, blocks)
+        flying.pop()
+        return answer
+
+    monkeypatch.setattr(shards, "write", write)
+    checkpoints = saver(tmp_path, keep_last=9)
+    took = []
+    for step in range(1, 5):
+        began = time.monotonic()
+        checkpoints.save(saves.state(step), {"state": {"step": step}}, step=step, early=set())
+        took.append(time.monotonic() - began)
+    checkpoints.close()
+    assert most == [1] * 4 and took[0] < 0.1 < min(took[1:])
+    assert [step for step, _, _ in checkpoint.listed(checkpoints.folder)] == [4, 3, 2, 1]
+
+
+def test_buffers_are_made_once_and_shapes_may_change(tmp_path):
+    checkpoints = saver(tmp_path)
+    save(checkpoints, 1)
+    before = {name: buffer.data_ptr() for name, buffer in checkpoints.buffers.items() if buffer.numel()}
+    save(checkpoints, 2)
+    assert before == {name: buffer.data_ptr() for name, buffer in checkpoints.buffers.items() if buffer.numel()}
+    tensors = {"model.weight": torch.arange(6.0).reshape(2, 3).t(), "model.on": torch.tensor([True, False])}
+    checkpoints.save(tensors, {}, step=3, early=set())
+    checkpoints.close()
+    held = saves.tensors(tmp_path / "checkpoints" / "step_00000003")
+    assert all(torch.equal(held[name], value) for name, value in tensors.items())
+
+
+def test_a_save_starts_no_process(tmp_path, monkeypatch):
+    from lib.utils import run_folder
+
+    started = []
+    monkeypatch.setattr(run_folder.subprocess, "run", lambda words, **more: started.append(words[1]) or 1 / 0)
+    run_folder._git.cache_clear()
+    with pytest.raises(ZeroDivisionError):
+        run_folder.about()
+    monkeypatch.undo()
+    run_folder.about()
+    monkeypatch.setattr(run_folder.subprocess, "run", lambda *words, **more: started.append("again"))
+    run_folder.about()
+    assert started == ["rev-parse"]
+
+
+# Kept and removed
+
+
+def test_retention_keeps_the_last_ones_and_milestones_and_all_of_them_are_whole(tmp_path):
+    folder = run(tmp_path, f"{SMALL} -epochs 7 -keep_last 2 -keep_every 3 -save_every 1epoch")
+    assert names(folder) == ["step_00000028", "step_00000024_keep", "step_00000020", "step_00000012_keep"]
+    assert everything(folder) == sorted([*names(folder), "latest"])
+    assert (folder / "checkpoints" / "latest").resolve().name == names(folder)[0]
+    for name in names(folder):
+        assert len(saves.tensors(folder / "checkpoints" / name)) > 10
+    assert (folder / "best" / "weights.safetensors").exists()
+
+
+def test_what_was_saved_last_counts_as_newest_whatever_its_step_and_is_never_removed(tmp_path):
+    checkpoints = saver(tmp_path, keep_last=1)
+    for step in (8, 8, 9, 3, 4, 4, 1):
+        save(checkpoints, step)
+        assert len(names(tmp_path)) == 1 and saves.newest(tmp_path) == step
+    assert names(tmp_path) == ["step_00000001_after2"]
+    save(checkpoints, 2, keep=True)
+    save(checkpoints, 1)
+    assert names(tmp_path) == ["step_00000001_after3", "step_00000002_after2_keep"]
+    checkpoints.close()
+
+
+def test_a_removal_that_stops_half_way_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
+    checkpoints = saver(tmp_path, keep_last=1)
+    save(checkpoints, 1)
+
+    def remove(path, *words, **more):
+        next(path.glob("*.safetensors")).unlink()
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove)
+        save(checkpoints, 2)
+    assert names(tmp_path) == ["step_00000002"] and len(everything(tmp_path)) == 3
+    assert saves.newest(tmp_path) == 2
+    assert everything(tmp_path) == ["latest", "step_00000002"]
+
+
+def test_the_best_by_a_metric_that_is_not_there_is_one_clear_error(refused):
+    told = refused(f"{SMALL} -best f1")
+    assert told.endswith("-best f1: the evaluation on val gives accuracy, loss") or "loss, accuracy" in told
+    with plugins(dataset={"trained": lambda args: few(args)["train"]}):
+        assert "-best loss: there is no val split" in refused(f"{SMALL} -dataset trained -best loss -model alone")
+
+
+def test_best_is_the_highest_score_and_never_one_that_is_not_a_number():
+    best = None
+    for epoch, loss in enumerate((float("nan"), 3.0, 2.0, float("nan"), 2.5)):
+        best = resume.better(best, {"loss": loss}, None, epoch) or best
+    assert (best["value"], best["epoch"]) == (2.0, 2)
+    best = resume.better(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 5)
+    assert (best["metric"], best["value"]) == ("accuracy", 0.1)
+    assert resume.better(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 6) is None
+
+
+# Room
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused_with_figures(refused, tmp_path, monkeypatch):
+    size = 4 * (64 * 24 + 24 * 4 + 4 + 48) * 3 + 4 * 5 + 4 * 48 + 8  # weights and moments, AdamW's steps, BatchNorm
+    for cpu in (1, 2):
+        monkeypatch.setattr(disks, "free_bytes", lambda folder: size - 1)
+        line = refused(f"{SMALL} -cpu {cpu}")
+        assert f"a checkpoint takes {size:,} bytes, and {size - 1:,} are free" in line
+        monkeypatch.setattr(disks, "free_bytes", lambda folder: size)
+        folder = run(tmp_path, f"{SMALL} -cpu {cpu} -model enough_{cpu}")
+        assert f"may take {3 * size:,} bytes more" in log_of(folder)
+
+
+def test_the_size_told_ahead_is_that_of_the_files(done):
+    newest = done / "checkpoints" / names(done)[0]
+    held = saves.tensors(newest)
+    on_disk = sum(shard.stat().st_size for shard in newest.glob("shard_*"))
+    assert shards.total_bytes(held) <= on_disk < shards.total_bytes(held) + 6000
+
+
+def test_a_folder_of_checkpoints_may_hold_other_things(tmp_path):
+    checkpoints = saver(tmp_path)
+    save(checkpoints, 4)
+    for name in ("step_9.txt", "step_", "steps_8", "step_00000009.partial2", "notes"):
+        (tmp_path / "checkpoints" / name).touch()
+    (tmp_path / "checkpoints" / "step_00000008_best").mkdir()
+    assert names(tmp_path) == ["step_00000004"] and saves.newest(tmp_path) == 4
+    save(checkpoints, 5)
+    checkpoints.close()
+    assert {"notes", "step_00000008_best"} <= set(everything(tmp_path))
+
+
+def test_a_rank_alone_needs_no_group_and_finds_nothing_in_a_new_folder(tmp_path):
+    checkpoints = saver(tmp_path / "new")
+    assert search.newest(checkpoints.folder, checkpoints.disk) is None
+    assert distributed.gather_json(1, World()) == [1] and isinstance(nn.Flatten(), nn.Module)

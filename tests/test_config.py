@@ -1,0 +1,211 @@
+"""The command line: what flags there are, what is read, what is refused, what -h shows; args as they come out."""
+
+import argparse
+import copy
+import pickle
+
+import pytest
+from command_line import ALONE, cfg_file, help_of, other_value, parsed, refusal, shared
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lib import config, flags
+from lib.utils.errors import UsageError
+
+TEMPLATE = """data out model reset tb gpus cfg dataset batch_per_gpu shuffle workers arch trainer epochs save_every
+    fp16 optimizer lr_start lr_end lr_warmup slurm slurm_ngpus slurm_nnodes slurm_nodelist slurm_partition
+    slurm_timeout"""
+RELAXED = settings(deadline=None, derandomize=True)
+
+
+def test_every_flag_of_the_source_template_is_there():
+    assert set(TEMPLATE.split()) <= set(shared())
+    args = parsed("")
+    assert (args.dataset, args.arch, args.trainer, args.optimizer) == ("digits", "convnet", "trainer", "adamw")
+    assert args.model == "digits_convnet" and args.out == "out" and args.data == "data"
+    assert parsed("-arch mlp -dataset random").model == "random_mlp"
+    assert vars(parsed("-slurm_nodelist GPU17,GPU18"))["slurm_nodelist"] == "GPU17,GPU18"
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_flag_reads_the_same_in_all_its_forms(name):
+    value = other_value(shared()[name])
+    forms = ([f"-{name}", value], [f"--{name}", value], [f"-{name}={value}"], [f"--{name}={value}"])
+    first, *others = [vars(parsed(words)) for words in forms]
+    assert all(first == other for other in others)
+    assert first[name] != vars(parsed(""))[name]
+    assert str(first[name]).lower() in (value, f"['{value}']", "true", "false", f"{value}.0", "1e-05")
+
+
+@pytest.mark.parametrize("name", [name for name in ALONE if isinstance(shared()[name], flags.Switch)])
+def test_a_switch_stands_alone_or_has_yes_or_no_behind_it(name):
+    for word, value in {"yes": True, "True": True, "1": True, "no": False, "FALSE": False, "0": False}.items():
+        assert vars(parsed(f"-{name} {word}"))[name] is value is vars(parsed(f"-{name}={word}"))[name]
+    assert vars(parsed(f"-{name}"))[name] is True is vars(parsed(f"-{name} -seed 3"))[name]
+    assert f"-{name}: 'maybe' is neither yes nor no" in refusal(f"-{name} maybe")
+    assert f"-{name}: '-1' is neither" in refusal(f"-{name} -1")
+
+
+def test_the_last_of_two_words_for_one_flag_wins():
+    assert parsed("-epochs 3 --epochs=4 -arch resnet -arch mlp").epochs == 4
+    assert "resnet_depth" not in parsed("-arch resnet -arch mlp")
+    assert parsed("-allow_change epochs --allow_change=seed").allow_change == ["epochs", "seed"]
+
+
+@pytest.mark.parametrize("number", ["-1e-3", "-5", "-.5", "-0.5E+0"])
+def test_a_negative_number_is_no_flag(number):
+    for form in (["-lr_end", number], ["-lr_end=" + number], ["--lr_end", number]):
+        assert config.parse_args(form).lr_end == float(number)
+
+
+@pytest.mark.parametrize("number", ["-1e-3", "-5", "-.5", "-1_0", "-inf", "-nan", "-1e400"])
+def test_a_negative_number_where_none_fits_is_refused_as_other_value(number):
+    for form in (["-momentum", number], [f"--momentum={number}"]):
+        assert refusal(form) == f"argument -momentum: {number!r} is not a number from 0 up to 1"
+    assert f"-epochs: {number!r} is not a whole number of at least 1" in refusal(["-epochs", number])
+
+
+@pytest.mark.parametrize("arch", config.plugins("arch"))
+def test_no_flag_can_be_abbreviated_and_the_right_one_is_named(arch):
+    known = {f"-{action}" for action in vars(parsed(f"-arch {arch}"))} | {"-h", "-help"}
+    for flag in sorted(known):
+        for end in range(2, len(flag)):
+            start = flag[:end]
+            if start in known:
+                continue
+            for words in ([start], [f"-{start}"], [start, "3"], [f"{start}=3"]):
+                said = refusal(["-arch", arch, *words])
+                assert said.startswith(f"unknown flag {words[0].partition('=')[0]} (do you mean")
+                assert flag in said.partition("(do you mean")[2].rstrip("?)").split()
+
+
+@RELAXED
+@given(flag=st.sampled_from(ALONE), at=st.integers(0, 20), letter=st.sampled_from("abcxyz_-"))
+def test_a_misspelt_flag_is_refused_with_the_close_one(flag, at, letter):
+    at %= len(flag)
+    wrong = f"-{flag[:at]}{letter}{flag[at + 1 :]}".rstrip("-")
+    if wrong.lstrip("-") not in {*shared(), "h", "help", ""}:
+        said = refusal([wrong, "3"])
+        assert said.startswith(f"unknown flag {wrong}")
+        assert len(flag) < 5 or at == 0 or f"-{flag}" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-lr_strat 3", "unknown flag -lr_strat (do you mean -lr_start or "),
+        ("-batch-size 3", "unknown flag -batch-size (do you mean -batch_size or"),
+        ("---epochs 3", "unknown flag ---epochs"),
+        ("--", "unknown flag --"),
+        ("-", "unknown flag -"),
+        ("epochs 3", "'epochs' belongs to no flag (do you mean -epochs?)"),
+        ("-epochs 3 4", "'4' belongs to no flag"),
+        ("-model a -1", "'-1' belongs to no flag"),
+        ("-epochs", "argument -epochs: expected one argument"),
+        ("-epochs -reset", "argument -epochs: expected one argument"),
+        ("-best=", "argument -best: '' is empty or holds control characters"),
+        ("-loss x", "argument -loss: invalid choice: 'x' (choose from"),
+        ("-arch convmet", "-arch 'convmet': no such file in lib/arch; there are convnet, mlp, resnet (do you mean "),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_told_with_what_would_be_right(words, said):
+    assert refusal(words).startswith(said)
+
+
+@RELAXED
+@given(
+    st.lists(
+        st.text(min_size=1, max_size=12) | st.sampled_from(["-epochs", "-cfg", "-reset", "--x=1", "-1"]), max_size=4
+    )
+)
+@example(["-h=3"])
+@example(["-cfg", "a\0b"])
+@example(["-cfg="])
+@example(["-arch", "-arch"])
+@example(["-epochs", "9" * 5000])
+def test_no_words_at_all_end_in_a_traceback(words):
+    try:
+        assert isinstance(parsed(words), config.Args)
+    except UsageError as error:
+        assert str(error) and len(str(error)) < 2500
+    except SystemExit as end:
+        assert end.code == 0 and {"-h", "-help", "--h", "--help"} & set(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        ("-fp16 -bf16", "-fp16 and -bf16 exclude each other: give one of them"),
+        ("-gpus 0 -cpu 2", "-gpus 0 and -cpu 2 exclude each other: give one of them"),
+        ("-batch_size 8 -batch_per_gpu 8", "give one of them"),
+        ("-batch_size=8 --batch_per_gpu=8", "give one of them"),
+        ("-batch_size 10 -micro_batch 4", "-micro_batch 4: try -batch_size 8 or -micro_batch 2"),
+        ("-batch_size 3 -micro_batch 4", "try -batch_size 4 or -micro_batch 1"),
+        ("-lr_start 1e-3 -lr_end 1e-2", "-lr_end 0.01 is above -lr_start 0.001"),
+    ],
+)  # fmt: skip
+def test_flags_that_exclude_each_other_are_refused(words, right):
+    assert right in refusal(words)
+
+
+def test_batch_per_gpu_is_read_beside_any_default_of_the_batch():
+    args = parsed("-dataset digits -batch_per_gpu 5 -micro_batch 5")
+    assert args.batch_per_gpu == 5 and args.micro_batch == 5
+    assert parsed("-fp16 -bf16=no").fp16 and parsed("-batch_size 12 -micro_batch 4").micro_batch == 4
+
+
+def test_help_shows_groups_flags_defaults_and_units(capsys):
+    out = help_of("-h", capsys)
+    lines = {line.split()[0].rstrip(","): line for line in out.splitlines() if line.startswith("  -")}
+    assert {f"-{name}" for name in shared()} <= set(lines)
+    for group in ("run", "machine", "data", "training", "optimization", "saving and stopping", "slurm"):
+        assert f"\n{group}:\n" in out
+    args = parsed("")
+    for name in ("epochs", "lr_start", "batch_size", "weight_decay", "optimizer", "save_every", "out"):
+        at = out.index(f"\n  -{name} ")
+        assert f"({getattr(args, name)})" in out[at : at + 240].replace("\n", " "), f"-{name} without its default"
+    assert max(map(len, out.splitlines())) <= 118
+    for action in shared().values():
+        assert action.help
+
+
+def test_help_shows_the_own_flags_of_the_chosen_plugins_only(capsys, tmp_path):
+    out = help_of("-h", capsys)
+    assert "-convnet_width" in out and "\narch convnet:\n" in out and "-resnet_depth" not in out
+    for words in (
+        "-h -arch resnet",
+        "-arch=resnet --help",
+        "-help --arch resnet",
+        f"-cfg {cfg_file(tmp_path, 'arch: resnet')} --h",
+    ):
+        out = help_of(words, capsys)
+        assert "\narch resnet:\n" in out and "-resnet_depth" in out and "(18)" in out and "-convnet_width" not in out
+    out = help_of("-h -dataset fake -fake_samples 3", capsys)
+    assert "\ndataset fake:\n" in out and "-fake_samples" in out
+    assert "no such file" in refusal("-h -arch nope")
+
+
+def test_args_are_read_only_and_travel_to_other_processes():
+    args = parsed("-epochs 3")
+    with pytest.raises(AttributeError, match=r"args is read-only: args\.lr_start cannot be set to 3"):
+        args.lr_start = 3
+    with pytest.raises(AttributeError, match="read-only"):
+        args.brand_new = 3
+    with pytest.raises(AttributeError, match=r"args is read-only: args\.epochs cannot be deleted"):
+        del args.epochs
+    with pytest.raises(AttributeError):
+        setattr(args, "epochs", 4)  # noqa: B010
+    for copied in (pickle.loads(pickle.dumps(args)), copy.copy(args), copy.deepcopy(args)):
+        assert copied == args and type(copied) is config.Args and copied.epochs == 3
+        with pytest.raises(AttributeError):
+            copied.epochs = 4
+    assert parsed("-epochs 3") == args != parsed("-epochs 4")
+
+
+def test_every_flag_says_what_it_is_and_names_its_attribute():
+    for name, action in shared().items():
+        assert action.option_strings == [f"-{name}"] and action.dest == name
+        assert action.metavar or action.choices or isinstance(action, flags.Switch)
+    plain = argparse.ArgumentParser(add_help=False)
+    flags.add_shared(plain)
+    assert {action.dest for action in plain._actions} == {*shared(), "h"}

@@ -1,0 +1,186 @@
+"""What a person sees: the bar on a terminal, plain lines elsewhere, the log files."""
+
+import fcntl
+import math
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from lib.utils import console
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+RUN = """
+import logging, sys, time, warnings
+from lib.utils import console
+folder, rank = sys.argv[1], int(sys.argv[2])
+console.setup_logging(folder, rank, main=rank == 0)
+log = logging.getLogger("lib.trainer")
+bar = console.Progress(200, 100, main=rank == 0)
+for step in range(101, 201):
+    bar.advance()
+    if step % 10 == 0:
+        bar.show(console.line({"step": (step, 200), "loss": step / 1000, "data_share": 0.25}))
+    if step == 150:
+        log.info("saved step_%08d", step)
+        warnings.warn("careful", stacklevel=1)
+        logging.getLogger("somebody").info("chatter")
+bar.close()
+log.info("finished")
+print("last words")
+"""
+
+
+def run_code(code, *words, **streams):
+    return subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=ROOT, timeout=60, **streams)
+
+
+def on_a_terminal(code, *words, stdout=None, bytes_read=1 << 20):
+    """The lines of a terminal of 100 columns, and what was written there; it goes away after so many bytes."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    command = [sys.executable, "-c", code, *map(str, words)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=stdout or theirs, stderr=theirs)
+    os.close(theirs)
+    written = b""
+    with suppress(OSError):  # how Linux says that nobody writes any more
+        while len(written) < bytes_read:
+            written += os.read(ours, 65536)
+    os.close(ours)
+    assert process.wait() == 0
+    text = written.decode(errors="replace")
+    return [_shown(line) for line in text.replace("\r\n", "\n").split("\n")], text
+
+
+def _shown(line):
+    shown = ""
+    for piece in line.split("\r"):  # each carriage return begins to write over what stands there
+        shown = piece + shown[len(piece) :]
+    return shown.rstrip()
+
+
+def test_on_a_terminal_a_bar_shows_the_figures_and_lines_do_not_tear_it(tmp_path):
+    screen, written = on_a_terminal(RUN, tmp_path, 0)
+    assert "saved step_00000150" in screen and "finished" in screen and "chatter" not in written
+    bars = [line for line in screen if "|" in line]
+    assert len(bars) == 1, "one bar, moving in place"
+    assert bars[0].startswith("100 %|") and bars[0].endswith("| step 200/200  loss 0.200  data 25 %")
+    assert "75 %|" in written and "loss 0.110" in written
+    assert "loss 0.110" in (tmp_path / "logs/rank_0.log").read_text()
+
+
+def test_beside_a_bar_a_redirected_stdout_still_gets_every_line(tmp_path):
+    with (tmp_path / "out.txt").open("w") as stdout:
+        screen, _ = on_a_terminal(RUN, tmp_path, 0, stdout=stdout)
+    assert screen[0].startswith("100 %|") and "saved" not in "".join(screen)
+    lines = (tmp_path / "out.txt").read_text().splitlines()
+    assert len([line for line in lines if line.startswith("step")]) == 10 and "saved step_00000150" in lines
+
+
+def test_elsewhere_there_are_plain_lines_and_each_rank_has_its_log(tmp_path):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    main, other = (run_code(RUN, tmp_path, rank, **pipes) for rank in range(2))
+    lines = main.stdout.splitlines()
+    assert lines[0] == "step 110/200  loss 0.110  data 25 %" and lines[-2:] == ["finished", "last words"]
+    assert len([line for line in lines if line.startswith("step")]) == 10 and main.stderr == ""
+    assert (other.stdout, other.stderr) == ("last words\n", "")
+    logs = [(tmp_path / f"logs/rank_{rank}.log").read_text() for rank in range(2)]
+    for text in logs:
+        assert " INFO saved step_00000150\n" in text and "careful" in text
+    assert "careful" in main.stdout and "loss 0.110" in logs[0] and "loss" not in logs[1]
+    run_code(RUN, tmp_path, 1, **pipes)
+    assert (tmp_path / "logs/rank_1.log").read_text().startswith(logs[1]), "appended to on the next start"
+
+
+def test_an_uncaught_exception_is_whole_in_the_log_and_once_on_the_terminal(tmp_path):
+    code = "import sys\nfrom lib.utils import console\n"
+    code += "for _ in range(2):\n    console.setup_logging(sys.argv[1], 0, main=True)\nraise ValueError('broken')\n"
+    ended = run_code(code, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 1 and ended.stdout == "" and ended.stderr.count("ValueError: broken") == 1
+    text = (tmp_path / "logs/rank_0.log").read_text()
+    assert text.count("CRITICAL uncaught ValueError: broken") == 1 and "Traceback" in text
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_terminal_that_is_gone_does_not_stop_the_run(unbuffered, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with Path("/dev/full").open("w") as full:
+        for name, stdout in (("broken", writer), ("full", full)):
+            ended = run_code(RUN, tmp_path / name, 0, stdout=stdout, stderr=subprocess.PIPE, text=True)
+            assert (ended.returncode, ended.stderr) == (0, ""), name
+            assert "INFO finished" in (tmp_path / name / "logs/rank_0.log").read_text()
+    os.close(writer)
+    on_a_terminal(
+        RUN.replace("bar.advance()", "bar.advance(); time.sleep(0.003)"), tmp_path / "hung up", 0, bytes_read=1
+    )
+    assert "INFO finished" in (tmp_path / "hung up/logs/rank_0.log").read_text()
+    closed = subprocess.run([f'"{sys.executable}" -c "$0" "$1" 0 >&- 2>&-', RUN, tmp_path], cwd=ROOT, shell=True)
+    assert closed.returncode == 0 and "INFO finished" in (tmp_path / "logs/rank_0.log").read_text()
+
+
+def test_a_full_disk_under_the_log_is_one_warning(tmp_path):
+    code = RUN.replace("log = ", "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))\nlog = ")
+    ended = run_code(code, tmp_path, 0, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.count("cannot write") == 1 and ended.stdout.endswith("finished\nlast words\n")
+
+
+def test_a_log_line_reads_as_a_person_would_write_it():
+    figures = {
+        "epoch": (3, 12),
+        "step": (400, 1200),
+        "loss": 0.1234,
+        "loss_mean": 0.15,
+        "lr": 1e-3,
+        "grad_norm": 0.52,
+    }
+    figures |= {"samples_per_s": 12345.4, "data_share": 0.03, "memory": 1.2e9, "left_s": 42.3, "bad_steps": 2}
+    assert console.line(figures) == (
+        "epoch 3/12  step 400/1200  loss 0.123 (mean 0.150)  lr 1.0e-03  grad 0.52  12,345 samples/s  "
+        "data 3 %  mem 1.2 GB  left 0:42  bad_steps 2"
+    )
+    assert console.line({"loss": math.nan, "grad_norm": None, "left_s": 3725}) == "loss nan  left 1:02:05"
+    assert console.line({"accuracy": 0.98512, "step": 7, "loss": 123.4}) == "step 7  loss 123  accuracy 0.985"
+    assert console.line({}) == ""
+
+
+def test_speed_waiting_and_time_left_follow_the_clock(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+
+    def batches():
+        for number in range(8):
+            clock[0] += 0.5
+            yield number
+
+    rate, seen = console.Rate(total_steps=24, start_step=4), []
+    clock[0] += 10  # a slow start
+    for batch in rate.waiting(batches()):
+        seen.append(batch)
+        clock[0] += 1.5
+        if batch == 3:
+            first = rate.interval(steps=4, samples=36)
+        if batch == 5:
+            clock[0] += 3
+            rate.restart()  # an evaluation
+    second = rate.interval(steps=4, samples=32)
+    assert seen == list(range(8))
+    assert first == {"samples_per_s": 2.0, "data_share": pytest.approx(2 / 18), "left_s": 16 * 18 / 4}
+    assert second == {"samples_per_s": 8.0, "data_share": 0.25, "left_s": 12 * 11 / 4}
+
+
+def test_memory_is_counted_in_bytes():
+    before = console.memory("cpu")
+    held = torch.ones(50_000_000 // 4)
+    assert 1e7 < before <= console.memory(torch.device("cpu")) < 1e12 and held.sum() > 0

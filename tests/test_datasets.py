@@ -1,0 +1,150 @@
+"""What the shipped datasets promise, beyond what test_plugins.py holds for all."""
+
+import subprocess
+import sys
+import time
+import urllib.error
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_data
+import torch
+from torchvision.datasets import cifar
+
+from lib import config
+from lib.dataset import cifar10, digits, folder
+from lib.utils.errors import UsageError
+
+
+def test_digits_file_is_what_its_script_makes_of_scikit_learns(tmp_path):
+    script = config.ROOT / "scripts" / "make_digits.py"
+    subprocess.run([sys.executable, script, tmp_path / "digits.npz"], check=True, timeout=120)
+    made_now, bundled = (np.load(root / "digits.npz") for root in (tmp_path, config.ROOT / "data"))
+    assert set(made_now) == set(bundled) == {"images", "labels", "split"}
+    assert all(np.array_equal(made_now[name], bundled[name]) for name in bundled)
+    assert (config.ROOT / "data" / "digits.npz").stat().st_size < 50_000
+
+    from sklearn.datasets import load_digits
+
+    assert np.array_equal(bundled["images"], load_digits().images) and bundled["images"].dtype == np.uint8
+    assert np.array_equal(bundled["labels"], load_digits().target)
+    for label in range(10):
+        split = bundled["split"][bundled["labels"] == label]
+        assert abs(np.mean(split == "test") - 0.2) < 0.01 and abs(np.mean(split == "val") - 0.1) < 0.01
+
+
+def test_digits_are_all_used_once_and_only_training_images_are_changed():
+    parts = digits.get_dataset(config.parse_args([]))
+    sizes = {split: len(part) for split, part in parts.items()}
+    assert sizes == {"train": 1259, "val": 179, "test": 359} and sum(sizes.values()) == 1797
+    images = torch.cat([part.tensors[0] for part in parts.values()])
+    assert len(images.flatten(1).unique(dim=0)) == 1797 and images.min() == 0 and images.max() == 1
+    assert [part.fixed for part in parts.values()] == [False, True, True]
+
+    still = parts["train"].tensors[0][:64]
+    moved, _ = digits.augment((still, None))
+    assert moved.shape == still.shape and 0.02 < (moved - still).abs().mean() < 0.2  # of 0 to 1: changed, not lost
+
+
+def test_digits_that_are_missing_or_damaged_are_named(tmp_path):
+    args = config.parse_args(["-data", str(tmp_path)])
+    with pytest.raises(UsageError, match=f"-data {tmp_path}: no digits.npz"):
+        digits.get_dataset(args)
+    whole = (config.ROOT / "data" / "digits.npz").read_bytes()
+    for damaged in (b"", b"no zip", whole[:20_000], whole[:9_000] + bytes(100) + whole[9_100:]):
+        (tmp_path / "digits.npz").write_bytes(damaged)
+        with pytest.raises(UsageError, match="is damaged"):
+            digits.get_dataset(args)
+
+
+def test_cifar10_is_downloaded_once_by_processes_that_start_together(tmp_path, monkeypatch):
+    source, target, calls = tmp_path / "source", tmp_path / "target", []
+    tiny_data.make_cifar10(source, monkeypatch)
+
+    def download(url, root, **_):
+        calls.append(url)
+        time.sleep(0.2)  # long enough for the others to come
+        tiny_data.make_cifar10(Path(root), monkeypatch)
+
+    monkeypatch.setattr(cifar, "download_and_extract_archive", download)
+    with ThreadPoolExecutor(3) as pool:  # threads that lock files of their own, as processes do
+        got = list(pool.map(cifar10.load, [str(target)] * 3))
+    assert len(calls) == 1
+    assert [len(part[0]) for loaded in got for part in loaded] == [20, 4] * 3
+
+
+def test_cifar10_that_is_damaged_and_cannot_be_downloaded_is_one_line(tmp_path, monkeypatch):
+    def no_network(*_, **__):
+        raise urllib.error.URLError("no network")
+
+    tiny_data.make_cifar10(tmp_path, monkeypatch)
+    monkeypatch.setattr(cifar, "download_and_extract_archive", no_network)
+    (tmp_path / "cifar-10-batches-py" / "data_batch_2").write_bytes(b"cut")
+    with pytest.raises(UsageError, match=f"-data {tmp_path}: CIFAR-10 is missing or damaged.*no network"):
+        cifar10.get_dataset(config.parse_args(["-dataset", "cifar10", "-data", str(tmp_path)]))
+
+
+def test_cifar10_moves_images_by_up_to_four_pixels_and_mirrors_them():
+    images = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8)
+    moved, _ = cifar10.augment((images, None))
+    padded = torch.nn.functional.pad(images, (4, 4, 4, 4))
+    for image, got in zip(padded, moved, strict=True):
+        views = [image[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
+        wanted, _ = cifar10.normalized((torch.stack(views + [view.flip(2) for view in views]), None))
+        assert (wanted == got).flatten(1).all(1).sum() == 1
+
+
+def test_folder_counts_its_classes_and_keeps_their_order(tmp_path):
+    tiny_data.make_folder(tmp_path)
+    args = config.parse_args(folder_words(tmp_path))
+    parts = folder.get_dataset(args)
+    assert args.num_classes == 2 and set(parts) == {"train", "val"}
+    assert [label for _, label in parts["train"].files] == [0, 0, 1, 1]
+    (tmp_path / "test" / "bee").mkdir(parents=True)
+    tiny_data.image(tmp_path / "test" / "bee" / "0.png")
+    assert [label for _, label in folder.get_dataset(args)["test"].files] == [1]
+
+
+def test_folder_names_what_is_missing_empty_or_unknown(tmp_path):
+    def refused(text, *words):
+        with pytest.raises(UsageError, match=text) as caught:
+            folder.get_dataset(config.parse_args([*folder_words(tmp_path), *words]))
+        assert "\n" not in str(caught.value)
+
+    refused(f"-data {tmp_path}: cannot read .*train.*No such file.*DATA/train/CLASS")
+    (tmp_path / "train" / ".hidden").mkdir(parents=True)
+    refused(f"-data {tmp_path}: no class folders in .*train")
+    tiny_data.make_folder(tmp_path)
+    refused("-num_classes 1: .*2 class folders", "-num_classes", "1")
+    refused("-channels 2:", "-channels", "2")
+    (tmp_path / "train" / "cow").mkdir()
+    refused("no images in .*train/cow")
+    (tmp_path / "train" / "cow").rmdir()
+    (tmp_path / "val" / "dog").mkdir()
+    refused("val/dog is a class that train has not")
+    (tmp_path / "val").rename(tmp_path / "elsewhere")
+    refused("cannot read .*val")
+
+
+def test_folder_stops_at_a_damaged_image_or_leaves_it_out(tmp_path):
+    tiny_data.make_folder(tmp_path)
+    words = folder_words(tmp_path)
+    cut = tmp_path / "train" / "ant" / "1.jpg"
+    cut.write_bytes(cut.read_bytes()[:300])
+    train = folder.get_dataset(config.parse_args(words))["train"]
+    with pytest.raises(UsageError, match="not a readable image"):
+        train[1]
+    args = config.parse_args([*words, "-folder_unreadable", "skip"])
+    kept = folder.get_dataset(args)["train"]
+    assert [Path(file).name for file, _ in kept.files] == ["0.jpg", "0.jpg", "1.jpg"]
+    assert all(kept[i][0].shape == (3, 32, 32) for i in range(3))
+    for file in (tmp_path / "val").rglob("*.jpg"):
+        file.write_bytes(b"")
+    with pytest.raises(UsageError, match="none of the 2 images in"):
+        folder.get_dataset(args)
+
+
+def folder_words(data):
+    return ["-dataset", "folder", "-data", str(data), "-image_size", "32"]

@@ -1,0 +1,178 @@
+"""torchrun with nodes that come and go, on loopback: the run goes on with whoever is there, from where it was."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from processes import CLEAN, until
+from runs import distance, run
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = "-cpu 1 -micro_batch 16 -epochs 200 -save_every 500epochs -log_every 10 -model elastic "
+WORDS += "-arch mlp -mlp_depth 0 -optimizer sgd -lr_start 0.05"  # convex: what differs in rounding does not grow
+
+
+class Node:
+    """A node of an elastic run: scripts/elastic.sh in a session of its own."""
+
+    def __init__(self, out: Path, number: int, env: dict):
+        self.log = (out.parent / f"node_{number}.log").open("w+")
+        env = {
+            **CLEAN,
+            "NODES": "1:2",
+            "PER_NODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "IS_HOST": str(int(not number)),
+            **env,
+        }
+        words = ["./scripts/elastic.sh", *WORDS.split(), "-out", str(out)]
+        self.agent = subprocess.Popen(
+            words, cwd=ROOT, env=env, stdout=self.log, stderr=self.log, start_new_session=True
+        )
+
+    def worker(self) -> int:
+        """The process id of the node's worker, once it trains."""
+        children = Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children")
+        return until(lambda: children.exists() and [int(pid) for pid in children.read_text().split()])[0]
+
+    def end(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.agent.pid, signal.SIGKILL)
+        self.agent.wait()
+        self.log.close()
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """Starts nodes, and ends those that are left."""
+    started = []
+
+    def start(**env):
+        started.append(Node(tmp_path / "out", len(started), env))
+        return started[-1]
+
+    yield start
+    for node in started:
+        node.end()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same run that nothing disturbed."""
+    return run(tmp_path_factory.mktemp("alone"), WORDS)
+
+
+def test_nodes_join_and_are_lost_and_the_run_goes_on(tmp_path, nodes, alone):
+    """Where a node joins or an agent is killed no step is lost; where a worker is, those since the last save."""
+    env = {"HEAD": f"127.0.0.1:{_free_port()}"}
+    log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
+    first = nodes(**env)
+    _trains(log, starts=1)
+
+    second = nodes(**env)
+    joined = _starts_again(log, 2, limit=60)
+    assert joined["stopped"] == joined["went_on"] > 0
+
+    until(lambda: _steps(log) > joined["went_on"] + 20)
+    os.kill(second.worker(), signal.SIGKILL)
+    replaced = _starts_again(log, 3, limit=60)
+    assert replaced["went_on"] >= joined["went_on"]
+
+    until(lambda: _steps(log) > replaced["went_on"] + 20)
+    os.kill(second.agent.pid, signal.SIGKILL)
+    smaller = _starts_again(log, 4, limit=60)
+    assert smaller["stopped"] == smaller["went_on"] > replaced["went_on"]
+    assert "a torchrun agent is gone" in log.read_text()
+
+    assert first.agent.wait(120) == 0
+    _ends_like(tmp_path / "out" / "elastic", alone)
+    print({"joined_s": joined["took"], "worker_s": replaced["took"], "agent_s": smaller["took"]})
+
+
+def test_a_head_that_is_lost_ends_the_others_and_the_run_goes_on_when_started_again(tmp_path, nodes, alone):
+    env = {"HEAD": f"127.0.0.1:{_free_port()}"}
+    log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
+    head, other = nodes(**env), nodes(**env)
+    _trains(log, starts=1)
+    worker = head.worker()
+    os.kill(head.agent.pid, signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
+    assert other.agent.wait(60) != 0
+    again = nodes(**{**env, "HEAD": f"127.0.0.1:{_free_port()}", "NODES": "1:1", "IS_HOST": "1"})
+    assert again.agent.wait(120) == 0
+    _ends_like(tmp_path / "out" / "elastic", alone)
+
+
+@pytest.mark.skipif(
+    not shutil.which("etcd"), reason="needs etcd: apt-get install etcd-server, pip install python-etcd"
+)
+def test_an_etcd_server_is_another_place_to_meet(tmp_path, nodes, alone):
+    client, peer = _free_port(), _free_port()
+    urls = {"client": f"http://127.0.0.1:{client}", "peer": f"http://127.0.0.1:{peer}"}
+    words = ["etcd", "--enable-v2", "--data-dir", str(tmp_path / "etcd"), "--listen-client-urls", urls["client"]]
+    words += ["--advertise-client-urls", urls["client"], "--listen-peer-urls", urls["peer"], "--log-level", "error"]
+    words += ["--initial-advertise-peer-urls", urls["peer"], "--initial-cluster", f"default={urls['peer']}"]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: _answers(client))
+        env = {"HEAD": f"127.0.0.1:{client}", "RENDEZVOUS": "etcd-v2"}
+        log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
+        first = nodes(**env)
+        _trains(log, starts=1)
+        nodes(**env)
+        joined = _starts_again(log, 2, limit=90)
+        assert joined["stopped"] == joined["went_on"] > 0
+        assert first.agent.wait(150) == 0
+        _ends_like(tmp_path / "out" / "elastic", alone)
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _trains(log, starts):
+    until(lambda: log.exists() and log.read_text().count("going on from") >= starts - 1 and _steps(log) >= 20)
+
+
+def _starts_again(log, starts, limit):
+    """Waits until the run goes on for the so many-th time: its step before and after, and the seconds between."""
+    began = time.monotonic()
+    until(lambda: log.read_text().count("going on from") >= starts - 1, limit)
+    text = log.read_text()
+    went_on = int(re.findall(r"going on from .*: epoch \d+, step (\d+)", text)[-1])
+    stopped = [int(step) for step in re.findall(r"stopped \(.*\) in epoch \d+ at step (\d+)", text)]
+    return {"went_on": went_on, "stopped": stopped[-1] if stopped else None, "took": time.monotonic() - began}
+
+
+def _steps(log):
+    return int((re.findall(r"  step (\d+)/", log.read_text()) or ["0"])[-1])
+
+
+def _ends_like(folder, alone):
+    """The end of an undisturbed run, every step once."""
+    assert json.loads((folder / "outcome.json").read_text())["state"] == "finished"
+    steps = [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines() if "train/" in line
+    ]
+    assert steps == sorted(set(steps)) and steps[-1] == 4000
+    assert distance(folder, alone) < 1e-5
+    ours, truth = (json.loads((one / "outcome.json").read_text()) for one in (folder, alone))
+    assert ours["samples"] == truth["samples"]
+    assert ours["test"]["loss"] == pytest.approx(truth["test"]["loss"], abs=1e-5)
+
+
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _answers(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0

@@ -1,0 +1,241 @@
+"""Disks that fill up, vanish, turn read-only or are slow under a run, folders of odd kinds, and stops amid a save."""
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import threading
+import time
+
+import pytest
+import saves
+from runs import distance, plugins, run
+from saves import SMALL, everything, log_of, names
+
+from lib.trainer import trainer
+from lib.utils import checkpoint, shards
+
+WIDE = (
+    "-dataset few -arch mlp -mlp_width 256 -image_size 8 -num_classes 4 -batch_size 16 -epochs 4 -label_smoothing 0"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins():
+    with plugins(**saves.PLUGINS):
+        yield
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A run that nothing happens to."""
+    return run(tmp_path_factory.mktemp("done"), SMALL)
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """Mounts a small disk of its own; another's folder read-only."""
+    mounted = []
+
+    def command(*words):
+        tried = subprocess.run(["mount", *words], capture_output=True, text=True)
+        if tried.returncode:
+            pytest.skip(f"a disk cannot be mounted here: {tried.stderr.strip()}")
+
+    def new(size=None, of=None):
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        command(*(["-t", "tmpfs", "-o", f"size={size}", "none"] if size else ["--bind", str(of)]), str(folder))
+        mounted.append(folder)
+        if of:
+            command("-o", "remount,bind,ro", str(folder))
+        return folder
+
+    yield new
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def at_steps(monkeypatch, deeds):
+    """Does deeds[step] on rank 0 before what is due at the end of a step."""
+    real = trainer.Trainer.boundary
+
+    def boundary(self):
+        if self.world.is_main and self.state.step in deeds:
+            deeds[self.state.step]()
+        return real(self)
+
+    monkeypatch.setattr(trainer.Trainer, "boundary", boundary)
+
+
+# Full
+
+
+def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint(tmp_path, mount, monkeypatch):
+    undisturbed, disk = run(tmp_path / "calm", WIDE), mount("12m")
+
+    def fill():
+        with (disk / "filler").open("wb", buffering=0) as file:
+            while file.write(bytes(shutil.disk_usage(disk).free or 1)):
+                if not shutil.disk_usage(disk).free:
+                    return
+
+    at_steps(monkeypatch, {7: fill, 11: (disk / "filler").unlink})
+    folder = run(disk, f"{WIDE} -keep_last 9")
+    assert names(folder) == ["step_00000016", "step_00000012", "step_00000004"] and len(everything(folder)) == 4
+    assert "step_00000008 could not be saved (rank 0: OSError: [Errno 28] No space left" in log_of(folder)
+    assert "the run goes on" in log_of(folder) and " bytes free)" in log_of(folder)
+    assert distance(folder, undisturbed) == 0.0
+    assert not list(folder.rglob("*.partial"))
+
+
+def test_a_disk_that_stays_full_ends_the_run_and_the_old_checkpoint_is_good(tmp_path, mount, monkeypatch, done):
+    disk = mount("8m")
+    with monkeypatch.context() as patch:
+        at_steps(patch, {5: lambda: _fill(disk)})
+        with pytest.raises((checkpoint.SaveError, OSError)):
+            run(disk, f"{SMALL} -save_every 1steps -log_every 1")
+    folder = disk / done.name
+    assert names(folder)[0] == "step_00000004"
+    (disk / "filler").unlink()
+    assert distance(run(disk, SMALL), done) == 0.0
+
+
+def _fill(disk):
+    with (disk / "filler").open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(1 << 16)):
+                file.flush()
+        except OSError:
+            return
+
+
+def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(mount, capfd):
+    line = saves.refused(mount("800k"), WIDE, capfd)
+    assert "a checkpoint takes " in line and "are free; make room" in line
+
+
+# Gone, or read-only
+
+
+@pytest.mark.parametrize("cpu", [1, 2])
+@pytest.mark.parametrize("what", ["", "checkpoints"])
+def test_a_folder_that_is_deleted_under_the_run_is_made_anew(tmp_path, monkeypatch, done, cpu, what):
+    folder = tmp_path / done.name
+
+    def delete():
+        while (folder / what).exists():  # the run writes there all the while
+            shutil.rmtree(folder / what, ignore_errors=True)
+
+    at_steps(monkeypatch, {5: delete})
+    run(tmp_path, f"{SMALL} -cpu {cpu}")
+    assert names(folder) == ["step_00000012", "step_00000008"]
+    assert distance(folder, done) < 1e-5 and json.loads((folder / "outcome.json").read_text())["state"] == "finished"
+
+
+def test_a_read_only_disk_is_refused_and_what_is_there_can_be_resumed_elsewhere(
+    tmp_path, mount, monkeypatch, capfd, done
+):
+    with monkeypatch.context() as patch:
+        saves.stop_at(patch, 6)
+        run(tmp_path / "out", SMALL, wanted=75)
+    disk = mount(of=tmp_path / "out")
+    assert "cannot be written (Read-only file system)" in saves.refused(disk, SMALL, capfd)
+    assert "cannot be written (" in saves.refused(disk, f"{SMALL} -model new", capfd)
+    folder = run(tmp_path, f"{SMALL} -resume {disk / done.name}")
+    assert f"going on from {disk}/{done.name}/checkpoints/step_00000006:" in log_of(folder)
+    assert distance(folder, done) == 0.0
+
+
+# Slow
+
+
+def test_a_slow_disk_stops_no_loop_and_no_collective_runs_out_of_time(tmp_path, monkeypatch, done):
+    """Two ranks, of which one's disk takes 3 s; who waits longer than 2 s for another takes it for dead."""
+    real = os.fsync
+
+    def fsync(fd):
+        if threading.current_thread().name.startswith("checkpoint") and os.environ["RANK"] == "1":
+            time.sleep(3)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 99epochs -hang_minutes 0.034")
+    assert names(folder) == ["step_00000012"] and distance(folder, done) < 1e-5
+
+
+def test_the_loop_goes_on_while_the_disk_is_slow(tmp_path, monkeypatch):
+    go_on, real = threading.Event(), os.fsync
+    checkpoints = saves.saver(tmp_path)
+    saves.save(checkpoints, 1)
+    monkeypatch.setattr(os, "fsync", lambda fd: (go_on.wait(30), real(fd)))
+    checkpoints.save(saves.state(2), {"state": {"step": 2}}, step=2, early=set())
+    checkpoints.staged()
+    for _ in range(1000):  # steps
+        checkpoints.poll()
+    assert checkpoints.phase and names(tmp_path) == ["step_00000001"] and not go_on.is_set()
+    go_on.set()
+    checkpoints.close()
+    assert names(tmp_path) == ["step_00000002", "step_00000001"]
+
+
+# Folders of odd kinds
+
+
+@pytest.fixture
+def umask():
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+def test_a_umask_that_lets_nobody_else_in_is_kept(tmp_path, umask, monkeypatch, done):
+    folder = stopped_and_gone_on(tmp_path, monkeypatch, "-cpu 2")
+    assert distance(folder, done) < 1e-5
+    assert not [
+        path for path in folder.rglob("*") if not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) & 0o077
+    ]
+
+
+def test_a_linked_output_folder_and_one_with_spaces_work(tmp_path, monkeypatch, done):
+    (tmp_path / "real one").mkdir()
+    (tmp_path / "link").symlink_to("real one")
+    for out in ("link", "real one/deeper ünd"):
+        assert distance(stopped_and_gone_on(tmp_path / out, monkeypatch), done) == 0.0
+    shutil.move(tmp_path / "real one", tmp_path / "moved")
+    (tmp_path / "link").unlink()
+    folder = run(tmp_path / "moved", SMALL)
+    assert (folder / "checkpoints" / "latest").resolve().name == names(folder)[0]
+
+
+def stopped_and_gone_on(out, monkeypatch, words=""):
+    """A run that stops in the middle and goes on."""
+    with monkeypatch.context() as patch:
+        saves.stop_at(patch, 6)
+        run(out, f"{SMALL} {words}", wanted=75)
+    return run(out, f"{SMALL} {words}")
+
+
+# Stops amid a save
+
+
+@pytest.mark.parametrize("cpu", [1, 2])
+def test_a_signal_during_a_save_and_another_during_the_last_save_leave_both_whole(tmp_path, monkeypatch, done, cpu):
+    real = shards.write
+
+    def write(path, blocks):
+        if "shard" in path.name and os.environ["RANK"] == str(cpu - 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+        return real(path, blocks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write", write)
+        saves.stop_at(patch, 99)  # they vote at every step
+        folder = run(tmp_path, f"{SMALL} -cpu {cpu} -keep_last 9", wanted=75)
+    assert len(names(folder)) == 2 and names(folder)[1] == "step_00000004"
+    for name in names(folder):
+        saves.tensors(folder / "checkpoints" / name)
+    assert distance(run(tmp_path, f"{SMALL} -cpu {cpu} -keep_last 9"), done) < (1e-30 if cpu == 1 else 1e-5)

@@ -1,0 +1,168 @@
+"""Holds the house rules over every file that git knows, and proves that each of them can be broken."""
+
+import json
+import subprocess
+import sys
+
+import house
+import pytest
+
+LONG = "def long():\n" + "    x = 1\n" * 40
+BREAKS = [  # a rule, a file, and what breaks the rule in it
+    (house.who_imports_whom, "lib/core/loss.py", "from lib import launch"),
+    (house.who_imports_whom, "lib/core/loss.py", "def f():\n    import lib.trainer.trainer"),
+    (house.who_imports_whom, "lib/utils/data.py", "from lib.core import loss"),
+    (house.who_imports_whom, "lib/arch/new.py", "from lib.utils import distributed"),
+    (house.who_imports_whom, "lib/arch/new.py", "from lib.utils.distributed import World"),
+    (house.who_imports_whom, "lib/arch/new.py", "from . import mlp"),
+    (house.who_imports_whom, "lib/arch/new.py", "from ..utils.errors import UsageError"),
+    (house.who_imports_whom, "lib/dataset/new.py", "import train"),
+    (house.who_imports_whom, "lib/dataset/new.py", "from lib.utils import data, run_folder"),
+    (house.who_imports_whom, "lib/flags.py", "from lib import config"),
+    (house.who_imports_whom, "lib/flags.py", "import lib"),
+    (house.who_imports_whom, "lib/config.py", "from lib import flags, launch"),
+    (house.who_imports_whom, "lib/trainer/new.py", "from lib import config"),
+    (house.who_imports_whom, "train.py", "from lib.arch import mlp"),
+    (house.who_imports_whom, "lib/utils/new.py", "from tests import runs"),
+    (house.optional_packages_are_imported_where_they_are_used, "lib/slurm.py", "import submitit"),
+    (house.optional_packages_are_imported_where_they_are_used, "lib/x.py", "from torch.utils import tensorboard"),
+    (house.optional_packages_are_imported_where_they_are_used, "lib/x.py", "if 1:\n    from tqdm import tqdm"),
+    (house.optional_packages_are_imported_where_they_are_used, "train.py", "class A:\n    import pyngrok.ngrok"),
+    (house.files_are_short, "scripts/x.py", "x = 1\n" * 301),
+    (house.functions_fit_on_a_screen, "lib/x.py", LONG),
+    (house.functions_fit_on_a_screen, "lib/flags.py", LONG),
+    (house.functions_fit_on_a_screen, "tests/test_x.py", LONG.replace("def", "async def")),
+    (house.functions_fit_on_a_screen, "lib/x.py", LONG.replace("long", "add_long")),
+    (house.modules_say_what_they_do, "tests/x.py", "import os\n"),
+    (house.the_environment_has_its_place, "lib/core/x.py", "import os\nx = os.environ.get('RANK')"),
+    (house.the_environment_has_its_place, "lib/core/x.py", "from os import environ"),
+    (house.the_environment_has_its_place, "train.py", "def f():\n    return os.getenv('RANK')"),
+    (house.the_environment_has_its_place, "lib/utils/distributed.py", "os.environ['RANK'] = '0'"),
+    (house.the_environment_has_its_place, "lib/utils/distributed.py", "if 1:\n    os.environ.setdefault('A', '0')"),
+    (house.the_environment_has_its_place, "lib/utils/distributed.py", "x = os.environ.pop('RANK')"),
+    (house.the_environment_has_its_place, "lib/utils/distributed.py", "del os.environ['RANK']"),
+    (house.print_is_for_the_terminal, "lib/trainer/trainer.py", "def f():\n    print('epoch')"),
+    (house.print_is_for_the_terminal, "train.py", "print()"),
+    (house.args_are_never_written_to, "lib/core/x.py", "def f(args):\n    args.lr = args.lr * 2"),
+    (house.args_are_never_written_to, "lib/core/x.py", "args.lr *= 2"),
+    (house.args_are_never_written_to, "lib/trainer/x.py", "self.args.rank: int = 0"),
+    (house.args_are_never_written_to, "scripts/x.py", "args.a, b = 1, 2"),
+    (house.args_are_never_written_to, "scripts/x.py", "del trainer.args.a"),
+    (house.args_are_never_written_to, "train.py", "setattr(args, 'lr', 3)"),
+    (house.args_are_never_written_to, "train.py", "vars(args).update(lr=3)"),
+    (house.args_are_never_written_to, "train.py", "vars(self.args)['lr'] = 3"),
+    (house.args_are_never_written_to, "train.py", "args.__dict__['lr'] = 3"),
+    (house.no_exception_is_swallowed, "tests/x.py", "try:\n    f()\nexcept:\n    raise"),
+    (house.no_exception_is_swallowed, "lib/x.py", "try:\n    f()\nexcept OSError:\n    pass"),
+    (house.no_exception_is_swallowed, "lib/x.py", "try:\n    f()\nexcept OSError:\n    ..."),
+    (house.nothing_is_left_to_do, "lib/x.py", "x = 1  # TO" + "DO: more"),
+    (house.nothing_is_left_to_do, "scripts/x.py", '"""FIX' + 'ME"""'),
+    (house.nobody_switches_the_linter_off, "lib/x.py", "# ruff: no" + "qa"),
+    (house.nobody_switches_the_linter_off, "lib/x.py", "import os  # no" + "qa"),
+    (house.sentences_name_the_tests, "tests/test_x.py", "def test_it_works(): pass"),
+    (house.sentences_name_the_tests, "tests/test_x.py", "class T:\n    def test_resume(self): pass"),
+    (house.sentences_name_the_tests, "tests/test_x.py", "def testeverything_there_is_here(): pass"),
+]  # fmt: skip
+KEEPS = [
+    (
+        house.who_imports_whom,
+        "lib/arch/new.py",
+        "import math\nfrom torch import nn\nfrom lib.utils.errors import UsageError",
+    ),
+    (house.who_imports_whom, "lib/arch/new.py", "import trainable, library\nfrom library import lib"),
+    (house.who_imports_whom, "lib/config.py", "from lib import flags, cfg_file"),
+    (house.who_imports_whom, "lib/trainer/new.py", "from lib.core import loss\nfrom lib.utils import data, state"),
+    (house.who_imports_whom, "scripts/x.py", "from lib import config\nimport train"),
+    (house.optional_packages_are_imported_where_they_are_used, "lib/x.py", "def f():\n    import submitit"),
+    (house.optional_packages_are_imported_where_they_are_used, "lib/x.py", "from lib.utils import tensorboard"),
+    (house.files_are_short, "lib/x.py", "x = 1\n" * 300),
+    (house.functions_fit_on_a_screen, "lib/flags.py", LONG.replace("long", "add_long")),
+    (house.functions_fit_on_a_screen, "lib/x.py", LONG.removesuffix("    x = 1\n")),
+    (house.modules_say_what_they_do, "lib/__init__.py", ""),
+    (house.the_environment_has_its_place, "lib/launch.py", "os.environ['A'] = os.environ.get('B')"),
+    (
+        house.the_environment_has_its_place,
+        "lib/utils/distributed.py",
+        "if os.environ['A'] == os.environ.get('B'): pass",
+    ),
+    (house.the_environment_has_its_place, "tests/x.py", "import os\nos.environ['A'] = '1'"),
+    (house.print_is_for_the_terminal, "scripts/x.py", "print(1)"),
+    (
+        house.args_are_never_written_to,
+        "lib/x.py",
+        "self.args = args\nx = args.lr\nargs = f(args)\nargs.x.y = vars(args)['x']",
+    ),
+    (house.no_exception_is_swallowed, "lib/x.py", "try:\n    f()\nexcept OSError:\n    x = 1"),
+    (house.nothing_is_left_to_do, "lib/x.py", "x = 1  # TO" + "DO (#12): more"),
+    (house.sentences_name_the_tests, "tests/test_x.py", "def attest(): pass\ndef test_a_sentence_of_words(): pass"),
+    (house.sentences_name_the_tests, "lib/x.py", "def test_it(): pass"),
+]
+RULES = list(dict.fromkeys(rule for rule, _, _ in BREAKS))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_every_file_keeps_the_rule(rule):
+    assert [f"{file.path}:{fault}" for file in house.FILES for fault in rule(file)] == []
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), BREAKS)
+def test_what_breaks_a_rule_is_found(rule, path, text):
+    if rule is house.functions_fit_on_a_screen and path == "lib/flags.py":
+        assert "40 are the most" in next(rule(house.File(path, text)))
+    assert list(rule(house.File(path, text)))
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), KEEPS)
+def test_what_keeps_a_rule_is_left_alone(rule, path, text):
+    assert not list(rule(house.File(path, text)))
+
+
+def test_every_file_of_the_project_is_looked_at():
+    paths = {file.path for file in house.FILES}
+    assert {"train.py", "lib/config.py", "lib/arch/mlp.py", "tests/test_house.py"} <= paths
+    assert len(paths) > 40 and not [path for path in paths if ".venv" in path]
+    assert {rule for rule, _, _ in KEEPS} <= set(RULES)
+
+
+def test_scripts_and_pages_leave_nothing_to_do_either():
+    pages = [file for pattern in ("*.sh", "*.md", "*.toml", ".ci/*") for file in house.tracked(pattern)]
+    assert len(pages) > 4
+    assert [f"{file.path}:{fault}" for file in pages for fault in house.nothing_is_left_to_do(file)] == []
+
+
+# Importing does nothing
+
+PROBE = """
+import importlib, json, logging, os, random, signal, sys, threading
+import numpy, PIL.Image, safetensors, torch, torch.distributed.tensor, torchvision, yaml
+
+done = []
+def watch(event, given):
+    writes = event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    acts = ("socket.connect", "socket.bind", "subprocess.Popen", "os.fork", "os.mkdir", "os.rename", "os.remove")
+    if writes or event in acts:
+        done.append([event, str(given[0])])
+
+def state():
+    return [dict(os.environ), os.getcwd(), threading.active_count(), torch.get_num_threads(), torch.initial_seed(),
+            str(random.getstate()), str(numpy.random.get_state()), len(logging.getLogger().handlers),
+            [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())], str(sys.excepthook),
+            torch.cuda.is_initialized(), torch.is_grad_enabled(), str(torch.get_default_dtype())]
+
+before, known = state(), set(sys.modules)
+sys.addaudithook(watch)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+heavy = {"sklearn", "submitit", "pyngrok", "tqdm", "tensorboard", "torch.utils.tensorboard"} & {*sys.modules} - known
+print(json.dumps([done, sorted(heavy), [[old, new] for old, new in zip(before, state()) if old != new]]))
+"""
+
+
+def test_importing_a_module_does_nothing(tmp_path):
+    modules = [file.module for file in house.FILES if file.ours]
+    probe = [sys.executable, "-B", "-c", PROBE, *modules]
+    env = {"PYTHONPATH": str(house.ROOT), "PATH": "", "HOME": str(tmp_path)}
+    answer = subprocess.run(probe, capture_output=True, text=True, cwd=tmp_path, timeout=120, env=env, check=True)
+    done, heavy, changed = json.loads(answer.stdout)
+    assert (done, heavy, changed) == ([], [], [])
+    assert not list(tmp_path.iterdir()) and not answer.stderr

@@ -1,0 +1,195 @@
+"""How a run's processes are started, told their place, watched, and ended when one of them fails."""
+
+import os
+import re
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest_plugins = ("processes",)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 60  # of three epochs
+SOON_S = 5  # until a failed run is over
+
+
+def test_one_process_runs_in_the_parent_where_breakpoint_works(start):
+    deed = {"do": "debug", "step": 5}
+    run = start("one", deed=deed, cpu=1, terminal=("stdin", "stdout", "stderr"))
+    run.says("(Pdb)")
+    run.type("p 6 * 7\n")
+    run.says("42")
+    run.type("c\n")
+    assert run.ends() == 0, run.text()
+    assert [note["pid"] for note in run.noted(1)] == [run.pid]
+    assert run.noted(1)[0]["environ"]["WORLD_SIZE"] == "1"
+
+
+def test_two_processes_import_torch_once_and_share_the_cores(start, undisturbed):
+    run = start("real", "-arch", "mlp", "-epochs", 3, command=["-X", "importtime", "train.py"],
+                env={"OMP_NUM_THREADS": None})  # fmt: skip
+    assert run.ends() == 0, run.text()
+    imported = re.findall(r"^import time:.*\| +(\S+)$", run.text(), re.MULTILINE)
+    for name in ("torch", "torch.distributed", "torch._dynamo", "torchvision", "numpy"):
+        assert imported.count(name) == 1, name
+    threads = yaml.safe_load((run.folder / "config.yaml").read_text())["about"]["threads"]
+    assert threads == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert threads > 1 or run.weights() == undisturbed.weights()
+
+
+def test_children_know_their_place_and_listen_on_this_machine_only(start):
+    run = start("place", deed={"do": "pause", "step": 5}, env={"OMP_NUM_THREADS": "3"})
+    notes = run.noted(2)
+    for rank, note in enumerate(notes):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+        assert {name: note["environ"][name] for name in place} == {name: str(value) for name, value in place.items()}
+        assert int(note["environ"]["MASTER_PORT"]) > 0
+        assert note["parent"] == run.pid
+        assert (note["environ"]["OMP_NUM_THREADS"], note["threads"]) == ("3", 3), "the user's own word"
+    assert run.processes() == {run.pid, *(note["pid"] for note in notes)}
+    listening = [address for pid in run.processes() for address in listens(pid)]
+    assert len(listening) >= 3  # the store, and gloo in each rank
+    assert {address.partition(":")[0] for address in listening} == {"0100007F"}
+    run.go()
+    assert run.ends() == 0, run.text()
+    run.is_gone(SOON_S)
+
+
+def listens(pid: int) -> list[str]:
+    """The addresses, as the kernel writes them, on which a process listens."""
+    links = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+    lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()]
+    rows = [line.split() for line in lines]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
+
+
+def test_runs_started_at_the_same_moment_never_collide(start):
+    runs = [start(f"run_{number}", "-epochs", 1) for number in range(6)]
+    for run in runs:
+        assert run.ends() == 0, run.text()
+
+
+def test_a_rank_that_raises_is_told_first_once_and_whole(start):
+    deed = {"do": "fail", "step": 25, "rank": 1, "text": f"a sample {'x' * 200_000} that nobody can bear"}
+    run = start("raises", "-workers", 1, deed=deed)
+    assert run.ends() == 1, run.text()
+    assert time.monotonic() - run.noted(1)[0]["time"] < SOON_S
+    assert run.text().count("Traceback (most recent call last)") == 1
+    told = run.text()[run.text().index("Traceback") :].strip()
+    assert re.search(r"File .*faulty.py.*, in fail\n", told)
+    whole, last = told.splitlines()[-2:]
+    assert whole == f"ValueError: {deed['text']}"
+    assert last.startswith("train.py: rank 1 failed with exit code 1")
+    assert run.outcome()["state"] == "failed"
+    assert run.outcome()["reason"] == f"rank 1: {whole}"
+    run.is_gone(SOON_S)
+
+
+def test_one_process_that_raises_fails_alike(start):
+    run = start("raises", deed={"do": "fail", "step": 5}, cpu=1)
+    assert run.ends() == 1, run.text()
+    assert run.text().count("Traceback (most recent call last)") == 1
+    assert run.text().strip().endswith("ValueError: a sample that nobody can bear")
+    assert run.outcome()["state"] == "failed"
+
+
+def test_a_killed_loader_process_fails_the_run(start):
+    run = start("loader", "-workers", 1, deed={"do": "pause", "step": 5})
+    ranks = {note["pid"] for note in run.noted(2)}
+    loaders = [pid for pid in run.processes() - ranks - {run.pid} if not is_tracker(pid)]
+    assert len(loaders) == 2
+    os.kill(loaders[0], signal.SIGKILL)
+    run.go()
+    assert run.ends() == 1, run.text()
+    assert re.search(f"DataLoader worker .*{loaders[0]}", run.text())
+    assert run.outcome()["state"] == "failed"
+    run.is_gone(SOON_S)
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether a process is multiprocessing's resource tracker."""
+    return "resource_tracker" in Path(f"/proc/{pid}/cmdline").read_text()
+
+
+@pytest.mark.parametrize(("name", "rank"), [("SIGKILL", 1), ("SIGSEGV", 0), ("SIGABRT", 1)])
+def test_a_rank_that_is_killed_is_named_with_its_signal(start, name, rank):
+    run = start("killed", deed={"do": "strike", "signal": name, "step": 5, "rank": rank})
+    assert run.ends() == 1, run.text()
+    assert time.monotonic() - run.noted(1)[0]["time"] < SOON_S
+    assert run.text().strip().splitlines()[-1].startswith(f"train.py: rank {rank} was killed by {name}")
+    run.is_gone(SOON_S)
+
+
+def test_what_all_ranks_refuse_is_one_line(start):
+    run = start("refused", "-batch_size", 1)
+    assert run.ends() == 2, run.text()
+    assert len(run.text().splitlines()) == 1
+    assert run.text().startswith("train.py: -batch_size 1 has not a sample for each of 2 processes")
+    run = start("late", deed={"do": "refuse", "step": 5})
+    assert run.ends() == 2, run.text()
+    assert run.text().count("not today") == 1
+    assert "Traceback" not in run.text()
+
+
+def test_a_failed_rank_that_does_not_end_is_ended(start):
+    run = start("lingers", deed={"do": "fail_and_linger", "step": 5, "rank": 1})
+    assert run.ends() == 1, run.text()
+    assert time.monotonic() - run.noted(1)[0]["time"] < SOON_S
+    assert "ValueError" in run.text()
+    run.is_gone(SOON_S)
+
+
+def test_a_frozen_rank_fails_the_run_after_hang_minutes(start):
+    run = start("frozen", "-hang_minutes", 0.03, deed={"do": "strike", "signal": "SIGSTOP", "step": 5, "rank": 1})
+    assert run.ends() == 1, run.text()
+    assert time.monotonic() - run.noted(1)[0]["time"] < 0.03 * 60 + SOON_S
+    assert re.search("rank 0 failed with exit code 1", run.text())
+    run.is_gone(SOON_S)
+
+
+def test_no_worker_outlives_a_killed_parent(start, undisturbed):
+    run = start("orphans", "-workers", 1, deed={"do": "pause", "step": 5})
+    run.noted(2)
+    os.kill(run.pid, signal.SIGKILL)
+    run.go()
+    run.is_gone(SOON_S)
+    assert run.outcome()["state"] == "stopped", "it saved what it could"
+    run = start("orphans", "-workers", 1)
+    assert run.ends() == 0, run.text()
+    assert run.weights() == undisturbed.weights()
+
+
+def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, undisturbed):
+    script = tmp_path / "spawned.py"
+    script.write_text(textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(ROOT)!r})
+        import train
+        from lib import launch
+        launch.fork_is_safe = lambda: False
+        if __name__ == "__main__":
+            sys.exit(train.main())
+    """))  # fmt: skip
+    run = start("spawned", "-arch", "mlp", "-epochs", 3, command=[str(script)])
+    assert run.ends() == 0, run.text()
+    assert run.weights() == undisturbed.weights()
+    run.is_gone(SOON_S)
+
+
+def test_torchrun_starts_the_same_run(start, undisturbed):
+    command = ["-m", "torch.distributed.run", "--nproc_per_node=2", "train.py"]
+    words = ["-arch", "mlp", "-epochs", 3]
+    run = start("torchrun", *words, "-max_hours", 1e-9, command=command)
+    assert run.ends() == 0, run.text()
+    assert run.outcome()["state"] == "stopped"
+    assert 0 < run.outcome()["step"] < STEPS
+    run = start("torchrun", *words, command=command)
+    assert run.ends() == 0, run.text()
+    assert run.outcome()["state"] == "finished"
+    assert run.weights() == undisturbed.weights()
+    run.is_gone(SOON_S)

@@ -1,0 +1,247 @@
+"""Manifests from other versions of the code, or from another hand: refused, and nothing in them is executed."""
+
+import os
+import shutil
+
+import pytest
+import saves
+import torch
+from runs import norm_net, plugins, run
+from safetensors.torch import load, load_file, save_file
+from saves import SMALL, names
+
+from lib import config
+from lib.core import optimizer as optimizers
+from lib.utils import checkpoint, shards
+from lib.utils import state as states
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins():
+    with plugins(**saves.PLUGINS):
+        yield
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished run on two processes with all its checkpoints, one a step."""
+    out = tmp_path_factory.mktemp("done")
+    return run(out, f"{SMALL} -cpu 2 -save_every 1steps -keep_last 99")
+
+
+@pytest.fixture
+def copy(done, tmp_path):
+    """A copy of it, which a test may spoil."""
+    return shutil.copytree(done, tmp_path / "copied" / done.name, symlinks=True)
+
+
+@pytest.fixture
+def refused(tmp_path, capfd):
+    return lambda words, out=tmp_path: saves.refused(out, words, capfd)
+
+
+# Formats
+
+
+def test_a_newer_format_is_refused_with_its_version_and_left_where_it_is(copy, refused):
+    before = names(copy)
+    saves.rewrite(copy / "checkpoints" / before[0], lambda manifest: {**manifest, "format": 9})
+    line = refused(f"{SMALL} -cpu 2 -model few_norm_net", out=copy.parent)
+    assert "is of format 9" in line and "reads format 1" in line
+    assert names(copy) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda m: {**m, "schedule": 3}, "schedule"),
+        (lambda m: {k: v for k, v in m.items() if k != "bad_steps"}, "bad_steps"),
+        (lambda m: {**m, "state": {**m["state"], "tokens": 9}}, "tokens"),
+        (lambda m: {**m, "state": {"epoch": 1, "step": 4}}, "samples"),
+    ],
+)
+def test_entries_that_are_not_known_are_refused_with_the_version(copy, refused, change, told):
+    newest = copy / "checkpoints" / names(copy)[0]
+    saves.rewrite(newest, change)
+    line = refused(f"{SMALL} -cpu 2 -model few_norm_net", out=copy.parent)
+    assert "another version of the code" in line and told in line and "torch" in line
+    assert newest.exists()
+
+
+def test_weights_that_are_not_finite_are_refused_unless_it_is_allowed(copy, refused):
+    newest = copy / "checkpoints" / names(copy)[0]
+    for shard in newest.glob("shard_*"):
+        held = load_file(shard)
+        if "model.5.bias" in held:
+            held["model.5.bias"][2] = float("inf")
+            save_file(held, shard)
+            facts = {"bytes": shard.stat().st_size, "crc32": checkpoint.zlib.crc32(shard.read_bytes())}
+            saves.rewrite(newest, lambda m, f=facts, s=shard: {**m, "shards": {**m["shards"], s.name: f}})
+    for cpu in (1, 2):
+        line = refused(f"{SMALL} -cpu {cpu} -model few_norm_net", out=copy.parent)
+        assert "5.bias" in line and "not finite" in line and "-allow_change nan" in line
+    run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -allow_change nan")
+
+
+def test_a_type_that_safetensors_lacks_is_refused_before_the_first_step(refused, monkeypatch):
+    def with_phase(args):
+        model = norm_net(args)
+        model.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+        return model
+
+    with plugins(arch={"odd": with_phase}):
+        assert "phase is of torch.complex64" in refused(f"{SMALL} -arch odd")
+
+
+class Counting(torch.optim.SGD):
+    """Remembers a number that is no tensor."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = 1
+        return super().step(closure)
+
+
+def test_memory_of_an_optimizer_that_no_checkpoint_could_hold_is_refused(refused, monkeypatch):
+    monkeypatch.setitem(optimizers.BY_NAME, "sgd", Counting)
+    assert "remembers 'count' as something else than a tensor" in refused(f"{SMALL} -optimizer sgd")
+
+
+@pytest.mark.parametrize("name", optimizers.BY_NAME)
+def test_looking_ahead_leaves_model_and_optimizer_as_they_were(name):
+    args = config.parse_args(f"-optimizer {name} -num_classes 4".split())
+    torch.manual_seed(0)
+    model = norm_net(args)
+    optimizer = optimizers.get_optimizer(model, args, 16)
+    before = {key: value.clone() for key, value in states.all_tensors(model, optimizer).items()}
+    with states.prepared(model, optimizer) as tensors:
+        size = shards.total_bytes(tensors)
+    after = states.all_tensors(model, optimizer)
+    assert before.keys() == after.keys() and all(torch.equal(after[key], value) for key, value in before.items())
+    model(torch.randn(8, 64)).sum().backward()
+    optimizer.step()
+    assert shards.total_bytes(states.all_tensors(model, optimizer)) == size
+
+
+# From another hand
+
+
+def _shards(change):
+    def changed(manifest):
+        (name, facts) = next(iter(manifest["shards"].items()))
+        return {**manifest, "shards": change(name, facts)}
+
+    return changed
+
+
+def _outside(path):
+    """Names a file outside, which is what it should be byte for byte."""
+
+    def changed(manifest):
+        facts = next(iter(manifest["shards"].values()))
+        pieces = {name: [[path, *block[1:]] for block in blocks] for name, blocks in manifest["pieces"].items()}
+        return {**manifest, "shards": {path: facts}, "pieces": pieces}
+
+    return changed
+
+
+def _tensor(name, facts):
+    return lambda manifest: {**manifest, "tensors": {**manifest["tensors"], name: facts}}
+
+
+def _pieces(name, blocks):
+    return lambda manifest: {**manifest, "pieces": {**manifest["pieces"], name: blocks}}
+
+
+FILE = "shard_0000.safetensors"
+ODD = {
+    "the folder above": _outside("../shard_0000.safetensors"),
+    "two above": _outside("../../shard_0000.safetensors"),
+    "a folder below": _outside("below/shard_0000.safetensors"),
+    "an absolute path": _outside("/tmp/shard_0000.safetensors"),
+    "a NUL": _outside("shard_0000.safetensors\0"),
+    "another checkpoint": _outside("../step_00000001/shard_0000.safetensors"),
+    "the manifest": _outside("manifest.json"),
+    "no files": _shards(lambda name, facts: {}),
+    "a list of files": _shards(lambda name, facts: [name]),
+    "a negative size": _shards(lambda name, facts: {name: {**facts, "bytes": -1}}),
+    "a size in words": _shards(lambda name, facts: {name: {**facts, "bytes": "9"}}),
+    "a size of 1e40": _shards(lambda name, facts: {name: {**facts, "bytes": 10**40}}),
+    "no checksum": _shards(lambda name, facts: {name: {"bytes": facts["bytes"]}}),
+    "a huge tensor": _tensor("model.weight", ["F32", [10**15, 10**15]]),
+    "a negative shape": _tensor("model.weight", ["F32", [-3, -5]]),
+    "a shape in words": _tensor("model.weight", ["F32", "35"]),
+    "an unknown type": _tensor("model.weight", ["PICKLE", [3, 5]]),
+    "a tensor without blocks": _tensor("model.more", ["F32", [3]]),
+    "a tensor that is a number": _tensor("model.more", 7),
+    "a hole": _pieces("model.weight", [[FILE, [0, 0], [2, 5]]]),
+    "too much": _pieces("model.weight", [[FILE, [0, 0], [3, 5]], [FILE, [0, 0], [3, 5]]]),
+    "a block outside": _pieces("model.weight", [[FILE, [1, 0], [3, 5]]]),
+    "a block before the first": _pieces("model.weight", [[FILE, [-1, 0], [3, 5]]]),
+    "a block of other dimensions": _pieces("model.weight", [[FILE, [0], [15]]]),
+    "a block of an unknown file": _pieces("model.weight", [["shard_0009.safetensors", [0, 0], [3, 5]]]),
+    "blocks that are none": _pieces("model.weight", 3),
+    "no pieces": lambda manifest: {**manifest, "pieces": None},
+    "no tensors": lambda manifest: {**manifest, "tensors": []},
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_a_manifest_that_makes_no_sense_is_set_aside_though_its_seal_is_right(tmp_path, what, caplog):
+    checkpoints = saves.saver(tmp_path)
+    for step in (1, 2):
+        saves.save(checkpoints, step)
+    newest = tmp_path / "checkpoints" / "step_00000002"
+    for place in (tmp_path, tmp_path / "checkpoints", newest):
+        (place / "below").mkdir()
+    for place in (tmp_path, tmp_path / "checkpoints", newest / "below", tmp_path / "below"):
+        shutil.copy(newest / FILE, place)
+    saves.rewrite(newest, ODD[what])
+    assert saves.newest(tmp_path) == 1
+    assert "makes no sense" in caplog.text or what == "a size of 1e40"
+    assert saves.everything(tmp_path).count("step_00000002.corrupt") == 1
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"9" * 10**5])
+def test_text_that_is_no_manifest_is_set_aside(tmp_path, data):
+    checkpoints = saves.saver(tmp_path)
+    for step in (1, 2):
+        saves.save(checkpoints, step)
+    (tmp_path / "checkpoints" / "step_00000002" / "manifest.json").write_bytes(data)
+    assert saves.newest(tmp_path) == 1
+
+
+def test_a_manifest_of_gigabytes_or_that_is_no_file_is_not_read(tmp_path):
+    checkpoints = saves.saver(tmp_path, keep_last=9)
+    for step in (1, 2, 3, 4):
+        saves.save(checkpoints, step)
+    paths = [tmp_path / "checkpoints" / f"step_{step:08d}" / "manifest.json" for step in (2, 3, 4)]
+    os.truncate(paths[0], 1 << 40)
+    for path in paths[1:]:
+        path.unlink()
+    os.mkfifo(paths[1])
+    paths[2].symlink_to("/dev/zero")
+    assert saves.newest(tmp_path) == 1
+
+
+def test_files_whose_checksum_is_right_but_not_their_content_are_refused_and_run_no_code(copy, tmp_path):
+    newest = copy / "checkpoints" / names(copy)[0]
+    mark, shard = tmp_path / "mark", newest / FILE
+    held = load(shard.read_bytes())
+    odd = {name: value.double() for name, value in held.items()}
+    flat = {name: value.reshape(-1, 1) for name, value in held.items()}
+    for write in (
+        lambda: saves.payload(shard, mark),
+        lambda: torch.save({"model.1.weight": saves.Payload(mark)}, shard),
+        lambda: save_file(odd, shard),
+        lambda: save_file(flat, shard),
+        lambda: save_file({"other": torch.ones(3)}, shard),
+        lambda: shard.write_bytes((2**60).to_bytes(8, "little") + b"{}"),
+    ):
+        write()
+        facts = {"bytes": shard.stat().st_size, "crc32": checkpoint.zlib.crc32(shard.read_bytes())}
+        saves.rewrite(newest, lambda m, f=facts: {**m, "shards": {**m["shards"], FILE: f}})
+        with pytest.raises(shards.Damaged, match=FILE):
+            run(copy.parent, f"{SMALL} -cpu 1 -model few_norm_net")
+    assert not mark.exists()

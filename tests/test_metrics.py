@@ -1,0 +1,170 @@
+"""Sums over ranks, and metrics.jsonl: exact, gone on with, and on a full disk."""
+
+import json
+import math
+import multiprocessing
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from disks import full_disk
+
+from lib.utils import metrics
+from lib.utils.metrics import MetricsTracker
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_sums_are_exact_over_numbers_and_tensors_of_any_kind():
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    tracker = MetricsTracker()
+    for value in values:
+        tracker.update({"loss": value, "samples": 3, "correct": (value > 0.5).sum(), "share": float(value)})
+    exact = math.fsum(values.tolist())
+    assert tracker.local["loss"] == pytest.approx(exact, rel=1e-14)
+    totals = tracker.reduce()
+    assert totals["loss"] == pytest.approx(exact, rel=1e-14) == totals["share"]
+    assert totals["samples"] == 3000 and totals["correct"] == (values > 0.5).sum()
+    assert {type(total) for total in totals.values()} == {float}
+    assert metrics.mean(totals, "loss") == pytest.approx(exact / 3000, rel=1e-14) == metrics.means(totals)["loss"]
+    assert math.isnan(metrics.mean({}, "loss"))
+
+
+def test_intervals_add_up_to_epochs_and_nothing_counts_twice():
+    tracker = MetricsTracker()
+    assert (
+        tracker.update({"loss": 1.0}).update({"loss": torch.tensor(2.0)}).reduce() == {"loss": 3.0} == tracker.local
+    )
+    assert tracker.reduce() == {} and tracker.agg == {"loss": 3.0}
+    tracker.update({"loss": 4.0})
+    assert tracker.local == {"loss": 4.0} and tracker.reduce() == {"loss": 4.0}
+    tracker.update({"loss": 100.0}).reset_local()
+    assert tracker.local == {} and tracker.end_epoch().epoch_reports == [{"loss": 7.0}]
+    tracker.update({"loss": 1.0}).reduce()
+    other = MetricsTracker().load_state_dict(json.loads(json.dumps(tracker.state_dict())))
+    other.update({"loss": 1.0}).reduce()
+    assert other.end_epoch().epoch_reports == [{"loss": 7.0}, {"loss": 2.0}] and tracker.agg == {"loss": 1.0}
+
+
+def test_update_never_looks_at_a_value_and_keeps_no_graph():
+    tracker, weight = MetricsTracker(), torch.ones((), requires_grad=True)
+    for _ in range(metrics.FOLD + 1):
+        tracker.update({"loss": torch.empty((), device="meta")})  # a meta tensor raises as soon as it is read
+    tracker.reset_local().update({"loss": weight * 2})
+    assert not tracker._tensors["loss"][0].requires_grad and tracker.reduce() == {"loss": 2.0}
+
+
+def test_a_metric_of_many_values_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"'logits'.*\(3,\)"):
+        MetricsTracker().update({"logits": torch.ones(3)}).reduce()
+
+
+def test_two_ranks_with_uneven_names_and_counts_agree_on_exact_sums(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_as_rank, args=(rank, tmp_path)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    values = [value for rank in range(2) for value in _values(rank)]
+    expected = [
+        {"loss": 0.5, "only on 0": 1.0, "samples": 2.0},
+        {"loss": 7.0, "nobody's\nbut 1's": 9.0, "samples": 4.0},
+        {},
+        {"loss": 1.0},
+        {"loss": pytest.approx(math.fsum(values), rel=1e-14), "samples": float(len(values))},
+    ]
+    assert first["intervals"] == expected
+    assert first["collectives"] == 1, "once the names are known, an interval costs one all-reduce"
+    assert first["epoch"]["samples"] == 6.0 + len(values)
+    assert first["of a group"] == {"x": 3.0}
+
+
+def _values(rank):
+    return torch.rand(61 + 76 * rank, generator=torch.Generator().manual_seed(rank)).tolist()
+
+
+def _as_rank(rank, folder):
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    tracker, intervals = MetricsTracker(), []
+    updates = [
+        ([{"loss": torch.tensor(0.5), "samples": 2, "only on 0": 1}], []),
+        ([{"loss": 1.0, "samples": 1}], [{"loss": 2.0, "samples": 1}] * 3 + [{"nobody's\nbut 1's": 9}]),
+        ([], []),
+        ([], [{"loss": torch.tensor(1.0)}]),
+        [[{"loss": torch.tensor(value), "samples": 1} for value in _values(one)] for one in range(2)],
+    ]
+    for ours in updates:
+        for update in ours[rank]:
+            tracker.update(update)
+        with _collectives() as groups:
+            intervals.append(tracker.reduce())
+    report = {"intervals": intervals, "collectives": len(groups)}
+    group = dist.new_group([0, 1])
+    with _collectives() as groups:
+        report["of a group"] = MetricsTracker(group=group).update({"x": rank + 1}).reduce()
+    assert all(one is group for one in groups) and len(groups) >= 3
+    report["epoch"] = tracker.end_epoch().epoch_reports[0]
+    (folder / f"{rank}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+@contextmanager
+def _collectives():
+    groups, real = [], (dist.all_reduce, dist.all_gather)
+    for call in real:
+        setattr(dist, call.__name__, lambda *a, call=call, **k: (groups.append(k["group"]), call(*a, **k)))
+    yield groups
+    dist.all_reduce, dist.all_gather = real
+
+
+def test_metrics_lines_are_json_at_once_also_with_nan(tmp_path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    lines = metrics.Lines(path, main=True)
+    lines.write({"step": 1, "loss": math.nan, "val": {"x": [torch.tensor(0.5), -math.inf]}, "name": "é", "on": True})
+    first = json.loads(path.read_text())
+    assert first == {"step": 1, "loss": None, "val": {"x": [0.5, None]}, "name": "é", "on": True}
+    lines.close()
+    lines.write({"step": 2})
+    assert len(path.read_text().splitlines()) == 2
+    metrics.Lines(tmp_path / "other.jsonl", main=False).write({"step": 1})
+    assert not (tmp_path / "other.jsonl").exists()
+
+
+def test_a_resumed_run_cuts_metrics_back_to_its_checkpoint(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    metrics.cut_back(path, 3)
+    assert not path.exists()
+    steps = [b'{"step": %d}\n' % step for step in range(1, 6)]
+    note = b'{"resumed": true}\n'
+    path.write_bytes(b"".join([*steps[:2], note, *steps[2:], b'{"step": 6, "lo']))
+    metrics.cut_back(path, 3)
+    assert path.read_bytes() == b"".join([*steps[:2], note, steps[2]])
+    assert not caplog.records, "a line cut short by a kill is nothing to worry about"
+    path.write_bytes(b"not json\n\xff\xfe\n[1]\n" + steps[0] + steps[4])
+    metrics.cut_back(path, 3)
+    assert path.read_bytes() == steps[0] and "3 unreadable lines" in caplog.text
+    before = path.stat().st_ino
+    metrics.cut_back(path, 3)
+    assert path.stat().st_ino == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_costs_one_warning_and_no_half_line(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    lines = metrics.Lines(path, main=True)
+    with full_disk(100):
+        for step in range(20):
+            lines.write({"step": step})
+        assert path.read_bytes().endswith(b"}\n") and 100 % len(b'{"step": 9}\n'), "full in the middle of a line"
+    lines.write({"step": 20})
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == [*range(len(steps) - 1), 20] and len(steps) < 20
+    assert len(caplog.records) == 1 and str(path) in caplog.text

@@ -1,0 +1,198 @@
+"""Plugins and their flags: own ones, defaults of shared ones, what the data tells, and what is refused."""
+
+import pytest
+import tiny_data
+from command_line import cfg_file, help_of, lasting, parsed, plugin_file, refusal, repeated
+
+import train
+
+
+@pytest.mark.parametrize("number", ["-3", "-3.5", "-.5", "-1e-3", "-1E+3", "-1e3", "-2.", "+4", "1e-3", "-inf"])
+def test_a_negative_number_is_a_number_in_any_form(number, monkeypatch, tmp_path):
+    text = "def add_args(parser):\n parser.add_argument('-cold_x', type=float)\n"
+    plugin_file(
+        monkeypatch,
+        tmp_path,
+        "arch",
+        "cold",
+        text + " parser.add_argument('-cold_many', type=float, nargs='+')\nget_model = None\n",
+    )
+    for words in (["-cold_x", number], [f"-cold_x={number}"], ["--cold_x", number], [f"--cold_x={number}"]):
+        assert parsed(["-arch", "cold", *words, "-seed", "3"]).cold_x == float(number)
+    assert parsed(["-arch", "cold", "-cold_many", number, "2", number]).cold_many == [float(number), 2, float(number)]
+
+
+@pytest.mark.parametrize("flag", ["-epochs", "--epochs", "-h", "--help", "-lr_start", "-cfg"])
+def test_a_plugin_flag_that_clashes_with_a_shared_one_is_refused(flag, monkeypatch, tmp_path):
+    plugin_file(
+        monkeypatch,
+        tmp_path,
+        "arch",
+        "clash",
+        f"def add_args(parser): parser.add_argument({flag!r})\nget_model = None\n",
+    )
+    said = refusal("-arch clash")
+    assert said.startswith("lib/arch/clash.py: its flag") and "clashes" in said and flag.lstrip("-") in said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("add_argument('-odd_x', dest='epochs')", "its flag -epochs clashes with a shared one"),
+        ("add_argument('-odd-x')", "odd_x: config.yaml needs a flag -odd_x with a value"),
+        ("add_argument('odd_x')", "odd_x: config.yaml needs a flag -odd_x"),
+        ("add_argument('-odd_x', action='store_false')", "config.yaml needs a flag -odd_x with a value"),
+        ("add_argument('-odd_x', action='count')", "config.yaml needs a flag -odd_x with a value"),
+        ("set_defaults(epoch=3)", "sets the default of -epoch, which is no flag (do you mean epochs?)"),
+    ],
+)
+def test_a_plugin_whose_flags_no_config_yaml_could_hold_is_refused(line, said, monkeypatch, tmp_path):
+    plugin_file(monkeypatch, tmp_path, "arch", "odd", f"def add_args(parser): parser.{line}\nget_model = None\n")
+    assert refusal("-arch odd").startswith("lib/arch/odd.py: ") and said in refusal("-arch odd")
+
+
+def test_two_plugins_with_one_flag_are_refused(monkeypatch, tmp_path):
+    text = "def add_args(parser): parser.add_argument('-same_x')\nget_model = get_dataset = None\n"
+    plugin_file(monkeypatch, tmp_path, "arch", "one", text)
+    plugin_file(monkeypatch, tmp_path, "dataset", "two", text)
+    assert parsed("-arch one").same_x is None is parsed("-dataset two -arch mlp").same_x
+    assert "lib/arch/one.py: its flag clashes" in refusal("-arch one -dataset two")
+
+
+def test_a_plugin_without_its_builder_or_loaded_too_late_is_named(monkeypatch, tmp_path):
+    plugin_file(monkeypatch, tmp_path, "arch", "empty", "x = 3\n")
+    assert refusal("-arch empty") == "-arch empty: lib/arch/empty.py has no get_model"
+    plugin_file(
+        monkeypatch,
+        tmp_path,
+        "arch",
+        "late",
+        "def add_args(parser): parser.set_defaults(dataset='random')\nget_model = None\n",
+    )
+    assert refusal("-arch late").startswith("-dataset random is a default that a plugin set too late")
+    assert parsed("-arch late -dataset random").random_samples > 0
+
+
+def test_a_dataset_chooses_the_arch_that_suits_it(monkeypatch, tmp_path):
+    plugin_file(monkeypatch, tmp_path, "dataset", "suited", """
+def add_args(parser): parser.set_defaults(arch="resnet", num_classes=3, lr_start=0.25)
+def get_dataset(args): pass
+""")  # fmt: skip
+    args = parsed("-dataset suited")
+    assert (args.arch, args.num_classes, args.lr_start, args.resnet_depth) == ("resnet", 3, 0.25, 18)
+    args = parsed("-dataset suited -arch mlp -num_classes 4")
+    assert (args.arch, args.num_classes, "resnet_depth" in args) == ("mlp", 4, False)
+
+
+def test_a_dataset_describes_what_only_its_data_can_tell(monkeypatch, tmp_path, capsys):
+    plugin_file(monkeypatch, tmp_path, "dataset", "told", """
+import pathlib
+from lib.utils.errors import UsageError
+def add_args(parser):
+    parser.add_argument("-told_extra", type=int, default=0, help="more")
+    parser.set_defaults(num_classes=2, image_size=5)
+def describe(args):
+    names = pathlib.Path(args.data)
+    if not names.is_dir():
+        raise UsageError(f"-data {args.data}: no such folder")
+    return {"num_classes": len(list(names.iterdir())) + args.told_extra}
+def get_dataset(args): pass
+""")  # fmt: skip
+    (tmp_path / "data").mkdir()
+    for name in "abc":
+        (tmp_path / "data" / name).touch()
+    words = ["-dataset", "told", "-data", str(tmp_path / "data")]
+    assert parsed(words).num_classes == 3 and parsed(words).image_size == 5
+    assert parsed([*words, "-told_extra", "4"]).num_classes == 7
+    assert parsed([*words, "-num_classes", "9"]).num_classes == 9
+    file = cfg_file(tmp_path, f"dataset: told\ndata: {tmp_path / 'data'}\ntold_extra: 2\n")
+    assert parsed(["-cfg", file]).num_classes == 5
+    assert parsed(["-cfg", cfg_file(tmp_path, "num_classes: 8"), *words]).num_classes == 8
+    assert refusal(["-dataset", "told", "-data", "nowhere"]) == "-data nowhere: no such folder"
+    assert "-told_extra" in help_of(["-dataset", "told", "-data", "nowhere", "-h"], capsys)
+
+
+def test_a_description_with_an_unknown_flag_is_refused(monkeypatch, tmp_path):
+    plugin_file(
+        monkeypatch, tmp_path, "dataset", "wrong", "def describe(args): return {'classes': 3}\nget_dataset = None\n"
+    )
+    said = refusal("-dataset wrong")
+    assert said.startswith(
+        "lib/dataset/wrong.py: sets the default of -classes, which is no flag (do you mean num_classes"
+    )
+
+
+def test_the_folder_dataset_counts_its_classes(tmp_path):
+    tiny_data.make_folder(tmp_path)
+    args = parsed(["-dataset", "folder", "-data", str(tmp_path)])
+    assert (args.num_classes, args.channels, args.arch, args.image_size) == (2, 3, "resnet", 224)
+    assert parsed(["-dataset", "folder", "-data", str(tmp_path), "-num_classes", "5"]).num_classes == 5
+    assert refusal("-dataset folder -data nowhere").startswith("-data nowhere")
+
+
+def test_plugin_files_of_the_source_template_run_unchanged(monkeypatch, tmp_path):
+    plugin_file(monkeypatch, tmp_path, "arch", "plain", """
+import torch.nn as nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.layer(x)
+
+def get_model(args):
+    return Model()
+""")  # fmt: skip
+    plugin_file(monkeypatch, tmp_path, "dataset", "plain", """
+import torch
+from torch.utils.data import Dataset
+
+class Random(Dataset):
+    def __init__(self):
+        self.data = torch.randn(40, 16)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.data[index], self.data[index]
+
+def get_dataset(args):
+    return Random()
+""")  # fmt: skip
+    words = f"-arch plain -dataset plain -loss mse -cpu 1 -epochs 2 -out {tmp_path / 'out'}"
+    assert train.main(words.split()) == 0
+    assert (tmp_path / "out" / "plain_plain" / "final" / "weights.safetensors").is_file()
+
+
+def test_config_yaml_holds_whatever_kind_of_flag_a_plugin_has(monkeypatch, tmp_path):
+    plugin_file(monkeypatch, tmp_path, "arch", "many", """
+import argparse, pathlib
+def add_args(parser):
+    parser.add_argument("-many_path", type=pathlib.Path, default=pathlib.Path("x y"))
+    parser.add_argument("-many_limit", type=float, default=float("inf"))
+    parser.add_argument("-many_on", action="store_true")
+    parser.add_argument("-many_flag", type=bool, default=True)
+    parser.add_argument("-many_widths", type=int, nargs="+", default=[64, 64])
+    parser.add_argument("-many_pair", type=float, nargs=2)
+    parser.add_argument("-many_words", action="append")
+    parser.add_argument("--many_dashes", "-m", default="a")
+    parser.add_argument("-many_needed", required=True)
+def get_model(args): pass
+""")  # fmt: skip
+    base = "-arch many -many_needed=-x "
+    for words in ("", "-many_on", "-many_on -many_flag no -many_path /a/b -many_limit 3", "-many_on=no -m b",
+                  "-many_widths 1", "-many_widths 1 2 3 -many_pair -1e-3 -.5",
+                  "-many_words=a -many_words=-b"):  # fmt: skip
+        args = parsed(base + words)
+        assert repeated(args, tmp_path) == lasting(args), words
+    assert args.many_words == ["a", "-b"] and args.many_flag is True and args.many_on is False
+    assert parsed(base + "-many_flag=False").many_flag is False
+    assert "the following arguments are required: -many_needed" in refusal("-arch many")
+    file = tmp_path / "config.yaml"
+    file.write_text("arch: many\n")
+    assert parsed(["-cfg", str(file), "-many_needed", "a"]).many_needed == "a"
+    file.write_text("arch: many\nmany_widths: [3, -reset]\n")
+    assert "cannot begin with a dash" in refusal(["-cfg", str(file), "-many_needed", "a"])

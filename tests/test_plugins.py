@@ -1,0 +1,166 @@
+"""Holds the contract of every file in lib/arch and lib/dataset, found by itself: a new one needs no test file."""
+
+import argparse
+import importlib
+import inspect
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import tiny_data
+import torch
+from torch.utils.data import default_collate
+
+from lib import config, flags
+from lib.core import loss
+from lib.utils import loader
+from lib.utils.errors import UsageError
+
+ARCHS, DATASETS = config.plugins("arch"), config.plugins("dataset")
+BOTH = [("arch", name) for name in ARCHS] + [("dataset", name) for name in DATASETS]
+SMALL = {  # flags that make a shipped dataset small
+    "random": ["-random_samples", "6"],
+    "fake": ["-fake_samples", "3", "-image_size", "32", "-num_classes", "5"],
+    "folder": ["-image_size", "32"],
+    "sharded": ["-image_size", "32", "-num_classes", "2"],
+}
+PROBE = """
+import json, socket, sys, time
+import torch, torchvision, PIL.Image
+done = []
+def watch(event, given):
+    writes = event == "open" and isinstance(given[1], str) and set(given[1]) & set("wax+")
+    if writes or event in ("socket.connect", "subprocess.Popen", "os.fork", "os.mkdir"):
+        done.append([event, str(given[0])])
+sys.addaudithook(watch)
+start = time.perf_counter()
+for kind, name in json.loads(sys.argv[1]):
+    __import__(f"lib.{kind}.{name}")
+seconds = time.perf_counter() - start
+heavy = sorted({"sklearn", "submitit", "pyngrok", "torch.utils.tensorboard"} & set(sys.modules))
+print(json.dumps([done, heavy, torch.cuda.is_initialized(), seconds]))
+"""
+
+
+def test_importing_the_plugins_does_nothing():
+    probe = [sys.executable, "-B", "-c", PROBE, json.dumps(BOTH)]
+    answer = subprocess.run(probe, capture_output=True, text=True, check=True, cwd=config.ROOT, timeout=120)
+    done, heavy, cuda, seconds = json.loads(answer.stdout)
+    assert not done and not heavy and not cuda
+    assert seconds < 5  # beside torch and torchvision; some milliseconds on a machine that does nothing else
+
+
+@pytest.mark.parametrize(("kind", "name"), BOTH)
+def test_a_plugin_has_its_builder_and_flags_of_its_own_name(kind, name):
+    module, builder = module_of(name, kind), "get_model" if kind == "arch" else "get_dataset"
+    assert module.__doc__
+    assert list(inspect.signature(getattr(module, builder)).parameters) == ["args"]
+
+    parser = argparse.ArgumentParser(add_help=False)
+    getattr(module, "add_args", lambda _: None)(parser)
+    for action in parser._actions:
+        assert all(flag.startswith(f"-{name}_") for flag in action.option_strings), "-NAME_... cannot clash"
+        assert action.help and action.dest == action.option_strings[0][1:]
+
+    shared = argparse.ArgumentParser(add_help=False)
+    flags.add_shared(shared)
+    own = {action.dest for action in parser._actions}
+    assert set(parser._defaults) <= own | {action.dest for action in shared._actions}, "defaults of unknown flags"
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_dataset_gives_splits_of_items_that_agree(name, tmp_path, monkeypatch):
+    args, parts = made(name, tmp_path, monkeypatch)
+    torch.manual_seed(1)
+    again = loader.splits(module_of(name).get_dataset(args), name)
+    for split, part in parts.items():
+        assert len(part) == len(again[split]) > 0
+        first, last = seeded(part, 0), seeded(part, len(part) - 1)
+        assert len(first) == 2 and torch.is_tensor(first[0]) and first[0].shape == last[0].shape
+        assert first[0].ndim != 3 or first[0].shape == (args.channels, args.image_size, args.image_size)
+        assert args.loss != "cross_entropy" or 0 <= int(first[1]) < args.num_classes
+
+        assert same(first, seeded(part, 0)), "an item may draw from the global generators only"
+        assert same(first, seeded(again[split], 0)), "another process builds the same dataset"
+        assert not loader.is_fixed(part) or same(first, seeded(part, 0, seed=1)), "fixed, and yet it changes"
+        copy = pickle.loads(pickle.dumps(part))  # as loader processes get it where there is no fork
+        assert len(copy) == len(part) and same(first, seeded(copy, 0))
+        if hasattr(part, "__getitems__"):
+            agrees(part.__getitems__([len(part) - 1, 0]), default_collate([last, first]), loader.is_fixed(part))
+
+
+@pytest.mark.parametrize("name", DATASETS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_an_arch_learns_from_a_dataset_or_refuses_in_one_line(arch, name, tmp_path, monkeypatch):
+    args, parts = made(name, tmp_path, monkeypatch)
+    inputs, targets = loader.Fetch(parts["train"], seed=0)[0, [0, 1]]
+    if inputs.ndim != 4 and arch != args.arch:
+        return  # what is no image is for the dataset's own choice of an arch
+    args = config.parse_args([*words_for(name, tmp_path), "-arch", arch])
+    try:
+        model = module_of(arch, "arch").get_model(args)
+    except UsageError as error:
+        assert "\n" not in str(error)
+        return
+    outputs = model(inputs)
+    assert outputs.shape == (2, args.num_classes)
+    loss.get_loss(args)(outputs, targets).backward()
+    for parameter, values in model.named_parameters():
+        assert not values.requires_grad or (values.grad is not None and values.grad.isfinite().all()), parameter
+
+
+@pytest.mark.parametrize("flag", ["-mlp_width", "-mlp_depth=-1", "-mlp_dropout=1", "-convnet_width",
+                                  "-convnet_dropout=-0.1", "-random_samples", "-fake_samples"])  # fmt: skip
+def test_a_plugin_names_the_flag_that_is_wrong(flag):
+    flag, _, value = flag.partition("=")
+    name, value = flag[1:].split("_")[0], value or "0"
+    kind, builder = ("arch", "get_model") if name in ARCHS else ("dataset", "get_dataset")
+    with pytest.raises(UsageError, match=f"{flag} {value}"):
+        getattr(module_of(name, kind), builder)(config.parse_args([f"-{kind}", name, f"{flag}={value}"]))
+
+
+def test_resnet_has_the_stem_that_the_image_size_and_channels_ask_for():
+    def stem(*words):
+        model = module_of("resnet", "arch").get_model(config.parse_args(["-arch", "resnet", *words]))
+        return model.conv1.in_channels, model.conv1.kernel_size[0], model.maxpool(torch.zeros(1, 64, 8, 8)).shape[-1]
+
+    assert stem("-channels", "3", "-image_size", "32") == (3, 3, 8)
+    assert stem("-channels", "3", "-image_size", "224") == (3, 7, 4)
+    assert stem("-channels", "5", "-image_size", "224", "-resnet_depth", "34") == (5, 7, 4)
+
+
+def module_of(name, kind="dataset"):
+    return importlib.import_module(f"lib.{kind}.{name}")
+
+
+def made(name, folder, monkeypatch):
+    """The args and splits of a dataset, over data made for it; skips where that takes data nobody made here."""
+    getattr(tiny_data, f"make_{name}", lambda *_: None)(folder, monkeypatch)
+    try:
+        args = config.parse_args(words_for(name, folder))
+        return args, loader.splits(module_of(name).get_dataset(args), name)
+    except UsageError as error:
+        assert "-data" in str(error), "a dataset without its data says where it looked"
+        pytest.skip(f"needs data of its own: {error}")
+
+
+def words_for(name, folder):
+    data = config.ROOT / "data" if name == "digits" else folder
+    return ["-dataset", name, "-data", str(data), *SMALL.get(name, [])]
+
+
+def agrees(batch, items, fixed):
+    batch = default_collate(batch) if isinstance(batch, list) else batch
+    assert [(x.shape, x.dtype) for x in batch] == [(x.shape, x.dtype) for x in items]
+    assert not fixed or same(batch, items)
+
+
+def seeded(dataset, index, seed=0):
+    torch.manual_seed(seed)
+    return dataset[index]
+
+
+def same(items, others):
+    return all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(items, others, strict=True))

@@ -1,0 +1,127 @@
+"""The README tells the truth: its files run as they stand there, its commands do what it says."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split("#")[0].strip() for line in "\n".join(re.findall(r"```sh\n(.*?)```", README, re.S)).splitlines()
+]
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory):
+    """A copy of what git tracks, with the two plugin files of the README in it."""
+    folder = tmp_path_factory.mktemp("fork")
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in names.split("\n"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    for name, text in re.findall(r"`(lib/\w+/\w+\.py)`:\n\n```python\n(.*?)```", README, re.S):
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_every_command_of_the_readme_is_held_by_a_test():
+    held = ("./scripts/train.sh", "./scripts/test.sh", "python train.py", "torchrun", "HEAD=node1:29400")
+    assert len(COMMANDS) >= 6 and all(command.startswith(held) for command in COMMANDS if command)
+
+
+def test_the_plugin_files_of_the_readme_run_as_they_are(fork):
+    said = _run(fork, "python train.py -dataset stripes")
+    assert "finished:" in said
+    lines = [json.loads(line) for line in (fork / "out" / "stripes_tiny" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["val/accuracy"] for line in lines if "val/accuracy" in line][-1] > 0.9
+
+
+def test_the_default_run_reaches_what_the_readme_says(fork):
+    """At least 98.5 % of the test digits, on one process and on two."""
+    for words in ("", "-cpu 2 -model two"):
+        said = _run(fork, f"python train.py {words}")
+        assert float(re.search(r"finished: +test accuracy ([\d.]+)", said)[1]) >= 0.985
+    shown = re.search(r"```\n(finished:.*?)```", README, re.S)[1]
+    for line in shown.splitlines():
+        assert f"\n{line.split(':')[0]}:" in said, "the last lines of a run are others than the README shows"
+
+
+def test_torchrun_starts_the_same_worker(fork):
+    said = _run(fork, "torchrun --nproc_per_node=2 train.py -epochs 1 -model by_torchrun -cpu 1")
+    assert "finished:" in said
+
+
+def test_a_config_file_of_a_run_repeats_it(fork):
+    _run(fork, "python train.py -dataset stripes -model once -stripes_samples 64")
+    assert "finished:" in _run(fork, "python train.py -cfg out/once/config.yaml -model again")
+    for name in ("once", "again"):
+        assert (fork / "out" / name / "final" / "weights.safetensors").exists()
+    assert _weights(fork, "once") == _weights(fork, "again")
+
+
+def test_gpus_and_slurm_that_are_not_there_are_one_line(fork):
+    for command in COMMANDS:
+        absent = ("-gpus" in command and _gpus() < 3) or ("-slurm" in command and not shutil.which("sbatch"))
+        if absent:
+            said = _run(fork, command, code=2)
+            assert len(said.strip().splitlines()) == 1 and said.startswith("train.py: -")
+
+
+def test_every_flag_that_the_readme_names_exists():
+    from lib import config
+
+    parser = config.Parser(prog="x", add_help=False, allow_abbrev=False)
+    config.flags.add_shared(parser)
+    table = re.findall(r"^\| `(.*?)\|", README, re.M)
+    named = set(re.findall(r"(?<!-)-[a-z]\w+", " ".join([*table, *COMMANDS]))) - {"-dataset_stripes"}
+    assert len(named) > 15
+    assert {name for name in named if name not in parser._option_string_actions} == set()
+
+
+def test_every_path_that_the_readme_names_exists(fork):
+    for path in re.findall(r"\]\((?!http)([^)]+)\)", README) + re.findall(r"python (scripts/\S+\.py)", README):
+        assert (fork / path).exists(), path
+
+
+def test_the_plugins_that_the_readme_lists_are_those_that_are_shipped():
+    from lib import config
+
+    shipped = re.search(r"^Shipped are: (.*?)\n\n", README, re.S | re.M)[1]
+    for kind in ("arch", "dataset"):
+        assert set(config.plugins(kind)) <= set(re.findall(r"`(\w+)`", shipped))
+
+
+def _run(folder, command, code=0):
+    words = shlex.split(command)
+    words[0] = {"python": sys.executable, "torchrun": str(Path(sys.executable).with_name("torchrun"))}[words[0]]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    run = subprocess.run(
+        words,
+        cwd=folder,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == code, f"{command}: exit code {run.returncode}\n{run.stdout}"
+    return run.stdout
+
+
+def _weights(folder, name):
+    return (folder / "out" / name / "final" / "weights.safetensors").read_bytes()
+
+
+def _gpus():
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,154 @@
+"""What a task of a Slurm job decides, without a Slurm: by the words and variables of a real one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lib import requeue, slurm_job
+from lib.utils import distributed
+from lib.utils.errors import UsageError
+
+START = {"restart": 0, "checkpoint": "step_00000020", "outcome": "1-1"}
+RUNNING = {"JobState": "RUNNING", "StartTime": "2026-11-21T03:22:53", "PreemptTime": "None"}
+PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T03:22:56"}
+
+
+def decided(
+    state="stopped", reason="signal SIGTERM", *, job=RUNNING, gained=True, written="2-2", done=(), requeues=3
+):
+    """Why a job is requeued, and why it is not."""
+    starts = [{**START, "restart": -1, "requeued": why} for why in done] + [START]
+    outcome = {"state": state, "reason": reason, "written": written}
+    checkpoint = "step_00000030" if gained else START["checkpoint"]
+    return requeue.verdict({"requeues": requeues, "starts": starts}, START, outcome, checkpoint, job)
+
+
+def test_preemptions_are_told_from_cancellations():
+    assert decided(job=PREEMPTED) == ("preempted", "")
+    assert decided(job=PREEMPTED, gained=False, done=["preempted"] * 9) == ("preempted", "")
+    assert "told to stop" in decided()[1]
+    for state in ("CANCELLED", "COMPLETING"):
+        for why in ("SIGTERM", "SIGUSR2"):
+            assert "ended from outside" in decided(reason=f"signal {why}", job={**RUNNING, "JobState": state})[1]
+    before = {**RUNNING, "PreemptTime": "2026-11-21T03:11:00"}
+    assert "told to stop" in decided(job=before)[1], "a preemption before this start is past"
+    assert "told to stop" in decided(job={})[1], "Slurm does not answer, and nothing says that it was a preemption"
+
+
+def test_time_limits_are_requeued_while_the_run_gets_on():
+    assert decided(reason="signal SIGUSR2") == ("time limit", "")
+    assert decided(reason="signal SIGUSR2", job={}) == ("time limit", "")
+    assert "nothing was gained" in decided(reason="signal SIGUSR2", gained=False)[1]
+    assert decided(reason="signal SIGUSR2", done=["time limit", "preempted", "a process was lost"])[0]
+    assert "-slurm_requeues 3" in decided(reason="signal SIGUSR2", done=["time limit"] * 3)[1]
+    assert "-slurm_requeues 0" in decided(reason="signal SIGUSR2", requeues=0)[1]
+
+
+def test_lost_processes_are_replaced_and_failures_are_not():
+    lost = "rank 0: RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5"
+    assert decided("failed", lost)[0] == decided("running")[0] == "a process was lost"
+    assert "nothing was gained" in decided("running", gained=False)[1]
+    assert "the run failed" in decided("failed", "rank 1: ValueError: no")[1]
+    assert decided("finished") == ("", "")
+    assert "told to stop" in decided(reason="the file out/NAME/STOP is there")[1]
+
+
+def test_an_outcome_of_an_earlier_start_says_nothing():
+    for state, why in (("stopped", "signal SIGUSR2"), ("failed", "rank 0: OSError")):
+        words = decided(state, why, written=START["outcome"], gained=False, job=PREEMPTED)
+        assert words == ("", "a process was lost, and nothing was gained since the start before it")
+
+
+@pytest.fixture
+def stopped(tmp_path, monkeypatch):
+    """The history of a job whose run was stopped by its time limit. Its scontrol fails, or does what a test says."""
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    run, history = tmp_path / "run", tmp_path / "12.json"
+    requeue.begin(history, run, 3)
+    (run / "checkpoints" / "step_00000009").mkdir(parents=True)
+    (run / "outcome.json").write_text(json.dumps({"state": "stopped", "reason": "signal SIGUSR2"}))
+    return history
+
+
+def test_without_scontrol_the_state_is_kept_and_the_command_is_told(stopped):
+    code = [sys.executable, "-m", "lib.slurm_job", "after", str(stopped), "0"]
+    said = subprocess.run(code, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert said.returncode == 75 and "type: scontrol requeue 12" in said.stdout
+    assert "requeued" not in json.loads(stopped.read_text())["starts"][-1]
+
+
+def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
+    scontrol = stopped.parent / "scontrol"
+    scontrol.write_text(
+        f'#!/bin/sh\necho "$@" >> {stopped.parent}/said\necho "JobId=12 JobState=RUNNING PreemptTime=None"\n'
+    )
+    scontrol.chmod(0o755)
+    assert requeue.after(stopped, 0) == 0
+    assert (stopped.parent / "said").read_text().splitlines()[-1] == "requeue 12"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert requeue.after(stopped, 1) == 1, "this start never noted that it began"
+    requeue.begin(stopped, stopped.parent / "run", 3)
+    assert requeue.after(stopped, 137) == 75, "it got no further"
+    assert [start.get("requeued") for start in json.loads(stopped.read_text())["starts"]] == ["time limit", None]
+    (stopped.parent / "run" / "outcome.json").write_text(json.dumps({"state": "finished"}))
+    assert requeue.after(stopped, 0) == 0
+
+
+def test_the_newest_checkpoint_is_the_one_with_the_most_steps(tmp_path):
+    for name in (
+        "step_00000010",
+        "step_00000010_2",
+        "step_00000009_keep",
+        "step_00000011.partial",
+        "step_99.corrupt",
+    ):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert requeue.newest(tmp_path) == "step_00000010_2"
+    assert requeue.newest(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("seen", "of_job", "ordinals"),
+    [(4, "4", [0, 1, 2, 3]), (1, "4", [0, 0, 0, 0]), (2, "4", [0, 1, 0, 1]), (4, None, [0, 1, 2, 3])],
+)
+def test_each_task_takes_its_own_of_the_gpus_that_slurm_lets_it_see(monkeypatch, seen, of_job, ordinals):
+    """gpus-per-node: all; gpus-per-task and gpu-bind: a task's own part, counted from 0."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", of_job or "")
+    assert [distributed.pick_device(False, rank).index for rank in range(4)] == ordinals
+    if seen > 1:
+        with pytest.raises(UsageError, match="local rank 4 has no device"):
+            distributed.pick_device(False, 4)
+
+
+def test_a_shell_in_an_allocation_is_no_task(monkeypatch):
+    step = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    for name, value in {**step, "SLURM_JOB_NAME": "mine", "SLURM_TASK_PID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_PTY_PORT", raising=False)
+    assert slurm_job.is_task()
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
+    assert slurm_job.is_task(), "srun bash -c 'module load X; python train.py'"
+    monkeypatch.setenv("SLURM_PTY_PORT", "4711")
+    assert not slurm_job.is_task(), "typed in srun --pty bash"
+    monkeypatch.setenv("SLURM_TASK_PID", str(os.getpid()))
+    assert slurm_job.is_task(), "srun python train.py, typed there"
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert not slurm_job.is_task(), "one task starts its own processes"
+
+
+def test_the_tasks_of_this_node_are_counted(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2),3")
+    counts = []
+    for node in range(3):
+        monkeypatch.setenv("SLURM_NODEID", str(node))
+        counts.append(slurm_job.local())
+    assert counts == [4, 4, 3]

@@ -1,0 +1,232 @@
+"""Going on: from another run, from weights, with other settings, from a checkpoint of another version."""
+
+import json
+import os
+import shutil
+import sys
+
+import pytest
+import saves
+import torch
+from runs import distance, few, norm_net, plugins, run, weights
+from safetensors.torch import save_file
+from saves import SMALL, log_of, names
+
+from lib.trainer import trainer
+from lib.utils import resume
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins():
+    with plugins(**saves.PLUGINS):
+        yield
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished run on two processes with all its checkpoints, one a step."""
+    out = tmp_path_factory.mktemp("done")
+    return run(out, f"{SMALL} -cpu 2 -save_every 1steps -keep_last 99")
+
+
+@pytest.fixture
+def copy(done, tmp_path):
+    """A copy of it, which a test may spoil."""
+    return shutil.copytree(done, tmp_path / "copied" / done.name, symlinks=True)
+
+
+@pytest.fixture
+def refused(tmp_path, capfd):
+    return lambda words, out=tmp_path: saves.refused(out, words, capfd)
+
+
+# Another run's state, or its weights
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step_00000006", "checkpoints/latest"])
+def test_a_run_goes_on_from_another(done, tmp_path, place):
+    before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
+    folder = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {done / place}")
+    assert distance(folder, done) == 0.0
+    wanted = {"checkpoints/step_00000006": "step 6"}.get(place, "step 12")
+    assert f"going on from {done}/checkpoints/" in log_of(folder) and wanted in log_of(folder)
+    assert before == {path: path.stat().st_mtime_ns for path in done.rglob("*")}
+    again = run(tmp_path, f"{SMALL} -cpu 2 -model branch")
+    assert names(again) and distance(again, done) == 0.0
+
+
+def test_another_runs_damaged_checkpoint_is_passed_over_and_left_where_it_is(copy, done, tmp_path):
+    newest = names(copy)[0]
+    shard = copy / "checkpoints" / newest / "shard_0001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    folder = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {copy}")
+    assert "passed over" in log_of(folder) and "shard_0001" in log_of(folder)
+    assert distance(folder, done) == 0.0 and names(copy)[0] == newest
+
+
+def test_what_cannot_be_resumed_is_refused_and_nothing_in_it_is_executed(refused, copy, tmp_path):
+    text, empty, mark = tmp_path / "text", tmp_path / "empty", tmp_path / "mark"
+    text.write_text("no checkpoint")
+    empty.mkdir()
+    foreign = saves.payload(tmp_path / "foreign.pt", mark)
+    for words in (tmp_path / "nowhere", text, empty, foreign, text / "below", tmp_path / ("x" * 300)):
+        assert f"-resume {words}: there is no checkpoint" in refused(f"{SMALL} -resume {words}")
+    for name in names(copy):
+        saves.payload(copy / "checkpoints" / name / "manifest.json", mark)
+    assert "no good checkpoint is there" in refused(f"{SMALL} -cpu 2 -resume {copy}")
+    one = copy / "checkpoints" / names(copy)[3]
+    assert "no good checkpoint is there" in refused(f"{SMALL} -resume {one}")
+    assert not mark.exists()
+
+
+def test_an_older_checkpoint_of_the_same_run_is_for_another_name(copy, refused):
+    words = f"{SMALL} -cpu 2 -resume {copy / 'checkpoints' / 'step_00000006'}"
+    assert "another -model" in refused(words, out=copy.parent)
+    before = names(copy)
+    run(copy.parent, f"{words} -model older")
+    assert names(copy) == before
+
+
+FORMS = {
+    "safetensors": ("w.safetensors", lambda weights, path: save_file(weights, path)),
+    "torch": ("w.pt", torch.save),
+    "nested": ("w.pth", lambda weights, path: torch.save({"model": weights, "epoch": 3}, path)),
+    "wrapped": ("w.bin", lambda weights, path: torch.save({f"module.{k}": v for k, v in weights.items()}, path)),
+    "old": ("w.tar", lambda weights, path: torch.save(weights, path, _use_new_zipfile_serialization=False)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_any_form_start_a_run(done, tmp_path, form):
+    name, write = FORMS[form]
+    write(weights(done), tmp_path / name)
+    model = norm_net(type("Args", (), {"num_classes": 4}))
+    resume.load_weights(str(tmp_path / name), model)
+    assert all(torch.equal(value, weights(done)[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_are_taken_once_and_what_does_not_fit_is_told(done, tmp_path):
+    given = weights(done)
+    given["5.bias"], given["more"] = torch.zeros(7), torch.zeros(1)
+    del given["1.weight"]
+    save_file(given, tmp_path / "w.safetensors")
+    words = f"{SMALL} -cpu 2 -weights {tmp_path / 'w.safetensors'}"
+    folder = run(tmp_path, words)
+    for told in ("missing there: 1.weight", "not used: more", "of another shape there: 5.bias"):
+        assert told in log_of(folder)
+    assert "tensors taken" not in log_of(run(tmp_path, words)).partition("going on from")[2]
+
+
+def test_weights_that_cannot_be_read_or_do_not_fit_are_refused_and_run_no_code(refused, tmp_path):
+    mark = tmp_path / "mark"
+    torch.save({"weight": torch.ones(1), "more": saves.Payload(mark)}, tmp_path / "evil.pt")
+    saves.payload(tmp_path / "evil.pkl", mark)
+    saves.payload(tmp_path / "evil.safetensors", mark)
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "garbage.safetensors").write_bytes(os.urandom(999))
+    torch.save(torch.ones(3), tmp_path / "tensor.pt")
+    for name in (
+        "evil.pt",
+        "evil.pkl",
+        "evil.safetensors",
+        "empty.pt",
+        "garbage.safetensors",
+        "nowhere",
+        "",
+        "tensor.pt",
+    ):
+        assert f"-weights {tmp_path / name}: cannot be read" in refused(f"{SMALL} -weights {tmp_path / name}")
+    save_file({"other": torch.ones(3)}, tmp_path / "other.safetensors")
+    assert "none of its 1 tensors fits" in refused(f"{SMALL} -weights {tmp_path / 'other.safetensors'}")
+    assert not mark.exists()
+
+
+# What was asked has changed
+
+
+CHANGES = {
+    "-batch_size 8": "-batch_size was 16 and is 8",
+    "-micro_batch 8": "-micro_batch was 4 and is 8",
+    "-seed 3": "-seed was 0 and is 3",
+    "-lr_start 0.5": "-lr_start was 0.01 and is 0.5",
+    "-epochs 4": "-epochs was 3 and is 4",
+    "-optimizer sgd": "-optimizer was adamw and is sgd",
+    "-bf16": "-bf16 was False and is True",
+    "-dataset more": "-samples was 50 and is 60",
+    "-arch mlp": "-arch was norm_net and is mlp",
+}
+
+
+def test_what_bends_the_trajectory_is_refused_with_old_and_new_and_what_does_not_passes(copy, refused):
+    with plugins(dataset={"more": lambda args: few(args, 60)}):
+        for words, told in CHANGES.items():
+            line = refused(f"{SMALL} -cpu 2 -model few_norm_net {words}", out=copy.parent)
+            assert told in line and f"-allow_change {words.split()[0][1:]}" in line
+        line = refused(f"{SMALL} -cpu 2 -model few_norm_net -seed 3 -epochs 9 -allow_change seed", out=copy.parent)
+        assert "-epochs was" in line and "-seed" not in line
+    easy = "-cpu 1 -workers 1 -log_every 3 -keep_last 3 -save_every 2epochs -best loss -max_bad_steps 5 -max_hours 3"
+    run(copy.parent, f"{SMALL} {easy} -model few_norm_net")
+
+
+def test_allowing_a_change_of_what_is_no_flag_is_refused(copy, refused, tmp_path):
+    for out in (tmp_path / "new", copy.parent):
+        line = refused(f"{SMALL} -cpu 2 -model few_norm_net -allow_change batchsize", out=out)
+        assert "-allow_change batchsize: there is no such flag (do you mean batch_size?)" in line
+
+
+def test_flags_that_another_version_of_the_code_had_are_told_and_pass(copy):
+    saves.rewrite(copy / "checkpoints" / names(copy)[0], lambda manifest: manifest["asked"].pop("momentum") and None)
+    run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net")
+    assert "-momentum was unknown and is 0.9" in log_of(copy)
+
+
+@pytest.mark.parametrize(("batch", "micro"), [(8, 4), (4, 2), (48, 8), (25, 5)])
+def test_a_change_of_the_batch_goes_on_at_the_same_samples(tmp_path, monkeypatch, batch, micro):
+    """Stopped after 16 samples of the second epoch: those that fill no batch of the new size are seen again."""
+    with monkeypatch.context() as patch:
+        saves.stop_at(patch, 5)
+        folder = run(tmp_path, f"{SMALL} -keep_last 1", wanted=75)
+    seen, real = [], trainer.Trainer.micro_batch
+
+    def micro_batch(self, key, batch):
+        seen.append((self.state.epoch, self.state.step, key.indices[: key.count]))
+        return real(self, key, batch)
+
+    monkeypatch.setattr(trainer.Trainer, "micro_batch", micro_batch)
+    words = f"{SMALL} -batch_size {batch} -micro_batch {micro} -keep_last 1"
+    folder = run(tmp_path, f"{words} -allow_change batch_size -allow_change micro_batch")
+    epochs = [[i for epoch, _, indices in seen for i in indices if epoch == number] for number in (1, 2)]
+    assert len(epochs[0]) == 50 - 16 // batch * batch and sorted(epochs[1]) == list(range(50))
+    assert len(set(epochs[0])) == len(epochs[0])
+    steps = -(-50 // batch)
+    assert seen[0][1] == steps + 16 // batch and seen[-1][1] == 3 * steps - 1
+    assert names(folder)[0].startswith(f"step_{3 * steps:08d}") and len(names(folder)) == 1
+
+
+def test_a_longer_dataset_goes_on_when_it_is_allowed(copy, monkeypatch):
+    for name in names(copy)[: names(copy).index("step_00000006")]:
+        shutil.rmtree(copy / "checkpoints" / name)
+    monkeypatch.setattr(sys.modules["lib.dataset.few"], "get_dataset", lambda args: few(args, 70))
+    folder = run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -allow_change samples")
+    outcome = json.loads((folder / "outcome.json").read_text())
+    assert (outcome["step"], outcome["samples"]) == (15, 50 + 32 + (70 - 32) + 70)
+
+
+def test_another_optimizer_begins_anew_when_it_is_allowed(copy, refused, monkeypatch):
+    made = []
+    real = resume.load
+
+    def load(found, model, optimizer, *words):
+        real(found, model, optimizer, *words)
+        made.append({kind: len(memory) for kind, memory in optimizer.state.items()})
+
+    monkeypatch.setattr(resume, "load", load)
+    for words in ("-optimizer sgd", "-optimizer adagrad"):
+        twin = shutil.copytree(copy, copy.parent / words.split()[1], symlinks=True)
+        for name in names(twin)[:6]:
+            shutil.rmtree(twin / "checkpoints" / name)
+        run(copy.parent, f"{SMALL} -model {twin.name} {words} -allow_change optimizer")
+        assert "begins without memory" in log_of(twin)
+    assert [len(memory) for memory in made] == [0, 5]
+    run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -optimizer adam -allow_change optimizer")
+    assert "begins without memory" not in log_of(copy), "adam remembers as adamw does"

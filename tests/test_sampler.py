@@ -1,0 +1,300 @@
+"""The samplers: torch's order, stops and changes of the number of ranks, cycling_utils' errors, groups."""
+
+import itertools
+import json
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lib.utils.sampler import (
+    AdvancedTooFarError,
+    HasNotResetProgressError,
+    InterruptableDistributedGroupedBatchSampler,
+    InterruptableDistributedSampler,
+    InterruptableSampler,
+    InterruptibleSampler,
+    aspect_ratio_groups,
+    image_sizes,
+)
+
+STEADY = settings(deadline=None, derandomize=True, max_examples=150)
+SIZES, WORLDS, SEEDS, EPOCHS = st.integers(0, 200), st.integers(1, 9), st.integers(0, 2**31), st.integers(0, 50)
+OPTIONS = st.fixed_dictionaries({"shuffle": st.booleans(), "seed": SEEDS, "drop_last": st.booleans()})
+RUNS = st.lists(st.tuples(WORLDS, st.integers(0, 30)), max_size=6)  # ranks, and what each consumes before the stop
+
+
+def samplers(ranks, n, cls=InterruptableDistributedSampler, state=None, **options):
+    """One sampler for each rank, all of them loaded with a state."""
+    made = [cls(range(n), num_replicas=ranks, rank=rank, **options) for rank in range(ranks)]
+    for sampler in made if state else ():
+        sampler.load_state_dict(json.loads(json.dumps(state)))
+    return made
+
+
+def take(sampler, count):
+    """The next `count` of a sampler, consumed."""
+    taken = list(itertools.islice(sampler, count))
+    sampler.advance(len(taken))
+    return taken
+
+
+def torch_order(n, ranks=1, rank=0, epoch=0, **options):
+    sampler = DistributedSampler(range(n), ranks, rank, **options)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+@STEADY
+@given(n=SIZES, ranks=WORLDS, epochs=st.lists(EPOCHS, max_size=4), options=OPTIONS)
+def test_every_epoch_has_exactly_torchs_order(n, ranks, epochs, options):
+    for rank in range(ranks):
+        ours = InterruptableDistributedSampler(range(n), ranks, rank, **options)
+        theirs = DistributedSampler(range(n), ranks, rank, **options)
+        for epoch in [0, *epochs]:
+            theirs.set_epoch(epoch)
+            with ours.in_epoch(epoch):
+                assert take(ours, n + 1) == list(theirs)
+            assert (len(ours), ours.total_size) == (len(theirs), theirs.total_size)
+
+
+# Stops, and other numbers of ranks
+
+
+@STEADY
+@given(n=SIZES, ranks=WORLDS, epoch=EPOCHS, options=OPTIONS, stops=st.lists(st.integers(0, 30), max_size=5))
+def test_a_rank_that_stops_and_goes_on_misses_nothing(n, ranks, epoch, options, stops):
+    rank, state, seen = ranks - 1, {"epoch": epoch, "progress": 0}, []
+    for stop in [*stops, n]:
+        sampler = InterruptableDistributedSampler(range(n), ranks, rank, **options)
+        sampler.load_state_dict(state)
+        assert sampler.progress == len(seen)
+        seen += take(sampler, stop)
+        state = sampler.state_dict()
+    assert seen == torch_order(n, ranks, rank, epoch, **options)
+
+
+@STEADY
+@given(n=SIZES, seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans(), runs=RUNS, last=WORLDS)
+def test_an_epoch_over_changing_numbers_of_ranks_has_each_sample_once(n, seed, epoch, shuffle, runs, last):
+    state, seen = {"epoch": epoch, "progress": 0}, []
+    for ranks, count in [*runs, (last, n)]:
+        dealt = samplers(ranks, n, state=state, shuffle=shuffle, seed=seed)
+        shares = [take(sampler, count) for sampler in dealt]
+        seen += [index for turn in zip(*shares, strict=True) for index in turn]
+        assert len({json.dumps(sampler.state_dict()) for sampler in dealt}) == 1, "one rank's state will do"
+        state = dealt[-1].state_dict()
+        assert state["epoch"] == epoch
+    wanted = torch_order(n, epoch=epoch, shuffle=shuffle, seed=seed)
+    assert seen[:n] == wanted
+    padding = seen[n:]
+    assert len(padding) < 9 and padding == list(itertools.islice(itertools.cycle(wanted), n, n + len(padding)))
+
+
+@STEADY
+@given(n=SIZES, seed=SEEDS, runs=RUNS, last=WORLDS)
+def test_without_the_tail_no_sample_comes_twice_and_fewer_are_left_out_than_ranks(n, seed, runs, last):
+    state, seen = {"epoch": 0, "progress": 0}, []
+    for ranks, count in [*runs, (last, n)]:
+        dealt = samplers(ranks, n, state=state, seed=seed, drop_last=True)
+        seen += [index for turn in zip(*(take(sampler, count) for sampler in dealt), strict=True) for index in turn]
+        state = dealt[0].state_dict()
+    assert seen == torch_order(n, seed=seed)[: len(seen)] and n - len(seen) < last
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@settings(deadline=None, derandomize=True, max_examples=5)
+@given(n=st.integers(10, 60), batch=st.integers(1, 7), ranks=st.integers(1, 3), later=st.integers(1, 3), seed=SEEDS)
+@pytest.mark.parametrize("workers", [0, 3])
+def test_what_loader_processes_fetch_ahead_does_not_count(workers, n, batch, ranks, later, seed):
+    def epoch(ranks, state, steps):
+        dealt = samplers(ranks, n, state=state, seed=seed)
+        shares = []
+        for sampler in dealt:
+            loaded = iter(DataLoader(torch.arange(n), batch, sampler=sampler, num_workers=workers))
+            shares.append([])
+            for part in itertools.islice(loaded, steps):
+                sampler.advance(len(part))
+                shares[-1] += part.tolist()
+        return dealt[0].state_dict(), [index for turn in zip(*shares, strict=True) for index in turn]
+
+    state, seen = epoch(ranks, {"epoch": 3, "progress": 0}, steps=2)
+    wanted = torch_order(n, seed=seed, epoch=3)
+    assert seen[:n] == wanted[: 2 * batch * ranks]
+    seen += epoch(later, state, steps=n)[1]
+    assert seen[:n] == wanted and len(seen) - n < max(ranks, later)
+
+
+def test_a_loader_over_two_epochs_equals_one_with_torchs_sampler():
+    data = torch.arange(50)
+    ours, theirs = InterruptableDistributedSampler(data, 3, 1, seed=7), DistributedSampler(data, 3, 1, seed=7)
+    mine, other = (DataLoader(data, 4, sampler=sampler, num_workers=1) for sampler in (ours, theirs))
+    for epoch in range(2):
+        theirs.set_epoch(epoch)
+        with ours.in_epoch(epoch):
+            for batch, wanted in zip(mine, other, strict=True):
+                assert torch.equal(batch, wanted)
+                ours.advance(len(batch))
+            assert ours.progress == len(ours) == 17
+        assert ours.progress == 0
+
+
+@STEADY
+@given(n=st.integers(1, 200), seed=SEEDS, stop=st.integers(0, 250), epoch=EPOCHS)
+def test_a_shards_sampler_goes_over_all_of_it(n, seed, stop, epoch):
+    assert InterruptibleSampler is InterruptableSampler
+    first = InterruptableSampler(range(n), num_replicas=4, rank=3, seed=seed)
+    first.set_epoch(epoch)
+    seen = take(first, min(stop, n))
+    second = InterruptableSampler(range(n), seed=seed)
+    second.load_state_dict(first.state_dict())
+    assert seen + list(second) == torch_order(n, seed=seed, epoch=epoch) and len(second) == n
+
+
+# The names and errors of cycling_utils
+
+
+def test_a_state_of_cycling_utils_loads():
+    sampler = InterruptableDistributedSampler(range(10), 2, 0)
+    sampler.load_state_dict({"progress": 3, "epoch": 5})
+    assert (sampler.progress, sampler.epoch) == (3, 5)
+    assert list(sampler) == torch_order(10, 2, 0, epoch=5)[3:]
+    sampler._reset_progress()
+    assert sampler.progress == 0 and list(sampler) == torch_order(10, 2, 0, epoch=5)
+
+
+def test_advancing_past_the_end_is_an_error_and_changes_nothing():
+    sampler = InterruptableDistributedSampler(range(10), 3, 0)
+    sampler.advance(3)
+    for wrong in (2, -4):
+        with pytest.raises(AdvancedTooFarError, match=rf"progress {3 + wrong} .*0\.\.4"):
+            sampler.advance(wrong)
+    assert sampler.progress == 3
+    sampler.advance(1)
+    assert list(sampler) == []
+
+
+@pytest.mark.parametrize("state", [{"progress": 5, "epoch": 0}, {"progress": -1, "epoch": 0},
+                                   {"progress": 11, "epoch": 0, "start": 0, "num_replicas": 1},
+                                   {"progress": 2, "epoch": 0, "start": 9, "num_replicas": 4}])  # fmt: skip
+def test_a_state_of_more_samples_than_there_are_is_refused(state):
+    sampler = InterruptableDistributedSampler(range(10), 3, 0)
+    with pytest.raises(AdvancedTooFarError):
+        sampler.load_state_dict(state)
+    assert (sampler.progress, sampler.start, sampler.epoch) == (0, 0, 0)
+
+
+def test_another_epoch_can_be_set_only_when_none_is_under_way():
+    sampler = InterruptableDistributedSampler(range(10), 1, 0)
+    sampler.set_epoch(1)
+    sampler.advance(4)
+    sampler.set_epoch(1)
+    for attempt in (lambda: sampler.set_epoch(2), lambda: sampler.in_epoch(2).__enter__()):
+        with pytest.raises(HasNotResetProgressError, match=r"epoch 2 .*progress 4 of epoch 1"):
+            attempt()
+    fewer = samplers(2, 10, state=sampler.state_dict())[0]
+    assert fewer.progress == 0 and len(fewer) == 3
+    with pytest.raises(HasNotResetProgressError):
+        fewer.set_epoch(2)
+    fewer.reset_progress()
+    fewer.set_epoch(2)
+    assert list(fewer) == torch_order(10, 2, 0, epoch=2)
+
+
+def test_an_exception_keeps_the_progress_of_its_epoch():
+    sampler = InterruptableDistributedSampler(range(10), 1, 0)
+    with pytest.raises(KeyboardInterrupt), sampler.in_epoch(3):
+        seen = take(sampler, 4)
+        raise KeyboardInterrupt
+    assert sampler.state_dict() == {"epoch": 3, "progress": 4, "start": 0, "num_replicas": 1}
+    with sampler.in_epoch(3):
+        assert seen + list(sampler) == torch_order(10, epoch=3)
+    assert sampler.progress == 0
+
+
+# Batches of one group
+
+GROUPS = st.lists(st.integers(-2, 4), max_size=120)
+
+
+def grouped(ranks, groups, state=None, **options):
+    return samplers(
+        ranks, len(groups), InterruptableDistributedGroupedBatchSampler, state, group_ids=groups, **options
+    )
+
+
+@STEADY
+@given(groups=GROUPS, batch=st.integers(1, 9), seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans())
+def test_batches_are_of_one_group_in_torchs_order_and_hold_every_sample_once(groups, batch, seed, epoch, shuffle):
+    (sampler,) = grouped(1, groups, batch_size=batch, seed=seed, shuffle=shuffle)
+    expected = len(sampler)
+    with sampler.in_epoch(epoch):
+        batches = list(sampler)
+    assert len(batches) == expected == sampler.num_batches
+    assert all(len({groups[index] for index in part}) == 1 for part in batches)
+    sizes = [len(part) for part in batches]
+    assert all(size == batch for size in sizes[: sum(Counter(groups)[g] // batch for g in set(groups))])
+    wanted = torch_order(len(groups), epoch=epoch, seed=seed, shuffle=shuffle)
+    for group in set(groups):
+        mine = [index for part in batches for index in part if groups[index] == group]
+        assert mine == [index for index in wanted if groups[index] == group]
+
+
+@STEADY
+@given(groups=GROUPS, batch=st.integers(1, 9), seed=SEEDS, drop_last=st.booleans(), runs=RUNS, last=WORLDS)
+def test_batches_over_changing_numbers_of_ranks_come_once(groups, batch, seed, drop_last, last, runs):
+    options = {"batch_size": batch, "seed": seed, "drop_last": drop_last}
+    wanted = list(grouped(1, groups, **options)[0])
+    state, seen = {"epoch": 0, "progress": 0}, []
+    for ranks, count in [*runs, (last, len(groups))]:
+        dealt = grouped(ranks, groups, state=state, **options)  # a state loads before the first epoch
+        assert len({len(sampler) for sampler in dealt}) == 1
+        shares = [take(sampler, count) for sampler in dealt]
+        seen += [part for turn in zip(*shares, strict=True) for part in turn]
+        state = dealt[-1].state_dict()
+    if drop_last:
+        assert seen == wanted[: len(seen)] and len(wanted) - len(seen) < last
+        assert all(len(part) == batch for part in seen)
+        return
+    assert seen[: len(wanted)] == wanted
+    assert len(seen) - len(wanted) < 9 and all(part in wanted for part in seen)
+
+
+def test_a_grouped_sampler_counts_batches_and_feeds_a_loader():
+    groups = torch.tensor([0, 1] * 10)
+    sampler = InterruptableDistributedGroupedBatchSampler(range(20), groups, 3, num_replicas=2, rank=1)
+    assert len(sampler) == 4
+    with sampler.in_epoch(1):
+        for batch in DataLoader(torch.arange(20), batch_sampler=sampler):
+            assert len({index % 2 for index in batch.tolist()}) == 1
+            sampler.advance()
+        assert sampler.progress == 4
+        with pytest.raises(AdvancedTooFarError):
+            sampler.advance()
+    first = list(sampler)
+    sampler.set_epoch(2)
+    assert list(sampler) != first, "another epoch, other batches"
+
+
+def test_a_grouped_sampler_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="3 group_ids for 4 samples"):
+        InterruptableDistributedGroupedBatchSampler(range(4), [0, 1, 2], 2, 1, 0)
+    with pytest.raises(ValueError, match="batch_size 0"):
+        InterruptableDistributedGroupedBatchSampler(range(1), [0], 0, 1, 0)
+
+
+def test_images_are_binned_by_their_aspect_ratio(tmp_path):
+    for number, size in enumerate([(10, 10), (10, 40), (40, 10), (9, 10), (20, 10)]):
+        Image.new("RGB", size).save(tmp_path / f"{number}.png")
+    sizes = image_sizes(sorted(tmp_path.glob("*.png")))
+    assert sizes[1] == (10, 40)
+    assert aspect_ratio_groups(sizes, k=0).tolist() == [1, 0, 1, 0, 1]
+    assert aspect_ratio_groups(sizes, k=1).tolist() == [2, 0, 3, 1, 3]
+    ratios = torch.logspace(-3, 3, 500, base=2, dtype=torch.float64).tolist()
+    found = aspect_ratio_groups([(ratio, 1) for ratio in ratios])
+    assert found.tolist() == sorted(found.tolist()) and found.unique().tolist() == list(range(8))
+    assert aspect_ratio_groups([]).shape == (0,)

@@ -1,0 +1,229 @@
+"""Sharded image folders: who holds what, in which form, and what the trainer's loader is given."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.transforms.functional import pil_to_tensor
+
+from lib import config
+from lib.dataset import sharded
+from lib.dataset.sharded import DistributedShardedDataset, shard_places
+from lib.utils import loader
+from lib.utils.distributed import World
+from lib.utils.errors import UsageError
+from lib.utils.sampler import InterruptableSampler, InterruptibleSampler
+
+COUNT = 23  # training images: no number of ranks below divides it
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """DATA with train/ (2 classes), val/ (1 of them); the value of an image's pixels is its number."""
+    folder = tmp_path_factory.mktemp("data")
+    for number in range(COUNT):
+        draw(folder / "train" / ("ant" if number < 9 else "bee") / f"{number:03}.png", number)
+    for number in range(100, 103):
+        draw(folder / "val" / "bee" / f"{number}.png", number)
+    return folder
+
+
+def draw(file, value, width=6, height=4):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((height, width, 3), value, np.uint8)).save(file)
+
+
+def numbers(samples):
+    return [int(sample.flatten()[0]) for sample in samples]
+
+
+def load(data, rank, world_size, pct, **options):
+    options = {"device_id": "cpu", "sample_load_transform": pil_to_tensor, **options}
+    return DistributedShardedDataset(data / "train", rank, world_size, pct, **options)
+
+
+# The dataset of cycling_utils
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, COUNT])
+def test_with_a_share_of_one_over_world_size_every_sample_is_on_exactly_one_rank(data, world_size):
+    shards = [load(data, rank, world_size, 1 / world_size) for rank in range(world_size)]
+    assert sorted(number for shard in shards for number in numbers(shard.samples)) == list(range(COUNT))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+    for shard in shards:
+        assert all((number >= 9) == int(target) for number, target in zip(numbers(shard.samples), shard.targets))
+
+
+@pytest.mark.parametrize(("world_size", "pct"), [(2, 0.8), (3, 0.5), (4, 0.99), (4, 0.1), (5, 1.0), (1, 0.3)])
+def test_a_larger_share_overlaps_and_holds_no_sample_twice(data, world_size, pct):
+    shards = [numbers(load(data, rank, world_size, pct).samples) for rank in range(world_size)]
+    assert {len(shard) for shard in shards} == {len(set(shard)) for shard in shards} == {-(-COUNT * pct // 1)}
+    assert pct * world_size < 1 or set().union(*shards) == set(range(COUNT))
+
+
+def test_every_share_of_every_size_is_distinct_and_together_complete():
+    for n in range(1, 40):
+        for world_size in range(1, n + 1):
+            for pct in {1 / world_size, min(1.0, 1.5 / world_size), 1.0}:
+                shares = [shard_places(n, rank, world_size, pct=pct).tolist() for rank in range(world_size)]
+                assert all(len(set(share)) == len(share) for share in shares)
+                assert set().union(*shares) == set(range(n))
+                assert pct > 1 / world_size or sum(map(len, shares)) == n
+
+
+def test_the_seed_deals_the_shards_and_leaves_the_global_generators_alone(data):
+    state = torch.get_rng_state()
+    first, again = (numbers(load(data, 0, 3, 1 / 3, seed=1).samples) for _ in range(2))
+    assert torch.equal(state, torch.get_rng_state())
+    assert first == again != numbers(load(data, 0, 3, 1 / 3, seed=2).samples)
+    assert numbers(load(data, 1, 3, 1 / 3, shuffle=False).samples) == list(range(1, COUNT, 3))
+
+
+def test_transforms_act_when_loading_and_at_each_access(data):
+    calls = []
+    shard = load(
+        data,
+        0,
+        2,
+        0.5,
+        device_id=None,
+        loader=lambda path: calls.append(path) or int(path[-7:-4]),
+        sample_load_transform=lambda number: torch.tensor([number, 1000]),
+        target_load_transform=lambda target: target + 10,
+        sample_getitem_transform=lambda sample: sample * 2,
+        target_getitem_transform=lambda target: target * 3,
+    )
+    assert len(calls) == len(shard) == 12 and isinstance(shard.samples, list)
+    for path, (sample, target) in zip(calls[:12], (shard[index] for index in range(12)), strict=True):
+        assert sample.tolist() == [2 * int(path[-7:-4]), 2000]
+        assert target == 3 * (10 + (int(path[-7:-4]) >= 9))
+    assert len(calls) == 12
+
+
+def test_files_are_chosen_by_extension_or_by_a_function(data, tmp_path):
+    for suffix in ("png", "jpg", "bmp"):
+        draw(tmp_path / "train" / "ant" / f"0.{suffix}", 5)
+    (tmp_path / "train" / "ant" / "notes.txt").write_text("no image")
+    assert len(load(tmp_path, 0, 1, 1)) == 3
+    assert len(load(tmp_path, 0, 1, 1, extensions=(".bmp", ".jpg"))) == 2
+    assert len(load(tmp_path, 0, 1, 1, is_valid_file=lambda path: path.endswith("0.bmp"))) == 1
+    assert load(data, 0, 2, 0.5).class_to_idx == ImageFolder(data / "train").class_to_idx
+
+
+@pytest.mark.parametrize(("rank", "world_size", "pct"), [(2, 2, 0.5), (-1, 2, 0.5), (0, 2, 0), (0, 2, 1.1),
+                                                         (23, 24, 1 / 24)])  # fmt: skip
+def test_a_share_that_cannot_be_is_refused(data, rank, world_size, pct):
+    with pytest.raises(ValueError, match=f"rank {rank} of {world_size}"):
+        load(data, rank, world_size, pct)
+
+
+@pytest.mark.parametrize("device_id", ["cpu", None])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_plain_loader_goes_through_a_shard_stops_and_goes_on(data, device_id, workers):
+    shard = load(data, 1, 2, 0.5, device_id=device_id)
+
+    def batches(sampler):
+        for samples, targets in DataLoader(shard, batch_size=4, sampler=sampler, num_workers=workers):
+            assert samples.shape[1:] == (3, 4, 6) and len(samples) == len(targets)
+            sampler.advance(len(samples))
+            yield numbers(samples)
+
+    first, second = InterruptibleSampler(shard, seed=3), InterruptableSampler(shard, seed=3)
+    seen = next(batches(first))
+    second.load_state_dict(first.state_dict())
+    for batch in batches(second):
+        seen += batch
+    assert len(seen) == 11 and sorted(seen) == sorted(numbers(shard.samples))
+
+
+# -dataset sharded
+
+
+def words(data, *more):
+    return ["-dataset", "sharded", "-data", str(data), *more]
+
+
+def parts_of(data, *more):
+    args = config.parse_args(words(data, *more))
+    return args, loader.splits(sharded.get_dataset(args), "sharded")
+
+
+def test_classes_and_image_size_come_from_the_data(data):
+    args, _ = parts_of(data)
+    assert (args.num_classes, args.image_size, args.channels) == (2, 4, 3)
+    args, parts = parts_of(data, "-image_size", "9", "-channels", "1")
+    assert parts["train"][0][0].shape == parts["val"][0][0].shape == (1, 9, 9)
+
+
+def test_the_training_folder_reads_the_same_items_by_index_as_torchvision(data):
+    _, parts = parts_of(data)
+    reference = ImageFolder(data / "train")
+    assert len(parts["train"]) == len(reference) == COUNT and loader.is_fixed(parts["train"])
+    for (pixels, label), (image, wanted) in zip((parts["train"][i] for i in range(COUNT)), reference, strict=True):
+        assert label == wanted and pixels.shape == (3, 4, 4) and -1 <= pixels.min() <= pixels.max() <= 1
+        assert torch.allclose((pixels + 1) * 127.5, pil_to_tensor(image)[:, :, :4].float(), atol=1e-4)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_shards_of_all_processes_hold_each_sample_once_and_fetch_whole_batches(data, world_size):
+    _, parts = parts_of(data)
+    shards = [parts["train"].shard(World(rank=rank, size=world_size)) for rank in range(world_size)]
+    seen = []
+    for shard in shards:
+        assert shard.local and loader.is_fixed(shard)
+        rows = list(range(len(shard)))
+        pixels, labels = shard.__getitems__(rows)
+        assert pixels.shape == (len(shard), 3, 4, 4) and pixels.dtype == torch.float32 and labels.dtype == torch.int64
+        assert shard.tensors[0].dtype == torch.uint8, "in memory an image takes a byte a value"
+        assert torch.equal(pixels[-1], shard[rows[-1]][0])
+        seen += [int(value) for value in ((pixels[:, 0, 0, 0] + 1) * 127.5).round()]
+    assert sorted(seen) == list(range(COUNT))
+
+
+def test_a_share_of_all_keeps_the_global_indices(data):
+    _, parts = parts_of(data, "-sharded_pct", "1")
+    alone = parts_of(data)[1]["train"].shard(World())
+    for shard in (parts["train"].shard(World(rank=1, size=3)), alone):
+        assert not shard.local and len(shard) == COUNT
+        assert all(torch.equal(shard[i][0], parts["train"][i][0]) for i in range(COUNT))
+
+
+def test_a_larger_share_of_the_flag_is_held(data):
+    _, parts = parts_of(data, "-sharded_pct", "0.6", "-sharded_in", "device")
+    shard = parts["train"].shard(World(rank=2, size=3))
+    assert shard.local and len(shard) == 14 and shard.tensors[0].device == World().device
+
+
+def test_other_splits_are_whole_and_number_their_classes_as_training_does(data):
+    _, parts = parts_of(data)
+    pixels, labels = parts["val"].__getitems__([0, 1, 2])
+    assert set(parts) == {"train", "val"} and not parts["val"].local and labels.tolist() == [1, 1, 1]
+    assert ((pixels[:, 0, 0, 0] + 1) * 127.5).round().tolist() == [100, 101, 102]
+
+
+def test_what_does_not_fit_is_one_line_that_names_it(data, tmp_path):
+    def refused(text, folder, *more):
+        with pytest.raises(UsageError, match=text) as caught:
+            parts_of(folder, *more)
+        assert "\n" not in str(caught.value)
+
+    refused(f"-data {tmp_path}: .*train.*DATA/train/CLASS", tmp_path)
+    (tmp_path / "train" / "ant").mkdir(parents=True)
+    refused(f"-data {tmp_path}: .*ant.*DATA/train/CLASS", tmp_path)
+    refused("-sharded_pct 1.5: .*from 0 to 1", data, "-sharded_pct", "1.5")
+    refused("-num_classes 1: .* 2 class folders", data, "-num_classes", "1")
+    refused("-channels 2:", data, "-channels", "2")
+    refused("-sharded_in device goes with -workers 0, not 2", data, "-sharded_in", "device", "-workers", "2")
+    draw(tmp_path / "train" / "ant" / "0.png", 1)
+    draw(tmp_path / "test" / "cow" / "0.png", 1)
+    refused("test/cow is a class that train has not", tmp_path)
+    _, parts = parts_of(data)
+    with pytest.raises(UsageError, match=r"24 processes: .*has 23 images"):
+        parts["train"].shard(World(rank=23, size=24))
+    (tmp_path / "test").rename(tmp_path / "elsewhere")
+    (tmp_path / "train" / "ant" / "1.png").write_bytes(b"no image")
+    _, parts = parts_of(tmp_path)
+    with pytest.raises(UsageError, match=r"1\.png: not a readable image"):
+        parts["train"].shard(World())

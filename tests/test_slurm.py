@@ -1,0 +1,217 @@
+"""Runs on a real Slurm of two nodes: submitted, preempted, timed out, cancelled, killed; always the same weights."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import cluster
+import pytest
+from cluster import Cluster, copy_of_the_code, outcome, steps_of, until
+from runs import distance
+
+pytestmark = pytest.mark.skipif(bool(cluster.ENABLED_BY), reason=f"no Slurm here; enabled by: {cluster.ENABLED_BY}")
+SHORT = "-cpu 1 -epochs 1 -slow_s 0.01"
+LONG = "-slow_s 0.15"  # 60 steps in 9 s
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory):
+    return copy_of_the_code(tmp_path_factory.mktemp("code"))
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("out")
+
+
+@pytest.fixture(scope="module")
+def slurm(code, out):
+    """A Slurm as it comes: a preemption says SIGTERM and no more."""
+    with Cluster(code, out, GRACE_S=25, KILL_WAIT_S=25) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def telling(code, out):
+    """A Slurm whose preemptions also send the signal of --signal; one run meets its time limit there meanwhile."""
+    with Cluster(code, out, GRACE_S=25, USER_SIGNAL=1) as one:
+        yield one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limited(code, out):
+    """A run whose minute is over several times before it is done, and one that crashes, while other tests go on."""
+    with Cluster(code, out) as one:
+        job = one.submit("-model limited -cpu 1 -slow_s 0.5 -slurm_timeout 1 -slurm_signal_s 25")
+        doomed = one.submit("-model doomed -cpu 1 -slow_s 0.1 -slow_deadly 64")
+        yield one, job, doomed
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm, out):
+    """A run that nothing disturbs."""
+    said = slurm.train(f"-slurm -slurm_nnodes 2 -cpu 2 -slurm_cpus 1 -slurm_follow -dataset slow {LONG} -model calm")
+    assert (
+        "submitted:   job" in said and "cancel:      scancel" in said and "step 60/60" in said and "finished:" in said
+    )
+    return out / "calm"
+
+
+def test_a_submitted_run_ends_as_one_that_is_started_here(slurm, undisturbed, out):
+    slurm.train("-cpu 4 -dataset slow -slow_s 0 -model here", OMP_NUM_THREADS="1")
+    assert outcome(undisturbed)["test"]["accuracy"] > 0.9
+    assert distance(undisturbed, out / "here") == 0.0
+    assert (undisturbed / "slurm").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_preempted_run_goes_on_to_the_same_bits_on_a_slurm_as_it_comes(slurm, undisturbed, code, out):
+    """Only SIGTERM tells, and leaving in time would end the job. The code submitted goes on, and -reset is past."""
+    (out / "moved").mkdir()
+    (out / "moved" / "old").touch()
+    job = slurm.submit(f"-model moved {LONG} -reset")
+    source = code / "train.py"
+    slurm.trains("moved", step=6)
+    text = source.read_text()
+    source.write_text("raise SystemExit('not the code that was submitted')")
+    slurm.urgent(1)
+    ends = slurm.ended(job)
+    source.write_text(text)
+    assert (ends["JobState"], ends["Restarts"]) == ("COMPLETED", "1"), slurm.told("moved")()
+    assert distance(out / "moved", undisturbed) == 0.0
+    assert steps_of(out / "moved") == steps_of(undisturbed)
+    assert len(list((out / ".old").glob("moved-*"))) == 1
+
+
+def test_preempted_runs_are_requeued_once_where_two_signals_tell(telling, out):
+    """A submitted one, and one of the sbatch file, by torchrun and with its words passed on."""
+    log = f"--output={out}/by_file.log"
+    words = f"-dataset slow -cpu 1 {LONG} -out {out} -model by_file".split()
+    said = telling.do("sbatch", "--parsable", "-N2", log, "scripts/slurm/train.sbatch", *words, PYTHON=sys.executable)
+    jobs = {"told": telling.submit(f"-model told -cpu 1 {LONG}"), "by_file": said.strip()}
+    for name in jobs:
+        telling.trains(name, step=4)
+    telling.urgent(1)
+    telling.train("-cpu 2 -dataset slow -slow_s 0 -model told_here", OMP_NUM_THREADS="1")
+    for name, job in jobs.items():
+        ends = telling.ended(job)
+        assert (ends["JobState"], ends["Restarts"]) == ("COMPLETED", "1"), telling.told(name)()
+        assert distance(out / name, out / "told_here") == 0.0
+
+
+def test_a_cancelled_run_is_saved_and_stays_cancelled(slurm, out):
+    """It is followed until then; Ctrl-C ends no more than that."""
+    words = (
+        f"-slurm -slurm_follow -slurm_nnodes 2 -cpu 1 -slurm_cpus 1 -dataset slow {LONG} -model given_up -out {out}"
+    )
+    command = [sys.executable, "train.py", *words.split()]
+    with subprocess.Popen(command, cwd=slurm.code, env=slurm.env(), stdout=subprocess.PIPE, text=True) as following:
+        slurm.trains("given_up", step=2)
+        following.send_signal(signal.SIGINT)
+        said = following.communicate()[0]
+    assert following.returncode == 0 and "goes on; scancel" in said
+    job = re.search(r"submitted: +job (\d+)", said)[1]
+    assert slurm.job(job)["JobState"] == "RUNNING"
+    slurm.do("scancel", job)
+    ends = slurm.ended(job)
+    until(lambda: outcome(out / "given_up").get("state") == "stopped", slurm.told("given_up"))
+    assert outcome(out / "given_up")["step"] >= 2
+    assert (out / "given_up" / "checkpoints" / "latest").exists()
+    time.sleep(2)
+    assert (ends["JobState"], slurm.job(job)["JobState"], slurm.job(job)["Restarts"]) == (
+        "CANCELLED",
+        "CANCELLED",
+        "0",
+    )
+
+
+def test_a_run_whose_task_is_killed_is_started_again(slurm, out):
+    job = slurm.submit("-model torn -cpu 1 -slow_s 0.1")
+    slurm.trains("torn", step=24)
+    until(lambda: (out / "torn" / "checkpoints" / "latest").exists())
+    os.kill(slurm.pid_of(job, rank=1), signal.SIGKILL)
+    ends = slurm.ended(job)
+    assert (ends["JobState"], ends["Restarts"]) == ("COMPLETED", "1"), slurm.told("torn")()
+    assert outcome(out / "torn")["state"] == "finished"
+    assert "a process was lost: job" in slurm.told("torn")()
+
+
+def test_a_run_that_crashes_again_and_again_ends(limited):
+    """Killed after its first checkpoint, then at the first step of every start."""
+    slurm, _, job = limited
+    ends = slurm.ended(job)
+    assert (ends["JobState"], ends["Restarts"]) == ("FAILED", "1"), slurm.told("doomed")()
+    assert "not requeued: a process was lost, and nothing was gained" in slurm.told("doomed")()
+
+
+def test_two_jobs_share_a_node_and_nothing_of_where_they_were_submitted(slurm, out):
+    leaking = {"MASTER_PORT": "1", "WORLD_SIZE": "9", "SLURM_RESTART_COUNT": "7", "SLURM_JOB_ID": "99",
+               "SBATCH_PARTITION": "none", "SLURM_CPU_BIND": "none"}  # fmt: skip
+    words = "-slurm_nodelist n2 -epochs 1 -slow_s 0.1"
+    jobs = [slurm.submit(f"-model beside_{one} {words}", nodes=1, **leaking) for one in (1, 2)]
+    ends = [slurm.ended(job) for job in jobs]
+    assert [(end["JobState"], end["NodeList"]) for end in ends] == [("COMPLETED", "n2")] * 2, slurm.told("beside_1")()
+    assert ends[1]["StartTime"] < ends[0]["EndTime"], "they did not run side by side"
+    starts = json.loads((out / "beside_1" / "slurm" / f"{jobs[0]}.json").read_text())["starts"]
+    assert [start["restart"] for start in starts] == [0]
+
+
+def test_a_dry_run_shows_the_script_and_leaves_nothing(slurm, out):
+    words = (
+        "-slurm_dry -slurm_ngpus 2 -slurm_partition general -slurm_timeout 90 -slurm_cpus 3 "
+        "-slurm_account me -slurm_qos high -slurm_exclude n2 -slurm_mem_gb 1.5 -slurm_signal_s 60 "
+        "-slurm_setup=export_X=1 -slurm_arg exclusive -slurm_arg comment=a'b -model dry"
+    )
+    said = slurm.here(words)
+    options = {line.removeprefix("#SBATCH --") for line in said.splitlines() if line.startswith("#SBATCH")}
+    assert options >= {
+        "nodes=1", "gpus-per-node=2", "ntasks-per-node=2", "partition=general", "time=90", "cpus-per-task=3",
+        "account=me", "qos=high", "exclude=n2", "mem=1536MB", "signal=USR2@60", "exclusive", "requeue",
+        "open-mode=append", "job-name=dry", """comment='a'"'"'b'""",
+    }  # fmt: skip
+    assert "\nexport_X=1\n" in said and "--kill-on-bad-exit=1" in said
+    assert "Job " in said and " to start at " in said
+    assert not (out / "dry").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("-slurm_partition gpus", "-slurm_partition gpus: the partitions here are general, urgent"),
+        ("-slurm_ngpus 9", "-slurm_ngpus 9: a node has gpu:4"),
+        ("-slurm_nodelist n7", "-slurm_nodelist n7: sinfo -N lists the nodes"),
+        ("-gpus 0", "-gpus 0 with -slurm: Slurm says which GPUs"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(slurm, out, words, told):
+    said = slurm.here(f"-slurm -slurm_cpus 1 -model none {words}", wanted=2)
+    assert told in said and said.count("\n") == 1
+    assert ("sbatch said: " in said) == ("-gpus" not in words)
+
+
+def test_no_sbatch_is_one_line(slurm):
+    said = slurm.here("-slurm", wanted=2, PATH="/nowhere")
+    assert said.count("\n") == 1 and "there is no sbatch on this machine" in said
+
+
+def test_an_allocation_is_used_by_srun_and_left_alone_by_python(slurm, out):
+    """Under srun one run of two processes; typed without it, one process here, and -reset each time."""
+    words = f"train.py -dataset slow {SHORT} -out {out} -model by_srun"
+    script = f"srun --cpus-per-task=1 {sys.executable} {words}; {sys.executable} {words} -reset"
+    said = slurm.do("salloc", "-N2", "--ntasks-per-node=1", "bash", "-c", script)
+    assert said.count("finished:") == 2, said
+    kept = next((out / ".old").glob("by_srun-*"))
+    assert (kept / "logs" / "rank_1.log").exists() and not (out / "by_srun" / "logs" / "rank_1.log").exists()
+
+
+def test_a_run_that_its_time_limit_ends_several_times_finishes(limited, out):
+    slurm, job, _ = limited
+    ends = slurm.ended(job)
+    assert ends["JobState"] == "COMPLETED" and int(ends["Restarts"]) >= 2, slurm.told("limited")()
+    assert "not requeued" not in slurm.told("limited")()
+    starts = json.loads((out / "limited" / "slurm" / f"{job}.json").read_text())["starts"]
+    assert [start.get("requeued") for start in starts] == ["time limit"] * int(ends["Restarts"]) + [None]
+    assert steps_of(out / "limited") == sorted(set(steps_of(out / "limited")))

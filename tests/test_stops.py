@@ -1,0 +1,220 @@
+"""Whatever ends a run, it saves its state where it can, and the next start ends at the same weights, bit for bit."""
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+
+pytest_plugins = ("processes",)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
+EPOCH, STEPS = 20, 60  # steps of an epoch, and of the run
+PAUSE = {"do": "pause", "step": 25}
+REACTS = range(26, 46)  # a step takes a millisecond, and a thread has to hear of the signal first
+SOON_S = 5  # until a run reacts
+
+
+def to_parent(run, number):
+    os.kill(run.pid, number)
+
+
+def to_all(run, number):
+    os.killpg(run.pid, number)
+
+
+def to_rank(rank):
+    def send(run, number):
+        os.kill(run.noted(2)[rank]["pid"], number)
+
+    return send
+
+
+def saved_steps(run) -> list[int]:
+    """The steps of the checkpoints, sorted."""
+    return sorted(int(folder.name[5:]) for folder in (run.folder / "checkpoints").glob("step_*"))
+
+
+def stopped(run, reason) -> int:
+    """The step at which a run stopped, its state saved."""
+    assert run.ends() == 75, run.text()
+    run.is_gone(SOON_S)
+    outcome = run.outcome()
+    assert outcome["state"] == "stopped"
+    assert reason in outcome["reason"]
+    assert saved_steps(run)[-1] == outcome["step"] < STEPS
+    assert "Traceback" not in run.text()
+    return outcome["step"]
+
+
+def goes_on(start, name, undisturbed, *words, **how):
+    """The next start of a run goes on, and ends as if nothing had been."""
+    run = start(name, *words, **how)
+    assert run.ends() == 0, run.text()
+    assert "going on from" in run.text()
+    outcome = run.outcome()
+    assert [outcome[name] for name in ("state", "step", "samples")] == ["finished", STEPS, 3 * 1259]
+    assert run.weights() == undisturbed.weights()
+
+
+@pytest.mark.parametrize(
+    ("number", "send", "workers"),
+    [
+        (signal.SIGTERM, to_parent, 0),
+        (signal.SIGTERM, to_rank(1), 0),
+        (signal.SIGTERM, to_all, 2),
+        (signal.SIGUSR1, to_parent, 0),
+        (signal.SIGUSR2, to_rank(0), 2),
+    ],
+)
+def test_a_signal_stops_all_ranks_at_one_step_and_the_next_start_goes_on(start, undisturbed, number, send, workers):
+    run = start("told", "-workers", workers, deed=PAUSE)
+    run.noted(2)
+    for _ in range(3):  # impatience changes nothing
+        send(run, number)
+    run.go()
+    assert stopped(run, number.name) in REACTS
+    assert saved_steps(run)[-2:-1] == [EPOCH]
+    goes_on(start, "told", undisturbed, "-workers", workers)
+
+
+def test_votes_once_a_second_are_soon_enough(start):
+    run = start("long", "-epochs", 1000, deed={**PAUSE, "step": 150}, env={"VOTE_S": "1"})
+    run.noted(2)
+    to_parent(run, signal.SIGTERM)
+    run.go()
+    assert run.ends(2 * SOON_S) == 75, run.text()
+    assert run.outcome()["step"] > 150
+
+
+def test_one_ctrl_c_stops_the_run_and_a_second_one_ends_it_at_once(start, undisturbed):
+    terminal = {"terminal": ("stdin", "stdout", "stderr")}
+    run = start("keys", deed=PAUSE, **terminal)
+    run.noted(2)
+    run.type("\x03")
+    run.says("signal SIGINT: stopping")
+    run.go()
+    first = stopped(run, "SIGINT")
+    run = start("keys", deed={**PAUSE, "step": 45}, **terminal)
+    run.noted(2)
+    run.type("\x03")
+    run.says("signal SIGINT: stopping")
+    time.sleep(1.2)  # presses nearer together count as one
+    run.type("\x03")
+    assert run.ends(SOON_S) == 130, run.text()
+    run.is_gone(SOON_S)
+    assert saved_steps(run) == [first, 2 * EPOCH]
+    goes_on(start, "keys", undisturbed)
+
+
+def test_one_process_stops_and_goes_on_in_the_parent(start):
+    alone = start("alone", cpu=1)
+    assert alone.ends() == 0, alone.text()
+    run = start("told", "-workers", 1, deed={"do": "strike", "signal": "SIGINT", "step": 25}, cpu=1)
+    assert stopped(run, "SIGINT") in REACTS
+    goes_on(start, "told", alone, "-workers", 1, cpu=1)
+
+
+def test_a_lost_terminal_stops_a_run_that_writes_there_and_no_other(start, undisturbed):
+    run = start("there", deed=PAUSE, terminal=("stdin", "stdout", "stderr"))
+    run.noted(2)
+    run.hang_up()
+    run.go()
+    assert stopped(run, "SIGHUP") in REACTS
+    goes_on(start, "there", undisturbed)
+    run = start("elsewhere", deed=PAUSE, terminal=("stdin", "stderr"))
+    run.noted(2)
+    run.hang_up()
+    run.go()
+    assert run.ends() == 0, run.text()
+    assert run.weights() == undisturbed.weights()
+
+
+def test_all_processes_killed_at_once_lose_what_was_done_since_the_last_save(start, undisturbed):
+    for last in (0, EPOCH):
+        run = start("power", deed={**PAUSE, "step": last + 15})
+        run.noted(2)
+        to_all(run, signal.SIGKILL)
+        assert run.ends() == -signal.SIGKILL
+        run.is_gone(SOON_S)
+        assert saved_steps(run) == ([last] if last else [])
+        assert run.outcome()["state"] == "running"
+    goes_on(start, "power", undisturbed)
+
+
+def test_a_stop_while_evaluating_is_heard_there(start, undisturbed):
+    deed = {"do": "strike", "signal": "SIGTERM", "where": "evaluation", "step": EPOCH, "rank": 1}
+    run = start("evaluates", deed=deed)
+    assert stopped(run, "SIGTERM") == EPOCH
+    assert run.outcome()["epoch"] == 0, "the evaluation is still to be done"
+    goes_on(start, "evaluates", undisturbed)
+
+
+@pytest.mark.parametrize(("where", "step"), [("training", STEPS - 1), ("evaluation", STEPS)])
+def test_a_stop_on_the_last_step_finishes_the_run(start, undisturbed, where, step):
+    run = start("last", deed={"do": "strike", "signal": "SIGTERM", "where": where, "step": step, "rank": 1})
+    assert run.ends() == 0, run.text()
+    assert run.outcome()["state"] == "finished"
+    assert run.weights() == undisturbed.weights()
+
+
+def test_the_file_stop_and_max_hours_stop_a_run(start, undisturbed):
+    run = start("asked", "-max_hours", 1e-9)
+    first = stopped(run, "-max_hours is over")
+    run = start("asked", deed=PAUSE)
+    run.noted(2)
+    (run.folder / "STOP").touch()
+    run.go()
+    assert first < stopped(run, "STOP") == PAUSE["step"] + 1
+    goes_on(start, "asked", undisturbed)
+
+
+def test_a_stop_that_takes_longer_than_the_grace_shows_where_and_ends(start, undisturbed):
+    run = start("stuck", "-grace_s", 2, deed={"do": "strike", "signal": "SIGSTOP", "step": 25, "rank": 1})
+    run.noted(1)
+    time.sleep(0.2)  # rank 0 is in its collective, waiting for rank 1
+    to_parent(run, signal.SIGTERM)
+    told = time.monotonic()
+    assert run.ends() == 1, run.text()
+    assert 2 < time.monotonic() - told < 2 + SOON_S
+    assert re.search(r"Timeout \(0:00:02\)!\nThread 0x", run.text())
+    assert re.search(r"File .*trainer\.py.* in ", run.text())
+    assert "rank 0 failed with exit code 1" in run.text()
+    run.is_gone(SOON_S)
+    assert saved_steps(run) == [EPOCH]
+    goes_on(start, "stuck", undisturbed)
+
+
+def test_a_run_told_to_stop_again_and_again_at_any_instant_gets_there(start, undisturbed):
+    codes = []
+    for attempt in range(25):
+        number = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)[attempt % 4]
+        run = start("haste")
+        time.sleep(0.1 + 0.06 * attempt)
+        with contextlib.suppress(ProcessLookupError):  # it was faster
+            to_all(run, number)
+        codes.append(run.ends(2 * SOON_S))
+        run.is_gone(SOON_S)
+        assert codes[-1] in (0, 75, 128 + number, -number), run.text()
+        if codes[-1] == 0:
+            break
+    assert 75 in codes, codes
+    if codes[-1] == 0:
+        assert run.weights() == undisturbed.weights()
+    else:
+        goes_on(start, "haste", undisturbed)
+
+
+def test_a_signal_while_python_still_imports_does_no_harm(start, undisturbed):
+    words = ("-arch", "mlp", "-epochs", 3)
+    for delay in (0.02, 0.3, 1.2):
+        run = start("early", *words, command=["train.py"])
+        time.sleep(delay)
+        to_parent(run, signal.SIGTERM)
+        assert run.ends() in (-signal.SIGTERM, 128 + signal.SIGTERM, 75), run.text()
+        run.is_gone(SOON_S)
+    run = start("early", *words, "-trainer", "trainer", command=["train.py"])
+    assert run.ends() == 0, run.text()
+    assert run.weights() == undisturbed.weights()

@@ -1,0 +1,251 @@
+"""Files that are not what was written, and saves that fail: the older checkpoint holds, and it is told."""
+
+import errno
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import saves
+from runs import distance, plugins, run
+from saves import SMALL, everything, log_of, names
+
+from lib.utils import atomic, checkpoint, shards
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins():
+    with plugins(**saves.PLUGINS):
+        yield
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished run on two processes with all its checkpoints, one an epoch."""
+    return run(tmp_path_factory.mktemp("done"), f"{SMALL} -cpu 2 -keep_last 9")
+
+
+@pytest.fixture
+def copy(done, tmp_path):
+    """A copy of it, which a test may spoil."""
+    return shutil.copytree(done, tmp_path / "copied" / done.name, symlinks=True)
+
+
+# Files that are not what was written
+
+
+def whole(folder: Path) -> bool:
+    """Whether a checkpoint is what was written."""
+    try:
+        for file, wanted in checkpoint.read_manifest(folder)["shards"].items():
+            shards.verify(folder / file, wanted)
+    except shards.Damaged:
+        return False
+    return True
+
+
+def test_every_one_of_2000_flipped_bits_and_100_truncations_is_found(copy):
+    folder, draw = copy / "checkpoints" / names(copy)[0], random.Random(0)
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    assert whole(folder) and len(files) == 3
+    for number in range(2100):
+        path = draw.choice([*files])
+        data = bytearray(files[path])
+        if number < 2000:
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        else:
+            del data[draw.randrange(len(data)) :]
+        path.write_bytes(data)
+        assert not whole(folder), f"{path.name} {number}"
+        path.write_bytes(files[path])
+    assert whole(folder)
+
+
+def _truncated(part):
+    return lambda folder: os.truncate(folder / SHARD, int((folder / SHARD).stat().st_size * part))
+
+
+def _hole(folder):
+    with (folder / SHARD).open("r+b") as file:
+        file.seek(4096)
+        file.write(bytes(4096))
+
+
+def _appended(name):
+    def append(folder):
+        with (folder / name).open("ab") as file:
+            file.write(b"garbage")
+
+    return append
+
+
+def _mixed(name):
+    return lambda folder: shutil.copy(folder.parent / "step_00000004" / name, folder / name)
+
+
+def _replaced(make):
+    def replace(folder):
+        shutil.rmtree(folder)
+        make(folder)
+
+    return replace
+
+
+SHARD, MANIFEST = "shard_0001.safetensors", "manifest.json"
+DAMAGE = {
+    **{f"{part} of a shard": _truncated(part) for part in (0, 0.001, 0.25, 0.5, 0.75, 0.99, 0.9999)},
+    "no bytes of the manifest": lambda folder: os.truncate(folder / MANIFEST, 0),
+    "a hole of 4 KB": _hole,
+    "garbage behind a shard": _appended(SHARD),
+    "garbage behind the manifest": _appended(MANIFEST),
+    "a shard missing": lambda folder: (folder / SHARD).unlink(),
+    "no manifest": lambda folder: (folder / MANIFEST).unlink(),
+    "a shard of another generation": _mixed(SHARD),
+    "a manifest of another generation": _mixed(MANIFEST),
+    "an empty folder": _replaced(Path.mkdir),
+    "a file": _replaced(Path.touch),
+    "a dangling link": _replaced(lambda folder: folder.symlink_to("nowhere")),
+    "a looping link": _replaced(lambda folder: folder.symlink_to(folder)),
+    "a folder for a shard": lambda folder: ((folder / SHARD).unlink(), (folder / SHARD).mkdir()),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_checkpoint_is_set_aside_with_its_reason_and_the_one_before_is_taken(what, copy, caplog):
+    newest, before = names(copy)[:2]
+    DAMAGE[what](copy / "checkpoints" / newest)
+    checkpoints = saves.saver(copy)
+    found = saves.search.newest(checkpoints.folder, checkpoints.disk)
+    assert found.folder.name == before and newest not in names(copy) and f"{newest}.corrupt" in everything(copy)
+    assert newest in caplog.text and "set aside" in caplog.text
+
+
+@pytest.mark.parametrize("cpu", [1, 2])
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, done, cpu):
+    for name, damage in zip(names(copy)[:2], ("a hole of 4 KB", "a shard missing"), strict=True):
+        DAMAGE[damage](copy / "checkpoints" / name)
+    folder = run(copy.parent, f"{SMALL} -cpu {cpu} -keep_last 9")
+    assert distance(folder, done) < (1e-5 if cpu == 1 else 1e-30)
+    assert log_of(folder).count("set aside as") == 2 and "going on from" in log_of(folder).rpartition("set aside")[2]
+    assert [name for name in everything(folder) if "corrupt" in name] == [
+        "step_00000008.corrupt",
+        "step_00000012.corrupt",
+    ]
+
+
+def test_a_run_with_only_damaged_checkpoints_never_starts_anew_by_itself(copy, done, tmp_path):
+    for name in names(copy):
+        (copy / "checkpoints" / name / SHARD).unlink()
+    for _ in range(2):
+        with pytest.raises(shards.Damaged, match="no good checkpoint is left: -reset starts anew, -resume"):
+            run(copy.parent, f"{SMALL} -cpu 1")
+        run(copy.parent, f"{SMALL} -cpu 2", wanted=1)
+    assert not names(copy) and everything(copy).count("step_00000004.corrupt") == 1
+    run(copy.parent, f"{SMALL} -cpu 2 -resume {done}")
+    assert names(copy) and distance(copy, done) == 0.0
+    run(copy.parent, f"{SMALL} -cpu 2 -reset -epochs 1")
+    assert names(copy) == ["step_00000004"]
+
+
+LATEST = {
+    "missing": lambda link: None,
+    "dangling": lambda link: link.symlink_to("step_00000099"),
+    "looping": lambda link: link.symlink_to("latest"),
+    "a folder": lambda link: shutil.copytree(link.parent / "step_00000008", link),
+    "a file": lambda link: link.write_text("step_00000004"),
+    "an older one": lambda link: link.symlink_to("step_00000004"),
+    "somewhere else": lambda link: link.symlink_to("/tmp"),
+}
+
+
+@pytest.mark.parametrize("what", LATEST)
+def test_whatever_latest_is_the_newest_good_checkpoint_is_taken_and_latest_is_mended(what, copy, done):
+    shutil.rmtree(copy / "checkpoints" / names(copy)[0])
+    link = copy / "checkpoints" / "latest"
+    link.unlink()
+    LATEST[what](link)
+    folder = run(copy.parent, f"{SMALL} -cpu 1")
+    assert f"going on from {folder}/checkpoints/step_00000008:" in log_of(folder)
+    assert atomic.read_link(link) == names(folder)[0] == "step_00000012"
+
+
+# Disks that fail
+
+
+def fail_writes(monkeypatch, when, error=FULL):
+    """A write of a shard fails, half done, when(rank, step) says so."""
+    real = shards.write
+
+    def write(path, blocks):
+        if "shard" in path.name and when(int(os.environ["RANK"]), int(path.parent.name[5:13])):
+            path.write_bytes(b"half")
+            raise error
+        return real(path, blocks)
+
+    monkeypatch.setattr(shards, "write", write)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "code"), [(1, errno.ENOSPC), (2, errno.ENOSPC), (2, errno.EIO), (2, errno.EROFS), (3, errno.ESTALE)]
+)
+def test_a_save_that_fails_on_one_rank_costs_itself_and_nothing_else(tmp_path, monkeypatch, cpu, code):
+    error = OSError(code, os.strerror(code))
+    fail_writes(monkeypatch, lambda rank, step: step in (4, 8) and rank == cpu - 1, error)
+    folder = run(tmp_path, f"{SMALL} -cpu {cpu} -keep_last 9 -save_every 2steps")
+    assert names(folder) == [
+        f"step_{step:08d}{end}" for step, end in ((12, "_1"), (12, ""), (10, ""), (6, ""), (2, ""))
+    ]
+    assert everything(folder) == sorted([*names(folder), "latest"])
+    for rank in range(cpu):
+        told = [line for line in log_of(folder, rank).splitlines() if "could not be saved" in line]
+        assert len(told) == 2 and "WARNING" in told[0] and "the run goes on" in told[0]
+        assert f"step_00000004 could not be saved (rank {cpu - 1}: OSError: [Errno {code}]" in told[0]
+        assert "bytes free" in told[0]
+
+
+@pytest.mark.parametrize("cpu", [1, 2])
+def test_three_failed_saves_in_a_row_end_the_run_and_the_older_checkpoint_is_good(tmp_path, monkeypatch, done, cpu):
+    with monkeypatch.context() as patch:
+        fail_writes(patch, lambda rank, step: step > 5 and rank == cpu - 1)
+        _fails(tmp_path, f"{SMALL} -cpu {cpu} -save_every 1steps", cpu, "nor could the 2 before it")
+    folder = tmp_path / done.name
+    assert names(folder) == ["step_00000005", "step_00000004"] and len(everything(folder)) == 3
+    run(tmp_path, f"{SMALL} -cpu {cpu}")
+    assert distance(folder, done) < (1e-5 if cpu == 1 else 1e-30)
+
+
+@pytest.mark.parametrize("cpu", [1, 2])
+def test_strictly_one_failed_save_ends_the_run(tmp_path, monkeypatch, cpu):
+    fail_writes(monkeypatch, lambda rank, step: step == 8 and rank == cpu - 1)
+    _fails(tmp_path, f"{SMALL} -cpu {cpu} -save_strict", cpu, "-save_strict is on")
+    assert names(tmp_path / "few_norm_net") == ["step_00000004"]
+
+
+@pytest.mark.parametrize("cpu", [1, 2])
+def test_a_last_save_that_fails_is_tried_again_and_a_run_never_says_it_saved_when_it_did_not(
+    tmp_path, monkeypatch, cpu
+):
+    tries, words = [], f"{SMALL} -cpu {cpu}"
+    with monkeypatch.context() as patch:
+        fail_writes(patch, lambda rank, step: step == 12 and rank == 0 and (tries.append(step) or len(tries) == 1))
+        folder = run(tmp_path, f"{words} -model again")
+    assert names(folder)[0] == "step_00000012" and "the run goes on" in log_of(folder)
+    with monkeypatch.context() as patch:
+        fail_writes(patch, lambda rank, step: step == 6)
+        saves.stop_at(patch, 6)
+        _fails(tmp_path, f"{words} -model never", cpu, "the last state could not be saved")
+    outcome = (tmp_path / "never" / "outcome.json").read_text()
+    assert '"failed"' in outcome and names(tmp_path / "never") == ["step_00000004"]
+
+
+def _fails(out, words, cpu, told):
+    """A run that ends with exit code 1 and these words."""
+    if cpu == 1:
+        with pytest.raises(checkpoint.SaveError, match=told):
+            run(out, words)
+    else:
+        folder = run(out, words, wanted=1)
+        assert all(told in log_of(folder, rank) for rank in range(cpu))

@@ -1,0 +1,45 @@
+"""Tiny data sets on disk for tests, made by make_NAME for the dataset of that name."""
+
+import hashlib
+import pickle
+
+import numpy as np
+from PIL import Image
+from torchvision.datasets import CIFAR10
+
+
+def make_cifar10(root, monkeypatch):
+    """A tiny CIFAR-10 in the layout of the real one, whose digests torchvision is told."""
+    batches = root / CIFAR10.base_folder
+    batches.mkdir(parents=True)
+
+    def write(name, content):
+        data = pickle.dumps(content)
+        (batches / name).write_bytes(data)
+        return [name, hashlib.md5(data).hexdigest()]
+
+    draw = np.random.default_rng(0)
+    names = [name for name, _ in CIFAR10.train_list + CIFAR10.test_list]
+    pixels = {name: draw.integers(0, 256, (4, 3072), dtype=np.uint8) for name in names}
+    listed = [write(name, {"data": rows, "labels": [0, 3, 9, 1]}) for name, rows in pixels.items()]
+    meta = write("batches.meta", {"label_names": list("abcdefghij")})
+    monkeypatch.setattr(CIFAR10, "train_list", listed[:5])
+    monkeypatch.setattr(CIFAR10, "test_list", listed[5:])
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": meta[1]})
+
+
+def make_folder(root, _monkeypatch=None):
+    """Two classes, two images of each to train on and one to validate."""
+    for split, count in (("train", 2), ("val", 1)):
+        for name in ("ant", "bee"):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                image(root / split / name / f"{number}.jpg")
+
+
+make_sharded = make_folder
+
+
+def image(file):
+    pixels = np.random.default_rng(len(str(file))).integers(0, 256, (40, 30, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file)
