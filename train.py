@@ -29,13 +29,14 @@ def run(args) -> int:
 
     seeding.for_model(args.seed)
     splits = loader.splits(plugin("dataset", args.dataset).get_dataset(args), args.dataset)
-    model = plugin("arch", args.arch).get_model(args)
+    arch = plugin("arch", args.arch)
     with distributed.joined(args) as world:
+        model, values = parallel.build(arch, args, world)
         splits, samples = loader.sharded(splits, world)
         before = resume.remembered(args, world)
         plan = resume.plan(args, samples, world, before)
         resume.check_start(args, plan, before, model)
-        model = parallel.wrap(model, args, world)
+        model = parallel.wrap(model, args, world, arch=arch, values=values)
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
         with run_folder.claimed(args, world) as folder:
             text = config.to_yaml(args, run_folder.about(), batch_size=plan.batch, micro_batch=plan.micro)

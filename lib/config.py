@@ -5,6 +5,7 @@ import difflib
 import importlib
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -124,6 +125,11 @@ def check(args: Args, given: set[str], modules: dict):
         raise UsageError("-fp16 and -bf16 exclude each other: give one of them")
     if args.gpus and args.cpu:
         raise UsageError(f"-gpus {args.gpus} and -cpu {args.cpu} exclude each other: give one of them")
+    if args.parallel != "fsdp" and (args.offload or args.fsdp_replicas > 1):
+        flag = "-offload" if args.offload else f"-fsdp_replicas {args.fsdp_replicas}"
+        raise UsageError(f"{flag} is for sharded models: add -parallel fsdp")
+    if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        raise UsageError("-compile needs a C++ compiler, and there is no c++, g++ or clang++ here: install one")
     if args.micro_batch and not args.batch_per_gpu and args.batch_size % args.micro_batch:
         near = max(args.micro_batch, args.batch_size - args.batch_size % args.micro_batch)
         fits = math.gcd(args.batch_size, args.micro_batch)

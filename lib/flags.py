@@ -36,6 +36,15 @@ def add_shared(parser):
     machine.add_argument("-workers", type=whole(0), default=0, metavar="N", help="loader processes for each process")
     _switch(machine, "-fp16", "mixed precision with float16 and a gradient scaler")
     _switch(machine, "-bf16", "mixed precision with bfloat16")
+    machine.add_argument("-parallel", choices=("ddp", "fsdp"), default="ddp",
+                         help="every process has the whole model, or a shard of it")  # fmt: skip
+    machine.add_argument("-fsdp_replicas", type=whole(1), default=1, metavar="N",
+                         help="fsdp: copies of the sharded model, as one on each node")  # fmt: skip
+    _switch(machine, "-offload", "fsdp: parameters and optimizer in the CPU's memory, where the optimizer runs, too")
+    _switch(machine, "-recompute", "keep no activations of a block, compute them again in the backward pass")
+    machine.add_argument("-compile", nargs="?", const="blocks", choices=("blocks", "model"),
+                         help="torch.compile, block by block (or the whole model at once)")  # fmt: skip
+    _switch(machine, "-find_unused", "ddp: look in each step for parameters that took no part in it")
     _switch(machine, "-sync_bn", "BatchNorm over the micro-batches of all processes (not on the CPU)")
 
     data = parser.add_argument_group("data")

@@ -19,7 +19,7 @@ DATA = ("lib.utils.data", "lib.utils.sampler", "lib.utils.permutation")
 IMPORTS = {  # who may import whom: the longest name that fits counts; all may import lib.utils.errors
     "train": ("lib.config", "lib.launch", "lib.check", "lib.core", "lib.utils"),
     "lib.trainer": ("lib.core", "lib.utils"),
-    "lib.core": ("lib.utils",),
+    "lib.core": ("lib.core", "lib.utils"),
     "lib.utils": ("lib.utils",),
     "lib.arch": (),
     "lib.dataset": DATA,

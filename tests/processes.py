@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -36,6 +37,26 @@ def until(condition: Callable, limit: float = LIMIT, what: str = ""):
         assert time.monotonic() < end, f"waited {limit} s for {what or condition}"
         time.sleep(0.01)
     return value
+
+
+def in_a_child(function: Callable, **words):
+    """Calls the function in a fork of this process, to which nothing of it comes back but its failure."""
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_report, args=(writer, function, words))
+    process.start()
+    writer.close()
+    failure = reader.recv() if reader.poll(LIMIT) else "no answer"
+    process.join()
+    assert not failure, failure
+
+
+def _report(writer, function, words):
+    try:
+        function(**words)
+        writer.send("")
+    except BaseException:
+        writer.send(traceback.format_exc())
 
 
 @dataclass

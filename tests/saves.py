@@ -10,7 +10,7 @@ from lib.trainer import trainer
 from lib.utils import checkpoint, preemption, search, shards
 from lib.utils.distributed import World
 
-SMALL = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 3 -lr_start 1e-2"
+SMALL = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 3 -lr_start 1e-3"
 PLUGINS = {"arch": {"norm_net": norm_net}, "dataset": {"few": few}}
 
 

@@ -34,7 +34,7 @@ def to_rank(rank):
 
 def saved_steps(run) -> list[int]:
     """The steps of the checkpoints, sorted."""
-    return sorted(int(folder.name[5:]) for folder in (run.folder / "checkpoints").glob("step_*"))
+    return sorted(int(folder.name[5:]) for folder in (run.folder / "checkpoints").glob("step_*[0-9]"))
 
 
 def stopped(run, reason) -> int:
@@ -178,7 +178,7 @@ def test_a_stop_that_takes_longer_than_the_grace_shows_where_and_ends(start, und
     to_parent(run, signal.SIGTERM)
     told = time.monotonic()
     assert run.ends() == 1, run.text()
-    assert 2 < time.monotonic() - told < 2 + SOON_S
+    assert 2 < time.monotonic() - told < 2 + 2 * SOON_S
     assert re.search(r"Timeout \(0:00:02\)!\nThread 0x", run.text())
     assert re.search(r"File .*trainer\.py.* in ", run.text())
     assert "rank 0 failed with exit code 1" in run.text()

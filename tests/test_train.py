@@ -12,7 +12,7 @@ from torch import nn
 from lib.utils import preemption
 from lib.utils.data import Tensors
 
-SMALL = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 3 -lr_start 1e-2"
+SMALL = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 3 -lr_start 1e-3"
 
 
 @pytest.fixture(scope="module", autouse=True)

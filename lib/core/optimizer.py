@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lib.utils.errors import UsageError
 
@@ -62,6 +63,7 @@ def clip(parameters: list, limit: float) -> torch.Tensor:
     never)."""
     norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
     norm = torch.linalg.vector_norm(torch.stack(norms))
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if limit:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm

@@ -1,34 +1,141 @@
-"""One model on several processes: wrapping, precision, gradient norms, running statistics."""
+"""One model on several processes: DDP or FSDP2, precision, compiling, recomputing, running statistics."""
 
 import contextlib
+import functools
 import inspect
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
+from torch.nn.modules.batchnorm import _NormBase as Norm
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from lib.core import deferred
 from lib.utils import distributed
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 
-def wrap(model: nn.Module, args, world: World) -> nn.Module:
-    """The model on its device, under DistributedDataParallel where there are several processes.
+def build(arch, args, world: World) -> tuple[nn.Module, deferred.Values | None]:
+    """The model of an architecture's module. One that is to be sharded is without memory, its values beside it."""
+    if args.parallel == "fsdp" and world.size > 1:
+        return deferred.build(lambda: arch.get_model(args))
+    return arch.get_model(args), None
 
-    Raises UsageError for -sync_bn on the CPU, which torch does not have.
+
+def wrap(model: nn.Module, args, world: World, *, arch=None, values=None) -> nn.Module:
+    """The model on its device, under DistributedDataParallel or fully sharded where there are several processes.
+
+    Blocks are what the `arch` module's get_blocks(model) gives, else what is in the model's ModuleLists, else its
+    children; `values` are those of a model without memory. Raises UsageError for -sync_bn on the CPU, which torch
+    does not have, -recompute of a model without blocks and -fsdp_replicas that do not divide the processes.
     """
     if args.sync_bn and world.device.type == "cpu":
         raise UsageError("-sync_bn needs a GPU: torch has no SyncBatchNorm on the CPU")
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    parts = arch.get_blocks(model) if hasattr(arch, "get_blocks") else blocks(model)
+    if args.recompute and not parts:
+        raise UsageError(f"-recompute: -arch {args.arch} has no blocks to recompute; give it a get_blocks(model)")
+    for part in (parts or [model]) if args.compile == "blocks" else [model] if args.compile else []:
+        part.forward = torch.compile(part.forward)
+    for part in parts if args.recompute else ():
+        again = functools.partial(_nothing_noted, part)
+        part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False, context_fn=again)
+    if args.parallel == "fsdp" and world.size > 1:
+        return _sharded(model, parts, args, world, values)
     model = model.to(world.device)
-    if world.size == 1:
-        return model
+    return _replicated(model, args, world) if world.size > 1 else model
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The parts that a model is made of: what is in its outermost ModuleLists, else its children; none without
+    parameters."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outer = [one for name, one in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
+    parts = [part for one in outer for part in one] or list(model.children())
+    return [part for part in parts if next(part.parameters(), None) is not None]
+
+
+def _replicated(model, args, world):
     ids = None if world.device.type == "cpu" else [world.device.index]
     # RunningStatistics keeps the buffers alike; torch 2.15 has another word for leaving them alone.
     words = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in words else "broadcast_buffers"
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **{buffers: False})
+    words = {"gradient_as_bucket_view": True, "find_unused_parameters": args.find_unused, buffers: False}
+    return DistributedDataParallel(model, device_ids=ids, **words)
+
+
+def _sharded(model, parts, args, world, values):
+    """FSDP2: every block is a group of its own, and what is left the root's."""
+    if world.size % args.fsdp_replicas:
+        raise UsageError(f"-fsdp_replicas {args.fsdp_replicas} does not divide {world.size} processes")
+    grid = (args.fsdp_replicas, world.size // args.fsdp_replicas)
+    mesh = torch.distributed.init_device_mesh(world.device.type, grid, mesh_dim_names=("replicate", "shard"))
+    mesh = mesh if args.fsdp_replicas > 1 else mesh["shard"]
+    pinned = world.device.type != "cpu"
+    words = {"mesh": mesh, "reshard_after_forward": True}
+    words |= {"offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned)} if args.offload else {}
+    for part in [*_independent(model, parts), model]:
+        fsdp.fully_shard(part, mp_policy=_policy(part, args), **words)
+    if values is None:
+        return model.to("cpu" if args.offload else world.device)
+    _give_memory(model, torch.device("cpu") if args.offload else world.device, world.device)
+    values.fill(model)
+    return model
+
+
+def _independent(model, parts):
+    """The parts that share no parameter with the rest of the model: those that do stay in the root's group."""
+    owners = {}
+    inside = {module: part for part in parts for module in part.modules()}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(inside.get(module))
+    tied = {part for both in owners.values() if len(both) > 1 for part in both}
+    return [part for part in parts if part not in tied]
+
+
+def _policy(part, args):
+    """Half precision also between the processes, where autocast computes in it; BatchNorm wants its weights whole."""
+    if not (args.fp16 or args.bf16) or any(isinstance(module, Norm) for module in part.modules()):
+        return fsdp.MixedPrecisionPolicy()
+    return fsdp.MixedPrecisionPolicy(_half(args), reduce_dtype=torch.float32)
+
+
+def _half(args):
+    return torch.float16 if args.fp16 else torch.bfloat16
+
+
+def _give_memory(model, parameters, buffers):
+    """Memory for a model on the meta device, tied parameters staying tied."""
+    names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    model.to_empty(device=parameters)
+    for first, *others in names.values():
+        for name in others:
+            path, _, word = name.rpartition(".")
+            model.get_submodule(path)._parameters[word] = model.get_parameter(first)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=buffers)
+
+
+@contextlib.contextmanager
+def _unnoted(part):
+    """The part computes again what it computed before: its BatchNorms do not note the batch a second time."""
+    kept = [(buffer, buffer.clone()) for buffer in part.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, values in kept:
+            buffer.data.copy_(values)  # .data: for autograd nothing has changed
+
+
+def _nothing_noted(part):
+    return contextlib.nullcontext(), _unnoted(part)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -37,16 +144,26 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def set_sync(model: nn.Module, last: bool):
-    """Gradients are reduced in the backward pass of a step's last micro-batch only, as under DDP's no_sync."""
+    """Under DDP gradients are reduced in the backward pass of a step's last micro-batch only, as under its no_sync;
+    when sharded in each, as nobody has room for whole ones."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = last
+
+
+def check_reduced(model: nn.Module, parameters: list):
+    """Raises UsageError where DDP would have waited for a gradient that never came."""
+    waits = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
+    if waits and any(parameter.grad is None for parameter in parameters):
+        names = [n for n, p in unwrap(model).named_parameters() if p.requires_grad and p.grad is None]
+        raise UsageError(f"the parameter {names[0]} ({len(names)} in all) took no part in this step: add "
+                         f"-find_unused, or freeze it by requires_grad_(False)")  # fmt: skip
 
 
 def autocast(args, device: torch.device):
     """The context of the forward pass: mixed precision under -fp16 or -bf16, else nothing."""
     if not (args.fp16 or args.bf16):
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=torch.float16 if args.fp16 else torch.bfloat16)
+    return torch.autocast(device.type, dtype=_half(args))
 
 
 def reorders(model: nn.Module, world: World) -> bool:

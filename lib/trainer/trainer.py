@@ -109,6 +109,7 @@ class Trainer:
 
     def step(self, samples: int):
         """The optimizer's step of `samples` samples, left out on all ranks alike if the gradient is not finite."""
+        parallel.check_reduced(self.model, self.parameters)
         self.scaler.unscale_(self.optimizer)
         norm = optimizers.clip(self.parameters, self.args.clip_grad)
         lr = self.lr()

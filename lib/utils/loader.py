@@ -146,14 +146,16 @@ class EvalLoader:
 
 
 def share(step: int, parts: list, order, world: World) -> Iterator[Key]:
-    """The keys of this rank's share of a step's micro-batches; one without a share borrows a sample that counts 0."""
+    """The keys of this rank's share of a step's micro-batches. All ranks take equally many turns, as sharded models
+    need it: one that has fewer borrows samples that count 0."""
     low, high = (rank * len(parts) // world.size for rank in (world.rank, world.rank + 1))
     start, of = parts[0][0], parts[-1][1] - parts[0][0]
-    if low == high:
-        yield Key(step, len(parts), 0, of, True, True, order[start : start + min(2, of)].tolist())
-    for micro in range(low, high):
-        begin, end = parts[micro]
-        yield Key(step, micro, end - begin, of, micro == low, micro == high - 1, order[begin:end].tolist())
+    turns = math.ceil(len(parts) / world.size)
+    for turn, micro in enumerate(range(low, low + turns)):
+        mine = micro < high
+        begin, end = parts[micro] if mine else (start, start + min(2, of))
+        place = (step, micro, end - begin) if mine else (step, len(parts), 0)
+        yield Key(*place, of, turn == 0, turn == turns - 1, order[begin:end].tolist())
 
 
 class Fetcher:
@@ -196,7 +198,7 @@ class Fetch(Dataset):
     def __getitem__(self, key):
         epoch, indices = key
         try:
-            batch = self._whole(epoch, indices) if self.whole else self._one_by_one(epoch, indices)
+            batch = self._whole(epoch, indices) if self.whole else [self._sample(epoch, i) for i in indices]
         except Exception as error:
             error.args = (f"{error} (while fetching the samples {_short(indices)})",)
             raise
@@ -206,9 +208,6 @@ class Fetch(Dataset):
         if not self.fixed:
             seeding.for_sample(self.seed, epoch, indices[0])
         return self.dataset.__getitems__(indices)
-
-    def _one_by_one(self, epoch, indices):
-        return [self._sample(epoch, index) for index in indices]
 
     def _sample(self, epoch, index):
         if not self.fixed:

@@ -22,6 +22,7 @@ HARMLESS = {
     "data", "out", "model", "reset", "cfg", "tb", "gpus", "cpu", "workers", "log_every",
     "max_bad_steps", "save_every", "keep_last", "keep_every", "best", "save_strict", "resume",
     "weights", "allow_change", "max_hours", "grace_s", "hang_minutes", "batch_per_gpu", "limit_steps", "check_resume",
+    "parallel", "fsdp_replicas", "offload", "recompute", "compile", "find_unused",
 }  # fmt: skip
 OTHERS = {"samples", "nan"}  # what -allow_change may name beside flags: the dataset's length, weights not finite
 FACTS = {"state", "asked", "best", "bad_steps", "metrics", "scaler", "about"}  # what the trainer adds to a manifest
@@ -253,7 +254,7 @@ def load_weights(path: str, model: torch.nn.Module):
     weights, mine, fits = _fitting(path, model, "cpu")
     with torch.no_grad():
         for name in fits:
-            mine[name].copy_(weights[name])
+            shards.put(mine[name], weights[name])
     log.info("-weights %s: %d tensors taken", path, len(fits))
     both = {*mine} & {*weights}
     tied = {*model.state_dict()} - {*mine}  # other names of tensors that were taken

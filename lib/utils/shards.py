@@ -196,11 +196,28 @@ def _fill(target, origin, block, start, shape):
     target[tuple(slice(a - b, c - b) for a, b, c in zip(low, origin, high))].copy_(source)
 
 
+@torch.no_grad()
+def put(tensor: Tensor, whole: Tensor):
+    """Gives a tensor, or the local block of a sharded one, the values of a whole one."""
+    target, start = _local(tensor)
+    target.copy_(whole[tuple(slice(a, a + n) for a, n in zip(start, target.shape))] if whole.ndim else whole)
+
+
+def gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """The tensors with the sharded ones made whole, on rank 0's CPU; called by all ranks. Elsewhere: empty ones."""
+    whole = {}
+    for name, tensor in tensors.items():
+        full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        whole[name] = full.cpu() if world.is_main else full.new_empty(0)
+    return whole
+
+
 def keep_weights(folder: Path, tensors: dict[str, Tensor], world: World, must: bool = True) -> bool:
     """Rank 0 writes folder/weights.safetensors, all ranks wait. False, with a warning, if that failed and need not
     be (`must`)."""
     try:
-        distributed.main_does(lambda: write_weights(folder, tensors), world)
+        whole = gathered(tensors, world)
+        distributed.main_does(lambda: write_weights(folder, whole), world)
     except (OSError, RuntimeError) as error:
         if must:
             raise
@@ -210,11 +227,11 @@ def keep_weights(folder: Path, tensors: dict[str, Tensor], world: World, must: b
 
 
 def write_weights(folder: Path, tensors: dict[str, Tensor]):
-    """Writes folder/weights.safetensors from live tensors that this rank has whole, in place of an older one."""
+    """Writes folder/weights.safetensors from whole tensors on the CPU, in place of an older one."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / "weights.safetensors.partial"
     try:
-        write(partial, [(name, tensor.detach().cpu()) for name, tensor in tensors.items()])
+        write(partial, list(tensors.items()))
         partial.replace(folder / "weights.safetensors")
     finally:
         partial.unlink(missing_ok=True)  # there still if the disk is full

@@ -1,0 +1,153 @@
+"""DDP, FSDP2 and one process: the same run, each other's checkpoints, and any honest model."""
+
+import pytest
+import torch
+from runs import few, norm_net, plugins, run, weights
+from torch import nn
+
+from lib.core import parallel
+from lib.utils.distributed import World
+from train import main
+
+NET = "-dataset few -arch blocks_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 13 -clip_grad 0.5"
+NORM = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 8 -epochs 2 -cpu 1"
+
+
+class BlocksNet(nn.Module):
+    """Blocks with dropout, a tied pair, a frozen parameter, an integer buffer, sizes that no rank count divides."""
+
+    def __init__(self, dropout=0.2, unused=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(dropout)) for _ in range(2)
+        )
+        self.inner, self.outer = nn.Linear(64, 37), nn.Linear(37, 64)
+        self.outer.weight = nn.Parameter(torch.randn(64, 37) / 8)
+        self.mirror = nn.Linear(64, 64, bias=False)
+        self.mirror.weight = self.blocks[1][0].weight
+        self.scale = nn.Parameter(torch.full((64,), 0.5), requires_grad=False)
+        self.register_buffer("calls", torch.tensor(3))
+        self.head = nn.Linear(64, 4)
+        if unused:
+            self.idle = nn.Linear(3, 3)
+
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = inputs + block(inputs)
+        return self.head(self.mirror(self.outer(self.inner(inputs)).relu() * self.scale))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins():
+    made = {"blocks_net": lambda args: BlocksNet(), "unused_net": lambda args: BlocksNet(unused=True),
+            "still_net": lambda args: BlocksNet(dropout=0.0)}  # fmt: skip
+    with plugins(arch={**made, "norm_net": norm_net}, dataset={"few": few}):
+        yield
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory):
+    """52 steps under DDP, undisturbed."""
+    return weights(run(tmp_path_factory.mktemp("ddp"), f"{NET} -cpu 2"))
+
+
+def far(one: dict, other: dict) -> float:
+    """The largest relative difference of two models' weights, tensor by tensor."""
+    assert one.keys() == other.keys()
+    return max(
+        ((one[name].double() - other[name]).norm() / one[name].double().norm().clamp(min=1e-9)).item() for name in one
+    )
+
+
+@pytest.mark.parametrize("words", ["-cpu 2", "-cpu 4 -fsdp_replicas 2 -recompute", "-cpu 3 -offload", "-cpu 1"])
+def test_sharded_runs_end_where_ddp_does(words, ddp, tmp_path):
+    assert far(ddp, weights(run(tmp_path, f"{NET} -parallel fsdp {words}"))) < 1e-5
+
+
+def test_a_sharded_run_goes_on_at_the_same_bits(tmp_path):
+    words = f"{NET} -epochs 4 -parallel fsdp -cpu 2"
+    whole = weights(run(tmp_path, f"{words} -model whole"))
+    run(tmp_path, f"{words} -model cut -limit_steps 6", wanted=75)
+    cut = weights(run(tmp_path, f"{words} -model cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_a_run_changes_between_ddp_sharded_and_one_process(ddp, tmp_path):
+    """Each reads what the one before wrote, in the middle of an epoch, on another number of ranks."""
+    for steps, words in ((5, "-cpu 2"), (17, "-parallel fsdp -cpu 3"), (30, "-cpu 1"),
+                         (41, "-parallel fsdp -cpu 4 -fsdp_replicas 2 -offload")):  # fmt: skip
+        run(tmp_path, f"{NET} -model changes {words} -limit_steps {steps}", wanted=75)
+    assert far(ddp, weights(run(tmp_path, f"{NET} -model changes -parallel fsdp -cpu 2"))) < 1e-5
+
+
+def test_half_precision_is_the_same_sharded_or_not(tmp_path):
+    """The scaler skips the same steps; half precision rounds to three digits."""
+    for flag in ("-bf16", "-fp16"):
+        runs = [weights(run(tmp_path, f"{NET} {flag} -epochs 5 -cpu 2 -parallel {kind} -model {kind}{flag}"))
+                for kind in ("ddp", "fsdp")]  # fmt: skip
+        assert far(*runs) < 0.05
+
+
+def test_weights_of_a_file_reach_the_shards(tmp_path):
+    source = run(tmp_path, f"{NET} -epochs 1 -cpu 1 -model source")
+    words = f"{NET} -epochs 1 -lr_start 1e-12 -lr_end 0 -weight_decay 0 -cpu 3 -parallel fsdp -model copy"
+    copy = run(tmp_path, f"{words} -weights {source}/final/weights.safetensors")
+    assert far(weights(source), weights(copy)) < 1e-6
+
+
+def test_an_unused_parameter_is_named_and_can_be_allowed(tmp_path, capfd):
+    words = f"{NET} -arch unused_net -epochs 2"
+    run(tmp_path, f"{words} -cpu 2 -model refused", wanted=2)
+    told = capfd.readouterr().err
+    assert "idle.weight" in told and "-find_unused" in told and "Traceback" not in told
+    alone = weights(run(tmp_path, f"{words} -cpu 1 -model alone"))
+    assert far(alone, weights(run(tmp_path, f"{words} -cpu 2 -find_unused -model found"))) < 1e-5
+    assert far(alone, weights(run(tmp_path, f"{words} -cpu 2 -parallel fsdp -model sharded"))) < 1e-5
+
+
+def test_recomputing_changes_no_bit_and_notes_no_batch_twice(tmp_path):
+    """Dropout draws the same mask again, BatchNorm's running statistics move once."""
+    plain, again = (weights(run(tmp_path, f"{NORM} {flag} -model a{flag}")) for flag in ("", "-recompute"))
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def test_a_compiled_run_keeps_its_names_and_goes_on_uncompiled(tmp_path):
+    """Without dropout, of which a compiler may draw other masks."""
+    words = f"{NET} -arch still_net -epochs 2 -cpu 1"
+    plain = weights(run(tmp_path, f"{words} -model plain"))
+    run(tmp_path, f"{words} -compile -recompute -model compiled -limit_steps 5", wanted=75)
+    assert far(plain, weights(run(tmp_path, f"{words} -model compiled"))) < 1e-5
+
+
+def test_blocks_are_the_outermost_module_lists_or_the_children():
+    net = BlocksNet()
+    assert parallel.blocks(net) == list(net.blocks)
+    assert parallel.blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))[0].in_features == 2
+    assert len(parallel.blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))) == 2
+    nested = nn.ModuleList([nn.ModuleList([nn.Linear(1, 1)]), nn.Linear(1, 1)])
+    assert parallel.blocks(nn.Sequential(nested)) == list(nested)
+    assert parallel.blocks(nn.Linear(2, 2)) == []
+
+
+def test_a_part_that_shares_a_parameter_with_the_rest_stays_in_the_root_group():
+    net = BlocksNet()
+    assert parallel._independent(net, parallel.blocks(net)) == [net.blocks[0]]
+
+
+def test_bad_combinations_say_what_to_do(tmp_path, capfd):
+    for words, told in (("-offload", "-parallel fsdp"), ("-fsdp_replicas 2", "-parallel fsdp"),
+                        ("-parallel fsdp -cpu 3 -fsdp_replicas 2", "does not divide 3 processes")):  # fmt: skip
+        assert main([*words.split(), "-epochs", "1", "-out", str(tmp_path)]) == 2
+        assert told in capfd.readouterr().err
+
+
+def test_compiling_without_a_compiler_is_refused(monkeypatch, capfd):
+    monkeypatch.setenv("PATH", "")
+    assert main(["-compile"]) == 2
+    assert "C++ compiler" in capfd.readouterr().err
+
+
+def test_recomputing_a_model_without_blocks_is_refused(tmp_path):
+    with pytest.raises(parallel.UsageError, match="get_blocks"):
+        words = {"sync_bn": False, "recompute": True, "compile": None, "parallel": "ddp", "arch": "line"}
+        parallel.wrap(nn.Linear(2, 2), type("Args", (), words), World())
