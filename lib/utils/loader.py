@@ -96,9 +96,8 @@ class TrainLoader:
     def indices(self, epoch: int, step: int) -> list[int]:
         """The samples of one step over all ranks, by their index in the dataset."""
         parts = self.plan.cut(step)
-        return permutation.order(self.plan.samples, self.seed, epoch, self.shuffle)[
-            parts[0][0] : parts[-1][1]
-        ].tolist()
+        order = permutation.order(self.plan.samples, self.seed, epoch, self.shuffle)
+        return order[parts[0][0] : parts[-1][1]].tolist()
 
 
 class ShardLoader(TrainLoader):
@@ -114,16 +113,14 @@ class ShardLoader(TrainLoader):
     def keys(self, epoch: int, first_step: int = 0) -> Iterator[Key]:
         order = permutation.order(len(self.dataset), self.seed, epoch, self.shuffle)
         each = self.plan.batch // self.world.size
-        own = Plan(len(self.dataset), each, min(each, self.plan.grain))
+        micro = min(each, self.plan.grain)
         for step in range(first_step, self.plan.steps):
-            of = sum(max(0, min(each, length - step * each)) for length in self.lengths)
-            parts = own.cut(step) if step < own.steps else []
-            before = self.world.rank * math.ceil(each / own.micro)
-            if not parts:
-                yield Key(step, before, 0, of, True, True, order[:2].tolist())
-            for micro, (begin, end) in enumerate(parts):
-                last = micro == len(parts) - 1
-                yield Key(step, before + micro, end - begin, of, micro == 0, last, order[begin:end].tolist())
+            start = step * each
+            counts = [max(0, min(each, length - start)) for length in self.lengths]
+            cuts = [Plan(count, each, micro).cut(0) if count else [] for count in counts]
+            parts = [(start + begin, start + end) for begin, end in cuts[self.world.rank]]
+            first = self.world.rank * math.ceil(each / micro)
+            yield from turns(step, parts, first, (0, 2), order, of=sum(counts), number=max(map(len, cuts)))
 
     def indices(self, epoch: int, step: int) -> list[int]:
         """This rank's samples of one step, by their index in its own shard."""
@@ -146,16 +143,20 @@ class EvalLoader:
 
 
 def share(step: int, parts: list, order, world: World) -> Iterator[Key]:
-    """The keys of this rank's share of a step's micro-batches. All ranks take equally many turns, as sharded models
-    need it: one that has fewer borrows samples that count 0."""
+    """The keys of this rank's share of a step's micro-batches."""
     low, high = (rank * len(parts) // world.size for rank in (world.rank, world.rank + 1))
     start, of = parts[0][0], parts[-1][1] - parts[0][0]
-    turns = math.ceil(len(parts) / world.size)
-    for turn, micro in enumerate(range(low, low + turns)):
-        mine = micro < high
-        begin, end = parts[micro] if mine else (start, start + min(2, of))
-        place = (step, micro, end - begin) if mine else (step, len(parts), 0)
-        yield Key(*place, of, turn == 0, turn == turns - 1, order[begin:end].tolist())
+    number = math.ceil(len(parts) / world.size)
+    yield from turns(step, parts[low:high], low, (start, start + min(2, of)), order, of=of, number=number)
+
+
+def turns(step: int, parts: list, first: int, spare: tuple, order, *, of: int, number: int) -> Iterator[Key]:
+    """A key for each of the parts, micro-batches from the `first` on, and for as many more as make up the `number`
+    that all ranks take, as sharded models need it: those borrow the samples at `spare` and count 0."""
+    for turn in range(number):
+        begin, end = parts[turn] if turn < len(parts) else spare
+        count = end - begin if turn < len(parts) else 0
+        yield Key(step, first + turn, count, of, turn == 0, turn == number - 1, order[begin:end].tolist())
 
 
 class Fetcher:
