@@ -1,7 +1,10 @@
 """The loaders against the truth: torch's order, cut and shared out, each sample once, drawn the same everywhere."""
 
 import itertools
+import multiprocessing
 import random
+import time
+import types
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, DistributedSampler, Subset, default_collate
 
+from lib.utils import loader
 from lib.utils.data import Tensors
 from lib.utils.distributed import World
 from lib.utils.loader import EvalLoader, Plan, ShardLoader, TrainLoader
@@ -30,14 +34,14 @@ def plans(draw):
     return plan
 
 
-def loader(dataset, plan, rank, *, seed=0, shuffle=True, workers=0):
+def dealt(dataset, plan, rank, *, seed=0, shuffle=True, workers=0):
     return TrainLoader(dataset, plan, World(rank=rank, size=plan.ranks), seed=seed, shuffle=shuffle, workers=workers)
 
 
 def all_keys(plan, epoch=0, first_step=0, **options):
     """The keys of every rank."""
     data = range(plan.samples)
-    return [list(loader(data, plan, rank, **options).keys(epoch, first_step)) for rank in range(plan.ranks)]
+    return [list(dealt(data, plan, rank, **options).keys(epoch, first_step)) for rank in range(plan.ranks)]
 
 
 def counted(shares):
@@ -81,7 +85,7 @@ def test_all_ranks_together_see_each_sample_once_in_torchs_order(plan, seed, epo
     seen = [index for key in counted(shares) for index in key.indices]
     wanted = torch_order(plan.samples, seed, epoch, shuffle)
     assert seen == (wanted[: plan.steps * plan.batch] if plan.drop_last else wanted)
-    one = loader(range(plan.samples), plan, plan.ranks - 1, seed=seed, shuffle=shuffle)
+    one = dealt(range(plan.samples), plan, plan.ranks - 1, seed=seed, shuffle=shuffle)
     assert [index for step in range(plan.steps) for index in one.indices(epoch, step)] == seen
 
 
@@ -174,7 +178,7 @@ DATA = {
 @pytest.mark.parametrize("dataset", DATA.values(), ids=DATA)
 def test_a_batch_holds_the_samples_of_its_key_however_the_dataset_gives_them(dataset, workers):
     for rank in range(2):
-        one = loader(dataset, Plan(len(dataset), 8, 2, False, 2), rank, workers=workers)
+        one = dealt(dataset, Plan(len(dataset), 8, 2, False, 2), rank, workers=workers)
         for epoch, first in ((0, 0), (1, 0), (1, 2)):
             fetched = list(one.epoch(epoch, first))
             assert [key for key, _ in fetched] == list(one.keys(epoch, first))
@@ -194,12 +198,40 @@ def same(one, other) -> bool:
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [0, 3])
 def test_an_epoch_that_is_left_does_not_reach_into_the_next(workers):
-    one = loader(list(range(50)), Plan(50, 8, 4), 0, workers=workers)
+    one = dealt(list(range(50)), Plan(50, 8, 4), 0, workers=workers)
     for epoch, count in ((0, 3), (1, 0), (2, 13)):
         batches = itertools.islice(one.epoch(epoch), count)
         seen = [number for _, batch in batches for number in batch.tolist()]
         assert seen == torch_order(50, 0, epoch)[: 4 * count]
     assert sorted(number for _, batch in one.epoch(3) for number in batch.tolist()) == list(range(50))
+
+
+class Stuck(Dataset):
+    """Its first sample comes, the others do not."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return index if index == 0 else time.sleep(600)
+
+
+def test_worker_processes_end_with_the_run_whatever_they_are_at(monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # s, to wait for each
+    args = types.SimpleNamespace(seed=0, workers=2, shuffle=False)
+    before = multiprocessing.active_children()
+    for data in (Stuck(), ROWS):
+        with (
+            pytest.raises(ZeroDivisionError),
+            loader.opened({"train": data, "val": ROWS}, Plan(20, 1, 1), World(), args) as both,
+        ):
+            batches = both["train"].epoch(0), iter(both["val"])
+            first = [next(each) for each in batches]
+            children = [one for one in multiprocessing.active_children() if one not in before]
+            assert len(first) == 2 and len(children) == 4 and all(child.is_alive() for child in children)
+            1 / 0  # noqa: B018
+        assert not any(child.is_alive() for child in children)
+    assert multiprocessing.active_children() == before
 
 
 # Randomness
@@ -226,7 +258,7 @@ def drawn(dataset, epoch, ranks=1, first=0, workers=0, seed=3):
     """What every sample of an epoch was drawn as, by its index."""
     found = {}
     for rank in range(ranks):
-        one = loader(dataset, Plan(30, 8, 2, False, ranks), rank, seed=seed, workers=workers)
+        one = dealt(dataset, Plan(30, 8, 2, False, ranks), rank, seed=seed, workers=workers)
         for key, batch in one.epoch(epoch, first):
             rows = zip(*(column.tolist() for column in batch), strict=True)
             found |= {row[0]: row[1:] for row in rows if key.count}
@@ -263,6 +295,6 @@ def test_no_two_samples_epochs_or_seeds_are_drawn_alike(dataset):
 def test_what_is_the_same_every_time_needs_no_seed_and_leaves_the_generators_alone():
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     for dataset in (ROWS, Subset(ROWS, range(9))):
-        assert len(list(loader(dataset, Plan(len(dataset), 4, 2), 0).epoch(1))) > 4
+        assert len(list(dealt(dataset, Plan(len(dataset), 4, 2), 0).epoch(1))) > 4
     assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
