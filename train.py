@@ -25,7 +25,7 @@ def run(args) -> int:
     """One process of the run: join the others, build the parts, fit."""
     from lib.core import loss, parallel
     from lib.core import optimizer as optimizers
-    from lib.utils import distributed, loader, resume, run_folder, seeding
+    from lib.utils import distributed, fits, loader, resume, run_folder, seeding
 
     seeding.for_model(args.seed)
     splits = loader.splits(plugin("dataset", args.dataset).get_dataset(args), args.dataset)
@@ -36,13 +36,14 @@ def run(args) -> int:
         before = resume.remembered(args, world)
         plan = resume.plan(args, samples, world, before)
         resume.check_start(args, plan, before, model)
+        criterion = loss.get_loss(args)
+        fits.check(splits, model, criterion, args)
         model = parallel.wrap(model, args, world, arch=arch, values=values)
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
-        with run_folder.claimed(args, world) as folder:
+        with run_folder.claimed(args, world) as folder, loader.opened(splits, plan, world, args) as loaders:
             text = config.to_yaml(args, run_folder.about(), batch_size=plan.batch, micro_batch=plan.micro)
             run_folder.write_config(folder, world, text)
-            loaders = loader.get_loaders(splits, plan, world, args)
-            parts = (loaders, model, loss.get_loss(args), optimizer)
+            parts = (loaders, model, criterion, optimizer)
             return launch.EXIT_CODES[plugin("trainer", args.trainer).Trainer(args, world, *parts).fit()]
 
 

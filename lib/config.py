@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib
+import logging
 import math
 import re
 import shutil
@@ -14,9 +15,11 @@ import yaml
 from lib import cfg_file, flags
 from lib.utils.errors import UsageError
 
+log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parent.parent
 BUILDERS = {"dataset": "get_dataset", "arch": "get_model", "trainer": "Trainer"}  # in the order they are loaded
 ONCE = ("cfg", "reset", "resume", "allow_change", "batch_per_gpu", "limit_steps", "check_resume")  # in no config.yaml
+DICTATED = ("num_classes", "channels", "image_size")  # by the data
 ONE_OF = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"))  # two ways to say it: the command line's wins
 TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be shortened."
 NEGATIVE = re.compile(r"-(\.?[0-9].*|inf(inity)?|nan)$", re.IGNORECASE | re.DOTALL)  # meant as a number, no flag
@@ -42,6 +45,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     cfg = value_of(argv, "cfg")
     entries = cfg_file.read(cfg) if cfg is not None else {}
     modules = {kind: load_plugin(parser, kind, argv, entries, cfg) for kind in BUILDERS}
+    for kind in BUILDERS:
+        entries = without_replaced(entries, kind, modules[kind], cfg)
 
     words = [parser.exact(word) for word in argv]
     given = {word.partition("=")[0][1:] for word in words if word.startswith("-")}
@@ -91,6 +96,22 @@ def load_plugin(parser, kind: str, argv: list[str], entries: dict, cfg: str | No
     if hasattr(module, "add_args"):
         parser.add_own(module, f"{kind} {name}")
     return module
+
+
+def without_replaced(entries: dict, kind: str, module, cfg: str) -> dict:
+    """The entries of a -cfg file without those of a plugin that the command line replaced: its own flags, and what a
+    data set dictates. What is left out is told."""
+    name = module.__name__.rpartition(".")[2]
+    old = ",".join(entries.get(kind, [name]))
+    if name == old or old not in plugins(kind):
+        return entries
+    before, parser = {action.dest for action in new_parser()._actions}, new_parser()
+    load_plugin(parser, kind, [f"-{kind}", old], {}, cfg)
+    own = {action.dest for action in parser._actions} - before
+    odd = sorted({*entries} & (own | {*DICTATED} if kind == "dataset" else own))
+    if odd:
+        log.warning("%s: -%s is %s and not %s: left out %s", cfg, kind, name, old, ", ".join(odd))
+    return {key: values for key, values in entries.items() if key not in odd}
 
 
 def plugins(kind: str) -> list[str]:

@@ -89,6 +89,61 @@ def test_what_only_shows_when_the_run_is_built_is_refused_before_it_writes(words
     assert all(part in line for part in parts), line
 
 
+def coloured(count, size=8, classes=4):
+    """Images in 3 channels, the last of them of the last class."""
+    return Tensors(torch.randn(count, 3, size, size), torch.arange(count) * classes // count)
+
+
+class Targets(Dataset):
+    """Read one by one, with torchvision's list of all class numbers."""
+
+    targets = (0, 1, 5, 0)
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.zeros(1, 8, 8), 0
+
+
+ODD = {
+    "colour": lambda args: coloured(20),
+    "late": lambda args: {"train": coloured(20, classes=2), "val": coloured(90, classes=9)},
+    "listed": lambda args: Targets(),
+    "floats": lambda args: Tensors(torch.randn(9, 5), torch.randn(9, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("digits -channels 3", ["-channels 3: it is 1 in -dataset digits"]),
+        ("digits -image_size 9", ["-image_size 9: it is 8 in -dataset digits"]),
+        ("digits -num_classes 3", ["-num_classes is 3", "class 9"]),
+        ("digits -loss mse", ["-loss is mse", "class numbers"]),
+        ("colour", ["-dataset colour on -arch convnet", "-channels is 1", "3x8x8"]),
+        ("colour -arch mlp -channels 3 -image_size 6", ["on -arch mlp", "-image_size is 6", "3x8x8"]),
+        ("colour -channels 3 -num_classes 3", ["-num_classes is 3", "class 3"]),
+        ("late -channels 3 -num_classes 8", ["-num_classes is 8", "class 8", "val split"]),
+        ("listed -num_classes 5", ["-num_classes is 5", "class 5"]),
+        ("floats -arch mlp -loss mse", ["-channels 1 -image_size 8 are 64 numbers", "has 5", "-num_classes is 10"]),
+    ],
+)
+def test_data_that_does_not_fit_the_flags_is_refused_before_anything_is_written(words, parts, told):
+    with runs.plugins(dataset=ODD):
+        line = told([*FAST, "-dataset", *words.split(), "-data", str(config.ROOT / "data")])
+    assert all(part in line for part in parts), line
+
+
+def test_a_model_that_takes_what_the_flags_do_not_say_is_trained(tmp_path):
+    """As plugins of the source template do, which know nothing of -channels and the like."""
+    odd = {"own": lambda args: nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 4))}
+    with runs.plugins(dataset=ODD, arch=odd):
+        runs.run(tmp_path, "-cpu 1 -epochs 1 -dataset colour -arch own -image_size 99 -num_classes 2 -workers 1")
+    with runs.plugins(dataset=ODD, arch={"broken": lambda args: nn.Linear(3, 2)}), pytest.raises(RuntimeError):
+        runs.run(tmp_path, "-cpu 1 -epochs 1 -dataset colour -arch broken -channels 3 -num_classes 4")
+
+
 # Folders
 
 

@@ -1,6 +1,8 @@
 """Checkpoints: written beside the run, kept and removed as asked, and refused before they cannot be written."""
 
+import os
 import shutil
+import subprocess
 import threading
 import time
 
@@ -120,7 +122,7 @@ def test_a_save_starts_no_process(tmp_path, monkeypatch):
     from lib.utils import run_folder
 
     started = []
-    monkeypatch.setattr(run_folder.subprocess, "run", lambda words, **more: started.append(words[1]) or 1 / 0)
+    monkeypatch.setattr(run_folder.subprocess, "run", lambda words, **more: started.append(words[2]) or 1 / 0)
     run_folder._git.cache_clear()
     with pytest.raises(ZeroDivisionError):
         run_folder.about()
@@ -129,6 +131,24 @@ def test_a_save_starts_no_process(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder.subprocess, "run", lambda *words, **more: started.append("again"))
     run_folder.about()
     assert started == ["rev-parse"]
+
+
+def test_to_ask_git_takes_no_lock_that_a_kill_would_leave_behind(tmp_path, monkeypatch):
+    from lib.utils import run_folder
+
+    source = tmp_path / "lib" / "utils" / "code.py"
+    source.parent.mkdir(parents=True)
+    source.touch()
+    who = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    for words in (["init"], ["add", "."], [*who, "commit", "-m", "x"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
+    os.utime(source, (1, 1))  # git would note that it is unchanged, in its index, under a lock
+    before = (tmp_path / ".git" / "index").read_bytes()
+    monkeypatch.setattr(run_folder, "__file__", str(source))
+    assert run_folder._git.__wrapped__("status", "--porcelain") == ""
+    assert (tmp_path / ".git" / "index").read_bytes() == before
+    subprocess.run(["git", "status"], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / ".git" / "index").read_bytes() != before, "the test could not tell"
 
 
 # Kept and removed

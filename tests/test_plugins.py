@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from lib import config, flags
 from lib.core import loss
-from lib.utils import loader
+from lib.utils import fetch, loader
 from lib.utils.errors import UsageError
 
 ARCHS, DATASETS = config.plugins("arch"), config.plugins("dataset")
@@ -84,18 +84,18 @@ def test_a_dataset_gives_splits_of_items_that_agree(name, tmp_path, monkeypatch)
 
         assert same(first, seeded(part, 0)), "an item may draw from the global generators only"
         assert same(first, seeded(again[split], 0)), "another process builds the same dataset"
-        assert not loader.is_fixed(part) or same(first, seeded(part, 0, seed=1)), "fixed, and yet it changes"
+        assert not fetch.is_fixed(part) or same(first, seeded(part, 0, seed=1)), "fixed, and yet it changes"
         copy = pickle.loads(pickle.dumps(part))  # as loader processes get it where there is no fork
         assert len(copy) == len(part) and same(first, seeded(copy, 0))
         if hasattr(part, "__getitems__"):
-            agrees(part.__getitems__([len(part) - 1, 0]), default_collate([last, first]), loader.is_fixed(part))
+            agrees(part.__getitems__([len(part) - 1, 0]), default_collate([last, first]), fetch.is_fixed(part))
 
 
 @pytest.mark.parametrize("name", DATASETS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_an_arch_learns_from_a_dataset_or_refuses_in_one_line(arch, name, tmp_path, monkeypatch):
     args, parts = made(name, tmp_path, monkeypatch)
-    inputs, targets = loader.Fetch(parts["train"], seed=0)[0, [0, 1]]
+    inputs, targets = fetch.Fetch(parts["train"], seed=0)[0, [0, 1]]
     if inputs.ndim != 4 and arch != args.arch:
         return  # what is no image is for the dataset's own choice of an arch
     args = config.parse_args([*words_for(name, tmp_path), "-arch", arch])

@@ -11,7 +11,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from lib import config
 from lib.dataset import sharded
 from lib.dataset.sharded import DistributedShardedDataset, shard_places
-from lib.utils import loader
+from lib.utils import fetch, loader
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 from lib.utils.sampler import InterruptableSampler, InterruptibleSampler
@@ -160,7 +160,7 @@ def test_classes_and_image_size_come_from_the_data(data):
 def test_the_training_folder_reads_the_same_items_by_index_as_torchvision(data):
     _, parts = parts_of(data)
     reference = ImageFolder(data / "train")
-    assert len(parts["train"]) == len(reference) == COUNT and loader.is_fixed(parts["train"])
+    assert len(parts["train"]) == len(reference) == COUNT and fetch.is_fixed(parts["train"])
     for (pixels, label), (image, wanted) in zip((parts["train"][i] for i in range(COUNT)), reference, strict=True):
         assert label == wanted and pixels.shape == (3, 4, 4) and -1 <= pixels.min() <= pixels.max() <= 1
         assert torch.allclose((pixels + 1) * 127.5, pil_to_tensor(image)[:, :, :4].float(), atol=1e-4)
@@ -172,7 +172,7 @@ def test_the_shards_of_all_processes_hold_each_sample_once_and_fetch_whole_batch
     shards = [parts["train"].shard(World(rank=rank, size=world_size)) for rank in range(world_size)]
     seen = []
     for shard in shards:
-        assert shard.local and loader.is_fixed(shard)
+        assert shard.local and fetch.is_fixed(shard)
         rows = list(range(len(shard)))
         pixels, labels = shard.__getitems__(rows)
         assert pixels.shape == (len(shard), 3, 4, 4) and pixels.dtype == torch.float32 and labels.dtype == torch.int64

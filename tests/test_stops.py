@@ -160,6 +160,20 @@ def test_a_stop_on_the_last_step_finishes_the_run(start, undisturbed, where, ste
     assert run.weights() == undisturbed.weights()
 
 
+@pytest.mark.parametrize(("split", "epochs"), [("val", 2), ("test", 3)])
+def test_a_stop_in_a_long_last_evaluation_leaves_that_to_the_next_start(start, undisturbed, split, epochs):
+    deed = {"do": "strike", "signal": "SIGTERM", "where": "evaluation", "step": STEPS, "epochs": epochs, "rank": 1}
+    run = start("leaves", deed=deed, env={"LAST_S": "0"})
+    assert run.ends() == 75, run.text()
+    outcome = run.outcome()
+    assert [outcome[name] for name in ("state", "step", "epoch")] == ["stopped", STEPS, epochs]
+    assert saved_steps(run)[-1] == STEPS and f"epoch 3/3  {split}" not in run.text()
+    assert f"in {'epoch 3' if split == 'val' else 'the last evaluation'} at step {STEPS}, state saved" in run.text()
+    goes_on(start, "leaves", undisturbed)
+    told = (run.folder / "metrics.jsonl").read_text()
+    assert [told.count(f'"{name}/loss"') for name in ("val", "test")] == [3, 1], "evaluated once"
+
+
 def test_the_file_stop_and_max_hours_stop_a_run(start, undisturbed):
     run = start("asked", "-max_hours", 1e-9)
     first = stopped(run, "-max_hours is over")

@@ -216,8 +216,11 @@ class RunningStatistics:
             self._copy(self.parts, self.floats)
         else:
             distributed.sum_(self.total, self.world)
-        torch.where(torch.isfinite(norm), self.total, self.first, out=self.total)
+        good = torch.isfinite(norm)
+        torch.where(good, self.total, self.first, out=self.total)
         self._copy(self.floats, self.parts)
+        for count, before in zip(self.buffers[len(self.floats) :], self.start[len(self.floats) :], strict=True):
+            torch.where(good, count, before, out=count)
 
     def restore(self):
         """As it was before the step."""

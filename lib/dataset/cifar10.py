@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.datasets import CIFAR10
 
-from lib.utils.data import Tensors
+from lib.utils.data import Tensors, check_flags
 from lib.utils.errors import UsageError
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training pixels, 0 to 1
@@ -31,6 +31,7 @@ def get_dataset(args) -> dict[str, Tensors]:
     Images (3, 32, 32), normalized; those to train on are moved and mirrored at random. Raises UsageError if the files
     are neither in -data nor to be downloaded.
     """
+    check_flags(args, channels=3, image_size=32)
     train, test = load(args.data)
     kept = len(train[0]) - len(train[0]) // 10
     return {

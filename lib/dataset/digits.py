@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lib.utils.data import Tensors
+from lib.utils.data import Tensors, check_flags
 from lib.utils.errors import UsageError
 
 TURN, ZOOM, SHEAR, SHIFT = 0.15, 0.1, 0.1, 0.5  # most a training image is changed: radians, share, share, pixels
@@ -26,6 +26,7 @@ def get_dataset(args) -> dict[str, Tensors]:
     Training images are turned, zoomed, sheared and shifted a little at random. Raises UsageError if digits.npz is not
     in -data or damaged.
     """
+    check_flags(args, channels=1, image_size=8)
     images, labels, split = load(Path(args.data) / "digits.npz")
     images = torch.from_numpy(images[:, None] / np.float32(16))
     labels = torch.from_numpy(labels.astype(np.int64))

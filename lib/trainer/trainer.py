@@ -3,6 +3,7 @@
 
 import dataclasses
 import logging
+import math
 
 import torch
 
@@ -75,7 +76,7 @@ class Trainer:
 
     def at_limit(self) -> bool:
         """Whether -limit_steps is reached, which all ranks see at the same step."""
-        reached = self.args.limit_steps is not None and self.state.step >= self.args.limit_steps
+        reached = (self.args.limit_steps or math.inf) <= self.state.step < self.total_steps
         if reached:
             self.stop.reason = self.stop.reason or f"-limit_steps {self.args.limit_steps} is reached"
         return reached
@@ -195,13 +196,14 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, split: str) -> dict | None:
         """Exact means over all samples of a split and all ranks. None if all ranks agreed to stop meanwhile."""
+        self.stop.trained = self.state.step == self.total_steps
         model, totals = parallel.unwrap(self.model).eval(), metrics.MetricsTracker()
         for key, batch in self.loaders[split]:
             with self.precision:
                 sums = self.evaluation_step(model, data.to_device(batch, self.world.device), key.count)
             if key.count:
                 totals.update({**sums, "samples": key.count})
-            if key.last and self.ballot.tick() and self.state.step < self.total_steps:
+            if key.last and self.ballot.tick():
                 return None
         sums = totals.reduce()
         return {name: metrics.mean(sums, name) for name in sums if name != "samples"}
@@ -281,14 +283,13 @@ class Trainer:
 
     def finish(self) -> str:
         """The last save; of a finished run also the test split and the final weights. "finished" or "stopped"."""
-        finished = self.state.epoch >= self.args.epochs
-        figures = {}
-        if finished and "test" in self.loaders:
-            figures = self.evaluate("test")
-            self.report.evaluated(self.state, "test", figures)
+        self.checkpoints.finish()  # the state is safe, however long the evaluation takes
+        trained = self.state.epoch >= self.args.epochs
+        figures = self.evaluate("test") if trained and "test" in self.loaders else {}
+        finished = trained and figures is not None
         if finished:
+            self.report.evaluated(self.state, "test", figures)
             self.write_weights("final")
-        self.checkpoints.finish()
         self.save()
         self.checkpoints.close()
         outcome = {

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lib.utils.errors import UsageError
+
 
 class Tensors(Dataset):
     """Tensors that share their first dimension: item i is a tuple of their i-th rows, a batch one gather each.
@@ -30,6 +32,13 @@ class Tensors(Dataset):
         rows = torch.tensor(indices)
         batch = tuple(tensor.index_select(0, rows) for tensor in self.tensors)
         return self.transform(batch) if self.transform else batch
+
+
+def check_flags(args, **facts: int):
+    """Raises UsageError where a flag says something else of the data than it is: `check_flags(args, channels=1)`."""
+    for name, value in facts.items():
+        if getattr(args, name) != value:
+            raise UsageError(f"-{name} {getattr(args, name)}: it is {value} in -dataset {args.dataset}")
 
 
 def to_device(batch, device: torch.device):

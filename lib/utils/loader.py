@@ -4,19 +4,17 @@ Everything here is a function of (seed, epoch, step, micro-batch): nothing is st
 is repeated to fill a share.
 """
 
+import contextlib
 import itertools
 import logging
 import math
-import multiprocessing
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import Dataset, IterableDataset
 
-from lib.utils import distributed, permutation, preemption, seeding
+from lib.utils import distributed, fetch, permutation
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -76,7 +74,7 @@ class TrainLoader:
     def __init__(self, dataset: Dataset, plan: Plan, world: World, *, seed: int, shuffle: bool, workers: int):
         self.dataset, self.plan, self.world = dataset, plan, world
         self.seed, self.shuffle = seed, shuffle
-        self.fetched = Fetcher(dataset, seed, workers, pin=world.device.type == "cuda")
+        self.fetched = fetch.Fetcher(dataset, seed, workers, pin=world.device.type == "cuda")
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[Key, object]]:
         """This rank's micro-batches of an epoch from a step on, in order, with their collated samples."""
@@ -91,7 +89,7 @@ class TrainLoader:
 
     def sample(self):
         """The first micro-batch of the run, collated: what training data looks like."""
-        return self.fetched.fetch[0, next(self.keys(0)).indices]
+        return next(iter(self.fetched(0, [next(self.keys(0))])))
 
     def indices(self, epoch: int, step: int) -> list[int]:
         """The samples of one step over all ranks, by their index in the dataset."""
@@ -133,7 +131,7 @@ class EvalLoader:
     def __init__(self, dataset: Dataset, world: World, *, batch: int, seed: int, workers: int):
         self.dataset, self.world = dataset, world
         self.plan = Plan(len(dataset), batch * world.size, batch)
-        self.fetched = Fetcher(dataset, seed, workers, pin=world.device.type == "cuda")
+        self.fetched = fetch.Fetcher(dataset, seed, workers, pin=world.device.type == "cuda")
 
     def __iter__(self) -> Iterator[tuple[Key, object]]:
         order = permutation.order(self.plan.samples, 0, 0, shuffle=False)
@@ -159,78 +157,9 @@ def turns(step: int, parts: list, first: int, spare: tuple, order, *, of: int, n
         yield Key(step, first + turn, count, of, turn == 0, turn == number - 1, order[begin:end].tolist())
 
 
-class Fetcher:
-    """Collated samples by key, here or in worker processes that live as long as the loader."""
-
-    def __init__(self, dataset: Dataset, seed: int, workers: int, pin: bool):
-        self.fetch = Fetch(dataset, seed)
-        self.source = _Source()
-        self.loader = None
-        if workers:
-            self.loader = DataLoader(
-                self.fetch,
-                batch_size=None,
-                sampler=self.source,
-                num_workers=workers,
-                pin_memory=pin,
-                persistent_workers=True,
-                generator=torch.Generator(),  # or iter() would draw from the global one
-                multiprocessing_context="fork" if sys.platform == "linux" else multiprocessing.get_start_method(),
-                worker_init_fn=_one_thread,
-            )
-
-    def __call__(self, epoch: int, keys) -> Iterator:
-        """The collated samples of each key, in order."""
-        keys = ((epoch, key.indices) for key in keys)
-        if self.loader is None:
-            return map(self.fetch.__getitem__, keys)
-        self.source.keys = keys
-        with preemption.shielded():
-            return iter(self.loader)
-
-
-class Fetch(Dataset):
-    """A dataset of collated batches, looked up by (epoch, indices), each drawn under its own seed."""
-
-    def __init__(self, dataset, seed):
-        self.dataset, self.seed, self.fixed = dataset, seed, is_fixed(dataset)
-        self.whole = callable(getattr(_inner(dataset), "__getitems__", None))
-
-    def __getitem__(self, key):
-        epoch, indices = key
-        try:
-            batch = self._whole(epoch, indices) if self.whole else [self._sample(epoch, i) for i in indices]
-        except Exception as error:
-            error.args = (f"{error} (while fetching the samples {_short(indices)})",)
-            raise
-        return default_collate(batch) if isinstance(batch, list) else batch
-
-    def _whole(self, epoch, indices):
-        if not self.fixed:
-            seeding.for_sample(self.seed, epoch, indices[0])
-        return self.dataset.__getitems__(indices)
-
-    def _sample(self, epoch, index):
-        if not self.fixed:
-            seeding.for_sample(self.seed, epoch, index)
-        return self.dataset[index]
-
-
-class _Source:
-    keys = ()
-
-    def __iter__(self):
-        return iter(self.keys)
-
-
 def divisor(number: int, at_most: int) -> int:
     """The largest divisor of a number up to a limit."""
     return next(part for part in range(at_most, 0, -1) if number % part == 0)
-
-
-def is_fixed(dataset) -> bool:
-    """Whether a dataset says that its items are the same every time, so that no generator needs a seed."""
-    return bool(getattr(_inner(dataset), "fixed", False))
 
 
 def is_local(dataset) -> bool:
@@ -268,18 +197,15 @@ def splits(dataset, name: str) -> dict[str, Dataset]:
     return parts
 
 
-def _inner(dataset):
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return dataset
-
-
-def _one_thread(_worker):
-    torch.set_num_threads(1)
-
-
-def _short(indices):
-    return f"{indices[:8]} and {len(indices) - 8} more" if len(indices) > 8 else str(indices)
+@contextlib.contextmanager
+def opened(*parts):
+    """The loaders that `get_loaders` gives; their worker processes end with the block, however it ends."""
+    loaders = get_loaders(*parts)
+    try:
+        yield loaders
+    finally:
+        for one in loaders.values():
+            one.fetched.close()
 
 
 def get_loaders(splits: dict[str, Dataset], plan: Plan, world: World, args) -> dict:

@@ -30,6 +30,7 @@ STOPPING = tuple(
 )
 TWICE_S = 1.0  # a terminal's Ctrl-C and a dying parent's signal each arrive twice: nearer together they are one
 ASK_EVERY_S = 1.0  # between votes
+LAST_S = 5.0  # that a stop leaves to the last evaluation, which finishes the run: the next start would cost as much
 AGENT_GONE = "a torchrun agent is gone"
 MOST_STEPS = 100  # between votes, so that steps that grow slow are noticed
 
@@ -44,6 +45,8 @@ class Stop:
         self.ends = time.monotonic() + max_hours * 3600 if max_hours else None
         self.looked = 0.0
         self.since = None  # monotonic time of the first signal
+        self.trained = False  # nothing is left but an evaluation: the wish waits LAST_S for the run to finish
+        self.wished_at = None
 
     def wished(self) -> bool:
         """Whether this process wishes to stop; the file is looked for once a second."""
@@ -57,7 +60,9 @@ class Stop:
             elif distributed.orphaned():
                 self.reason = AGENT_GONE
                 faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)
-        return self.reason is not None
+        if self.reason is not None and self.wished_at is None:
+            self.wished_at = now
+        return self.reason is not None and (not self.trained or now - self.wished_at >= LAST_S)
 
     @contextlib.contextmanager
     def listening(self):

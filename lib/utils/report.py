@@ -101,7 +101,8 @@ def last_words(folder: Path, outcome: dict, args) -> list[str]:
     """The last lines of a run: what was reached, where it lies, what to type next."""
     again = f"python train.py -cfg {folder / 'config.yaml'}"
     if outcome["state"] == "stopped":
-        why = f"stopped ({outcome['reason']}) in epoch {outcome['epoch'] + 1} at step {outcome['step']}, state saved"
+        at = f"epoch {outcome['epoch'] + 1}" if outcome["epoch"] < args.epochs else "the last evaluation"
+        why = f"stopped ({outcome['reason']}) in {at} at step {outcome['step']}, state saved"
         return [why, f"go on:       {again}"]
     reached = "  ".join(f"{name} {value:.4f}" for name, value in outcome["test"].items())
     best = outcome["best"]

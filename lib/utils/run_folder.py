@@ -150,7 +150,8 @@ def about() -> dict:
 def _git(*words):
     root = Path(__file__).resolve().parents[2]
     try:
-        asked = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=10)
+        words = ("git", "--no-optional-locks", *words)  # or a kill -9 here leaves a lock in the user's repository
+        asked = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return asked.stdout.strip() if asked.returncode == 0 else None

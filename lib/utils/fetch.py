@@ -1,0 +1,107 @@
+"""Collated samples, fetched by key: here, or in worker processes."""
+
+import multiprocessing
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+
+from lib.utils import preemption, seeding
+
+
+class Fetcher:
+    """Collated samples by key, here or in worker processes that live as long as the loader."""
+
+    def __init__(self, dataset: Dataset, seed: int, workers: int, pin: bool):
+        self.fetch = Fetch(dataset, seed)
+        self.source = _Source()
+        self.loader = None
+        if workers:
+            self.loader = DataLoader(
+                self.fetch,
+                batch_size=None,
+                sampler=self.source,
+                num_workers=workers,
+                pin_memory=pin,
+                persistent_workers=True,
+                generator=torch.Generator(),  # or iter() would draw from the global one
+                multiprocessing_context="fork" if sys.platform == "linux" else multiprocessing.get_start_method(),
+                worker_init_fn=_one_thread,
+            )
+
+    def __call__(self, epoch: int, keys) -> Iterator:
+        """The collated samples of each key, in order."""
+        keys = ((epoch, key.indices) for key in keys)
+        if self.loader is None:
+            return map(self.fetch.__getitem__, keys)
+        self.source.keys = keys
+        with preemption.shielded():
+            return iter(self.loader)
+
+    def close(self):
+        """Ends the worker processes: those at rest by themselves, one that is busy all the same."""
+        if self.loader is None or self.loader._iterator is None:
+            return
+        running, self.loader._iterator = self.loader._iterator, None
+        running._shutdown_workers()
+        for worker in running._workers:
+            worker.kill()  # it has no ear for SIGTERM
+            worker.join()
+
+
+class Fetch(Dataset):
+    """A dataset of collated batches, looked up by (epoch, indices), each drawn under its own seed."""
+
+    def __init__(self, dataset, seed):
+        self.dataset, self.seed, self.fixed = dataset, seed, is_fixed(dataset)
+        self.whole = callable(getattr(inner(dataset), "__getitems__", None))
+
+    def __getitem__(self, key):
+        epoch, indices = key
+        try:
+            batch = self._whole(epoch, indices) if self.whole else self._one_by_one(epoch, indices)
+        except Exception as error:
+            error.args = (f"{error} (while fetching the samples {_short(indices)})",)
+            raise
+        return default_collate(batch) if isinstance(batch, list) else batch
+
+    def _whole(self, epoch, indices):
+        if not self.fixed:
+            seeding.for_sample(self.seed, epoch, indices[0])
+        return self.dataset.__getitems__(indices)
+
+    def _one_by_one(self, epoch, indices):
+        return [self._sample(epoch, index) for index in indices]
+
+    def _sample(self, epoch, index):
+        if not self.fixed:
+            seeding.for_sample(self.seed, epoch, index)
+        return self.dataset[index]
+
+
+class _Source:
+    keys = ()
+
+    def __iter__(self):
+        return iter(self.keys)
+
+
+def is_fixed(dataset) -> bool:
+    """Whether a dataset says that its items are the same every time, so that no generator needs a seed."""
+    return bool(getattr(inner(dataset), "fixed", False))
+
+
+def inner(dataset):
+    """The dataset that a Subset, or a Subset of one, is a part of."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
+
+
+def _one_thread(_worker):
+    torch.set_num_threads(1)
+
+
+def _short(indices):
+    return f"{indices[:8]} and {len(indices) - 8} more" if len(indices) > 8 else str(indices)

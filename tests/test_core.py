@@ -1,0 +1,297 @@
+"""lib/core against the truth: torch's schedulers, clipping and BatchNorm, the papers' rules, plain gradients."""
+
+import copy
+import math
+import types
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lib.core import loss as losses
+from lib.core import optimizer as optimizers
+from lib.core import parallel, scheduler
+from lib.utils import distributed
+from lib.utils.distributed import World
+from lib.utils.errors import UsageError
+
+STEADY = settings(deadline=None, derandomize=True, max_examples=100)
+ASKED = {"arch": "x", "optimizer": "adamw", "lr_start": 1e-3, "weight_decay": 0.1, "momentum": 0.9,
+         "scale_lr": "none", "lr_batch": 256}  # fmt: skip
+
+
+def asked(**changes):
+    return types.SimpleNamespace(**{**ASKED, **changes})
+
+
+# The learning rate
+
+
+def torch_rates(total, warmup, start, end):
+    """The same schedule by torch's own schedulers, each step after the one before."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=start)
+    fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, total - 1 - warmup), eta_min=end)
+    if warmup:
+        rise = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / (warmup + 1), 1.0, warmup)
+        fall = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], [warmup])
+    for _ in range(total):
+        yield optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        fall.step()
+
+
+@STEADY
+@given(
+    total=st.integers(2, 120), share=st.floats(0, 1), start=st.floats(1e-4, 1), fall=st.floats(0, 1), data=st.data()
+)
+def test_the_learning_rate_is_torchs_warm_up_and_cosine_at_any_step_in_any_order(total, share, start, fall, data):
+    warmup, end = int(share * (total - 2)), start * fall
+    wanted = list(torch_rates(total, warmup, start, end))
+    for step in data.draw(st.permutations(range(total))):
+        rate = scheduler.lr_at(step, total=total, warmup=float(warmup), start=start, end=end)
+        assert rate == pytest.approx(wanted[step], rel=1e-9, abs=1e-12)
+
+
+@STEADY
+@given(total=st.integers(2, 200), warmup=st.floats(0, 250), start=st.floats(1e-4, 1), fall=st.floats(0, 1))
+@example(total=10, warmup=2.5, start=1.0, fall=0.0)
+def test_warm_ups_of_any_fraction_rise_to_the_start_and_fall_to_the_end(total, warmup, start, fall):
+    end = start * fall
+    rates = [scheduler.lr_at(step, total=total, warmup=warmup, start=start, end=end) for step in range(total)]
+    risen = min(total, math.ceil(warmup))
+    assert rates[:risen] == sorted(rates[:risen]) and rates[risen:] == sorted(rates[risen:], reverse=True)
+    assert rates[0] > 0 and max(rates) <= start * (1 + 1e-12)
+    if total - 1 - warmup >= 1:
+        assert rates[-1] == pytest.approx(end, abs=1e-12) and max(rates) > 0.5 * start
+    if 0 < warmup <= total:
+        steps = math.floor(warmup) + 1
+        assert rates[:risen] == pytest.approx([start * (step + 1) / steps for step in range(risen)])
+
+
+def test_another_batch_scales_the_learning_rate_as_asked():
+    ratios = {"none": 1.0, "linear": 4.0, "sqrt": 2.0}
+    assert {kind: scheduler.scale(kind, 1024, 256) for kind in scheduler.SCALES} == ratios
+    assert {kind: scheduler.scale(kind, 64, 256) for kind in ratios} == {"none": 1.0, "linear": 0.25, "sqrt": 0.5}
+
+
+# The optimizer
+
+
+def scaled(ratio, name="adamw", kind="sqrt"):
+    made = optimizers.get_optimizer(nn.Linear(2, 2), asked(optimizer=name, scale_lr=kind), round(256 * ratio))
+    return made.param_groups[0]
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_the_square_root_rule_scales_adams_betas_and_eps_too(name):
+    """1 - beta grows with the batch, eps falls with its root: Malladi and others, arXiv:2205.10287, definition 4."""
+    plain = optimizers.BY_NAME[name]([nn.Parameter(torch.zeros(1))]).param_groups[0]
+    for ratio in (0.25, 1, 4, 8):
+        group = scaled(ratio, name)
+        memory = [(1 - beta) / (1 - usual) for beta, usual in zip(group["betas"], plain["betas"], strict=True)]
+        assert memory == pytest.approx([ratio, ratio])
+        assert group["eps"] * math.sqrt(ratio) == pytest.approx(plain["eps"])
+        for kind in ("none", "linear"):
+            assert {word: scaled(ratio, name, kind)[word] for word in ("betas", "eps")} == {
+                word: plain[word] for word in ("betas", "eps")
+            }
+    with pytest.raises(UsageError, match="-scale_lr sqrt: a batch 11 times"):
+        scaled(11, name)
+
+
+def test_a_batch_n_times_as_large_walks_as_far_under_the_square_root_rule():
+    """Noise of a larger batch is smaller; per sample the weights then spread alike, eps as large as the gradient."""
+
+    def spread(ratio, steps, betas, eps):
+        weight, generator = torch.zeros(5000, requires_grad=True), torch.Generator().manual_seed(1)
+        lr = 1e-3 * scheduler.scale("sqrt", 256 * ratio, 256)
+        optimizer = torch.optim.Adam([weight], lr=lr, betas=betas, eps=eps)
+        for _ in range(steps):
+            weight.grad = torch.randn(weight.shape, generator=generator) / math.sqrt(ratio)
+            optimizer.step()
+        return weight.std().item()
+
+    usual = {"betas": (0.9, 0.99), "eps": 1.0}
+    wanted = spread(1, 1200, **usual)
+    assert spread(4, 300, **optimizers.scaled_adam(4, **usual)) == pytest.approx(wanted, rel=0.06)
+    assert abs(spread(4, 300, **usual) / wanted - 1) > 0.2, "the test could not tell"
+
+
+class Mixed(nn.Module):
+    """A bit of everything that has parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = nn.ModuleList([nn.Conv2d(2, 3, 3), nn.Linear(4, 5), nn.Embedding(6, 4)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(3), nn.LayerNorm(4), nn.GroupNorm(1, 3)])
+        self.scale, self.frozen = nn.Parameter(torch.ones(())), nn.Linear(2, 2).requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", optimizers.BY_NAME)
+def test_biases_and_norms_do_not_decay_and_what_is_frozen_is_left_out(name):
+    model = Mixed()
+    optimizer = optimizers.get_optimizer(model, asked(optimizer=name), 64)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    there = [(names[p], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]]
+    trained = [name for name in names.values() if not name.startswith("frozen")]
+    assert sorted(name for name, _ in there) == sorted(trained)
+    decays = {f"matrices.{number}.weight" for number in range(3)}
+    assert dict(there) == {name: 0.1 if name in decays else 0.0 for name in trained}
+    before = copy.deepcopy(model.state_dict())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == decays
+
+
+@STEADY
+@given(shapes=st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=5), limit=st.floats(0, 9),
+       scale=st.sampled_from([0.0, 1e-3, 1.0, 1e4]), without=st.booleans())  # fmt: skip
+def test_gradients_are_cut_as_torch_cuts_them(shapes, limit, scale, without):
+    ours = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for parameter in ours:
+        parameter.grad = scale * torch.randn(parameter.shape)
+    ours += [nn.Parameter(torch.zeros(2))] if without else []
+    theirs = copy.deepcopy(ours)
+    for mine, other in zip(ours, theirs, strict=True):
+        other.grad = None if mine.grad is None else mine.grad.clone()
+    norm = optimizers.clip(ours, limit)
+    wanted = torch.nn.utils.clip_grad_norm_(theirs, limit or math.inf)
+    assert norm.ndim == 0 and torch.equal(norm, wanted)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is other.grad is None or torch.equal(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_step_without_a_finite_gradient_changes_nothing(bad):
+    model = nn.Linear(3, 2)
+    optimizer, scaler = optimizers.get_optimizer(model, asked(), 64), torch.amp.GradScaler("cpu", enabled=False)
+    for good in (True, False):
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        model.weight.grad[0, 0] = 1.0 if good else bad
+        optimizers.step(optimizer, scaler, optimizers.clip(list(model.parameters()), 1.0))
+        after = (model.state_dict(), optimizer.state_dict()["state"])
+        assert repr(before) != repr(after) if good else repr(before) == repr(after)
+
+
+def test_losses_and_accuracy_are_torchs():
+    outputs, labels = torch.randn(9, 4), torch.randint(4, (9,))
+    loss = losses.get_loss(asked(loss="cross_entropy", label_smoothing=0.2))
+    assert torch.equal(loss(outputs, labels), nn.functional.cross_entropy(outputs, labels, label_smoothing=0.2))
+    assert losses.metric_sums(loss, outputs, labels) == {"accuracy": (outputs.argmax(1) == labels).sum()}
+    assert losses.metric_sums(loss, outputs, outputs.softmax(1)) == {}
+    for name, theirs in {"mse": "mse_loss", "l1": "l1_loss", "huber": "huber_loss"}.items():
+        loss = losses.get_loss(asked(loss=name, label_smoothing=0.2))
+        assert torch.equal(loss(outputs, 2 * outputs), getattr(nn.functional, theirs)(outputs, 2 * outputs))
+        assert losses.metric_sums(loss, outputs, outputs) == {}
+
+
+# Running statistics
+
+
+def norms(momentum=0.1):
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=momentum), nn.BatchNorm1d(6))
+
+
+def buffers(model):
+    return {name: value.clone() for name, value in model.named_buffers()}
+
+
+def close(one, other) -> bool:
+    """Equal but for the rounding of float buffers, whole numbers exactly."""
+    assert one.keys() == other.keys()
+    return all(torch.allclose(one[name].double(), other[name].double(), rtol=1e-5, atol=1e-6) for name in one)
+
+
+def after_one(model, batch):
+    """The buffers that a plain BatchNorm has after this batch."""
+    plain = copy.deepcopy(model).train()
+    plain(batch)
+    return buffers(plain)
+
+
+def mean_of(model, parts):
+    """What each micro-batch makes of the same buffers, averaged by samples; a step counts once."""
+    total = sum(len(part) for part in parts)
+    made = [after_one(model, part) for part in parts]
+    return {
+        name: sum(one[name] * (len(part) / total) for one, part in zip(made, parts, strict=True))
+        if first.is_floating_point()
+        else first
+        for name, first in made[0].items()
+    }
+
+
+def step(model, statistics, parts, of, norm=1.0):
+    for number, part in enumerate(parts):
+        statistics.before(first=number == 0)
+        model(part)
+        statistics.after(len(part) / of)
+    statistics.settle(torch.tensor(norm))
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.7, None])
+def test_running_statistics_are_the_mean_of_what_the_micro_batches_make_of_them(momentum):
+    model = norms(momentum).train()
+    statistics = parallel.RunningStatistics(model, World(), alone=False)
+    for sizes in ([8], [4, 4], [5, 3, 2], [2, 9]):
+        parts = [2 + 3 * torch.randn(size, 4) for size in sizes]
+        wanted = mean_of(model, parts)
+        step(model, statistics, parts, sum(sizes))
+        assert close(buffers(model), wanted)
+
+
+def test_running_statistics_of_one_micro_batch_are_batchnorms_own_to_the_bit():
+    model = norms().train()
+    statistics = parallel.RunningStatistics(model, World(), alone=True)
+    for _ in range(4):
+        part = torch.randn(6, 4)
+        wanted = after_one(model, part)
+        step(model, statistics, [part], 6)
+        assert all(torch.equal(value, wanted[name]) for name, value in buffers(model).items())
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_a_step_that_is_skipped_leaves_the_running_statistics_as_they_were(alone, norm):
+    model = norms().train()
+    statistics = parallel.RunningStatistics(model, World(), alone)
+    before = buffers(model)
+    step(model, statistics, [torch.full((4, 4), math.nan)], 4, norm)
+    assert all(torch.equal(value, before[name]) for name, value in buffers(model).items())
+    statistics.before(first=True)
+    model(torch.randn(4, 4))
+    assert not close(buffers(model), before)
+    statistics.restore()
+    assert all(torch.equal(value, before[name]) for name, value in buffers(model).items())
+
+
+def test_running_statistics_of_two_ranks_are_those_of_one_that_has_it_all(monkeypatch):
+    parts, totals = [torch.randn(size, 4) for size in (4, 2, 5)], {}
+    wanted, answers = mean_of(norms(), parts), []
+    for rank in (1, 0, 1):  # the first time for its sum alone
+        model, mine = norms().train(), parts[:2] if rank == 0 else parts[2:]
+        statistics = parallel.RunningStatistics(model, World(rank=rank, size=2), alone=False)
+
+        def sum_(total, world, rank=rank):
+            totals[rank] = total.clone()
+            return total.add_(totals.get(1 - rank, 0.0))
+
+        monkeypatch.setattr(distributed, "sum_", sum_)
+        step(model, statistics, mine, 11)
+        answers.append(buffers(model))
+    assert close(answers[1], wanted) and close(answers[2], wanted)
+
+
+def test_a_model_without_running_statistics_has_none_to_keep():
+    model = nn.Linear(4, 2)
+    statistics = parallel.RunningStatistics(model, World(), alone=False)
+    before = copy.deepcopy(model.state_dict())
+    step(model, statistics, [torch.randn(3, 4)], 3)
+    assert not statistics.on and all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -1,0 +1,300 @@
+"""The loaders against the truth: torch's order, cut and shared out, each sample once, drawn the same everywhere."""
+
+import itertools
+import multiprocessing
+import random
+import time
+import types
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, DistributedSampler, Subset, default_collate
+
+from lib.utils import loader
+from lib.utils.data import Tensors
+from lib.utils.distributed import World
+from lib.utils.loader import EvalLoader, Plan, ShardLoader, TrainLoader
+
+STEADY = settings(deadline=None, derandomize=True, max_examples=200)
+FEW = settings(deadline=None, derandomize=True, max_examples=4)
+SEEDS, EPOCHS = st.integers(0, 2**31), st.integers(0, 40)
+
+
+@st.composite
+def plans(draw):
+    """Plans as `resume.plan` makes them: a batch that its micro-batch divides, with a sample for each rank."""
+    samples, ranks = draw(st.integers(1, 150)), draw(st.integers(1, 9))
+    batch = draw(st.integers(ranks, 40))
+    micro = draw(st.sampled_from([part for part in range(1, batch + 1) if batch % part == 0]))
+    plan = Plan(samples, batch, micro, draw(st.booleans()), ranks)
+    assume(plan.steps)
+    return plan
+
+
+def dealt(dataset, plan, rank, *, seed=0, shuffle=True, workers=0):
+    return TrainLoader(dataset, plan, World(rank=rank, size=plan.ranks), seed=seed, shuffle=shuffle, workers=workers)
+
+
+def all_keys(plan, epoch=0, first_step=0, **options):
+    """The keys of every rank."""
+    data = range(plan.samples)
+    return [list(dealt(data, plan, rank, **options).keys(epoch, first_step)) for rank in range(plan.ranks)]
+
+
+def counted(shares):
+    """The keys that count, of all ranks, in the order of the run."""
+    return sorted(key for share in shares for key in share if key.count)
+
+
+def torch_order(n, seed, epoch, shuffle=True):
+    sampler = DistributedSampler(range(n), 1, 0, shuffle=shuffle, seed=seed)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+# Steps, micro-batches, shares
+
+
+@STEADY
+@given(plan=plans())
+@example(plan=Plan(150, 64, 8, False, 3))
+@example(plan=Plan(5, 40, 40, False, 9))  # more ranks than samples
+def test_a_step_is_cut_into_whole_micro_batches_and_a_short_one_into_none_of_one_sample(plan):
+    end = plan.steps * plan.batch if plan.drop_last else plan.samples
+    steps = [plan.cut(step) for step in range(plan.steps)]
+    edges = [edge for parts in steps for part in parts for edge in part]
+    assert edges[0] == 0 and edges[-1] == end and edges[1:-1:2] == edges[2::2], "a gap, or a sample twice"
+    for parts in steps:
+        sizes = [stop - start for start, stop in parts]
+        if sum(sizes) == plan.batch:
+            assert set(sizes) == {plan.grain} and len(parts) >= plan.ranks
+        else:
+            assert parts is steps[-1] and len(parts) <= plan.batch // plan.grain
+            assert max(sizes) - min(sizes) <= 1 and (min(sizes) >= 2 or sizes == [1])
+    assert plan.batch % plan.grain == 0 and plan.grain <= plan.micro
+    assert plan.grain == plan.micro or plan.batch < plan.micro * plan.ranks, "cut finer without need"
+
+
+@STEADY
+@given(plan=plans(), seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans())
+def test_all_ranks_together_see_each_sample_once_in_torchs_order(plan, seed, epoch, shuffle):
+    shares = all_keys(plan, epoch, seed=seed, shuffle=shuffle)
+    seen = [index for key in counted(shares) for index in key.indices]
+    wanted = torch_order(plan.samples, seed, epoch, shuffle)
+    assert seen == (wanted[: plan.steps * plan.batch] if plan.drop_last else wanted)
+    one = dealt(range(plan.samples), plan, plan.ranks - 1, seed=seed, shuffle=shuffle)
+    assert [index for step in range(plan.steps) for index in one.indices(epoch, step)] == seen
+
+
+@STEADY
+@given(plan=plans(), seed=SEEDS)
+def test_every_rank_takes_part_in_every_step_with_its_share_or_one_that_does_not_count(plan, seed):
+    shares = all_keys(plan, seed=seed)
+    for step in range(plan.steps):
+        here = [[key for key in share if key.step == step] for share in shares]
+        size = sum(key.count for keys in here for key in keys)
+        real = [len([key for key in keys if key.count]) for keys in here]
+        assert max(real) - min(real) <= 1, "unequal shares"
+        for keys in here:
+            assert [key.first for key in keys] == [True] + [False] * (len(keys) - 1)
+            assert [key.last for key in keys] == [False] * (len(keys) - 1) + [True]
+            assert all(key.of == size and key.indices for key in keys)
+            assert all(key.count == len(key.indices) for key in keys if key.count)
+        assert len({len(keys) for keys in here}) == 1, "a sharded model needs all ranks in every forward pass"
+
+
+@STEADY
+@given(plan=plans(), seed=SEEDS, epoch=EPOCHS, data=st.data())
+def test_an_epoch_goes_on_from_any_step_on_any_number_of_ranks(plan, seed, epoch, data):
+    first = data.draw(st.integers(0, plan.steps))
+    assert all_keys(plan, epoch, first, seed=seed) == [
+        [key for key in share if key.step >= first] for share in all_keys(plan, epoch, seed=seed)
+    ]
+    other = Plan(plan.samples, plan.batch, plan.micro, plan.drop_last, data.draw(st.integers(1, plan.batch)))
+    before = counted(all_keys(plan, epoch, seed=seed))
+    after = counted(all_keys(other, epoch, first, seed=seed))
+    both = [[index for key in keys for index in key.indices] for keys in (before, after)]
+    assert both[1] == both[0][first * plan.batch :], "a sample twice or missed after the change"
+    if other.grain == plan.grain:  # the micro-batches themselves are the same, whoever has them
+        assert [key[:2] + key[6:] for key in after] == [key[:2] + key[6:] for key in before if key.step >= first]
+
+
+@STEADY
+@given(n=st.integers(1, 90), batch=st.integers(1, 12), ranks=st.integers(1, 6))
+def test_evaluation_counts_each_sample_once_and_the_ranks_take_equally_many_turns(n, batch, ranks):
+    worlds = [World(rank=rank, size=ranks) for rank in range(ranks)]
+    shares = [list(EvalLoader(list(range(n)), world, batch=batch, seed=0, workers=0)) for world in worlds]
+    seen = [number for share in shares for key, values in share if key.count for number in values.tolist()]
+    assert sorted(seen) == list(range(n))
+    assert len({sum(key.last for key, _ in share) for share in shares}) == 1
+
+
+@STEADY
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4), each=st.integers(1, 8), seed=SEEDS)
+def test_ranks_with_samples_of_their_own_see_each_once_and_agree_on_the_size_of_a_step(lengths, each, seed):
+    ranks = len(lengths)
+    plan = Plan(max(lengths) * ranks, each * ranks, each, False, ranks)
+    shares = []
+    for rank, length in enumerate(lengths):
+        words = (range(length), plan, World(rank=rank, size=ranks))
+        one = ShardLoader(*words, seed=seed, shuffle=True, workers=0, lengths=lengths)
+        shares.append(list(one.keys(0)))
+        assert [index for key in shares[-1] if key.count for index in key.indices] == torch_order(length, seed, 0)
+        assert one.indices(0, 0) == shares[-1][0].indices
+    for step in range(plan.steps):
+        here = [key for share in shares for key in share if key.step == step]
+        assert {key.of for key in here} == {sum(key.count for key in here)}
+        assert len({key.micro for key in here if key.count}) == len([key for key in here if key.count])
+
+
+# What is fetched
+
+
+class OneByOne(Dataset):
+    """Samples as a dict with a tuple in it."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return {"row": torch.full((2,), index), "more": (index, float(index))}
+
+
+ROWS = Tensors(torch.arange(80).view(40, 2), torch.arange(40) % 3)
+DATA = {
+    "in memory": ROWS,
+    "part of it": Subset(ROWS, range(5, 38)),
+    "part of a part": Subset(Subset(ROWS, range(0, 40, 2)), [3, 1, 19, 7, 4]),
+    "a list": [(number, float(number)) for number in range(23)],
+    "one by one": OneByOne(),
+    "part of these": Subset(OneByOne(), [9, 8, 30, 2, 11, 4, 5]),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", DATA.values(), ids=DATA)
+def test_a_batch_holds_the_samples_of_its_key_however_the_dataset_gives_them(dataset, workers):
+    for rank in range(2):
+        one = dealt(dataset, Plan(len(dataset), 8, 2, False, 2), rank, workers=workers)
+        for epoch, first in ((0, 0), (1, 0), (1, 2)):
+            fetched = list(one.epoch(epoch, first))
+            assert [key for key, _ in fetched] == list(one.keys(epoch, first))
+            for key, batch in fetched:
+                assert same(batch, default_collate([dataset[index] for index in key.indices]))
+        assert same(one.sample(), default_collate([dataset[index] for index in next(one.keys(0)).indices]))
+
+
+def same(one, other) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [0, 3])
+def test_an_epoch_that_is_left_does_not_reach_into_the_next(workers):
+    one = dealt(list(range(50)), Plan(50, 8, 4), 0, workers=workers)
+    for epoch, count in ((0, 3), (1, 0), (2, 13)):
+        batches = itertools.islice(one.epoch(epoch), count)
+        seen = [number for _, batch in batches for number in batch.tolist()]
+        assert seen == torch_order(50, 0, epoch)[: 4 * count]
+    assert sorted(number for _, batch in one.epoch(3) for number in batch.tolist()) == list(range(50))
+
+
+class Stuck(Dataset):
+    """Its first sample comes, the others do not."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return index if index == 0 else time.sleep(600)
+
+
+def test_worker_processes_end_with_the_run_whatever_they_are_at(monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # s, to wait for each
+    args = types.SimpleNamespace(seed=0, workers=2, shuffle=False)
+    before = multiprocessing.active_children()
+    for data in (Stuck(), ROWS):
+        with (
+            pytest.raises(ZeroDivisionError),
+            loader.opened({"train": data, "val": ROWS}, Plan(20, 1, 1), World(), args) as both,
+        ):
+            batches = both["train"].epoch(0), iter(both["val"])
+            first = [next(each) for each in batches]
+            children = [one for one in multiprocessing.active_children() if one not in before]
+            assert len(first) == 2 and len(children) == 4 and all(child.is_alive() for child in children)
+            1 / 0  # noqa: B018
+        assert not any(child.is_alive() for child in children)
+    assert multiprocessing.active_children() == before
+
+
+# Randomness
+
+
+class Drawing(Dataset):
+    """Samples that are drawn from every generator there is."""
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        return index, random.random(), np.random.random(), torch.rand(()).double(), random.getrandbits(40)
+
+
+class DrawingWhole(Drawing):
+    """The same, a batch at a time."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def drawn(dataset, epoch, ranks=1, first=0, workers=0, seed=3):
+    """What every sample of an epoch was drawn as, by its index."""
+    found = {}
+    for rank in range(ranks):
+        one = dealt(dataset, Plan(30, 8, 2, False, ranks), rank, seed=seed, workers=workers)
+        for key, batch in one.epoch(epoch, first):
+            rows = zip(*(column.tolist() for column in batch), strict=True)
+            found |= {row[0]: row[1:] for row in rows if key.count}
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@FEW
+@given(epoch=EPOCHS, ranks=st.integers(2, 4), first=st.integers(1, 3), workers=st.integers(1, 3))
+@pytest.mark.parametrize(
+    "dataset", [Drawing(), DrawingWhole(), Subset(Drawing(), range(30))], ids=["one", "all", "part"]
+)
+def test_a_sample_is_drawn_the_same_whatever_the_workers_the_ranks_and_the_start(
+    dataset, epoch, ranks, first, workers
+):
+    truth = drawn(dataset, epoch)
+    torch.manual_seed(epoch)  # whatever was drawn before
+    random.seed(epoch)
+    np.random.seed(epoch)
+    assert len(truth) == 30 and truth == drawn(dataset, epoch, ranks) == drawn(dataset, epoch, workers=workers)
+    rest = drawn(dataset, epoch, ranks, first, workers)
+    assert len(rest) == 30 - 8 * first and rest.items() <= truth.items()
+
+
+@pytest.mark.parametrize("dataset", [Drawing(), DrawingWhole()], ids=["one", "all"])
+def test_no_two_samples_epochs_or_seeds_are_drawn_alike(dataset):
+    runs = itertools.product((0, 1, 2**40), (0, 1, 2))
+    rows = [row for seed, epoch in runs for row in drawn(dataset, epoch, seed=seed).values()]
+    assert len(rows) == 270
+    for column in zip(*rows, strict=True):
+        assert len({*column}) == 270
+
+
+def test_what_is_the_same_every_time_needs_no_seed_and_leaves_the_generators_alone():
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    for dataset in (ROWS, Subset(ROWS, range(9))):
+        assert len(list(dealt(dataset, Plan(len(dataset), 4, 2), 0).epoch(1))) > 4
+    assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
