@@ -1,6 +1,7 @@
 """What a run says of itself: the terminal, the logs, metrics.jsonl and TensorBoard. Silent off rank 0."""
 
 import contextlib
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -63,9 +64,11 @@ class Report:
             log.info("epoch %d/%d  %s  %s", state.epoch, self.epochs, split, told)
             self._write(state, {f"{split}/{name}": value for name, value in figures.items()})
 
-    def finish(self, outcome: dict, args):
-        """Writes outcome.json and says how it ended, where everything lies, and what to type next."""
-        self.close(outcome["state"] == "finished")
+    def finish(self, outcome: str, state, args, **facts):
+        """Writes outcome.json and says how it ended ("finished", "stopped"), where everything lies, what to type
+        next."""
+        self.close(outcome == "finished")
+        outcome = {"state": outcome, **dataclasses.asdict(state), **facts}
         if self.world.is_main:
             run_folder.write_outcome(self.folder, **outcome)
             for text in last_words(self.folder, outcome, args):
@@ -122,11 +125,3 @@ def window_sums(window: list) -> dict:
     counts = torch.tensor([count for _, count in window], dtype=torch.float64)
     good = torch.isfinite(losses)
     return {"loss": (losses[good] * counts[good]).sum(), "samples": int(counts[good].sum())}
-
-
-def bad_steps(norms: list, run: int) -> tuple[int, int]:
-    """How many of these gradient norms are not finite, and how many stand in a row at the end, with `run` before
-    them."""
-    finite = torch.isfinite(torch.stack(norms)).tolist() if norms else []
-    in_a_row = next((i for i, good in enumerate(reversed(finite)) if good), len(finite) + run)
-    return finite.count(False), in_a_row
