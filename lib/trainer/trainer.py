@@ -11,6 +11,7 @@ from lib.core import optimizer as optimizers
 from lib.core import parallel, scheduler
 from lib.utils import checkpoint, data, metrics, preemption, report, resume, run_folder, search, seeding, shards
 from lib.utils.bad_steps import BadSteps, Counter
+from lib.utils.pictures import Answers
 from lib.utils.state import State, all_tensors, model_tensors, prepared
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class Trainer:
         self.state, self.saved = State(), None  # saved: the (step, epoch) of the last checkpoint
         self.best, self.bad = None, Counter(args.max_bad_steps)
         self.metrics, self.logged = metrics.MetricsTracker(), {}  # the epoch's sums; as of the last log line
+        shown = loaders.get("val", loaders["train"]).dataset
+        self.answers = Answers(loss, args.num_classes, getattr(shown, "classes", None), world)
         self.window, self.norms = [], []  # losses and gradient norms not yet read from the device
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16)
@@ -57,6 +60,7 @@ class Trainer:
         unwrapped."""
         inputs, targets = batch
         outputs = model(inputs)
+        self.answers.add(inputs, targets, outputs, count)
         return {"loss": self.loss(outputs, targets) * count, **losses.metric_sums(self.loss, outputs, targets)}
 
     def fit(self) -> str:
@@ -101,6 +105,7 @@ class Trainer:
         """The optimizer's step of `samples` samples, left out on all ranks alike if the gradient is not finite."""
         self.scaler.unscale_(self.optimizer)
         norm = optimizers.clip(self.parameters, self.args.clip_grad)
+        self.report.histograms(self.state.step + 1, parallel.unwrap(self.model))
         lr = self.lr()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -169,7 +174,7 @@ class Trainer:
         self.state.epoch += 1
         self.metrics.end_epoch()
         self.logged = {}
-        self.report.evaluated(self.state, "val", figures)
+        self.report.evaluated(self.state, "val", figures, self.answers)
         self.keep_best(figures)
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
         if milestone or self.every.epoch_due(self.state.epoch) or self.state.epoch == self.args.epochs:
@@ -180,6 +185,7 @@ class Trainer:
     def evaluate(self, split: str) -> dict | None:
         """Exact means over all samples of a split and all ranks. None if all ranks agreed to stop meanwhile."""
         model, totals = parallel.unwrap(self.model).eval(), metrics.MetricsTracker()
+        self.answers.reset()
         for key, batch in self.loaders[split]:
             with self.precision:
                 sums = self.evaluation_step(model, data.to_device(batch, self.world.device), key.count)
@@ -212,6 +218,7 @@ class Trainer:
         self.state, self.best = resume.state(manifest, self.plan), manifest["best"]
         self.bad.total = manifest["bad_steps"]
         self.metrics.load_state_dict(manifest["metrics"])
+        self.logged = dict(self.metrics.agg)  # or the next log line would tell the epoch's steps as its own
         if self.args.fp16 and manifest["scaler"]:
             self.scaler.load_state_dict(manifest["scaler"])
         own = found.folder.parent == self.checkpoints.folder
@@ -269,7 +276,7 @@ class Trainer:
         figures = {}
         if finished and "test" in self.loaders:
             figures = self.evaluate("test")
-            self.report.evaluated(self.state, "test", figures)
+            self.report.evaluated(self.state, "test", figures, self.answers)
         if finished:
             self.write_weights("final")
         self.checkpoints.finish()
