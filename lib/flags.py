@@ -71,6 +71,8 @@ def add_shared(parser):
         "-label_smoothing", type=real(0, 1), default=0.0, metavar="X", help="of cross_entropy, 0 to 1"
     )
     training.add_argument("-log_every", type=whole(1), default=50, metavar="N", help="steps between log lines")
+    training.add_argument("-log_histograms", type=whole(1), metavar="N",
+                          help="every N steps, show TensorBoard how weights and gradients are spread")  # fmt: skip
     training.add_argument("-max_bad_steps", type=whole(1), default=10, metavar="N",
                           help="stop after N steps in a row without a finite gradient; they are skipped")  # fmt: skip
 

@@ -20,7 +20,7 @@ from disks import full_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from lib.utils import tensorboard
+from lib.utils import pictures, serving, tensorboard
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,9 +52,10 @@ def loaded(folder):
 def test_a_board_holds_scalars_text_configuration_hparams_and_images_in_one_file(tmp_path):
     board = tensorboard.Board(tmp_path, main=True)
     board.config({"lr_start": 0.1, "note": "a|b\nc"})
-    board.hparams({"lr_start": 0.1, "fp16": False, "arch": "mlp", "sizes": [1, 2], "cfg": None}, ["val/accuracy"])
-    board.images("samples", torch.arange(5 * 3 * 8 * 6.0).reshape(5, 3, 8, 6) - 100)
-    board.images("not a picture", torch.zeros(5, 2, 8, 6))
+    board.hparams({"lr_start": 0.1, "fp16": False, "arch": "mlp", "sizes": [1, 2]}, ["val/accuracy"])
+    board.picture("samples", pictures.grid(torch.rand(5, 3, 8, 6)))
+    board.histogram("weights", torch.tensor([1.0, 2.0, 2.0, math.nan, math.inf]), 3)
+    board.histogram("none", torch.tensor([math.nan]), 3)
     assert not list(tmp_path.iterdir()), "nothing is imported or written before the first scalars"
     board.scalars(10, {"train/loss": torch.tensor(0.5), "val/accuracy": 0.9, "left": None, "bad": math.nan})
     events = loaded(tmp_path)  # before close: as after kill -9
@@ -67,27 +68,19 @@ def test_a_board_holds_scalars_text_configuration_hparams_and_images_in_one_file
     table = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "| lr_start | 0.1 |" in table and "| note | a\\|b c |" in table
     (picture,) = events.Images("samples")
-    assert (picture.width, picture.height) == (3 * 7, 2 * 9) and events.Tags()["images"] == ["samples"]
+    assert (picture.width, picture.height) == (3 * 7 + 1, 2 * 9 + 1) and events.Tags()["images"] == ["samples"]
+    (spread,) = events.Histograms("weights")
+    assert events.Tags()["histograms"] == ["weights"]
+    assert (spread.step, spread.histogram_value.num, spread.histogram_value.sum) == (3, 3, 5)
 
     events = loaded(tmp_path)
     assert "summary/text_summary" in events.Tags()["tensors"] and len(list(tmp_path.iterdir())) == 1
     content = events.PluginTagToContent("hparams")
     start = plugin_data_pb2.HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info
     assert start.hparams["lr_start"].number_value == 0.1 and start.hparams["sizes"].string_value == "[1, 2]"
-    assert start.hparams["fp16"].WhichOneof("kind") == "bool_value" and "cfg" not in start.hparams
+    assert start.hparams["fp16"].string_value == "False"
     end = plugin_data_pb2.HParamsPluginData.FromString(content["_hparams_/session_end_info"]).session_end_info
     assert end.status == 1  # success
-
-
-def test_a_grid_keeps_every_sample_in_its_place():
-    images = torch.rand(5, 1, 4, 4)
-    picture = tensorboard.grid(images)
-    assert picture.shape == (1, 10, 15) and picture.dtype == torch.uint8
-    assert picture.min() == 0 and picture.max() == 255
-    low, high = images.min(), images.max()
-    fourth = ((images[3] - low) / (high - low) * 255).byte()  # first of the second row
-    assert torch.equal(picture[:, 5:9, 0:4], fourth)
-    assert tensorboard.grid(torch.full((2, 3, 4, 4), math.nan)).max() == 0
 
 
 def test_a_resumed_run_draws_one_line(tmp_path):
@@ -118,7 +111,8 @@ def test_a_board_off_rank_0_or_without_the_package_does_nothing(tmp_path, monkey
         board = tensorboard.Board(tmp_path / "board", main=main)
         board.config({"a": 1})
         board.hparams({"a": 1}, ["loss"])
-        board.images("samples", torch.zeros(1, 1, 2, 2))
+        board.picture("samples", torch.zeros(1, 2, 2))
+        board.histogram("weights", torch.zeros(2), 1)
         board.scalars(1, {"loss": 1.0})
         board.scalars(2, {"loss": 1.0})
         board.close(finished=True)
@@ -143,9 +137,9 @@ def refused(address):
 
 SERVE = """
 import signal, sys
-from lib.utils import tensorboard
+from lib.utils import serving
 signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
-tensorboard.serve(sys.argv[1], lambda address: print(address, flush=True))
+serving.serve(sys.argv[1], lambda address: print(address, flush=True))
 while True:
     signal.pause()
 """
@@ -161,7 +155,7 @@ def test_servers_answer_each_on_a_port_of_its_own_and_end_with_their_run(tmp_pat
     request.addfinalizer(run.kill)
     told = []
     before = time.monotonic()
-    server = tensorboard.serve(tmp_path, told.append)
+    server = serving.serve(tmp_path, told.append)
     assert time.monotonic() - before < 0.5, "training does not wait for it"
     other = run.stdout.readline().strip()
     until(lambda: told)
@@ -196,11 +190,11 @@ def test_a_server_that_cannot_start_is_one_warning(tmp_path, monkeypatch, caplog
     (tmp_path / "tensorboard.py").write_text("raise ImportError('there is no tensorboard')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     told = []
-    server = tensorboard.serve(tmp_path, told.append)
+    server = serving.serve(tmp_path, told.append)
     until(lambda: caplog.records)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
-    tensorboard.serve(tmp_path, told.append).close()
-    tensorboard.serve(tmp_path, told.append, enabled=False).close()
+    serving.serve(tmp_path, told.append).close()
+    serving.serve(tmp_path, told.append, enabled=False).close()
     server.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert "there is no tensorboard" in caplog.text and not told

@@ -3,7 +3,6 @@
 
 import dataclasses
 import logging
-import math
 
 import torch
 
@@ -11,13 +10,11 @@ from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.core import parallel, scheduler
 from lib.utils import checkpoint, data, metrics, preemption, report, resume, run_folder, search, seeding, shards
+from lib.utils.bad_steps import BadSteps, Counter
+from lib.utils.pictures import Answers
 from lib.utils.state import State, all_tensors, model_tensors, prepared
 
 log = logging.getLogger(__name__)
-
-
-class BadSteps(RuntimeError):
-    """Too many steps in a row had no finite gradient."""
 
 
 class Trainer:
@@ -36,15 +33,18 @@ class Trainer:
             "end": args.lr_end * scale,
         }
         self.state, self.saved = State(), None  # saved: the (step, epoch) of the last checkpoint
-        self.best, self.bad_steps, self.bad_run = None, 0, 0
+        self.best, self.bad = None, Counter(args.max_bad_steps)
         self.metrics, self.logged = metrics.MetricsTracker(), {}  # the epoch's sums; as of the last log line
+        shown = loaders.get("val", loaders["train"]).dataset
+        self.answers = Answers(loss, args.num_classes, getattr(shown, "classes", None), world)
         self.window, self.norms = [], []  # losses and gradient norms not yet read from the device
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16)
         self.precision = parallel.autocast(args, world.device)
         alone = world.size == 1 and self.plan.grain == self.plan.batch
         self.statistics = parallel.RunningStatistics(model, world, alone)
-        self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s)
+        limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
+        self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
         self.ballot = preemption.Ballot(self.stop, world)
         self.every = resume.Every(args.save_every)
         self.checkpoints = checkpoint.Checkpoints(
@@ -61,6 +61,7 @@ class Trainer:
         unwrapped."""
         inputs, targets = batch
         outputs = model(inputs)
+        self.answers.add(inputs, targets, outputs, count)
         return {"loss": self.loss(outputs, targets) * count, **losses.metric_sums(self.loss, outputs, targets)}
 
     def fit(self) -> str:
@@ -74,16 +75,9 @@ class Trainer:
                     pass
                 return self.finish()
 
-    def at_limit(self) -> bool:
-        """Whether -limit_steps is reached, which all ranks see at the same step."""
-        reached = (self.args.limit_steps or math.inf) <= self.state.step < self.total_steps
-        if reached:
-            self.stop.reason = self.stop.reason or f"-limit_steps {self.args.limit_steps} is reached"
-        return reached
-
     def train_epoch(self) -> bool:
         """Trains the rest of the epoch. False if the run is to stop first."""
-        if self.at_limit():
+        if self.stop.at_limit(self.state.step):
             return False
         self.model.train()
         epoch = self.state.epoch
@@ -113,6 +107,7 @@ class Trainer:
         parallel.check_reduced(self.model, self.parameters)
         self.scaler.unscale_(self.optimizer)
         norm = optimizers.clip(self.parameters, self.args.clip_grad)
+        self.report.histograms(self.state.step + 1, parallel.unwrap(self.model))
         lr = self.lr()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -134,7 +129,7 @@ class Trainer:
         step = self.state.step
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
-        stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.at_limit()
+        stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.stop.at_limit(step)
         if self.ballot.voted:
             self.checkpoints.poll()
         if stop and step < self.total_steps:  # a stop on the very last step finishes the run
@@ -145,8 +140,7 @@ class Trainer:
 
     def log(self):
         """Reduces and reports the interval since the last line; ends the run after too many bad steps in a row."""
-        bad, self.bad_run = report.bad_steps(self.norms, self.bad_run)
-        self.bad_steps += bad
+        self.bad.count(self.norms)
         self.gather()
         interval = {name: total - self.logged.get(name, 0) for name, total in self.metrics.agg.items()}
         figures = {
@@ -154,11 +148,11 @@ class Trainer:
             "loss_mean": metrics.mean(self.metrics.agg, "loss"),
             "lr": self.optimizer.param_groups[0]["lr"],
             "grad_norm": float(self.norms[-1]),
-            **({"bad_steps": self.bad_steps} if self.bad_steps else {}),
+            **({"bad_steps": self.bad.total} if self.bad.total else {}),
         }
         self.report.training(self.state, steps=len(self.norms), samples=interval.get("samples", 0), figures=figures)
         self.logged, self.norms = dict(self.metrics.agg), []
-        if self.bad_run >= self.args.max_bad_steps:
+        if self.bad.too_many:
             self.give_up()
 
     def gather(self):
@@ -172,11 +166,7 @@ class Trainer:
         epoch, step = self.state.epoch, self.state.step - 1
         samples = self.loaders["train"].indices(epoch, step - epoch * self.plan.steps)
         there = checkpoint.listed(self.checkpoints.folder)
-        raise BadSteps(
-            f"{self.bad_run} steps in a row without a finite gradient (-max_bad_steps {self.args.max_bad_steps}), "
-            f"the last of them step {step} with the samples {samples[:64]}; last good checkpoint: "
-            f"{there[0][1] if there else 'none'}; a lower -lr_start, -clip_grad or -bf16 for -fp16 may help"
-        )
+        raise BadSteps(self.bad.told(step, samples, there[0][1] if there else None))
 
     def end_epoch(self) -> bool:
         """Evaluates, keeps the best, saves. False if the run is to stop first."""
@@ -186,7 +176,7 @@ class Trainer:
         self.state.epoch += 1
         self.metrics.end_epoch()
         self.logged = {}
-        self.report.evaluated(self.state, "val", figures)
+        self.report.evaluated(self.state, "val", figures, self.answers)
         self.keep_best(figures)
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
         if milestone or self.every.epoch_due(self.state.epoch) or self.state.epoch == self.args.epochs:
@@ -198,6 +188,7 @@ class Trainer:
         """Exact means over all samples of a split and all ranks. None if all ranks agreed to stop meanwhile."""
         self.stop.trained = self.state.step == self.total_steps
         model, totals = parallel.unwrap(self.model).eval(), metrics.MetricsTracker()
+        self.answers.reset()
         for key, batch in self.loaders[split]:
             with self.precision:
                 sums = self.evaluation_step(model, data.to_device(batch, self.world.device), key.count)
@@ -228,8 +219,9 @@ class Trainer:
         resume.check_changes(manifest["asked"], resume.asked(self.args, self.plan), allowed)
         resume.load(found, model, self.optimizer, self.world, allowed)
         self.state, self.best = resume.state(manifest, self.plan), manifest["best"]
-        self.bad_steps = manifest["bad_steps"]
+        self.bad.total = manifest["bad_steps"]
         self.metrics.load_state_dict(manifest["metrics"])
+        self.logged = dict(self.metrics.agg)  # or the next log line would tell the epoch's steps as its own
         if self.args.fp16 and manifest["scaler"]:
             self.scaler.load_state_dict(manifest["scaler"])
         own = found.folder.parent == self.checkpoints.folder
@@ -260,7 +252,7 @@ class Trainer:
             "state": dataclasses.asdict(self.state),
             "asked": resume.asked(self.args, self.plan),
             "best": self.best,
-            "bad_steps": self.bad_steps,
+            "bad_steps": self.bad.total,
             "metrics": self.metrics.state_dict(),
             "scaler": self.scaler.state_dict(),
             "about": run_folder.about(),
@@ -288,14 +280,10 @@ class Trainer:
         figures = self.evaluate("test") if trained and "test" in self.loaders else {}
         finished = trained and figures is not None
         if finished:
-            self.report.evaluated(self.state, "test", figures)
+            self.report.evaluated(self.state, "test", figures, self.answers)
             self.write_weights("final")
         self.save()
         self.checkpoints.close()
-        outcome = {
-            "state": "finished" if finished else "stopped",
-            "reason": self.stop.reason,
-            **dataclasses.asdict(self.state),
-        }
-        self.report.finish({**outcome, "best": self.best, "test": figures}, self.args)
-        return "lost an agent" if self.stop.reason == preemption.AGENT_GONE and not finished else outcome["state"]
+        outcome = "finished" if finished else "stopped"
+        self.report.finish(outcome, self.state, self.args, reason=self.stop.reason, best=self.best, test=figures)
+        return "lost an agent" if self.stop.reason == preemption.AGENT_GONE and not finished else outcome

@@ -37,10 +37,14 @@ MOST_STEPS = 100  # between votes, so that steps that grow slow are noticed
 
 class Stop:
     """The wish to stop of this process: from a signal, the file STOP in the run folder, -max_hours, or because the
-    torchrun agent that started it is gone: the others are then to go on without it."""
+    torchrun agent that started it is gone: the others are then to go on without it. `at_limit` is no wish: all ranks
+    know it."""
 
-    def __init__(self, folder: Path, max_hours: float | None = None, grace_s: float = 60.0):
+    def __init__(
+        self, folder: Path, max_hours: float | None = None, grace_s: float = 60.0, limit_steps: int | None = None
+    ):
         self.reason: str | None = None
+        self.limit_steps = limit_steps
         self.file, self.grace_s = folder / "STOP", grace_s
         self.ends = time.monotonic() + max_hours * 3600 if max_hours else None
         self.looked = 0.0
@@ -63,6 +67,13 @@ class Stop:
         if self.reason is not None and self.wished_at is None:
             self.wished_at = now
         return self.reason is not None and (not self.trained or now - self.wished_at >= LAST_S)
+
+    def at_limit(self, step: int) -> bool:
+        """Whether -limit_steps is reached, which all ranks see at the same step."""
+        reached = self.limit_steps is not None and step >= self.limit_steps
+        if reached:
+            self.reason = self.reason or f"-limit_steps {self.limit_steps} is reached"
+        return reached
 
     @contextlib.contextmanager
     def listening(self):

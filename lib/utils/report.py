@@ -1,12 +1,13 @@
 """What a run says of itself: the terminal, the logs, metrics.jsonl and TensorBoard. Silent off rank 0."""
 
 import contextlib
+import dataclasses
 import logging
 from pathlib import Path
 
 import torch
 
-from lib.utils import console, metrics, run_folder, tensorboard
+from lib.utils import console, metrics, pictures, resume, run_folder, serving, tensorboard
 from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
@@ -24,8 +25,9 @@ class Report:
         self.lines = metrics.Lines(folder / "metrics.jsonl", world.is_main)
         self.board = tensorboard.Board(folder / "tensorboard", world.is_main, start_step + 1)
         self.board.config(vars(args))
-        self.board.hparams({name: value for name, value in vars(args).items() if value is not None}, METRICS)
-        self.server = tensorboard.serve(folder.parent, _tell_address, enabled=args.tb and world.is_main)
+        self.board.hparams(resume.bending(vars(args)), METRICS)
+        self.histogram_every = args.log_histograms
+        self.server = serving.serve(folder.parent, _tell_address, enabled=args.tb and world.is_main)
         self.bar = console.Progress(total_steps, start_step, world.is_main)
         self.rate = console.Rate(total_steps, start_step)
 
@@ -34,8 +36,8 @@ class Report:
         if self.world.is_main:
             batch = fetch()
             images = batch[0] if isinstance(batch, tuple) else None
-            if isinstance(images, torch.Tensor):
-                self.board.images("train/samples", images, 0)
+            if pictures.is_picture(images):
+                self.board.picture("train/samples", pictures.grid(images), 0)
 
     def waiting(self, batches):
         """The batches, the time spent waiting for each measured."""
@@ -55,17 +57,31 @@ class Report:
             {f"{'perf' if name in PERF else 'train'}/{name}": shown[name] for name in shown if name not in left_out},
         )
 
-    def evaluated(self, state, split: str, figures: dict):
-        """The metrics of a split, after the epochs that the state has."""
+    def histograms(self, step: int, model):
+        """How this step's gradients and the weights are spread, as -log_histograms asks; of a sharded tensor rank 0's
+        part."""
+        if not self.histogram_every or step % self.histogram_every:
+            return
+        for name, parameter in model.named_parameters():
+            for kind, values in (("weights", parameter.detach()), ("gradients", parameter.grad)):
+                if values is not None:
+                    self.board.histogram(f"{kind}/{name}", getattr(values, "to_local", lambda v=values: v)(), step)
+
+    def evaluated(self, state, split: str, figures: dict, answers: pictures.Answers):
+        """The metrics of a split and the model's answers, after the epochs that the state has. For all ranks."""
         self.rate.restart()
         if figures:
             told = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
             log.info("epoch %d/%d  %s  %s", state.epoch, self.epochs, split, told)
             self._write(state, {f"{split}/{name}": value for name, value in figures.items()})
+            for name, picture in answers.shown().items():
+                self.board.picture(f"{split}/{name}", picture, state.step)
 
-    def finish(self, outcome: dict, args):
-        """Writes outcome.json and says how it ended, where everything lies, and what to type next."""
-        self.close(outcome["state"] == "finished")
+    def finish(self, outcome: str, state, args, **facts):
+        """Writes outcome.json and says how it ended ("finished", "stopped"), where everything lies, what to type
+        next."""
+        self.close(outcome == "finished")
+        outcome = {"state": outcome, **dataclasses.asdict(state), **facts}
         if self.world.is_main:
             run_folder.write_outcome(self.folder, **outcome)
             for text in last_words(self.folder, outcome, args):
@@ -123,11 +139,3 @@ def window_sums(window: list) -> dict:
     counts = torch.tensor([count for _, count in window], dtype=torch.float64)
     good = torch.isfinite(losses)
     return {"loss": (losses[good] * counts[good]).sum(), "samples": int(counts[good].sum())}
-
-
-def bad_steps(norms: list, run: int) -> tuple[int, int]:
-    """How many of these gradient norms are not finite, and how many stand in a row at the end, with `run` before
-    them."""
-    finite = torch.isfinite(torch.stack(norms)).tolist() if norms else []
-    in_a_row = next((i for i, good in enumerate(reversed(finite)) if good), len(finite) + run)
-    return finite.count(False), in_a_row

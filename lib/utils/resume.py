@@ -22,7 +22,7 @@ HARMLESS = {
     "data", "out", "model", "reset", "cfg", "tb", "gpus", "cpu", "workers", "log_every",
     "max_bad_steps", "save_every", "keep_last", "keep_every", "best", "save_strict", "resume",
     "weights", "allow_change", "max_hours", "grace_s", "hang_minutes", "batch_per_gpu", "limit_steps", "check_resume",
-    "parallel", "fsdp_replicas", "offload", "recompute", "compile", "find_unused",
+    "parallel", "fsdp_replicas", "offload", "recompute", "compile", "find_unused", "log_histograms",
 }  # fmt: skip
 OTHERS = {"samples", "nan"}  # what -allow_change may name beside flags: the dataset's length, weights not finite
 FACTS = {"state", "asked", "best", "bad_steps", "metrics", "scaler", "about"}  # what the trainer adds to a manifest
@@ -137,8 +137,7 @@ def check_changes(before: dict, now: dict, allowed: list[str]):
 
     What is allowed is told, and flags that only one side knows, as after a change of the code.
     """
-    names = sorted(name for name in {*before, *now} - HARMLESS if not name.startswith("slurm"))
-    changed = [name for name in names if before.get(name) != now.get(name)]
+    changed = [name for name in sorted(bending({**before, **now})) if before.get(name) != now.get(name)]
     told = {name: f"-{name} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}" for name in changed}
     refused = [name for name in changed if name in before and name in now and name not in allowed]
     if refused:
@@ -148,6 +147,11 @@ def check_changes(before: dict, now: dict, allowed: list[str]):
                          f"with -reset or another -model")  # fmt: skip
     if changed:
         log.warning("going on with other settings: %s", ", ".join(told.values()))
+
+
+def bending(asked: dict) -> dict:
+    """Of these flags and values, those that bend a run's trajectory."""
+    return {name: value for name, value in asked.items() if name not in HARMLESS and not name.startswith("slurm")}
 
 
 def check_known(found):

@@ -1,0 +1,101 @@
+"""The TensorBoard server that -tb starts beside a run."""
+
+import atexit
+import json
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+log = logging.getLogger(__name__)
+
+
+class Server:
+    """TensorBoard's server while it runs: `address` once it answers; without a process, nothing."""
+
+    def __init__(self, process: subprocess.Popen | None):
+        self.address = ""
+        self._process, self._owner = process, os.getpid()
+        if process is not None:
+            atexit.register(self.close)
+
+    def close(self):
+        """End the server; waits up to 2 seconds for it. In a forked child, which does not own it, nothing happens."""
+        process, self._process = self._process, None
+        if process is None or os.getpid() != self._owner:
+            return
+        atexit.unregister(self.close)
+        process.terminate()
+        try:
+            process.wait(2)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _announce(self, say):
+        with self._process.stdout as stdout:
+            answer = json.loads(stdout.readline() or '{"error": "it ended before it was ready"}')
+        if self._process is None:  # closed in the meantime
+            return
+        if "error" in answer:
+            log.warning("-tb: no TensorBoard server (%s); training goes on", answer["error"])
+            return
+        self.address = answer["address"]
+        say(self.address)
+
+
+def serve(folder: Path, say, enabled: bool = True) -> Server:
+    """Start TensorBoard over `folder` on 127.0.0.1, on the first free port from 6006 on; returns at once.
+
+    `say(address)` is called from a thread when it answers, after seconds; if it never does, there is one warning.
+    TensorBoard knows no password, so a random word in the address keeps the machine's other users out: the word goes
+    through a pipe, as command lines are public, and the data server, which would ask for no word, stays off.
+    The server is in a session of its own (Ctrl-C goes to the run) and ends with this process, even after kill -9.
+    """
+    if not enabled:
+        return Server(None)
+    order = {"folder": str(Path(folder).resolve()), "word": secrets.token_urlsafe(16), "parent": os.getpid()}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    command = [sys.executable, "-m", "lib.utils.serving"]
+    try:
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+    except OSError as error:
+        log.warning("-tb: TensorBoard cannot be started (%s); training goes on", error)
+        return Server(None)
+    server = Server(process)
+    with suppress(OSError), process.stdin:  # a child that is gone already shows in its answer
+        process.stdin.write(json.dumps(order))
+    threading.Thread(target=server._announce, args=(say,), daemon=True).start()
+    return server
+
+
+def _serve_until_orphaned():
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # so that what packages print is not taken for the answer
+    sys.excepthook = lambda kind, error, trace: _tell(answer, error=f"{kind.__name__}: {error}")
+    order = json.load(sys.stdin)
+    os.nice(10)
+    from tensorboard import program
+
+    server = program.TensorBoard()
+    flags = ["--logdir", order["folder"], "--host", "127.0.0.1", "--path_prefix", "/" + order["word"]]
+    server.configure(argv=["tensorboard", *flags, "--load_fast", "false"])
+    _tell(answer, address=server.launch())
+    # Asking for the parent serves any thread of it; PR_SET_PDEATHSIG fires when the thread ends that started us.
+    while os.getppid() == order["parent"]:
+        time.sleep(0.5)
+
+
+def _tell(stream, **answer):
+    stream.write(json.dumps(answer) + "\n")
+    stream.flush()
+
+
+if __name__ == "__main__":  # the process that serve() starts
+    _serve_until_orphaned()

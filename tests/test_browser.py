@@ -1,0 +1,74 @@
+"""TensorBoard as a person opens it: the page of a run that was killed and resumed, in a real Chromium."""
+
+import json
+import re
+import signal
+import urllib.parse
+import urllib.request
+
+import browser
+import pytest
+from PIL import Image
+from processes import until
+
+from lib.utils import serving
+
+pytest_plugins = ("processes",)
+STEPS = 60  # of a run of the nursery
+# The paths that are drawn through as many points as there are steps, as TensorBoard does where there is no WebGL.
+PATHS = "[...document.querySelectorAll('path')].map(path => path.getAttribute('d'))"
+LINES = f"{PATHS}.filter(line => line.split('L').length == {STEPS})"
+
+
+@pytest.fixture
+def board(start, tmp_path):
+    """The address of a TensorBoard over a run that was killed at step 33 and resumed at 28, and one that was not."""
+    killed = start("killed", "-log_every", 1, "-save_every", "7steps", "-log_histograms", 20, cpu=1,
+                   deed={"do": "strike", "signal": "SIGKILL", "step": 33})  # fmt: skip
+    assert killed.ends() == -signal.SIGKILL
+    assert start("killed", "-log_every", 1, "-save_every", "7steps", "-log_histograms", 20, cpu=1).ends() == 0
+    assert start("whole", "-log_every", 1, cpu=1).ends() == 0
+    told = []
+    server = serving.serve(tmp_path / "out", told.append)
+    until(lambda: told, what="TensorBoard's address")
+    until(lambda: len(data(told[0], "runs")) == 2, what="both runs")
+    yield told[0]
+    server.close()
+
+
+def data(address, path, **asked):
+    query = f"?{urllib.parse.urlencode(asked)}" if asked else ""
+    with urllib.request.urlopen(f"{address}data/{path}{query}", timeout=10) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="there is no chromium here: apt-get install chromium")
+def test_the_page_of_a_killed_and_resumed_run_shows_one_line(board, tmp_path, request):
+    points = {
+        run: [(step, value) for _, step, value in data(board, "plugin/scalars/scalars", run=run, tag="train/loss")]
+        for run in ("killed/tensorboard", "whole/tensorboard")
+    }
+    assert [step for step, _ in points["killed/tensorboard"]] == [*range(1, STEPS + 1)], "no tooth, no gap, no double"
+    assert points["killed/tensorboard"] == points["whole/tensorboard"]
+
+    groups = {tag.split("/")[0] for tag in data(board, "plugin/scalars/tags")["killed/tensorboard"]}
+    assert groups == {"train", "val", "test", "perf"}
+    images = data(board, "plugin/images/tags")["killed/tensorboard"]
+    assert {"train/samples", "val/answers", "val/confusion", "test/confusion"} <= set(images)
+    assert {"weights/1.weight", "gradients/1.weight"} <= set(
+        data(board, "plugin/histograms/tags")["killed/tensorboard"]
+    )
+
+    with browser.opened(f"{board}?tagFilter=loss%24#timeseries", tmp_path / "browser") as page:
+        lines = page.until(f"({LINES}).length == 4 && {LINES}")  # of two runs, each smoothed and as it is
+        text = re.sub(r"\s", "", page.value("document.body.innerText"))
+        picture = page.screenshot()
+    for words in ("train/loss", "val/loss", "test/loss", "killed/tensorboard", "whole/tensorboard"):
+        assert words in text, f"{words} is not on the page"
+    for line in lines:
+        across = [float(point.split(",")[0]) for point in line[1:].split("L")]
+        assert len(across) == STEPS and across == sorted(set(across)), "the line goes back, or has a gap"
+    kept = request.config.cache.mkdir("screenshots") / "tensorboard.png"  # in .pytest_cache, for people
+    kept.write_bytes(picture)
+    with Image.open(kept) as picture:
+        assert picture.width == 1280 and len(picture.convert("RGB").getcolors(1 << 24)) > 100

@@ -1,0 +1,68 @@
+"""The pictures that TensorBoard shows: what is drawn is what the model answered, each sample in its place."""
+
+import math
+
+import torch
+from torch import nn
+
+from lib.utils import pictures
+from lib.utils.distributed import World
+
+BLUE = torch.tensor([8, 48, 107], dtype=torch.uint8)
+
+
+def test_a_grid_keeps_every_sample_in_its_place():
+    images = torch.rand(5, 1, 4, 4)
+    picture = pictures.grid(images)
+    assert picture.shape == (3, 11, 16) and picture.dtype == torch.uint8
+    assert picture.min() == 0 and picture.max() == 255
+    low, high = images.min(), images.max()
+    fourth = ((images[3] - low) / (high - low) * 255).byte()  # first of the second row
+    assert torch.equal(picture[:1, 6:10, 1:5], fourth)
+    assert pictures.grid(torch.full((2, 3, 4, 4), math.nan)).max() == 0
+    assert pictures.grid(torch.rand(100, 3, 4, 4)).shape == pictures.grid(torch.rand(64, 3, 4, 4)).shape
+
+
+def test_answers_are_counted_by_class_and_shown_beside_the_samples():
+    answers = pictures.Answers(nn.CrossEntropyLoss(), 3, ["cat", "dog", "owl"], World())
+    targets, given = torch.tensor([0, 1, 2, 1, -100]), torch.tensor([0, 2, 2, 1, 1])
+    for count in (5, 0):  # a borrowed batch counts nothing
+        answers.add(torch.rand(5, 1, 8, 8), targets, nn.functional.one_hot(given, 3).float(), count)
+    assert answers.counts.tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
+    shown = answers.shown()
+    assert list(shown) == ["confusion", "answers"]
+    assert all(picture.dtype == torch.uint8 and len(picture) == 3 for picture in shown.values())
+    red = shown["answers"][0].int() - shown["answers"][1] > 60
+    tile = 64 + 14 + 2
+    assert red[: tile + 2, 68:134].any() and not red[: tile + 2, :66].any(), (
+        "the second answer is wrong, the first right"
+    )
+    answers.reset()
+    assert answers.shown() == {}, "nothing was evaluated"
+
+
+def test_a_confusion_matrix_is_dark_where_the_samples_are():
+    for classes in (4, 100):
+        counts = torch.diag(torch.full((classes,), 7))
+        counts[1] = 0
+        counts[1, 0] = 3
+        picture = pictures.confusion(counts, [str(name) for name in range(classes)])
+        margin, size = (60, 34) if classes == 4 else (16, 6)
+        corners = picture[:, margin + 1 :: size, margin + 1 :: size]
+        assert corners.shape[1:] == (classes, classes)
+        dark = (corners == BLUE[:, None, None]).all(0)
+        assert torch.equal(dark, counts > 0) and (corners[:, ~dark] == 255).all()
+
+
+def test_other_losses_many_classes_and_odd_shapes_are_left_alone():
+    images, targets = torch.rand(2, 1, 8, 8), torch.tensor([0, 1])
+    for loss, classes in ((nn.MSELoss(), 2), (nn.CrossEntropyLoss(), 101)):
+        answers = pictures.Answers(loss, classes, None, World())
+        answers.add(images, targets, torch.rand(2, classes), 2)
+        assert answers.shown() == {}
+    answers = pictures.Answers(nn.CrossEntropyLoss(), 2, None, World())
+    answers.add(images, {"label": targets}, torch.rand(2, 2), 2)
+    answers.add(images, targets[:, None], torch.rand(2, 2, 1), 2)
+    assert answers.shown() == {}
+    answers.add({"image": images}, targets, torch.rand(2, 2), 2)
+    assert list(answers.shown()) == ["confusion"], "no images, no picture of them"
