@@ -10,7 +10,15 @@ import train
 from lib import config, flags
 from lib.utils.errors import UsageError
 
-OTHERS = {"loss": "mse", "optimizer": "sgd", "scale_lr": "sqrt", "save_every": "5steps", "gpus": "0,1"}
+OTHERS = {
+    "compile": "model",
+    "parallel": "fsdp",
+    "loss": "mse",
+    "optimizer": "sgd",
+    "scale_lr": "sqrt",
+    "save_every": "5steps",
+    "gpus": "0,1",
+}
 OTHERS |= {"dataset": "random", "arch": "mlp", "micro_batch": "16", "lr_end": "1e-5", "momentum": "0.5"}
 OTHERS |= {"label_smoothing": "0.5"}
 
@@ -68,8 +76,8 @@ def other_value(action) -> str:
 
 
 ALONE = sorted(
-    set(shared()) - {"cfg", "trainer"}
-)  # flags with an other_value: -cfg needs a file, there is one trainer
+    set(shared()) - {"cfg", "trainer", "offload", "fsdp_replicas"}
+)  # flags with an other_value that stand alone: -cfg needs a file, there is one trainer, two belong to -parallel fsdp
 
 
 def cfg_file(folder, content, name="run.yaml") -> str:

@@ -226,5 +226,5 @@ def test_config_yaml_repeats_any_command_line(tmp_path, data):
         if name not in ("cfg", "gpus", "bf16", "micro_batch", "lr_end", "batch_per_gpu", "trainer")
     }
     chosen = data.draw(st.fixed_dictionaries({}, optional=strategies))
-    args = parsed([f"-{name}={value}" for name, value in chosen.items()] + ["-lr_end=0"])
+    args = parsed(["-parallel=fsdp", "-lr_end=0", *(f"-{name}={value}" for name, value in chosen.items())])
     assert repeated(args, tmp_path) == lasting(args)
