@@ -4,6 +4,7 @@
 
 baton_set_up() {
     group="${1:-}"
+    [ -n "${UV_TORCH_BACKEND:-}" ] || unset UV_TORCH_BACKEND # empty, uv takes it for a wrong one
     mark=".venv/.installed${group:+_$group}"
     wanted="$(cat pyproject.toml) ${UV_TORCH_BACKEND:-}"
     if [ -x .venv/bin/python ] && [ "$(cat "$mark" 2>/dev/null)" = "$wanted" ]; then return; fi
