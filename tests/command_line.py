@@ -12,7 +12,7 @@ from lib.utils.errors import UsageError
 
 OTHERS = {"loss": "mse", "optimizer": "sgd", "scale_lr": "sqrt", "save_every": "5steps", "gpus": "0,1"}
 OTHERS |= {"dataset": "random", "arch": "mlp", "micro_batch": "16", "lr_end": "1e-5", "momentum": "0.5"}
-OTHERS |= {"label_smoothing": "0.5"}
+OTHERS |= {"label_smoothing": "0.5", "trainer": "contrastive"}
 
 
 def parsed(words) -> config.Args:
@@ -67,9 +67,7 @@ def other_value(action) -> str:
     return OTHERS.get(action.dest, "7" if action.metavar in ("N", "X") else "some")
 
 
-ALONE = sorted(
-    set(shared()) - {"cfg", "trainer"}
-)  # flags with an other_value: -cfg needs a file, there is one trainer
+ALONE = sorted(set(shared()) - {"cfg"})  # flags with an other_value: -cfg needs a file
 
 
 def cfg_file(folder, content, name="run.yaml") -> str:
