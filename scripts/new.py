@@ -92,7 +92,7 @@ def main() -> int:
     try:
         print(copy(asked.folder, asked.name) if asked.what == "project" else plugin(asked.what, asked.name))
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.exit(2, f"new.py: {error}\n")
     return 0
 
 
