@@ -8,13 +8,15 @@
 #   RUN_ID       what all nodes of one run share                                     (baton)
 #   RESTARTS     how often lost processes are replaced                               (100)
 #   RENDEZVOUS   c10d, or etcd-v2 with HEAD the etcd server                          (c10d)
+# In a pod, torchrun's own PET_ variables, which Kubeflow's operators set, stand in for those that are not given.
 set -eu
 cd "$(dirname "$0")/.."
 [ -d .venv ] && . .venv/bin/activate
 
-head="${HEAD:-$(hostname):29400}"
-per_node="${PER_NODE:-$(python -c 'import torch; print("gpu" if torch.cuda.device_count() else 1)')}"
-rendezvous="${RENDEZVOUS:-c10d}"
+head="${HEAD:-${PET_RDZV_ENDPOINT:-${PET_MASTER_ADDR:-$(hostname)}:${PET_MASTER_PORT:-29400}}}"
+per_node="${PER_NODE:-${PET_NPROC_PER_NODE:-}}"
+: "${per_node:=$(python -c 'import torch; print("gpu" if torch.cuda.device_count() else 1)')}"
+rendezvous="${RENDEZVOUS:-${PET_RDZV_BACKEND:-c10d}}"
 conf="last_call_timeout=5,join_timeout=600"
 if [ "$rendezvous" = c10d ]; then
     # torchrun guesses whether it runs on the head; it errs where a host has several names (pytorch issue 73656).
@@ -22,11 +24,15 @@ if [ "$rendezvous" = c10d ]; then
         *" ${head%%:*} "*) is_host="${IS_HOST:-1}" ;;
         *) is_host="${IS_HOST:-0}" ;;
     esac
+    [ -z "${PET_NODE_RANK:-}" ] || is_host=$((PET_NODE_RANK == 0))
     conf="$conf,keep_alive_interval=2,keep_alive_max_attempt=3,is_host=$is_host"
 fi
 
 # Without this a node that joins later never gets in, and both die after a minute (seen in torch 2.13 and 2.15).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-exec torchrun --nnodes="${NODES:-1:4}" --nproc_per_node="$per_node" --max-restarts="${RESTARTS:-100}" \
-    --monitor-interval=1 --rdzv_id="${RUN_ID:-baton}" --rdzv_backend="$rendezvous" --rdzv_endpoint="$head" \
+# Seconds that workers have to save when torchrun is told to stop: more than -grace_s; its own 30 would cut a save off.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-70}"
+exec torchrun --nnodes="${NODES:-${PET_NNODES:-1:4}}" --nproc_per_node="$per_node" \
+    --max-restarts="${RESTARTS:-${PET_MAX_RESTARTS:-100}}" --monitor-interval=1 \
+    --rdzv_id="${RUN_ID:-${PET_RDZV_ID:-baton}}" --rdzv_backend="$rendezvous" --rdzv_endpoint="$head" \
     --rdzv-conf="$conf" --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 train.py "$@"

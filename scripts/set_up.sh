@@ -2,8 +2,9 @@
 #   PYTHON            the python to make it with (python3)
 #   UV_TORCH_BACKEND  which build of torch: cpu, auto, cu128, ... (the package index's own)
 
-baton_set_up() {
+set_up() {
     group="${1:-}"
+    [ -n "${UV_TORCH_BACKEND:-}" ] || unset UV_TORCH_BACKEND # empty, uv takes it for a wrong one
     mark=".venv/.installed${group:+_$group}"
     wanted="$(cat pyproject.toml) ${UV_TORCH_BACKEND:-}"
     if [ -x .venv/bin/python ] && [ "$(cat "$mark" 2>/dev/null)" = "$wanted" ]; then return; fi
@@ -20,4 +21,4 @@ baton_set_up() {
     printf '%s' "$wanted" > "$mark"
 }
 
-baton_set_up "${1:-}"
+set_up "${1:-}"

@@ -10,17 +10,10 @@ import train
 from lib import config, flags
 from lib.utils.errors import UsageError
 
-OTHERS = {
-    "compile": "model",
-    "parallel": "fsdp",
-    "loss": "mse",
-    "optimizer": "sgd",
-    "scale_lr": "sqrt",
-    "save_every": "5steps",
-    "gpus": "0,1",
-}
+OTHERS = {"loss": "mse", "optimizer": "sgd", "scale_lr": "sqrt", "save_every": "5steps", "gpus": "0,1"}
+OTHERS |= {"compile": "model", "parallel": "fsdp"}
 OTHERS |= {"dataset": "random", "arch": "mlp", "micro_batch": "16", "lr_end": "1e-5", "momentum": "0.5"}
-OTHERS |= {"label_smoothing": "0.5"}
+OTHERS |= {"label_smoothing": "0.5", "trainer": "contrastive"}
 
 
 def parsed(words) -> config.Args:
@@ -75,9 +68,8 @@ def other_value(action) -> str:
     return OTHERS.get(action.dest, "7" if action.metavar in ("N", "X") else "some")
 
 
-ALONE = sorted(
-    set(shared()) - {"cfg", "trainer", "offload", "fsdp_replicas"}
-)  # flags with an other_value that stand alone: -cfg needs a file, there is one trainer, two belong to -parallel fsdp
+# Flags with an other_value that stand alone: -cfg needs a file, two belong to -parallel fsdp.
+ALONE = sorted(set(shared()) - {"cfg", "offload", "fsdp_replicas"})
 
 
 def cfg_file(folder, content, name="run.yaml") -> str:

@@ -18,7 +18,7 @@ LAZY = ("submitit", "tensorboard", "torch.utils.tensorboard", "pyngrok", "tqdm")
 DATA = ("lib.utils.data", "lib.utils.sampler", "lib.utils.permutation")
 IMPORTS = {  # who may import whom: the longest name that fits counts; all may import lib.utils.errors
     "train": ("lib.config", "lib.launch", "lib.check", "lib.core", "lib.utils"),
-    "lib.trainer": ("lib.core", "lib.utils"),
+    "lib.trainer": ("lib.core", "lib.utils", "lib.trainer"),  # one may extend another
     "lib.core": ("lib.core", "lib.utils"),
     "lib.utils": ("lib.utils",),
     "lib.arch": (),

@@ -1,4 +1,4 @@
-"""Holds the contract of every file in lib/arch and lib/dataset, found by itself: a new one needs no test file."""
+"""Holds the contract of every plugin, each file in lib/arch, lib/dataset and lib/trainer: a new one needs no test."""
 
 import argparse
 import importlib
@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import runs
 import tiny_data
 import torch
 from torch.utils.data import default_collate
@@ -19,7 +20,7 @@ from lib.utils import fetch, loader
 from lib.utils.errors import UsageError
 
 ARCHS, DATASETS = config.plugins("arch"), config.plugins("dataset")
-BOTH = [("arch", name) for name in ARCHS] + [("dataset", name) for name in DATASETS]
+PLUGINS = [(kind, name) for kind in config.BUILDERS for name in config.plugins(kind)]
 SMALL = {  # flags that make a shipped dataset small
     "random": ["-random_samples", "6"],
     "fake": ["-fake_samples", "3", "-image_size", "32", "-num_classes", "5"],
@@ -45,18 +46,19 @@ print(json.dumps([done, heavy, torch.cuda.is_initialized(), seconds]))
 
 
 def test_importing_the_plugins_does_nothing():
-    probe = [sys.executable, "-B", "-c", PROBE, json.dumps(BOTH)]
+    probe = [sys.executable, "-B", "-c", PROBE, json.dumps(PLUGINS)]
     answer = subprocess.run(probe, capture_output=True, text=True, check=True, cwd=config.ROOT, timeout=120)
     done, heavy, cuda, seconds = json.loads(answer.stdout)
     assert not done and not heavy and not cuda
     assert seconds < 5  # beside torch and torchvision; some milliseconds on a machine that does nothing else
 
 
-@pytest.mark.parametrize(("kind", "name"), BOTH)
+@pytest.mark.parametrize(("kind", "name"), PLUGINS)
 def test_a_plugin_has_its_builder_and_flags_of_its_own_name(kind, name):
-    module, builder = module_of(name, kind), "get_model" if kind == "arch" else "get_dataset"
+    module, builder = module_of(name, kind), config.BUILDERS[kind]
     assert module.__doc__
-    assert list(inspect.signature(getattr(module, builder)).parameters) == ["args"]
+    wanted = ["args", "world", "loaders", "model", "loss", "optimizer"] if kind == "trainer" else ["args"]
+    assert list(inspect.signature(getattr(module, builder)).parameters) == wanted
 
     parser = argparse.ArgumentParser(add_help=False)
     getattr(module, "add_args", lambda _: None)(parser)
@@ -109,6 +111,14 @@ def test_an_arch_learns_from_a_dataset_or_refuses_in_one_line(arch, name, tmp_pa
     loss.get_loss(args)(outputs, targets).backward()
     for parameter, values in model.named_parameters():
         assert not values.requires_grad or (values.grad is not None and values.grad.isfinite().all()), parameter
+
+
+@pytest.mark.parametrize("name", config.plugins("trainer"))
+def test_a_trainer_goes_on_after_a_stop_and_ends_at_the_same_bits(name, tmp_path):
+    words = f"-cpu 1 -trainer {name} -epochs 2 -batch_size 256 -micro_batch 128 -model"
+    whole = runs.run(tmp_path, f"{words} whole")
+    runs.run(tmp_path, f"{words} parts -limit_steps 3", wanted=75)
+    assert runs.distance(whole, runs.run(tmp_path, f"{words} parts")) == 0
 
 
 @pytest.mark.parametrize("flag", ["-mlp_width", "-mlp_depth=-1", "-mlp_dropout=1", "-convnet_width",

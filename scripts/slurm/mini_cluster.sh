@@ -49,7 +49,7 @@ print(*[one.getsockname()[1] for one in held], sep="\n")')
 NodeName=n[1-2] Name=gpu File=/dev/tty[0-3]
 END
     cat > "$folder/slurm.conf" <<END
-ClusterName=baton
+ClusterName=mini
 SlurmctldHost=$(hostname -s)(127.0.0.1)
 SlurmctldPort=${port[0]}
 SlurmUser=root

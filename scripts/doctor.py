@@ -1,0 +1,213 @@
+"""Would a run start here? python scripts/doctor.py [words of train.py]: what is there, and what to do about the rest.
+
+Exit code 0: it would; 1: what is marked `bad` is in its way; 2: the words are wrong.
+"""
+
+import fcntl
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+try:
+    import torch
+    import torch.distributed as dist
+
+    import train
+    from lib import config, launch
+    from lib.core import optimizer as optimizers
+    from lib.utils import disks, distributed, loader, run_folder, shards, state
+    from lib.utils.errors import UsageError
+except ModuleNotFoundError as error:
+    sys.exit(f"bad   {error.name} is missing: ./scripts/train.sh makes .venv with all that is needed")
+
+OK, NOTE, BAD = "ok", "note", "bad"
+SHM_BYTES, FILES = 1 << 30, 4096  # less shared memory, fewer open files are little for loader processes
+IFADDR = 0x8915  # Linux' SIOCGIFADDR: the address of an interface
+Findings = Iterator[tuple[str, str]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return 0
+    try:
+        args = config.parse_args(words)
+    except UsageError as error:
+        return launch.refused(error)
+    bad = 0
+    for check in CHECKS:
+        for level, text in guarded(check, args):
+            print(f"{level:5} {text}", flush=True)
+            bad += level == BAD
+    print(f"\na run would {'not start: see what is bad' if bad else 'start'}")
+    return int(bool(bad))
+
+
+def guarded(check, args) -> Findings:
+    """What a check finds; what it stumbles over is a finding too."""
+    try:
+        yield from check(args)
+    except (UsageError, OSError, RuntimeError) as error:
+        yield BAD, f"{check.__name__}: {' '.join(str(error).split())}"
+
+
+def versions(args) -> Findings:
+    """Python and the packages that pyproject.toml asks for."""
+    yield OK, f"Python {platform.python_version()} on {platform.platform()}, host {socket.gethostname()}"
+    listed = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[1]
+    found = []
+    for name, least in re.findall(r'"([\w-]+)>=([\d.]+)"', listed):
+        try:
+            have = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield BAD, f"{name} is missing: ./scripts/train.sh makes .venv with all that is needed"
+            continue
+        found.append(f"{name} {have}")
+        if numbers(have) < numbers(least):
+            yield BAD, f"{name} {have} is older than {least}: ./scripts/train.sh brings .venv up to date"
+    yield OK, ", ".join(found)
+
+
+def numbers(version: str) -> list[int]:
+    return [int(number) for number in re.match(r"[\d.]*\d", version)[0].split(".")]
+
+
+def reduction(args) -> Findings:
+    """Two processes, started as a run's are, add up a tensor: before anything here touches a device."""
+    count = torch.cuda.device_count()
+    words = ["-gpus", "0,1"] if count > 1 and not args.cpu else ["-cpu", "2"]
+    code = launch.spawn(config.parse_args([*words, "-hang_minutes", "1"]), "scripts.doctor:added", 2)
+    where = "two GPUs by NCCL" if words[0] == "-gpus" else "two processes on the CPU by gloo"
+    yield (BAD, f"an all-reduce over {where} failed: see above; NCCL_DEBUG=INFO tells more") if code else (
+        OK, f"an all-reduce over {where} adds up")  # fmt: skip
+
+
+def added(args) -> int:
+    """One of the two processes: 0 if both together come to 3."""
+    with distributed.joined(args) as world:
+        return int(distributed.sum_(torch.tensor([world.rank + 1.0], device=world.device), world).item() != 3)
+
+
+def devices(args) -> Findings:
+    """What a run here would compute on, and how its processes would talk."""
+    count = torch.cuda.device_count()
+    for index in range(count):
+        facts = torch.cuda.get_device_properties(index)
+        yield OK, f"GPU {index}: {facts.name}, {facts.total_memory / 1e9:.0f} GB"
+    if torch.version.cuda and not count:
+        yield (
+            NOTE,
+            f"torch is built for CUDA {torch.version.cuda} and sees no GPU: look at nvidia-smi, or train on the CPU",
+        )
+    processes = args.cpu or 1 if args.slurm else launch.processes(args)
+    yield OK, f"{processes} process{'es' * (processes > 1)} here, {os.cpu_count()} CPU cores"
+    have = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    needed = ["gloo", *(["nccl"] if count > 1 and not args.cpu else [])]
+    for name in needed:
+        yield (OK, f"torch has {name}") if have[name] else (BAD, f"torch has no {name}: install another build of it")
+
+
+def limits(args) -> Findings:
+    """What loader processes need: shared memory and open files."""
+    shm = Path("/dev/shm")
+    size = disks.free_bytes(shm) if shm.exists() else 0
+    little = args.workers and size < SHM_BYTES
+    advice = ": little for -workers; docker run --shm-size=8g, a pod's emptyDir with medium: Memory" if little else ""
+    yield NOTE if little else OK, f"shared memory: {size / 1e9:.1f} GB free{advice}"
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    few = args.workers and 0 <= files < FILES
+    yield NOTE if few else OK, f"open files: {files} at most{': type ulimit -n 65536 first' if few else ''}"
+
+
+def data(args) -> Findings:
+    """The samples of the run."""
+    splits = loader.splits(train.plugin("dataset", args.dataset).get_dataset(args), args.dataset)
+    yield OK, f"-dataset {args.dataset}: {', '.join(f'{len(part):,} {name}' for name, part in splits.items())}"
+
+
+def room(args) -> Findings:
+    """The model of the run, and room for its checkpoints."""
+    model = train.plugin("arch", args.arch).get_model(args)
+    with state.prepared(model, optimizers.get_optimizer(model, args, args.batch_size)) as tensors:
+        size = shards.total_bytes(tensors)
+    yield OK, f"-arch {args.arch}: {sum(p.numel() for p in model.parameters()):,} parameters"
+    folder = run_folder.path_of(args)
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        tempfile.TemporaryDirectory(dir=there).cleanup()
+    except OSError as error:
+        yield BAD, f"-out {args.out}: {there} cannot be written ({error.strerror}): take another folder"
+        return
+    free, wanted = disks.free_bytes(folder), size * (args.keep_last + 1)
+    level = BAD if free < size else NOTE if free < wanted else OK
+    yield level, (f"-out {args.out}: {free / 1e9:.1f} GB free; a checkpoint takes {size / 1e6:.1f} MB, of which "
+                  f"-keep_last {args.keep_last} and one being written")  # fmt: skip
+
+
+def network(args) -> Findings:
+    """By what name and interface other machines would reach this one."""
+    host, there = socket.gethostname(), interfaces()
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        wanted = os.environ.get(name, "").lstrip("^=").split(",")[0]
+        if wanted and not any(one.startswith(wanted) for one in there):
+            yield BAD, f"{name}={os.environ[name]} is not one of the interfaces here: {', '.join(there)}"
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        yield NOTE, f"{host} has no address: fine on one machine; for several, put it into DNS or /etc/hosts"
+        return
+    mine = next((name for name, own in there.items() if own == address), "no interface of this machine")
+    told = f"several machines would meet at {host}, {address}, {mine}; processes of one use lo"
+    alone = address.startswith("127.") or mine.startswith("no ")
+    advice = "; others cannot reach that: mend /etc/hosts or name it by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    yield NOTE if alone else OK, f"{told}{advice if alone else ''} (there are {', '.join(there)})"
+
+
+def interfaces() -> dict[str, str]:
+    """The network interfaces and their IPv4 addresses, "" for one without."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        return {name: address_of(asking, name) for _, name in socket.if_nameindex()}
+
+
+def address_of(asking: socket.socket, name: str) -> str:
+    try:
+        answer = fcntl.ioctl(asking.fileno(), IFADDR, struct.pack("256s", name.encode()[:15]))
+    except OSError:  # it has none
+        return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def slurm(args) -> Findings:
+    """What Slurm offers from here."""
+    if not shutil.which("sinfo"):
+        yield BAD if args.slurm else OK, "no Slurm here: -slurm would be refused; its login node has sinfo and sbatch"
+        return
+    words = ["sinfo", "-h", "-o", "%R: %D nodes %a, each %c CPUs, %m MB, %G; limit %l"]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    if said.returncode:
+        yield BAD if args.slurm else NOTE, f"sinfo does not answer: {said.stderr.strip().splitlines()[-1]}"
+        return
+    for line in said.stdout.splitlines():
+        yield OK, f"Slurm partition {line.replace('(null)', 'no GPUs')}"
+    names = {line.partition(":")[0] for line in said.stdout.splitlines()}
+    if args.slurm_partition and not set(args.slurm_partition.split(",")) <= names:
+        yield BAD, f"-slurm_partition {args.slurm_partition}: there are {', '.join(sorted(names))}"
+
+
+CHECKS = (versions, reduction, devices, limits, data, room, network, slurm)
+
+if __name__ == "__main__":
+    sys.exit(main())

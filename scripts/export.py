@@ -1,0 +1,138 @@
+"""A run's weights as one file for others: python scripts/export.py out/NAME [-format onnx] [-from final] [-o FILE].
+
+Takes the best weights, the final ones or any checkpoint, in however many shards, on one process and without a GPU.
+Of a checkpoint only the model is read, not what the optimizer remembers.
+"""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import train
+from lib import config
+from lib.utils import checkpoint, shards, state
+from lib.utils.errors import UsageError
+
+TYPES = {text: kind for kind, text in shards.DTYPES.items()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="out/NAME", help="a run's folder")
+    parser.add_argument("-o", type=Path, metavar="FILE", help="(out/NAME/NAME.*)")
+    parser.add_argument("-format", choices=FORMATS, default="safetensors", help="(safetensors)")
+    parser.add_argument("-from", dest="source", metavar="WHAT", help="best, final, or the path of a checkpoint "
+                        "(best, where there is none final, where there is none the newest checkpoint)")  # fmt: skip
+    parser.add_argument(
+        "-shape", type=numbers, metavar="C,H,W", help="of one input, for onnx and torchexport (the run's image)"
+    )
+    asked = parser.parse_args(argv)
+    ending, write = FORMATS[asked.format]
+    file = asked.o or asked.run / f"{asked.run.resolve().name}{ending}"
+    try:
+        source = place(asked.run, asked.source)
+        tensors = read(source)
+        partial = file.with_name(f"{file.name}.partial")
+        write(asked, tensors, partial)
+        partial.replace(file)
+    except (UsageError, shards.Damaged, OSError) as error:
+        parser.exit(2, f"export.py: {error}\n")
+    print(f"{file}: {len(tensors)} tensors, {shards.total_bytes(tensors):,} bytes, from {source}")
+    return 0
+
+
+def place(run: Path, asked: str | None) -> Path:
+    """The weights file or checkpoint that is meant. Raises UsageError where it is not there."""
+    if not (run / "config.yaml").is_file():
+        raise UsageError(f"{run} is no run's folder: it has no config.yaml")
+    files = {name: run / name / "weights.safetensors" for name in ("best", "final")}
+    newest = [folder for _, folder, _ in checkpoint.listed(run / "checkpoints")][:1]
+    wanted = [files.get(asked, Path(asked))] if asked else [*files.values(), *newest]
+    found = next((path for path in wanted if path.is_file() or (path / "manifest.json").is_file()), None)
+    if found is None:
+        raise UsageError(
+            f"-from {asked or 'best'}: {', '.join(map(str, wanted))}: no weights and no checkpoint there"
+        )
+    return found
+
+
+def read(source: Path) -> dict[str, Tensor]:
+    """The model's tensors by name. Raises shards.Damaged for a checkpoint that is not what was written."""
+    if source.is_file():
+        return shards.load_weights(source)
+    manifest = checkpoint.read_manifest(source)
+    for file, facts in manifest["shards"].items():
+        shards.verify(source / file, facts)
+    facts = {name: about for name, about in manifest["tensors"].items() if name.startswith("model.")}
+    tensors = {name: torch.empty(shape, dtype=TYPES[kind]) for name, (kind, shape) in facts.items()}
+    shards.read(source, manifest["pieces"], tensors)
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+def to_safetensors(asked, tensors: dict, file: Path):
+    shards.write(file, list(tensors.items()))
+
+
+def to_torch(asked, tensors: dict, file: Path):
+    torch.save(tensors, file)
+
+
+def to_torchexport(asked, tensors: dict, file: Path):
+    model, inputs = built(asked, tensors)
+    program = torch.export.export(model, (inputs,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    with file.open("wb") as stream:
+        torch.export.save(program, stream)
+
+
+def to_onnx(asked, tensors: dict, file: Path):
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"-format onnx needs {' and '.join(missing)}: uv pip install -r pyproject.toml --group export"
+        )
+    model, inputs = built(asked, tensors)
+    names = {"input_names": ["input"], "output_names": ["output"]}
+    shapes = ({0: torch.export.Dim("batch")},)
+    torch.onnx.export(model, (inputs,), file, dynamic_shapes=shapes, external_data=False, verbose=False, **names)
+
+
+def built(asked, tensors: dict) -> tuple[nn.Module, Tensor]:
+    """The run's model with these weights, for evaluation, and two inputs. Raises UsageError where they do not fit."""
+    args = config.parse_args(["-cfg", str(asked.run / "config.yaml")])
+    model = train.plugin("arch", args.arch).get_model(args).eval().requires_grad_(False)
+    mine = state.model_tensors(model)
+    odd = [name for name in {**mine, **tensors} if not alike(mine.get(name), tensors.get(name))]
+    if odd:
+        raise UsageError(f"-arch {args.arch}: {odd[0]} and {len(odd) - 1} more are other tensors than the run's: "
+                         f"take the code that it was trained with")  # fmt: skip
+    for name, tensor in mine.items():
+        tensor.copy_(tensors[name])
+    shape = (
+        [int(n) for n in asked.shape.split(",")] if asked.shape else [args.channels, args.image_size, args.image_size]
+    )
+    return model, torch.zeros(2, *shape)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def alike(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+FORMATS = {
+    "safetensors": (".safetensors", to_safetensors),
+    "torch": (".pt", to_torch),
+    "onnx": (".onnx", to_onnx),
+    "torchexport": (".pt2", to_torchexport),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Curves of runs in one picture: python scripts/plot.py out/a out/b [-o curves.png], or .svg, .pdf.
+
+Loss, metric, learning rate and throughput over the steps; a dashed line with a triangle is where a run went on after
+a stop or a crash.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from scripts import reading
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
+KINDS = (".png", ".svg", ".pdf")
+TRAIN, VAL = {"linewidth": 1, "alpha": 0.7}, {"linewidth": 2, "marker": "o", "markersize": 3}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="out/NAME", help="the runs' folders")
+    parser.add_argument("-o", type=Path, default=Path("curves.png"), metavar="FILE", help="(curves.png)")
+    asked = parser.parse_args(argv)
+    try:
+        lines = {run: reading.lines(run) for run in asked.runs}
+        empty = [str(run) for run in asked.runs if not any("step" in line for line in lines[run])]
+        if empty or asked.o.suffix not in KINDS:
+            wrong = (
+                f"{', '.join(empty)}: no figures there"
+                if empty
+                else f"-o {asked.o}: one of {', '.join(KINDS)} is wanted"
+            )
+            parser.exit(2, f"plot.py: {wrong}\n")
+        figure = drawn(lines)
+        figure.savefig(asked.o, dpi=120)
+    except ModuleNotFoundError as error:
+        parser.exit(2, f"plot.py: needs {error.name}: uv pip install -r pyproject.toml --group plot\n")
+    print(f"{asked.o}: {len(lines)} run{'s' if len(lines) > 1 else ''}")
+    return 0
+
+
+def drawn(runs: dict[Path, list[dict]]):
+    """The figure of the lines of these runs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({"svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False})
+    panels = wanted(runs)
+    figure, axes = pyplot.subplots(-(-len(panels) // 2), 2, figsize=(11, 3.6 * -(-len(panels) // 2)), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (title, curves) in zip(axes.flat, panels.items()):
+        axis.set_title(title, loc="left", fontsize=11)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.25)
+        for (run, lines), colour in zip(runs.items(), COLOURS * len(runs)):
+            for name, style in curves.items():
+                axis.plot(*points(lines, name), color=colour, **style)
+            for step in reading.resumes(run):
+                axis.axvline(step, color=colour, linestyle=(0, (4, 3)), linewidth=1, alpha=0.7)
+                axis.plot(step, 0.97, marker="v", color=colour, transform=axis.get_xaxis_transform())
+        if set(curves) == {"train/loss", "val/loss"}:
+            axis.plot([], [], color="grey", label="training", **TRAIN)
+            axis.plot([], [], color="grey", label="validation", **VAL)
+            axis.legend(frameon=False)
+    label(figure, runs)
+    return figure
+
+
+def wanted(runs: dict) -> dict[str, dict]:
+    """The panels that these runs have figures for: their titles, and the curves in each with their looks."""
+    there = {name for lines in runs.values() for line in lines for name in line}
+    metrics = sorted(name for name in there if name.startswith("val/") and name != "val/loss")
+    panels = {
+        "Loss": {"train/loss": TRAIN, "val/loss": VAL},
+        **{f"Validation {name.removeprefix('val/')}": {name: VAL} for name in metrics},
+        "Learning rate": {"train/lr": {"linewidth": 1.5}},
+        "Throughput (samples a second)": {"perf/samples_per_s": {"linewidth": 1.5}},
+    }
+    shown = {title: {n: look for n, look in curves.items() if n in there} for title, curves in panels.items()}
+    return {title: curves for title, curves in shown.items() if curves}
+
+
+def points(lines: list[dict], name: str) -> tuple[list, list]:
+    """The steps and values of a figure."""
+    found = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def label(figure, runs: dict):
+    """The runs' names and how far each got, above the panels."""
+    from matplotlib.lines import Line2D
+
+    handles = []
+    for (run, lines), colour in zip(runs.items(), COLOURS * len(runs)):
+        state = reading.facts(run / "outcome.json").get("state", "unknown")
+        text = f"{run.resolve().name} ({state}, step {max(line.get('step', 0) for line in lines)})"
+        handles.append(Line2D([], [], color=colour, linewidth=3, label=text))
+    if any(reading.resumes(run) for run in runs):
+        look = {"color": "grey", "linestyle": "--", "marker": "v"}
+        handles.append(Line2D([], [], label="went on after a stop or a crash", **look))
+    rows = -(-len(handles) // 3)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 * (rows + 0.3) / figure.get_figheight()))
+    figure.legend(handles=handles, loc="upper left", ncols=3, frameon=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What a run's folder tells those who look at it from outside; needs no torch, so that it is there at once."""
+
+import fcntl
+import json
+import os
+import re
+import struct
+import sys
+from pathlib import Path
+
+FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
+
+
+def folders(out: Path) -> list[Path]:
+    """The runs' folders in `out`, by name; or `out` itself if it is one."""
+    if (out / "outcome.json").is_file():
+        return [out]
+    return sorted(file.parent for file in out.glob("*/outcome.json") if not file.parent.name.startswith("."))
+
+
+def facts(file: Path) -> dict:
+    """What a JSON file holds; {} where there is none that can be read."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def lines(folder: Path) -> list[dict]:
+    """The lines of metrics.jsonl, but for one that is just being written."""
+    try:
+        text = (folder / "metrics.jsonl").read_text()
+    except OSError:
+        return []
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
+
+
+def log(folder: Path, last: int = 1 << 22) -> str:
+    """The last bytes of rank 0's log."""
+    try:
+        with (folder / "logs" / "rank_0.log").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - last))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def resumes(folder: Path) -> list[int]:
+    """The steps at which the run went on from a checkpoint."""
+    return [int(step) for step in re.findall(r"going on from .*, step (\d+)$", log(folder), re.M)]
+
+
+def held(folder: Path) -> bool | None:
+    """Whether a process, on whatever host, holds the run's lock; asked without taking it. None: cannot be known."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        with (folder / ".lock").open("rb") as file:
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError:
+        return None
+    return struct.unpack(FLOCK, answer)[0] != fcntl.F_UNLCK
+
+
+def sign_of_life(folder: Path) -> float:
+    """When the run last wrote something, in seconds since 1970."""
+    files = [folder / name for name in ("outcome.json", "metrics.jsonl", "logs/rank_0.log", ".lock")]
+    return max(file.stat().st_mtime for file in files if file.exists())

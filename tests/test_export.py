@@ -1,0 +1,118 @@
+"""What scripts/export.py writes is the run's model, whatever it was read from."""
+
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+from command_line import parsed
+from runs import run
+from safetensors.torch import load_file
+
+from lib import config
+from lib.arch import convnet
+from lib.utils import checkpoint, shards
+from scripts import export
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A short run on two processes, whose checkpoints are in two shards."""
+    words = f"-cpu 2 -epochs 2 -convnet_width 8 -model small -data {config.ROOT / 'data'}"
+    return run(tmp_path_factory.mktemp("export"), words)
+
+
+def exported(*words):
+    assert export.main([str(word) for word in words]) == 0
+
+
+def refused(capsys, *words) -> str:
+    with pytest.raises(SystemExit) as end:
+        export.main([str(word) for word in words])
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("export.py: ") and len(told.splitlines()) == 1
+    return told
+
+
+def model_of(trained) -> torch.nn.Module:
+    """The run's model, built by hand."""
+    model = convnet.get_model(parsed(["-cfg", str(trained / "config.yaml")])).eval()
+    model.load_state_dict(load_file(trained / "final" / "weights.safetensors"))
+    return model
+
+
+def test_every_source_gives_its_weights(trained, tmp_path):
+    last, first = (folder for _, folder, _ in checkpoint.listed(trained / "checkpoints"))
+    assert len(list(last.glob("*.safetensors"))) == 2
+    final = load_file(trained / "final" / "weights.safetensors")
+    for source in ("final", last, trained / "checkpoints" / "latest"):
+        exported(trained, "-from", source, "-o", tmp_path / "out.safetensors")
+        assert same(load_file(tmp_path / "out.safetensors"), final)
+    exported(trained, "-from", first, "-o", tmp_path / "first.safetensors")
+    assert not same(load_file(tmp_path / "first.safetensors"), final)
+    exported(trained)
+    assert same(load_file(trained / "small.safetensors"), load_file(trained / "best" / "weights.safetensors"))
+    exported(trained, "-format", "torch", "-from", "final")
+    assert same(torch.load(trained / "small.pt", weights_only=True), final)
+
+
+def test_tensors_in_blocks_are_put_together_and_the_optimizer_is_not_read(tmp_path, monkeypatch):
+    whole = {"model.a": torch.randn(5, 3), "model.b": torch.tensor(7), "optim.a.exp_avg": torch.randn(5, 3)}
+    halves = [[("model.a", whole["model.a"][:2])], [("model.a", whole["model.a"][2:]), ("model.b", whole["model.b"])]]
+    halves[1].append(("optim.a.exp_avg", whole["optim.a.exp_avg"]))
+    names = ["shard_0000.safetensors", "shard_0001.safetensors"]
+    pieces = {
+        "model.a": [[names[0], [0, 0], [2, 3]], [names[1], [2, 0], [3, 3]]],
+        "model.b": [[names[1], [], []]],
+        "optim.a.exp_avg": [[names[1], [0, 0], [5, 3]]],
+    }
+    files = {name: shards.write(tmp_path / name, part) for name, part in zip(names, halves)}
+    facts = {"format": checkpoint.FORMAT, "tensors": checkpoint.schema(whole), "shards": files, "pieces": pieces}
+    (tmp_path / "manifest.json").write_bytes(checkpoint.sealed(facts))
+    asked, real = [], shards.read
+    monkeypatch.setattr(shards, "read", lambda *words: (asked.extend(words[2]), real(*words)))
+    assert same(export.read(tmp_path), {"a": whole["model.a"], "b": whole["model.b"]})
+    assert asked == ["model.a", "model.b"]
+
+
+def test_torchexport_gives_the_same_outputs_for_any_batch(trained):
+    exported(trained, "-format", "torchexport", "-from", "final")
+    program, model = torch.export.load(trained / "small.pt2").module(), model_of(trained)
+    for count in (2, 7):
+        images = torch.rand(count, 1, 8, 8)
+        torch.testing.assert_close(program(images), model(images))
+
+
+def test_onnx_gives_the_same_outputs_for_any_batch(trained):
+    reason = "needs uv pip install -r pyproject.toml --group export"
+    pytest.importorskip("onnxscript", reason=reason)
+    reference = pytest.importorskip("onnx.reference", reason=reason)
+    exported(trained, "-format", "onnx", "-from", "final")
+    session, model = reference.ReferenceEvaluator(str(trained / "small.onnx")), model_of(trained)
+    for count in (2, 5):
+        images = torch.rand(count, 1, 8, 8)
+        [outputs] = session.run(None, {"input": images.numpy()})
+        np.testing.assert_allclose(outputs, model(images).detach().numpy(), rtol=1e-3, atol=1e-4)
+
+
+def test_what_cannot_be_exported_is_said_in_one_line(trained, tmp_path, capsys, monkeypatch):
+    assert "no config.yaml" in refused(capsys, tmp_path)
+    assert "no weights and no checkpoint there" in refused(capsys, trained, "-from", tmp_path / "nothing")
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
+    assert "needs onnx and onnxscript: uv pip" in refused(capsys, trained, "-format", "onnx")
+
+    other = tmp_path / "weights.safetensors"
+    shards.write(other, [("odd", torch.ones(3))])
+    assert "other tensors" in refused(capsys, trained, "-format", "torchexport", "-from", other)
+    damaged = shutil.copytree(checkpoint.listed(trained / "checkpoints")[1][1], tmp_path / "step_00000001")
+    file = next(damaged.glob("*.safetensors"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "its checksum is" in refused(capsys, trained, "-from", damaged)
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

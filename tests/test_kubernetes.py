@@ -1,0 +1,202 @@
+"""The files in scripts/kubernetes fit each other, train.py and elastic.sh; process 1 of a pod stops as it should."""
+
+import fnmatch
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import parsed
+from processes import CLEAN, until
+
+from lib.utils import run_folder
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "scripts" / "kubernetes"
+DOCUMENTS = {
+    (name, document["kind"]): document
+    for name in ("runs", "trainjob", "pytorchjob", "etcd")
+    for document in yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text())
+}
+RUNTIME, JOB = DOCUMENTS["trainjob", "TrainingRuntime"]["spec"], DOCUMENTS["trainjob", "TrainJob"]["spec"]
+OPERATOR = DOCUMENTS["pytorchjob", "PyTorchJob"]["spec"]
+PODS = {  # how the pods of each job look
+    "v2": RUNTIME["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"],
+    "v1": OPERATOR["pytorchReplicaSpecs"]["Worker"]["template"]["spec"],
+}
+STARTS = {"v2": JOB["trainer"], "v1": PODS["v1"]["containers"][0]}  # what is started in them
+# What the operators put into a pod: Kubeflow Trainer's torch plugin, the Training Operator's elastic generator.
+GIVEN = {
+    "v2": {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "localhost",
+           "PET_MASTER_PORT": "PORT"},
+    "v1": {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "100", "PET_RDZV_BACKEND": "c10d",
+           "PET_RDZV_ENDPOINT": "localhost:PORT"},
+}  # fmt: skip
+
+
+def test_each_file_is_of_the_interface_that_the_operators_serve():
+    versions = {name: document["apiVersion"] for (_, name), document in DOCUMENTS.items()}
+    assert versions == {
+        "PersistentVolumeClaim": "v1", "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
+        "TrainJob": "trainer.kubeflow.org/v1alpha1", "PyTorchJob": "kubeflow.org/v1", "Service": "v1",
+        "Deployment": "apps/v1",
+    }  # fmt: skip
+    runtime = DOCUMENTS["trainjob", "TrainingRuntime"]
+    assert (JOB["runtimeRef"]["kind"], JOB["runtimeRef"]["name"]) == (runtime["kind"], runtime["metadata"]["name"])
+    replicated = RUNTIME["template"]["spec"]["replicatedJobs"][0]
+    labels = replicated["template"]["metadata"]["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    # The names that the operators look for.
+    assert replicated["name"] == PODS["v2"]["containers"][0]["name"] == "node"
+    assert PODS["v1"]["containers"][0]["name"] == "pytorch"
+    assert not any(one["name"].startswith("PET_") for one in JOB["trainer"]["env"]), "reserved for the operator"
+
+
+@pytest.mark.parametrize("kind", PODS)
+def test_a_pod_starts_what_the_image_holds_with_flags_that_train_py_takes(kind):
+    start, pod = STARTS[kind], PODS[kind]
+    args = parsed(start["args"])
+    assert start["command"] == ["./scripts/elastic.sh"] and (ROOT / start["command"][0]).is_file()
+    assert start["image"] == pod["containers"][0]["image"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert set(mounts.values()) == set(volumes) and args.workers and "/dev/shm" in mounts
+    claim = volumes[mounts[args.out]]["persistentVolumeClaim"]["claimName"]
+    wanted = DOCUMENTS["runs", "PersistentVolumeClaim"]
+    assert claim == wanted["metadata"]["name"] and wanted["spec"]["accessModes"] == ["ReadWriteMany"]
+
+    cut = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-(\d+)", elastic())[1])
+    assert args.grace_s < cut < pod["terminationGracePeriodSeconds"]
+
+
+def test_processes_pods_and_gpus_agree():
+    gpus = "nvidia.com/gpu"
+    assert JOB["trainer"]["numProcPerNode"] == JOB["trainer"]["resourcesPerNode"]["limits"][gpus]
+    assert int(OPERATOR["nprocPerNode"]) == STARTS["v1"]["resources"]["limits"][gpus]
+    policy = OPERATOR["elasticPolicy"]
+    replicas = OPERATOR["pytorchReplicaSpecs"]["Worker"]["replicas"]
+    assert policy["minReplicas"] <= replicas <= policy["maxReplicas"]
+    assert "Master" not in OPERATOR["pytorchReplicaSpecs"], "it would put RANK into the pod"
+
+
+@pytest.mark.parametrize("pod", [*PODS.values(), DOCUMENTS["etcd", "Deployment"]["spec"]["template"]["spec"]])
+def test_no_pod_runs_as_root_or_with_capabilities(pod):
+    rights = pod["securityContext"]
+    assert rights["runAsNonRoot"] and rights["runAsUser"] == rights["fsGroup"] == 1000
+    assert rights["seccompProfile"] == {"type": "RuntimeDefault"}
+    own = pod["containers"][0]["securityContext"]
+    assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def test_etcd_is_where_the_job_would_look_for_it():
+    service, deployment = DOCUMENTS["etcd", "Service"], DOCUMENTS["etcd", "Deployment"]["spec"]
+    assert service["spec"]["selector"] == deployment["template"]["metadata"]["labels"]
+    etcd = deployment["template"]["spec"]["containers"][0]
+    port, address = etcd["ports"][0]["containerPort"], service["metadata"]["name"]
+    assert f"--advertise-client-urls=http://{address}:{port}" in etcd["command"] and "--enable-v2" in etcd["command"]
+    told = (FOLDER / "README.md").read_text() + (FOLDER / "pytorchjob.yaml").read_text()
+    assert told.count(f"rdzvHost: {address}") == 2 and f"HEAD={address}:{port}" in told
+
+
+def test_the_image_starts_the_default_run_from_the_files_that_are_sent(tmp_path):
+    lines = (FOLDER / "Dockerfile").read_text().splitlines()
+    assert "USER 1000:1000" in lines and "RUN useradd --uid 1000 baton" in (FOLDER / "Dockerfile").read_text()
+    words = yaml.safe_load(next(line for line in lines if line.startswith("CMD ")).removeprefix("CMD "))
+    assert parsed(words[2:]).out == "/runs" and words[:2] == ["python", "train.py"]
+
+    sent = context(tmp_path / "image")
+    assert sum(file.stat().st_size for file in sent) < 2_000_000
+    assert {tmp_path / "image" / "scripts" / "elastic.sh", tmp_path / "image" / "pyproject.toml"} <= set(sent)
+    words = [sys.executable, *words[1:3], str(tmp_path / "runs"), "-epochs", "1"]
+    run = subprocess.run(words, cwd=tmp_path / "image", env=CLEAN, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and "finished:" in run.stdout, run.stderr
+
+
+def context(target: Path) -> list[Path]:
+    """The files that Dockerfile.dockerignore lets through, copied to `target`: the last pattern that fits decides."""
+    patterns = (FOLDER / "Dockerfile.dockerignore").read_text().split()
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in names.splitlines():
+        fits = [p for p in patterns if any(_fits(part, p.lstrip("!")) for part in _parts(name))]
+        if fits[-1].startswith("!") and (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+    return [file for file in target.rglob("*") if file.is_file()]
+
+
+def _parts(name):
+    return [name, *(str(parent) for parent in Path(name).parents if parent.name)]
+
+
+def _fits(part, pattern):
+    return fnmatch.fnmatch(part, pattern.replace("**/", "*")) if "*" in pattern else part == pattern
+
+
+def unshared() -> bool:
+    words = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
+    return bool(shutil.which("unshare")) and not subprocess.run(words, capture_output=True).returncode
+
+
+@pytest.mark.skipif(not unshared(), reason="needs root and util-linux' unshare, to be process 1 as in a pod")
+def test_process_1_of_a_pod_stops_with_its_state_saved_and_a_pod_of_the_other_kind_goes_on(tmp_path):
+    words = [
+        *STARTS["v2"]["args"],
+        "-epochs",
+        "4000",
+        "-cpu",
+        "2",
+        "-arch",
+        "mlp",
+        "-workers",
+        "0",
+        "-log_every",
+        "5",
+    ]
+    words[words.index("-out") + 1] = str(tmp_path)
+    folder = tmp_path / "digits"
+    with Pod("v2", words) as pod:
+        until(lambda: (folder / "metrics.jsonl").is_file() and (folder / "metrics.jsonl").read_text(), 120)
+        os.kill(pod.first(), signal.SIGTERM)
+        assert pod.ends() == 1  # which makes Kubernetes start it anew
+    stopped = run_folder.read_outcome(folder)
+    assert stopped["state"] == "stopped" and stopped["step"] > 0
+
+    with Pod("v1", [*words, "-limit_steps", str(stopped["step"] + 1)]) as pod:
+        assert pod.ends() == 0
+    assert run_folder.read_outcome(folder)["step"] == stopped["step"] + 1
+
+
+class Pod:
+    """What a pod of a job starts, as process 1 of a namespace of its own, with what its operator puts there."""
+
+    def __init__(self, kind, words):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        given = {name: value.replace("PORT", port) for name, value in GIVEN[kind].items()}
+        words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *STARTS[kind]["command"], *words]
+        env = {**CLEAN, "OMP_NUM_THREADS": "1", **given}
+        self.process = subprocess.Popen(words, cwd=ROOT, env=env)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+
+    def first(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return int(children.read_text().split()[0])
+
+    def ends(self) -> int:
+        return self.process.wait(120)
+
+
+def elastic() -> str:
+    return (ROOT / "scripts" / "elastic.sh").read_text()

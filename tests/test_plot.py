@@ -1,0 +1,66 @@
+"""scripts/plot.py draws what the runs logged, and where they went on."""
+
+import sys
+
+import pytest
+from runs import run
+
+from scripts import plot, reading
+
+NEEDED = "needs uv pip install -r pyproject.toml --group plot"
+WORDS = "-cpu 1 -arch mlp -epochs 3 -log_every 5"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A run that went through, and one that went on at step 27."""
+    out = tmp_path_factory.mktemp("plot")
+    run(out, f"{WORDS} -model parts -limit_steps 27", wanted=75)
+    return [run(out, f"{WORDS} -model whole -lr_start 1e-2"), run(out, f"{WORDS} -model parts")]
+
+
+def test_the_curves_are_the_figures_of_the_runs_and_resumes_are_marked(two):
+    pytest.importorskip("matplotlib", reason=NEEDED)
+    lines = {folder: reading.lines(folder) for folder in two}
+    figure = plot.drawn(lines)
+    titles = {axis.get_title(loc="left"): axis for axis in figure.axes}
+    assert list(titles) == ["Loss", "Validation accuracy", "Learning rate", "Throughput (samples a second)"]
+    curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in titles["Validation accuracy"].get_lines()]
+    for folder in two:
+        truth = [(line["step"], line["val/accuracy"]) for line in lines[folder] if "val/accuracy" in line]
+        assert [list(part) for part in zip(*truth)] in [list(curve) for curve in curves]
+    for axis in figure.axes:
+        marked = [line.get_xdata()[0] for line in axis.get_lines() if line.get_marker() == "v"]
+        assert marked == [27], "once, where the second run went on"
+    told = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert told == ["whole (finished, step 60)", "parts (finished, step 60)", "went on after a stop or a crash"]
+
+
+@pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_the_picture_is_of_the_kind_that_was_asked_for(two, tmp_path, ending, begins):
+    pytest.importorskip("matplotlib", reason=NEEDED)
+    file = tmp_path / f"curves.{ending}"
+    assert plot.main([*map(str, two), "-o", str(file)]) == 0
+    assert file.read_bytes().startswith(begins)
+    assert ending != "svg" or "went on after a stop" in file.read_text(), "text is text"
+
+
+def test_a_run_without_labels_or_with_few_figures_has_fewer_panels(tmp_path):
+    panels = plot.wanted({tmp_path: [{"step": 1, "train/loss": 2.0, "train/lr": 0.1}, {"step": 1, "val/loss": 3.0}]})
+    assert list(panels) == ["Loss", "Learning rate"]
+    assert plot.points([{"step": 1, "a": None}, {"step": 2, "a": 5}, {"step": 3}], "a") == ([2], [5])
+
+
+def test_what_cannot_be_drawn_is_said_in_one_line(two, tmp_path, capsys, monkeypatch):
+    def refused(*words):
+        with pytest.raises(SystemExit) as end:
+            plot.main([str(word) for word in words])
+        assert end.value.code == 2
+        told = capsys.readouterr().err
+        assert len(told.splitlines()) == 1
+        return told
+
+    assert "no figures there" in refused(two[0], tmp_path)
+    assert "one of .png, .svg, .pdf" in refused(two[0], "-o", tmp_path / "x.gif")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "needs matplotlib: uv pip" in refused(two[0], "-o", tmp_path / "x.png")
