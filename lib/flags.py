@@ -57,6 +57,7 @@ def add_shared(parser):
     )
     data.add_argument("-micro_batch", type=whole(1), metavar="N", help="samples a pass (one process's share)")
     _switch(data, "-shuffle", "a new order of the training samples every epoch", default=True)
+    _switch(data, "-augment", "change training images at random, where the data set does so", default=True)
     _switch(data, "-drop_last", "leave out an epoch's short last batch")
     data.add_argument("-num_classes", type=whole(1), default=10, metavar="N", help="outputs of the model")
     data.add_argument("-channels", type=whole(1), default=1, metavar="N", help="image channels")

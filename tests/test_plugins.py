@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from lib import config, flags
 from lib.core import loss
-from lib.utils import fetch, loader
+from lib.utils import ahead, fetch, loader
 from lib.utils.errors import UsageError
 
 ARCHS, DATASETS = config.plugins("arch"), config.plugins("dataset")
@@ -97,7 +97,8 @@ def test_a_dataset_gives_splits_of_items_that_agree(name, tmp_path, monkeypatch)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_an_arch_learns_from_a_dataset_or_refuses_in_one_line(arch, name, tmp_path, monkeypatch):
     args, parts = made(name, tmp_path, monkeypatch)
-    inputs, targets = fetch.Fetch(parts["train"], seed=0)[0, [0, 1]]
+    finish = ahead.Finish(parts["train"], 0, torch.device("cpu"))
+    inputs, targets = finish(0, [0, 1], fetch.Fetch(parts["train"], seed=0)[0, [0, 1]])
     if inputs.ndim != 4 and arch != args.arch:
         return  # what is no image is for the dataset's own choice of an arch
     own, args = args.arch, config.parse_args([*words_for(name, tmp_path), "-arch", arch])

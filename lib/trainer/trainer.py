@@ -83,7 +83,7 @@ class Trainer:
         epoch = self.state.epoch
         batches = self.loaders["train"].epoch(epoch, self.state.step - epoch * self.plan.steps)
         for key, batch in self.report.waiting(batches):
-            self.micro_batch(key, data.to_device(batch, self.world.device))
+            self.micro_batch(key, batch)
             if key.last:
                 self.step(key.of)
                 if self.boundary():
@@ -191,7 +191,7 @@ class Trainer:
         self.answers.reset()
         for key, batch in self.loaders[split]:
             with self.precision:
-                sums = self.evaluation_step(model, data.to_device(batch, self.world.device), key.count)
+                sums = self.evaluation_step(model, batch, key.count)
             if key.count:
                 totals.update({**sums, "samples": key.count})
             if key.last and self.ballot.tick():
@@ -232,7 +232,7 @@ class Trainer:
         """Two passes on zeros where DDP would otherwise add up in another order in its first step than later on."""
         if not parallel.reorders(self.model, self.world):
             return
-        batch = data.zeros(data.to_device(self.loaders["train"].sample(), self.world.device))
+        batch = data.zeros(self.loaders["train"].sample())
         self.model.train()
         for _ in range(2):
             self.statistics.before(first=True)

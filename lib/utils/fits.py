@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from lib.utils import fetch
+from lib.utils import ahead, distributed, fetch
 from lib.utils.errors import UsageError
 
 
@@ -19,7 +19,8 @@ def check(splits: dict, model: nn.Module, loss, args):
         dataset = fetch.inner(part)
         if args.workers and not hasattr(dataset, "tensors"):
             continue
-        batch = fetch.Fetch(part, args.seed)[0, [0, len(part) - 1]]
+        ends = [0, len(part) - 1]
+        batch = ahead.Finish(part, args.seed, distributed.CPU)(0, ends, fetch.Fetch(part, args.seed)[0, ends])
         if not (isinstance(batch, (tuple, list)) and list(map(torch.is_tensor, batch)) == [True, True]):
             continue
         inputs, targets = (values.cpu().clone() for values in batch)
