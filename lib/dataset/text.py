@@ -24,7 +24,7 @@ def add_args(parser):
     parser.add_argument("-text_samples", type=int, default=16384, metavar="N",
                         help="samples an epoch, spread over the text; 0: as many as it fills")  # fmt: skip
     parser.add_argument("-text_fingerprint", metavar="HEX", help="of the names and sizes: refuse any other text")
-    parser.set_defaults(num_classes=256, arch="gpt", epochs=1, batch_size=32, lr_start=4e-3, lr_end=1e-4)
+    parser.set_defaults(num_classes=256, arch="gpt", epochs=1, batch_size=16, lr_start=3e-3, lr_end=1e-4)
     parser.set_defaults(lr_warmup=0.05, weight_decay=0.1, clip_grad=1.0, channels=1, image_size=1)
 
 
