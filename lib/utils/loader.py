@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset
 
-from lib.utils import ahead, distributed, fetch, permutation
+from lib.utils import ahead, distributed, fetch, permutation, speed
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -213,17 +213,22 @@ def opened(*parts):
 
 def get_loaders(splits: dict[str, Dataset], plan: Plan, world: World, args) -> dict:
     """A TrainLoader for "train" and an EvalLoader for each other split."""
-    common = {"seed": args.seed, "workers": args.workers}
+    common = {
+        name: {"seed": args.seed, "workers": speed.workers(args.workers, part, world)}
+        for name, part in splits.items()
+    }
     if world.is_main and plan.grain < plan.micro:
         log.warning(
             "more processes than micro-batches: cut finer, %d samples instead of %d; the order of the samples stays "
             "exact, dropout and BatchNorm see other micro-batches", plan.grain, plan.micro,
         )  # fmt: skip
     loaders = {
-        name: EvalLoader(part, world, batch=plan.micro, **common) for name, part in splits.items() if name != "train"
+        name: EvalLoader(part, world, batch=plan.micro, **common[name])
+        for name, part in splits.items()
+        if name != "train"
     }
     own = {"lengths": distributed.gather_json(len(splits["train"]), world)} if is_local(splits["train"]) else {}
     loader = (ShardLoader if own else TrainLoader)(
-        splits["train"], plan, world, shuffle=args.shuffle, **common, **own
+        splits["train"], plan, world, shuffle=args.shuffle, **common["train"], **own
     )
     return {"train": loader, **loaders}

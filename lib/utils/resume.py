@@ -19,7 +19,7 @@ from lib.utils.state import State, all_tensors, model_tensors, prepare
 log = logging.getLogger(__name__)
 # What a run may change as it likes: everything else bends its trajectory.
 HARMLESS = {
-    "data", "out", "model", "reset", "cfg", "tb", "gpus", "cpu", "workers", "log_every",
+    "data", "out", "model", "reset", "cfg", "tb", "gpus", "cpu", "workers", "deterministic", "log_every",
     "max_bad_steps", "save_every", "keep_last", "keep_every", "best", "save_strict", "resume",
     "weights", "allow_change", "max_hours", "grace_s", "hang_minutes", "batch_per_gpu", "limit_steps", "check_resume",
     "parallel", "fsdp_replicas", "offload", "recompute", "compile", "find_unused", "log_histograms",
