@@ -25,19 +25,20 @@ def run(args) -> int:
     """One process of the run: join the others, build the parts, fit."""
     from lib.core import loss, parallel
     from lib.core import optimizer as optimizers
-    from lib.utils import distributed, fits, loader, resume, run_folder, seeding
+    from lib.utils import distributed, fits, loader, resume, run_folder, seeding, speed
 
     seeding.for_model(args.seed)
     splits = loader.splits(plugin("dataset", args.dataset).get_dataset(args), args.dataset)
     arch = plugin("arch", args.arch)
     with distributed.joined(args) as world:
+        speed.kernels(world, args.deterministic)
         model, values = parallel.build(arch, args, world)
         splits, samples = loader.sharded(splits, world)
         before = resume.remembered(args, world)
         plan = resume.plan(args, samples, world, before)
         resume.check_start(args, plan, before, model)
         criterion = loss.get_loss(args)
-        fits.check(splits, model, criterion, args)
+        fits.check(splits, model, criterion, args, world)
         model = parallel.wrap(model, args, world, arch=arch, values=values)
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
         with run_folder.claimed(args, world) as folder, loader.opened(splits, plan, world, args) as loaders:

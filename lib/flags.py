@@ -33,7 +33,8 @@ def add_shared(parser):
         "-gpus", type=gpu_list, metavar="LIST", help="GPUs to use, as 0,1,2 or UUIDs (all visible ones)"
     )
     machine.add_argument("-cpu", type=whole(1), metavar="N", help="train with N processes on the CPU")
-    machine.add_argument("-workers", type=whole(0), default=0, metavar="N", help="loader processes for each process")
+    machine.add_argument("-workers", type=whole(0), metavar="N", help="loader processes for each process (0 for data "
+                         "in memory and on the CPU, else its share of the cores)")  # fmt: skip
     _switch(machine, "-fp16", "mixed precision with float16 and a gradient scaler")
     _switch(machine, "-bf16", "mixed precision with bfloat16")
     machine.add_argument("-parallel", choices=("ddp", "fsdp"), default="ddp",
@@ -45,6 +46,7 @@ def add_shared(parser):
     machine.add_argument("-compile", nargs="?", const="blocks", choices=("blocks", "model"),
                          help="torch.compile, block by block (or the whole model at once)")  # fmt: skip
     _switch(machine, "-find_unused", "ddp: look in each step for parameters that took no part in it")
+    _switch(machine, "-deterministic", "the same bits every time on a GPU, too, at some cost of speed")
     _switch(machine, "-sync_bn", "BatchNorm over the micro-batches of all processes (not on the CPU)")
 
     data = parser.add_argument_group("data")
@@ -57,6 +59,7 @@ def add_shared(parser):
     )
     data.add_argument("-micro_batch", type=whole(1), metavar="N", help="samples a pass (one process's share)")
     _switch(data, "-shuffle", "a new order of the training samples every epoch", default=True)
+    _switch(data, "-augment", "change training images at random, where the data set does so", default=True)
     _switch(data, "-drop_last", "leave out an epoch's short last batch")
     data.add_argument("-num_classes", type=whole(1), default=10, metavar="N", help="outputs of the model")
     data.add_argument("-channels", type=whole(1), default=1, metavar="N", help="image channels")
@@ -143,7 +146,7 @@ def add_shared(parser):
     slurm.add_argument("-slurm_constraint", type=text, metavar="WORDS", help="features that the nodes must have")
     slurm.add_argument("-slurm_timeout", type=whole(1), default=2800, metavar="N", help="time limit in minutes")
     slurm.add_argument("-slurm_mem_gb", type=real(0, above=True), metavar="X", help="memory of a node in GB")
-    slurm.add_argument("-slurm_cpus", type=whole(1), metavar="N", help="CPUs of a task (-workers + 2)")
+    slurm.add_argument("-slurm_cpus", type=whole(1), metavar="N", help="CPUs of a task (-workers, or 8, and 2)")
     slurm.add_argument("-slurm_setup", type=text, action="append", default=[], metavar="LINE",
                        help="a line of shell to begin the job with, as 'module load CUDA'; repeatable")  # fmt: skip
     slurm.add_argument("-slurm_arg", type=key_value, action="append", default=[], metavar="KEY=VALUE",

@@ -120,7 +120,7 @@ def resources(args) -> dict:
 
 def cpus(args) -> int:
     """CPUs of a task."""
-    return args.slurm_cpus or args.workers + 2
+    return args.slurm_cpus or (8 if args.workers is None else args.workers) + 2
 
 
 def commands(args, python: str, folder: Path, code: Path) -> dict:

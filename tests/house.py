@@ -15,7 +15,7 @@ ENVIRONMENT = ("lib/utils/distributed.py", *STARTERS)  # read here, written by t
 TERMINAL = (*STARTERS, "lib/check.py")  # speak to the person at the terminal
 ENVIRON = ("environ", "environb", "getenv", "putenv", "unsetenv")  # ways to it, in the module os
 LAZY = ("submitit", "tensorboard", "torch.utils.tensorboard", "pyngrok", "tqdm")  # imported where they are used
-DATA = ("lib.utils.data", "lib.utils.sampler", "lib.utils.permutation")
+DATA = ("lib.utils.augment", "lib.utils.data", "lib.utils.sampler", "lib.utils.permutation", "lib.utils.seeding")
 IMPORTS = {  # who may import whom: the longest name that fits counts; all may import lib.utils.errors
     "train": ("lib.config", "lib.launch", "lib.check", "lib.core", "lib.utils"),
     "lib.trainer": ("lib.core", "lib.utils", "lib.trainer"),  # one may extend another

@@ -105,7 +105,7 @@ def test_a_misspelt_flag_is_refused_with_the_close_one(flag, at, letter):
         ("-epochs -reset", "argument -epochs: expected one argument"),
         ("-best=", "argument -best: '' is empty or holds control characters"),
         ("-loss x", "argument -loss: invalid choice: 'x' (choose from"),
-        ("-arch convmet", "-arch 'convmet': no such file in lib/arch; there are convnet, mlp, resnet (do you mean "),
+        ("-arch convmet", "-arch 'convmet': no such file in lib/arch; there are convnet, gpt, mlp, resnet, vit "),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_told_with_what_would_be_right(words, said):

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from lib import config, flags
 from lib.core import loss
-from lib.utils import fetch, loader
+from lib.utils import ahead, fetch, loader
 from lib.utils.errors import UsageError
 
 ARCHS, DATASETS = config.plugins("arch"), config.plugins("dataset")
@@ -26,6 +26,7 @@ SMALL = {  # flags that make a shipped dataset small
     "fake": ["-fake_samples", "3", "-image_size", "32", "-num_classes", "5"],
     "folder": ["-image_size", "32"],
     "sharded": ["-image_size", "32", "-num_classes", "2"],
+    "text": ["-text_length", "16", "-text_samples", "40"],
 }
 PROBE = """
 import json, socket, sys, time
@@ -82,7 +83,8 @@ def test_a_dataset_gives_splits_of_items_that_agree(name, tmp_path, monkeypatch)
         first, last = seeded(part, 0), seeded(part, len(part) - 1)
         assert len(first) == 2 and torch.is_tensor(first[0]) and first[0].shape == last[0].shape
         assert first[0].ndim != 3 or first[0].shape == (args.channels, args.image_size, args.image_size)
-        assert args.loss != "cross_entropy" or 0 <= int(first[1]) < args.num_classes
+        classes = torch.as_tensor(first[1])
+        assert args.loss != "cross_entropy" or (classes.min() >= 0 and classes.max() < args.num_classes)
 
         assert same(first, seeded(part, 0)), "an item may draw from the global generators only"
         assert same(first, seeded(again[split], 0)), "another process builds the same dataset"
@@ -97,17 +99,19 @@ def test_a_dataset_gives_splits_of_items_that_agree(name, tmp_path, monkeypatch)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_an_arch_learns_from_a_dataset_or_refuses_in_one_line(arch, name, tmp_path, monkeypatch):
     args, parts = made(name, tmp_path, monkeypatch)
-    inputs, targets = fetch.Fetch(parts["train"], seed=0)[0, [0, 1]]
+    finish = ahead.Finish(parts["train"], 0, torch.device("cpu"))
+    inputs, targets = finish(0, [0, 1], fetch.Fetch(parts["train"], seed=0)[0, [0, 1]])
     if inputs.ndim != 4 and arch != args.arch:
         return  # what is no image is for the dataset's own choice of an arch
-    args = config.parse_args([*words_for(name, tmp_path), "-arch", arch])
+    own, args = args.arch, config.parse_args([*words_for(name, tmp_path), "-arch", arch])
     try:
         model = module_of(arch, "arch").get_model(args)
+        outputs = model(inputs)
     except UsageError as error:
-        assert "\n" not in str(error)
+        assert "\n" not in str(error) and arch != own
         return
-    outputs = model(inputs)
-    assert outputs.shape == (2, args.num_classes)
+    places = targets.shape[1:] if targets.dtype == torch.int64 else ()
+    assert outputs.shape == (2, *places, args.num_classes)
     loss.get_loss(args)(outputs, targets).backward()
     for parameter, values in model.named_parameters():
         assert not values.requires_grad or (values.grad is not None and values.grad.isfinite().all()), parameter
@@ -122,7 +126,9 @@ def test_a_trainer_goes_on_after_a_stop_and_ends_at_the_same_bits(name, tmp_path
 
 
 @pytest.mark.parametrize("flag", ["-mlp_width", "-mlp_depth=-1", "-mlp_dropout=1", "-convnet_width",
-                                  "-convnet_dropout=-0.1", "-random_samples", "-fake_samples"])  # fmt: skip
+                                  "-convnet_dropout=-0.1", "-random_samples", "-fake_samples", "-gpt_depth",
+                                  "-gpt_width=6", "-gpt_dropout=1", "-vit_heads", "-vit_patch=3", "-vit_dropout=1",
+                                  "-text_length", "-text_samples=-1", "-text_fingerprint=abc"])  # fmt: skip
 def test_a_plugin_names_the_flag_that_is_wrong(flag):
     flag, _, value = flag.partition("=")
     name, value = flag[1:].split("_")[0], value or "0"

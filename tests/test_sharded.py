@@ -162,8 +162,9 @@ def test_the_training_folder_reads_the_same_items_by_index_as_torchvision(data):
     reference = ImageFolder(data / "train")
     assert len(parts["train"]) == len(reference) == COUNT and fetch.is_fixed(parts["train"])
     for (pixels, label), (image, wanted) in zip((parts["train"][i] for i in range(COUNT)), reference, strict=True):
-        assert label == wanted and pixels.shape == (3, 4, 4) and -1 <= pixels.min() <= pixels.max() <= 1
-        assert torch.allclose((pixels + 1) * 127.5, pil_to_tensor(image)[:, :, :4].float(), atol=1e-4)
+        assert label == wanted and torch.equal(pixels, pil_to_tensor(image)[:, :, :4])
+    pixels, _ = parts["train"].on_device((torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8), None), None)
+    assert torch.allclose(pixels, torch.tensor([-1.0, -0.6, 1.0]))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -175,10 +176,10 @@ def test_the_shards_of_all_processes_hold_each_sample_once_and_fetch_whole_batch
         assert shard.local and fetch.is_fixed(shard)
         rows = list(range(len(shard)))
         pixels, labels = shard.__getitems__(rows)
-        assert pixels.shape == (len(shard), 3, 4, 4) and pixels.dtype == torch.float32 and labels.dtype == torch.int64
-        assert shard.tensors[0].dtype == torch.uint8, "in memory an image takes a byte a value"
+        assert pixels.shape == (len(shard), 3, 4, 4) and pixels.dtype == torch.uint8 and labels.dtype == torch.int64
+        assert shard.on_device == parts["train"].on_device
         assert torch.equal(pixels[-1], shard[rows[-1]][0])
-        seen += [int(value) for value in ((pixels[:, 0, 0, 0] + 1) * 127.5).round()]
+        seen += pixels[:, 0, 0, 0].tolist()
     assert sorted(seen) == list(range(COUNT))
 
 
@@ -200,7 +201,7 @@ def test_other_splits_are_whole_and_number_their_classes_as_training_does(data):
     _, parts = parts_of(data)
     pixels, labels = parts["val"].__getitems__([0, 1, 2])
     assert set(parts) == {"train", "val"} and not parts["val"].local and labels.tolist() == [1, 1, 1]
-    assert ((pixels[:, 0, 0, 0] + 1) * 127.5).round().tolist() == [100, 101, 102]
+    assert pixels[:, 0, 0, 0].tolist() == [100, 101, 102]
 
 
 def test_what_does_not_fit_is_one_line_that_names_it(data, tmp_path):

@@ -1,6 +1,9 @@
 """Losses and the metrics that go with them, chosen by -loss."""
 
+import math
+
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 def get_loss(args):
@@ -9,11 +12,28 @@ def get_loss(args):
     return BY_NAME[args.loss](**options)
 
 
+class CrossEntropy(nn.CrossEntropyLoss):
+    """torch's, with the classes in the last dimension where the others are those of the targets: (B, length, classes)
+    beside (B, length)."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.shape[:-1] == targets.shape:
+            outputs, targets = outputs.flatten(0, -2), targets.flatten()
+        return super().forward(outputs, targets)
+
+
 def metric_sums(loss, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """What a batch adds to each metric beside the loss: sums over its samples, so that shares of any size add up."""
-    if isinstance(loss, nn.CrossEntropyLoss) and targets.ndim == 1:
+    """What a batch adds to each metric beside the loss: sums over its samples, so that shares of any size add up.
+
+    One class a sample: accuracy. A class at each place (tokens; a byte is one of 256): bits_per_byte, the mean over
+    a sample's places of the code length in bits, without label smoothing.
+    """
+    if not isinstance(loss, CrossEntropy) or outputs.shape[:-1] != targets.shape:
+        return {}
+    if targets.ndim == 1:
         return {"accuracy": (outputs.detach().argmax(1) == targets).sum()}
-    return {}
+    nats = functional.cross_entropy(outputs.detach().flatten(0, -2).float(), targets.flatten())
+    return {"bits_per_byte": nats * (len(targets) / math.log(2))}
 
 
-BY_NAME = {"cross_entropy": nn.CrossEntropyLoss, "mse": nn.MSELoss, "l1": nn.L1Loss, "huber": nn.HuberLoss}
+BY_NAME = {"cross_entropy": CrossEntropy, "mse": nn.MSELoss, "l1": nn.L1Loss, "huber": nn.HuberLoss}

@@ -22,8 +22,10 @@ def get_optimizer(model: nn.Module, args, batch_size: int) -> torch.optim.Optimi
     if not any(group["params"] for group in groups):
         raise UsageError(f"-arch {args.arch}: the model has no parameters that can be trained")
     options = {"lr": args.lr_start, **_own_options(args, batch_size)}
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    fused = None if sharded and args.optimizer not in ("adam", "adamw") else True  # torch has no others for shards
     try:
-        return BY_NAME[args.optimizer](groups, fused=True, **options)
+        return BY_NAME[args.optimizer](groups, fused=fused, **options)
     except (RuntimeError, TypeError):  # no fused kernel for this device or dtype
         return BY_NAME[args.optimizer](groups, **options)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torchvision.datasets import CIFAR10
 
+from lib.utils.augment import Pixels
 from lib.utils.data import Tensors, check_flags
 from lib.utils.errors import UsageError
 
@@ -28,16 +28,20 @@ def add_args(parser):
 def get_dataset(args) -> dict[str, Tensors]:
     """45,000 training, 5,000 validation (the last ones of the training files) and 10,000 test samples, in memory.
 
-    Images (3, 32, 32), normalized; those to train on are moved and mirrored at random. Raises UsageError if the files
-    are neither in -data nor to be downloaded.
+    Images (3, 32, 32), uint8; on the device they are normalized, those to train on moved by up to 4 pixels each way
+    and mirrored at random (He et al., arXiv:1512.03385, section 4.2). Raises UsageError if the files are neither in
+    -data nor to be downloaded.
     """
     check_flags(args, channels=3, image_size=32)
     train, test = load(args.data)
     kept = len(train[0]) - len(train[0]) // 10
+    still = Pixels(MEAN, STD)
     return {
-        "train": Tensors(train[0][:kept], train[1][:kept], transform=augment),
-        "val": _held_out(train[0][kept:], train[1][kept:]),
-        "test": _held_out(*test),
+        "train": Tensors(
+            train[0][:kept], train[1][:kept], on_device=Pixels(MEAN, STD, PAD, mirror=True) if args.augment else still
+        ),
+        "val": Tensors(train[0][kept:], train[1][kept:], on_device=still),
+        "test": Tensors(*test, on_device=still),
     }
 
 
@@ -58,32 +62,6 @@ def load(data: str) -> list[tuple[Tensor, Tensor]]:
             f"-data {data}: CIFAR-10 is missing or damaged there, and cannot be downloaded ({error}); "
             f"put {CIFAR10.filename} from {CIFAR10.url} there"
         ) from None
-
-
-def augment(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The batch with each image moved by up to 4 pixels each way and mirrored half the time, normalized."""
-    images, labels = batch
-    size, count = images.shape[-1], len(images)
-    padded = functional.pad(images, [PAD] * 4)
-    views = padded.unfold(2, size, 1).unfold(3, size, 1)  # (B, 3, 9, 9, 32, 32) without copying
-    top, left = torch.randint(0, 2 * PAD + 1, (2, count))
-    images = views[torch.arange(count), :, top, left]
-    mirrored = torch.rand(count) < 0.5
-    images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
-    return normalized((images, labels))
-
-
-def normalized(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The batch with its uint8 images as floats of about mean 0 and deviation 1 in each channel."""
-    images, labels = batch
-    mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
-    return (images / 255 - mean) / std, labels
-
-
-def _held_out(images, labels):
-    dataset = Tensors(images, labels, transform=normalized)
-    dataset.fixed = True
-    return dataset
 
 
 def _read(data):

@@ -32,7 +32,7 @@ def get_dataset(args) -> dict[str, Tensors]:
     labels = torch.from_numpy(labels.astype(np.int64))
     rows = {part: torch.from_numpy(np.flatnonzero(split == part)) for part in ("train", "val", "test")}
     return {
-        part: Tensors(images[chosen], labels[chosen], transform=augment if part == "train" else None)
+        part: Tensors(images[chosen], labels[chosen], on_device=augment if part == "train" and args.augment else None)
         for part, chosen in rows.items()
     }
 
@@ -52,10 +52,10 @@ def load(file: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ) from None
 
 
-def augment(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The batch, each of its images (B, C, H, W) under an affine map of its own, close to the identity."""
+def augment(batch: tuple[Tensor, Tensor], draws: Tensor) -> tuple[Tensor, Tensor]:
+    """The batch, each of its images (B, C, H, W) under an affine map close to the identity that its draws decide."""
     images, labels = batch
-    turn, zoom_x, zoom_y, shear, *shift = torch.rand(6, len(images)).mul_(2).sub_(1)
+    turn, zoom_x, zoom_y, shear, *shift = (draws[:, :6] * 2 - 1).T
     cos, sin = (turn * TURN).cos(), (turn * TURN).sin()
     zoom_x, zoom_y = (zoom_x * ZOOM).exp(), (zoom_y * ZOOM).exp()
     shift_x, shift_y = (2 * SHIFT / images.shape[-1] * part for part in shift)  # the image spans -1 to 1

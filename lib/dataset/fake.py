@@ -1,10 +1,13 @@
-"""torchvision's FakeData: images of noise in the shape of ImageNet's, for speed tests without data."""
+"""Images of noise in the shape of ImageNet's, for speed tests without data."""
 
+import torch
+from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.datasets import FakeData
-from torchvision.transforms import ToTensor
 
+from lib.utils.augment import Pixels
 from lib.utils.errors import UsageError
+
+STRIDE = 4093  # bytes of noise from one image to the next: a prime, so that rows of pixels do not repeat
 
 
 def add_args(parser):
@@ -13,17 +16,37 @@ def add_args(parser):
 
 
 def get_dataset(args) -> dict[str, Dataset]:
-    """Images (channels, image_size, image_size) from 0 to 1 and class numbers, item i always the same."""
+    """Images (channels, image_size, image_size), uint8, and class numbers, item i always the same; on the device the
+    pixels become floats of about mean 0 and deviation 1."""
     if args.fake_samples < 1:
         raise UsageError(f"-fake_samples {args.fake_samples}: at least 1 is needed")
+    shape, val = (args.channels, args.image_size, args.image_size), max(1, args.fake_samples // 10)
     return {
-        "train": _fake(args, args.fake_samples, offset=0),
-        "val": _fake(args, max(1, args.fake_samples // 10), offset=args.fake_samples),
+        "train": Noise(args.fake_samples, shape, args.num_classes, seed=0),
+        "val": Noise(val, shape, args.num_classes, seed=1),
     }
 
 
-def _fake(args, samples, offset):
-    shape = (args.channels, args.image_size, args.image_size)
-    dataset = FakeData(samples, shape, args.num_classes, transform=ToTensor(), random_offset=offset)
-    dataset.fixed = True  # item i is drawn under its own seed
-    return dataset
+class Noise(Dataset):
+    """Images cut out of one row of random bytes: as many as one likes cost no time and no memory."""
+
+    fixed, on_device = True, Pixels((0.5,), (0.29,))
+
+    def __init__(self, samples: int, shape: tuple[int, int, int], classes: int, seed: int):
+        self.samples, self.shape = samples, shape
+        size = torch.Size(shape).numel()
+        generator = torch.Generator().manual_seed(seed)
+        self.noise = torch.randint(256, (size + 997 * STRIDE,), dtype=torch.uint8, generator=generator)
+        self.views = self.noise.unfold(0, size, STRIDE)  # (998, size) without copying
+        self.labels = torch.randint(classes, (samples,), generator=generator)
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        return tuple(part[0] for part in self.__getitems__([index]))
+
+    def __getitems__(self, indices) -> tuple[Tensor, Tensor]:
+        """Images (len(indices), channels, height, width) and labels (len(indices),)."""
+        rows = torch.tensor(indices)
+        return self.views[rows % len(self.views)].view(-1, *self.shape), self.labels[rows]

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from torchvision import transforms
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
+from lib.utils.augment import Pixels
 from lib.utils.errors import UsageError
 
 COLOUR, GREY = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.449,), (0.226,))  # mean, deviation (ImageNet's)
@@ -38,10 +39,11 @@ def describe(args) -> dict[str, int]:
 
 
 def get_dataset(args) -> dict[str, Dataset]:
-    """Images (channels, image_size, image_size), normalized, and class numbers in the order of the folders' names.
+    """Images (channels, image_size, image_size), uint8, and class numbers in the order of the folders' names.
 
     Training images are cropped and mirrored at random (Szegedy et al., arXiv:1409.4842), the others resized and
-    cropped at the centre. Raises UsageError naming what is missing, empty or unreadable.
+    cropped at the centre; on the device they are normalized. Raises UsageError naming what is missing, empty or
+    unreadable.
     """
     names = class_names(args.data)
     if len(names) > args.num_classes:
@@ -63,8 +65,8 @@ def class_names(data: str) -> list[str]:
 class Images(Dataset):
     """Image files with their class numbers, each read when it is asked for."""
 
-    def __init__(self, files: list[tuple[str, int]], *, mode: str, transform, fixed: bool):
-        self.files, self.mode, self.transform, self.fixed = files, mode, transform, fixed
+    def __init__(self, files: list[tuple[str, int]], *, mode: str, transform, fixed: bool, on_device):
+        self.files, self.mode, self.transform, self.fixed, self.on_device = files, mode, transform, fixed, on_device
 
     def __len__(self):
         return len(self.files)
@@ -94,9 +96,11 @@ def _images(args, part, names):
     files = _files(args.data, part, names)
     if args.folder_unreadable == "skip":
         files = _readable(files, mode, args.data, part)
-    steps = _random_view(args.image_size) if part == "train" else _centre_view(args.image_size)
-    transform = transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(mean, deviation)])
-    return Images(files, mode=mode, transform=transform, fixed=part != "train")
+    drawn, size = part == "train" and args.augment, args.image_size
+    steps = [transforms.RandomResizedCrop(size)] if drawn else _centre_view(size)
+    transform = transforms.Compose([*steps, transforms.PILToTensor()])
+    pixels = Pixels(mean, deviation, mirror=drawn)
+    return Images(files, mode=mode, transform=transform, fixed=not drawn, on_device=pixels)
 
 
 def _folders(data, part):
@@ -139,10 +143,6 @@ def _fault(file, mode):
             raise UsageError(f"{file}: cannot be read ({error.strerror})") from None
         return str(error) or type(error).__name__
     return ""
-
-
-def _random_view(size):
-    return [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
 
 
 def _centre_view(size):

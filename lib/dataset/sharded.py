@@ -25,10 +25,12 @@ from torch import Tensor
 from torchvision.datasets import DatasetFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset, pil_loader
 
+from lib.utils.augment import Pixels
 from lib.utils.data import Tensors
 from lib.utils.errors import UsageError
 from lib.utils.permutation import order
 
+SCALED = Pixels((0.5,), (0.5,))  # from -1 to 1
 # What Pillow raises for damaged files.
 BROKEN = (OSError, SyntaxError, TypeError, ValueError, struct.error, Image.DecompressionBombError)
 
@@ -61,7 +63,9 @@ def describe(args) -> dict[str, int]:
 
 
 def get_dataset(args) -> dict[str, Tensors | DatasetFolder]:
-    """Images (channels, image_size, image_size) from -1 to 1 and class numbers, each item always the same.
+    """Images (channels, image_size, image_size), uint8, and class numbers, each item always the same.
+
+    On the device the pixels become floats from -1 to 1.
 
     An image is cropped at its centre to a square and resized when it is read. Raises UsageError naming the flag, the
     folder or the file that does not fit.
@@ -78,15 +82,12 @@ def get_dataset(args) -> dict[str, Tensors | DatasetFolder]:
 class ShardedFolder(DatasetFolder):
     """The images of class folders, each read when it is asked for; `shard(world)` gives one process's share."""
 
-    fixed = True
+    fixed, on_device = True, SCALED
 
     def __init__(self, root: Path, loader: Callable, *, seed: int, pct: float, place: str):
         with _needed(root):
             super().__init__(str(root), loader, IMG_EXTENSIONS)
         self.seed, self.pct, self.place = seed, pct, place
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return scaled(super().__getitem__(index))
 
     def shard(self, world) -> Tensors:
         """The share of process world.rank of world.size, loaded. Raises UsageError if it would be empty."""
@@ -170,12 +171,6 @@ def shard_places(n: int, rank: int, world_size: int, *, pct: float) -> Tensor:
     return places
 
 
-def scaled(item: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """An item, or a batch, with its uint8 pixels as floats from -1 to 1."""
-    pixels, target = item
-    return pixels / 127.5 - 1, target
-
-
 def _check(args):
     if not 0 <= args.sharded_pct <= 1:
         raise UsageError(f"-sharded_pct {args.sharded_pct}: a fraction from 0 to 1 is needed")
@@ -208,8 +203,8 @@ def _whole(root, train):
 
 
 def _in_memory(held, local):
-    dataset = Tensors(held.samples, held.targets, transform=scaled)
-    dataset.fixed, dataset.local = True, local
+    dataset = Tensors(held.samples, held.targets, on_device=SCALED)
+    dataset.local = local
     return dataset
 
 

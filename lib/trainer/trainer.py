@@ -9,8 +9,9 @@ import torch
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.core import parallel, scheduler
-from lib.utils import checkpoint, data, metrics, preemption, report, resume, run_folder, search, seeding, shards
+from lib.utils import checkpoint, metrics, preemption, report, resume, run_folder, search, seeding, shards, speed
 from lib.utils.bad_steps import BadSteps, Counter
+from lib.utils.data import zeros
 from lib.utils.pictures import Answers
 from lib.utils.state import State, all_tensors, model_tensors, prepared
 
@@ -66,7 +67,7 @@ class Trainer:
 
     def fit(self) -> str:
         """Trains from where the run is to its end, or to a stop with the state saved: "finished" or "stopped"."""
-        with self.stop.listening():
+        with self.stop.listening(), speed.quiet():
             self.resume()
             self.warm_up()
             with report.opened(self.folder, self.world, self.args, self.total_steps, self.state.step) as self.report:
@@ -83,7 +84,7 @@ class Trainer:
         epoch = self.state.epoch
         batches = self.loaders["train"].epoch(epoch, self.state.step - epoch * self.plan.steps)
         for key, batch in self.report.waiting(batches):
-            self.micro_batch(key, data.to_device(batch, self.world.device))
+            self.micro_batch(key, batch)
             if key.last:
                 self.step(key.of)
                 if self.boundary():
@@ -108,7 +109,7 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         norm = optimizers.clip(self.parameters, self.args.clip_grad)
         self.report.histograms(self.state.step + 1, parallel.unwrap(self.model))
-        lr = self.lr()
+        lr = scheduler.lr_at(self.state.step, **self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.checkpoints.staged()
@@ -119,10 +120,6 @@ class Trainer:
         self.norms.append(norm)
         self.state.step += 1
         self.state.samples += samples
-
-    def lr(self) -> float:
-        """The learning rate of the step to come."""
-        return scheduler.lr_at(self.state.step, **self.schedule)
 
     def boundary(self) -> bool:
         """What is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
@@ -142,6 +139,7 @@ class Trainer:
         """Reduces and reports the interval since the last line; ends the run after too many bad steps in a row."""
         self.bad.count(self.norms)
         self.gather()
+        speed.collect()
         interval = {name: total - self.logged.get(name, 0) for name, total in self.metrics.agg.items()}
         figures = {
             "loss": metrics.mean(interval, "loss"),
@@ -191,7 +189,7 @@ class Trainer:
         self.answers.reset()
         for key, batch in self.loaders[split]:
             with self.precision:
-                sums = self.evaluation_step(model, data.to_device(batch, self.world.device), key.count)
+                sums = self.evaluation_step(model, batch, key.count)
             if key.count:
                 totals.update({**sums, "samples": key.count})
             if key.last and self.ballot.tick():
@@ -232,7 +230,7 @@ class Trainer:
         """Two passes on zeros where DDP would otherwise add up in another order in its first step than later on."""
         if not parallel.reorders(self.model, self.world):
             return
-        batch = data.zeros(data.to_device(self.loaders["train"].sample(), self.world.device))
+        batch = zeros(self.loaders["train"].sample())
         self.model.train()
         for _ in range(2):
             self.statistics.before(first=True)

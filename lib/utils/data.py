@@ -11,14 +11,14 @@ class Tensors(Dataset):
     """Tensors that share their first dimension: item i is a tuple of their i-th rows, a batch one gather each.
 
     `transform`, if given, changes a whole batch: a tuple of tensors (B, ...) in, the same out. A dataset with a
-    random transform is not `fixed`: its batches are drawn under their own seed.
+    random transform is not `fixed`: its batches are drawn under their own seed. `on_device`: see lib.utils.ahead.
     """
 
-    def __init__(self, *tensors: Tensor, transform=None):
+    def __init__(self, *tensors: Tensor, transform=None, on_device=None):
         lengths = {len(tensor) for tensor in tensors}
         if len(lengths) != 1:
             raise ValueError(f"tensors of one length are needed, these have {sorted(lengths)} rows")
-        self.tensors, self.transform = tensors, transform
+        self.tensors, self.transform, self.on_device = tensors, transform, on_device
         self.fixed = transform is None
 
     def __len__(self):
@@ -29,7 +29,7 @@ class Tensors(Dataset):
 
     def __getitems__(self, indices):
         """The batch of these rows: a tuple of tensors (len(indices), ...)."""
-        rows = torch.tensor(indices)
+        rows = torch.tensor(indices, device=self.tensors[0].device)
         batch = tuple(tensor.index_select(0, rows) for tensor in self.tensors)
         return self.transform(batch) if self.transform else batch
 
@@ -42,20 +42,27 @@ def check_flags(args, **facts: int):
 
 
 def to_device(batch, device: torch.device):
-    """The batch (a tensor, or a tuple, list or dict of batches) on the device, in its queue. On the CPU: itself."""
-    return batch if device.type == "cpu" else _each(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    """The batch (a tensor, or a tuple, list or dict of batches) on the device, in its queue. For the CPU: itself."""
+    return batch if device.type == "cpu" else each(batch, lambda tensor: _pinned(tensor, device))
 
 
 def zeros(batch):
     """A batch of the same form, all zeros."""
-    return _each(batch, torch.zeros_like)
+    return each(batch, torch.zeros_like)
 
 
-def _each(batch, change):
+def _pinned(tensor, device):
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # or the copy would wait
+    return tensor.to(device, non_blocking=True)
+
+
+def each(batch, change):
+    """The batch with its tensors changed."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, dict):
-        return {name: _each(part, change) for name, part in batch.items()}
+        return {name: each(part, change) for name, part in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return tuple(_each(part, change) for part in batch)
+        return tuple(each(part, change) for part in batch)
     return batch

@@ -5,11 +5,12 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from lib.utils import fetch
+from lib.utils import ahead, distributed, fetch, speed
+from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 
-def check(splits: dict, model: nn.Module, loss, args):
+def check(splits: dict, model: nn.Module, loss, args, world: World):
     """Raises UsageError where samples are not what the flags say, and the model or the loss fails on them for that.
 
     A model that takes other sizes than the flags name is free to. Data that is read by -workers is not looked at:
@@ -17,9 +18,10 @@ def check(splits: dict, model: nn.Module, loss, args):
     """
     for name, part in splits.items():
         dataset = fetch.inner(part)
-        if args.workers and not hasattr(dataset, "tensors"):
+        if speed.workers(args.workers, part, world) and not hasattr(dataset, "tensors"):
             continue
-        batch = fetch.Fetch(part, args.seed)[0, [0, len(part) - 1]]
+        ends = [0, len(part) - 1]
+        batch = ahead.Finish(part, args.seed, distributed.CPU)(0, ends, fetch.Fetch(part, args.seed)[0, ends])
         if not (isinstance(batch, (tuple, list)) and list(map(torch.is_tensor, batch)) == [True, True]):
             continue
         inputs, targets = (values.cpu().clone() for values in batch)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset
 
-from lib.utils import distributed, fetch, permutation
+from lib.utils import ahead, distributed, fetch, permutation, speed
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -75,11 +75,12 @@ class TrainLoader:
         self.dataset, self.plan, self.world = dataset, plan, world
         self.seed, self.shuffle = seed, shuffle
         self.fetched = fetch.Fetcher(dataset, seed, workers, pin=world.device.type == "cuda")
+        self.finish = ahead.Finish(dataset, seed, world.device)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[Key, object]]:
-        """This rank's micro-batches of an epoch from a step on, in order, with their collated samples."""
-        keys, ahead = itertools.tee(self.keys(epoch, first_step))
-        return zip(keys, self.fetched(epoch, ahead), strict=True)
+        """This rank's micro-batches of an epoch from a step on, in order, on the device."""
+        keys, wanted = itertools.tee(self.keys(epoch, first_step))
+        return ahead.ready(zip(keys, self.fetched(epoch, wanted), strict=True), epoch, self.finish)
 
     def keys(self, epoch: int, first_step: int = 0) -> Iterator[Key]:
         """What `epoch` will fetch, without fetching it."""
@@ -88,8 +89,9 @@ class TrainLoader:
             yield from share(step, self.plan.cut(step), order, self.world)
 
     def sample(self):
-        """The first micro-batch of the run, collated: what training data looks like."""
-        return next(iter(self.fetched(0, [next(self.keys(0))])))
+        """The first micro-batch of the run: what training data looks like."""
+        key = next(self.keys(0))
+        return self.finish(0, key.indices, next(iter(self.fetched(0, [key]))))
 
     def indices(self, epoch: int, step: int) -> list[int]:
         """The samples of one step over all ranks, by their index in the dataset."""
@@ -132,12 +134,13 @@ class EvalLoader:
         self.dataset, self.world = dataset, world
         self.plan = Plan(len(dataset), batch * world.size, batch)
         self.fetched = fetch.Fetcher(dataset, seed, workers, pin=world.device.type == "cuda")
+        self.finish = ahead.Finish(dataset, seed, world.device)
 
     def __iter__(self) -> Iterator[tuple[Key, object]]:
         order = permutation.order(self.plan.samples, 0, 0, shuffle=False)
         turns = (share(step, self.plan.cut(step), order, self.world) for step in range(self.plan.steps))
-        keys, ahead = itertools.tee(itertools.chain.from_iterable(turns))
-        return zip(keys, self.fetched(0, ahead), strict=True)
+        keys, wanted = itertools.tee(itertools.chain.from_iterable(turns))
+        return ahead.ready(zip(keys, self.fetched(0, wanted), strict=True), 0, self.finish)
 
 
 def share(step: int, parts: list, order, world: World) -> Iterator[Key]:
@@ -210,17 +213,22 @@ def opened(*parts):
 
 def get_loaders(splits: dict[str, Dataset], plan: Plan, world: World, args) -> dict:
     """A TrainLoader for "train" and an EvalLoader for each other split."""
-    common = {"seed": args.seed, "workers": args.workers}
+    common = {
+        name: {"seed": args.seed, "workers": speed.workers(args.workers, part, world)}
+        for name, part in splits.items()
+    }
     if world.is_main and plan.grain < plan.micro:
         log.warning(
             "more processes than micro-batches: cut finer, %d samples instead of %d; the order of the samples stays "
             "exact, dropout and BatchNorm see other micro-batches", plan.grain, plan.micro,
         )  # fmt: skip
     loaders = {
-        name: EvalLoader(part, world, batch=plan.micro, **common) for name, part in splits.items() if name != "train"
+        name: EvalLoader(part, world, batch=plan.micro, **common[name])
+        for name, part in splits.items()
+        if name != "train"
     }
     own = {"lengths": distributed.gather_json(len(splits["train"]), world)} if is_local(splits["train"]) else {}
     loader = (ShardLoader if own else TrainLoader)(
-        splits["train"], plan, world, shuffle=args.shuffle, **common, **own
+        splits["train"], plan, world, shuffle=args.shuffle, **common["train"], **own
     )
     return {"train": loader, **loaders}

@@ -19,11 +19,12 @@ from lib.utils.state import State, all_tensors, model_tensors, prepare
 log = logging.getLogger(__name__)
 # What a run may change as it likes: everything else bends its trajectory.
 HARMLESS = {
-    "data", "out", "model", "reset", "cfg", "tb", "gpus", "cpu", "workers", "log_every",
+    "data", "out", "model", "reset", "cfg", "tb", "gpus", "cpu", "workers", "deterministic", "log_every",
     "max_bad_steps", "save_every", "keep_last", "keep_every", "best", "save_strict", "resume",
     "weights", "allow_change", "max_hours", "grace_s", "hang_minutes", "batch_per_gpu", "limit_steps", "check_resume",
     "parallel", "fsdp_replicas", "offload", "recompute", "compile", "find_unused", "log_histograms",
 }  # fmt: skip
+LESS = {"loss", "bits_per_byte"}  # metrics that are to fall
 OTHERS = {"samples", "nan"}  # what -allow_change may name beside flags: the dataset's length, weights not finite
 FACTS = {"state", "asked", "best", "bad_steps", "metrics", "scaler", "about"}  # what the trainer adds to a manifest
 
@@ -237,7 +238,7 @@ def forget(model, optimizer, names: list[str]):
 
 def better(best: dict | None, figures: dict, asked: str | None, epoch: int) -> dict | None:
     """The best validation so far if these figures are it, else None. By the metric that was asked for, or accuracy,
-    or loss, of which less is better.
+    or loss; of LESS, less is better.
 
     Raises UsageError if the metric that was asked for is not there.
     """
@@ -245,7 +246,7 @@ def better(best: dict | None, figures: dict, asked: str | None, epoch: int) -> d
     if asked and name not in figures:
         there = f"the evaluation on val gives {', '.join(figures)}" if figures else "there is no val split"
         raise UsageError(f"-best {name}: {there}")
-    score = figures.get(name, math.nan) * (-1 if name == "loss" else 1)
+    score = figures.get(name, math.nan) * (-1 if name in LESS else 1)
     last = best["score"] if best and best["metric"] == name else -math.inf
     return {"metric": name, "value": figures[name], "score": score, "epoch": epoch} if score > last else None
 

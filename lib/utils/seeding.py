@@ -9,19 +9,35 @@ import random
 import numpy as np
 import torch
 
-MASK = (1 << 64) - 1
-SAMPLE, MICRO_BATCH, MODEL = 1, 2, 3  # one stream each
+MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
+SAMPLE, MICRO_BATCH, MODEL, DRAWS = 1, 2, 3, 4  # one stream each
 
 
 def mix(*numbers: int) -> int:
     """One 64-bit number from several, each bit of it depending on every bit of theirs."""
     state = 0
     for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & MASK
+        state = (state + number + GOLDEN) & MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
         state ^= state >> 31
     return state
+
+
+def uniform(seed: int, epoch: int, indices: list[int], count: int = 8) -> torch.Tensor:
+    """Numbers from 0 to below 1 for each sample, (len(indices), count) float32: row i a function of (seed, epoch,
+    indices[i])."""
+    start = np.uint64(mix(DRAWS, seed, epoch))
+    states = _finalized(np.asarray(indices, np.int64).astype(np.uint64) + start)
+    turns = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    bits = _finalized(states[:, None] + turns)
+    return torch.from_numpy((bits >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24))
+
+
+def _finalized(state):
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
 
 
 def for_model(seed: int):

@@ -1,0 +1,117 @@
+"""A decoder of tokens (GPT): causal attention, RMSNorm, rotary positions, tied embeddings."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lib.utils.errors import UsageError
+
+STD, TURN = 0.02, 10_000.0  # deviation of fresh weights; the slowest rotary pair turns once in 2 pi TURN places
+
+
+def add_args(parser):
+    parser.add_argument("-gpt_depth", type=int, default=4, metavar="N", help="blocks")
+    parser.add_argument("-gpt_width", type=int, default=128, metavar="N", help="features of a token")
+    parser.add_argument("-gpt_heads", type=int, default=4, metavar="N", help="attention heads")
+    parser.add_argument("-gpt_dropout", type=float, default=0.0, metavar="P", help="share of features dropped")
+
+
+def get_model(args) -> nn.Module:
+    """Tokens (B, length), integers below num_classes, to the logits (B, length, num_classes) of each one's next.
+
+    About depth x 12 width^2 parameters: 12 x 768 is GPT-2's 85 million beside the embedding, 24 x 1792 is 0.9
+    billion. Radford et al., Language Models are Unsupervised Multitask Learners, 2019; Zhang and Sennrich, RMSNorm,
+    arXiv:1910.07467; Su et al., rotary positions, arXiv:2104.09864; Press and Wolf, tied embeddings,
+    arXiv:1608.05859. Raises UsageError for sizes that do not fit.
+    """
+    width, heads = args.gpt_width, args.gpt_heads
+    if args.gpt_depth < 1 or heads < 1 or width < 1 or width % (2 * heads):
+        raise UsageError(f"-gpt_depth {args.gpt_depth} -gpt_width {width} -gpt_heads {heads}: at least 1 block "
+                         f"and a width that twice the heads divide are needed")  # fmt: skip
+    if not 0 <= args.gpt_dropout < 1:
+        raise UsageError(f"-gpt_dropout {args.gpt_dropout}: a share from 0 to below 1 is needed")
+    return GPT(args.num_classes, args.gpt_depth, width, heads, args.gpt_dropout)
+
+
+def get_blocks(model: nn.Module) -> list[nn.Module]:
+    """The parts that are sharded, compiled and recomputed one by one."""
+    return list(model.blocks)
+
+
+class GPT(nn.Module):
+    """The decoder. It holds no buffers: it is built on the meta device as on any other."""
+
+    def __init__(self, tokens: int, depth: int, width: int, heads: int, dropout: float):
+        super().__init__()
+        self.embed, self.drop, self.norm = Embedding(tokens, width), nn.Dropout(dropout), nn.RMSNorm(width)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout, depth) for _ in range(depth))
+        self.head_size = width // heads
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Raises UsageError for what is no tokens."""
+        if tokens.is_floating_point() or tokens.ndim != 2:
+            raise UsageError(f"-arch gpt reads whole numbers (batch, length), as -dataset text gives them, and not "
+                             f"{tokens.dtype} {tuple(tokens.shape)}")  # fmt: skip
+        x = self.drop(self.embed(tokens))
+        cos, sin = rotation(tokens.shape[1], self.head_size, tokens.device)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return functional.linear(self.norm(x), self.embed.weight)
+
+
+class Block(nn.Module):
+    """x (B, length, width) and what attention, then a two-layer perceptron, add to it."""
+
+    def __init__(self, width: int, heads: int, dropout: float, depth: int):
+        super().__init__()
+        small = STD / math.sqrt(2 * depth)  # so that the sum over all blocks begins no larger than one of them
+        self.heads, self.drop = heads, nn.Dropout(dropout)
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = Linear(width, 3 * width, STD), Linear(width, width, small)
+        self.up, self.down = Linear(width, 4 * width, STD), Linear(4 * width, width, small)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.drop(self.out(self.attention(self.norm_1(x), cos, sin)))
+        return x + self.drop(self.down(functional.gelu(self.up(self.norm_2(x)))))
+
+    def attention(self, x, cos, sin):
+        batch, length, width = x.shape
+        q, k, v = (
+            self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )  # (B, heads, length, size)
+        q, k = turned(q, cos, sin), turned(k, cos, sin)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.transpose(1, 2).reshape(batch, length, width)
+
+
+class Linear(nn.Linear):
+    """A linear layer without bias whose fresh weights have the deviation `std`."""
+
+    def __init__(self, inputs: int, outputs: int, std: float):
+        self.std = std
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self):
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class Embedding(nn.Embedding):
+    """A vector for each token, small at first: it is the last layer too."""
+
+    def reset_parameters(self):
+        nn.init.normal_(self.weight, std=STD)
+
+
+def rotation(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, (length, size / 2), of the angle by which pair i is turned at each place."""
+    speeds = TURN ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / -size)
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * speeds
+    return angles.cos(), angles.sin()
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (..., length, size) with its pairs of features i and i + size / 2 turned: products then tell distances."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)

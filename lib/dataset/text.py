@@ -1,0 +1,149 @@
+"""Text as bytes, no tokenizer: the Python standard library's own source, or any file or folder."""
+
+import functools
+import hashlib
+import os
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lib.utils import seeding
+from lib.utils.errors import UsageError
+
+HELD_OUT = 20  # the last 1/20 of the text is for the test, the 1/20 before it for validation
+OTHERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}  # not in every installation
+
+
+def add_args(parser):
+    parser.add_argument("-text_from", metavar="PATH", help="file or folder (DATA/text; else Python's own library)")
+    parser.add_argument("-text_length", type=int, default=128, metavar="N", help="bytes of a sample")
+    parser.add_argument("-text_samples", type=int, default=16384, metavar="N",
+                        help="samples an epoch, spread over the text; 0: as many as it fills")  # fmt: skip
+    parser.add_argument("-text_fingerprint", metavar="HEX", help="of the names and sizes: refuse any other text")
+    parser.set_defaults(num_classes=256, arch="gpt", epochs=1, batch_size=16, lr_start=3e-3, lr_end=1e-4)
+    parser.set_defaults(lr_warmup=0.05, weight_decay=0.1, clip_grad=1.0, channels=1, image_size=1)
+
+
+def describe(args) -> dict[str, str]:
+    """The fingerprint of the text, so that a run that goes on notices another one, as on another Python."""
+    return {"text_fingerprint": fingerprint(*files_of(args))}
+
+
+def get_dataset(args) -> dict[str, Dataset]:
+    """Pairs of bytes (text_length,), int64, and the bytes that follow each; the text is never held in memory.
+
+    Training samples begin at places that -seed and the index decide; those of val and test, a sixteenth as many,
+    stand at even distances in the last tenth of the text. Raises UsageError for a text that is not there, too short,
+    or not the one of -text_fingerprint.
+    """
+    length, (root, files) = args.text_length, files_of(args)
+    found = fingerprint(root, files)
+    if args.text_fingerprint != found:
+        raise UsageError(
+            f"-text_fingerprint {args.text_fingerprint}: the text here is another one, {found}; go on with the one "
+            f"of before (-text_from), or begin another run with -text_fingerprint {found}"
+        )
+    if args.num_classes < 256:
+        raise UsageError(f"-num_classes {args.num_classes}: -dataset text has the 256 bytes")
+    if length < 1 or args.text_samples < 0:
+        raise UsageError(f"-text_length {length} -text_samples {args.text_samples}: at least 1 and 0 are needed")
+    text = Text(files)
+    edges = [0, len(text) - 2 * (len(text) // HELD_OUT), len(text) - len(text) // HELD_OUT, len(text)]
+    if edges[2] - edges[1] < 2 * length:
+        raise UsageError(
+            f"-text_length {length}: {2 * HELD_OUT * length} bytes of text are needed, {len(text)} are there"
+        )
+    samples = [args.text_samples, -(-args.text_samples // 16), -(-args.text_samples // 16)]
+    parts = zip(("train", "val", "test"), edges[:-1], edges[1:], samples)
+    return {
+        name: Windows(text, start, stop, length=length, samples=count, seed=args.seed if name == "train" else None)
+        for name, start, stop, count in parts
+    }
+
+
+class Windows(Dataset):
+    """Samples of `length` bytes and their next ones from text[start:stop].
+
+    It is cut into as many even stretches as there are samples: sample i begins in stretch i, at a place that (seed,
+    i) decides, or without a seed at its beginning.
+    """
+
+    fixed = True
+
+    def __init__(self, text: "Text", start: int, stop: int, *, length: int, samples: int, seed: int | None):
+        self.text, self.start, self.length, self.seed = text, start, length, seed
+        self.places = stop - start - length  # where a sample can begin
+        fills = self.places // length
+        self.samples = min(samples or fills, fills)
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        return tuple(part[0] for part in self.__getitems__([index]))
+
+    def __getitems__(self, indices) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, (len(indices), length) each."""
+        rows = np.stack([self.text.read(self.begin(index), self.length + 1) for index in indices])
+        bytes_ = torch.from_numpy(rows).long()
+        return bytes_[:, :-1], bytes_[:, 1:]
+
+    def begin(self, index: int) -> int:
+        """Where a sample begins in the text."""
+        low, high = (at * self.places // self.samples for at in (index, index + 1))
+        return self.start + low + (seeding.mix(self.seed, index) % (high - low) if self.seed is not None else 0)
+
+
+class Text:
+    """Files as one sequence of bytes, mapped into memory when they are read."""
+
+    def __init__(self, files: list[Path]):
+        self.files = files
+        self.ends = np.cumsum([file.stat().st_size for file in files])
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def read(self, begin: int, count: int) -> np.ndarray:
+        """text[begin:begin + count], uint8; from several files where it has to be."""
+        found = []
+        for number in range(int(np.searchsorted(self.ends, begin, "right")), len(self.files)):
+            first = int(self.ends[number - 1]) if number else 0
+            found.append(mapped(self.files[number])[begin - first :][:count])
+            begin, count = begin + len(found[-1]), count - len(found[-1])
+            if not count:
+                break
+        return np.concatenate(found)
+
+
+@functools.lru_cache(maxsize=256)  # a map keeps its file open, and a process may not have many
+def mapped(file: Path) -> np.ndarray:
+    return np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
+
+
+def files_of(args) -> tuple[Path, list[Path]]:
+    """The folder and the files in it to read, sorted; hidden ones are left out. Raises UsageError where there are
+    none."""
+    given = Path(args.text_from) if args.text_from else Path(args.data) / "text"
+    if given.is_file():
+        return given.parent, [given]
+    library = not args.text_from and not given.exists()
+    root = Path(sysconfig.get_path("stdlib")) if library else given
+    files = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if not name.startswith(".") and not (library and name in OTHERS)]
+        files += [Path(folder, name) for name in names if name.endswith(".py" if library else "")]
+    files = sorted(file for file in files if not file.name.startswith(".") and file.is_file())
+    if not files:
+        raise UsageError(f"-text_from {root}: no such file, or a folder without files")
+    return root, files
+
+
+def fingerprint(root: Path, files: list[Path]) -> str:
+    """16 hexadecimal digits of the files' names and sizes."""
+    told = "\n".join(f"{file.relative_to(root).as_posix()} {file.stat().st_size}" for file in files)
+    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()

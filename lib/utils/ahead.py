@@ -1,0 +1,57 @@
+"""Batches made ready on the device: copied there and finished, on a GPU one ahead of the step."""
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import Dataset
+
+from lib.utils import data, fetch, seeding
+
+
+class Finish:
+    """What makes a fetched batch of a dataset ready: a copy on the device and, where the dataset has it, `on_device`.
+
+    `dataset.on_device(batch, draws)` gives the batch that the model sees. The batch is a tuple that begins with a
+    tensor (B, ...), on the device; `draws` (B, 8) are numbers from 0 to below 1, those of a sample a function of
+    (seed, epoch, its index) alone: the same on any number of processes and -workers, and after any stop.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int, device: torch.device):
+        self.change, self.seed, self.device = getattr(fetch.inner(dataset), "on_device", None), seed, device
+
+    def __call__(self, epoch: int, indices: list[int], batch):
+        batch = data.to_device(batch, self.device)
+        if self.change:
+            draws = seeding.uniform(self.seed, epoch, indices)
+            batch = self.change(batch, data.to_device(draws, batch[0].device))
+        return data.each(batch, _in_order) if self.device.type == "cuda" else batch
+
+
+def ready(pairs: Iterator, epoch: int, finish: Finish) -> Iterator:
+    """The (key, batch) pairs with their batches finished; on a GPU while the step before is still computed."""
+    made = ((key, finish(epoch, key.indices, batch)) for key, batch in pairs)
+    return _overlapped(made, finish.device) if finish.device.type == "cuda" else made
+
+
+def _overlapped(made, device):
+    stream, waiting = torch.cuda.Stream(device), None
+    while True:
+        with torch.cuda.stream(stream):
+            pair = next(made, None)
+            event = stream.record_event()
+        if waiting:
+            yield _taken(*waiting)
+        if pair is None:
+            return
+        waiting = pair, event
+
+
+def _taken(pair, event):
+    current = torch.cuda.current_stream()
+    current.wait_event(event)
+    data.each(pair[1], lambda tensor: tensor.record_stream(current))  # its memory is not another's before it is used
+    return pair
+
+
+def _in_order(tensor):
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor

@@ -1,0 +1,46 @@
+"""Images travel as bytes: moved, mirrored and normalized on the device, in whole batches."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """A dataset's `on_device` for uint8 images (B, C, H, W): floats of about mean 0 and deviation 1 in each channel.
+
+    `mean`, `deviation`: of each channel, or of all, as pixels from 0 to 1 have it. With `pad` each image is moved by
+    up to so many pixels each way, black coming in; with `mirror` half of them are mirrored.
+    """
+
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    pad: int = 0
+    mirror: bool = False
+
+    def __call__(self, batch: tuple, draws: Tensor) -> tuple:
+        images, *others = batch
+        if self.pad:
+            images = moved(images, draws[:, :2], self.pad)
+        if self.mirror:
+            images = torch.where((draws[:, 2] < 0.5)[:, None, None, None], images.flip(3), images)
+        scale, shift = _constants(self.mean, self.deviation, images.device)
+        return images * scale - shift, *others
+
+
+def moved(images: Tensor, draws: Tensor, pad: int) -> Tensor:
+    """Each image moved by -pad to pad pixels down and right, as its two draws (B, 2) say; zeros come in."""
+    height, width = images.shape[2:]
+    padded = functional.pad(images, [pad] * 4)
+    views = padded.unfold(2, height, 1).unfold(3, width, 1)  # (B, C, 2 pad + 1, 2 pad + 1, H, W) without copying
+    top, left = (draws * (2 * pad + 1)).long().T
+    return views[torch.arange(len(images), device=images.device), :, top, left]
+
+
+@functools.lru_cache(maxsize=16)
+def _constants(mean, deviation, device):
+    mean, deviation = (torch.tensor(values)[:, None, None] for values in (mean, deviation))
+    return (1 / (255 * deviation)).to(device), (mean / deviation).to(device)

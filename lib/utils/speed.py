@@ -1,0 +1,54 @@
+"""What makes a run faster and changes no result but in its last bits: kernels, Python's garbage, loader processes."""
+
+import contextlib
+import gc
+import os
+
+import torch
+from torch.utils.data import Dataset
+
+from lib.utils import fetch
+from lib.utils.distributed import World
+
+WORKERS = 8  # at most, where -workers leaves it open
+
+
+def kernels(world: World, deterministic: bool):
+    """Has matrices multiplied in TF32 and convolutions tried out for the fastest way; or, as no trial ends the same
+    way twice, the same bits every time (torch.use_deterministic_algorithms), where torch has such a kernel."""
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+    if world.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = not deterministic
+
+
+@contextlib.contextmanager
+def quiet():
+    """Garbage is collected by `collect` only, on all ranks at the same step, and not what is there already."""
+    was = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was:
+            gc.enable()
+
+
+def collect():
+    """Frees what refers to itself in a circle, of the objects that are new since `quiet`."""
+    gc.collect()
+
+
+def workers(asked: int | None, dataset: Dataset, world: World) -> int:
+    """-workers; where that is left open none for data that is fetched by whole batches, nor beside a model on the
+    CPU, which they would only slow down, else this process's share of the cores but one."""
+    if asked is not None:
+        return asked
+    if world.device.type == "cpu" or callable(getattr(fetch.inner(dataset), "__getitems__", None)):
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(WORKERS, cores // world.local_size - 1))

@@ -1,0 +1,102 @@
+"""Images change on the device, each by draws of its own that its seed, epoch and index decide."""
+
+import numpy as np
+import pytest
+import tiny_data
+import torch
+from runs import distance, norm_net, plugins, run
+
+from lib import config
+from lib.dataset import cifar10, folder
+from lib.utils import loader, seeding
+from lib.utils.augment import Pixels
+from lib.utils.data import Tensors
+from lib.utils.distributed import World
+
+
+def test_draws_are_even_and_belong_to_the_sample_alone():
+    draws = seeding.uniform(3, 5, list(range(20_000)))
+    assert draws.shape == (20_000, 8) and draws.dtype == torch.float32 and draws.min() >= 0 and draws.max() < 1
+    for column in draws.T:
+        counts = torch.histc(column, 20, 0, 1)
+        assert (counts - 1000).abs().max() < 150  # five standard deviations
+    correlations = np.corrcoef(np.concatenate([draws.T, draws.roll(1, 0).T]))
+    assert np.abs(correlations - np.eye(16)).max() < 0.04
+    some = [7, 19_999, 0, 7]
+    assert torch.equal(seeding.uniform(3, 5, some), draws[some])
+    for other in ((4, 5), (3, 6)):
+        assert (seeding.uniform(*other, some) != draws[some]).all()
+    assert torch.equal(seeding.uniform(0, 0, [2**62]), seeding.uniform(0, 0, [2**62]))
+
+
+def test_images_are_moved_by_up_to_four_pixels_mirrored_and_normalized():
+    images, draws = torch.randint(0, 256, (60, 3, 32, 24), dtype=torch.uint8), torch.rand(60, 8)
+    mean, deviation = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+    got, labels = Pixels(mean, deviation, pad=4, mirror=True)((images, torch.arange(60)), draws)
+    assert got.dtype == torch.float32 and torch.equal(labels, torch.arange(60))
+    places = set()
+    for image, changed in zip(torch.nn.functional.pad(images, (4, 4, 4, 4)), got, strict=True):
+        views = [image[:, y : y + 32, x : x + 24] for y in range(9) for x in range(9)]
+        views = torch.stack(views + [view.flip(2) for view in views]) / 255
+        wanted = (views - torch.tensor(mean)[:, None, None]) / torch.tensor(deviation)[:, None, None]
+        same = torch.isclose(wanted, changed, atol=1e-5).flatten(1).all(1)
+        assert same.sum() == 1
+        places.add(int(same.nonzero()))
+    assert len(places) > 40 and sum(place > 80 for place in places) > 15
+    still, _ = Pixels((0.0,), (1 / 255,))((images, labels), draws)
+    assert torch.allclose(still, images.float(), atol=1e-4)
+
+
+def test_a_sample_is_changed_alike_in_any_batch_on_any_number_of_processes():
+    """Whatever ranks, micro-batches and workers: what is seen of sample i in epoch e is one and the same image."""
+    images = torch.randint(0, 256, (23, 1, 8, 8), dtype=torch.uint8)
+    dataset = Tensors(images, torch.arange(23), on_device=Pixels((0.5,), (0.5,), pad=2, mirror=True))
+
+    def seen(epoch, size, micro, first=0, workers=0):
+        samples = {}
+        for rank in range(size):
+            world = World(rank=rank, size=size)
+            plan = loader.Plan(23, 6, micro, ranks=size)
+            one = loader.TrainLoader(dataset, plan, world, seed=1, shuffle=True, workers=workers)
+            for key, (inputs, labels) in one.epoch(epoch, first):
+                samples.update(zip(labels[: key.count].tolist(), inputs))
+            one.fetched.close()
+        return samples
+
+    truth = {epoch: seen(epoch, 1, 6) for epoch in (0, 1)}
+    assert len(truth[0]) == 23 and any((truth[0][i] != truth[1][i]).any() for i in range(23))
+    for size, micro, first, workers in ((1, 2, 0, 0), (2, 3, 0, 0), (4, 3, 2, 0), (1, 6, 1, 2)):
+        for epoch in (0, 1):
+            again = seen(epoch, size, micro, first, workers)
+            assert len(again) > 8 and all(torch.equal(truth[epoch][i], image) for i, image in again.items())
+
+
+def test_a_run_with_augmentation_ends_alike_on_more_processes_and_after_a_stop(tmp_path):
+    def pixels(args):
+        generator = torch.Generator().manual_seed(0)
+        labels = torch.randint(4, (40,), generator=generator)
+        images = torch.randint(0, 256, (40, 1, 8, 8), dtype=torch.uint8, generator=generator)
+        return Tensors(images, labels, on_device=Pixels((0.5,), (0.3,), pad=1, mirror=args.augment))
+
+    words = "-dataset pixels -arch norm_net -num_classes 4 -batch_size 8 -micro_batch 4 -epochs 2"
+    with plugins(arch={"norm_net": norm_net}, dataset={"pixels": pixels}):
+        one, two, plain = (
+            run(tmp_path, f"{words} {more}")
+            for more in ("-cpu 1 -model one", "-cpu 2 -model two", "-cpu 1 -model plain -augment no")
+        )
+        run(tmp_path, f"{words} -cpu 1 -model stopped -limit_steps 7", wanted=75)
+        stopped = run(tmp_path, f"{words} -cpu 1 -model stopped")
+    assert distance(one, stopped) == 0 and distance(one, two) < 1e-5 < distance(one, plain)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "folder"])
+def test_image_files_travel_as_bytes_and_only_training_images_change(name, tmp_path, monkeypatch):
+    getattr(tiny_data, f"make_{name}")(tmp_path, monkeypatch)
+    module = {"cifar10": cifar10, "folder": folder}[name]
+    words = ["-dataset", name, "-data", str(tmp_path), *(["-image_size", "32"] if name == "folder" else [])]
+    for augment in ("yes", "no"):
+        args = config.parse_args([*words, "-augment", augment])
+        for split, part in module.get_dataset(args).items():
+            assert part[0][0].dtype == torch.uint8
+            assert part.on_device.mirror == (split == "train" and augment == "yes")
+            assert part.fixed or (name, split, augment) == ("folder", "train", "yes")
