@@ -67,9 +67,8 @@ def other_value(action) -> str:
     return OTHERS.get(action.dest, "7" if action.metavar in ("N", "X") else "some")
 
 
-ALONE = sorted(
-    set(shared()) - {"cfg", "trainer"}
-)  # flags with an other_value: -cfg needs a file, there is one trainer
+MACHINES = {"nnodes", "node_rank", "master_addr", "master_port"}  # make sense together only
+ALONE = sorted(set(shared()) - {"cfg", "trainer"} - MACHINES)  # flags with an other_value
 
 
 def cfg_file(folder, content, name="run.yaml") -> str:

@@ -10,6 +10,7 @@ from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.core import parallel, scheduler
 from lib.utils import checkpoint, data, metrics, preemption, report, resume, run_folder, search, seeding, shards
+from lib.utils.hangs import watched
 from lib.utils.state import State, all_tensors, model_tensors, prepared
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,9 @@ class Trainer:
         with self.stop.listening():
             self.resume()
             self.warm_up()
-            with report.opened(self.folder, self.world, self.args, self.total_steps, self.state.step) as self.report:
+            watch = watched(self.state, self.ballot, self.world, self.args.hang_minutes, self.folder)
+            reported = report.opened(self.folder, self.world, self.args, self.total_steps, self.state.step)
+            with watch as self.hangs, reported as self.report:
                 self.report.samples(self.loaders["train"].sample)
                 while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():
                     pass
@@ -130,6 +133,7 @@ class Trainer:
     def boundary(self) -> bool:
         """What is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
         step = self.state.step
+        self.hangs.mark()
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
         stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.at_limit()
@@ -290,10 +294,7 @@ class Trainer:
         self.checkpoints.finish()
         self.save()
         self.checkpoints.close()
-        outcome = {
-            "state": "finished" if finished else "stopped",
-            "reason": self.stop.reason,
-            **dataclasses.asdict(self.state),
-        }
+        outcome = {"state": "finished" if finished else "stopped", "reason": self.stop.reason}
+        outcome |= dataclasses.asdict(self.state)
         self.report.finish({**outcome, "best": self.best, "test": figures}, self.args)
         return "lost an agent" if self.stop.reason == preemption.AGENT_GONE and not finished else outcome["state"]

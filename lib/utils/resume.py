@@ -22,6 +22,7 @@ HARMLESS = {
     "data", "out", "model", "reset", "cfg", "tb", "gpus", "cpu", "workers", "log_every",
     "max_bad_steps", "save_every", "keep_last", "keep_every", "best", "save_strict", "resume",
     "weights", "allow_change", "max_hours", "grace_s", "hang_minutes", "batch_per_gpu", "limit_steps", "check_resume",
+    "nnodes", "node_rank", "master_addr", "master_port", "master_suffix", "cache_dir", "debug_dist",
 }  # fmt: skip
 OTHERS = {"samples", "nan"}  # what -allow_change may name beside flags: the dataset's length, weights not finite
 FACTS = {"state", "asked", "best", "bad_steps", "metrics", "scaler", "about"}  # what the trainer adds to a manifest
