@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-from lib import config, launch
+from lib import config, launch, variables
 from lib.utils.errors import UsageError
 
 
@@ -11,6 +11,7 @@ def main(argv: list[str] | None = None) -> int:
     """Reads the command line, starts the processes, returns the exit code: 0 finished, 75 stopped, 1 failed, 2 bad
     usage."""
     try:
+        variables.export(*config.early(argv))
         args = config.parse_args(argv)
         if args.check_resume:
             from lib import check

@@ -18,7 +18,8 @@ from lib.utils.errors import UsageError
 log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parent.parent
 BUILDERS = {"dataset": "get_dataset", "arch": "get_model", "trainer": "Trainer"}  # in the order they are loaded
-ONCE = ("cfg", "reset", "resume", "allow_change", "batch_per_gpu", "limit_steps", "check_resume")  # in no config.yaml
+ONCE = ("cfg", "reset", "resume", "allow_change", "batch_per_gpu", "limit_steps", "check_resume",
+        "nnodes", "node_rank", "master_addr", "master_port")  # fmt: skip  # in no config.yaml
 DICTATED = ("num_classes", "channels", "image_size")  # by the data
 ONE_OF = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"))  # two ways to say it: the command line's wins
 TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be shortened."
@@ -151,6 +152,7 @@ def check(args: Args, given: set[str], modules: dict):
         raise UsageError(f"{flag} is for sharded models: add -parallel fsdp")
     if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         raise UsageError("-compile needs a C++ compiler, and there is no c++, g++ or clang++ here: install one")
+    check_nodes(args)
     if args.micro_batch and not args.batch_per_gpu and args.batch_size % args.micro_batch:
         near = max(args.micro_batch, args.batch_size - args.batch_size % args.micro_batch)
         fits = math.gcd(args.batch_size, args.micro_batch)
@@ -158,6 +160,23 @@ def check(args: Args, given: set[str], modules: dict):
                          f"{args.micro_batch}: try -batch_size {near} or -micro_batch {fits}")  # fmt: skip
     if args.lr_end > args.lr_start:
         raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")
+
+
+def check_nodes(args: Args):
+    """Raises UsageError for flags of several machines that do not make a run."""
+    named = {name: getattr(args, name) for name in ("node_rank", "master_addr")}
+    missing = [name for name, value in named.items() if value is None]
+    if args.nnodes == 1 and len(missing) < 2:
+        raise UsageError("-node_rank and -master_addr without -nnodes: say how many machines take part")
+    if args.nnodes > 1 and missing:
+        raise UsageError(f"-nnodes {args.nnodes} needs -{missing[0]}: -node_rank counts from 0, and "
+                         "-master_addr is where the others reach the machine with -node_rank 0")  # fmt: skip
+    if args.nnodes > 1 and args.node_rank >= args.nnodes:
+        raise UsageError(
+            f"-node_rank {args.node_rank} of -nnodes {args.nnodes}: they count from 0 to {args.nnodes - 1}"
+        )
+    if args.nnodes > 1 and (args.slurm or args.slurm_dry):
+        raise UsageError(f"-nnodes {args.nnodes} with -slurm: there it is -slurm_nnodes")
 
 
 class Parser(argparse.ArgumentParser):
@@ -238,6 +257,17 @@ def value_of(words: list[str], flag: str) -> str | None:
         if name in (f"-{flag}", f"--{flag}"):
             found = value if equals else next(iter(words[i + 1 :]), None)
     return found
+
+
+def early(argv: list[str] | None) -> tuple[str | None, bool]:
+    """-cache_dir and -debug_dist, as far as they can be told before torch is imported, which reads them just then."""
+    words = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
+    cfg = value_of(words, "cfg")
+    entries = cfg_file.read(cfg) if cfg is not None else {}
+    given = {word.partition("=")[0].lstrip("-") for word in words if word.startswith("-")}
+    asked = {name: [value_of(words, name) or ""] for name in given}
+    debug = {**entries, **asked}.get("debug_dist", ["no"])[-1].lower() not in ("no", "false", "0")
+    return {**entries, **asked}.get("cache_dir", [None])[-1], debug
 
 
 def _parse(parser, from_file, words, cfg):

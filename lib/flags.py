@@ -11,6 +11,7 @@ REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 GPU = re.compile(r"[0-9]{1,4}|[A-Za-z][A-Za-z0-9/-]*")
 OPTION = re.compile(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?")
+SUFFIX = re.compile(r"[A-Za-z0-9-]*")
 EVERY = re.compile(r"([0-9]{1,18})(epochs?|steps?|min|)")
 
 
@@ -132,7 +133,19 @@ def add_shared(parser):
                         help="stop, with the state saved, once N optimizer steps are done")  # fmt: skip
     _switch(saving, "-check_resume", "kill and resume this run a few times, -limit_steps or 20 long, and compare")
     saving.add_argument("-hang_minutes", type=real(0, above=True), default=10.0, metavar="X",
-                        help="fail when the other processes do not answer for X minutes")  # fmt: skip
+                        help="fail when other processes or machines do not answer for X minutes")  # fmt: skip
+
+    several = parser.add_argument_group("several machines")
+    several.add_argument("-nnodes", type=whole(1), default=1, metavar="N",
+                         help="machines, each started with this same command and its -node_rank")  # fmt: skip
+    several.add_argument("-node_rank", type=whole(0), metavar="N", help="which of them this one is, from 0")
+    several.add_argument("-master_addr", type=text, metavar="HOST", help="where the others reach -node_rank 0")
+    several.add_argument("-master_port", type=port, default=29500, metavar="N", help="a free port there")
+    several.add_argument("-master_suffix", type=suffix, metavar="TEXT",
+                         help="put behind the head's name, for its fast network (i on JUWELS and such)")  # fmt: skip
+    several.add_argument("-cache_dir", type=text, metavar="DIR",
+                         help="for the caches of torch and others (in $SCRATCH, if set)")  # fmt: skip
+    _switch(several, "-debug_dist", "have torch, torchrun and NCCL tell all they do between processes")
 
     slurm = parser.add_argument_group("slurm")
     _switch(slurm, "-slurm", "submit to Slurm instead of running here; -cpu N: N tasks a node and no GPUs")
@@ -234,6 +247,21 @@ def text(value: str) -> str:
     if not value or any(ord(letter) < 32 or ord(letter) == 127 for letter in value):
         raise argparse.ArgumentTypeError(f"{value!r} is empty or holds control characters")
     return value
+
+
+def port(text: str) -> int:
+    """A number of a TCP port."""
+    value = whole(1)(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 65535 is the last")
+    return value
+
+
+def suffix(text: str) -> str:
+    """The end of a host name's first part; empty for none."""
+    if not SUFFIX.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the end of a host name: letters, digits, dashes")
+    return text
 
 
 def key_value(value: str) -> str:

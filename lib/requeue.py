@@ -11,10 +11,13 @@ import re
 import subprocess
 from pathlib import Path
 
+from lib.utils.errors import FAILED, FINISHED, STOPPED
+
 log = logging.getLogger(__name__)
-FINISHED, FAILED, STOPPED = 0, 1, 75
 COUNTED = ("time limit", "a process was lost")  # by -slurm_requeues; preemptions are not
-LOST_PEER = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|Dist(Backend|Network|Store)Error|NCCL|ncclRemote")
+LOST_PEER = re.compile(
+    r"Hang: |gloo|Connection (closed|reset)|Broken pipe|Dist(Backend|Network|Store)Error|NCCL|ncclRemote"
+)
 
 
 def begin(history: Path, run: Path, requeues: int):

@@ -13,13 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-from lib import requeue
-from lib.utils.errors import UsageError
+from lib import requeue, variables
+from lib.utils.errors import FINISHED, STOPPED, UsageError
 
-FINISHED, STOPPED = 0, 75
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 INTERACTIVE = ("bash", "interactive")  # names that srun --pty and salloc give their jobs
-INFINIBAND = ("juwels", "juwelsbooster", "jurecadc", "jusuf")  # there, HOSTi is a host's name on the fast network
 MEET_S = 300.0  # for rank 0's word to reach the other nodes; a shared folder may be slow
 
 
@@ -68,12 +66,13 @@ def step(args, target: str) -> int:
     from lib import launch
 
     rank, folder = int(os.environ["SLURM_PROCID"]), folder_of(args)
+    variables.export(args.cache_dir, args.debug_dist)
     try:
-        where, store = meet(rank, folder)
+        where, store = meet(rank, folder, args.master_suffix)
         os.environ.update(where)
         os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
-        if on_infiniband():
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "ib0")
+        if interface := variables.fast_interface():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         code = launch.call(target, args)
     except UsageError as error:
         return launch.refused(error)
@@ -116,7 +115,7 @@ def _noted_by_slurm(number, frame):
     """Why the job is stopped is asked of Slurm."""
 
 
-def meet(rank: int, folder: Path):
+def meet(rank: int, folder: Path, suffix: str | None = None):
     """torchrun's variables for this task, and on rank 0 the store where all meet.
 
     Rank 0 takes a port that is free on its machine, and keeps it; the others read which in the job folder.
@@ -126,7 +125,7 @@ def meet(rank: int, folder: Path):
     word = folder / f"{name}.{requeue.restart()}.place"
     store = None
     if rank == 0:
-        place, store = open_store(size, nodes)
+        place, store = open_store(size, nodes, suffix)
         folder.mkdir(parents=True, exist_ok=True)
         partial = word.with_suffix(".partial")
         partial.write_text(json.dumps(place))
@@ -138,17 +137,18 @@ def meet(rank: int, folder: Path):
     return {key: str(value) for key, value in named.items()}, store
 
 
-def open_store(size: int, nodes: int):
+def open_store(size: int, nodes: int, suffix: str | None):
     """The address of a rendezvous store in this process, and the store."""
     from torch.distributed import TCPStore
 
     if nodes == 1:
         host, listener = "127.0.0.1", socket.create_server(("127.0.0.1", 0), backlog=4 * size)
     elif socket.has_dualstack_ipv6():
-        host = own_name()
+        host = variables.fast_name(own_name(), suffix)
         listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4 * size)
     else:
-        host, listener = own_name(), socket.create_server(("", 0), backlog=4 * size)
+        host = variables.fast_name(own_name(), suffix)
+        listener = socket.create_server(("", 0), backlog=4 * size)
     port = listener.getsockname()[1]
     store = TCPStore(
         "127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -163,12 +163,7 @@ def own_name() -> str:
         socket.getaddrinfo(name, None)
     except OSError:
         name = socket.gethostname()
-    return f"{name}i" if on_infiniband() else name
-
-
-def on_infiniband() -> bool:
-    """Whether this is a machine whose nodes have another name on the fast network."""
-    return os.environ.get("SYSTEMNAME") in INFINIBAND
+    return name
 
 
 def wait_for(word: Path) -> dict:

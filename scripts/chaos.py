@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from lib import check, config, launch
+from lib import check, children, config, launch
 from lib.utils import ledger, permutation, preemption
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
@@ -177,8 +177,8 @@ def ledgers(args, name: str) -> Path:
 def haste() -> Iterator[None]:
     """One thread for every process, and short waits, for the time of the block: votes after milliseconds, the other
     ranks of a failed run ended at once."""
-    before = preemption.ASK_EVERY_S, launch.SETTLE_S, launch.END_S
-    preemption.ASK_EVERY_S, launch.SETTLE_S, launch.END_S = 0.01, 0.05, 0.3
+    before = preemption.ASK_EVERY_S, children.SETTLE_S, children.END_S
+    preemption.ASK_EVERY_S, children.SETTLE_S, children.END_S = 0.01, 0.05, 0.3
     torch.set_num_threads(1)
     gc.freeze()  # or the collector of every child would touch, and so copy, all that it inherits
     try:
@@ -186,7 +186,7 @@ def haste() -> Iterator[None]:
             yield
     finally:
         gc.unfreeze()
-        preemption.ASK_EVERY_S, launch.SETTLE_S, launch.END_S = before
+        preemption.ASK_EVERY_S, children.SETTLE_S, children.END_S = before
 
 
 SAMPLES = 200

@@ -10,23 +10,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE_LINES, FUNCTION_LINES = 300, 40
-STARTERS = ("lib/launch.py", "lib/slurm.py", "lib/slurm_job.py", "lib/requeue.py")  # launch and its other half
+STARTERS = ("launch", "children", "nodes", "variables", "slurm", "slurm_job", "requeue")  # launch and its other half
+STARTERS = tuple(f"lib/{name}.py" for name in STARTERS)
 ENVIRONMENT = ("lib/utils/distributed.py", *STARTERS)  # read here, written by the starters
 TERMINAL = (*STARTERS, "lib/check.py")  # speak to the person at the terminal
 ENVIRON = ("environ", "environb", "getenv", "putenv", "unsetenv")  # ways to it, in the module os
 LAZY = ("submitit", "tensorboard", "torch.utils.tensorboard", "pyngrok", "tqdm")  # imported where they are used
 DATA = ("lib.utils.augment", "lib.utils.data", "lib.utils.sampler", "lib.utils.permutation", "lib.utils.seeding")
 IMPORTS = {  # who may import whom: the longest name that fits counts; all may import lib.utils.errors
-    "train": ("lib.config", "lib.launch", "lib.check", "lib.core", "lib.utils"),
+    "train": ("lib.config", "lib.launch", "lib.variables", "lib.check", "lib.core", "lib.utils"),
     "lib.trainer": ("lib.core", "lib.utils", "lib.trainer"),  # one may extend another
     "lib.core": ("lib.core", "lib.utils"),
     "lib.utils": ("lib.utils",),
     "lib.arch": (),
     "lib.dataset": DATA,
     "lib.config": ("lib.flags", "lib.cfg_file"),
-    "lib.launch": ("lib.slurm", "lib.slurm_job"),
+    "lib.launch": ("lib.children", "lib.nodes", "lib.slurm", "lib.slurm_job", "lib.variables"),
+    "lib.children": ("lib.nodes",),
+    "lib.nodes": ("lib.variables",),
     "lib.slurm": ("lib.slurm_job", "lib.requeue", "lib.launch", "lib.utils.console"),
-    "lib.slurm_job": ("lib.requeue", "lib.launch", "lib.config"),  # reads a batch script's command line
+    "lib.slurm_job": (
+        "lib.requeue",
+        "lib.launch",
+        "lib.variables",
+        "lib.config",
+    ),  # reads a batch script's command line
     "lib.check": ("lib.launch", "lib.utils"),  # starts runs and compares what they leave
     "lib": (),
 }

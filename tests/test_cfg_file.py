@@ -4,7 +4,7 @@ import time
 
 import pytest
 import yaml
-from command_line import ALONE, cfg_file, lasting, other_value, parsed, refusal, repeated, shared
+from command_line import ALONE, MACHINES, cfg_file, lasting, other_value, parsed, refusal, repeated, shared
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -223,7 +223,7 @@ def test_config_yaml_repeats_any_command_line(tmp_path, data):
         if action.metavar == "X"
         else st.just(other_value(action))
         for name, action in shared().items()
-        if name not in ("cfg", "gpus", "bf16", "micro_batch", "lr_end", "batch_per_gpu", "trainer")
+        if name not in ("cfg", "gpus", "bf16", "micro_batch", "lr_end", "batch_per_gpu", "trainer", *MACHINES)
     }
     chosen = data.draw(st.fixed_dictionaries({}, optional=strategies))
     args = parsed(["-parallel=fsdp", "-lr_end=0", *(f"-{name}={value}" for name, value in chosen.items())])

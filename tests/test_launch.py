@@ -144,14 +144,6 @@ def test_a_failed_rank_that_does_not_end_is_ended(start):
     run.is_gone(SOON_S)
 
 
-def test_a_frozen_rank_fails_the_run_after_hang_minutes(start):
-    run = start("frozen", "-hang_minutes", 0.03, deed={"do": "strike", "signal": "SIGSTOP", "step": 5, "rank": 1})
-    assert run.ends() == 1, run.text()
-    assert time.monotonic() - run.noted(1)[0]["time"] < 0.03 * 60 + SOON_S
-    assert re.search("rank 0 failed with exit code 1", run.text())
-    run.is_gone(SOON_S)
-
-
 def test_no_worker_outlives_a_killed_parent(start, undisturbed):
     run = start("orphans", "-workers", 1, deed={"do": "pause", "step": 5})
     run.noted(2)

@@ -12,6 +12,7 @@ from lib.core import parallel, scheduler
 from lib.utils import checkpoint, metrics, preemption, report, resume, run_folder, search, seeding, shards, speed
 from lib.utils.bad_steps import BadSteps, Counter
 from lib.utils.data import zeros
+from lib.utils.hangs import watched
 from lib.utils.pictures import Answers
 from lib.utils.state import State, all_tensors, model_tensors, prepared
 
@@ -70,7 +71,9 @@ class Trainer:
         with self.stop.listening(), speed.quiet():
             self.resume()
             self.warm_up()
-            with report.opened(self.folder, self.world, self.args, self.total_steps, self.state.step) as self.report:
+            watch = watched(self.state, self.ballot, self.world, self.args.hang_minutes, self.folder)
+            reported = report.opened(self.folder, self.world, self.args, self.total_steps, self.state.step)
+            with watch as self.hangs, reported as self.report:
                 self.report.samples(self.loaders["train"].sample)
                 while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():
                     pass
@@ -124,6 +127,7 @@ class Trainer:
     def boundary(self) -> bool:
         """What is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
         step = self.state.step
+        self.hangs.mark()
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
         stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.stop.at_limit(step)

@@ -14,6 +14,7 @@ from lib.utils.errors import UsageError
 
 CPU = torch.device("cpu")
 PARENT = os.getppid()
+START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,13 @@ def joined(args):
         yield world
         return
     backend = "gloo" if world.device.type == "cpu" else f"cpu:gloo,{_backend(world.device)}"
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=args.hang_minutes))
+    level = dist.get_debug_level()
+    if (
+        backend == "gloo"
+    ):  # wrapped, as in detailed debugging, DDP would take it for a bare one and crash (torch 2.15)
+        dist.set_debug_level(min(level, dist.DebugLevel.INFO, key=int))
+    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=max(START_MINUTES, args.hang_minutes)))
+    dist.set_debug_level(level)
     try:
         yield world
     finally:
@@ -77,6 +84,20 @@ def pick_device(cpu: bool, local_rank: int) -> torch.device:
 
 def _backend(device):
     return f"{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def set_patience(seconds: float):
+    """From now on a collective fails when the others do not come within so many seconds."""
+    set_timeout = getattr(dist.distributed_c10d, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(datetime.timedelta(seconds=seconds))
+
+
+def store_of_own(seconds: float):
+    """The rendezvous store, over a connection of its own that answers within so many seconds or raises
+    RuntimeError."""
+    store = dist.distributed_c10d._get_default_store().clone()
+    store.set_timeout(datetime.timedelta(seconds=max(1.0, seconds)))
+    return store
 
 
 def launch_id() -> str:

@@ -1,4 +1,6 @@
-"""The one exception that is the user's to mend: bad usage, told in one line, exit code 2."""
+"""How a start ends: the exit codes, and the one exception that is the user's to mend, told in one line."""
+
+FINISHED, FAILED, USAGE, STOPPED, ABORTED = 0, 1, 2, 75, 130  # 75 is EX_TEMPFAIL: try again, it goes on
 
 
 class UsageError(Exception):

@@ -1,0 +1,66 @@
+"""Variables that torch and its kin read: caches, what to tell when something is wrong, the fast network of some
+machines. A variable that the user has set is left as it is.
+"""
+
+import os
+from pathlib import Path
+
+# SYSTEMNAME where HOSTi is a host's name on InfiniBand, and nodes that are far apart have no other way to each other.
+INFINIBAND = ("juwels", "juwelsbooster", "jurecadc", "jusuf")
+CACHES = {
+    "TORCH_HOME": "torch",
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
+    "HF_HOME": "huggingface",
+}
+ELASTIC = "agent.server.api agent.server.local_elastic_agent rendezvous.dynamic_rendezvous "
+ELASTIC += "rendezvous.c10d_rendezvous_backend rendezvous.utils"
+DEBUG = {
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_CPP_LOG_LEVEL": "INFO",
+    "TORCH_LOGS": ",".join(f"+torch.distributed.{name}" for name in
+                           [*(f"elastic.{name}" for name in ELASTIC.split()), "distributed_c10d"]),
+    "NCCL_DEBUG": "INFO",
+    "TORCH_FR_BUFFER_SIZE": "2000",  # the flight recorder: the last collectives of each rank
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # the same, to older torch
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}  # fmt: skip
+RECORDS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # the beginning of the recorder's file names
+
+
+def export(cache_dir: str | None, debug: bool):
+    """Sets what torch reads when it is imported: where packages keep what they compile and download (-cache_dir, or
+    the user's own folder in $SCRATCH), and for -debug_dist who tells what."""
+    scratch = os.environ.get("SCRATCH")
+    own = Path(scratch) / f"cache_{os.environ.get('USER') or os.getuid()}" if scratch else None
+    folder = Path(cache_dir) if cache_dir else own
+    caches = {name: str(folder.absolute() / part) for name, part in CACHES.items()} if folder else {}
+    for name, value in {**caches, **(DEBUG if debug else {})}.items():
+        os.environ.setdefault(name, value)
+
+
+def records(args) -> dict[str, str]:
+    """Where NCCL's flight recorder writes after a hang, for -debug_dist: into the run's folder."""
+    beginning = Path(args.out, args.model).absolute() / "logs" / "flight_rank_"
+    return dict.fromkeys(RECORDS, str(beginning)) if args.debug_dist else {}
+
+
+def fast_name(host: str, suffix: str | None) -> str:
+    """The name of a host on the fast network: -master_suffix behind its first part, unless it is there already; a
+    number as it is."""
+    suffix = suffix if suffix is not None else "i" if on_infiniband() else ""
+    first, dot, domain = host.partition(".")
+    if not suffix or ":" in host or host.replace(".", "").isdigit() or first.endswith(suffix):
+        return host
+    return f"{first}{suffix}{dot}{domain}"
+
+
+def fast_interface() -> str | None:
+    """The interface that gloo must be told of, None where it finds out."""
+    return "ib0" if on_infiniband() else None
+
+
+def on_infiniband() -> bool:
+    """Whether this is a machine whose nodes have another name on the fast network."""
+    return os.environ.get("SYSTEMNAME") in INFINIBAND

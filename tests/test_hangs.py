@@ -1,0 +1,80 @@
+"""A run that hangs ends, and says which rank stood where."""
+
+import re
+import time
+import types
+
+import pytest
+from processes import until
+
+from lib.utils import distributed, hangs
+from lib.utils.distributed import World
+
+pytest_plugins = ("processes",)
+MINUTES = 0.05
+SOON_S = 15  # after the patience is over
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_frozen_rank_is_named_with_its_step_and_the_run_fails(start, rank):
+    deed = {"do": "strike", "signal": "SIGSTOP", "step": 45, "rank": rank}
+    run = start("frozen", "-hang_minutes", MINUTES, deed=deed, cpu=3, env={"VOTE_S": "1"})
+    assert run.ends() == 1, run.text()
+    assert time.monotonic() - run.noted(1)[0]["time"] < MINUTES * 60 + SOON_S
+    told = (
+        r"Hang: nothing moved for \d+ s \(-hang_minutes 0.05\): rank {} gave no sign of life, and was last heard of "
+    )
+    told += r"at step \d+; ranks {}, {} wait at step (\d+)"
+    told = told.format(rank, *sorted({0, 1, 2} - {rank}))
+    assert 45 <= int(re.search(told, run.text())[1]) <= 46, run.text()
+    assert run.outcome()["state"] == "failed" and "gave no sign of life" in run.outcome()["reason"]
+    for other in {0, 1, 2} - {rank}:
+        log = (run.folder / "logs" / f"rank_{other}.log").read_text()
+        assert re.search(f"nothing moved .*rank {rank} gave no sign of life", log)
+        assert "Thread 0x" in log and "in backward" in log, "no stacks in the rank's own log"
+    run.is_gone()
+
+
+def test_a_rank_that_is_busy_with_something_else_shows_what(start):
+    """It lives, and is behind: its own log has the stack that it is in."""
+    run = start("busy", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45, "rank": 1})
+    assert run.ends() == 1, run.text()
+    assert re.search(r"Hang: nothing moved .*: ranks? ", run.text())
+    assert "no sign of life" not in run.text()
+    log = (run.folder / "logs" / "rank_1.log").read_text()
+    assert "faulty.py" in log and "in pause" in log
+
+
+def test_the_first_step_may_take_longer_than_hang_minutes(start, undisturbed):
+    run = start("slow", "-hang_minutes", 0.01, deed={"do": "pause", "step": 0, "rank": 1})
+    paused = run.noted(1)[0]["time"]
+    until(lambda: time.monotonic() - paused > 4)
+    run.go()
+    assert run.ends() == 0, run.text()
+    assert run.weights() == undisturbed.weights()
+
+
+def words(*pairs):
+    return [{"step": step, "pulse": pulse} if step is not None else None for step, pulse in pairs]
+
+
+def test_a_report_names_the_silent_and_those_behind_first():
+    before = words((7, 1), (7, 1), (6, 1), (7, 1), (None, 0))
+    after = words((7, 2), (7, 1), (6, 2), (7, 2), (None, 0))
+    assert hangs.told(before, after) == (
+        "rank 4 gave no sign of life, and was last heard of before its first step; "
+        "rank 1 gave no sign of life, and was last heard of at step 7; "
+        "rank 2 waits at step 6; ranks 0, 3 wait at step 7"
+    )
+    many = [{"step": 3, "pulse": 1}] * 20
+    assert hangs.told(many, many).startswith(f"ranks {', '.join(map(str, range(16)))} and 4 more gave no sign")
+
+
+def test_a_failure_that_is_no_hang_stays_what_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed, "store_of_own", lambda seconds: None)
+    state, ballot = types.SimpleNamespace(step=3), types.SimpleNamespace(ticks=0, since=0.0)
+    watched = hangs.watched(state, ballot, World(size=2), 10, tmp_path)
+    with pytest.raises(RuntimeError, match="out of memory") as caught, watched as watch:
+        watch.settled = True
+        raise RuntimeError("out of memory")
+    assert type(caught.value) is RuntimeError

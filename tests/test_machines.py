@@ -1,0 +1,227 @@
+"""A run on several machines, started by hand on each: on loopback, and between network namespaces with addresses of
+their own."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import told
+from test_launch import listens
+
+from lib import nodes
+
+pytest_plugins = ("processes",)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
+GONE_S = 40  # a machine without power is gone after 20
+NETWORKS = {"baton_a": "10.77.0.1", "baton_b": "10.77.0.2"}
+
+
+@pytest.fixture
+def machines(start):
+    """Starts a run on both machines, the second one first. Gives their Runs, by -node_rank."""
+
+    def both(name, *words, deeds=(None, None), counts=(1, 1), addr="127.0.0.1", networks=None):
+        runs, port = [], free_port()
+        for rank in (1, 0):
+            env = {"NETWORK": networks[rank]} if networks else {}
+            place = ["-nnodes", 2, "-node_rank", rank, "-master_addr", addr, "-master_port", port]
+            runs.insert(0, start(name, *place, *words, cpu=counts[rank], deed=deeds[rank], env=env))
+        return runs
+
+    return both
+
+
+@pytest.fixture
+def networks():
+    """Two network namespaces and a cable between them."""
+    if os.getuid() or not shutil.which("ip"):
+        pytest.skip("makes network namespaces: needs root and `apt-get install -y iproute2`")
+    one, other = NETWORKS
+    made = ip(f"netns add {one}") == 0
+    if not made and not os.environ.get("CI"):
+        pytest.skip("this machine lets nobody make network namespaces (`ip netns add` fails)")
+    try:
+        assert made and ip(f"netns add {other}") == 0
+        assert ip(f"-n {one} link add cable type veth peer name cable netns {other}") == 0
+        for name, address in NETWORKS.items():
+            for words in (f"address add {address}/24 dev cable", "link set cable up", "link set lo up"):
+                assert ip(f"-n {name} {words}") == 0
+        yield list(NETWORKS)
+    finally:
+        for name in NETWORKS:
+            ip(f"netns delete {name}")
+
+
+def ip(words: str) -> int:
+    return subprocess.run(["ip", *words.split()], stderr=subprocess.DEVNULL).returncode
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_two_machines_train_as_one_and_a_signal_on_either_stops_both(machines, undisturbed):
+    runs = machines("two", deeds=[{"do": "pause", "step": 25}] * 2)
+    for run in runs:
+        run.noted(1)
+    os.kill(runs[1].pid, signal.SIGTERM)
+    for run in runs:
+        run.go()
+    assert [run.ends() for run in runs] == [75, 75], runs[0].text() + runs[1].text()
+    assert runs[0].outcome()["state"] == "stopped" and runs[0].outcome()["step"] == 26
+    runs = machines("two")
+    assert [run.ends() for run in runs] == [0, 0], runs[0].text() + runs[1].text()
+    assert runs[0].weights() == undisturbed.weights()
+    for run in runs:
+        run.is_gone()
+
+
+def test_machines_may_have_different_numbers_of_processes(machines):
+    runs = machines("uneven", counts=(2, 1), deeds=[{"do": "pause", "step": 5}] * 2)
+    notes = [*runs[0].noted(2), *runs[1].noted(1)]
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    places = [tuple(int(note["environ"][name]) for name in names) for note in notes]
+    assert places == [(0, 0, 3, 2), (1, 1, 3, 2), (2, 0, 3, 1)]
+    assert len({note["environ"]["TORCHELASTIC_RUN_ID"] for note in notes}) == 1
+    for run in runs:
+        run.go()
+    assert [run.ends() for run in runs] == [0, 0], runs[0].text() + runs[1].text()
+
+
+@pytest.mark.parametrize("there", [0, 1])
+def test_a_rank_that_is_killed_ends_the_other_machine_with_its_name(machines, there):
+    deeds = [None, None]
+    deeds[there] = {"do": "strike", "signal": "SIGKILL", "step": 5}
+    runs = machines("killed", deeds=deeds)
+    assert [run.ends() for run in runs] == [1, 1]
+    for run in runs:
+        assert f"rank {there} was killed by SIGKILL; the others are ended" in run.text()
+        run.is_gone()
+    assert runs[1 - there].text().splitlines()[-1].startswith(f"train.py: node {there} (")
+
+
+def test_a_machine_that_is_gone_ends_the_other(machines):
+    runs = machines("gone", deeds=[{"do": "pause", "step": 5}] * 2)
+    for run in runs:
+        run.noted(1)
+    runs[1].end()
+    runs[0].go()
+    assert runs[0].ends() == 1
+    assert runs[0].text().splitlines()[-1] == f"train.py: node 1 ({socket.gethostname()}) is gone"
+    runs[0].is_gone()
+
+
+def test_machines_with_addresses_of_their_own_listen_nowhere_else(machines, networks, undisturbed):
+    """Each has but its own network; gloo uses the interface that leads to the other. Then the cable is cut."""
+    where = {"networks": networks, "addr": NETWORKS["baton_a"]}
+    deeds = [{"do": "pause", "step": 5}] * 2
+    runs = machines("apart", deeds=deeds, **where)
+    for run, own in zip(runs, NETWORKS.values(), strict=True):
+        assert run.noted(1)[0]["environ"]["GLOO_SOCKET_IFNAME"] == "cable"
+        listening = {address.partition(":")[0] for pid in run.processes() for address in listens(pid)}
+        assert listening == {socket.inet_aton(own)[::-1].hex().upper()}
+        run.go()
+    assert [run.ends() for run in runs] == [0, 0], runs[0].text() + runs[1].text()
+    assert runs[0].weights() == undisturbed.weights()
+    runs = machines("cut", deeds=deeds, **where)
+    for run in runs:
+        run.noted(1)
+    assert ip("-n baton_a link set cable down") == 0
+    for run in runs:
+        run.go()
+    assert [run.ends(GONE_S) for run in runs] == [1, 1]
+    for run, other in zip(runs, (1, 0), strict=True):
+        assert run.text().splitlines()[-1] == f"train.py: node {other} ({socket.gethostname()}) is gone"
+
+
+def test_a_machine_that_does_not_fit_is_refused_and_the_others_wait_on(start):
+    port = free_port()
+    place = ["-nnodes", 2, "-master_addr", "localhost", "-master_port", port, "-epochs", 1, "-node_rank"]
+    first = start("run", *place, 0, cpu=1)
+    other = start("run", *place, 1, "-batch_size", 32, cpu=1)
+    assert other.ends() == 2
+    assert other.text().splitlines()[-1] == (
+        "train.py: -batch_size is 32 there and 64 on node 0: give all machines the same"
+    )
+    again = start("run", *place, 0, cpu=1)
+    assert again.ends() == 2 and f"-master_port {port}: Address already in use" in again.text()
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+    second = start("run", *place, 1, cpu=1)
+    assert (first.ends(), second.ends()) == (0, 0), first.text() + second.text()
+    assert "is refused: -batch_size" in first.text()
+
+
+def test_the_same_rank_twice_is_refused(start):
+    place = ["-nnodes", 3, "-master_addr", "localhost", "-master_port", free_port(), "-node_rank"]
+    first = start("run", *place, 0, cpu=1)
+    first.says("waiting for 2 more at 127.0.0.1")
+    start("run", *place, 1, cpu=1)
+    first.says("node 1 (")
+    twin = start("run", *place, 1, cpu=1)
+    assert twin.ends() == 2
+    assert f"-node_rank 1 is {socket.gethostname()} already: each machine needs its own" in twin.text()
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("-nnodes 2 -node_rank 2 -master_addr here", "-node_rank 2 of -nnodes 2: they count from 0 to 1"),
+        ("-nnodes 2 -node_rank 0", "-nnodes 2 needs -master_addr"),
+        ("-nnodes 2 -master_addr here", "-nnodes 2 needs -node_rank"),
+        ("-node_rank 0 -master_addr here", "-node_rank and -master_addr without -nnodes"),
+        ("-nnodes 2 -node_rank 0 -master_addr here -slurm", "there it is -slurm_nnodes"),
+        ("-nnodes 2 -node_rank 0 -master_addr a -master_port 65536", "is not a port"),
+        (
+            "-nnodes 2 -node_rank 0 -master_addr no.such.invalid -cpu 1",
+            "-master_addr no.such.invalid is unknown here",
+        ),
+        (
+            "-nnodes 2 -node_rank 1 -master_addr no.such.invalid -cpu 1",
+            "-master_addr no.such.invalid is unknown here",
+        ),
+        ("-nnodes 2 -node_rank 0 -master_addr 192.0.2.7 -cpu 1", "192.0.2.7 is no address of this machine"),
+        (
+            "-nnodes 2 -node_rank 0 -master_addr here -check_resume",
+            "run it without torchrun, srun, -slurm and -nnodes",
+        ),
+    ],
+)
+def test_what_keeps_machines_from_meeting_is_one_line(words, answer, tmp_path, capsys):
+    assert answer in told(words, tmp_path, capsys)
+
+
+def test_a_name_that_means_this_machine_alone_is_refused(tmp_path, capsys, monkeypatch):
+    """As Debian's /etc/hosts has it for the machine's own name."""
+    here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29500))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *words, **more: here)
+    said = told("-nnodes 2 -node_rank 0 -master_addr gpu7 -cpu 1", tmp_path, capsys)
+    assert "-master_addr gpu7 means 127.0.1.1 on this machine, where others cannot reach it" in said
+
+
+def test_nobody_waits_longer_than_hang_minutes(start):
+    place = ["-nnodes", 2, "-hang_minutes", 0.01, "-master_addr", "localhost", "-node_rank"]
+    runs = [start("run", *place, rank, "-master_port", free_port(), cpu=1) for rank in (0, 1)]
+    assert [run.ends() for run in runs] == [2, 2]
+    assert "-nnodes 2: -node_rank 1 did not come within -hang_minutes" in runs[0].text()
+    assert "node 0 does not answer (Connection refused)" in runs[1].text()
+
+
+def test_torchrun_and_srun_say_who_takes_part(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    said = told("-nnodes 2 -node_rank 0 -master_addr here", tmp_path, capsys)
+    assert said == "-nnodes 2 under torchrun or srun: they start the processes of all machines"
+
+
+def test_the_interface_of_an_address_is_found():
+    assert nodes.interface_of("127.0.0.1") == "lo"
+    assert nodes.interface_of("192.0.2.7") is None
+    if Path("/proc/net/if_inet6").exists():
+        names = [line.split()[-1] for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        assert (nodes.interface_of("::1") == "lo") == ("lo" in names)

@@ -1,0 +1,116 @@
+"""What is told to torch and its kin by variables: caches, debugging, the fast network of some machines."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import cfg_file, parsed
+
+from lib import config, slurm_job, variables
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    """An environment without any of these variables."""
+    before = dict(os.environ)
+    for name in (*variables.CACHES, *variables.DEBUG, *variables.RECORDS, "SCRATCH", "SYSTEMNAME"):
+        os.environ.pop(name, None)
+    os.environ["USER"] = "ann"
+    yield monkeypatch
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_caches_lie_in_the_folder_that_was_asked_for_or_in_scratch(bare, tmp_path):
+    variables.export(None, False)
+    assert not variables.CACHES.keys() & os.environ.keys()
+    bare.setenv("SCRATCH", str(tmp_path / "scratch"))
+    bare.setenv("HF_HOME", "/mine")
+    variables.export(None, False)
+    assert os.environ["TORCH_HOME"] == f"{tmp_path}/scratch/cache_ann/torch"
+    for name in variables.CACHES.keys() - {"HF_HOME"}:
+        bare.delenv(name)
+    variables.export(f"{tmp_path}/mine", False)
+    assert {name: os.environ[name] for name in variables.CACHES} == {
+        "TORCH_HOME": f"{tmp_path}/mine/torch",
+        "TORCH_EXTENSIONS_DIR": f"{tmp_path}/mine/torch_extensions",
+        "TRITON_CACHE_DIR": f"{tmp_path}/mine/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/mine/torchinductor",
+        "HF_HOME": "/mine",
+    }
+
+
+def test_debugging_and_caches_are_there_before_torch_is_imported(bare, tmp_path):
+    """In a real run of two processes: torch's C++ and the process group speak, inductor's cache is where it was asked
+    for, the user's own word stands."""
+    words = [sys.executable, "train.py", "-arch", "mlp", "-epochs", "1", "-cpu", "2", "-out", str(tmp_path)]
+    env = {**os.environ, "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
+    code = "import os, sys, train; code = train.main(sys.argv[1:]); print(dict(os.environ)); sys.exit(code)"
+    words[1:2] = ["-c", code]
+    quiet, loud = (
+        subprocess.run([*words, *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+        for more in (["-model", "quiet"], ["-model", "loud", "-debug_dist", "-cache_dir", str(tmp_path)])
+    )
+    assert quiet.returncode == loud.returncode == 0, quiet.stderr + loud.stderr
+    assert not re.search(r"\[I\d", quiet.stderr) and "TORCH_DISTRIBUTED_DEBUG" not in quiet.stdout
+    for told in ("TCPStore", "Reducer"):
+        assert any(told in line and "[I" in line for line in loud.stderr.splitlines()), told
+    caches = {name: f"{tmp_path}/{part}" for name, part in variables.CACHES.items()}
+    for name, value in {**variables.DEBUG, **caches, "NCCL_DEBUG": "WARN"}.items():
+        assert f"'{name}': '{value}'" in loud.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "on"),
+    [("-debug_dist", True), ("-epochs 3 --debug_dist -cpu 2", True), ("-debug_dist=no", False), ("", False),
+     ("-debug_dist no -cache_dir here", False), ("-model debug_dist", False)],
+)  # fmt: skip
+def test_what_is_read_early_is_read_alike_later(words, on, tmp_path):
+    cfg = cfg_file(tmp_path, "debug_dist: true\ncache_dir: there\n")
+    for asked in (words.split(), ["-cfg", cfg, *words.split()]):
+        args = parsed(asked)
+        assert config.early(asked) == (args.cache_dir, args.debug_dist)
+    assert parsed(words).debug_dist is on
+
+
+def test_the_flight_recorder_writes_into_the_folder_of_the_run(tmp_path):
+    told = variables.records(parsed(f"-debug_dist -out {tmp_path} -model x"))
+    assert told["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == f"{tmp_path}/x/logs/flight_rank_"
+    assert variables.records(parsed("")) == {}
+
+
+@pytest.mark.parametrize("system", ["juwels", "juwelsbooster", "jurecadc", "jusuf"])
+def test_some_machines_have_another_name_on_their_fast_network(bare, system):
+    bare.setenv("SYSTEMNAME", system)
+    assert variables.fast_name("jwb0001", None) == "jwb0001i"
+    assert variables.fast_name("jwb0001.juwels", None) == "jwb0001i.juwels"
+    assert variables.fast_name("jwb0001i.juwels", None) == "jwb0001i.juwels"
+    assert variables.fast_name("10.13.23.64", None) == "10.13.23.64"
+    assert variables.fast_name("fe80::1", None) == "fe80::1"
+    assert variables.fast_name("jwb0001", "") == "jwb0001"
+    assert variables.fast_interface() == "ib0"
+
+
+def test_any_other_machine_is_called_by_its_name_unless_a_suffix_is_given(bare):
+    bare.setenv("SYSTEMNAME", "elsewhere")
+    assert variables.fast_name("gpu17", None) == "gpu17"
+    assert variables.fast_name("gpu17.site", "-ib") == "gpu17-ib.site"
+    assert variables.fast_interface() is None
+
+
+def test_a_task_of_slurm_meets_the_others_at_the_fast_name(bare, monkeypatch):
+    """The head's word to the others, with a store that listens where all can reach it."""
+    monkeypatch.setattr(slurm_job, "own_name", lambda: "jwb0001.juwels")
+    bare.setenv("SYSTEMNAME", "juwelsbooster")
+    for suffix, name in ((None, "jwb0001i.juwels"), ("", "jwb0001.juwels"), ("x", "jwb0001x.juwels")):
+        place, store = slurm_job.open_store(4, 2, suffix)
+        assert place["MASTER_ADDR"] == name
+        del store
+    place, store = slurm_job.open_store(4, 1, "x")
+    assert place["MASTER_ADDR"] == "127.0.0.1", "a node alone needs no network"
+    del store
