@@ -263,8 +263,8 @@ def watch(children, passed: list[int]) -> int:
     return code
 
 
-def wait(children, timeout: float | None = None) -> bool:
-    """Waits until one of the children that run reports or ends. False if none runs."""
+def wait(children, timeout: float = 1.0) -> bool:
+    """Waits for news of a child, not for ever: one that ended just before wakes nobody. False if none runs."""
     running = [one for one in children if one.code is None]
     pipes = [one.reader for one in running if not one.reader.closed]
     connection.wait([*pipes, *(one.process.sentinel for one in running)], timeout) if running else None

@@ -1,5 +1,6 @@
 """How a run's processes are started, told their place, watched, and ended when one of them fails."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from lib import launch
 
 pytest_plugins = ("processes",)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
@@ -142,6 +145,25 @@ def test_a_failed_rank_that_does_not_end_is_ended(start):
     assert time.monotonic() - run.noted(1)[0]["time"] < SOON_S
     assert "ValueError" in run.text()
     run.is_gone(SOON_S)
+
+
+def test_a_rank_that_dies_while_nobody_looks_is_noticed(monkeypatch):
+    real, context = launch.wait, multiprocessing.get_context("fork")
+    processes = [context.Process(target=signal.pause) for _ in range(2)]
+    for process in processes:
+        process.start()
+
+    def wait(children, *timeout):
+        processes[1].kill()
+        processes[1].join()
+        return real(children, *timeout)
+
+    monkeypatch.setattr(launch, "wait", wait)
+    monkeypatch.setattr(launch, "END_S", 0.0)
+    pipes = [context.Pipe(duplex=False) for _ in processes]
+    children = [launch.Child(rank, processes[rank], pipes[rank][0]) for rank in range(2)]
+    assert launch.watch(children, []) == launch.FAILED
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
 
 def test_a_frozen_rank_fails_the_run_after_hang_minutes(start):
