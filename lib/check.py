@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from lib import launch
-from lib.utils import ledger
+from lib.utils import checkpoint, ledger
 from lib.utils.errors import UsageError
 from lib.utils.loader import divisor
 
@@ -142,7 +142,8 @@ class Check:
         for size, moment in zip(row.sizes, [*moments, None], strict=True):
             args = self.on(size, row)
             with Start(args, row.target, self.folder / f"{row.run}.log") as start:
-                if moment is not None and start.reaches(moment, self.ledger(row.run)):
+                saves = self.folder / row.run / "checkpoints"
+                if moment is not None and start.reaches(moment, self.ledger(row.run), saves):
                     time.sleep(self.draw.uniform(0, self.step_s))
                     start.kill(pid=self.draw.choice([None, *start.others()]))
                     start.ends()
@@ -205,10 +206,11 @@ class Start:
         self.kill()
         self.ends()
 
-    def reaches(self, step: int, folder: Path) -> bool:
-        """Waits until so many steps are done, by its ledger. False if it ended before."""
+    def reaches(self, step: int, book: Path, saves: Path) -> bool:
+        """Waits until so many steps are done, by its ledger, and there is a checkpoint to go on from. False if it
+        ended before."""
         while self.process.is_alive():
-            if (ledger.progress(folder, self.pid) or 0) >= step:
+            if (ledger.progress(book, self.pid) or 0) >= step and checkpoint.listed(saves):
                 return True
             time.sleep(0.005)
         return False
@@ -221,10 +223,11 @@ class Start:
     def lives(self, pid: int) -> bool:
         """Whether this is a living process of its session."""
         try:
-            state, _, _, session, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            state, _, _, session, *more = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return False
-        return int(session) == self.pid and state not in "ZX"
+        threads = int(more[13])  # a zombie with more than one is still writing, and holds its locks
+        return int(session) == self.pid and (state not in "ZX" or threads > 1)
 
     def kill(self, number: int = signal.SIGKILL, pid: int | None = None):
         """Sends a signal to one of its processes, or to all at once."""
@@ -272,10 +275,12 @@ def folder_in(out: Path):
     new = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".check_", dir=out) as folder:
-            yield Path(folder)
-    except PermissionError as error:
+        made = tempfile.TemporaryDirectory(prefix=".check_", dir=out)
+    except OSError as error:
         raise UsageError(f"-out {out}: cannot be written ({error.strerror})") from None
+    try:
+        with made as folder:
+            yield Path(folder)
     finally:
         for folder in new:
             with contextlib.suppress(OSError):

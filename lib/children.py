@@ -145,8 +145,9 @@ def watch(children, others: nodes.Others, passed: list[int]) -> int:
     return code
 
 
-def wait(children, links=(), timeout: float | None = None) -> bool:
-    """Waits until a child that runs, or another machine, reports or ends. False if no child runs."""
+def wait(children, links=(), timeout: float = 1.0) -> bool:
+    """Waits for news of a child or another machine, not for ever: a child that ended just before wakes nobody. False
+    if no child runs."""
     running = [one for one in children if one.code is None]
     pipes = [one.reader for one in running if not one.reader.closed]
     heard = [*pipes, *(one.process.sentinel for one in running), *(one for one in links if not one.over)]

@@ -2,9 +2,10 @@
 
     python scripts/chaos.py -kills 1000 -ranks 2            the same bits at every step, redone ones too
     python scripts/chaos.py -kills 500 -ranks 1,2,3,4       the number of processes drawn anew at each start
+    python scripts/chaos.py -switch='-workers 0,-workers 1'  further flags of train.py, drawn anew too
 
 Each start is forked from this one warm process. What every rank trained on must be, once each and in order, the
-samples of every epoch's order, however often the run was killed.
+samples of every epoch's order, however often the run was killed. Ctrl-C ends it early, with the table so far.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -52,6 +54,8 @@ class Tally:
     runs: int = 0
     starts: int = 0
     early: int = 0  # kills before the first micro-batch of a start
+    late: int = 0  # kills that came when the run was done, or met one of its loader processes that was idle
+    switches: int = 0  # starts in another way than the one before
     seconds: float = 0.0
     differing: int = 0  # runs that did not end as they should, or did a step again in another way
     share: float = 0.0  # largest difference of a weight, as a share of the largest of its tensor
@@ -60,15 +64,16 @@ class Tally:
     disordered: int = 0  # epochs
     left: int = 0  # temporary files after a run's end
     first: ledger.Difference | None = None
+    story: list[str] = field(default_factory=list)  # the starts of the first run that was not as it should be
 
     def lines(self, exact: bool) -> list[str]:
         """The table."""
-        kills = sum(self.kills.values())
         rows = {
-            "kills": f"{kills}, {self.early} of them before the first sample of their start",
+            "kills": self.total,
+            "  too early, too late": f"{self.early} before their start's first sample, {self.late} when it was done",
             **{f"  {signal.Signals(number).name} to {who}": n for (who, number), n in sorted(self.kills.items())},
-            "runs, starts": f"{self.runs}, {self.starts}",
-            "kills a minute": f"{60 * kills / self.seconds:.0f}",
+            "runs, starts, switches": f"{self.runs}, {self.starts}, {self.switches}",
+            "kills a minute": f"{60 * self.total / self.seconds:.0f}",
             f"runs that differ{'' if exact else ' beyond 1e-5'}": self.differing,
             "first difference": self.first or "none",
             "largest difference": "not a bit"
@@ -78,54 +83,75 @@ class Tally:
             "epochs in another order": self.disordered,
             "temporary files left": self.left,
         }
-        return [f"{name:30} {value}" for name, value in rows.items()]
+        return [f"{name:30} {value}" for name, value in rows.items()] + self.story
 
     @property
-    def good(self) -> bool:
-        return not (self.differing or self.missed or self.repeated or self.disordered or self.left)
+    def total(self) -> int:
+        return sum(self.kills.values())
+
+    @property
+    def faults(self) -> int:
+        return self.differing + self.missed + self.repeated + self.disordered + self.left
 
 
-def storm(out: Path, kills: int, sizes: list[int], seed: int = 0, words: str = RUN) -> Tally:
-    """Kills runs so many times; each start has one of these numbers of processes."""
-    draw, tally, exact = random.Random(seed), Tally(), len(set(sizes)) == 1
+class Way(NamedTuple):
+    """One way to start the run."""
+
+    flags: str  # beside those of all
+    args: object
+    name: str  # of its undisturbed run
+    exact: bool  # the same bits are wanted: it is the only way
+    span: float = 0.0  # seconds that it takes undisturbed
+
+
+def storm(out: Path, tally: Tally, kills: int, sizes: list[int], switch=("",), seed: int = 0, words: str = RUN):
+    """Kills runs so many times, and counts in `tally`; each start has one of these numbers of processes, and one of
+    these further flags."""
+    draw = random.Random(seed)
     with plugins(), haste():
-        args = config.parse_args([*words.split(), "-out", str(out)])
-        spans = {size: undisturbed(args, size, exact) for size in sorted(set(sizes))}
-        truth = f"on_{min(sizes)}"
+        flags = [f"-cpu {size} {more}" for size in sorted(set(sizes)) for more in switch]
+        args = [config.parse_args([*f"{words} {more}".split(), "-out", str(out)]) for more in flags]
+        ways = [Way(flags[n], args[n], f"way_{n}", exact=len(flags) == 1) for n in range(len(flags))]
+        ways = [undisturbed(way) for way in ways]
         began = time.monotonic()
-        while sum(tally.kills.values()) < kills:
-            disturbed(args, sizes, spans, draw, tally, kills)
-            judge(args, truth, exact, tally)
-        tally.seconds = time.monotonic() - began
-    return tally
+        while tally.total < kills:
+            story = disturbed(ways, draw, tally, kills)
+            judge(ways[0], story, tally)
+            tally.seconds = time.monotonic() - began
 
 
-def undisturbed(args, size: int, exact: bool) -> float:
-    """Runs without a kill. Returns the seconds it took."""
+def undisturbed(way: Way) -> Way:
+    """The way with its span, from a run without a kill."""
     began = time.monotonic()
-    with started(args, f"on_{size}", size, exact) as start:
+    with started(way, way.name) as start:
         code = start.ends()
     if code:
         raise check.Broken(start.last_words())
-    return time.monotonic() - began
+    return way._replace(span=time.monotonic() - began)
 
 
-def disturbed(args, sizes, spans, draw, tally, most):
-    """Takes one run to its end, with as many kills as it meets on the way."""
-    code = None
+def disturbed(ways, draw, tally, most) -> list[str]:
+    """Takes one run to its end, with as many kills as it meets on the way. Returns what was done to each start."""
+    code, before, story = None, None, []
     while code != launch.FINISHED:
-        size = draw.choice(sizes)
-        with started(args, "run", size, len(spans) == 1) as start:
-            tally.starts += 1
-            start.process.join(draw.uniform(0, spans[size]) if sum(tally.kills.values()) < most else None)
-            struck = start.process.is_alive()
-            if struck:
-                tally.kills[strike(start, draw)] += 1
+        way = draw.choice(ways)
+        with started(way, "run") as start:
+            start.process.join(draw.uniform(0, way.span) if tally.total < most else None)
+            struck = strike(start, draw) if start.process.is_alive() else None
             code = start.ends()
-            tally.early += struck and ledger.progress(ledgers(args, "run"), start.pid) is None
-            if code != launch.FINISHED and not struck:
-                raise check.Broken(start.last_words())
+        done = ledger.progress(book(way, "run"), start.pid)
+        told = f"{struck[1].name} to {struck[0]}" if struck else "left alone"
+        story.append(f"{way.flags}: {told}, {done} steps of its own done, exit code {code}")
+        tally.starts += 1
+        tally.switches += before not in (None, way)
+        tally.kills.update([struck] if struck else [])
+        tally.early += bool(struck) and done is None
+        tally.late += bool(struck) and code == launch.FINISHED
+        before = way
+        if code != launch.FINISHED and not struck:
+            raise check.Broken("\n".join([*story, start.last_words()]))
     tally.runs += 1
+    return story
 
 
 def strike(start, draw) -> tuple:
@@ -136,19 +162,24 @@ def strike(start, draw) -> tuple:
     return who, number
 
 
-def judge(args, truth: str, exact: bool, tally: Tally):
-    """Compares what a run left with the truth, and removes it."""
-    folder, book = Path(args.out) / "run", ledgers(args, "run")
-    starts = ledger.read(book)
-    _, share, same = ledger.distance(*(Path(args.out) / name / "checkpoints" for name in (truth, "run")))
-    first = ledger.first_difference(ledger.read(ledgers(args, truth)), starts, exact)
+def judge(truth: Way, story: list[str], tally: Tally):
+    """Compares what a run left with the truth, and removes it if it is as it should be."""
+    out, bad = Path(truth.args.out), tally.faults
+    starts = ledger.read(book(truth, "run"))
+    _, share, same = ledger.distance(*(out / name / "checkpoints" for name in (truth.name, "run")))
+    first = ledger.first_difference(ledger.read(book(truth, truth.name)), starts, truth.exact)
     tally.first = tally.first or first
     tally.share = max(tally.share, share)
-    tally.differing += first is not None or not (same if exact else share <= check.CLOSE)
-    count(starts, args, tally)
-    tally.left += len(list(folder.rglob("*.partial")) + list(folder.rglob("*.removed")))
-    shutil.rmtree(folder)
-    shutil.rmtree(book)
+    tally.differing += first is not None or not (same if truth.exact else share <= check.CLOSE)
+    count(starts, truth.args, tally)
+    tally.left += sum(file.suffix in (".partial", ".removed") for file in (out / "run").rglob("*"))
+    if tally.faults > bad:
+        tally.story = tally.story or story
+    for folder in (out / "run", book(truth, "run")):
+        if tally.faults > bad:
+            folder.rename(folder.with_name(f"bad_{tally.runs}"))
+        else:
+            shutil.rmtree(folder)
 
 
 def count(starts, args, tally):
@@ -163,14 +194,14 @@ def count(starts, args, tally):
         tally.disordered += got != wanted
 
 
-def started(args, name: str, size: int, exact: bool) -> check.Start:
+def started(way: Way, name: str) -> check.Start:
     """In single precision; in double where only rounding may differ, so that it cannot grow to more."""
-    target = "lib.check:recorded" if exact else "lib.check:doubled"
-    return check.Start(check.changed(args, model=name, cpu=size), target, Path(args.out) / f"{name}.log")
+    target = "lib.check:recorded" if way.exact else "lib.check:doubled"
+    return check.Start(check.changed(way.args, model=name), target, Path(way.args.out) / f"{name}.log")
 
 
-def ledgers(args, name: str) -> Path:
-    return Path(args.out) / "ledgers" / name
+def book(way: Way, name: str) -> Path:
+    return Path(way.args.out) / "ledgers" / name
 
 
 @contextlib.contextmanager
@@ -241,15 +272,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-kills", type=int, default=200, help="kills, over as many runs as it takes")
     parser.add_argument("-ranks", default="2", help="processes of a start: a number, or several to draw from")
+    parser.add_argument("-switch", default="", help="further flags of a start, drawn from several: '-a 1,-a 2'")
     parser.add_argument("-seed", type=int, default=0, help="of the instants")
     parser.add_argument("-flags", default="", help="further flags of train.py, as '-workers 1'")
     asked = parser.parse_args()
-    sizes = [int(size) for size in asked.ranks.split(",")]
-    with tempfile.TemporaryDirectory() as folder:
-        tally = storm(Path(folder), asked.kills, sizes, asked.seed, f"{RUN} {asked.flags}")
+    sizes, switch = [int(size) for size in asked.ranks.split(",")], asked.switch.split(",")
+    folder, tally = Path(tempfile.mkdtemp(prefix="chaos_")), Tally()
+    with contextlib.suppress(KeyboardInterrupt):
+        storm(folder, tally, asked.kills, sizes, switch, asked.seed, f"{RUN} {asked.flags}")
     print(f"scripts/chaos.py {' '.join(sys.argv[1:])}")
-    print("\n".join(tally.lines(len(set(sizes)) == 1)))
-    return 0 if tally.good else 1
+    print("\n".join(tally.lines(exact=len(set(sizes)) * len(switch) == 1)))
+    if tally.faults:
+        print(f"what differs lies in {folder}, named bad_N")
+        return 1
+    shutil.rmtree(folder)
+    return 0
 
 
 if __name__ == "__main__":

@@ -143,8 +143,8 @@ class Run:
 def _stat():
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
-            state, parent, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-            if state not in "ZX":
+            state, parent, _, session, *more = (entry / "stat").read_text().rpartition(")")[2].split()
+            if state not in "ZX" or int(more[13]) > 1:  # a zombie whose threads are not gone yet
                 yield int(entry.name), (int(parent), int(session))
 
 

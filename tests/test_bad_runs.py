@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import train
 from lib import config
+from lib.utils import run_folder
 from lib.utils.data import Tensors
 
 FAST = ["-cpu", "1", "-epochs", "1"]
@@ -198,10 +199,11 @@ def other(tmp_path):
     process.wait(60)
 
 
-def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tmp_path, capsys):
+def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     before = json.loads((out / "same" / "outcome.json").read_text())
     assert before["state"] == "running" and before["pid"] == other.pid
+    monkeypatch.setattr(run_folder, "PATIENCE_S", 0.1)
     for more in ([], ["-reset"], ["-lr_start", "0.5"], ["-epochs", "3"]):
         assert train.main([*FAST, "-out", str(out), "-model", "same", *more]) == 2
         heard = capsys.readouterr()
@@ -212,7 +214,7 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tm
         assert f"pid {other.pid}" in heard.err and other.poll() is None
     assert json.loads((out / "same" / "outcome.json").read_text()) == before and not (out / ".old").exists()
 
-    other.send_signal(signal.SIGKILL)
-    other.wait(60)
+    monkeypatch.setattr(run_folder, "PATIENCE_S", 60)
+    other.send_signal(signal.SIGKILL)  # it takes its time to go
     runs.run(out, "-cpu 1 -epochs 1 -model same -reset")
     assert [path.name.partition("-")[0] for path in (out / ".old").iterdir()] == ["same"]

@@ -1,5 +1,6 @@
 """How a run's processes are started, told their place, watched, and ended when one of them fails."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from lib import children, nodes
+from lib.utils.errors import FAILED
 
 pytest_plugins = ("processes",)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
@@ -144,6 +148,25 @@ def test_a_failed_rank_that_does_not_end_is_ended(start):
     run.is_gone(SOON_S)
 
 
+def test_a_rank_that_dies_while_nobody_looks_is_noticed(monkeypatch):
+    real, context = children.wait, multiprocessing.get_context("fork")
+    processes = [context.Process(target=signal.pause) for _ in range(2)]
+    for process in processes:
+        process.start()
+
+    def wait(ranks, *words):
+        processes[1].kill()
+        processes[1].join()
+        return real(ranks, *words)
+
+    monkeypatch.setattr(children, "wait", wait)
+    monkeypatch.setattr(children, "END_S", 0.0)
+    pipes = [context.Pipe(duplex=False) for _ in processes]
+    ranks = [children.Child(rank, processes[rank], pipes[rank][0]) for rank in range(2)]
+    assert children.watch(ranks, nodes.Others(0, 2, "run", ("127.0.0.1", 0), None), []) == FAILED
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
+
+
 def test_no_worker_outlives_a_killed_parent(start, undisturbed):
     run = start("orphans", "-workers", 1, deed={"do": "pause", "step": 5})
     run.noted(2)
@@ -162,7 +185,8 @@ def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, undisturbed
         import sys
         sys.path.insert(0, {str(ROOT)!r})
         import train
-        from lib import launch
+        from lib import children, launch, nodes
+from lib.utils.errors import FAILED
         launch.fork_is_safe = lambda: False
         if __name__ == "__main__":
             sys.exit(train.main())

@@ -21,6 +21,7 @@ from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
+PATIENCE_S = 3.0  # for an owner that was killed and is not quite gone
 
 
 def path_of(args) -> Path:
@@ -78,8 +79,7 @@ def _lock(folder):
     except OSError as error:
         raise UsageError(f"-out {folder.parent} -model {folder.name}: cannot be written ({error.strerror})") from None
     try:
-        # A record lock is the process's own: no child inherits it, and the kernel frees it after kill -9.
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take(lock)
     except BlockingIOError:
         lock.seek(0)
         owner = lock.read().strip() or "another process"
@@ -91,6 +91,19 @@ def _lock(folder):
     lock.write(f"host {socket.gethostname()}, pid {os.getpid()}{job}")
     lock.flush()
     return lock
+
+
+def _take(lock):
+    """A record lock is the process's own: no child inherits it, and the kernel frees it after kill -9, once a write
+    to disk that was under way is done: hence the patience."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.05)
 
 
 def _move_aside(folder):

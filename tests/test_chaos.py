@@ -1,0 +1,44 @@
+"""kill -9 and SIGTERM at random instants, of ranks and parents, again and again: nothing is lost but what was done
+since the last save, and every run ends as the one that nothing disturbed. scripts/chaos.py does it at length."""
+
+import sys
+
+import pytest
+
+from scripts import chaos
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks of its runs through /proc")
+
+
+@pytest.fixture
+def storm(tmp_path):
+    """A storm of so many kills, and that it did no harm. Gives its tally."""
+
+    def raise_one(kills, sizes, **words):
+        tally = chaos.Tally()
+        chaos.storm(tmp_path, tally, kills, sizes, **words)
+        told = "\n".join(tally.lines(exact=len(sizes) == 1))
+        assert tally.faults == 0, f"{told}\nwhat differs lies in {tmp_path}, named bad_N"
+        assert tally.total == kills, told
+        return tally
+
+    return raise_one
+
+
+@pytest.mark.timeout(900)
+def test_two_hundred_kills_on_two_ranks_change_no_bit_and_no_sample(storm):
+    tally = storm(200, [2], seed=1)
+    assert set(tally.kills) == set(chaos.STRIKES)
+    assert tally.early + tally.late < 120, "most kills hit a run at work"
+
+
+@pytest.mark.timeout(600)
+def test_kills_between_any_numbers_of_ranks_change_no_sample_and_no_weight_beyond_rounding(storm):
+    tally = storm(20, [1, 2, 3, 4], seed=2)
+    assert tally.switches > 10
+    assert 0 < tally.share < chaos.check.CLOSE, "the sums are added in another order"
+
+
+@pytest.mark.timeout(600)
+def test_kills_between_runs_with_loader_processes_and_without_change_nothing(storm):
+    assert storm(10, [2], switch=("-workers 0", "-workers 1"), seed=3).switches > 2

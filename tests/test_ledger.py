@@ -1,0 +1,185 @@
+"""The ledger of a run: what it writes, which samples led to where a run is, and where two runs first differ."""
+
+import json
+import math
+
+import pytest
+import saves
+import torch
+from runs import few, norm_net, plugins, run
+
+from lib.trainer import trainer
+from lib.utils import ledger, permutation
+from lib.utils.ledger import Difference
+
+SAMPLES, BATCH, MICRO, STEPS = 50, 16, 4, 4  # of an epoch: 16 + 16 + 16 + 2 samples
+
+
+def at(step, micro, indices, loss=1.0, rows=None):
+    """The line of a micro-batch."""
+    return {"at": [0, step, micro], "indices": indices, "rows": rows or indices, "loss": float(loss).hex()}
+
+
+def after(step, weights, rank=0):
+    """The line of a step that is done."""
+    return {"step": step, "rank": rank, "weights": weights}
+
+
+@pytest.fixture
+def book(tmp_path):
+    """Writes a ledger: a list of lines for each start, or a dict of such by rank. Gives its starts."""
+
+    def write(name, *starts):
+        for number, start in enumerate(starts):
+            for rank, lines in (start if isinstance(start, dict) else {0: start}).items():
+                (tmp_path / name).mkdir(exist_ok=True)
+                head = {"session": number + 100, "time": number, "size": 1}
+                with (tmp_path / name / f"rank_{rank}.jsonl").open("a") as file:
+                    file.write("".join(f"\n{json.dumps(line)}" for line in [head, *lines]))
+        return ledger.read(tmp_path / name)
+
+    return write
+
+
+# What led to where a run is
+
+
+def test_a_step_done_again_counts_as_it_was_done_last(book):
+    first = [at(0, 0, [7]), at(0, 1, [3]), after(0, 1), at(1, 0, [5]), at(1, 1, [9]), after(1, 2), at(2, 0, [1])]
+    starts = book("run", first, [at(1, 0, [6]), at(1, 1, [8]), after(1, 3)])
+    assert ledger.trained_on(starts) == {(0, 0): [7, 3], (0, 1): [6, 8]}, "step 2 is undone as well"
+    assert [start.first_step for start in starts] == [0, 1]
+
+
+def test_a_start_that_did_nothing_undoes_nothing(book):
+    starts = book("run", [at(0, 0, [7])], [], [at(1, 0, [5])])
+    assert ledger.trained_on(starts) == {(0, 0): [7], (0, 1): [5]}
+    assert starts[1].first_step == math.inf
+
+
+def test_the_samples_of_a_step_are_in_the_order_of_its_micro_batches_whoever_had_them(book):
+    starts = book("run", {0: [at(0, 2, [3]), at(0, 0, [1])], 1: [at(0, 1, [2]), at(0, 3, [4])]})
+    assert ledger.trained_on(starts) == {(0, 0): [1, 2, 3, 4]}
+
+
+def test_a_line_that_a_kill_tore_is_left_out_and_spoils_no_other(book, tmp_path):
+    book("run", [at(0, 0, [7])])
+    with (tmp_path / "run" / "rank_0.jsonl").open("a") as file:
+        file.write('\n{"at": [0, 1')
+    starts = book("run", [at(1, 0, [5])])
+    assert ledger.trained_on(starts) == {(0, 0): [7], (0, 1): [5]}
+
+
+def test_progress_is_that_of_one_start(book, tmp_path):
+    assert ledger.progress(tmp_path / "run", 100) is None
+    book("run", [at(0, 0, [7]), after(0, 1), at(1, 0, [5]), after(1, 1)], [], [at(1, 0, [5])], [after(1, 1)])
+    assert [ledger.progress(tmp_path / "run", session) for session in range(99, 104)] == [None, 2, None, 0, 2]
+
+
+# Where two runs first differ
+
+TRUTH = [at(0, 0, [7, 8]), after(0, 1), at(1, 0, [5, 6]), after(1, 2), at(2, 0, [3, 4], loss=math.nan), after(2, 3)]
+OTHERS = {  # what a start did -> where it differs, to the bit and up to rounding
+    "the same": (TRUTH, None, None),
+    "the end of it": (TRUTH[2:], None, None),
+    "another order": ([at(1, 0, [6, 5])], (1, 6, "other samples"), (1, 6, "other samples")),
+    "another sample": ([at(1, 0, [5, 9])], (1, 5, "other samples"), (1, 5, "other samples")),
+    "more steps": ([at(3, 0, [1, 2])], (3, 1, "other samples"), (3, 1, "other samples")),
+    "drawn otherwise": ([at(1, 0, [5, 6], rows=[5, 0])], (1, 6, "drawn otherwise"), (1, 6, "drawn otherwise")),
+    "another loss": ([at(1, 0, [5, 6], loss=1.1)], (1, 5, "another loss"), (1, 5, "another loss")),
+    "a rounded loss": ([at(1, 0, [5, 6], loss=1 + 1e-6)], (1, 5, "another loss"), None),
+    "a loss that is a number": ([at(2, 0, [3, 4])], (2, 3, "another loss"), (2, 3, "another loss")),
+    "other weights": ([at(1, 0, [5, 6]), after(1, 0)], (1, None, "other weights"), None),
+    "two of them": ([at(2, 0, [4]), at(1, 0, [6]), after(0, 0)], (0, None, "other weights"), (1, 6, "other")),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_first_difference_is_found_and_named(book, name):
+    lines, *wanted = OTHERS[name]
+    truth, other = book("truth", TRUTH), book("other", TRUTH[:2], lines)
+    for exact, place in zip((True, False), wanted, strict=True):
+        found = ledger.first_difference(truth, other, exact)
+        assert (found is None) == (place is None)
+        assert found is None or (found[:2] == place[:2] and place[2] in found.why)
+
+
+def test_a_difference_says_where_it_is():
+    assert str(Difference(3, 7, "drawn otherwise")) == "step 3, sample 7: drawn otherwise"
+    assert str(Difference(3, None, "other weights")) == "step 3: other weights"
+
+
+# How far apart
+
+
+def test_a_checksum_sees_every_bit_of_every_type():
+    for kind in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        one, other = torch.zeros(3, 4, dtype=kind), torch.zeros(3, 4, dtype=kind)
+        other[1, 3] = 1
+        assert ledger.checksum([one]) == ledger.checksum([one.clone()]) != ledger.checksum([other])
+    assert ledger.checksum([torch.tensor(-0.0)]) != ledger.checksum([torch.tensor(0.0)])
+    assert ledger.checksum([other.T]) == ledger.checksum([other.T.contiguous()]) != ledger.checksum([other])
+    assert ledger.checksum([torch.empty(0), torch.ones(2)]) == ledger.checksum([torch.ones(2)])
+
+
+def test_the_distance_of_two_runs_is_that_of_their_newest_checkpoints(tmp_path):
+    def distance(change):
+        here = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        for name, how in (("one", dict), ("other", change)):
+            checkpoints = saves.saver(here / name)
+            for step, state in ((3, saves.state(3)), (4, how(saves.state(4)))):
+                checkpoints.save(state, {}, step=step, early=set())
+            checkpoints.close()
+        return ledger.distance(here / "one" / "checkpoints", here / "other" / "checkpoints")
+
+    assert distance(dict) == (0.0, 0.0, True)
+    assert distance(lambda state: state | {"model.weight": torch.full((3, 5), 5.0)}) == (1.0, 0.25, False)
+    assert distance(lambda state: state | {"optim.weight.exp_avg": torch.zeros(3, 5)}) == (0.0, 0.0, False)
+    assert distance(lambda state: state | {"model.weight": torch.full((3, 5), math.nan)})[0] == math.inf
+    assert distance(lambda state: state | {"model.weight": torch.zeros(2, 5)}) == (math.inf, math.inf, False)
+
+
+# What a run writes
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A run of two epochs on two ranks that kept a ledger, and its folder."""
+    out = tmp_path_factory.mktemp("kept")
+    made = {"keeper": ledger.keeping(trainer.Trainer, out / "ledger")}
+    with plugins(trainer=made, **saves.PLUGINS):
+        run(out, f"{saves.SMALL} -trainer keeper -cpu 2 -epochs 2")
+    return ledger.read(out / "ledger")
+
+
+def test_a_run_writes_every_micro_batch_once_and_its_weights_after_every_step(kept):
+    (start,) = kept
+    assert start.facts | {"size": 2, "batch": BATCH, "micro": MICRO, "local": False} == start.facts
+    wanted = {(epoch, epoch * STEPS + step): permutation.order(SAMPLES, 0, epoch)[step * BATCH : (step + 1) * BATCH]
+              for epoch in range(2) for step in range(STEPS)}  # fmt: skip
+    assert ledger.trained_on(kept) == {place: order.tolist() for place, order in wanted.items()}
+    assert len(start.records) == 2 * (3 * 4 + 1)
+    assert start.weights.keys() == {(step, rank) for step in range(2 * STEPS) for rank in range(2)}
+    assert len(set(start.weights.values())) == 2 * STEPS, "the same on both ranks, another after each step"
+
+
+def test_a_sample_is_told_by_what_was_drawn(kept):
+    rows = {}
+    for record in kept[0].records.values():
+        rows.setdefault(record.epoch, {}).update(zip(record.indices, record.rows, strict=True))
+    data = few(None)["train"]
+    assert rows[0] == rows[1] == {i: ledger.checksum([t[i] for t in data.tensors]) for i in range(SAMPLES)}
+
+
+def test_a_run_in_double_precision_follows_the_same_path_and_further(tmp_path):
+    double = ledger.keeping(ledger.in_double(trainer.Trainer), tmp_path / "double")
+    arch = {"wide": lambda args: norm_net(args).double(), "norm_net": norm_net}
+    made = {"double": double, "single": ledger.keeping(trainer.Trainer, tmp_path / "single")}
+    with plugins(trainer=made, arch=arch, dataset={"few": few}):
+        for name, net in (("single", "norm_net"), ("double", "wide")):
+            run(tmp_path, f"{saves.SMALL} -trainer {name} -arch {net} -epochs 1 -model {name}_run")
+    single, double = (ledger.read(tmp_path / name)[0].records for name in ("single", "double"))
+    losses = [(single[place].loss, double[place].loss) for place in sorted(single)]
+    assert single.keys() == double.keys() and losses[0][0] == pytest.approx(losses[0][1], rel=1e-6)
+    assert all(torch.tensor(one).item() == one for one, _ in losses)
+    assert any(torch.tensor(other).item() != other for _, other in losses), "more digits than a float has"
