@@ -3,7 +3,6 @@
 
 import dataclasses
 import logging
-import math
 
 import torch
 
@@ -42,6 +41,7 @@ class Trainer:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16)
         self.precision = parallel.autocast(args, world.device)
+        self.own_step = type(self).training_step is not Trainer.training_step  # may draw as it likes
         alone = world.size == 1 and self.plan.grain == self.plan.batch
         self.statistics = parallel.RunningStatistics(model, world, alone)
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s)
@@ -76,7 +76,7 @@ class Trainer:
 
     def at_limit(self) -> bool:
         """Whether -limit_steps is reached, which all ranks see at the same step."""
-        reached = (self.args.limit_steps or math.inf) <= self.state.step < self.total_steps
+        reached = (self.args.limit_steps or self.total_steps) <= self.state.step < self.total_steps
         if reached:
             self.stop.reason = self.stop.reason or f"-limit_steps {self.args.limit_steps} is reached"
         return reached
@@ -86,8 +86,8 @@ class Trainer:
         if self.at_limit():
             return False
         self.model.train()
-        epoch = self.state.epoch
-        batches = self.loaders["train"].epoch(epoch, self.state.step - epoch * self.plan.steps)
+        done = self.state.step - self.state.epoch * self.plan.steps
+        batches = self.loaders["train"].epoch(self.state.epoch, done)
         for key, batch in self.report.waiting(batches):
             self.micro_batch(key, data.to_device(batch, self.world.device))
             if key.last:
@@ -98,7 +98,7 @@ class Trainer:
 
     def micro_batch(self, key, batch):
         """Forward and backward pass of one micro-batch under its own seed; gradients add up to the step's mean."""
-        seeding.for_micro_batch(self.args.seed, self.state.step, key.micro, self.world.device)
+        seeding.for_micro_batch(self.args.seed, self.state.step, key.micro, self.world.device, self.own_step)
         parallel.set_sync(self.model, key.last)
         self.statistics.before(key.first)
         with self.precision:
