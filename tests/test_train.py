@@ -2,13 +2,16 @@
 
 import json
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from runs import distance, few, norm_net, plugins, run, weights
 from torch import nn
 
+from lib.trainer import trainer
 from lib.utils import preemption
 from lib.utils.data import Tensors
 
@@ -88,6 +91,30 @@ def test_a_run_goes_on_with_other_numbers_of_processes(undisturbed, tmp_path, mo
             _stop_at(patch, step)
             run(tmp_path, f"{SMALL} -cpu {size} -model moved", wanted=75)
     assert distance(run(tmp_path, f"{SMALL} -cpu 2 -model moved"), undisturbed[1]) < 1e-5
+
+
+class Mixes(trainer.Trainer):
+    """Mixes each micro-batch with itself, by a share that NumPy draws and a turn that Python draws."""
+
+    def training_step(self, batch):
+        inputs, targets = batch
+        share, turn = np.random.beta(0.4, 0.4), random.randrange(1, 4)
+        return share * self.loss(self.model(inputs), targets) + (1 - share) * self.loss(
+            self.model(inputs.roll(turn, 0)), targets
+        )
+
+
+def test_a_training_step_may_draw_from_python_and_numpy_and_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    words = f"{SMALL} -trainer mixes"
+    with plugins(trainer={"mixes": Mixes}, arch={"norm_net": norm_net}, dataset={"few": few}):
+        whole = run(tmp_path, f"{words} -cpu 2 -model whole")
+        with monkeypatch.context() as patch:
+            _stop_at(patch, 6)
+            run(tmp_path, f"{words} -cpu 2 -model parts", wanted=75)
+        np.random.seed(9)
+        random.seed(9)
+        assert distance(run(tmp_path, f"{words} -cpu 2 -model parts"), whole) == 0.0
+        assert distance(run(tmp_path, f"{words} -cpu 1 -model alone"), whole) < 1e-4
 
 
 def test_batch_per_gpu_is_remembered_as_a_global_number(tmp_path, monkeypatch):

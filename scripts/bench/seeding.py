@@ -1,0 +1,103 @@
+"""What a seed for every sample and every micro-batch costs: CPU time per step with the seeding over that without.
+
+    python scripts/bench/seeding.py [-rounds 15] [-case N] [-json FILE]
+
+The same trainer runs epochs with and without in turn, on one process and thread; the figure is the median of the
+pairs' ratios. Processor time, not the clock's, so that other work on the machine counts less.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import loop
+import torch
+
+from lib.utils import fetch, run_folder, seeding
+
+MLP = "-dataset digits -arch mlp -mlp_width 64 -mlp_depth 1 -batch_size 32"
+RESNET = "-dataset fake -fake_samples 64 -image_size 64 -num_classes 10 -arch resnet -resnet_depth 18 -batch_size 32"
+CASES = {  # words, whether samples are fetched one by one, the most that is wanted
+    "tiny MLP, data in memory": (loop.CASES["tiny MLP (64-64-10), batch 32"], False, 0.05),
+    "tiny MLP, a batch drawn at once": (MLP, False, 0.05),
+    "tiny MLP, each sample drawn": (MLP, True, None),
+    "ResNet-18 at 64x64, each sample drawn": (RESNET, True, 0.02),
+}
+
+
+def epoch(trainer, seeded: bool) -> float:
+    """CPU seconds a step of one epoch."""
+    began = time.process_time()
+    if seeded:
+        loop.ours(trainer)
+    else:
+        with mock.patch.multiple(seeding, for_sample=nothing, for_micro_batch=nothing):
+            loop.ours(trainer)
+    return (time.process_time() - began) / trainer.plan.steps
+
+
+def nothing(*_):
+    """No seed."""
+
+
+def measure(words: str, single: bool, rounds: int) -> dict:
+    """Medians of one case: microseconds a step without seeds, and the share that they add."""
+    with tempfile.TemporaryDirectory() as folder:
+        args, dataset, trainer, _ = loop.build(words, folder)
+        run_folder.path_of(args).mkdir(parents=True)
+        if single:
+            dataset.fixed = False
+            trainer.loaders["train"].fetched.fetch = fetch.Fetch(loop.Plain(dataset), args.seed)
+        pairs = [(epoch(trainer, True), epoch(trainer, False)) for _ in range(rounds + 1)][1:]
+        trainer.report.bar.close()
+    return {
+        "step_us": 1e6 * statistics.median(without for _, without in pairs),
+        "share": statistics.median(with_seeds / without - 1 for with_seeds, without in pairs),
+    }
+
+
+def calls(repeats: int = 2000) -> dict:
+    """Microseconds of one call of each kind."""
+    kinds = {
+        "a sample": lambda number: seeding.for_sample(0, 1, number),
+        "a micro-batch": lambda number: seeding.for_micro_batch(0, number, 0, torch.device("cpu")),
+    }
+    found = {name: [] for name in kinds}
+    for _ in range(15):
+        for name, call in kinds.items():
+            began = time.process_time()
+            for number in range(repeats):
+                call(number)
+            found[name].append((time.process_time() - began) / repeats)
+    return {name: 1e6 * statistics.median(each) for name, each in found.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-rounds", type=int, default=15, help="pairs of epochs")
+    parser.add_argument("-json", help="write the figures to this file")
+    parser.add_argument("-case", type=int, choices=range(len(CASES)), help="only this one")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {"calls_us": calls()}
+    print("  ".join(f"{name}: {cost:.1f} us" for name, cost in found["calls_us"].items()))
+    print(f"{'case':40} {'step us':>10} {'seeding':>8} {'wanted':>8}")
+    for number, (name, (words, single, wanted)) in enumerate(CASES.items()):
+        if asked.case not in (None, number):
+            continue
+        found[name] = row = measure(words, single, asked.rounds)
+        print(f"{name:40} {row['step_us']:10.0f} {row['share']:8.2%} {f'< {wanted:.0%}' if wanted else '':>8}",
+              flush=True)  # fmt: skip
+    if asked.json:
+        Path(asked.json).write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
