@@ -65,11 +65,12 @@ def _odd_targets(targets: Tensor, args):
 
 def _failure(model, loss, inputs, targets) -> str:
     """What the model or the loss says against the samples, in a line; "" if they get along."""
-    was, device = model.training, next((p.device for p in model.parameters()), None)  # meta, of one without memory
+    was, like = model.training, next(model.parameters(), inputs)  # on meta, where the model is without memory
+    inputs = inputs.to(like.device, like.dtype if inputs.is_floating_point() else inputs.dtype)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loss(model.eval()(inputs.to(device)), targets.to(device))
+            loss(model.eval()(inputs), targets.to(like.device))
     except (RuntimeError, ValueError, IndexError) as error:
         return " ".join(str(error).split())[:200]
     finally:
