@@ -214,6 +214,8 @@ def refused(args, error) -> UsageError:
 
 def sinfo(form: str) -> str:
     """What Slurm says of its partitions and nodes, each thing once."""
+    if not shutil.which("sinfo"):
+        return "unknown"
     said = subprocess.run(["sinfo", "-h", "-o", form], capture_output=True, text=True)
     return ", ".join(sorted(set(said.stdout.split()))) or "unknown"
 

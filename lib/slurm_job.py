@@ -7,6 +7,7 @@ in requeue.py.
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -22,8 +23,8 @@ MEET_S = 300.0  # for rank 0's word to reach the other nodes; a shared folder ma
 
 
 def main(words: list[str]) -> int:
-    """`task ... FOLDER` is one process of a submitted run, `begin WORDS` notes a start of one by hand and prints its
-    history's path, `after HISTORY CODE` sees to an ended one."""
+    """`task ... FOLDER` is one process of a submitted run, `begin WORDS` notes a start of one by hand and prints what
+    its script is to know, `after HISTORY CODE` sees to an ended one."""
     if words[0] == "task":
         return task(Path(words[-1]))
     if words[0] == "begin":
@@ -188,17 +189,24 @@ def local() -> int:
 
 
 def begin_by_hand(words: list[str]) -> int:
-    """Notes a start of `python train.py WORDS` in a batch script, and prints the path of the history."""
+    """Notes a start of `python train.py WORDS` in a batch script, and prints what the script needs to know: lines of
+    shell, with the path of the history, the suffix of the nodes' names, and variables for torchrun."""
     from lib import config, launch
 
     try:
+        new = variables.export(*config.early(words))
         args = config.parse_args(words)
     except UsageError as error:
         return launch.refused(error)
     history = folder_of(args) / f"{os.environ['SLURM_JOB_ID']}.json"
     history.parent.mkdir(parents=True, exist_ok=True)
     requeue.begin(history, run_of(args), args.slurm_requeues)
-    sys.stdout.write(f"{history}\n")
+    told = {"history": str(history), "suffix": variables.suffix_of(args.master_suffix)}
+    interface = variables.fast_interface()
+    exported = {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
+    exported |= new
+    lines = [f"{name}={shlex.quote(value)}" for name, value in told.items()]
+    sys.stdout.write("\n".join([*lines, *(f"export {name}={shlex.quote(exported[name])}" for name in exported), ""]))
     return FINISHED
 
 

@@ -29,15 +29,17 @@ DEBUG = {
 RECORDS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # the beginning of the recorder's file names
 
 
-def export(cache_dir: str | None, debug: bool):
+def export(cache_dir: str | None, debug: bool) -> dict[str, str]:
     """Sets what torch reads when it is imported: where packages keep what they compile and download (-cache_dir, or
-    the user's own folder in $SCRATCH), and for -debug_dist who tells what."""
+    the user's own folder in $SCRATCH), and for -debug_dist who tells what. Returns what it set."""
     scratch = os.environ.get("SCRATCH")
     own = Path(scratch) / f"cache_{os.environ.get('USER') or os.getuid()}" if scratch else None
     folder = Path(cache_dir) if cache_dir else own
     caches = {name: str(folder.absolute() / part) for name, part in CACHES.items()} if folder else {}
-    for name, value in {**caches, **(DEBUG if debug else {})}.items():
-        os.environ.setdefault(name, value)
+    wanted = {**caches, **(DEBUG if debug else {})}
+    new = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(new)
+    return new
 
 
 def records(args) -> dict[str, str]:
@@ -46,11 +48,15 @@ def records(args) -> dict[str, str]:
     return dict.fromkeys(RECORDS, str(beginning)) if args.debug_dist else {}
 
 
-def fast_name(host: str, suffix: str | None) -> str:
-    """The name of a host on the fast network: -master_suffix behind its first part, unless it is there already; a
-    number as it is."""
-    suffix = suffix if suffix is not None else "i" if on_infiniband() else ""
-    first, dot, domain = host.partition(".")
+def suffix_of(asked: str | None) -> str:
+    """-master_suffix, or what this machine's nodes have behind their names on the fast network."""
+    return asked if asked is not None else "i" if on_infiniband() else ""
+
+
+def fast_name(host: str, asked: str | None) -> str:
+    """The name of a host on the fast network: the suffix is behind its first part, unless it is there already; a
+    number stays as it is."""
+    suffix, (first, dot, domain) = suffix_of(asked), host.partition(".")
     if not suffix or ":" in host or host.replace(".", "").isdigit() or first.endswith(suffix):
         return host
     return f"{first}{suffix}{dot}{domain}"

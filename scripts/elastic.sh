@@ -28,6 +28,9 @@ if [ "$rendezvous" = c10d ]; then
     conf="$conf,keep_alive_interval=2,keep_alive_max_attempt=3,is_host=$is_host"
 fi
 
+facts="$(python scripts/agent.py "$head" "$@")" || exit # this machine's address and interface on the way to the head
+eval "$facts"
+
 # Without this a node that joins later never gets in, and both die after a minute (seen in torch 2.13 and 2.15).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Seconds that workers have to save when torchrun is told to stop: more than -grace_s; its own 30 would cut a save off.

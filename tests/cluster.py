@@ -13,6 +13,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 import lib.dataset
 import train
 from lib import config, slurm
@@ -24,6 +26,7 @@ MISSING = next(
     (tool for tool in ("slurmctld", "slurmd", "munged") if not shutil.which(tool, path="/usr/sbin:/usr/bin")), ""
 )
 ENABLED_BY = "apt-get install -y slurm-wlm munge, as root" if MISSING or os.getuid() else ""
+ENABLED_BY = ENABLED_BY and f"no Slurm here; enabled by: {ENABLED_BY}"
 PATIENCE_S = 120.0
 SLOW = '''"""The digits without augmentation, slowly; they can end their process."""
 
@@ -62,6 +65,11 @@ def get_dataset(args):
     train.args = args
     return {**parts, "train": train}
 '''
+
+
+def needed(missing: str) -> pytest.MarkDecorator:
+    """Skips tests and says what would enable them; on CI, where nothing may be missing, they fail instead."""
+    return pytest.mark.skipif(bool(missing) and not os.environ.get("CI"), reason=missing)
 
 
 def copy_of_the_code(folder: Path) -> Path:

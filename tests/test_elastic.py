@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cluster import needed
 from processes import CLEAN, until
 from runs import distance, run
 
@@ -111,9 +112,7 @@ def test_a_head_that_is_lost_ends_the_others_and_the_run_goes_on_when_started_ag
     _ends_like(tmp_path / "out" / "elastic", alone)
 
 
-@pytest.mark.skipif(
-    not shutil.which("etcd"), reason="needs etcd: apt-get install etcd-server, pip install python-etcd"
-)
+@needed("" if shutil.which("etcd") else "needs etcd: apt-get install etcd-server, pip install python-etcd")
 def test_an_etcd_server_is_another_place_to_meet(tmp_path, nodes, alone):
     client, peer = _free_port(), _free_port()
     urls = {"client": f"http://127.0.0.1:{client}", "peer": f"http://127.0.0.1:{peer}"}

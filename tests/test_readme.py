@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -33,8 +34,28 @@ def fork(tmp_path_factory):
 
 
 def test_every_command_of_the_readme_is_held_by_a_test():
-    held = ("./scripts/train.sh", "./scripts/test.sh", "python train.py", "torchrun", "HEAD=node1:29400")
+    held = ("./scripts/train.sh", "./scripts/test.sh", "./scripts/slurm/set_up.sh", "python train.py", "torchrun",
+            "HEAD=node1:29400", "sbatch", "srun")  # fmt: skip
     assert len(COMMANDS) >= 6 and all(command.startswith(held) for command in COMMANDS if command)
+
+
+def test_every_command_of_the_readme_is_understood():
+    from lib import config
+
+    started = [re.split(r"train\.py|train\.sbatch|train\.sh|elastic\.sh", command) for command in COMMANDS]
+    words = [parts[1] for parts in started if len(parts) == 2]
+    assert len(words) >= 8
+    for given in words:
+        config.parse_args(shlex.split(given))
+
+
+def test_two_machines_are_started_as_the_readme_says(fork):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        more = f"-cpu 1 -epochs 1 -model by_hand -master_port {server.getsockname()[1]}".split()
+    words = [shlex.split(one.replace("node1", "localhost"))[1:] + more for one in COMMANDS if "-nnodes" in one]
+    runs = [subprocess.Popen([sys.executable, *one], cwd=fork, stdout=subprocess.PIPE, text=True) for one in words]
+    said = [run.communicate(timeout=120)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0] and "finished:" in said[0]
 
 
 def test_the_plugin_files_of_the_readme_run_as_they_are(fork):
@@ -69,7 +90,7 @@ def test_a_config_file_of_a_run_repeats_it(fork):
 
 def test_gpus_and_slurm_that_are_not_there_are_one_line(fork):
     for command in COMMANDS:
-        absent = ("-gpus" in command and _gpus() < 3) or ("-slurm" in command and not shutil.which("sbatch"))
+        absent = (" -gpus" in command and _gpus() < 3) or (" -slurm" in command and not shutil.which("sbatch"))
         if absent:
             said = _run(fork, command, code=2)
             assert len(said.strip().splitlines()) == 1 and said.startswith("train.py: -")
@@ -81,13 +102,13 @@ def test_every_flag_that_the_readme_names_exists():
     parser = config.Parser(prog="x", add_help=False, allow_abbrev=False)
     config.flags.add_shared(parser)
     table = re.findall(r"^\| `(.*?)\|", README, re.M)
-    named = set(re.findall(r"(?<!-)-[a-z]\w+", " ".join([*table, *COMMANDS]))) - {"-dataset_stripes"}
+    named = set(re.findall(r"(?<![\w-])-[a-z]\w+", " ".join([*table, *COMMANDS]))) - {"-dataset_stripes"}
     assert len(named) > 15
     assert {name for name in named if name not in parser._option_string_actions} == set()
 
 
 def test_every_path_that_the_readme_names_exists(fork):
-    for path in re.findall(r"\]\((?!http)([^)]+)\)", README) + re.findall(r"python (scripts/\S+\.py)", README):
+    for path in re.findall(r"\]\((?!http|#)([^)]+)\)", README) + re.findall(r"python (scripts/\S+\.py)", README):
         assert (fork / path).exists(), path
 
 

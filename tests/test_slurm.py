@@ -13,7 +13,7 @@ import pytest
 from cluster import Cluster, copy_of_the_code, outcome, steps_of, until
 from runs import distance
 
-pytestmark = pytest.mark.skipif(bool(cluster.ENABLED_BY), reason=f"no Slurm here; enabled by: {cluster.ENABLED_BY}")
+pytestmark = cluster.needed(cluster.ENABLED_BY)
 SHORT = "-cpu 1 -epochs 1 -slow_s 0.01"
 LONG = "-slow_s 0.15"  # 60 steps in 9 s
 

@@ -1,0 +1,162 @@
+"""The scripts for clusters where there is none: stand-ins for `module`, uv, srun, sbatch and torchrun say what they
+were asked for."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import cluster
+import pytest
+
+import train
+from lib import slurm, slurm_job
+from lib.utils.errors import UsageError
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULE = 'module() { echo "module $*"; }; export -f module; '
+
+
+@pytest.fixture
+def there(tmp_path):
+    """A copy of the scripts and the code, with a folder `bin` for stand-ins."""
+    for name in ("scripts", "lib", "data"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("train.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "bin").mkdir()
+    return tmp_path
+
+
+def stand_in(folder: Path, name: str, text: str):
+    """Makes bin/NAME, a script of bash."""
+    (folder / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+    (folder / "bin" / name).chmod(0o755)
+
+
+def bash(folder: Path, command: str, **variables) -> str:
+    """What a command says, in an environment of its own; it must exit with 0."""
+    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
+    env = {"PATH": path, "HOME": str(folder), "PYTHONPATH": str(folder), **variables}
+    said = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0, said.stdout + said.stderr
+    return said.stdout + said.stderr
+
+
+def test_set_up_on_a_login_node_loads_the_modules_and_installs(there):
+    stand_in(
+        there, "python", '[ "$2" = venv ] && mkdir -p "$3/bin" && touch "$3/bin/python" && chmod +x "$3/bin/python"'
+    )
+    stand_in(there, "uv", 'echo "uv $*"')
+    said = bash(there, f"{MODULE} ./scripts/slurm/set_up.sh", SYSTEMNAME="juwelsbooster", PYTHON="python")
+    loads = [line for line in said.splitlines() if line.startswith("module")]
+    assert loads == [f"module load {name}" for name in ("Stages", "GCC", "CUDA", "Python")]
+    assert "uv pip install --quiet --python .venv/bin/python --compile-bytecode -r pyproject.toml" in said
+    assert "ready: . .venv/bin/activate; python train.py -slurm" in said
+    again = bash(there, f"{MODULE} ./scripts/slurm/set_up.sh", BATON_MODULES="CUDA/12.8", PYTHON="python")
+    assert again.startswith("module load CUDA/12.8\nready:"), "it installs once"
+
+
+def test_modules_are_loaded_where_there_are_some(there):
+    for variables, command, wanted in (
+        ({}, MODULE, ""),
+        ({"SYSTEMNAME": "jusuf"}, "", ""),
+        ({"SYSTEMNAME": "jusuf", "BATON_MODULES": ""}, MODULE, ""),
+        ({"BATON_MODULES": "A B/1"}, MODULE, "module load A\nmodule load B/1\n"),
+    ):
+        assert bash(there, f"set -eu; {command} . scripts/slurm/modules.sh", **variables) == wanted
+
+
+AGENT = """for word in "$@"; do echo "word $word"; done
+env | grep -E "^(GLOO|TORCH|HF|PET)_" | sort"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "head", "interface"),
+    [
+        ({}, "", "jwb0001", None),
+        ({"SYSTEMNAME": "juwels"}, "", "jwb0001i", "ib0"),
+        ({"SYSTEMNAME": "jurecadc", "GLOO_SOCKET_IFNAME": "ib1"}, "-master_suffix x", "jwb0001x", "ib1"),
+    ],
+)
+def test_the_sbatch_file_tells_torchrun_who_and_where_the_host_is(there, variables, words, head, interface):
+    """pytorch issue 73656: torchrun must not guess from names which node is the host."""
+    stand_in(there, "scontrol", "[ $1 = show ] && printf 'jwb0001\\njwb0002\\n'")
+    stand_in(there, "srun", 'while [ "$1" != bash ]; do shift; done; for SLURM_NODEID in 0 1; do\n'
+             'export SLURM_NODEID SLURMD_NODENAME=jwb000$((SLURM_NODEID + 1)); "$@"; done')  # fmt: skip
+    stand_in(there, "python_of_the_job", f'case "$*" in *torch.distributed.run*) {AGENT} ;; '
+             f'*) exec {sys.executable} "$@" ;; esac')  # fmt: skip
+    job = {"SLURM_SUBMIT_DIR": str(there), "SLURM_JOB_NODELIST": "jwb[1-2]", "SLURM_JOB_NUM_NODES": "2",
+           "SLURM_JOB_ID": "5", "PYTHON": str(there / "bin" / "python_of_the_job")}  # fmt: skip
+    command = f"bash scripts/slurm/train.sbatch -epochs 3 -debug_dist -cache_dir cache {words} || [ $? = 1 ]"
+    said = bash(there, command, **job, **variables)
+    heads, hosts, own = ([line for line in said.splitlines() if line.startswith(f"word --{option}")]
+                         for option in ("rdzv-endpoint", "rdzv-conf", "local-addr"))  # fmt: skip
+    assert len(heads) == 2 and all(line.startswith(f"word --rdzv-endpoint={head}:") for line in heads), said
+    assert [line[-9:] for line in hosts] == ["is_host=1", "is_host=0"]
+    assert own == [f"word --local-addr=jwb000{node}{head[7:]}" for node in (1, 2)]
+    assert said.count("\nGLOO_SOCKET_IFNAME=") == (2 if interface else 0)
+    assert not interface or f"\nGLOO_SOCKET_IFNAME={interface}\n" in said
+    assert "\nTORCH_LOGS=+torch.distributed.elastic.agent.server.api," in said, "the agent hears of -debug_dist too"
+    assert f"\nTORCH_HOME={there}/cache/torch\n" in said and "word -debug_dist\n" in said
+    assert (there / "out" / "digits_convnet" / "slurm" / "5.json").exists()
+
+
+def test_an_elastic_agent_is_told_its_address_on_the_way_to_the_head(there):
+    stand_in(there, "torchrun", AGENT)
+    words = "./scripts/elastic.sh -epochs 3"
+    said = bash(there, words, HEAD="127.0.0.1:29400", PER_NODE="1")
+    assert "word --rdzv_endpoint=127.0.0.1:29400\n" in said and "\nPET_LOCAL_ADDR=127.0.0.1\n" in said
+    assert "\nGLOO_SOCKET_IFNAME=lo\n" in said and "TORCH_LOGS" not in said and "is_host=1" in said
+    said = bash(there, f"{words} -debug_dist", HEAD="nowhere.invalid:1", PER_NODE="1", SYSTEMNAME="jusuf")
+    assert "word --rdzv_endpoint=nowherei.invalid:1\n" in said and "PET_LOCAL_ADDR" not in said
+    assert "\nGLOO_SOCKET_IFNAME=ib0\n" in said and "\nTORCH_LOGS=" in said
+    other = bash(there, words, HEAD="localhost:1", PER_NODE="1", GLOO_SOCKET_IFNAME="mine")
+    assert "\nGLOO_SOCKET_IFNAME=mine\n" in other
+
+
+SAID = "sbatch: error: Batch job submission failed: "  # by sbatch 22.05, with these words behind
+SBATCH = [  # what it says, the words that it says it to, and what the user is told
+    ("Invalid partition name specified", "-slurm_partition gpus",
+     "-slurm_partition gpus: the partitions here are general, urgent (sbatch said: "),
+    ("Requested node configuration is not available", "-slurm_ngpus 9",
+     "-slurm_ngpus 9: a node has gpu:4; CPUs, memory and the named nodes count too (sbatch said: "),
+    ("Invalid account or account/partition combination specified", "-slurm_account me",
+     "-slurm_account me: sacctmgr show associations user=$USER lists yours (sbatch said: "),
+    ("Something else", "", "-slurm: sbatch refused the job: Batch job submission failed: Something else"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "words", "told"), SBATCH)
+def test_what_sbatch_says_is_told_in_one_line_with_what_to_do(said, words, told, there, monkeypatch, capsys):
+    stand_in(there, "sbatch", f"echo '{SAID}{said}' >&2; exit 1")
+    stand_in(there, "sinfo", '[ "$3" = %R ] && printf "general\\nurgent\\n" || echo gpu:4')
+    monkeypatch.setenv("PATH", f"{there / 'bin'}:{os.environ['PATH']}")
+    assert train.main(["-slurm", "-slurm_live", *words.split(), "-out", str(there / "out")]) == 2
+    heard = capsys.readouterr().err
+    assert heard.startswith(f"train.py: {told}") and len(heard.splitlines()) == 1
+    (there / "bin" / "sbatch").unlink()
+    monkeypatch.setenv("PATH", str(there / "bin"))
+    assert train.main(["-slurm", *words.split(), "-out", str(there / "out")]) == 2
+    assert "-slurm: there is no sbatch on this machine: start on a login node, or" in capsys.readouterr().err
+
+
+def test_a_job_folder_that_is_not_shared_is_one_line(tmp_path, monkeypatch):
+    """Seen from a node, which waits for rank 0's word, and from the login node, which waits for the log."""
+    monkeypatch.setattr(slurm_job, "MEET_S", 0.2)
+    with pytest.raises(UsageError, match=r"-slurm_dir .*: rank 0's word did not come .* all nodes share"):
+        slurm_job.wait_for(tmp_path / "5.0.0.place")
+    monkeypatch.setattr(slurm, "LATE_S", 0.0)
+    monkeypatch.setattr(slurm, "state_of", lambda job: "RUNNING")
+    with pytest.raises(UsageError, match=r"-slurm_dir .*: job 5 runs, but its log does not appear here"):
+        slurm.follow(None, "5", tmp_path / "5.out")
+
+
+def test_slurm_is_required_on_ci_and_elsewhere_its_absence_is_told(monkeypatch):
+    monkeypatch.setenv("CI", "true")
+    assert cluster.needed("slurmctld is missing").args == (False,)
+    monkeypatch.delenv("CI")
+    mark = cluster.needed("slurmctld is missing")
+    assert mark.args == (True,) and "slurmctld is missing" in mark.kwargs["reason"]
+    assert cluster.needed("").args == (False,)
