@@ -185,8 +185,7 @@ def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, undisturbed
         import sys
         sys.path.insert(0, {str(ROOT)!r})
         import train
-        from lib import children, launch, nodes
-from lib.utils.errors import FAILED
+        from lib import launch
         launch.fork_is_safe = lambda: False
         if __name__ == "__main__":
             sys.exit(train.main())
