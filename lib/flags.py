@@ -1,10 +1,13 @@
 """The shared flags: their names, groups, defaults and the values they take."""
 
 import argparse
+import ast
 import importlib
 import keyword
 import math
 import re
+import sys
+from pathlib import Path
 
 WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
 REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -19,6 +22,7 @@ def add_shared(parser):
     """The flags every run knows, by group."""
     run = parser.add_argument_group("run")
     run.add_argument("-h", "-help", action="help", help="show this help, with the chosen plugins' own flags")
+    run.add_argument("-list", action=Listing, help="show all plugins, and what each says of itself")
     run.add_argument("-data", type=text, default="data", metavar="DIR", help="folder of the data sets")
     run.add_argument("-out", type=text, default="out", metavar="DIR", help="folder of all runs")
     run.add_argument(
@@ -295,6 +299,21 @@ class Switch(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, values)
+
+
+class Listing(argparse.Action):
+    """A flag that shows the plugins, each with the first line of its docstring, and ends, as -h does."""
+
+    def __init__(self, option_strings, dest, help=None):
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        for kind in ("arch", "dataset", "trainer"):
+            files = sorted((Path(__file__).parent / kind).glob("[!_]*.py"))
+            told = {file.stem: ast.get_docstring(ast.parse(file.read_text())) or "" for file in files}
+            rows = (f"  {name:20} {text.partition(chr(10))[0]}\n" for name, text in told.items())
+            parser._print_message(f"-{kind} NAME\n{''.join(rows)}", sys.stdout)
+        parser.exit()
 
 
 def _switch(group, name, text, default=False):

@@ -208,4 +208,4 @@ def test_every_flag_says_what_it_is_and_names_its_attribute():
         assert action.metavar or action.choices or isinstance(action, flags.Switch)
     plain = argparse.ArgumentParser(add_help=False)
     flags.add_shared(plain)
-    assert {action.dest for action in plain._actions} == {*shared(), "h"}
+    assert {action.dest for action in plain._actions} == {*shared(), "h", "list"}
