@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lib import config, flags
+from lib import config, parsing
 
 PYTHON = """
 _python_train_py() {
@@ -35,7 +35,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def parser() -> config.Parser:
+def parser() -> parsing.Parser:
     """All flags that there are, every plugin's own among them."""
     made = config.new_parser()
     for kind in config.BUILDERS:
@@ -44,7 +44,7 @@ def parser() -> config.Parser:
             config.load_plugin(made, kind, [f"-{kind}", name], {}, None)
         made._option_string_actions[f"-{kind}"].choices = names
     for action in made._actions:
-        if isinstance(action, flags.Switch):
+        if isinstance(action, parsing.Switch):
             action.choices = ["yes", "no"]
     return made
 

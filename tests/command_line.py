@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import train
-from lib import config, flags
+from lib import config, parsing
 from lib.utils.errors import UsageError
 
 OTHERS = {"loss": "mse", "optimizer": "sgd", "scale_lr": "sqrt", "save_every": "5steps", "gpus": "0,1"}
@@ -63,7 +63,7 @@ def shared() -> dict:
 
 def other_value(action) -> str:
     """A value that the flag takes and that is not its default."""
-    if isinstance(action, flags.Switch):
+    if isinstance(action, parsing.Switch):
         return "no" if action.default else "yes"
     return OTHERS.get(action.dest, "7" if action.metavar in ("N", "X") else "some")
 
