@@ -1,18 +1,16 @@
 """What was asked: the shared flags, the plugins' own, the -cfg file. The only place that makes `args`."""
 
 import argparse
-import difflib
 import importlib
 import logging
 import math
-import re
 import shutil
 import sys
 from pathlib import Path
 
 import yaml
 
-from lib import cfg_file, flags
+from lib import cfg_file, flags, parsing, values
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -23,7 +21,6 @@ ONCE = ("cfg", "reset", "resume", "allow_change", "batch_per_gpu", "limit_steps"
 DICTATED = ("num_classes", "channels", "image_size")  # by the data
 ONE_OF = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"))  # two ways to say it: the command line's wins
 TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be shortened."
-NEGATIVE = re.compile(r"-(\.?[0-9].*|inf(inity)?|nan)$", re.IGNORECASE | re.DOTALL)  # meant as a number, no flag
 
 
 class Args(argparse.Namespace):
@@ -62,21 +59,21 @@ def parse_args(argv: list[str] | None = None) -> Args:
     return args
 
 
-def new_parser() -> "Parser":
+def new_parser() -> parsing.Parser:
     """The parser of the shared flags. In a plugin's flags type=bool reads yes and no, store_true takes them too, and
     numbers are plain ones."""
-    parser = Parser(
+    parser = parsing.Parser(
         prog="train.py",
         usage="%(prog)s [-flag value ...]",
         description=TITLE,
         add_help=False,
-        formatter_class=Help,
+        formatter_class=parsing.Help,
         allow_abbrev=False,
     )
-    for kind, read in ((bool, flags.yes_no), (int, flags.integer), (float, flags.number)):
+    for kind, read in ((bool, values.yes_no), (int, values.integer), (float, values.number)):
         parser.register("type", kind, read)
-    parser.register("action", "store_true", flags.Switch)
-    parser._negative_number_matcher = NEGATIVE
+    parser.register("action", "store_true", parsing.Switch)
+    parser._negative_number_matcher = parsing.NEGATIVE
     flags.add_shared(parser)
     return parser
 
@@ -89,7 +86,7 @@ def load_plugin(parser, kind: str, argv: list[str], entries: dict, cfg: str | No
     name = name or parser.get_default(kind)
     there = plugins(kind)
     if name not in there:
-        names = f"there are {', '.join(there)}{_close(name, there)}"
+        names = f"there are {', '.join(there)}{parsing.close(name, there)}"
         raise UsageError(f"{source}-{kind} {name!r}: no such file in lib/{kind}; {names}")
     module = importlib.import_module(f"lib.{kind}.{name}")
     if not hasattr(module, BUILDERS[kind]):
@@ -179,76 +176,6 @@ def check_nodes(args: Args):
         raise UsageError(f"-nnodes {args.nnodes} with -slurm: there it is -slurm_nnodes")
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse with -x as --x, no abbreviations, and errors that are raised."""
-
-    def error(self, message):
-        raise UsageError(message if len(message) < 2000 else f"{message[:1000]} ... {message[-900:]}")
-
-    def exact(self, word: str, source: str = "") -> str:
-        """The word as argparse reads it without guessing. Raises UsageError for a flag that there is not."""
-        if not word.startswith("-") or NEGATIVE.match(word):
-            return word
-        name, equals, value = word.partition("=")
-        for spelling in (name, name[1:], f"-{name}"):
-            if spelling in self._option_string_actions and len(spelling) > 1:
-                return spelling + equals + value
-        raise UsageError(f"{source}unknown flag {name}{_close(name, self._option_string_actions)}")
-
-    def words_of(self, entries: dict[str, list[str]], path: str) -> list[str]:
-        """What the entries of a -cfg file would be on the command line."""
-        words = []
-        for key, values in entries.items():
-            flag = self.exact(f"-{key}", f"{path}: ")
-            action = self._option_string_actions[flag]
-            if isinstance(action, argparse._AppendAction) and action.nargs is None:
-                words += [f"{flag}={value}" for value in values]
-            elif action.nargs in (None, "?", 0) and len(values) != 1:
-                raise UsageError(f"{path}: -{key} takes one value and not the list {', '.join(values[:9])}")
-            elif any(value.startswith("-") and not NEGATIVE.match(value) for value in values[1:]):
-                raise UsageError(
-                    f"{path}: -{key}: values in a list cannot begin with a dash: {', '.join(values[:9])}"
-                )
-            else:
-                words += [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
-        return words
-
-    def add_own(self, module, title: str):
-        """Lets a plugin add its flags. Raises UsageError for one that is there already or that no file can hold."""
-        file, shared = _file(module), list(self._actions)
-        taken = {option.lstrip("-") for action in shared for option in action.option_strings}
-        try:
-            module.add_args(self.add_argument_group(title))
-        except argparse.ArgumentError as error:
-            raise UsageError(f"{file}: its flag clashes with a shared one ({error})") from None
-        for action in self._actions[len(shared) :]:
-            own = {option.lstrip("-") for option in action.option_strings}
-            if taken & {*own, action.dest}:
-                raise UsageError(f"{file}: its flag -{action.dest} clashes with a shared one")
-            if action.dest not in own or action.nargs == 0:
-                raise UsageError(f"{file}: {action.dest}: config.yaml needs a flag -{action.dest} with a value, or "
-                                 "store_true")  # fmt: skip
-        self.set_known({}, module)
-
-    def set_known(self, defaults: dict, module):
-        """Sets defaults for a plugin. Raises UsageError where they, or those it set itself, are of unknown flags."""
-        self.set_defaults(**defaults)
-        names = [action.dest for action in self._actions]
-        for name in sorted(set(self._defaults) - set(names)):
-            raise UsageError(f"{_file(module)}: sets the default of -{name}, which is no flag{_close(name, names)}")
-
-
-class Help(argparse.HelpFormatter):
-    """One line a flag where it fits, the default behind it."""
-
-    def __init__(self, prog):
-        super().__init__(prog, max_help_position=34, width=118)
-
-    def _get_help_string(self, action):
-        quiet = action.default in (None, False, "", argparse.SUPPRESS) or action.default == []
-        return action.help if quiet else f"{action.help} (%(default)s)"
-
-
 def value_of(words: list[str], flag: str) -> str | None:
     """The last value these raw words give a flag, before the parser that knows all flags is there."""
     found = None
@@ -277,7 +204,7 @@ def _parse(parser, from_file, words, cfg):
         raise UsageError(f"{_source(parser, from_file, cfg, error)}{error}") from None
     if rest:
         known = parser._option_string_actions
-        raise UsageError(f"{rest[0]!r} belongs to no flag{_close(f'-{rest[0]}', known)}")
+        raise UsageError(f"{rest[0]!r} belongs to no flag{parsing.close(f'-{rest[0]}', known)}")
     asked = vars(asked)
     asked["model"] = asked["model"] or f"{asked['dataset']}_{asked['arch']}"
     args = Args()
@@ -291,14 +218,3 @@ def _source(parser, from_file, cfg, error):
     except UsageError as own:
         return f"{cfg}: " if from_file and str(own) == str(error) else ""
     return ""
-
-
-def _file(module):
-    return f"{module.__name__.replace('.', '/')}.py"
-
-
-def _close(name, there):
-    text = name.lstrip("-")
-    starts = [other for other in there if text and other.lstrip("-").startswith(text)]
-    close = starts or difflib.get_close_matches(name, there, n=3)
-    return f" (do you mean {' or '.join(dict.fromkeys(close))}?)" if close else ""

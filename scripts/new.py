@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lib import flags
+from lib import values
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCH = '''"""NAME: two convolutions, to be changed as you like."""
@@ -83,7 +83,7 @@ def main() -> int:
     what = parser.add_subparsers(dest="what", required=True)
     for kind in TEXTS:
         what.add_parser(kind, help=f"a file lib/{kind}/NAME.py that runs").add_argument(
-            "name", type=flags.plugin_name
+            "name", type=values.plugin_name
         )
     project = what.add_parser("project", help="a copy of this project, with its own name and no history")
     project.add_argument("folder", type=Path, metavar="DIR")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import train
-from lib import config, flags
+from lib import config, parsing
 from lib.utils.errors import UsageError
 
 OTHERS = {"loss": "mse", "optimizer": "sgd", "scale_lr": "sqrt", "save_every": "5steps", "gpus": "0,1"}
@@ -58,12 +58,12 @@ def help_of(words, capsys) -> str:
 
 def shared() -> dict:
     """The flags of every run, by name."""
-    return {action.dest: action for action in config.new_parser()._actions if action.dest != "h"}
+    return {action.dest: action for action in config.new_parser()._actions if action.dest not in ("h", "list")}
 
 
 def other_value(action) -> str:
     """A value that the flag takes and that is not its default."""
-    if isinstance(action, flags.Switch):
+    if isinstance(action, parsing.Switch):
         return "no" if action.default else "yes"
     return OTHERS.get(action.dest, "7" if action.metavar in ("N", "X") else "some")
 

@@ -14,7 +14,7 @@ from command_line import cfg_file, parsed, plugin_file, shared
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib import config, flags
+from lib import config, values
 from lib.utils.errors import UsageError
 
 RELAXED = settings(deadline=None, derandomize=True)
@@ -232,4 +232,4 @@ def test_every_numeric_flag_is_in_the_loop_above():
 
 
 def numeric_type(kind) -> bool:
-    return kind.__qualname__.split(".")[0] in (flags.whole.__name__, flags.real.__name__)
+    return kind.__qualname__.split(".")[0] in (values.whole.__name__, values.real.__name__)

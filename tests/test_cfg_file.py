@@ -8,7 +8,7 @@ from command_line import ALONE, MACHINES, cfg_file, lasting, other_value, parsed
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from lib import config, flags
+from lib import config, values
 from lib.utils.errors import UsageError
 
 RELAXED = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -216,7 +216,7 @@ def test_config_yaml_repeats_any_command_line(tmp_path, data):
     text = line | st.sampled_from(["null", "~", "yes", "1e3", "- a", "a: b", "'", '"', "#x", " x ", "!t", "*a", "%"])
     strategies = {
         name: text
-        if action.type is flags.text
+        if action.type is values.text
         else st.integers(1, 10**18 - 1).map(str)
         if action.metavar == "N"
         else st.floats(1e-300, 1, allow_subnormal=False).map(repr)

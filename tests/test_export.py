@@ -58,6 +58,15 @@ def test_every_source_gives_its_weights(trained, tmp_path):
     assert same(torch.load(trained / "small.pt", weights_only=True), final)
 
 
+def test_a_sharded_run_is_exported_whole(trained, tmp_path):
+    words = f"-cpu 2 -parallel fsdp -epochs 1 -convnet_width 8 -model sharded -data {config.ROOT / 'data'}"
+    folder = run(tmp_path, words)
+    newest = checkpoint.listed(folder / "checkpoints")[0][1]
+    assert max(map(len, checkpoint.read_manifest(newest)["pieces"].values())) == 2, "its tensors are in two blocks"
+    exported(folder, "-from", newest, "-o", tmp_path / "out.safetensors")
+    assert same(load_file(tmp_path / "out.safetensors"), load_file(folder / "final" / "weights.safetensors"))
+
+
 def test_tensors_in_blocks_are_put_together_and_the_optimizer_is_not_read(tmp_path, monkeypatch):
     whole = {"model.a": torch.randn(5, 3), "model.b": torch.tensor(7), "optim.a.exp_avg": torch.randn(5, 3)}
     halves = [[("model.a", whole["model.a"][:2])], [("model.a", whole["model.a"][2:]), ("model.b", whole["model.b"])]]

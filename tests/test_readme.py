@@ -97,9 +97,9 @@ def test_gpus_and_slurm_that_are_not_there_are_one_line(fork):
 
 
 def test_every_flag_that_the_readme_names_exists():
-    from lib import config
+    from lib import config, parsing
 
-    parser = config.Parser(prog="x", add_help=False, allow_abbrev=False)
+    parser = parsing.Parser(prog="x", add_help=False, allow_abbrev=False)
     config.flags.add_shared(parser)
     table = re.findall(r"^\| `(.*?)\|", README, re.M)
     named = set(re.findall(r"(?<![\w-])-[a-z]\w+", " ".join([*table, *COMMANDS]))) - {"-dataset_stripes"}

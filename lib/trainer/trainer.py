@@ -1,5 +1,7 @@
-"""The usual way of training: epochs of steps, evaluation, checkpoints. To train otherwise, override
-`training_step`."""
+"""The usual way of training: epochs of steps, evaluation, checkpoints.
+
+To train otherwise, override `training_step`.
+"""
 
 import dataclasses
 import logging

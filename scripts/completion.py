@@ -1,0 +1,53 @@
+"""Completes flags and plugin names of train.py at the TAB key: eval "$(python scripts/completion.py bash)", or zsh.
+
+Works for `python train.py ...` and `./train.py ...`; type it again after a plugin is added.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib import config, parsing
+
+PYTHON = """
+_python_train_py() {
+    [[ ${COMP_WORDS[1]} == *train.py && $COMP_CWORD -gt 1 ]] || return
+    COMP_WORDS=("${COMP_WORDS[@]:1}")
+    ((COMP_CWORD--))
+    _shtab_train_py
+}
+complete -o bashdefault -o default -F _python_train_py python python3
+"""
+
+
+def main(words: list[str]) -> int:
+    if words not in (["bash"], ["zsh"]):
+        print(f"completion.py: {' '.join(words) or 'nothing'}: bash or zsh is wanted", file=sys.stderr)
+        return 2
+    try:
+        import shtab
+    except ModuleNotFoundError:
+        told = "completion.py: needs shtab: uv pip install -r pyproject.toml --group completion"
+        print(told, file=sys.stderr)
+        return 2
+    text = shtab.complete(parser(), words[0], root_prefix="train_py")
+    print(text + PYTHON if words == ["bash"] else text)
+    return 0
+
+
+def parser() -> parsing.Parser:
+    """All flags that there are, every plugin's own among them."""
+    made = config.new_parser()
+    for kind in config.BUILDERS:
+        names = config.plugins(kind)
+        for name in names:
+            config.load_plugin(made, kind, [f"-{kind}", name], {}, None)
+        made._option_string_actions[f"-{kind}"].choices = names
+    for action in made._actions:
+        if isinstance(action, parsing.Switch):
+            action.choices = ["yes", "no"]
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
