@@ -78,6 +78,36 @@ def test_nodes_that_share_no_disk_each_hold_all_and_send_it_to_those_that_lost_t
     assert json.loads((one / "outcome.json").read_text())["state"] == "finished"
 
 
+def test_a_node_replaced_by_an_empty_one_or_by_one_of_the_past_goes_on_to_the_same_bits(done, tmp_path, monkeypatch):
+    _on_nodes(monkeypatch)
+
+    def start(stop=None):
+        with monkeypatch.context() as patch:
+            if stop:
+                saves.stop_at(patch, stop)
+            return _nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75 if stop else 0)[:2]
+
+    one, two = start(stop=3)
+    shutil.copytree(two, tmp_path / "past", symlinks=True)
+    shutil.rmtree(two.parent)
+    for last, stop, node in ((3, 5, one), (5, 6, two), (6, 9, one)):
+        assert start(stop) == [one, two]
+        truth = saves.tensors(done / "checkpoints" / f"step_{stop:08d}")
+        for rank, each in enumerate((one, two)):
+            assert f"step_{last:08d}: epoch" in log_of(each, rank).rpartition("going on from ")[2]
+            held = saves.tensors(each / "checkpoints" / f"step_{stop:08d}")
+            assert held.keys() == truth.keys() and all(torch.equal(held[name], truth[name]) for name in truth)
+        shutil.rmtree(node.parent)  # the next start finds an empty machine in its place
+        if node == two:
+            shutil.copytree(tmp_path / "past", node, symlinks=True)
+    start()
+    assert distance(one, done) == 0.0
+    outcome = json.loads((one / "outcome.json").read_text())
+    assert [outcome[name] for name in ("state", "step", "samples")] == ["finished", 12, 150]
+    both = [saves.tensors(each / "checkpoints" / names(each)[0]) for each in (one, two)]
+    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
+
+
 def test_nodes_that_share_no_disk_start_anew_together(tmp_path, monkeypatch):
     _on_nodes(monkeypatch)
     with monkeypatch.context() as patch:

@@ -5,6 +5,7 @@ the header, the bytes. Written here, in one pass with its checksum and in pieces
 the library.
 """
 
+import concurrent.futures
 import json
 import logging
 import math
@@ -84,15 +85,28 @@ def write(path: Path, blocks: list[tuple[str, Tensor]]) -> dict:
         at += values.nbytes
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    crc, size = 0, 0
-    with path.open("wb", buffering=0) as file:
-        for data in (len(head).to_bytes(8, "little"), head, *(_bytes(values) for _, values in blocks)):
-            for begin in range(0, len(data), CHUNK):
-                chunk = memoryview(data)[begin : begin + CHUNK]
-                size += _write_all(file, chunk)
-                crc = zlib.crc32(chunk, crc)
-        os.fsync(file.fileno())
-    return {"bytes": size, "crc32": crc}
+    parts = [len(head).to_bytes(8, "little"), head, *(_bytes(values) for _, values in blocks)]
+    with concurrent.futures.ThreadPoolExecutor(
+        1
+    ) as beside:  # on another core, while these are on their way to the disk
+        crc = beside.submit(_crc, parts)
+        with path.open("wb", buffering=0) as file:
+            size = sum(_write_all(file, chunk) for chunk in _chunks(parts))
+            os.fsync(file.fileno())
+    return {"bytes": size, "crc32": crc.result()}
+
+
+def _chunks(parts):
+    for data in parts:
+        for begin in range(0, len(data), CHUNK):
+            yield memoryview(data)[begin : begin + CHUNK]
+
+
+def _crc(parts):
+    crc = 0
+    for chunk in _chunks(parts):
+        crc = zlib.crc32(chunk, crc)
+    return crc
 
 
 def _bytes(values):
