@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from lib import launch
-from lib.utils import checkpoint, ledger
+from lib.utils import ledger
 from lib.utils.errors import UsageError
 from lib.utils.loader import divisor
 
@@ -73,8 +73,9 @@ class Check:
         self.steps, self.folder, self.draw = args.limit_steps or STEPS, folder, random.Random()
         self.size = launch.processes(args)
         self.cpu = bool(args.cpu) or not (torch.cuda.device_count() or torch.accelerator.is_available())
+        self.every = max(1, self.steps // 7)  # steps between saves
         self.args = changed(
-            args, out=str(folder), limit_steps=self.steps, save_every=f"{max(1, self.steps // 7)}steps",
+            args, out=str(folder), limit_steps=self.steps, save_every=f"{self.every}steps",
             reset=False, tb=False, check_resume=False, max_hours=None,
         )  # fmt: skip
         self.step_s, self.batch = 0.0, None  # of the undisturbed run: seconds a step, at most; samples a step
@@ -138,14 +139,15 @@ class Check:
 
     def through(self, row: Row):
         """Takes a run to its end, killed where the row says so. Raises Broken or UsageError if it fails by itself."""
-        moments = sorted(self.draw.sample(range(1, self.steps), len(row.sizes) - 1))
+        first = min(2 * self.every + 1, self.steps - len(row.sizes) + 1)  # by then there is a checkpoint
+        moments = sorted(self.draw.sample(range(first, self.steps), len(row.sizes) - 1))
         for size, moment in zip(row.sizes, [*moments, None], strict=True):
-            args = self.on(size, row)
+            args, book = self.on(size, row), self.ledger(row.run)
+            ledger.hold(book, moment)  # a quick run would else be over before it is killed
             with Start(args, row.target, self.folder / f"{row.run}.log") as start:
-                saves = self.folder / row.run / "checkpoints"
-                if moment is not None and start.reaches(moment, self.ledger(row.run), saves):
+                if moment is not None and start.reaches(moment, book):
                     time.sleep(self.draw.uniform(0, self.step_s))
-                    start.kill(pid=self.draw.choice([None, *start.others()]))
+                    start.kill()
                     start.ends()
                     continue
                 code = start.ends()
@@ -206,11 +208,10 @@ class Start:
         self.kill()
         self.ends()
 
-    def reaches(self, step: int, book: Path, saves: Path) -> bool:
-        """Waits until so many steps are done, by its ledger, and there is a checkpoint to go on from. False if it
-        ended before."""
+    def reaches(self, step: int, book: Path) -> bool:
+        """Waits until so many steps are done, by its ledger. False if it ended before."""
         while self.process.is_alive():
-            if (ledger.progress(book, self.pid) or 0) >= step and checkpoint.listed(saves):
+            if (ledger.progress(book, self.pid) or 0) >= step:
                 return True
             time.sleep(0.005)
         return False

@@ -24,3 +24,9 @@ def _logging_as_before():
     for handler in [one for one in root.handlers if isinstance(one, (console.LogFile, console.Terminal))]:
         root.removeHandler(handler)
         handler.close()
+
+
+@pytest.fixture
+def no_fsync(monkeypatch):
+    """No waiting for the disk: what fsync is good for is tested on a model of one."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)

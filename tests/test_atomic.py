@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import random
-import shutil
 import threading
 
 import crash
@@ -17,14 +16,8 @@ import torch
 
 from lib.utils import atomic
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
 OLD, NEW, NEWER = 8, 9, 10  # steps; as strings, the last comes first
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """No waiting for the disk: what fsync is good for is tested on a model of one."""
-    torch.set_num_threads(1)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 class File:
@@ -163,74 +156,30 @@ def test_saves_killed_one_after_the_other_lose_nothing_and_pile_nothing_up(kind,
     assert last > OLD
 
 
-class Unsynced:
-    def __getattr__(self, name):
-        return (lambda fd: None) if name == "fsync" else getattr(os, name)
-
-
-class WrittenInPlace(Checkpoint):
-    def save(self, folder, step):
-        self.write(folder / f"step_{step}", step)
-        atomic.swap_link(folder / "latest", f"step_{step}")
-        self.remove_all_but(folder / f"step_{step}")
-
-
-class RemovedFirst(Checkpoint):
-    def write(self, folder, step):
-        self.remove_all_but(folder)
-        super().write(folder, step)
-
-
-def link_anew(link, target):
-    link.unlink(missing_ok=True)
-    link.symlink_to(target)
-
-
-def shared_name(path, ending):
-    return path.with_name(f"{path.name}.{ending}")
-
-
-MUTANTS = [
-    *[("os", Unsynced(), kind) for kind in (File(), Link(), Checkpoint(), Directory())],
-    ("write_file", lambda path, data: path.write_text(data), File()),
-    *[("swap_link", link_anew, kind) for kind in (Link(), Checkpoint(), Directory())],
-    *[("_unique", shared_name, kind) for kind in (File(), Link())],
-    ("remove_folder", shutil.rmtree, Checkpoint()),
-    ("log", atomic.log, WrittenInPlace()),
-    ("log", atomic.log, RemovedFirst()),
-]
-
-
-@pytest.mark.parametrize(("name", "mutant", "kind"), MUTANTS, ids=title)
-def test_a_mutant_is_found_out(name, mutant, kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic, name, mutant)
-    folder, save = begun(kind, tmp_path)
-    cuts = itertools.chain(crash.power_loss_states(save, folder), crash.kills(save, folder))
-    assert any(wrong_after(cut, kind, folder) for cut in cuts)
-
-
-@pytest.mark.parametrize("swap", [atomic.swap_link, link_anew], ids=["ours", "mutant"])
-def test_a_reader_never_misses_a_link_that_is_swapped(swap, tmp_path):
-    link = tmp_path / "latest"
+def misses(folder):
+    """How often a reader does not find what a link shows while another process swaps it."""
+    link = folder / "latest"
     for name in "ab":
-        (tmp_path / name).mkdir()
-        swap(link, name)
+        (folder / name).mkdir()
+        atomic.swap_link(link, name)
     child = os.fork()
     if child == 0:
         for name in "ab" * 1500:
-            swap(link, name)
+            atomic.swap_link(link, name)
         os._exit(0)
-    misses = 0
+    count = 0
     while os.waitpid(child, os.WNOHANG)[0] == 0:
-        misses += not link.exists()
-    assert (misses == 0) == (swap is atomic.swap_link)
+        count += not link.exists()
+    return count
 
 
-@pytest.mark.parametrize("mutant", [False, True])
-def test_two_writers_of_a_file_at_once_do_not_mix(mutant, tmp_path, monkeypatch):
-    if mutant:
-        monkeypatch.setattr(atomic, "_unique", shared_name)
-    path, paused, go_on = tmp_path / "state", threading.Event(), threading.Event()
+def test_a_reader_never_misses_a_link_that_is_swapped(tmp_path):
+    assert misses(tmp_path) == 0
+
+
+def mixed(folder, monkeypatch):
+    """What is wrong after two writers of a file were at work at once, None if nothing is."""
+    path, paused, go_on = folder / "state", threading.Event(), threading.Event()
 
     def fsync(fd):
         if threading.current_thread() is slow:
@@ -250,8 +199,12 @@ def test_two_writers_of_a_file_at_once_do_not_mix(mutant, tmp_path, monkeypatch)
     between = path.exists() and path.read_bytes()
     go_on.set()
     slow.join()
-    after = path.exists() and path.read_bytes()
-    assert ((between, after, list(tmp_path.iterdir())) == (b"quick", b"slow", [path])) == (not mutant)
+    found = between, path.exists() and path.read_bytes(), list(folder.iterdir())
+    return None if found == (b"quick", b"slow", [path]) else found
+
+
+def test_two_writers_of_a_file_at_once_do_not_mix(tmp_path, monkeypatch):
+    assert not mixed(tmp_path, monkeypatch)
 
 
 def test_sweep_removes_what_crashes_left_and_nothing_else(tmp_path):

@@ -2,25 +2,17 @@
 one, never neither, and the next start and the next save go on."""
 
 import itertools
-import os
 import shutil
 
 import crash
 import disk
 import pytest
 import saves
-import torch
 
-from lib.utils import atomic, checkpoint, shards
+from lib.utils import shards
 
+pytestmark = pytest.mark.usefixtures("no_fsync")
 OLD, NEW, NEWER = 8, 9, 10  # as strings, the last comes first
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """No waiting for the disk: what fsync is good for is tested on a model of one."""
-    torch.set_num_threads(1)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 class Case:
@@ -98,41 +90,3 @@ def test_starts_that_are_killed_while_sweeping_sweep_in_the_end(tmp_path):
         shutil.copytree(folder / "checkpoints" / saves.names(folder)[0], folder / "checkpoints" / name)
     for cut in crash.kills(lambda: saves.saver(folder), folder):
         assert not case.wrong_after(cut, folder)
-
-
-# A test of the tests
-
-
-class Unsynced:
-    def __getattr__(self, name):
-        return (lambda fd: None) if name == "fsync" else getattr(os, name)
-
-
-def remove_before(self, answers, real=checkpoint.Checkpoints._publish):
-    for _, folder, _ in checkpoint.listed(self.folder):
-        atomic.remove_folder(folder)
-    real(self, answers)
-
-
-MUTANTS = {
-    "no fsync of a shard": (shards, "os", Unsynced()),
-    "no fsync of folders and manifest": (atomic, "os", Unsynced()),
-    "copied to its name": (atomic, "publish", lambda partial, final: shutil.copytree(partial, final)),
-    "a removal that is not renamed first": (atomic, "remove_folder", shutil.rmtree),
-    "the old one removed first": (checkpoint.Checkpoints, "_publish", remove_before),
-    "a manifest written in place": (atomic, "write_file", lambda path, data: path.write_bytes(data)),
-    "nothing swept": (atomic, "sweep", lambda folder: None),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_of_the_save_is_found_out(name, tmp_path, monkeypatch):
-    place, attribute, mutant = MUTANTS[name]
-    case = Case()
-    folder = case.begun(tmp_path)
-    monkeypatch.setattr(place, attribute, mutant)
-    cuts = itertools.chain(
-        crash.power_loss_states(lambda: case.save(folder, NEW), folder),
-        crash.kills(lambda: case.save(folder, NEW), folder),
-    )
-    assert any(case.wrong_after(cut, folder) for cut in cuts)

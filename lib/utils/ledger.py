@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lib.utils import checkpoint, loader, shards
 
+HOLD = "hold"  # the file that says where a start is to wait
 ROUNDING = 1e-5  # largest share by which a loss differs on another number of processes
 
 
@@ -89,6 +90,7 @@ def keeping(chosen: type, folder: Path) -> type:
             train = self.loaders["train"]
             facts = {"size": self.world.size, "batch": self.plan.batch, "micro": self.plan.micro}
             self.ledger = Ledger(folder, self.world.rank, **facts, local=loader.is_local(train.dataset))
+            self.held = float((folder / HOLD).read_text()) if (folder / HOLD).exists() else math.inf
             return super().fit()
 
         def training_step(self, batch):
@@ -97,6 +99,8 @@ def keeping(chosen: type, folder: Path) -> type:
             return loss
 
         def micro_batch(self, key, batch):
+            while self.state.step >= self.held:
+                time.sleep(0.01)
             super().micro_batch(key, batch)
             if key.count:
                 self.ledger.micro_batch(self.state, key, batch, self.lately)
@@ -106,6 +110,12 @@ def keeping(chosen: type, folder: Path) -> type:
             self.ledger.step(self.state.step - 1, self.parameters)
 
     return Keeper
+
+
+def hold(folder: Path, step: int | None):
+    """The next start of the run waits, once so many steps are done, until it is killed; None: it does not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / HOLD).write_text(str(math.inf if step is None else step))
 
 
 def in_double(chosen: type) -> type:
