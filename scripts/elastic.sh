@@ -17,19 +17,15 @@ head="${HEAD:-${PET_RDZV_ENDPOINT:-${PET_MASTER_ADDR:-$(hostname)}:${PET_MASTER_
 per_node="${PER_NODE:-${PET_NPROC_PER_NODE:-}}"
 : "${per_node:=$(python -c 'import torch; print("gpu" if torch.cuda.device_count() else 1)')}"
 rendezvous="${RENDEZVOUS:-${PET_RDZV_BACKEND:-c10d}}"
+facts="$(python scripts/agent.py "$head" "$@")" || exit # where this machine stands to the head: is_host, its address, ...
+eval "$facts"
 conf="last_call_timeout=5,join_timeout=600"
 if [ "$rendezvous" = c10d ]; then
     # torchrun guesses whether it runs on the head; it errs where a host has several names (pytorch issue 73656).
-    case " $(hostname) $(hostname -f 2>/dev/null) $(hostname -I 2>/dev/null) localhost 127.0.0.1 " in
-        *" ${head%%:*} "*) is_host="${IS_HOST:-1}" ;;
-        *) is_host="${IS_HOST:-0}" ;;
-    esac
     [ -z "${PET_NODE_RANK:-}" ] || is_host=$((PET_NODE_RANK == 0))
+    is_host="${IS_HOST:-$is_host}"
     conf="$conf,keep_alive_interval=2,keep_alive_max_attempt=3,is_host=$is_host"
 fi
-
-facts="$(python scripts/agent.py "$head" "$@")" || exit # this machine's address and interface on the way to the head
-eval "$facts"
 
 # Without this a node that joins later never gets in, and both die after a minute (seen in torch 2.13 and 2.15).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

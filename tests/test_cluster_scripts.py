@@ -3,6 +3,7 @@ were asked for."""
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -110,10 +111,14 @@ def test_an_elastic_agent_is_told_its_address_on_the_way_to_the_head(there):
     assert "word --rdzv_endpoint=127.0.0.1:29400\n" in said and "\nPET_LOCAL_ADDR=127.0.0.1\n" in said
     assert "\nGLOO_SOCKET_IFNAME=lo\n" in said and "TORCH_LOGS" not in said and "is_host=1" in said
     said = bash(there, f"{words} -debug_dist", HEAD="nowhere.invalid:1", PER_NODE="1", SYSTEMNAME="jusuf")
-    assert "word --rdzv_endpoint=nowherei.invalid:1\n" in said and "PET_LOCAL_ADDR" not in said
+    assert (
+        "word --rdzv_endpoint=nowherei.invalid:1\n" in said and "PET_LOCAL_ADDR" not in said and "is_host=0" in said
+    )
     assert "\nGLOO_SOCKET_IFNAME=ib0\n" in said and "\nTORCH_LOGS=" in said
-    other = bash(there, words, HEAD="localhost:1", PER_NODE="1", GLOO_SOCKET_IFNAME="mine")
-    assert "\nGLOO_SOCKET_IFNAME=mine\n" in other
+    other = bash(there, words, HEAD="localhost:1", PER_NODE="1", GLOO_SOCKET_IFNAME="mine", IS_HOST="0")
+    assert "\nGLOO_SOCKET_IFNAME=mine\n" in other and "is_host=0" in other
+    own = bash(there, words, HEAD=f"{socket.gethostname()}:1", PER_NODE="1")
+    assert "is_host=1" in own, "by any of its names"
 
 
 SAID = "sbatch: error: Batch job submission failed: "  # by sbatch 22.05, with these words behind

@@ -91,6 +91,7 @@ def test_preempted_runs_are_requeued_once_where_two_signals_tell(telling, out):
     log = f"--output={out}/by_file.log"
     words = f"-dataset slow -cpu 1 {LONG} -out {out} -model by_file".split()
     said = telling.do("sbatch", "--parsable", "-N2", log, "scripts/slurm/train.sbatch", *words, PYTHON=sys.executable)
+    until(lambda: list((out / "by_file" / "slurm").glob("*.json")))  # it takes longer to start than the other one
     jobs = {"told": telling.submit(f"-model told -cpu 1 {LONG}"), "by_file": said.strip()}
     for name in jobs:
         telling.trains(name, step=4)
