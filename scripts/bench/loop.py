@@ -7,6 +7,7 @@ Both train the same model on the same samples in one process, in turn; the figur
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 from lib import config
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
-from lib.utils import loader, report, run_folder, seeding
+from lib.utils import hangs, loader, report, run_folder, seeding
 from lib.utils.distributed import World
 
 CASES = {
@@ -48,6 +49,7 @@ def build(words: str, folder: str):
         args, world, loaders, model, losses.get_loss(args), optimizer
     )
     trainer.report = report.Report(run_folder.path_of(args), world, args, trainer.total_steps, 0)
+    trainer.hangs = hangs.Watch(trainer.state, trainer.ballot, world, math.inf, run_folder.path_of(args) / "hang.log")
     return args, splits["train"], trainer, train.plugin("arch", args.arch).get_model(args)
 
 

@@ -1,0 +1,47 @@
+"""The benchmarks run: what they measure is the trainer as it is."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts" / "bench"))
+import loop
+import save
+import seeding
+
+SMALL = "-dataset random -random_samples 320 -image_size 4 -num_classes 3 -arch mlp -mlp_width 8 -batch_size 32"
+
+
+def test_the_loops_of_the_benchmark_train_the_same_steps():
+    row = loop.measure(SMALL, rounds=1)
+    assert row["ours_us"] > 0 and row["bare_us"] > 0 and row["ratio"] == row["ratio_min"] == row["ratio_max"]
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_the_cost_of_seeds_is_that_of_one_for_each_sample_or_batch_that_is_drawn(kind, monkeypatch):
+    counts = {"for_sample": 0, "for_micro_batch": 0}
+
+    def counted(name, real):
+        def call(*words):
+            counts[name] += 1
+            real(*words)
+
+        return call
+
+    for name in counts:
+        monkeypatch.setattr(seeding.seeding, name, counted(name, getattr(seeding.seeding, name)))
+    change = list(seeding.CASES.values())[kind][1]
+    row = seeding.measure(SMALL, change, rounds=1)
+    assert row["step_us"] > 0 and row["share"] > -1
+    assert counts == {"for_sample": [0, 20, 640][kind], "for_micro_batch": 20}, "two epochs of 10 steps are seeded"
+
+
+def test_all_ways_to_save_are_measured(tmp_path, monkeypatch):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        rows = save.measure(300_000, 1, tmp_path)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert rows.keys() == save.WAYS.keys() and all(row["total"] > 0 < row["stall"] for row in rows.values())
