@@ -15,7 +15,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from lib import config
-from lib.utils import checkpoint, shards, state
+from lib.utils import ahead, checkpoint, distributed, fetch, loader, shards, state
 from lib.utils.errors import UsageError
 
 TYPES = {text: kind for kind, text in shards.DTYPES.items()}
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-from", dest="source", metavar="WHAT", help="best, final, or the path of a checkpoint "
                         "(best, where there is none final, where there is none the newest checkpoint)")  # fmt: skip
     parser.add_argument(
-        "-shape", type=numbers, metavar="C,H,W", help="of one input, for onnx and torchexport (the run's image)"
+        "-shape", type=numbers, metavar="C,H,W", help="of one input, for onnx and torchexport (a sample's)"
     )
     asked = parser.parse_args(argv)
     ending, write = FORMATS[asked.format]
@@ -112,10 +112,16 @@ def built(asked, tensors: dict) -> tuple[nn.Module, Tensor]:
                          f"take the code that it was trained with")  # fmt: skip
     for name, tensor in mine.items():
         tensor.copy_(tensors[name])
-    shape = (
-        [int(n) for n in asked.shape.split(",")] if asked.shape else [args.channels, args.image_size, args.image_size]
-    )
-    return model, torch.zeros(2, *shape)
+    return model, torch.zeros(2, *asked.shape) if asked.shape else samples(args)
+
+
+def samples(args) -> Tensor:
+    """The inputs of two training samples, of the shape and type that the run's model gets. Raises UsageError."""
+    try:
+        part = loader.splits(train.plugin("dataset", args.dataset).get_dataset(args), args.dataset)["train"]
+    except UsageError as error:
+        raise UsageError(f"{error}; -shape tells what one input is, where the data is not at hand") from None
+    return ahead.Finish(part, args.seed, distributed.CPU)(0, [0, 1], fetch.Fetch(part, args.seed)[0, [0, 1]])[0]
 
 
 def numbers(text: str) -> list[int]:

@@ -94,6 +94,25 @@ def test_torchexport_gives_the_same_outputs_for_any_batch(trained):
         torch.testing.assert_close(program(images), model(images))
 
 
+def test_a_model_of_tokens_is_exported_as_one_of_tokens(tmp_path):
+    """What goes in is as the data gives it: shape and type are not guessed."""
+    (tmp_path / "text").write_text("to be or not to be " * 400)
+    words = f"-dataset text -text_from {tmp_path / 'text'} -text_samples 64 -text_length 16 -gpt_depth 1 -cpu 1 "
+    folder = run(tmp_path, f"{words} -gpt_width 16 -gpt_heads 2 -limit_steps 1", wanted=75)
+    exported(folder, "-format", "torchexport", "-o", tmp_path / "gpt.pt2")
+    tokens = torch.randint(256, (3, 16))
+    assert torch.export.load(tmp_path / "gpt.pt2").module()(tokens).shape == (3, 16, 256)
+
+
+def test_the_shape_of_an_input_may_be_told_where_the_data_is_not(trained, tmp_path, capsys):
+    away = shutil.copytree(trained, tmp_path / "small")
+    config_file = away / "config.yaml"
+    config_file.write_text(config_file.read_text().replace(f"data: {config.ROOT / 'data'}", f"data: {tmp_path}"))
+    assert "; -shape tells what one input is" in refused(capsys, away, "-format", "torchexport")
+    exported(away, "-format", "torchexport", "-shape", "1,8,8")
+    assert torch.export.load(away / "small.pt2").module()(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
+
+
 def test_onnx_gives_the_same_outputs_for_any_batch(trained):
     reason = "needs uv pip install -r pyproject.toml --group export"
     pytest.importorskip("onnxscript", reason=reason)
