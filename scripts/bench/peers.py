@@ -32,7 +32,7 @@ from lib.utils.data import Tensors
 from lib.utils.distributed import World
 
 CASES = {
-    "tiny MLP (64-64-10), batch 32": "-dataset random -random_samples 6400 -image_size 8 -num_classes 10 -arch mlp "
+    "tiny MLP (64-64-10), batch 32": "-dataset random -random_samples 16000 -image_size 8 -num_classes 10 -arch mlp "
     "-mlp_width 64 -mlp_depth 1 -batch_size 32",
     "ResNet-18 at 64x64, batch 8": "-dataset fake -fake_samples 24 -image_size 64 -num_classes 10 -arch resnet "
     "-resnet_depth 18 -batch_size 8",
