@@ -15,6 +15,13 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_JOB_
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+def pytest_collection_modifyitems(items):
+    """Tests marked gpu skip themselves where there is none."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and there is none here"))
+
+
 @pytest.fixture(autouse=True)
 def _logging_as_before():
     """A run leaves its log files open, as its process ends with it: here they would hear the next tests too."""
