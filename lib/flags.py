@@ -4,7 +4,7 @@ import importlib
 import math
 
 from lib.parsing import Listing, Switch
-from lib.values import every, gpu_list, key_value, plugin_name, port, real, run_name, suffix, text, whole
+from lib.values import email, every, gpu_list, key_value, plugin_name, port, real, run_name, suffix, text, whole
 
 
 def add_shared(parser):
@@ -20,6 +20,12 @@ def add_shared(parser):
     run.add_argument("-cfg", type=text, metavar="FILE", help="YAML file of flags; the command line wins over it")
     _switch(run, "-reset", "start anew: an old run of this name is moved to out/.old")
     _switch(run, "-tb", "serve TensorBoard on 127.0.0.1 while the run lasts")
+    _switch(run, "-ngrok", "open a tunnel to it for others, locked by a password (NGROK_PASSWORD, or made up)")
+    run.add_argument("-ngrok_auth", type=run_name, default="baton", metavar="USER", help="the user it asks for")
+    run.add_argument("-ngrok_oauth", choices=("google", "github", "gitlab", "linkedin", "microsoft", "twitch"),
+                     help="let it ask for a sign-in there instead, by those of -ngrok_allow")  # fmt: skip
+    run.add_argument("-ngrok_allow", type=email, action="append", default=[], metavar="EMAIL",
+                     help="an address that may sign in; repeatable")  # fmt: skip
     run.add_argument("-seed", type=whole(0), default=0, metavar="N", help="the seed of all randomness")
 
     machine = parser.add_argument_group("machine")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lib.utils import console, metrics, pictures, resume, run_folder, serving, tensorboard
+from lib.utils import console, metrics, pace, pictures, resume, run_folder, serving, tensorboard, tunnel
 from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
@@ -27,9 +27,11 @@ class Report:
         self.board.config(vars(args))
         self.board.hparams(resume.bending(vars(args)), METRICS)
         self.histogram_every = args.log_histograms
-        self.server = serving.serve(folder.parent, _tell_address, enabled=args.tb and world.is_main)
+        serves = (args.tb or args.ngrok) and world.is_main
+        self.lock = tunnel.Lock(args) if serves else None
+        self.server = serving.serve(folder.parent, self._heard, serves, self.lock and self.lock.policy)
         self.bar = console.Progress(total_steps, start_step, world.is_main)
-        self.rate = console.Rate(total_steps, start_step)
+        self.rate = pace.Rate(total_steps, start_step)
 
     def samples(self, fetch):
         """A grid of the images that `fetch()` gives, where it gives images; called on rank 0 only."""
@@ -45,7 +47,7 @@ class Report:
 
     def training(self, state, *, steps: int, samples: float, figures: dict):
         """One log interval of `steps` steps and, over all ranks, `samples` samples."""
-        shown = {**figures, **self.rate.interval(steps, samples), "memory": console.memory(self.world.device)}
+        shown = {**figures, **self.rate.interval(steps, samples), "memory": pace.memory(self.world.device)}
         text = console.line(
             {"epoch": (state.epoch + 1, self.epochs), "step": (state.step, self.total_steps), **shown}
         )
@@ -94,6 +96,13 @@ class Report:
         self.lines.close()
         self.server.close()
 
+    def _heard(self, name, address):
+        if name == "tunnel":
+            self.lock.tell(address)
+            run_folder.write_outcome(self.folder, "running", tensorboard=address)
+        else:
+            log.info("TensorBoard: %s", address)
+
     def _write(self, state, tagged):
         self.lines.write({"step": state.step, "epoch": state.epoch, "samples": state.samples, **tagged})
         self.board.scalars(state.step, tagged)
@@ -107,10 +116,6 @@ def opened(*words):
         yield report
     finally:
         report.close()
-
-
-def _tell_address(address):
-    log.info("TensorBoard: %s", address)
 
 
 def last_words(folder: Path, outcome: dict, args) -> list[str]:

@@ -24,6 +24,7 @@ HARMLESS = {
     "weights", "allow_change", "max_hours", "grace_s", "hang_minutes", "batch_per_gpu", "limit_steps", "check_resume",
     "parallel", "fsdp_replicas", "offload", "recompute", "compile", "find_unused", "log_histograms",
     "nnodes", "node_rank", "master_addr", "master_port", "master_suffix", "cache_dir", "debug_dist",
+    "ngrok", "ngrok_auth", "ngrok_oauth", "ngrok_allow",
 }  # fmt: skip
 LESS = {"loss", "bits_per_byte"}  # metrics that are to fall
 OTHERS = {"samples", "nan"}  # what -allow_change may name beside flags: the dataset's length, weights not finite
