@@ -4,12 +4,14 @@ import importlib
 import sys
 
 from lib import config, launch, variables
+from lib.utils import timing
 from lib.utils.errors import UsageError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Reads the command line, starts the processes, returns the exit code: 0 finished, 75 stopped, 1 failed, 2 bad
     usage."""
+    timing.begin()
     try:
         variables.export(*config.early(argv))
         args = config.parse_args(argv)
@@ -28,10 +30,13 @@ def run(args) -> int:
     from lib.core import optimizer as optimizers
     from lib.utils import distributed, fits, loader, resume, run_folder, seeding, speed
 
+    timing.startup.report("imports")
     seeding.for_model(args.seed)
     splits = loader.splits(plugin("dataset", args.dataset).get_dataset(args), args.dataset)
     arch = plugin("arch", args.arch)
+    timing.startup.report("data")
     with distributed.joined(args) as world:
+        timing.startup.report("processes")
         speed.kernels(world, args.deterministic)
         model, values = parallel.build(arch, args, world)
         splits, samples = loader.sharded(splits, world)
@@ -42,6 +47,7 @@ def run(args) -> int:
         fits.check(splits, model, criterion, args, world)
         model = parallel.wrap(model, args, world, arch=arch, values=values)
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
+        timing.startup.report("model")
         with run_folder.claimed(args, world) as folder, loader.opened(splits, plan, world, args) as loaders:
             text = config.to_yaml(args, run_folder.about(), batch_size=plan.batch, micro_batch=plan.micro)
             run_folder.write_config(folder, world, text)

@@ -154,12 +154,8 @@ def test_servers_answer_each_on_a_port_of_its_own_and_end_with_their_run(tmp_pat
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     request.addfinalizer(run.kill)
     told = []
-
-    def note(_, address):
-        told.append(address)
-
     before = time.monotonic()
-    server = serving.serve(tmp_path, note)
+    server = serving.serve(tmp_path, lambda _, address: told.append(address))
     assert time.monotonic() - before < 0.5, "training does not wait for it"
     other = run.stdout.readline().strip()
     until(lambda: told)
@@ -194,15 +190,11 @@ def test_a_server_that_cannot_start_is_one_warning(tmp_path, monkeypatch, caplog
     (tmp_path / "tensorboard.py").write_text("raise ImportError('there is no tensorboard')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     told = []
-
-    def note(_, address):
-        told.append(address)
-
-    server = serving.serve(tmp_path, note)
+    server = serving.serve(tmp_path, lambda _, address: told.append(address))
     until(lambda: caplog.records)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
-    serving.serve(tmp_path, note).close()
-    serving.serve(tmp_path, note, enabled=False).close()
+    serving.serve(tmp_path, lambda _, address: told.append(address)).close()
+    serving.serve(tmp_path, lambda _, address: told.append(address), enabled=False).close()
     server.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert "there is no tensorboard" in caplog.text and not told

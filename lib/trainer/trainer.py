@@ -104,6 +104,8 @@ class Trainer:
         self.statistics.before(key.first)
         with self.precision:
             loss = self.training_step(batch)
+        if key.last:
+            self.report.own.end()
         weight = key.count * self.world.size / key.of  # DDP divides by the number of processes
         self.scaler.scale(loss if weight == 1 else loss * weight).backward()
         self.statistics.after(key.count / key.of)
@@ -175,6 +177,7 @@ class Trainer:
 
     def end_epoch(self) -> bool:
         """Evaluates, keeps the best, saves. False if the run is to stop first."""
+        self.report.advise()
         figures = self.evaluate("val") if "val" in self.loaders else {}
         if figures is None:
             return False

@@ -7,7 +7,19 @@ from pathlib import Path
 
 import torch
 
-from lib.utils import console, metrics, pace, pictures, resume, run_folder, serving, tensorboard, tunnel
+from lib.utils import (
+    console,
+    distributed,
+    metrics,
+    pace,
+    pictures,
+    resume,
+    run_folder,
+    serving,
+    tensorboard,
+    timing,
+    tunnel,
+)
 from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
@@ -19,6 +31,7 @@ class Report:
     """The figures of a run as it goes."""
 
     def __init__(self, folder: Path, world: World, args, total_steps: int, start_step: int):
+        timing.startup.report("resume")
         self.folder, self.world, self.total_steps, self.epochs = folder, world, total_steps, args.epochs
         if world.is_main:
             metrics.cut_back(folder / "metrics.jsonl", start_step)
@@ -31,7 +44,8 @@ class Report:
         self.lock = tunnel.Lock(args) if serves else None
         self.server = serving.serve(folder.parent, self._heard, serves, self.lock and self.lock.policy)
         self.bar = console.Progress(total_steps, start_step, world.is_main)
-        self.rate = pace.Rate(total_steps, start_step)
+        self.rate, self.own = pace.Rate(total_steps, start_step), pace.OwnTime(world)
+        self.workers, self.told, self.started = args.workers, set(), False
 
     def samples(self, fetch):
         """A grid of the images that `fetch()` gives, where it gives images; called on rank 0 only."""
@@ -43,7 +57,15 @@ class Report:
 
     def waiting(self, batches):
         """The batches, the time spent waiting for each measured."""
-        return self.rate.waiting(batches)
+        waited = self.rate.waiting(batches)
+        self.own.begin()
+        for batch in waited:
+            yield batch
+            if not self.started:
+                self.started = True
+                timing.startup.report("first step")
+                log.info("start-up %s", timing.startup.summary())
+            self.own.begin()
 
     def training(self, state, *, steps: int, samples: float, figures: dict):
         """One log interval of `steps` steps and, over all ranks, `samples` samples."""
@@ -51,6 +73,7 @@ class Report:
         text = console.line(
             {"epoch": (state.epoch + 1, self.epochs), "step": (state.step, self.total_steps), **shown}
         )
+        self.own.read()
         self.bar.advance(steps)
         self.bar.show(text)
         left_out = ("left_s",)
@@ -58,6 +81,19 @@ class Report:
             state,
             {f"{'perf' if name in PERF else 'train'}/{name}": shown[name] for name in shown if name not in left_out},
         )
+
+    def advise(self):
+        """Says in plain words, once each, what held the epoch up that ends here. For all ranks."""
+        self.own.read()
+        taken, waited = self.rate.end_epoch()
+        mine = {"taken": taken, "waited": waited, "own": self.own.seconds}
+        self.own.seconds = 0.0
+        ranks = distributed.gather_json({**mine, "memory": pace.memory_share(self.world.device)}, self.world)
+        words = pace.advice(ranks, self.workers, pace.cores_each(self.world))
+        for kind in words if self.world.is_main else ():
+            if kind not in self.told:
+                log.info("%s", words[kind])
+        self.told.update(words)
 
     def histograms(self, step: int, model):
         """How this step's gradients and the weights are spread, as -log_histograms asks; of a sharded tensor rank 0's
