@@ -26,13 +26,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args) -> int:
     """One process of the run: join the others, build the parts, fit."""
-    from lib.core import loss, parallel
+    from lib.core import looks, loss, parallel
     from lib.core import optimizer as optimizers
     from lib.utils import distributed, fits, loader, resume, run_folder, seeding, speed
 
     timing.startup.report("imports")
     seeding.for_model(args.seed)
-    splits = loader.splits(plugin("dataset", args.dataset).get_dataset(args), args.dataset)
+    splits = loader.splits(plugin("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
     arch = plugin("arch", args.arch)
     timing.startup.report("data")
     with distributed.joined(args) as world:
@@ -48,11 +48,15 @@ def run(args) -> int:
         model = parallel.wrap(model, args, world, arch=arch, values=values)
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
         timing.startup.report("model")
-        with run_folder.claimed(args, world) as folder, loader.opened(splits, plan, world, args) as loaders:
+        hold = run_folder.left_alone if looks.asked(args) else run_folder.claimed
+        with hold(args, world) as folder, loader.opened(splits, plan, world, args) as loaders:
+            parts = (args, world, loaders, model, criterion, optimizer)
+            trainer = plugin("trainer", args.trainer).Trainer(*parts)
+            if looks.asked(args):
+                return launch.EXIT_CODES[looks.look(trainer)]
             text = config.to_yaml(args, run_folder.about(), batch_size=plan.batch, micro_batch=plan.micro)
             run_folder.write_config(folder, world, text)
-            parts = (loaders, model, criterion, optimizer)
-            return launch.EXIT_CODES[plugin("trainer", args.trainer).Trainer(args, world, *parts).fit()]
+            return launch.EXIT_CODES[trainer.fit()]
 
 
 def plugin(kind: str, name: str):

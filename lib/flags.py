@@ -79,6 +79,15 @@ def add_shared(parser):
     training.add_argument("-max_bad_steps", type=whole(1), default=10, metavar="N",
                           help="stop after N steps in a row without a finite gradient; they are skipped")  # fmt: skip
 
+    find = parser.add_argument_group("finding out why")
+    _switch(find, "-dry", "build all and train one step; tell shapes, parameters, memory; write nothing")
+    _switch(
+        find, "-debug", "a few steps (-limit_steps, 10) in one process that name the first bad tensor; write nothing"
+    )
+    _switch(find, "-eval", "only evaluate the best weights, or those of -weights, into out/NAME/eval.json")
+    find.add_argument("-overfit", type=whole(1), metavar="N", help="train and evaluate on the same N samples")
+    find.add_argument("-profile", type=whole(1), metavar="N", help="record N steps with torch's profiler")
+
     optim = parser.add_argument_group("optimization")
     optim.add_argument("-optimizer", choices=table("optimizer"), default="adamw", help="lib/core/optimizer.py")
     optim.add_argument(

@@ -133,6 +133,7 @@ class Trainer:
         """What is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
         step = self.state.step
         self.hangs.mark()
+        self.report.profile.step()
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
         stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.stop.at_limit(step)
@@ -177,7 +178,7 @@ class Trainer:
 
     def end_epoch(self) -> bool:
         """Evaluates, keeps the best, saves. False if the run is to stop first."""
-        self.report.advise()
+        self.report.advise(self.loaders["train"].fetched.workers)
         figures = self.evaluate("val") if "val" in self.loaders else {}
         if figures is None:
             return False

@@ -11,19 +11,21 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 
-def setup_logging(folder: Path, rank: int, main: bool):
+def setup_logging(folder: Path | None, rank: int, main: bool):
     """Send Python's logging to folder/logs/rank_N.log and, on rank 0 (main), in plain lines to stdout.
 
-    The file gets time, level, message and tracebacks, also of warnings.warn and of an uncaught exception. The
-    terminal gets the messages alone: ours from INFO on, other packages' from WARNING on. Nothing here stops the run:
-    a full disk is one warning, a closed stdout is pointed to the null device. A second call replaces the first.
+    The file (none without a folder) gets time, level, message and tracebacks, also of warnings.warn and of an
+    uncaught exception. The terminal gets the messages alone: ours from INFO on, other packages' from WARNING on.
+    Nothing here stops the run: a full disk is one warning, a closed stdout is pointed to the null device. A second
+    call replaces the first.
     """
     root = logging.getLogger()
     for handler in [one for one in root.handlers if isinstance(one, (LogFile, Terminal))]:
         root.removeHandler(handler)
         handler.close()
     root.setLevel(logging.INFO)
-    root.addHandler(LogFile(Path(folder) / "logs" / f"rank_{rank}.log"))
+    if folder is not None:
+        root.addHandler(LogFile(Path(folder) / "logs" / f"rank_{rank}.log"))
     if main and sys.stdout is not None:
         root.addHandler(Terminal(sys.stdout))
     logging.captureWarnings(True)

@@ -13,6 +13,7 @@ from lib.utils import (
     metrics,
     pace,
     pictures,
+    profiling,
     resume,
     run_folder,
     serving,
@@ -43,9 +44,10 @@ class Report:
         serves = (args.tb or args.ngrok) and world.is_main
         self.lock = tunnel.Lock(args) if serves else None
         self.server = serving.serve(folder.parent, self._heard, serves, self.lock and self.lock.policy)
+        self.profile = profiling.Profile(folder / "profile", world, args.profile)
         self.bar = console.Progress(total_steps, start_step, world.is_main)
         self.rate, self.own = pace.Rate(total_steps, start_step), pace.OwnTime(world)
-        self.workers, self.told, self.started = args.workers, set(), False
+        self.told, self.started = set(), False
 
     def samples(self, fetch):
         """A grid of the images that `fetch()` gives, where it gives images; called on rank 0 only."""
@@ -82,14 +84,15 @@ class Report:
             {f"{'perf' if name in PERF else 'train'}/{name}": shown[name] for name in shown if name not in left_out},
         )
 
-    def advise(self):
-        """Says in plain words, once each, what held the epoch up that ends here. For all ranks."""
+    def advise(self, workers: int):
+        """Says in plain words, once each, what held the epoch up that ends here, with so many workers a process.
+        For all ranks."""
         self.own.read()
         taken, waited = self.rate.end_epoch()
         mine = {"taken": taken, "waited": waited, "own": self.own.seconds}
         self.own.seconds = 0.0
         ranks = distributed.gather_json({**mine, "memory": pace.memory_share(self.world.device)}, self.world)
-        words = pace.advice(ranks, self.workers, pace.cores_each(self.world))
+        words = pace.advice(ranks, workers, pace.cores_each(self.world))
         for kind in words if self.world.is_main else ():
             if kind not in self.told:
                 log.info("%s", words[kind])
@@ -126,7 +129,8 @@ class Report:
                 log.info("%s", text)
 
     def close(self, finished: bool = False):
-        """Ends the bar, the files and the server."""
+        """Ends the bar, the files, the profile and the server."""
+        self.profile.close()
         self.bar.close()
         self.board.close(finished)
         self.lines.close()
