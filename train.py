@@ -4,12 +4,14 @@ import importlib
 import sys
 
 from lib import config, launch, variables
+from lib.utils import timing
 from lib.utils.errors import UsageError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Reads the command line, starts the processes, returns the exit code: 0 finished, 75 stopped, 1 failed, 2 bad
     usage."""
+    timing.begin()
     try:
         variables.export(*config.early(argv))
         args = config.parse_args(argv)
@@ -24,14 +26,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args) -> int:
     """One process of the run: join the others, build the parts, fit."""
-    from lib.core import loss, parallel
+    from lib.core import looks, loss, parallel
     from lib.core import optimizer as optimizers
     from lib.utils import distributed, fits, loader, resume, run_folder, seeding, speed
 
+    timing.startup.report("imports")
     seeding.for_model(args.seed)
-    splits = loader.splits(plugin("dataset", args.dataset).get_dataset(args), args.dataset)
+    splits = loader.splits(plugin("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
     arch = plugin("arch", args.arch)
+    timing.startup.report("data")
     with distributed.joined(args) as world:
+        timing.startup.report("processes")
         speed.kernels(world, args.deterministic)
         model, values = parallel.build(arch, args, world)
         splits, samples = loader.sharded(splits, world)
@@ -42,11 +47,16 @@ def run(args) -> int:
         fits.check(splits, model, criterion, args, world)
         model = parallel.wrap(model, args, world, arch=arch, values=values)
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
-        with run_folder.claimed(args, world) as folder, loader.opened(splits, plan, world, args) as loaders:
+        timing.startup.report("model")
+        hold = run_folder.left_alone if looks.asked(args) else run_folder.claimed
+        with hold(args, world) as folder, loader.opened(splits, plan, world, args) as loaders:
+            parts = (args, world, loaders, model, criterion, optimizer)
+            trainer = plugin("trainer", args.trainer).Trainer(*parts)
+            if looks.asked(args):
+                return launch.EXIT_CODES[looks.look(trainer)]
             text = config.to_yaml(args, run_folder.about(), batch_size=plan.batch, micro_batch=plan.micro)
             run_folder.write_config(folder, world, text)
-            parts = (loaders, model, criterion, optimizer)
-            return launch.EXIT_CODES[plugin("trainer", args.trainer).Trainer(args, world, *parts).fit()]
+            return launch.EXIT_CODES[trainer.fit()]
 
 
 def plugin(kind: str, name: str):

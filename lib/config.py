@@ -16,8 +16,8 @@ from lib.utils.errors import UsageError
 log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parent.parent
 BUILDERS = {"dataset": "get_dataset", "arch": "get_model", "trainer": "Trainer"}  # in the order they are loaded
-ONCE = ("cfg", "reset", "resume", "allow_change", "batch_per_gpu", "limit_steps", "check_resume",
-        "nnodes", "node_rank", "master_addr", "master_port")  # fmt: skip  # in no config.yaml
+ONCE = ("cfg", "reset", "resume", "allow_change", "batch_per_gpu", "limit_steps", "check_resume", "profile", "debug",
+        "eval", "dry", "nnodes", "node_rank", "master_addr", "master_port")  # fmt: skip  # in no config.yaml
 DICTATED = ("num_classes", "channels", "image_size")  # by the data
 ONE_OF = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"))  # two ways to say it: the command line's wins
 TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be shortened."
@@ -155,6 +155,8 @@ def check(args: Args, given: set[str], modules: dict):
         fits = math.gcd(args.batch_size, args.micro_batch)
         raise UsageError(f"-batch_size {args.batch_size} cannot be cut into micro-batches of -micro_batch "
                          f"{args.micro_batch}: try -batch_size {near} or -micro_batch {fits}")  # fmt: skip
+    if args.ngrok and bool(args.ngrok_oauth) != bool(args.ngrok_allow):
+        raise UsageError("-ngrok_oauth and -ngrok_allow belong together: who is to sign in where")
     if args.lr_end > args.lr_start:
         raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")
 
@@ -206,7 +208,7 @@ def _parse(parser, from_file, words, cfg):
         known = parser._option_string_actions
         raise UsageError(f"{rest[0]!r} belongs to no flag{parsing.close(f'-{rest[0]}', known)}")
     asked = vars(asked)
-    asked["model"] = asked["model"] or f"{asked['dataset']}_{asked['arch']}"
+    asked["model"] = asked["model"] or f"{asked['dataset']}_{asked['arch']}{'_overfit' if asked['overfit'] else ''}"
     args = Args()
     vars(args).update(asked)
     return args

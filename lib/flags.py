@@ -4,7 +4,7 @@ import importlib
 import math
 
 from lib.parsing import Listing, Switch
-from lib.values import every, gpu_list, key_value, plugin_name, port, real, run_name, suffix, text, whole
+from lib.values import email, every, gpu_list, key_value, plugin_name, port, real, run_name, suffix, text, whole
 
 
 def add_shared(parser):
@@ -20,6 +20,12 @@ def add_shared(parser):
     run.add_argument("-cfg", type=text, metavar="FILE", help="YAML file of flags; the command line wins over it")
     _switch(run, "-reset", "start anew: an old run of this name is moved to out/.old")
     _switch(run, "-tb", "serve TensorBoard on 127.0.0.1 while the run lasts")
+    _switch(run, "-ngrok", "open a tunnel to it for others, locked by a password (NGROK_PASSWORD, or made up)")
+    run.add_argument("-ngrok_auth", type=run_name, default="baton", metavar="USER", help="the user it asks for")
+    run.add_argument("-ngrok_oauth", choices=("google", "github", "gitlab", "linkedin", "microsoft", "twitch"),
+                     help="let it ask for a sign-in there instead, by those of -ngrok_allow")  # fmt: skip
+    run.add_argument("-ngrok_allow", type=email, action="append", default=[], metavar="EMAIL",
+                     help="an address that may sign in; repeatable")  # fmt: skip
     run.add_argument("-seed", type=whole(0), default=0, metavar="N", help="the seed of all randomness")
 
     machine = parser.add_argument_group("machine")
@@ -72,6 +78,15 @@ def add_shared(parser):
                           help="every N steps, show TensorBoard how weights and gradients are spread")  # fmt: skip
     training.add_argument("-max_bad_steps", type=whole(1), default=10, metavar="N",
                           help="stop after N steps in a row without a finite gradient; they are skipped")  # fmt: skip
+
+    find = parser.add_argument_group("finding out why")
+    _switch(find, "-dry", "build all and train one step; tell shapes, parameters, memory; write nothing")
+    _switch(
+        find, "-debug", "a few steps (-limit_steps, 10) in one process that name the first bad tensor; write nothing"
+    )
+    _switch(find, "-eval", "only evaluate the best weights, or those of -weights, into out/NAME/eval.json")
+    find.add_argument("-overfit", type=whole(1), metavar="N", help="train and evaluate on the same N samples")
+    find.add_argument("-profile", type=whole(1), metavar="N", help="record N steps with torch's profiler")
 
     optim = parser.add_argument_group("optimization")
     optim.add_argument("-optimizer", choices=table("optimizer"), default="adamw", help="lib/core/optimizer.py")

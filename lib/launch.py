@@ -38,7 +38,7 @@ def launch(args, target: str) -> int:
 
         return slurm.submit(args, target)
     count = processes(args)
-    if count == 1 and args.nnodes == 1:
+    if (count == 1 or args.debug) and args.nnodes == 1:
         with exported(place(), OMP_NUM_THREADS=threads(1)):
             return call(target, args)
     return spawn(args, target, count)

@@ -11,6 +11,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 GPU = re.compile(r"[0-9]{1,4}|[A-Za-z][A-Za-z0-9/-]*")
 OPTION = re.compile(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?")
 SUFFIX = re.compile(r"[A-Za-z0-9-]*")
+EMAIL = re.compile(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+")
 EVERY = re.compile(r"([0-9]{1,18})(epochs?|steps?|min|)")
 
 
@@ -73,6 +74,13 @@ def plugin_name(text: str) -> str:
     if not text.isidentifier() or keyword.iskeyword(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a plugin's name: a file's name without .py is wanted")
     return text
+
+
+def email(value: str) -> str:
+    """A checked e-mail address."""
+    if not EMAIL.fullmatch(value):
+        raise argparse.ArgumentTypeError(f"{value!r} is not an e-mail address")
+    return value
 
 
 def text(value: str) -> str:

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lib.utils import console
+from lib.utils import console, pace
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 RUN = """
 import logging, sys, time, warnings
-from lib.utils import console
+from lib.utils import console, pace
 folder, rank = sys.argv[1], int(sys.argv[2])
 console.setup_logging(folder, rank, main=rank == 0)
 log = logging.getLogger("lib.trainer")
@@ -157,14 +157,14 @@ def test_a_log_line_reads_as_a_person_would_write_it():
 
 def test_speed_waiting_and_time_left_follow_the_clock(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(pace.time, "monotonic", lambda: clock[0])
 
     def batches():
         for number in range(8):
             clock[0] += 0.5
             yield number
 
-    rate, seen = console.Rate(total_steps=24, start_step=4), []
+    rate, seen = pace.Rate(total_steps=24, start_step=4), []
     clock[0] += 10  # a slow start
     for batch in rate.waiting(batches()):
         seen.append(batch)
@@ -181,6 +181,6 @@ def test_speed_waiting_and_time_left_follow_the_clock(monkeypatch):
 
 
 def test_memory_is_counted_in_bytes():
-    before = console.memory("cpu")
+    before = pace.memory("cpu")
     held = torch.ones(50_000_000 // 4)
-    assert 1e7 < before <= console.memory(torch.device("cpu")) < 1e12 and held.sum() > 0
+    assert 1e7 < before <= pace.memory(torch.device("cpu")) < 1e12 and held.sum() > 0

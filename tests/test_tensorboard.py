@@ -139,7 +139,7 @@ SERVE = """
 import signal, sys
 from lib.utils import serving
 signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
-serving.serve(sys.argv[1], lambda address: print(address, flush=True))
+serving.serve(sys.argv[1], lambda name, address: print(address, flush=True))
 while True:
     signal.pause()
 """
@@ -155,7 +155,7 @@ def test_servers_answer_each_on_a_port_of_its_own_and_end_with_their_run(tmp_pat
     request.addfinalizer(run.kill)
     told = []
     before = time.monotonic()
-    server = serving.serve(tmp_path, told.append)
+    server = serving.serve(tmp_path, lambda _, address: told.append(address))
     assert time.monotonic() - before < 0.5, "training does not wait for it"
     other = run.stdout.readline().strip()
     until(lambda: told)
@@ -190,11 +190,11 @@ def test_a_server_that_cannot_start_is_one_warning(tmp_path, monkeypatch, caplog
     (tmp_path / "tensorboard.py").write_text("raise ImportError('there is no tensorboard')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     told = []
-    server = serving.serve(tmp_path, told.append)
+    server = serving.serve(tmp_path, lambda _, address: told.append(address))
     until(lambda: caplog.records)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
-    serving.serve(tmp_path, told.append).close()
-    serving.serve(tmp_path, told.append, enabled=False).close()
+    serving.serve(tmp_path, lambda _, address: told.append(address)).close()
+    serving.serve(tmp_path, lambda _, address: told.append(address), enabled=False).close()
     server.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert "there is no tensorboard" in caplog.text and not told

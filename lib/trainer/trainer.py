@@ -104,6 +104,8 @@ class Trainer:
         self.statistics.before(key.first)
         with self.precision:
             loss = self.training_step(batch)
+        if key.last:
+            self.report.own.end()
         weight = key.count * self.world.size / key.of  # DDP divides by the number of processes
         self.scaler.scale(loss if weight == 1 else loss * weight).backward()
         self.statistics.after(key.count / key.of)
@@ -131,6 +133,7 @@ class Trainer:
         """What is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
         step = self.state.step
         self.hangs.mark()
+        self.report.profile.step()
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
         stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.stop.at_limit(step)
@@ -175,6 +178,7 @@ class Trainer:
 
     def end_epoch(self) -> bool:
         """Evaluates, keeps the best, saves. False if the run is to stop first."""
+        self.report.advise(self.loaders["train"].fetched.workers)
         figures = self.evaluate("val") if "val" in self.loaders else {}
         if figures is None:
             return False

@@ -4,29 +4,28 @@ import contextlib
 import functools
 import logging
 import os
-import resource
 import sys
 import threading
-import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 
-def setup_logging(folder: Path, rank: int, main: bool):
+def setup_logging(folder: Path | None, rank: int, main: bool):
     """Send Python's logging to folder/logs/rank_N.log and, on rank 0 (main), in plain lines to stdout.
 
-    The file gets time, level, message and tracebacks, also of warnings.warn and of an uncaught exception. The
-    terminal gets the messages alone: ours from INFO on, other packages' from WARNING on. Nothing here stops the run:
-    a full disk is one warning, a closed stdout is pointed to the null device. A second call replaces the first.
+    The file (none without a folder) gets time, level, message and tracebacks, also of warnings.warn and of an
+    uncaught exception. The terminal gets the messages alone: ours from INFO on, other packages' from WARNING on.
+    Nothing here stops the run: a full disk is one warning, a closed stdout is pointed to the null device. A second
+    call replaces the first.
     """
     root = logging.getLogger()
     for handler in [one for one in root.handlers if isinstance(one, (LogFile, Terminal))]:
         root.removeHandler(handler)
         handler.close()
     root.setLevel(logging.INFO)
-    root.addHandler(LogFile(Path(folder) / "logs" / f"rank_{rank}.log"))
+    if folder is not None:
+        root.addHandler(LogFile(Path(folder) / "logs" / f"rank_{rank}.log"))
     if main and sys.stdout is not None:
         root.addHandler(Terminal(sys.stdout))
     logging.captureWarnings(True)
@@ -83,6 +82,19 @@ class Terminal(logging.StreamHandler):
             _silence(self.stream)
             return
         super().handleError(record)
+
+
+def terminal():
+    """The stream of ours that a person reads, None where neither stdout nor stderr is a terminal."""
+    return next((stream for stream in (sys.stdout, sys.stderr) if _is_terminal(stream)), None)
+
+
+def whisper(text: str):
+    """Show a line on the terminal, and in no log."""
+    stream = terminal()
+    with _bar_lifted(stream), contextlib.suppress(OSError):
+        stream.write(text + "\n")
+        stream.flush()
 
 
 def _bar_lifted(stream):
@@ -235,58 +247,3 @@ FORMS = {
     "memory": lambda value: f"mem {_bytes(value)}",
     "left_s": lambda value: f"left {_clock(value)}",
 }
-
-
-class Rate:
-    """Speed, share of time spent waiting for data, and time left, by the monotonic clock."""
-
-    def __init__(self, total_steps: int, start_step: int = 0):
-        self._left = total_steps - start_step
-        self._base = self._began = time.monotonic()
-        self._done, self._waited, self._warm = 0, 0.0, False
-
-    def waiting(self, batches: Iterable) -> Iterator:
-        """The same batches; the time that each takes to come is counted as waiting for data (0.3 us a batch)."""
-        clock = time.monotonic
-        began = clock()
-        for batch in batches:
-            self._waited += clock() - began
-            yield batch
-            began = clock()
-
-    def interval(self, steps: int, samples: float) -> dict[str, float]:
-        """samples_per_s, data_share and left_s of the interval that ends now; steps and samples are over all ranks.
-
-        Time left goes by the wall time since the first interval, which may hold a compilation: evaluation and saving
-        are in it.
-        """
-        now = time.monotonic()
-        taken = max(now - self._began, 1e-9)
-        self._left -= steps
-        self._done += steps
-        figures = {
-            "samples_per_s": samples / taken,
-            "data_share": min(self._waited / taken, 1.0),
-            "left_s": (now - self._base) / max(self._done, 1) * self._left,
-        }
-        if not self._warm:
-            self._base, self._done, self._warm = now, 0, True
-        self._began, self._waited = now, 0.0
-        return figures
-
-    def restart(self):
-        """Begin the interval anew: what lies between, such as an evaluation, is no training speed."""
-        self._began, self._waited = time.monotonic(), 0.0
-
-
-def memory(device) -> int:
-    """Peak memory in bytes: what torch allocated on the accelerator, or what this process held if that is the CPU."""
-    import torch  # here, as the rest of this file serves scripts that need no torch and start at once
-
-    device = torch.device(device)
-    if device.type == "cpu":
-        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()
-    return torch.accelerator.max_memory_allocated(device)

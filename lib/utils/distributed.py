@@ -114,6 +114,16 @@ def orphaned() -> bool:
     return "TORCHELASTIC_MAX_RESTARTS" in os.environ and os.getppid() != PARENT
 
 
+def ngrok_password() -> str | None:
+    """What -ngrok's tunnel is to ask for, where the user chose it."""
+    return os.environ.get("NGROK_PASSWORD")
+
+
+def ngrok_token() -> str | None:
+    """The user's token for ngrok, which must stand in no message."""
+    return os.environ.get("NGROK_AUTHTOKEN")
+
+
 def job_id() -> str | None:
     """The id of the Slurm job this process belongs to."""
     return os.environ.get("SLURM_JOB_ID")

@@ -16,7 +16,7 @@ class Fetcher:
     def __init__(self, dataset: Dataset, seed: int, workers: int, pin: bool):
         self.fetch = Fetch(dataset, seed)
         self.source = _Source()
-        self.loader = None
+        self.loader, self.workers = None, workers
         if workers:
             self.loader = DataLoader(
                 self.fetch,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from lib.utils import ahead, distributed, fetch, permutation, speed
 from lib.utils.distributed import World
@@ -181,9 +181,9 @@ def sharded(splits: dict[str, Dataset], world: World) -> tuple[dict[str, Dataset
     return {**splits, "train": train}, count
 
 
-def splits(dataset, name: str) -> dict[str, Dataset]:
-    """What get_dataset gave as {"train": ..., "val": ..., "test": ...}. Raises UsageError for what cannot be trained
-    on."""
+def splits(dataset, name: str, overfit: int | None = None) -> dict[str, Dataset]:
+    """What get_dataset gave as {"train": ..., "val": ..., "test": ...}; to `overfit` the first so many training
+    samples, evaluated on as well. Raises UsageError for what cannot be trained on."""
     parts = dataset if isinstance(dataset, dict) else {"train": dataset}
     if "train" not in parts or not set(parts) <= {"train", "val", "test"}:
         raise UsageError(
@@ -197,7 +197,12 @@ def splits(dataset, name: str) -> dict[str, Dataset]:
             )
         if len(part) == 0:
             raise UsageError(f"-dataset {name}: its {split} split is empty")
-    return parts
+    if overfit is None:
+        return parts
+    if hasattr(parts["train"], "shard"):
+        raise UsageError(f"-overfit {overfit}: -dataset {name} shares its samples out before they are counted")
+    few = Subset(parts["train"], range(min(overfit, len(parts["train"]))))
+    return {"train": few, "val": few}
 
 
 @contextlib.contextmanager
@@ -214,7 +219,7 @@ def opened(*parts):
 def get_loaders(splits: dict[str, Dataset], plan: Plan, world: World, args) -> dict:
     """A TrainLoader for "train" and an EvalLoader for each other split."""
     common = {
-        name: {"seed": args.seed, "workers": speed.workers(args.workers, part, world)}
+        name: {"seed": args.seed, "workers": speed.workers(0 if args.debug else args.workers, part, world)}
         for name, part in splits.items()
     }
     if world.is_main and plan.grain < plan.micro:

@@ -7,7 +7,20 @@ from pathlib import Path
 
 import torch
 
-from lib.utils import console, metrics, pictures, resume, run_folder, serving, tensorboard
+from lib.utils import (
+    console,
+    distributed,
+    metrics,
+    pace,
+    pictures,
+    profiling,
+    resume,
+    run_folder,
+    serving,
+    tensorboard,
+    timing,
+    tunnel,
+)
 from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
@@ -19,6 +32,7 @@ class Report:
     """The figures of a run as it goes."""
 
     def __init__(self, folder: Path, world: World, args, total_steps: int, start_step: int):
+        timing.startup.report("resume")
         self.folder, self.world, self.total_steps, self.epochs = folder, world, total_steps, args.epochs
         if world.is_main:
             metrics.cut_back(folder / "metrics.jsonl", start_step)
@@ -27,9 +41,13 @@ class Report:
         self.board.config(vars(args))
         self.board.hparams(resume.bending(vars(args)), METRICS)
         self.histogram_every = args.log_histograms
-        self.server = serving.serve(folder.parent, _tell_address, enabled=args.tb and world.is_main)
+        serves = (args.tb or args.ngrok) and world.is_main
+        self.lock = tunnel.Lock(args) if serves else None
+        self.server = serving.serve(folder.parent, self._heard, serves, self.lock and self.lock.policy)
+        self.profile = profiling.Profile(folder / "profile", world, args.profile)
         self.bar = console.Progress(total_steps, start_step, world.is_main)
-        self.rate = console.Rate(total_steps, start_step)
+        self.rate, self.own = pace.Rate(total_steps, start_step), pace.OwnTime(world)
+        self.told, self.started = set(), False
 
     def samples(self, fetch):
         """A grid of the images that `fetch()` gives, where it gives images; called on rank 0 only."""
@@ -41,14 +59,23 @@ class Report:
 
     def waiting(self, batches):
         """The batches, the time spent waiting for each measured."""
-        return self.rate.waiting(batches)
+        waited = self.rate.waiting(batches)
+        self.own.begin()
+        for batch in waited:
+            yield batch
+            if not self.started:
+                self.started = True
+                timing.startup.report("first step")
+                log.info("start-up %s", timing.startup.summary())
+            self.own.begin()
 
     def training(self, state, *, steps: int, samples: float, figures: dict):
         """One log interval of `steps` steps and, over all ranks, `samples` samples."""
-        shown = {**figures, **self.rate.interval(steps, samples), "memory": console.memory(self.world.device)}
+        shown = {**figures, **self.rate.interval(steps, samples), "memory": pace.memory(self.world.device)}
         text = console.line(
             {"epoch": (state.epoch + 1, self.epochs), "step": (state.step, self.total_steps), **shown}
         )
+        self.own.read()
         self.bar.advance(steps)
         self.bar.show(text)
         left_out = ("left_s",)
@@ -56,6 +83,20 @@ class Report:
             state,
             {f"{'perf' if name in PERF else 'train'}/{name}": shown[name] for name in shown if name not in left_out},
         )
+
+    def advise(self, workers: int):
+        """Says in plain words, once each, what held the epoch up that ends here, with so many workers a process.
+        For all ranks."""
+        self.own.read()
+        taken, waited = self.rate.end_epoch()
+        mine = {"taken": taken, "waited": waited, "own": self.own.seconds}
+        self.own.seconds = 0.0
+        ranks = distributed.gather_json({**mine, "memory": pace.memory_share(self.world.device)}, self.world)
+        words = pace.advice(ranks, workers, pace.cores_each(self.world))
+        for kind in words if self.world.is_main else ():
+            if kind not in self.told:
+                log.info("%s", words[kind])
+        self.told.update(words)
 
     def histograms(self, step: int, model):
         """How this step's gradients and the weights are spread, as -log_histograms asks; of a sharded tensor rank 0's
@@ -88,11 +129,19 @@ class Report:
                 log.info("%s", text)
 
     def close(self, finished: bool = False):
-        """Ends the bar, the files and the server."""
+        """Ends the bar, the files, the profile and the server."""
+        self.profile.close()
         self.bar.close()
         self.board.close(finished)
         self.lines.close()
         self.server.close()
+
+    def _heard(self, name, address):
+        if name == "tunnel":
+            self.lock.tell(address)
+            run_folder.write_outcome(self.folder, "running", tensorboard=address)
+        else:
+            log.info("TensorBoard: %s", address)
 
     def _write(self, state, tagged):
         self.lines.write({"step": state.step, "epoch": state.epoch, "samples": state.samples, **tagged})
@@ -107,10 +156,6 @@ def opened(*words):
         yield report
     finally:
         report.close()
-
-
-def _tell_address(address):
-    log.info("TensorBoard: %s", address)
 
 
 def last_words(folder: Path, outcome: dict, args) -> list[str]:

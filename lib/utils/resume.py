@@ -24,6 +24,7 @@ HARMLESS = {
     "weights", "allow_change", "max_hours", "grace_s", "hang_minutes", "batch_per_gpu", "limit_steps", "check_resume",
     "parallel", "fsdp_replicas", "offload", "recompute", "compile", "find_unused", "log_histograms",
     "nnodes", "node_rank", "master_addr", "master_port", "master_suffix", "cache_dir", "debug_dist",
+    "ngrok", "ngrok_auth", "ngrok_oauth", "ngrok_allow", "profile", "debug", "eval", "dry",
 }  # fmt: skip
 LESS = {"loss", "bits_per_byte"}  # metrics that are to fall
 OTHERS = {"samples", "nan"}  # what -allow_change may name beside flags: the dataset's length, weights not finite
@@ -93,9 +94,9 @@ def _asked_there(folder):
 def check_start(args, plan: Plan, before: dict, model: torch.nn.Module):
     """Raises UsageError, while nothing has been written, for what could not go on from where it is to."""
     check_allowed(args, before)
-    if before:
+    if before and not args.eval:
         check_changes(before, asked(args, plan), args.allow_change)
-    elif args.weights:
+    elif args.weights and not before:
         _fitting(args.weights, model, "meta")
 
 
@@ -252,12 +253,15 @@ def better(best: dict | None, figures: dict, asked: str | None, epoch: int) -> d
     return {"metric": name, "value": figures[name], "score": score, "epoch": epoch} if score > last else None
 
 
-def load_weights(path: str, model: torch.nn.Module):
+def load_weights(path: str, model: torch.nn.Module, whole: bool = False):
     """Starts from the weights in a file, on every rank; what is missing, of another shape or not used is told.
 
-    Raises UsageError if it cannot be read, or nothing in it fits.
+    Raises UsageError if it cannot be read, or nothing in it fits, or not all that the model has (`whole`).
     """
     weights, mine, fits = _fitting(path, model, "cpu")
+    if whole and fits != {*mine}:
+        names = ", ".join(sorted({*mine} - fits)[:4])
+        raise UsageError(f"-weights {path}: not the weights of this model: {names} is missing or of another shape")
     with torch.no_grad():
         for name in fits:
             shards.put(mine[name], weights[name])

@@ -51,6 +51,13 @@ def claimed(args, world: World):
             lock.close()
 
 
+@contextlib.contextmanager
+def left_alone(args, world: World):
+    """The run's folder, neither held nor written to: for who only looks at the run. Logging goes to the terminal."""
+    console.setup_logging(None, world.rank, world.is_main)
+    yield path_of(args)
+
+
 def _failed(folder, world, error):
     """The first rank that fails says why; those that fail because it is gone leave that as it is."""
     before = read_outcome(folder)

@@ -1,0 +1,171 @@
+"""Looks at a run without training it: -dry, -debug and -eval. None of them touches the run's checkpoints."""
+
+import contextlib
+import json
+import logging
+import time
+
+import torch
+
+from lib.core import parallel
+from lib.utils import atomic, checkpoint, disks, pace, report, resume, search, shards
+from lib.utils.distributed import World
+from lib.utils.errors import UsageError
+from lib.utils.state import prepared
+
+log = logging.getLogger(__name__)
+FEW = 10  # steps of -debug, unless -limit_steps says more
+
+
+class BadTensor(RuntimeError):
+    """A tensor holds values that are not finite; its name is told."""
+
+
+def asked(args) -> bool:
+    """Whether the run is only to be looked at."""
+    return args.dry or args.debug or args.eval
+
+
+def look(trainer) -> str:
+    """What was asked for, with this trainer that has not begun: "finished", or an exception."""
+    args = trainer.args
+    trainer.report = report.Report(trainer.folder, World(rank=1), args, trainer.total_steps, 0)  # a silent one
+    if args.eval:
+        return evaluate(trainer)
+    return debug(trainer) if args.debug else dry(trainer)
+
+
+def evaluate(trainer) -> str:
+    """Evaluates -weights, or the run's best weights or else its final ones, on val and test. The figures are told,
+    and written into eval.json.
+
+    Raises UsageError where there are none, or they are not the whole model's.
+    """
+    args, folder = trainer.args, trainer.folder
+    kept = [folder / name / "weights.safetensors" for name in ("best", "final")]
+    path = args.weights or next((str(one) for one in kept if one.is_file()), None)
+    splits = [split for split in ("val", "test") if split in trainer.loaders]
+    if path is None:
+        raise UsageError(f"-eval: {folder} has neither best nor final weights; name some by -weights FILE")
+    if not splits:
+        raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
+    resume.load_weights(path, parallel.unwrap(trainer.model), whole=True)
+    figures = {}
+    for split in splits:
+        figures[split] = trainer.evaluate(split)
+        if figures[split] is None:
+            return "stopped"
+        told = "  ".join(f"{name} {value:.4f}" for name, value in figures[split].items())
+        log.info("%s  %s", split, told)
+    if trainer.world.is_main:
+        text = json.dumps({"weights": path, "time": time.strftime("%Y-%m-%d %H:%M:%S"), **figures}, indent=2)
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic.write_file(folder / "eval.json", text + "\n")
+        log.info("written:     %s", folder / "eval.json")
+    return "finished"
+
+
+def dry(trainer) -> str:
+    """Trains one step, and tells the shapes, parameters, memory and the size of a checkpoint."""
+    model, device = parallel.unwrap(trainer.model), trainer.world.device
+    with _outputs(model, _shape):
+        seconds = _timed(lambda: list(steps(trainer, 1)))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    with prepared(model, trainer.optimizer) as tensors:
+        size = shards.total_bytes(tensors)
+    plan, key = trainer.plan, next(trainer.loaders["train"].keys(0))
+    log.info("parameters:  %s, of which %s are trained", f"{count:,}", f"{trained:,}")
+    log.info("a step:      %d samples in micro-batches of %d, %d for this process at once; the first took %.2f s",
+             plan.batch, plan.grain, key.count, seconds)  # fmt: skip
+    log.info("the run:     %d epochs of %d steps", trainer.args.epochs, plan.steps)
+    log.info("memory:      %.2f GB at its peak on %s", pace.memory(device) / 1e9, device)
+    there = next(folder for folder in trainer.folder.absolute().parents if folder.is_dir())
+    log.info("checkpoint:  %.3f GB; %.1f GB are free in %s", size / 1e9, disks.free_bytes(there) / 1e9, there)
+    log.info("-dry: nothing was written")
+    return "finished"
+
+
+def debug(trainer) -> str:
+    """Trains a few steps, from the newest checkpoint if there is one, and looks at each tensor as it comes.
+
+    Raises BadTensor at the first that is not finite, or what torch's anomaly detection raises in a backward pass.
+    """
+    model = parallel.unwrap(trainer.model)
+    source = trainer.args.resume or trainer.folder
+    if trainer.args.resume or checkpoint.listed(trainer.folder / "checkpoints"):
+        trainer.go_on(search.newest(trainer.folder / "none", trainer.checkpoints.disk, source), model)
+    first = trainer.state.step
+    _check("the parameter", model.named_parameters())
+    with torch.autograd.set_detect_anomaly(True, check_nan=True), _outputs(model, _finite):
+        for loss, norm in steps(trainer, trainer.args.limit_steps or FEW):
+            log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss, norm)
+            _check("after a step, the parameter", model.named_parameters())
+    log.info("-debug: no bad tensor in %d steps; nothing was written", trainer.state.step - first)
+    return "finished"
+
+
+def steps(trainer, count: int):
+    """Takes optimizer steps from where the trainer is, at most to the end of the epoch; gives each one's last loss
+    and gradient norm."""
+    trainer.model.train()
+    done, wanted = trainer.state.step - trainer.state.epoch * trainer.plan.steps, trainer.state.step + count
+    for key, batch in trainer.loaders["train"].epoch(trainer.state.epoch, done):
+        if trainer.args.debug:
+            _check(f"in the batch of the samples {key.indices[:8]}..., the tensor", _tensors(batch))
+        trainer.micro_batch(key, batch)
+        if not key.last:
+            continue
+        if trainer.args.debug:
+            named = parallel.unwrap(trainer.model).named_parameters()
+            _check("the gradient of", ((name, p.grad) for name, p in named if p.grad is not None))
+        trainer.step(key.of)
+        yield float(trainer.window[-1][0]), float(trainer.norms[-1])
+        if trainer.state.step == wanted:
+            return
+
+
+@contextlib.contextmanager
+def _outputs(model, seen):
+    """Calls seen(name, module, inputs, output) after each module of the model in the block."""
+    hooks = [
+        module.register_forward_hook(lambda module, given, made, name=name: seen(name, module, given, made))
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _shape(name, module, given, made):
+    if not any(module.children()):
+        shapes = ", ".join(str(tuple(one.shape)) for _, one in _tensors(made))
+        count = sum(parameter.numel() for parameter in module.parameters())
+        log.info("  %-32s %-20s %-24s %12s", name or "(model)", type(module).__name__, shapes, f"{count:,}")
+
+
+def _finite(name, module, given, made):
+    _check(f"the output of {name or 'the model'} ({type(module).__name__}), tensor", _tensors(made))
+
+
+def _check(what, named):
+    for name, tensor in named:
+        odd = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
+        if odd:
+            raise BadTensor(f"the first bad tensor: {what} {name}: {odd} of {tensor.numel()} values are not finite")
+
+
+def _tensors(batch):
+    """The tensors in a batch, by where they are in it."""
+    if isinstance(batch, torch.Tensor):
+        return [("0", batch)]
+    items = batch.items() if isinstance(batch, dict) else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
+    return [(str(name), part) for name, part in items if isinstance(part, torch.Tensor)]
+
+
+def _timed(action) -> float:
+    began = time.monotonic()
+    action()
+    return time.monotonic() - began

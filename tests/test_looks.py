@@ -1,0 +1,152 @@
+"""-dry, -debug, -eval, -overfit and -profile: they find out why, and leave the run alone."""
+
+import gzip
+import json
+
+import pytest
+import torch
+from runs import few, norm_net, plugins, run
+from torch import nn
+
+import train
+from lib.core import looks
+from lib.utils.data import Tensors
+
+WORDS = "-dataset few -arch norm_net -image_size 8 -num_classes 4 -batch_size 16 -epochs 3 -log_every 1 -model looked"
+
+
+class Sick(nn.Module):
+    """A network that gives what is not finite: at once, or only in its gradient."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.body, self.head, self.where = nn.Sequential(nn.Linear(64, 4), nn.Identity()), nn.Linear(4, 4), where
+
+    def forward(self, inputs):
+        hidden = self.body(inputs.flatten(1))
+        if self.where == "output":
+            return self.head(hidden / 0)
+        return self.head(hidden) + (hidden * 0).abs().sqrt().sum()  # the square root's slope at 0
+
+
+def sick_samples(args):
+    data = few(args)
+    inputs, labels = data["train"].tensors
+    inputs[17, 3] = torch.nan
+    return {**data, "train": Tensors(inputs, labels)}
+
+
+@pytest.fixture
+def parts():
+    archs = {"norm_net": norm_net, "dead": lambda args: Sick("output"), "steep": lambda args: Sick("gradient")}
+    with plugins(arch=archs, dataset={"few": few, "sick": sick_samples}):
+        yield
+
+
+def snapshot(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_dry_tells_what_a_run_would_be_and_writes_nothing(parts, tmp_path, capfd, size):
+    run(tmp_path / "out", f"{WORDS} -dry -cpu {size}")
+    said = " ".join(capfd.readouterr().out.split())
+    model = 64 * 24 + 2 * 24 + 24 * 4 + 4
+    assert f"parameters: {model:,}, of which {model:,} are trained" in said
+    assert f"1 Linear ({16 // size}, 24) 1,536" in said and "3 epochs of 4 steps" in said
+    # AdamW's two moments, and a step count for each of its tensors; BatchNorm's statistics and its counter.
+    size = 3 * 4 * model + 4 * 5 + 2 * 4 * 24 + 8
+    assert f"checkpoint: {size / 1e9:.3f} GB" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    ("-arch dead", r"output of head \(Linear\), tensor 0: 64 of 64 values"),
+    ("-dataset sick -batch_size 50", r"in the batch of the samples .*, the tensor 0: 1 of 3200 values"),
+])  # fmt: skip
+def test_debug_names_the_first_bad_tensor(parts, tmp_path, words, told):
+    with pytest.raises(looks.BadTensor, match=told):  # here, in this process, whatever -cpu says
+        train.main([*f"{WORDS} {words} -debug -cpu 2 -out {tmp_path / 'out'}".split()])
+    assert not list(tmp_path.iterdir())
+
+
+def test_debug_finds_a_gradient_that_is_not_finite(parts, tmp_path):
+    with pytest.raises(RuntimeError, match="SqrtBackward0"):
+        train.main([*f"{WORDS} -arch steep -debug -out {tmp_path / 'out'}".split()])
+
+
+def test_debug_goes_on_from_the_newest_checkpoint_and_leaves_it(parts, tmp_path, capfd):
+    folder = run(tmp_path, f"{WORDS} -limit_steps 5", wanted=75)
+    before = snapshot(tmp_path)
+    capfd.readouterr()
+    run(tmp_path, f"{WORDS} -debug -limit_steps 2")
+    said = capfd.readouterr().out
+    assert "step 6  loss" in said and "step 7  loss" in said and "no bad tensor in 2 steps" in said
+    assert snapshot(tmp_path) == before
+    run(tmp_path, f"{WORDS} -debug")
+    assert "no bad tensor in 3 steps" in capfd.readouterr().out, "an epoch has four"
+    assert folder.exists()
+
+
+def test_eval_gives_the_figures_of_the_best_weights_on_any_launcher(parts, tmp_path, monkeypatch, capfd):
+    folder = run(tmp_path, WORDS)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    best = json.loads((folder / "outcome.json").read_text())["best"]
+    (wanted,) = [line for line in lines if "val/loss" in line and line["epoch"] == best["epoch"]]
+    before = snapshot(tmp_path)
+    for words in ("-cpu 1", "-cpu 2 -epochs 99", "torchrun"):
+        with monkeypatch.context() as patch:
+            for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items() if words == "torchrun" else ():
+                patch.setenv(name, value)
+            run(tmp_path, f"{WORDS} -eval {words.replace('torchrun', '')}")
+        found = json.loads((folder / "eval.json").read_text())
+        for name in ("accuracy", "loss"):
+            assert found["val"][name] == pytest.approx(wanted[f"val/{name}"], abs=1e-6)
+        assert f"val  accuracy {found['val']['accuracy']:.4f}" in capfd.readouterr().out
+        (folder / "eval.json").unlink()
+    assert snapshot(tmp_path) == before
+
+    weights = folder / "final" / "weights.safetensors"
+    run(tmp_path, f"{WORDS.replace('looked', 'other')} -eval -weights {weights}")
+    assert json.loads((tmp_path / "other" / "eval.json").read_text())["weights"] == str(weights)
+    with plugins(arch={"norm_net": lambda args: nn.Sequential(norm_net(args), nn.Linear(4, 4))}):
+        for words, told in ((f"-weights {weights}", "none of its"), ("-model nothing", "neither best nor final")):
+            assert train.main([*f"{WORDS} -eval {words} -out {tmp_path}".split()]) == 2
+            assert told in capfd.readouterr().err
+
+
+def test_eval_refuses_weights_that_leave_a_part_as_it_came(parts, tmp_path, capfd):
+    folder = run(tmp_path, f"{WORDS} -epochs 1")
+
+    def larger(args):
+        net = norm_net(args)
+        net.more = nn.Identity()
+        net.more.register_buffer("scale", torch.ones(3))
+        return net
+
+    with plugins(arch={"norm_net": larger}):
+        assert train.main([*f"{WORDS} -eval -out {tmp_path}".split()]) == 2
+    assert "more.scale is missing" in capfd.readouterr().err and not (folder / "eval.json").exists()
+
+
+def test_overfit_trains_and_evaluates_on_the_same_samples(parts, tmp_path):
+    words = "-dataset few -arch mlp -image_size 8 -num_classes 4 -batch_size 16 -epochs 30 -lr_start 0.01 -overfit 12"
+    folder = run(tmp_path, words)
+    assert folder.name == "few_mlp_overfit"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["samples"] == 30 * 12
+    assert [line["val/accuracy"] for line in lines if "val/accuracy" in line][-1] == 1.0
+    assert train.main([*f"{words} -overfit 13 -out {tmp_path}".split()]) == 2, "not on top of another"
+
+
+@pytest.mark.parametrize(("wanted", "count"), [(2, 2), (50, 8)])
+def test_profile_records_steps_after_a_few_on_each_rank(parts, tmp_path, wanted, count):
+    """Twelve steps, the first five of them not recorded; what is recorded when the run ends is written too, with the
+    step that did not come."""
+    folder = run(tmp_path, f"{WORDS} -profile {wanted} -cpu 2")
+    for rank in (0, 1):
+        with gzip.open(folder / "profile" / f"rank_{rank}.trace.json.gz") as file:
+            names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+        assert len([name for name in names if name.startswith("ProfilerStep#")]) == count
+        assert "aten::" in (folder / "profile" / f"rank_{rank}.txt").read_text()
+    assert not (run(tmp_path, f"{WORDS}_2") / "profile").exists()

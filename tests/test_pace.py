@@ -1,0 +1,66 @@
+"""What a run says of its own speed: where the start went, what holds it up, and which rank is slow."""
+
+import re
+import time
+
+import pytest
+from runs import few, plugins, run
+
+from lib.trainer import trainer
+from lib.utils import pace
+from lib.utils.timing import TimestampedTimer
+
+FINE = {"taken": 100.0, "waited": 1.0, "own": 50.0, "memory": None}
+
+
+@pytest.mark.parametrize(("ranks", "workers", "told"), [
+    ([{}], 0, []),
+    ([{}, {}, {}], 0, []),
+    ([{"waited": 40.0}], 4, ["40 % of the time is spent waiting for data: try -workers 7"]),
+    ([{}, {"waited": 80.0}], 0, ["80 % of the time is spent waiting for data: try -workers 4"]),
+    ([{"waited": 90.0}], 7, ["90 % of the time is spent waiting for data, and 7 workers are all that 8 cores can"]),
+    ([{}, {}, {}, {"own": 80.0}], 0, ["rank 3 is 1.6 times slower than the rest"]),
+    ([{"own": 1.0}, {"own": 2.0}], 0, []),  # twice a trifle
+    ([{"memory": 0.31}, {"memory": 0.2}], 0, ["GPU memory 31 % used: a larger -micro_batch fits"]),
+    ([{"memory": 0.2}, {"memory": 0.8}], 0, []),
+    ([{"waited": 4.0, "taken": 4.0, "own": 1.0}, {"taken": 4.0, "own": 3.0}], 0, []),  # a short epoch
+])  # fmt: skip
+def test_advice_names_what_holds_an_epoch_up(ranks, workers, told):
+    words = list(pace.advice([{**FINE, **rank} for rank in ranks], workers, cores=8).values())
+    assert len(words) == len(told) and all(word.startswith(start) for word, start in zip(words, told))
+
+
+class Slow(trainer.Trainer):
+    """Its rank 1 takes its time."""
+
+    def training_step(self, batch):
+        time.sleep(0.03 * self.world.rank)
+        return super().training_step(batch)
+
+
+def test_a_slow_rank_is_named_and_the_start_accounted_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(pace, "SHORT_S", 0.0)
+    words = (
+        "-dataset few -arch mlp -image_size 8 -num_classes 4 -batch_size 8 -epochs 3 -trainer slow -cpu 2 -model x"
+    )
+    with plugins(dataset={"few": few}, trainer={"slow": Slow}):
+        log = (run(tmp_path, words) / "logs" / "rank_0.log").read_text()
+    assert len(re.findall(r"rank 1 is \d+\.\d times slower than the rest", log)) == 1, (
+        "once, though three epochs were slow"
+    )
+    parts = re.search(r"start-up [\d.]+ s: (.*)", log)[1]
+    assert [part.rpartition(" ")[0] for part in parts.split(", ")] == [
+        "imports", "data", "processes", "model", "resume", "first step"
+    ]  # fmt: skip
+
+
+def test_a_timer_tells_each_part_and_their_sum():
+    said = []
+    timer = TimestampedTimer(start_time=time.monotonic() - 2, running=5.0, say=said.append)
+    timer.report("sleeping")
+    timer.report("nothing")
+    assert 7 <= timer.running < 60 and time.monotonic() - timer.start_time < 60
+    assert [name for name, _ in timer.reports] == ["sleeping", "nothing"] and timer.reports[0][1] >= 2
+    assert re.fullmatch(r"\[ [\d: -]+ \] Start {65,} 0\.000 ms, +5\.00 s total", said[0]), said[0]
+    assert re.search(r"\] sleeping +2,\d{3}\.\d{3} ms, +7\.\d\d s total$", said[1])
+    assert re.fullmatch(r"7\.\d s: sleeping 2\.\d, nothing 0\.0", timer.summary())
