@@ -17,6 +17,7 @@ pytest_plugins = ("processes",)
 STEPS, BATCH = 8, 8
 SMALL = f"-num_classes 4 -batch_size {BATCH} -micro_batch 4 -lr_start 1e-2 -epochs 9 -cpu 2 -limit_steps {STEPS}"
 ROWS = ["undisturbed", "killed 3 times, gone on with each time", "undisturbed", "killed, gone on with on others"]
+FIRST = int(permutation.order(50, 0, 0)[:1])  # the first sample of the first epoch
 STATE = torch.Generator()  # goes on from draw to draw, and is in no checkpoint
 
 
@@ -97,12 +98,11 @@ BROKEN = {  # arch or dataset -> where the killed run differs, and how
     "dataset noise_without_a_seed": (noisy(unseeded), "at once", DRAWN),
     "arch dropout_with_a_state": (norm_net_and(OwnDropout), "later", LOSS),
     "arch a_state_that_is_not_saved": (norm_net_and(Drift), "later", LOSS),
-    "arch another_model_on_other_ranks": (norm_net_and(BySize), "never", LOSS),
 }
 
 
 @pytest.mark.parametrize("plugin", BROKEN)
-def test_a_plugin_that_breaks_the_promise_is_told_with_its_first_step_and_sample(checked, plugin):
+def test_a_plugin_that_breaks_the_promise_is_told_with_its_first_step_and_sample(checked, plugin, only_kills):
     kind, name = plugin.split()
     builder, when, why = BROKEN[plugin]
     chosen = {"arch": {"norm_net": norm_net}, "dataset": {"few": few}}
@@ -111,14 +111,17 @@ def test_a_plugin_that_breaks_the_promise_is_told_with_its_first_step_and_sample
     with plugins(**chosen):
         code, lines, told = checked(f"{SMALL} -arch {words['arch']} -dataset {words['dataset']}")
     assert code == 1 and lines[-1] == "not as promised, see ! above", told
-    killed, moved = lines[3], lines[-3]
-    assert moved.startswith(ROWS[3]) and moved.endswith(why)
-    if when == "never":
-        assert killed.endswith("the same bits")
-        return
-    step, sample = map(int, re.search(rf"! step (\d+), sample (\d+): {why}$", killed).groups())
+    step, sample = map(int, re.search(rf"! step (\d+), sample (\d+): {why}$", lines[3]).groups())
     assert (step > 0) == (when == "later")
     assert sample in permutation.order(50, 0, 0)[step * BATCH : (step + 1) * BATCH]
+
+
+def test_a_model_that_is_another_on_other_numbers_of_processes_is_told(checked):
+    with plugins(arch={"by_size": norm_net_and(BySize)}, dataset={"few": few}):
+        code, lines, told = checked(f"{SMALL} -arch by_size -dataset few")
+    assert code == 1 and lines[-1] == "not as promised, see ! above", told
+    assert lines[3].endswith("the same bits")
+    assert [line.partition("! ")[2] for line in lines[4:-1]] == [f"step 0, sample {FIRST}: {LOSS}"] * 4
 
 
 def test_what_is_only_rounding_is_told_from_what_is_not(checked, monkeypatch):

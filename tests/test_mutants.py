@@ -15,7 +15,6 @@ import torch
 from runs import few, norm_net, plugins
 
 import train
-from lib import check
 from lib.core import scheduler
 from lib.trainer import trainer
 from lib.utils import atomic, checkpoint, loader, sampler, seeding, shards
@@ -168,21 +167,14 @@ def killed(out, capfd, size=2, data="noisy") -> tuple[int, str]:
     return code, line
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """Of all that -check_resume does, only the kills on the same number of processes."""
-    real = check.Check.planned
-    monkeypatch.setattr(check.Check, "planned", lambda self, facts: real(self, facts)[:1])
-
-
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_run_that_is_not_broken_goes_on_bit_for_bit(size, tmp_path, capfd, alone):
+def test_a_run_that_is_not_broken_goes_on_bit_for_bit(size, tmp_path, capfd, only_kills):
     code, line = killed(tmp_path, capfd, size)
     assert code == 0 and line.endswith("the same bits")
 
 
 @pytest.mark.parametrize("name", GOING_ON)
-def test_a_run_that_goes_on_otherwise_is_found_out(name, tmp_path, capfd, alone, monkeypatch):
+def test_a_run_that_goes_on_otherwise_is_found_out(name, tmp_path, capfd, only_kills, monkeypatch):
     place, attribute, mutant, why = GOING_ON[name]
     monkeypatch.setattr(place, attribute, mutant)
     seeded = {"data": "few"} if "micro-batch" in name else {}  # noise would seed the dropout after it
