@@ -5,7 +5,6 @@ import time
 import types
 
 import pytest
-from processes import until
 
 from lib.utils import distributed, hangs
 from lib.utils.distributed import World
@@ -46,9 +45,11 @@ def test_a_rank_that_is_busy_with_something_else_shows_what(start):
 
 
 def test_the_first_step_may_take_longer_than_hang_minutes(start, undisturbed):
+    import processes  # a plugin, which pytest is to import first
+
     run = start("slow", "-hang_minutes", 0.01, deed={"do": "pause", "step": 0, "rank": 1})
     paused = run.noted(1)[0]["time"]
-    until(lambda: time.monotonic() - paused > 4)
+    processes.until(lambda: time.monotonic() - paused > 4)
     run.go()
     assert run.ends() == 0, run.text()
     assert run.weights() == undisturbed.weights()

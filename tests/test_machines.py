@@ -158,15 +158,22 @@ def test_a_machine_that_does_not_fit_is_refused_and_the_others_wait_on(start):
     assert "is refused: -batch_size" in first.text()
 
 
-def test_the_same_rank_twice_is_refused(start):
+def test_the_same_rank_twice_is_refused_and_who_leaves_may_come_back(start):
     place = ["-nnodes", 3, "-master_addr", "localhost", "-master_port", free_port(), "-node_rank"]
     first = start("run", *place, 0, cpu=1)
     first.says("waiting for 2 more at 127.0.0.1")
-    start("run", *place, 1, cpu=1)
+    second = start("run", *place, 1, cpu=1)
     first.says("node 1 (")
     twin = start("run", *place, 1, cpu=1)
     assert twin.ends() == 2
     assert f"-node_rank 1 is {socket.gethostname()} already: each machine needs its own" in twin.text()
+    os.kill(second.pid, signal.SIGTERM)
+    first.says("has left again")
+    second = start("run", *place, 1, cpu=1)
+    first.says(f"has left again\ntrain.py: node 1 ({socket.gethostname()}) is there")
+    os.kill(first.pid, signal.SIGINT)
+    assert first.ends() == 130 and "Traceback" not in first.text()
+    assert second.ends() == 2 and "what listens there does not wait for this run" in second.text()
 
 
 @pytest.mark.parametrize(
