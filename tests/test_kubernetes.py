@@ -160,28 +160,32 @@ def test_process_1_of_a_pod_stops_with_its_state_saved_and_a_pod_of_the_other_ki
     ]
     words[words.index("-out") + 1] = str(tmp_path)
     folder = tmp_path / "digits"
-    with Pod("v2", words) as pod:
+    image = tmp_path / "image"
+    context(image)
+    (image / ".venv").symlink_to(sys.prefix)
+    with Pod("v2", words, image) as pod:
         until(lambda: (folder / "metrics.jsonl").is_file() and (folder / "metrics.jsonl").read_text(), 120)
         os.kill(pod.first(), signal.SIGTERM)
         assert pod.ends() == 1  # which makes Kubernetes start it anew
     stopped = run_folder.read_outcome(folder)
     assert stopped["state"] == "stopped" and stopped["step"] > 0
 
-    with Pod("v1", [*words, "-limit_steps", str(stopped["step"] + 1)]) as pod:
+    with Pod("v1", [*words, "-limit_steps", str(stopped["step"] + 1)], image) as pod:
         assert pod.ends() == 0
     assert run_folder.read_outcome(folder)["step"] == stopped["step"] + 1
 
 
 class Pod:
-    """What a pod of a job starts, as process 1 of a namespace of its own, with what its operator puts there."""
+    """What a pod of a job starts from the image's files, as process 1 of a namespace of its own, with what its
+    operator puts there."""
 
-    def __init__(self, kind, words):
+    def __init__(self, kind, words, image):
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = str(server.getsockname()[1])
         given = {name: value.replace("PORT", port) for name, value in GIVEN[kind].items()}
         words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *STARTS[kind]["command"], *words]
         env = {**CLEAN, "OMP_NUM_THREADS": "1", **given}
-        self.process = subprocess.Popen(words, cwd=ROOT, env=env)
+        self.process = subprocess.Popen(words, cwd=image, env=env)
 
     def __enter__(self):
         return self
