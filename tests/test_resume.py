@@ -148,7 +148,7 @@ CHANGES = {
     "-batch_size 8": "-batch_size was 16 and is 8",
     "-micro_batch 8": "-micro_batch was 4 and is 8",
     "-seed 3": "-seed was 0 and is 3",
-    "-lr_start 0.5": "-lr_start was 0.01 and is 0.5",
+    "-lr_start 0.5": "-lr_start was 0.001 and is 0.5",
     "-epochs 4": "-epochs was 3 and is 4",
     "-optimizer sgd": "-optimizer was adamw and is sgd",
     "-bf16": "-bf16 was False and is True",
