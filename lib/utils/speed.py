@@ -16,8 +16,9 @@ WORKERS = 8  # at most, where -workers leaves it open
 def kernels(world: World, deterministic: bool):
     """Has matrices multiplied in TF32 and convolutions tried out for the fastest way; or, as no trial ends the same
     way twice, the same bits every time (torch.use_deterministic_algorithms), where torch has such a kernel."""
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+    if deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
     if world.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = not deterministic
