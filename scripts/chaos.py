@@ -5,7 +5,7 @@
     python scripts/chaos.py -switch='-workers 0,-workers 1'  further flags of train.py, drawn anew too
 
 Each start is forked from this one warm process. What every rank trained on must be, once each and in order, the
-samples of every epoch's order, however often the run was killed. Ctrl-C ends it early, with the table so far.
+samples of every epoch's order, however often the run was killed. Ctrl-C and SIGTERM end it, with the table so far.
 """
 
 import argparse
@@ -73,7 +73,7 @@ class Tally:
             "  too early, too late": f"{self.early} before their start's first sample, {self.late} when it was done",
             **{f"  {signal.Signals(number).name} to {who}": n for (who, number), n in sorted(self.kills.items())},
             "runs, starts, switches": f"{self.runs}, {self.starts}, {self.switches}",
-            "kills a minute": f"{60 * self.total / self.seconds:.0f}",
+            "kills a minute": f"{60 * self.total / max(self.seconds, 1):.0f}",
             f"runs that differ{'' if exact else ' beyond 1e-5'}": self.differing,
             "first difference": self.first or "none",
             "largest difference": "not a bit"
@@ -114,9 +114,11 @@ def storm(out: Path, tally: Tally, kills: int, sizes: list[int], switch=("",), s
         ways = [Way(flags[n], args[n], f"way_{n}", exact=len(flags) == 1) for n in range(len(flags))]
         ways = [undisturbed(way) for way in ways]
         began = time.monotonic()
-        while tally.total < kills:
-            story = disturbed(ways, draw, tally, kills)
-            judge(ways[0], story, tally)
+        try:
+            while tally.total < kills:
+                story = disturbed(ways, draw, tally, kills)
+                judge(ways[0], story, tally)
+        finally:
             tally.seconds = time.monotonic() - began
 
 
@@ -278,6 +280,8 @@ def main() -> int:
     asked = parser.parse_args()
     sizes, switch = [int(size) for size in asked.ranks.split(",")], asked.switch.split(",")
     folder, tally = Path(tempfile.mkdtemp(prefix="chaos_")), Tally()
+    for number in (signal.SIGINT, TERM):  # in the background too
+        signal.signal(number, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         storm(folder, tally, asked.kills, sizes, switch, asked.seed, f"{RUN} {asked.flags}")
     print(f"scripts/chaos.py {' '.join(sys.argv[1:])}")
