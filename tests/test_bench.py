@@ -7,16 +7,18 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts" / "bench"))
-import loop
+import contenders
 import save
 import seeding
+
+from lib.utils.distributed import World
 
 SMALL = "-dataset random -random_samples 320 -image_size 4 -num_classes 3 -arch mlp -mlp_width 8 -batch_size 32"
 
 
-def test_the_loops_of_the_benchmark_train_the_same_steps():
-    row = loop.measure(SMALL, rounds=1)
-    assert row["ours_us"] > 0 and row["bare_us"] > 0 and row["ratio"] == row["ratio_min"] == row["ratio_max"]
+def test_the_loops_of_the_benchmark_train(tmp_path):
+    case = contenders.Case(SMALL, str(tmp_path), World())
+    assert all(contender(case)() > 0 for contender in (contenders.ours, contenders.bare, contenders.template))
 
 
 @pytest.mark.parametrize("kind", range(3))

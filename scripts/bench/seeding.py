@@ -17,18 +17,22 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import loop
+import contenders
 import torch
 
-from lib.utils import fetch, run_folder, seeding
+from lib.utils import fetch, seeding
+from lib.utils.distributed import World
 
-MLP = loop.CASES["tiny MLP (64-64-10), batch 32"]
+MLP = (
+    "-dataset random -random_samples 16000 -image_size 8 -num_classes 10 -arch mlp -mlp_width 64 -mlp_depth 1 "
+    "-batch_size 32"
+)
 RESNET = "-dataset fake -fake_samples 64 -image_size 64 -num_classes 10 -arch resnet -resnet_depth 18 -batch_size 32"
 CASES = {  # words, how samples are made to be drawn, the most that is wanted
     "tiny MLP, the same samples every time": (MLP, lambda dataset: dataset, 0.05),
     "tiny MLP, a batch drawn at once": (MLP, lambda dataset: drawn(dataset), 0.05),
-    "tiny MLP, each sample drawn": (MLP, lambda dataset: drawn(loop.Plain(dataset)), None),
-    "ResNet-18 at 64x64, each sample drawn": (RESNET, lambda dataset: drawn(loop.Plain(dataset)), 0.02),
+    "tiny MLP, each sample drawn": (MLP, lambda dataset: drawn(contenders.Plain(dataset)), None),
+    "ResNet-18 at 64x64, each sample drawn": (RESNET, lambda dataset: drawn(contenders.Plain(dataset)), 0.02),
 }
 
 
@@ -38,15 +42,10 @@ def drawn(dataset):
     return dataset
 
 
-def epoch(trainer, seeded: bool) -> float:
-    """CPU seconds a step of one epoch."""
-    began = time.process_time()
-    if seeded:
-        loop.ours(trainer)
-    else:
-        with mock.patch.multiple(seeding, for_sample=nothing, for_micro_batch=nothing):
-            loop.ours(trainer)
-    return (time.process_time() - began) / trainer.plan.steps
+def unseeded(epoch) -> float:
+    """CPU seconds a step of one epoch without seeds."""
+    with mock.patch.multiple(seeding, for_sample=nothing, for_micro_batch=nothing):
+        return epoch()
 
 
 def nothing(*_):
@@ -56,10 +55,11 @@ def nothing(*_):
 def measure(words: str, changed, rounds: int) -> dict:
     """Medians of one case: microseconds a step without seeds, and the share that they add."""
     with tempfile.TemporaryDirectory() as folder:
-        args, dataset, trainer, _ = loop.build(words, folder)
-        run_folder.path_of(args).mkdir(parents=True)
-        trainer.loaders["train"].fetched.fetch = fetch.Fetch(changed(dataset), args.seed)
-        pairs = [(epoch(trainer, True), epoch(trainer, False)) for _ in range(rounds + 1)][1:]
+        trainer = contenders.trainer_of(contenders.Case(words, folder, World()))
+        fetched = trainer.loaders["train"].fetched
+        fetched.fetch = fetch.Fetch(changed(fetched.fetch.dataset), trainer.args.seed)
+        epoch = contenders.timed(trainer, time.process_time)
+        pairs = [(epoch(), unseeded(epoch)) for _ in range(rounds + 1)][1:]
         trainer.report.bar.close()
     return {
         "step_us": 1e6 * statistics.median(without for _, without in pairs),
