@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -35,14 +36,15 @@ def fork(tmp_path_factory):
 
 def test_every_command_of_the_readme_is_held_by_a_test():
     held = ("./scripts/train.sh", "./scripts/test.sh", "./scripts/slurm/set_up.sh", "python train.py", "torchrun",
-            "HEAD=node1:29400", "sbatch", "srun")  # fmt: skip
+            "HEAD=node1:29400", "sbatch", "srun", "python scripts/")  # fmt: skip
     assert len(COMMANDS) >= 6 and all(command.startswith(held) for command in COMMANDS if command)
 
 
 def test_every_command_of_the_readme_is_understood():
     from lib import config
 
-    started = [re.split(r"train\.py|train\.sbatch|train\.sh|elastic\.sh", command) for command in COMMANDS]
+    shipped = [one.replace("my_data", "digits").replace("my_net", "mlp") for one in COMMANDS if "photos" not in one]
+    started = [re.split(r"train\.py|train\.sbatch|train\.sh|elastic\.sh", command) for command in shipped]
     words = [parts[1] for parts in started if len(parts) == 2]
     assert len(words) >= 8
     for given in words:
@@ -75,6 +77,39 @@ def test_the_default_run_reaches_what_the_readme_says(fork):
         assert f"\n{line.split(':')[0]}:" in said, "the last lines of a run are others than the README shows"
 
 
+def test_the_first_hour_goes_as_the_readme_says(fork):
+    """Each of its commands in turn, on photos of one's own; a run of it is killed and goes on."""
+    commands = README.split("## The first hour")[1].split("```")[1].removeprefix("sh\n").splitlines()
+    commands = [line.split("#")[0].strip() for line in commands if "-slurm" not in line]
+    _photos(fork / "photos")
+    said = [_run(fork, command) for command in commands]
+    assert all(
+        "finished:" in text for text, command in zip(said, commands) if re.search(r"-cpu 2|-arch my_net$", command)
+    )
+    assert "first" in said[1] and "finished" in said[1] and "all as promised" in said[5]
+    assert (fork / "my_net.pt").is_file()
+
+    again = f"{commands[4]} -model killed"
+    start = subprocess.Popen([sys.executable, *shlex.split(again)[1:]], cwd=fork, stdout=subprocess.PIPE, text=True)
+    while "epoch 3/9" not in start.stdout.readline():
+        assert start.poll() is None
+    start.kill()
+    start.communicate()
+    said = _run(fork, again)
+    assert "going on from" in said and "finished:" in said
+
+
+def _photos(folder):
+    """A few images of two classes, bright and dark."""
+    for part, count in (("train", 12), ("val", 4)):
+        for name, light in (("day", 200), ("night", 40)):
+            (folder / part / name).mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (40, 30), (light, light, light + number)).save(
+                    folder / part / name / f"{number}.jpg"
+                )
+
+
 def test_torchrun_starts_the_same_worker(fork):
     said = _run(fork, "torchrun --nproc_per_node=2 train.py -epochs 1 -model by_torchrun -cpu 1")
     assert "finished:" in said
@@ -102,7 +137,11 @@ def test_every_flag_that_the_readme_names_exists():
     parser = parsing.Parser(prog="x", add_help=False, allow_abbrev=False)
     config.flags.add_shared(parser)
     table = re.findall(r"^\| `(.*?)\|", README, re.M)
-    named = set(re.findall(r"(?<![\w-])-[a-z]\w+", " ".join([*table, *COMMANDS]))) - {"-dataset_stripes"}
+    named = set(
+        re.findall(
+            r"(?<![\w-])-[a-z]\w+", " ".join([*table, *(one for one in COMMANDS if "scripts/export" not in one)])
+        )
+    ) - {"-dataset_stripes"}
     assert len(named) > 15
     assert {name for name in named if name not in parser._option_string_actions} == set()
 
