@@ -125,6 +125,11 @@ def test_a_number_that_is_taken_is_the_one_that_was_written(name, text):
         assert value == float(text) and math.isfinite(value) and value >= 0 and "_" not in text
 
 
+@pytest.mark.parametrize("name", ["nnodes", "batch_size", "batch_per_gpu", "reset", "slurm_arg"])
+def test_two_dashes_are_no_value(name, told):
+    assert told([f"-{name}=--"]) == f"argument -{name}: '--' is no value"
+
+
 @pytest.mark.parametrize(
     "value", ["", "x", "-1", "0", "0steps", "1.5epochs", "5 steps", "1_0steps", "5hours", "steps"]
 )

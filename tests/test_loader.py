@@ -218,7 +218,7 @@ class Stuck(Dataset):
 
 def test_worker_processes_end_with_the_run_whatever_they_are_at(monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # s, to wait for each
-    args = types.SimpleNamespace(seed=0, workers=2, shuffle=False)
+    args = types.SimpleNamespace(seed=0, workers=2, shuffle=False, debug=False)
     before = multiprocessing.active_children()
     for data in (Stuck(), ROWS):
         with (
@@ -231,7 +231,7 @@ def test_worker_processes_end_with_the_run_whatever_they_are_at(monkeypatch):
             assert len(first) == 2 and len(children) == 4 and all(child.is_alive() for child in children)
             1 / 0  # noqa: B018
         assert not any(child.is_alive() for child in children)
-    assert multiprocessing.active_children() == before
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 # Randomness

@@ -72,6 +72,7 @@ def test_the_tunnel_of_a_run_is_locked_told_and_gone_with_it(agent, start, tmp_p
     assert facts["asked"]["inspect"] is False
 
     os.kill(run.pid, signal.SIGKILL)
+    run.go()
     until(lambda: not Path(f"/proc/{facts['pid']}").exists(), what="the end of the agent")
     with pytest.raises(OSError, match="refused"):
         fetched(address)
