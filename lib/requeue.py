@@ -55,7 +55,7 @@ def after(history: Path, code: int) -> int:
         write(history, facts)
     elif why_not:
         log.info("job %s is not requeued: %s", os.environ["SLURM_JOB_ID"], why_not)
-    if outcome["state"] == "finished":
+    if outcome["state"] == "finished" and outcome["written"] != mine[-1]["outcome"]:  # by this start: not so by -eval
         return FINISHED
     return STOPPED if outcome["state"] == "stopped" else code or FAILED
 

@@ -97,7 +97,10 @@ def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
     assert requeue.after(stopped, 137) == 75, "it got no further"
     assert [start.get("requeued") for start in json.loads(stopped.read_text())["starts"]] == ["time limit", None]
     (stopped.parent / "run" / "outcome.json").write_text(json.dumps({"state": "finished"}))
-    assert requeue.after(stopped, 0) == 0
+    assert requeue.after(stopped, 137) == 0
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    requeue.begin(stopped, stopped.parent / "run", 3)
+    assert requeue.after(stopped, 2) == 2, "a finished run is only evaluated, and that fails"
 
 
 def test_the_newest_checkpoint_is_the_one_with_the_most_steps(tmp_path):
