@@ -7,12 +7,7 @@ import re
 
 WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
 REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 GPU = re.compile(r"[0-9]{1,4}|[A-Za-z][A-Za-z0-9/-]*")
-OPTION = re.compile(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?")
-SUFFIX = re.compile(r"[A-Za-z0-9-]*")
-EMAIL = re.compile(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+")
-EVERY = re.compile(r"([0-9]{1,18})(epochs?|steps?|min|)")
 
 
 def whole(low: int):
@@ -54,19 +49,22 @@ def number(text: str) -> float:
     return float(text)
 
 
-def every(text: str) -> str:
-    """A checked interval: 5 or 5epochs, 500steps, 10min."""
-    match = EVERY.fullmatch(text)
-    if not match or int(match[1]) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an interval like 5epochs, 500steps or 10min")
-    return text
+def matching(pattern: str, wanted: str):
+    """A reader of text that the pattern fits from end to end; `wanted` says what that is."""
+
+    def read(value):
+        if not re.fullmatch(pattern, value):
+            raise argparse.ArgumentTypeError(f"{value!r} is not {wanted}")
+        return value
+
+    return read
 
 
-def run_name(text: str) -> str:
-    """A checked folder name for a run."""
-    if not NAME.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a name of letters, digits, dots, dashes and underscores")
-    return text
+every = matching(r"(?=0*[1-9])[0-9]{1,18}(epochs?|steps?|min|)", "an interval like 5epochs, 500steps or 10min")
+run_name = matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", "a name of letters, digits, dots, dashes and underscores")
+email = matching(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+", "an e-mail address")
+suffix = matching(r"[A-Za-z0-9-]*", "the end of a host name: letters, digits, dashes")
+key_value = matching(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?", "an option of sbatch like reservation=school or exclusive")
 
 
 def plugin_name(text: str) -> str:
@@ -74,13 +72,6 @@ def plugin_name(text: str) -> str:
     if not text.isidentifier() or keyword.iskeyword(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a plugin's name: a file's name without .py is wanted")
     return text
-
-
-def email(value: str) -> str:
-    """A checked e-mail address."""
-    if not EMAIL.fullmatch(value):
-        raise argparse.ArgumentTypeError(f"{value!r} is not an e-mail address")
-    return value
 
 
 def text(value: str) -> str:
@@ -95,20 +86,6 @@ def port(text: str) -> int:
     value = whole(1)(text)
     if value > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: 65535 is the last")
-    return value
-
-
-def suffix(text: str) -> str:
-    """The end of a host name's first part; empty for none."""
-    if not SUFFIX.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not the end of a host name: letters, digits, dashes")
-    return text
-
-
-def key_value(value: str) -> str:
-    """An option of sbatch without its dashes, with =VALUE if it takes one."""
-    if not OPTION.fullmatch(value):
-        raise argparse.ArgumentTypeError(f"{value!r} is not an option of sbatch like reservation=school or exclusive")
     return value
 
 
