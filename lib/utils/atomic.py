@@ -102,8 +102,8 @@ def swap_link(link: Path, target_name: str):
     try:
         with _staged(link) as partial:
             partial.symlink_to(target_name)
-    except (OSError, NotImplementedError) as error:
-        if getattr(error, "errno", errno.ENOSYS) not in UNSUPPORTED:
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
             raise
         write_file(link, target_name)
 

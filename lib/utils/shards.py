@@ -86,9 +86,7 @@ def write(path: Path, blocks: list[tuple[str, Tensor]]) -> dict:
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
     parts = [len(head).to_bytes(8, "little"), head, *(_bytes(values) for _, values in blocks)]
-    with concurrent.futures.ThreadPoolExecutor(
-        1
-    ) as beside:  # on another core, while these are on their way to the disk
+    with concurrent.futures.ThreadPoolExecutor(1) as beside:  # on another core, while the disk is busy
         crc = beside.submit(_crc, parts)
         with path.open("wb", buffering=0) as file:
             size = sum(_write_all(file, chunk) for chunk in _chunks(parts))
