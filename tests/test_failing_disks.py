@@ -11,21 +11,16 @@ import time
 
 import pytest
 import saves
-from runs import distance, plugins, run
+from runs import distance, run
 from saves import SMALL, everything, log_of, names
 
 from lib.trainer import trainer
 from lib.utils import checkpoint, shards
 
+pytestmark = pytest.mark.usefixtures("small_plugins")
 WIDE = (
     "-dataset few -arch mlp -mlp_width 256 -image_size 8 -num_classes 4 -batch_size 16 -epochs 4 -label_smoothing 0"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins():
-    with plugins(**saves.PLUGINS):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,24 +7,13 @@ import shutil
 import pytest
 import saves
 import torch
-from runs import distance, plugins, run
+from runs import distance, run
 from saves import SMALL, everything, log_of, names
 
 import train
 from lib import config
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins():
-    with plugins(**saves.PLUGINS):
-        yield
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A finished run on two processes with all its checkpoints, one a step."""
-    out = tmp_path_factory.mktemp("done")
-    return run(out, f"{SMALL} -cpu 2 -save_every 1steps -keep_last 99")
+pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
 # Nodes with a disk of their own

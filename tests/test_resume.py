@@ -15,29 +15,7 @@ from saves import SMALL, log_of, names
 from lib.trainer import trainer
 from lib.utils import resume
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins():
-    with plugins(**saves.PLUGINS):
-        yield
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A finished run on two processes with all its checkpoints, one a step."""
-    out = tmp_path_factory.mktemp("done")
-    return run(out, f"{SMALL} -cpu 2 -save_every 1steps -keep_last 99")
-
-
-@pytest.fixture
-def copy(done, tmp_path):
-    """A copy of it, which a test may spoil."""
-    return shutil.copytree(done, tmp_path / "copied" / done.name, symlinks=True)
-
-
-@pytest.fixture
-def refused(tmp_path, capfd):
-    return lambda words, out=tmp_path: saves.refused(out, words, capfd)
+pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
 # Another run's state, or its weights

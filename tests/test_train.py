@@ -6,22 +6,18 @@ import random
 
 import numpy as np
 import pytest
+import saves
 import torch
 import yaml
 from runs import distance, few, norm_net, plugins, run, weights
+from saves import SMALL
 from torch import nn
 
 from lib.trainer import trainer
 from lib.utils import preemption
 from lib.utils.data import Tensors
 
-SMALL = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 3 -lr_start 1e-3"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins():
-    with plugins(arch={"norm_net": norm_net}, dataset={"few": few}):
-        yield
+pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +71,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(undisturbed, tmp_path, monkeypatch, s
     words = f"{SMALL} -cpu {size} -model on_{size}"
     for step in (2, 4, 6):
         with monkeypatch.context() as patch:
-            _stop_at(patch, step)
+            saves.stop_at(patch, step)
             folder = run(tmp_path, words, wanted=75)
         outcome = json.loads((folder / "outcome.json").read_text())
         assert (outcome["state"], outcome["step"]) == ("stopped", step)
@@ -88,7 +84,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(undisturbed, tmp_path, monkeypatch, s
 def test_a_run_goes_on_with_other_numbers_of_processes(undisturbed, tmp_path, monkeypatch):
     for step, size in ((2, 4), (5, 1), (8, 3)):
         with monkeypatch.context() as patch:
-            _stop_at(patch, step)
+            saves.stop_at(patch, step)
             run(tmp_path, f"{SMALL} -cpu {size} -model moved", wanted=75)
     assert distance(run(tmp_path, f"{SMALL} -cpu 2 -model moved"), undisturbed[1]) < 1e-5
 
@@ -106,10 +102,10 @@ class Mixes(trainer.Trainer):
 
 def test_a_training_step_may_draw_from_python_and_numpy_and_goes_on_bit_for_bit(tmp_path, monkeypatch):
     words = f"{SMALL} -trainer mixes"
-    with plugins(trainer={"mixes": Mixes}, arch={"norm_net": norm_net}, dataset={"few": few}):
+    with plugins(trainer={"mixes": Mixes}):
         whole = run(tmp_path, f"{words} -cpu 2 -model whole")
         with monkeypatch.context() as patch:
-            _stop_at(patch, 6)
+            saves.stop_at(patch, 6)
             run(tmp_path, f"{words} -cpu 2 -model parts", wanted=75)
         np.random.seed(9)
         random.seed(9)
@@ -120,7 +116,7 @@ def test_a_training_step_may_draw_from_python_and_numpy_and_goes_on_bit_for_bit(
 def test_batch_per_gpu_is_remembered_as_a_global_number(tmp_path, monkeypatch):
     words = SMALL.replace("-batch_size 16 -micro_batch 4", "-batch_per_gpu 8")
     with monkeypatch.context() as patch:
-        _stop_at(patch, 3)
+        saves.stop_at(patch, 3)
         run(tmp_path, f"{words} -cpu 2 -model share", wanted=75)
     folder = run(tmp_path, f"{words} -cpu 1 -model share")
     asked = yaml.safe_load((folder / "config.yaml").read_text())
@@ -178,7 +174,7 @@ def test_a_batch_that_is_not_finite_is_skipped_and_counted(tmp_path, size):
         parts["train"].tensors[0][11] = math.nan
         return parts
 
-    with plugins(dataset={"poisoned": poisoned}, arch={"norm_net": norm_net}):
+    with plugins(dataset={"poisoned": poisoned}):
         words = SMALL.replace("-dataset few", "-dataset poisoned")
         folder = run(tmp_path, f"{words} -cpu {size} -model skips")
     assert all(torch.isfinite(value).all() for value in weights(folder).values())
@@ -244,24 +240,9 @@ def test_a_stop_during_evaluation_evaluates_again(tmp_path, monkeypatch, undistu
 
 
 def test_a_stop_on_the_very_last_step_finishes_the_run(tmp_path, monkeypatch, undisturbed):
-    _stop_at(monkeypatch, 12)
+    saves.stop_at(monkeypatch, 12)
     assert distance(run(tmp_path, f"{SMALL} -cpu 2 -model last"), undisturbed[2]) == 0.0
 
 
 def _lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def _stop_at(patch, step):
-    """All ranks wish to stop once `step` steps are done, and vote at every step."""
-    from lib.trainer import trainer
-
-    real = trainer.Trainer.boundary
-
-    def boundary(self):
-        if self.state.step >= step:
-            self.stop.reason = "a test"
-        return real(self)
-
-    patch.setattr(trainer.Trainer, "boundary", boundary)
-    patch.setattr(preemption, "MOST_STEPS", 1)
