@@ -1,6 +1,5 @@
 """Runs that are refused once their parts are seen: data sets, models, folders, other runs, what they go on from."""
 
-import json
 import signal
 import socket
 import subprocess
@@ -171,7 +170,7 @@ def test_a_start_that_is_refused_leaves_an_old_run_as_it_was(told, tmp_path):
     for words in ("-lr_start 0.5", "-cpu 1 -seed 4", "-arch mlp", "-batch_size 0", "-reset -data nowhere"):
         assert "-" in told([*FAST, "-model", "old", *words.split()])
     assert kept.items() <= tree(folder).items()
-    assert json.loads((folder / "outcome.json").read_text())["state"] == "finished"
+    assert runs.outcome(folder)["state"] == "finished"
 
 
 @pytest.fixture
@@ -201,7 +200,7 @@ def other(tmp_path):
 
 def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
-    before = json.loads((out / "same" / "outcome.json").read_text())
+    before = runs.outcome(out / "same")
     assert before["state"] == "running" and before["pid"] == other.pid
     monkeypatch.setattr(run_folder, "PATIENCE_S", 0.1)
     for more in ([], ["-reset"], ["-lr_start", "0.5"], ["-epochs", "3"]):
@@ -212,7 +211,7 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tm
             f"train.py: -model same: {out / 'same'} is in use by host {socket.gethostname()}, "
         )
         assert f"pid {other.pid}" in heard.err and other.poll() is None
-    assert json.loads((out / "same" / "outcome.json").read_text()) == before and not (out / ".old").exists()
+    assert runs.outcome(out / "same") == before and not (out / ".old").exists()
 
     monkeypatch.setattr(run_folder, "PATIENCE_S", 60)
     other.send_signal(signal.SIGKILL)  # it takes its time to go

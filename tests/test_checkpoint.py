@@ -9,7 +9,7 @@ import time
 import pytest
 import saves
 import torch
-from runs import few, plugins, run
+from runs import few, plugins, run, same
 from saves import SMALL, everything, log_of, names, save, saver
 from torch import nn
 
@@ -41,7 +41,7 @@ def test_a_save_returns_at_once_and_holds_the_moment_it_began(tmp_path, monkeypa
     live["model.weight"].zero_()
     checkpoints.close()
     held = saves.tensors(tmp_path / "checkpoints" / "step_00000003")
-    assert held.keys() == now.keys() and all(torch.equal(held[name], now[name]) for name in now)
+    assert same(held, now)
 
 
 def test_a_trainer_steps_only_after_the_copy(done, tmp_path, monkeypatch):
@@ -93,7 +93,7 @@ def test_buffers_are_made_once_and_shapes_may_change(tmp_path):
     checkpoints.save(tensors, {}, step=3, early=set())
     checkpoints.close()
     held = saves.tensors(tmp_path / "checkpoints" / "step_00000003")
-    assert all(torch.equal(held[name], value) for name, value in tensors.items())
+    assert same(held, tensors)
 
 
 def test_a_save_starts_no_process(tmp_path, monkeypatch):

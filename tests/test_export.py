@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import parsed
-from runs import run
+from runs import run, same
 from safetensors.torch import load_file
 
 from lib import config
@@ -140,7 +140,3 @@ def test_what_cannot_be_exported_is_said_in_one_line(trained, tmp_path, capsys, 
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert "its checksum is" in refused(capsys, trained, "-from", damaged)
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -1,6 +1,5 @@
 """Disks that fill up, vanish, turn read-only or are slow under a run, folders of odd kinds, and stops amid a save."""
 
-import json
 import os
 import shutil
 import signal
@@ -11,7 +10,7 @@ import time
 
 import pytest
 import saves
-from runs import distance, run
+from runs import distance, outcome, run
 from saves import SMALL, everything, log_of, names
 
 from lib.trainer import trainer
@@ -127,7 +126,7 @@ def test_a_folder_that_is_deleted_under_the_run_is_made_anew(tmp_path, monkeypat
     at_steps(monkeypatch, {5: delete})
     run(tmp_path, f"{SMALL} -cpu {cpu}")
     assert names(folder) == ["step_00000012", "step_00000008"]
-    assert distance(folder, done) < 1e-5 and json.loads((folder / "outcome.json").read_text())["state"] == "finished"
+    assert distance(folder, done) < 1e-5 and outcome(folder)["state"] == "finished"
 
 
 def test_a_read_only_disk_is_refused_and_what_is_there_can_be_resumed_elsewhere(

@@ -1,6 +1,5 @@
 """Going on: from another run, from weights, with other settings, from a checkpoint of another version."""
 
-import json
 import os
 import shutil
 import sys
@@ -8,7 +7,7 @@ import sys
 import pytest
 import saves
 import torch
-from runs import distance, few, norm_net, plugins, run, weights
+from runs import distance, few, norm_net, outcome, plugins, run, weights
 from safetensors.torch import save_file
 from saves import SMALL, log_of, names
 
@@ -186,8 +185,8 @@ def test_a_longer_dataset_goes_on_when_it_is_allowed(copy, monkeypatch):
         shutil.rmtree(copy / "checkpoints" / name)
     monkeypatch.setattr(sys.modules["lib.dataset.few"], "get_dataset", lambda args: few(args, 70))
     folder = run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -allow_change samples")
-    outcome = json.loads((folder / "outcome.json").read_text())
-    assert (outcome["step"], outcome["samples"]) == (15, 50 + 32 + (70 - 32) + 70)
+    ended = outcome(folder)
+    assert (ended["step"], ended["samples"]) == (15, 50 + 32 + (70 - 32) + 70)
 
 
 def test_another_optimizer_begins_anew_when_it_is_allowed(copy, refused, monkeypatch):
