@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 60  # seconds, for whatever is waited for
+LIMIT = 120  # seconds, for whatever is waited for
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CLEAN = {name: value for name, value in os.environ.items()
          if name not in (*PLACE, "PYTHONDONTWRITEBYTECODE") and not name.startswith("TORCHELASTIC")}  # fmt: skip

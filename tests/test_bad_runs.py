@@ -4,7 +4,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from functools import partial
 
 import command_line
@@ -12,6 +11,7 @@ import pytest
 import runs
 import torch
 from command_line import tree
+from processes import until
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -189,10 +189,9 @@ def other(tmp_path):
         "same",
     ]
     process = subprocess.Popen(words, cwd=config.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    outcome, until = tmp_path / "out" / "same" / "outcome.json", time.monotonic() + 60
-    while not outcome.is_file():
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.05)
+    outcome = tmp_path / "out" / "same" / "outcome.json"
+    until(lambda: outcome.is_file() or process.poll() is not None)
+    assert process.poll() is None
     yield process
     process.kill()
     process.wait(60)

@@ -79,17 +79,17 @@ def test_nodes_join_and_are_lost_and_the_run_goes_on(tmp_path, nodes, alone):
     _trains(log, starts=1)
 
     second = nodes(**env)
-    joined = _starts_again(log, 2, limit=60)
+    joined = _starts_again(log, 2, limit=120)
     assert joined["stopped"] == joined["went_on"] > 0
 
     until(lambda: _steps(log) > joined["went_on"] + 20)
     os.kill(second.worker(), signal.SIGKILL)
-    replaced = _starts_again(log, 3, limit=60)
+    replaced = _starts_again(log, 3, limit=120)
     assert replaced["went_on"] >= joined["went_on"]
 
     until(lambda: _steps(log) > replaced["went_on"] + 20)
     os.kill(second.agent.pid, signal.SIGKILL)
-    smaller = _starts_again(log, 4, limit=60)
+    smaller = _starts_again(log, 4, limit=120)
     assert smaller["stopped"] == smaller["went_on"] > replaced["went_on"]
     assert "a torchrun agent is gone" in log.read_text()
 
@@ -127,7 +127,7 @@ def test_an_etcd_server_is_another_place_to_meet(tmp_path, nodes, alone):
         first = nodes(**env)
         _trains(log, starts=1)
         nodes(**env)
-        joined = _starts_again(log, 2, limit=90)
+        joined = _starts_again(log, 2, limit=120)
         assert joined["stopped"] == joined["went_on"] > 0
         assert first.agent.wait(150) == 0
         _ends_like(tmp_path / "out" / "elastic", alone)

@@ -79,7 +79,7 @@ def test_watch_shows_the_table_again_until_it_is_stopped(tmp_path):
     with log.open("w") as file, subprocess.Popen(words, cwd=ROOT, env=CLEAN, stdout=file, stderr=file) as process:
         until(lambda: log.read_text().count("stopped") >= 2)
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     assert "Traceback" not in log.read_text()
 
 
