@@ -58,7 +58,7 @@ def test_every_source_gives_its_weights(trained, tmp_path):
     assert same(torch.load(trained / "small.pt", weights_only=True), final)
 
 
-def test_a_sharded_run_is_exported_whole(trained, tmp_path):
+def test_a_sharded_run_is_exported_whole(tmp_path):
     words = f"-cpu 2 -parallel fsdp -epochs 1 -convnet_width 8 -model sharded -data {config.ROOT / 'data'}"
     folder = run(tmp_path, words)
     newest = checkpoint.listed(folder / "checkpoints")[0][1]

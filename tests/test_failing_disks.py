@@ -86,7 +86,7 @@ def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint(tmp_path, mount, m
     assert not list(folder.rglob("*.partial"))
 
 
-def test_a_disk_that_stays_full_ends_the_run_and_the_old_checkpoint_is_good(tmp_path, mount, monkeypatch, done):
+def test_a_disk_that_stays_full_ends_the_run_and_the_old_checkpoint_is_good(mount, monkeypatch, done):
     disk = mount("8m")
     with monkeypatch.context() as patch:
         at_steps(patch, {5: lambda: fill(disk)})

@@ -61,7 +61,7 @@ def test_weights_that_are_not_finite_are_refused_unless_it_is_allowed(copy, refu
     run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -allow_change nan")
 
 
-def test_a_type_that_safetensors_lacks_is_refused_before_the_first_step(refused, monkeypatch):
+def test_a_type_that_safetensors_lacks_is_refused_before_the_first_step(refused):
     def with_phase(args):
         model = norm_net(args)
         model.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))

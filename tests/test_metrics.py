@@ -5,7 +5,6 @@ import math
 import multiprocessing
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from disks import full_disk
 
 from lib.utils import metrics
 from lib.utils.metrics import MetricsTracker
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_sums_are_exact_over_numbers_and_tensors_of_any_kind():

@@ -147,7 +147,7 @@ def test_compiling_without_a_compiler_is_refused(monkeypatch, capfd):
     assert "C++ compiler" in capfd.readouterr().err
 
 
-def test_recomputing_a_model_without_blocks_is_refused(tmp_path):
+def test_recomputing_a_model_without_blocks_is_refused():
     with pytest.raises(parallel.UsageError, match="get_blocks"):
         words = {"sync_bn": False, "recompute": True, "compile": None, "parallel": "ddp", "arch": "line"}
         parallel.wrap(nn.Linear(2, 2), type("Args", (), words), World())

@@ -189,7 +189,7 @@ def test_a_longer_dataset_goes_on_when_it_is_allowed(copy, monkeypatch):
     assert (ended["step"], ended["samples"]) == (15, 50 + 32 + (70 - 32) + 70)
 
 
-def test_another_optimizer_begins_anew_when_it_is_allowed(copy, refused, monkeypatch):
+def test_another_optimizer_begins_anew_when_it_is_allowed(copy, monkeypatch):
     made = []
     real = resume.load
 

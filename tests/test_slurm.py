@@ -189,7 +189,7 @@ def test_a_dry_run_shows_the_script_and_leaves_nothing(slurm, out):
         ("-gpus 0", "-gpus 0 with -slurm: Slurm says which GPUs"),
     ],
 )
-def test_what_cannot_be_had_is_one_line(slurm, out, words, told):
+def test_what_cannot_be_had_is_one_line(slurm, words, told):
     said = slurm.here(f"-slurm -slurm_cpus 1 -model none {words}", wanted=2)
     assert told in said and said.count("\n") == 1
     assert ("sbatch said: " in said) == ("-gpus" not in words)

@@ -40,7 +40,7 @@ def test_runs_are_shown_as_what_they_are(tmp_path):
     assert not found["whole"]["left"] and found["whole"]["seen"].endswith("ago")
 
 
-def test_a_run_is_running_until_it_is_killed_and_then_lost(start, tmp_path):
+def test_a_run_is_running_until_it_is_killed_and_then_lost(start):
     one = start("live", "-epochs", "5000", "-log_every", "5", cpu=2)
     until(lambda: one.folder.is_dir() and rows(one.folder).get("live", {}).get("left"))
     row = rows(one.folder)["live"]

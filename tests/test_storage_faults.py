@@ -125,7 +125,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, done, cpu)
     ]
 
 
-def test_a_run_with_only_damaged_checkpoints_never_starts_anew_by_itself(copy, done, tmp_path):
+def test_a_run_with_only_damaged_checkpoints_never_starts_anew_by_itself(copy, done):
     for name in names(copy):
         (copy / "checkpoints" / name / SHARD).unlink()
     for _ in range(2):
@@ -151,7 +151,7 @@ LATEST = {
 
 
 @pytest.mark.parametrize("what", LATEST)
-def test_whatever_latest_is_the_newest_good_checkpoint_is_taken_and_latest_is_mended(what, copy, done):
+def test_whatever_latest_is_the_newest_good_checkpoint_is_taken_and_latest_is_mended(what, copy):
     shutil.rmtree(copy / "checkpoints" / names(copy)[0])
     link = copy / "checkpoints" / "latest"
     link.unlink()

@@ -9,6 +9,7 @@ import saves
 import torch
 import yaml
 from runs import distance, few, lines, norm_net, outcome, plugins, run, same, weights
+from safetensors.torch import load_file
 from saves import SMALL
 from torch import nn
 
@@ -123,7 +124,7 @@ def test_batch_per_gpu_is_remembered_as_a_global_number(tmp_path, monkeypatch):
     assert distance(folder, run(tmp_path, f"{words} -cpu 2 -model whole")) < 1e-6
 
 
-def test_more_processes_than_micro_batches_cut_finer(tmp_path, undisturbed):
+def test_more_processes_than_micro_batches_cut_finer(tmp_path):
     words = SMALL.replace("-micro_batch 4", "-micro_batch 8")
     folder = run(tmp_path, f"{words} -cpu 4 -model finer -log_every 1")
     assert "cut finer" in (folder / "logs" / "rank_0.log").read_text()
@@ -204,8 +205,6 @@ def test_mixed_precision_trains_on_the_same_path(tmp_path):
 def test_best_and_final_weights_are_ready_to_load(undisturbed):
     for kind in ("best", "final"):
         model = norm_net(type("Args", (), {"num_classes": 4}))
-        from safetensors.torch import load_file
-
         model.load_state_dict(load_file(undisturbed[1] / kind / "weights.safetensors"))
 
 
@@ -220,8 +219,6 @@ def test_every_optimizer_and_loss_trains(tmp_path):
 def test_a_stop_during_evaluation_evaluates_again(tmp_path, monkeypatch, undisturbed):
     """The epoch's training is kept; the next start begins with its evaluation."""
     with monkeypatch.context() as patch:
-        from lib.trainer import trainer
-
         real = trainer.Trainer.evaluate
 
         def evaluate(self, split):
