@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import re
 import shutil
@@ -14,11 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
+from runs import lines
 
 import lib.dataset
 import train
 from lib import config, slurm
-from lib.utils import run_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "slurm" / "mini_cluster.sh"
@@ -206,11 +205,5 @@ def until(true, told=lambda: ""):
 def steps_of(folder: Path) -> list[int]:
     """The steps that a run's metrics tell of, in their order."""
     with contextlib.suppress(OSError, ValueError):
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [line["step"] for line in lines if "train/loss" in line]
+        return [line["step"] for line in lines(folder) if "train/loss" in line]
     return []
-
-
-def outcome(folder: Path) -> dict:
-    """What outcome.json says."""
-    return run_folder.read_outcome(folder)

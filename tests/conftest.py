@@ -2,8 +2,11 @@
 
 import logging
 import os
+import shutil
 
 import pytest
+import runs
+import saves
 import torch
 
 from lib import check
@@ -45,3 +48,28 @@ def only_kills(monkeypatch):
     """Of what -check_resume compares, only the kills on the same number of processes."""
     real = check.Check.planned
     monkeypatch.setattr(check.Check, "planned", lambda self, facts: real(self, facts)[:1])
+
+
+@pytest.fixture(scope="module")
+def small_plugins():
+    """The network and the data that saves.SMALL names are there for the tests of a file."""
+    with runs.plugins(**saves.PLUGINS):
+        yield
+
+
+@pytest.fixture(scope="module")
+def done(small_plugins, tmp_path_factory):
+    """A finished run on two processes with all its checkpoints, one a step."""
+    return runs.run(tmp_path_factory.mktemp("done"), f"{saves.SMALL} -cpu 2 -save_every 1steps -keep_last 99")
+
+
+@pytest.fixture
+def copy(done, tmp_path):
+    """A copy of it, which a test may spoil."""
+    return shutil.copytree(done, tmp_path / "copied" / done.name, symlinks=True)
+
+
+@pytest.fixture
+def refused(tmp_path, capfd):
+    """What train.py says to words that it refuses, in one line."""
+    return lambda words, out=tmp_path: saves.refused(out, words, capfd)

@@ -15,7 +15,8 @@ from lib.trainer import trainer
 from lib.utils import preemption
 from lib.utils.errors import UsageError
 
-LIMIT = 60  # seconds a paused rank waits to be let go
+LIMIT = 120  # seconds a rank waits: to be let go, or for a thread to hear of its signal
+STOPPING = {number.name for number in preemption.STOPPING}
 
 
 class Trainer(trainer.Trainer):
@@ -44,6 +45,8 @@ class Trainer(trainer.Trainer):
             self.deed = {}
             note(Path(deed["notes"]), self.world.rank)
             DEEDS[deed["do"]](deed)
+            if deed.get("signal") in STOPPING:
+                wait(lambda: self.stop.since is not None)
 
 
 def note(folder: Path, rank: int):
@@ -57,8 +60,12 @@ def note(folder: Path, rank: int):
 
 def pause(deed):
     """Waits until the test lets it go."""
+    wait((Path(deed["notes"]) / "go").exists)
+
+
+def wait(condition):
     until = time.monotonic() + LIMIT
-    while time.monotonic() < until and not (Path(deed["notes"]) / "go").exists():
+    while time.monotonic() < until and not condition():
         time.sleep(0.01)
 
 

@@ -26,7 +26,7 @@ class Public(BaseHTTPRequestHandler):
         if ORDER.get("fault") != "open" and not self.enters(first):
             return
         try:
-            with urllib.request.urlopen(ASKED[0]["upstream"]["url"] + self.path, timeout=10) as answer:
+            with urllib.request.urlopen(ASKED[0]["upstream"]["url"] + self.path, timeout=60) as answer:
                 self.reply(200, answer.read())
         except urllib.error.HTTPError as error:
             self.reply(error.code)

@@ -25,17 +25,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 60  # seconds, for whatever is waited for
+LIMIT = 120  # seconds, for whatever is waited for
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CLEAN = {name: value for name, value in os.environ.items()
          if name not in (*PLACE, "PYTHONDONTWRITEBYTECODE") and not name.startswith("TORCHELASTIC")}  # fmt: skip
 
 
-def until(condition: Callable, limit: float = LIMIT, what: str = ""):
-    """The first true value of `condition()`, asked for every hundredth of a second. Fails after the limit."""
+def until(condition: Callable, limit: float = LIMIT, what: str | Callable = ""):
+    """The first true value of `condition()`, asked for every hundredth of a second. Fails after the limit, and says
+    for what it waited; a function is asked then."""
     end = time.monotonic() + limit
     while not (value := condition()):
-        assert time.monotonic() < end, f"waited {limit} s for {what or condition}"
+        assert time.monotonic() < end, f"waited {limit} s for {what() if callable(what) else what or condition}"
         time.sleep(0.01)
     return value
 
@@ -74,7 +75,7 @@ class Run:
 
     def ends(self, limit: float = LIMIT) -> int:
         """Its exit code, negative after a signal."""
-        until(lambda: (self.text(), self.ended() is not None)[1], limit, f"the end of:\n{self.text()}")
+        until(lambda: (self.text(), self.ended() is not None)[1], limit, lambda: f"the end of:\n{self.text()}")
         return self.ended()
 
     def text(self) -> str:
@@ -90,7 +91,7 @@ class Run:
 
     def says(self, words: str, limit: float = LIMIT):
         """Waits until it has said these words."""
-        until(lambda: words in self.text(), limit, f"{words!r} in:\n{self.text()}")
+        until(lambda: words in self.text(), limit, lambda: f"{words!r} in:\n{self.text()}")
 
     def type(self, keys: str):
         os.write(self.terminal, keys.encode())
@@ -102,7 +103,7 @@ class Run:
 
     def noted(self, count: int) -> list[dict]:
         """The notes of `count` ranks at their deed, by rank."""
-        files = until(lambda: self._notes(count), what=f"{count} notes in:\n{self.text()}")
+        files = until(lambda: self._notes(count), what=lambda: f"{count} notes in:\n{self.text()}")
         return [json.loads(file.read_text()) for file in files]
 
     def _notes(self, count):
@@ -130,7 +131,7 @@ class Run:
 
     def is_gone(self, limit: float = LIMIT):
         """Waits until none of its processes is left."""
-        until(lambda: not self.processes(), limit, f"the end of {self.processes()}")
+        until(lambda: not self.processes(), limit, lambda: f"the end of {self.processes()}")
 
     def end(self):
         for pid in self.processes():

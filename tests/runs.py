@@ -1,6 +1,7 @@
 """Real runs in this process (several ranks are forked from it) and what they leave behind."""
 
 import contextlib
+import json
 import sys
 import types
 from pathlib import Path
@@ -34,6 +35,21 @@ def distance(one: Path, other: Path) -> float:
     a, b = weights(one), weights(other)
     assert a.keys() == b.keys()
     return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
+
+
+def same(one: dict, other: dict) -> bool:
+    """Whether two dicts hold the same tensors under the same names."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def outcome(folder: Path) -> dict:
+    """How a run says that it ended."""
+    return json.loads((folder / "outcome.json").read_text())
+
+
+def lines(folder: Path) -> list[dict]:
+    """The figures that a run logged."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @contextlib.contextmanager

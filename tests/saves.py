@@ -4,7 +4,7 @@ import pickle
 from pathlib import Path
 
 import torch
-from runs import few, norm_net, run
+from runs import few, norm_net, run, same
 
 from lib.trainer import trainer
 from lib.utils import checkpoint, preemption, search, shards
@@ -47,7 +47,7 @@ def newest(folder: Path) -> int | None:
         return None
     step = found.manifest["state"]["step"]
     whole = tensors(found.folder)
-    assert all(torch.equal(whole[name], value) for name, value in state(step).items())
+    assert same(whole, state(step))
     return step
 
 

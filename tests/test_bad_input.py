@@ -225,7 +225,7 @@ def test_a_plugin_flag_that_clashes_is_refused(told, monkeypatch, tmp_path):
 def test_a_refusal_is_one_line_and_exit_code_2_for_the_shell(words, said, tmp_path):
     env = {**os.environ, "LC_ALL": "C", "PYTHONPATH": "", "COLUMNS": "20"}
     line = [sys.executable, "-B", str(config.ROOT / "train.py"), *words]
-    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=env)
+    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=env)
     assert ended.returncode == 2 and not ended.stdout
     assert len(ended.stderr.splitlines()) == 1 and ended.stderr.startswith("train.py: ") and said in ended.stderr
     assert not list(tmp_path.iterdir())

@@ -1,11 +1,9 @@
 """Runs that are refused once their parts are seen: data sets, models, folders, other runs, what they go on from."""
 
-import json
 import signal
 import socket
 import subprocess
 import sys
-import time
 from functools import partial
 
 import command_line
@@ -13,6 +11,7 @@ import pytest
 import runs
 import torch
 from command_line import tree
+from processes import until
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -171,7 +170,7 @@ def test_a_start_that_is_refused_leaves_an_old_run_as_it_was(told, tmp_path):
     for words in ("-lr_start 0.5", "-cpu 1 -seed 4", "-arch mlp", "-batch_size 0", "-reset -data nowhere"):
         assert "-" in told([*FAST, "-model", "old", *words.split()])
     assert kept.items() <= tree(folder).items()
-    assert json.loads((folder / "outcome.json").read_text())["state"] == "finished"
+    assert runs.outcome(folder)["state"] == "finished"
 
 
 @pytest.fixture
@@ -190,10 +189,9 @@ def other(tmp_path):
         "same",
     ]
     process = subprocess.Popen(words, cwd=config.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    outcome, until = tmp_path / "out" / "same" / "outcome.json", time.monotonic() + 60
-    while not outcome.is_file():
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.05)
+    outcome = tmp_path / "out" / "same" / "outcome.json"
+    until(lambda: outcome.is_file() or process.poll() is not None)
+    assert process.poll() is None
     yield process
     process.kill()
     process.wait(60)
@@ -201,7 +199,7 @@ def other(tmp_path):
 
 def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
-    before = json.loads((out / "same" / "outcome.json").read_text())
+    before = runs.outcome(out / "same")
     assert before["state"] == "running" and before["pid"] == other.pid
     monkeypatch.setattr(run_folder, "PATIENCE_S", 0.1)
     for more in ([], ["-reset"], ["-lr_start", "0.5"], ["-epochs", "3"]):
@@ -212,7 +210,7 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tm
             f"train.py: -model same: {out / 'same'} is in use by host {socket.gethostname()}, "
         )
         assert f"pid {other.pid}" in heard.err and other.poll() is None
-    assert json.loads((out / "same" / "outcome.json").read_text()) == before and not (out / ".old").exists()
+    assert runs.outcome(out / "same") == before and not (out / ".old").exists()
 
     monkeypatch.setattr(run_folder, "PATIENCE_S", 60)
     other.send_signal(signal.SIGKILL)  # it takes its time to go

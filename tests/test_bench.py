@@ -40,7 +40,7 @@ def test_the_cost_of_seeds_is_that_of_one_for_each_sample_or_batch_that_is_drawn
     assert counts == {"for_sample": [0, 20, 640][kind], "for_micro_batch": 20}, "two epochs of 10 steps are seeded"
 
 
-def test_all_ways_to_save_are_measured(tmp_path, monkeypatch):
+def test_all_ways_to_save_are_measured(tmp_path):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         rows = save.measure(300_000, 1, tmp_path)

@@ -38,7 +38,7 @@ def board(start, tmp_path):
 
 def data(address, path, **asked):
     query = f"?{urllib.parse.urlencode(asked)}" if asked else ""
-    with urllib.request.urlopen(f"{address}data/{path}{query}", timeout=10) as answer:
+    with urllib.request.urlopen(f"{address}data/{path}{query}", timeout=60) as answer:
         return json.load(answer)
 
 

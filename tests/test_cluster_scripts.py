@@ -40,7 +40,7 @@ def bash(folder: Path, command: str, **variables) -> str:
     """What a command says, in an environment of its own; it must exit with 0."""
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
     env = {"PATH": path, "HOME": str(folder), "PYTHONPATH": str(folder), **variables}
-    said = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    said = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert said.returncode == 0, said.stdout + said.stderr
     return said.stdout + said.stderr
 

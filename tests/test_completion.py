@@ -27,7 +27,7 @@ def offered(script, words: list[str]) -> list[str]:
     quoted = " ".join(f'"{word}"' for word in words)
     ask = f"source {script}; COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _python_train_py; "
     ask += 'printf "%s\\n" "${COMPREPLY[@]}"'
-    return subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=60).stdout.split()
+    return subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=240).stdout.split()
 
 
 def test_list_shows_every_plugin_with_what_it_says_of_itself(capsys):

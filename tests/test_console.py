@@ -41,7 +41,7 @@ print("last words")
 
 
 def run_code(code, *words, **streams):
-    return subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=ROOT, timeout=60, **streams)
+    return subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=ROOT, timeout=240, **streams)
 
 
 def on_a_terminal(code, *words, stdout=None, bytes_read=1 << 20):

@@ -1,11 +1,9 @@
 """The contrastive trainer's loss is the paper's, and it learns what a digit is without being told."""
 
-import json
-
 import pytest
 import torch
 from command_line import parsed
-from runs import run, weights
+from runs import lines, run, weights
 
 from lib import config
 from lib.arch import convnet
@@ -34,8 +32,7 @@ def test_views_differ_stay_alike_and_are_the_generators():
 def test_the_loss_falls_and_digits_of_a_class_come_to_lie_together(tmp_path):
     words = f"-trainer contrastive -convnet_width 16 -epochs 6 -cpu 1 -data {config.ROOT / 'data'}"
     folder = run(tmp_path, words)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["val/loss"] for line in lines if "val/loss" in line]
+    losses = [line["val/loss"] for line in lines(folder) if "val/loss" in line]
     assert len(losses) == 6 and losses[-1] < 0.85 * losses[0]
 
     args = parsed(f"{words} -out {tmp_path}")

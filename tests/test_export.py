@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import parsed
-from runs import run
+from runs import run, same
 from safetensors.torch import load_file
 
 from lib import config
@@ -58,7 +58,7 @@ def test_every_source_gives_its_weights(trained, tmp_path):
     assert same(torch.load(trained / "small.pt", weights_only=True), final)
 
 
-def test_a_sharded_run_is_exported_whole(trained, tmp_path):
+def test_a_sharded_run_is_exported_whole(tmp_path):
     words = f"-cpu 2 -parallel fsdp -epochs 1 -convnet_width 8 -model sharded -data {config.ROOT / 'data'}"
     folder = run(tmp_path, words)
     newest = checkpoint.listed(folder / "checkpoints")[0][1]
@@ -140,7 +140,3 @@ def test_what_cannot_be_exported_is_said_in_one_line(trained, tmp_path, capsys, 
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert "its checksum is" in refused(capsys, trained, "-from", damaged)
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

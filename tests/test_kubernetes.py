@@ -5,11 +5,11 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import ports
 import pytest
 import yaml
 from command_line import parsed
@@ -180,9 +180,8 @@ class Pod:
     operator puts there."""
 
     def __init__(self, kind, words, image):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = str(server.getsockname()[1])
-        given = {name: value.replace("PORT", port) for name, value in GIVEN[kind].items()}
+        port = ports.free()
+        given = {name: value.replace("PORT", f"{port}") for name, value in GIVEN[kind].items()}
         words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *STARTS[kind]["command"], *words]
         env = {**CLEAN, "OMP_NUM_THREADS": "1", **given}
         self.process = subprocess.Popen(words, cwd=image, env=env)

@@ -9,9 +9,10 @@ import types
 import numpy as np
 import pytest
 import torch
+import truth
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, DistributedSampler, Subset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 
 from lib.utils import loader
 from lib.utils.data import Tensors
@@ -49,12 +50,6 @@ def counted(shares):
     return sorted(key for share in shares for key in share if key.count)
 
 
-def torch_order(n, seed, epoch, shuffle=True):
-    sampler = DistributedSampler(range(n), 1, 0, shuffle=shuffle, seed=seed)
-    sampler.set_epoch(epoch)
-    return list(sampler)
-
-
 # Steps, micro-batches, shares
 
 
@@ -83,7 +78,7 @@ def test_a_step_is_cut_into_whole_micro_batches_and_a_short_one_into_none_of_one
 def test_all_ranks_together_see_each_sample_once_in_torchs_order(plan, seed, epoch, shuffle):
     shares = all_keys(plan, epoch, seed=seed, shuffle=shuffle)
     seen = [index for key in counted(shares) for index in key.indices]
-    wanted = torch_order(plan.samples, seed, epoch, shuffle)
+    wanted = truth.order(plan.samples, epoch=epoch, seed=seed, shuffle=shuffle)
     assert seen == (wanted[: plan.steps * plan.batch] if plan.drop_last else wanted)
     one = dealt(range(plan.samples), plan, plan.ranks - 1, seed=seed, shuffle=shuffle)
     assert [index for step in range(plan.steps) for index in one.indices(epoch, step)] == seen
@@ -142,7 +137,7 @@ def test_ranks_with_samples_of_their_own_see_each_once_and_agree_on_the_size_of_
         words = (range(length), plan, World(rank=rank, size=ranks))
         one = ShardLoader(*words, seed=seed, shuffle=True, workers=0, lengths=lengths)
         shares.append(list(one.keys(0)))
-        assert [index for key in shares[-1] if key.count for index in key.indices] == torch_order(length, seed, 0)
+        assert [index for key in shares[-1] if key.count for index in key.indices] == truth.order(length, seed=seed)
         assert one.indices(0, 0) == shares[-1][0].indices
     for step in range(plan.steps):
         here = [key for share in shares for key in share if key.step == step]
@@ -202,7 +197,7 @@ def test_an_epoch_that_is_left_does_not_reach_into_the_next(workers):
     for epoch, count in ((0, 3), (1, 0), (2, 13)):
         batches = itertools.islice(one.epoch(epoch), count)
         seen = [number for _, batch in batches for number in batch.tolist()]
-        assert seen == torch_order(50, 0, epoch)[: 4 * count]
+        assert seen == truth.order(50, epoch=epoch)[: 4 * count]
     assert sorted(number for _, batch in one.epoch(3) for number in batch.tolist()) == list(range(50))
 
 
@@ -274,13 +269,13 @@ def drawn(dataset, epoch, ranks=1, first=0, workers=0, seed=3):
 def test_a_sample_is_drawn_the_same_whatever_the_workers_the_ranks_and_the_start(
     dataset, epoch, ranks, first, workers
 ):
-    truth = drawn(dataset, epoch)
+    wanted = drawn(dataset, epoch)
     torch.manual_seed(epoch)  # whatever was drawn before
     random.seed(epoch)
     np.random.seed(epoch)
-    assert len(truth) == 30 and truth == drawn(dataset, epoch, ranks) == drawn(dataset, epoch, workers=workers)
+    assert len(wanted) == 30 and wanted == drawn(dataset, epoch, ranks) == drawn(dataset, epoch, workers=workers)
     rest = drawn(dataset, epoch, ranks, first, workers)
-    assert len(rest) == 30 - 8 * first and rest.items() <= truth.items()
+    assert len(rest) == 30 - 8 * first and rest.items() <= wanted.items()
 
 
 @pytest.mark.parametrize("dataset", [Drawing(), DrawingWhole()], ids=["one", "all"])

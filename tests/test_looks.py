@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from runs import few, norm_net, plugins, run
+from runs import few, lines, norm_net, outcome, plugins, run
 from torch import nn
 
 import train
@@ -90,9 +90,8 @@ def test_debug_goes_on_from_the_newest_checkpoint_and_leaves_it(parts, tmp_path,
 
 def test_eval_gives_the_figures_of_the_best_weights_on_any_launcher(parts, tmp_path, monkeypatch, capfd):
     folder = run(tmp_path, WORDS)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    best = json.loads((folder / "outcome.json").read_text())["best"]
-    (wanted,) = [line for line in lines if "val/loss" in line and line["epoch"] == best["epoch"]]
+    best = outcome(folder)["best"]
+    (wanted,) = [line for line in lines(folder) if "val/loss" in line and line["epoch"] == best["epoch"]]
     before = snapshot(tmp_path)
     for words in ("-cpu 1", "-cpu 2 -epochs 99", "torchrun"):
         with monkeypatch.context() as patch:
@@ -133,9 +132,8 @@ def test_overfit_trains_and_evaluates_on_the_same_samples(parts, tmp_path):
     words = "-dataset few -arch mlp -image_size 8 -num_classes 4 -batch_size 16 -epochs 30 -lr_start 0.01 -overfit 12"
     folder = run(tmp_path, words)
     assert folder.name == "few_mlp_overfit"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["samples"] == 30 * 12
-    assert [line["val/accuracy"] for line in lines if "val/accuracy" in line][-1] == 1.0
+    assert lines(folder)[-1]["samples"] == 30 * 12
+    assert [line["val/accuracy"] for line in lines(folder) if "val/accuracy" in line][-1] == 1.0
     assert train.main([*f"{words} -overfit 13 -out {tmp_path}".split()]) == 2, "not on top of another"
 
 

@@ -9,9 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ports
 import pytest
 from command_line import told
-from test_launch import listens
 
 from lib import nodes
 
@@ -26,7 +26,7 @@ def machines(start):
     """Starts a run on both machines, the second one first. Gives their Runs, by -node_rank."""
 
     def both(name, *words, deeds=(None, None), counts=(1, 1), addr="127.0.0.1", networks=None):
-        runs, port = [], free_port()
+        runs, port = [], ports.free()
         for rank in (1, 0):
             env = {"NETWORK": networks[rank]} if networks else {}
             place = ["-nnodes", 2, "-node_rank", rank, "-master_addr", addr, "-master_port", port]
@@ -59,11 +59,6 @@ def networks():
 
 def ip(words: str) -> int:
     return subprocess.run(["ip", *words.split()], stderr=subprocess.DEVNULL).returncode
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def test_two_machines_train_as_one_and_a_signal_on_either_stops_both(machines, undisturbed):
@@ -124,7 +119,7 @@ def test_machines_with_addresses_of_their_own_listen_nowhere_else(machines, netw
     runs = machines("apart", deeds=deeds, **where)
     for run, own in zip(runs, NETWORKS.values(), strict=True):
         assert run.noted(1)[0]["environ"]["GLOO_SOCKET_IFNAME"] == "cable"
-        listening = {address.partition(":")[0] for pid in run.processes() for address in listens(pid)}
+        listening = {address.partition(":")[0] for pid in run.processes() for address in ports.listens(pid)}
         assert listening == {socket.inet_aton(own)[::-1].hex().upper()}
         run.go()
     assert [run.ends() for run in runs] == [0, 0], runs[0].text() + runs[1].text()
@@ -141,7 +136,7 @@ def test_machines_with_addresses_of_their_own_listen_nowhere_else(machines, netw
 
 
 def test_a_machine_that_does_not_fit_is_refused_and_the_others_wait_on(start):
-    port = free_port()
+    port = ports.free()
     place = ["-nnodes", 2, "-master_addr", "localhost", "-master_port", port, "-epochs", 1, "-node_rank"]
     first = start("run", *place, 0, cpu=1)
     other = start("run", *place, 1, "-batch_size", 32, cpu=1)
@@ -159,7 +154,7 @@ def test_a_machine_that_does_not_fit_is_refused_and_the_others_wait_on(start):
 
 
 def test_the_same_rank_twice_is_refused_and_who_leaves_may_come_back(start):
-    place = ["-nnodes", 3, "-master_addr", "localhost", "-master_port", free_port(), "-node_rank"]
+    place = ["-nnodes", 3, "-master_addr", "localhost", "-master_port", ports.free(), "-node_rank"]
     first = start("run", *place, 0, cpu=1)
     first.says("waiting for 2 more at 127.0.0.1")
     second = start("run", *place, 1, cpu=1)
@@ -214,7 +209,7 @@ def test_a_name_that_means_this_machine_alone_is_refused(tmp_path, capsys, monke
 
 def test_nobody_waits_longer_than_hang_minutes(start):
     place = ["-nnodes", 2, "-hang_minutes", 0.01, "-master_addr", "localhost", "-node_rank"]
-    runs = [start("run", *place, rank, "-master_port", free_port(), cpu=1) for rank in (0, 1)]
+    runs = [start("run", *place, rank, "-master_port", ports.free(), cpu=1) for rank in (0, 1)]
     assert [run.ends() for run in runs] == [2, 2]
     assert "-nnodes 2: -node_rank 1 did not come within -hang_minutes" in runs[0].text()
     assert "node 0 does not answer (Connection refused)" in runs[1].text()

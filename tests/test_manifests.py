@@ -15,29 +15,7 @@ from lib.core import optimizer as optimizers
 from lib.utils import checkpoint, shards
 from lib.utils import state as states
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins():
-    with plugins(**saves.PLUGINS):
-        yield
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A finished run on two processes with all its checkpoints, one a step."""
-    out = tmp_path_factory.mktemp("done")
-    return run(out, f"{SMALL} -cpu 2 -save_every 1steps -keep_last 99")
-
-
-@pytest.fixture
-def copy(done, tmp_path):
-    """A copy of it, which a test may spoil."""
-    return shutil.copytree(done, tmp_path / "copied" / done.name, symlinks=True)
-
-
-@pytest.fixture
-def refused(tmp_path, capfd):
-    return lambda words, out=tmp_path: saves.refused(out, words, capfd)
+pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
 # Formats
@@ -83,7 +61,7 @@ def test_weights_that_are_not_finite_are_refused_unless_it_is_allowed(copy, refu
     run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -allow_change nan")
 
 
-def test_a_type_that_safetensors_lacks_is_refused_before_the_first_step(refused, monkeypatch):
+def test_a_type_that_safetensors_lacks_is_refused_before_the_first_step(refused):
     def with_phase(args):
         model = norm_net(args)
         model.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))

@@ -22,10 +22,6 @@ from lib.utils import atomic, checkpoint, loader, sampler, seeding, shards
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
-def title(value):
-    return value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
-
-
 # Saving: every cut of a save, as test_atomic and test_crash_states have them
 
 
@@ -79,7 +75,7 @@ ATOMIC = [  # what of lib.utils.atomic is broken, and who saves with it
 ]
 
 
-@pytest.mark.parametrize(("name", "mutant", "kind"), ATOMIC, ids=title)
+@pytest.mark.parametrize(("name", "mutant", "kind"), ATOMIC, ids=test_atomic.title)
 def test_a_broken_way_of_writing_is_found_out(name, mutant, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(atomic, name, mutant)
     folder, save = test_atomic.begun(kind, tmp_path)

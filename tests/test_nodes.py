@@ -1,30 +1,17 @@
 """Nodes without a shared disk: each holds the whole state, and who lost it is sent it."""
 
-import json
 import os
 import shutil
 
 import pytest
 import saves
-import torch
-from runs import distance, plugins, run
+from runs import distance, outcome, run, same
 from saves import SMALL, everything, log_of, names
 
 import train
 from lib import config
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins():
-    with plugins(**saves.PLUGINS):
-        yield
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A finished run on two processes with all its checkpoints, one a step."""
-    out = tmp_path_factory.mktemp("done")
-    return run(out, f"{SMALL} -cpu 2 -save_every 1steps -keep_last 99")
+pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
 # Nodes with a disk of their own
@@ -60,7 +47,7 @@ def test_nodes_that_share_no_disk_each_hold_all_and_send_it_to_those_that_lost_t
     held = [saves.tensors(node / "checkpoints" / names(node)[0]) for node in (one, two)]
     truth = saves.tensors(done / "checkpoints" / "step_00000005")
     for whole in held:
-        assert whole.keys() == truth.keys() and all(torch.equal(whole[name], truth[name]) for name in truth)
+        assert same(whole, truth)
     shutil.rmtree(one)
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 7)
@@ -75,7 +62,7 @@ def test_nodes_that_share_no_disk_each_hold_all_and_send_it_to_those_that_lost_t
     shutil.rmtree(one / "checkpoints" / names(one)[0])
     one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2")
     assert distance(one, done) < 1e-5 and "going on from" in log_of(one)
-    assert json.loads((one / "outcome.json").read_text())["state"] == "finished"
+    assert outcome(one)["state"] == "finished"
 
 
 def test_a_node_replaced_by_an_empty_one_or_by_one_of_the_past_goes_on_to_the_same_bits(done, tmp_path, monkeypatch):
@@ -96,16 +83,15 @@ def test_a_node_replaced_by_an_empty_one_or_by_one_of_the_past_goes_on_to_the_sa
         for rank, each in enumerate((one, two)):
             assert f"step_{last:08d}: epoch" in log_of(each, rank).rpartition("going on from ")[2]
             held = saves.tensors(each / "checkpoints" / f"step_{stop:08d}")
-            assert held.keys() == truth.keys() and all(torch.equal(held[name], truth[name]) for name in truth)
+            assert same(held, truth)
         shutil.rmtree(node.parent)  # the next start finds an empty machine in its place
         if node == two:
             shutil.copytree(tmp_path / "past", node, symlinks=True)
     start()
     assert distance(one, done) == 0.0
-    outcome = json.loads((one / "outcome.json").read_text())
-    assert [outcome[name] for name in ("state", "step", "samples")] == ["finished", 12, 150]
-    both = [saves.tensors(each / "checkpoints" / names(each)[0]) for each in (one, two)]
-    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
+    ended = outcome(one)
+    assert [ended[name] for name in ("state", "step", "samples")] == ["finished", 12, 150]
+    assert same(*(saves.tensors(each / "checkpoints" / names(each)[0]) for each in (one, two)))
 
 
 def test_nodes_that_share_no_disk_start_anew_together(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import few, norm_net, plugins, run, weights
+from runs import few, norm_net, plugins, run, same, weights
 from torch import nn
 
 from lib.core import parallel
@@ -69,7 +69,7 @@ def test_a_sharded_run_goes_on_at_the_same_bits(tmp_path):
     whole = weights(run(tmp_path, f"{words} -model whole"))
     run(tmp_path, f"{words} -model cut -limit_steps 6", wanted=75)
     cut = weights(run(tmp_path, f"{words} -model cut"))
-    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert same(whole, cut)
 
 
 def test_a_run_changes_between_ddp_sharded_and_one_process(ddp, tmp_path):
@@ -108,7 +108,7 @@ def test_an_unused_parameter_is_named_and_can_be_allowed(tmp_path, capfd):
 def test_recomputing_changes_no_bit_and_notes_no_batch_twice(tmp_path):
     """Dropout draws the same mask again, BatchNorm's running statistics move once."""
     plain, again = (weights(run(tmp_path, f"{NORM} {flag} -model a{flag}")) for flag in ("", "-recompute"))
-    assert all(torch.equal(plain[name], again[name]) for name in plain)
+    assert same(plain, again)
 
 
 def test_a_compiled_run_keeps_its_names_and_goes_on_uncompiled(tmp_path):
@@ -147,7 +147,7 @@ def test_compiling_without_a_compiler_is_refused(monkeypatch, capfd):
     assert "C++ compiler" in capfd.readouterr().err
 
 
-def test_recomputing_a_model_without_blocks_is_refused(tmp_path):
+def test_recomputing_a_model_without_blocks_is_refused():
     with pytest.raises(parallel.UsageError, match="get_blocks"):
         words = {"sync_bn": False, "recompute": True, "compile": None, "parallel": "ddp", "arch": "line"}
         parallel.wrap(nn.Linear(2, 2), type("Args", (), words), World())

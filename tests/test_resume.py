@@ -1,6 +1,5 @@
 """Going on: from another run, from weights, with other settings, from a checkpoint of another version."""
 
-import json
 import os
 import shutil
 import sys
@@ -8,36 +7,14 @@ import sys
 import pytest
 import saves
 import torch
-from runs import distance, few, norm_net, plugins, run, weights
+from runs import distance, few, norm_net, outcome, plugins, run, weights
 from safetensors.torch import save_file
 from saves import SMALL, log_of, names
 
 from lib.trainer import trainer
 from lib.utils import resume
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins():
-    with plugins(**saves.PLUGINS):
-        yield
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A finished run on two processes with all its checkpoints, one a step."""
-    out = tmp_path_factory.mktemp("done")
-    return run(out, f"{SMALL} -cpu 2 -save_every 1steps -keep_last 99")
-
-
-@pytest.fixture
-def copy(done, tmp_path):
-    """A copy of it, which a test may spoil."""
-    return shutil.copytree(done, tmp_path / "copied" / done.name, symlinks=True)
-
-
-@pytest.fixture
-def refused(tmp_path, capfd):
-    return lambda words, out=tmp_path: saves.refused(out, words, capfd)
+pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
 # Another run's state, or its weights
@@ -208,11 +185,11 @@ def test_a_longer_dataset_goes_on_when_it_is_allowed(copy, monkeypatch):
         shutil.rmtree(copy / "checkpoints" / name)
     monkeypatch.setattr(sys.modules["lib.dataset.few"], "get_dataset", lambda args: few(args, 70))
     folder = run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -allow_change samples")
-    outcome = json.loads((folder / "outcome.json").read_text())
-    assert (outcome["step"], outcome["samples"]) == (15, 50 + 32 + (70 - 32) + 70)
+    ended = outcome(folder)
+    assert (ended["step"], ended["samples"]) == (15, 50 + 32 + (70 - 32) + 70)
 
 
-def test_another_optimizer_begins_anew_when_it_is_allowed(copy, refused, monkeypatch):
+def test_another_optimizer_begins_anew_when_it_is_allowed(copy, monkeypatch):
     made = []
     real = resume.load
 

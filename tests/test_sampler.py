@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+import truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -43,12 +44,6 @@ def take(sampler, count):
     return taken
 
 
-def torch_order(n, ranks=1, rank=0, epoch=0, **options):
-    sampler = DistributedSampler(range(n), ranks, rank, **options)
-    sampler.set_epoch(epoch)
-    return list(sampler)
-
-
 @STEADY
 @given(n=SIZES, ranks=WORLDS, epochs=st.lists(EPOCHS, max_size=4), options=OPTIONS)
 def test_every_epoch_has_exactly_torchs_order(n, ranks, epochs, options):
@@ -75,7 +70,7 @@ def test_a_rank_that_stops_and_goes_on_misses_nothing(n, ranks, epoch, options, 
         assert sampler.progress == len(seen)
         seen += take(sampler, stop)
         state = sampler.state_dict()
-    assert seen == torch_order(n, ranks, rank, epoch, **options)
+    assert seen == truth.order(n, ranks, rank, epoch=epoch, **options)
 
 
 @STEADY
@@ -89,7 +84,7 @@ def test_an_epoch_over_changing_numbers_of_ranks_has_each_sample_once(n, seed, e
         assert len({json.dumps(sampler.state_dict()) for sampler in dealt}) == 1, "one rank's state will do"
         state = dealt[-1].state_dict()
         assert state["epoch"] == epoch
-    wanted = torch_order(n, epoch=epoch, shuffle=shuffle, seed=seed)
+    wanted = truth.order(n, epoch=epoch, shuffle=shuffle, seed=seed)
     assert seen[:n] == wanted
     padding = seen[n:]
     assert len(padding) < 9 and padding == list(itertools.islice(itertools.cycle(wanted), n, n + len(padding)))
@@ -103,7 +98,7 @@ def test_without_the_tail_no_sample_comes_twice_and_fewer_are_left_out_than_rank
         dealt = samplers(ranks, n, state=state, seed=seed, drop_last=True)
         seen += [index for turn in zip(*(take(sampler, count) for sampler in dealt), strict=True) for index in turn]
         state = dealt[0].state_dict()
-    assert seen == torch_order(n, seed=seed)[: len(seen)] and n - len(seen) < last
+    assert seen == truth.order(n, seed=seed)[: len(seen)] and n - len(seen) < last
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -123,7 +118,7 @@ def test_what_loader_processes_fetch_ahead_does_not_count(workers, n, batch, ran
         return dealt[0].state_dict(), [index for turn in zip(*shares, strict=True) for index in turn]
 
     state, seen = epoch(ranks, {"epoch": 3, "progress": 0}, steps=2)
-    wanted = torch_order(n, seed=seed, epoch=3)
+    wanted = truth.order(n, seed=seed, epoch=3)
     assert seen[:n] == wanted[: 2 * batch * ranks]
     seen += epoch(later, state, steps=n)[1]
     assert seen[:n] == wanted and len(seen) - n < max(ranks, later)
@@ -152,7 +147,7 @@ def test_a_shards_sampler_goes_over_all_of_it(n, seed, stop, epoch):
     seen = take(first, min(stop, n))
     second = InterruptableSampler(range(n), seed=seed)
     second.load_state_dict(first.state_dict())
-    assert seen + list(second) == torch_order(n, seed=seed, epoch=epoch) and len(second) == n
+    assert seen + list(second) == truth.order(n, seed=seed, epoch=epoch) and len(second) == n
 
 
 # The names and errors of cycling_utils
@@ -162,9 +157,9 @@ def test_a_state_of_cycling_utils_loads():
     sampler = InterruptableDistributedSampler(range(10), 2, 0)
     sampler.load_state_dict({"progress": 3, "epoch": 5})
     assert (sampler.progress, sampler.epoch) == (3, 5)
-    assert list(sampler) == torch_order(10, 2, 0, epoch=5)[3:]
+    assert list(sampler) == truth.order(10, 2, 0, epoch=5)[3:]
     sampler._reset_progress()
-    assert sampler.progress == 0 and list(sampler) == torch_order(10, 2, 0, epoch=5)
+    assert sampler.progress == 0 and list(sampler) == truth.order(10, 2, 0, epoch=5)
 
 
 def test_advancing_past_the_end_is_an_error_and_changes_nothing():
@@ -202,7 +197,7 @@ def test_another_epoch_can_be_set_only_when_none_is_under_way():
         fewer.set_epoch(2)
     fewer.reset_progress()
     fewer.set_epoch(2)
-    assert list(fewer) == torch_order(10, 2, 0, epoch=2)
+    assert list(fewer) == truth.order(10, 2, 0, epoch=2)
 
 
 def test_an_exception_keeps_the_progress_of_its_epoch():
@@ -212,7 +207,7 @@ def test_an_exception_keeps_the_progress_of_its_epoch():
         raise KeyboardInterrupt
     assert sampler.state_dict() == {"epoch": 3, "progress": 4, "start": 0, "num_replicas": 1}
     with sampler.in_epoch(3):
-        assert seen + list(sampler) == torch_order(10, epoch=3)
+        assert seen + list(sampler) == truth.order(10, epoch=3)
     assert sampler.progress == 0
 
 
@@ -238,7 +233,7 @@ def test_batches_are_of_one_group_in_torchs_order_and_hold_every_sample_once(gro
     assert all(len({groups[index] for index in part}) == 1 for part in batches)
     sizes = [len(part) for part in batches]
     assert all(size == batch for size in sizes[: sum(Counter(groups)[g] // batch for g in set(groups))])
-    wanted = torch_order(len(groups), epoch=epoch, seed=seed, shuffle=shuffle)
+    wanted = truth.order(len(groups), epoch=epoch, seed=seed, shuffle=shuffle)
     for group in set(groups):
         mine = [index for part in batches for index in part if groups[index] == group]
         assert mine == [index for index in wanted if groups[index] == group]

@@ -10,8 +10,10 @@ import time
 
 import cluster
 import pytest
-from cluster import Cluster, copy_of_the_code, outcome, steps_of, until
+from cluster import Cluster, copy_of_the_code, steps_of, until
 from runs import distance
+
+from lib.utils.run_folder import read_outcome
 
 pytestmark = cluster.needed(cluster.ENABLED_BY)
 SHORT = "-cpu 1 -epochs 1 -slow_s 0.01"
@@ -63,7 +65,7 @@ def undisturbed(slurm, out):
 
 def test_a_submitted_run_ends_as_one_that_is_started_here(slurm, undisturbed, out):
     slurm.train("-cpu 4 -dataset slow -slow_s 0 -model here", OMP_NUM_THREADS="1")
-    assert outcome(undisturbed)["test"]["accuracy"] > 0.9
+    assert read_outcome(undisturbed)["test"]["accuracy"] > 0.9
     assert distance(undisturbed, out / "here") == 0.0
     assert (undisturbed / "slurm").stat().st_mode & 0o777 == 0o700
 
@@ -118,8 +120,8 @@ def test_a_cancelled_run_is_saved_and_stays_cancelled(slurm, out):
     assert slurm.job(job)["JobState"] == "RUNNING"
     slurm.do("scancel", job)
     ends = slurm.ended(job)
-    until(lambda: outcome(out / "given_up").get("state") == "stopped", slurm.told("given_up"))
-    assert outcome(out / "given_up")["step"] >= 2
+    until(lambda: read_outcome(out / "given_up").get("state") == "stopped", slurm.told("given_up"))
+    assert read_outcome(out / "given_up")["step"] >= 2
     assert (out / "given_up" / "checkpoints" / "latest").exists()
     time.sleep(2)
     assert (ends["JobState"], slurm.job(job)["JobState"], slurm.job(job)["Restarts"]) == (
@@ -136,7 +138,7 @@ def test_a_run_whose_task_is_killed_is_started_again(slurm, out):
     os.kill(slurm.pid_of(job, rank=1), signal.SIGKILL)
     ends = slurm.ended(job)
     assert (ends["JobState"], ends["Restarts"]) == ("COMPLETED", "1"), slurm.told("torn")()
-    assert outcome(out / "torn")["state"] == "finished"
+    assert read_outcome(out / "torn")["state"] == "finished"
     assert "a process was lost: job" in slurm.told("torn")()
 
 
@@ -187,7 +189,7 @@ def test_a_dry_run_shows_the_script_and_leaves_nothing(slurm, out):
         ("-gpus 0", "-gpus 0 with -slurm: Slurm says which GPUs"),
     ],
 )
-def test_what_cannot_be_had_is_one_line(slurm, out, words, told):
+def test_what_cannot_be_had_is_one_line(slurm, words, told):
     said = slurm.here(f"-slurm -slurm_cpus 1 -model none {words}", wanted=2)
     assert told in said and said.count("\n") == 1
     assert ("sbatch said: " in said) == ("-gpus" not in words)

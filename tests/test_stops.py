@@ -8,13 +8,14 @@ import sys
 import time
 
 import pytest
+from processes import until
 
 pytest_plugins = ("processes",)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
 EPOCH, STEPS = 20, 60  # steps of an epoch, and of the run
 PAUSE = {"do": "pause", "step": 25}
-REACTS = range(26, 46)  # a step takes a millisecond, and a thread has to hear of the signal first
-SOON_S = 5  # until a run reacts
+NEXT = PAUSE["step"] + 1  # where a run stops that was told to in its pause
+SOON_S = 30  # until a run reacts, on a machine that has much else to do
 
 
 def to_parent(run, number):
@@ -30,6 +31,12 @@ def to_rank(rank):
         os.kill(run.noted(2)[rank]["pid"], number)
 
     return send
+
+
+def heard(run, number):
+    """Waits until a rank wishes to stop for this signal: a thread hears of it."""
+    told, logs = f"signal {number.name}: stopping", run.folder / "logs"
+    until(lambda: any(told in log.read_text() for log in logs.glob("rank_*.log")), what=told)
 
 
 def saved_steps(run) -> list[int]:
@@ -74,8 +81,9 @@ def test_a_signal_stops_all_ranks_at_one_step_and_the_next_start_goes_on(start, 
     run.noted(2)
     for _ in range(3):  # impatience changes nothing
         send(run, number)
+    heard(run, number)
     run.go()
-    assert stopped(run, number.name) in REACTS
+    assert stopped(run, number.name) == NEXT
     assert saved_steps(run)[-2:-1] == [EPOCH]
     goes_on(start, "told", undisturbed, "-workers", workers)
 
@@ -112,8 +120,12 @@ def test_one_ctrl_c_stops_the_run_and_a_second_one_ends_it_at_once(start, undist
 def test_one_process_stops_and_goes_on_in_the_parent(start):
     alone = start("alone", cpu=1)
     assert alone.ends() == 0, alone.text()
-    run = start("told", "-workers", 1, deed={"do": "strike", "signal": "SIGINT", "step": 25}, cpu=1)
-    assert stopped(run, "SIGINT") in REACTS
+    run = start("told", "-workers", 1, deed=PAUSE, cpu=1)
+    run.noted(1)
+    to_parent(run, signal.SIGINT)
+    heard(run, signal.SIGINT)
+    run.go()
+    assert stopped(run, "SIGINT") == NEXT
     goes_on(start, "told", alone, "-workers", 1, cpu=1)
 
 
@@ -121,8 +133,9 @@ def test_a_lost_terminal_stops_a_run_that_writes_there_and_no_other(start, undis
     run = start("there", deed=PAUSE, terminal=("stdin", "stdout", "stderr"))
     run.noted(2)
     run.hang_up()
+    heard(run, signal.SIGHUP)
     run.go()
-    assert stopped(run, "SIGHUP") in REACTS
+    assert stopped(run, "SIGHUP") == NEXT
     goes_on(start, "there", undisturbed)
     run = start("elsewhere", deed=PAUSE, terminal=("stdin", "stderr"))
     run.noted(2)
@@ -154,7 +167,8 @@ def test_a_stop_while_evaluating_is_heard_there(start, undisturbed):
 
 @pytest.mark.parametrize(("where", "step"), [("training", STEPS - 1), ("evaluation", STEPS)])
 def test_a_stop_on_the_last_step_finishes_the_run(start, undisturbed, where, step):
-    run = start("last", deed={"do": "strike", "signal": "SIGTERM", "where": where, "step": step, "rank": 1})
+    run = start("last", deed={"do": "strike", "signal": "SIGTERM", "where": where, "step": step, "rank": 1},
+                env={"LAST_S": "60"})  # fmt: skip
     assert run.ends() == 0, run.text()
     assert run.outcome()["state"] == "finished"
     assert run.weights() == undisturbed.weights()
@@ -181,7 +195,7 @@ def test_the_file_stop_and_max_hours_stop_a_run(start, undisturbed):
     run.noted(2)
     (run.folder / "STOP").touch()
     run.go()
-    assert first < stopped(run, "STOP") == PAUSE["step"] + 1
+    assert first < stopped(run, "STOP") == NEXT
     goes_on(start, "asked", undisturbed)
 
 
@@ -192,7 +206,7 @@ def test_a_stop_that_takes_longer_than_the_grace_shows_where_and_ends(start, und
     to_parent(run, signal.SIGTERM)
     told = time.monotonic()
     assert run.ends() == 1, run.text()
-    assert 2 < time.monotonic() - told < 2 + 2 * SOON_S
+    assert 2 < time.monotonic() - told < 2 + SOON_S
     assert re.search(r"Timeout \(0:00:02\)!\nThread 0x", run.text())
     assert re.search(r"File .*trainer\.py.* in ", run.text())
     assert "rank 0 failed with exit code 1" in run.text()
@@ -203,7 +217,7 @@ def test_a_stop_that_takes_longer_than_the_grace_shows_where_and_ends(start, und
 
 def test_a_run_told_to_stop_again_and_again_at_any_instant_gets_there(start, undisturbed):
     codes = []
-    for attempt in range(25):
+    for attempt in range(40):
         number = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)[attempt % 4]
         run = start("haste")
         time.sleep(0.1 + 0.06 * attempt)

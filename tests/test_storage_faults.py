@@ -8,30 +8,19 @@ from pathlib import Path
 
 import pytest
 import saves
-from runs import distance, plugins, run
+from runs import distance, run
 from saves import SMALL, everything, log_of, names
 
 from lib.utils import atomic, checkpoint, shards
 
+pytestmark = pytest.mark.usefixtures("small_plugins")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins():
-    with plugins(**saves.PLUGINS):
-        yield
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """A finished run on two processes with all its checkpoints, one an epoch."""
     return run(tmp_path_factory.mktemp("done"), f"{SMALL} -cpu 2 -keep_last 9")
-
-
-@pytest.fixture
-def copy(done, tmp_path):
-    """A copy of it, which a test may spoil."""
-    return shutil.copytree(done, tmp_path / "copied" / done.name, symlinks=True)
 
 
 # Files that are not what was written
@@ -136,7 +125,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, done, cpu)
     ]
 
 
-def test_a_run_with_only_damaged_checkpoints_never_starts_anew_by_itself(copy, done, tmp_path):
+def test_a_run_with_only_damaged_checkpoints_never_starts_anew_by_itself(copy, done):
     for name in names(copy):
         (copy / "checkpoints" / name / SHARD).unlink()
     for _ in range(2):
@@ -162,7 +151,7 @@ LATEST = {
 
 
 @pytest.mark.parametrize("what", LATEST)
-def test_whatever_latest_is_the_newest_good_checkpoint_is_taken_and_latest_is_mended(what, copy, done):
+def test_whatever_latest_is_the_newest_good_checkpoint_is_taken_and_latest_is_mended(what, copy):
     shutil.rmtree(copy / "checkpoints" / names(copy)[0])
     link = copy / "checkpoints" / "latest"
     link.unlink()

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from runs import run, weights
+from runs import run, same, weights
 from torch.nn import functional
 
 from lib import config
@@ -91,7 +91,7 @@ def test_a_run_on_text_resumes_to_the_bit_and_notices_another_text(folder, tmp_p
     assert "-text_fingerprint was" in capsys.readouterr().err
     (folder / "0" / "0.txt").write_bytes((folder / "0" / "0.txt").read_bytes()[:-1])
     twice = run(tmp_path / "out", f"{words} -model twice")
-    assert all(torch.equal(value, weights(once)[name]) for name, value in weights(twice).items())
+    assert same(weights(once), weights(twice))
 
 
 def test_bits_per_byte_is_the_code_length_of_the_targets():

@@ -1,27 +1,23 @@
 """Training against the truth: the same trajectory on any number of processes, and after any stop."""
 
-import json
 import math
 import random
 
 import numpy as np
 import pytest
+import saves
 import torch
 import yaml
-from runs import distance, few, norm_net, plugins, run, weights
+from runs import distance, few, lines, norm_net, outcome, plugins, run, same, weights
+from safetensors.torch import load_file
+from saves import SMALL
 from torch import nn
 
 from lib.trainer import trainer
 from lib.utils import preemption
 from lib.utils.data import Tensors
 
-SMALL = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 3 -lr_start 1e-3"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins():
-    with plugins(arch={"norm_net": norm_net}, dataset={"few": few}):
-        yield
+pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +43,7 @@ def test_two_processes_end_where_one_does_to_a_millionth(tmp_path):
 
 
 def test_metrics_are_exact_over_uneven_shares(undisturbed):
-    outcomes = [json.loads((folder / "outcome.json").read_text())["test"] for folder in undisturbed.values()]
+    outcomes = [outcome(folder)["test"] for folder in undisturbed.values()]
     model, part = norm_net(type("Args", (), {"num_classes": 4})), few(None)["test"]
     model.load_state_dict(weights(undisturbed[1]))
     outputs = model.eval()(part.tensors[0])
@@ -62,11 +58,11 @@ def test_metrics_are_exact_over_uneven_shares(undisturbed):
 def test_the_log_tells_the_global_mean_loss(undisturbed):
     """Every rank sees other samples; the figures of all runs are of all samples."""
     means = [
-        [line["train/loss_mean"] for line in _lines(folder) if "train/loss_mean" in line][-1]
+        [line["train/loss_mean"] for line in lines(folder) if "train/loss_mean" in line][-1]
         for folder in undisturbed.values()
     ]
     assert means == pytest.approx([means[0]] * 4, rel=1e-5)
-    assert [line["samples"] for line in _lines(undisturbed[4])][-1] == 150
+    assert [line["samples"] for line in lines(undisturbed[4])][-1] == 150
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -75,20 +71,20 @@ def test_a_stopped_run_goes_on_bit_for_bit(undisturbed, tmp_path, monkeypatch, s
     words = f"{SMALL} -cpu {size} -model on_{size}"
     for step in (2, 4, 6):
         with monkeypatch.context() as patch:
-            _stop_at(patch, step)
+            saves.stop_at(patch, step)
             folder = run(tmp_path, words, wanted=75)
-        outcome = json.loads((folder / "outcome.json").read_text())
-        assert (outcome["state"], outcome["step"]) == ("stopped", step)
+        ended = outcome(folder)
+        assert (ended["state"], ended["step"]) == ("stopped", step)
     folder = run(tmp_path, words)
     assert distance(folder, undisturbed[size]) == 0.0
-    steps = [line["step"] for line in _lines(folder) if "train/loss" in line]
+    steps = [line["step"] for line in lines(folder) if "train/loss" in line]
     assert steps == sorted(set(steps)), "metrics.jsonl tells a step twice"
 
 
 def test_a_run_goes_on_with_other_numbers_of_processes(undisturbed, tmp_path, monkeypatch):
     for step, size in ((2, 4), (5, 1), (8, 3)):
         with monkeypatch.context() as patch:
-            _stop_at(patch, step)
+            saves.stop_at(patch, step)
             run(tmp_path, f"{SMALL} -cpu {size} -model moved", wanted=75)
     assert distance(run(tmp_path, f"{SMALL} -cpu 2 -model moved"), undisturbed[1]) < 1e-5
 
@@ -106,10 +102,10 @@ class Mixes(trainer.Trainer):
 
 def test_a_training_step_may_draw_from_python_and_numpy_and_goes_on_bit_for_bit(tmp_path, monkeypatch):
     words = f"{SMALL} -trainer mixes"
-    with plugins(trainer={"mixes": Mixes}, arch={"norm_net": norm_net}, dataset={"few": few}):
+    with plugins(trainer={"mixes": Mixes}):
         whole = run(tmp_path, f"{words} -cpu 2 -model whole")
         with monkeypatch.context() as patch:
-            _stop_at(patch, 6)
+            saves.stop_at(patch, 6)
             run(tmp_path, f"{words} -cpu 2 -model parts", wanted=75)
         np.random.seed(9)
         random.seed(9)
@@ -120,7 +116,7 @@ def test_a_training_step_may_draw_from_python_and_numpy_and_goes_on_bit_for_bit(
 def test_batch_per_gpu_is_remembered_as_a_global_number(tmp_path, monkeypatch):
     words = SMALL.replace("-batch_size 16 -micro_batch 4", "-batch_per_gpu 8")
     with monkeypatch.context() as patch:
-        _stop_at(patch, 3)
+        saves.stop_at(patch, 3)
         run(tmp_path, f"{words} -cpu 2 -model share", wanted=75)
     folder = run(tmp_path, f"{words} -cpu 1 -model share")
     asked = yaml.safe_load((folder / "config.yaml").read_text())
@@ -128,11 +124,11 @@ def test_batch_per_gpu_is_remembered_as_a_global_number(tmp_path, monkeypatch):
     assert distance(folder, run(tmp_path, f"{words} -cpu 2 -model whole")) < 1e-6
 
 
-def test_more_processes_than_micro_batches_cut_finer(tmp_path, undisturbed):
+def test_more_processes_than_micro_batches_cut_finer(tmp_path):
     words = SMALL.replace("-micro_batch 4", "-micro_batch 8")
     folder = run(tmp_path, f"{words} -cpu 4 -model finer -log_every 1")
     assert "cut finer" in (folder / "logs" / "rank_0.log").read_text()
-    assert [line["samples"] for line in _lines(folder)][-1] == 150
+    assert [line["samples"] for line in lines(folder)][-1] == 150
 
 
 def test_accumulated_micro_batches_are_one_large_batch(tmp_path):
@@ -153,8 +149,8 @@ def test_a_config_file_repeats_the_run(tmp_path, undisturbed):
 def test_a_finished_run_is_not_trained_again(undisturbed):
     before = weights(undisturbed[1])
     folder = run(undisturbed[1].parent, f"{SMALL} -cpu 1 -model on_1")
-    assert all(torch.equal(before[name], value) for name, value in weights(folder).items())
-    assert json.loads((folder / "outcome.json").read_text())["state"] == "finished"
+    assert same(before, weights(folder))
+    assert outcome(folder)["state"] == "finished"
 
 
 def test_reset_moves_the_old_run_aside_once(tmp_path, monkeypatch):
@@ -178,11 +174,11 @@ def test_a_batch_that_is_not_finite_is_skipped_and_counted(tmp_path, size):
         parts["train"].tensors[0][11] = math.nan
         return parts
 
-    with plugins(dataset={"poisoned": poisoned}, arch={"norm_net": norm_net}):
+    with plugins(dataset={"poisoned": poisoned}):
         words = SMALL.replace("-dataset few", "-dataset poisoned")
         folder = run(tmp_path, f"{words} -cpu {size} -model skips")
     assert all(torch.isfinite(value).all() for value in weights(folder).values())
-    assert [line["train/bad_steps"] for line in _lines(folder) if "train/bad_steps" in line][-1] == 3
+    assert [line["train/bad_steps"] for line in lines(folder) if "train/bad_steps" in line][-1] == 3
 
 
 def test_too_many_bad_steps_end_the_run_with_the_samples_named(tmp_path):
@@ -195,8 +191,8 @@ def test_too_many_bad_steps_end_the_run_with_the_samples_named(tmp_path):
     ):
         run(tmp_path, SMALL.replace("-dataset few", "-dataset hopeless") + " -epochs 9 -model bad -log_every 5")
     assert "last good checkpoint: " in str(error.value)
-    outcome = json.loads((tmp_path / "bad" / "outcome.json").read_text())
-    assert outcome["state"] == "failed" and "BadSteps" in outcome["reason"]
+    ended = outcome(tmp_path / "bad")
+    assert ended["state"] == "failed" and "BadSteps" in ended["reason"]
 
 
 def test_mixed_precision_trains_on_the_same_path(tmp_path):
@@ -209,8 +205,6 @@ def test_mixed_precision_trains_on_the_same_path(tmp_path):
 def test_best_and_final_weights_are_ready_to_load(undisturbed):
     for kind in ("best", "final"):
         model = norm_net(type("Args", (), {"num_classes": 4}))
-        from safetensors.torch import load_file
-
         model.load_state_dict(load_file(undisturbed[1] / kind / "weights.safetensors"))
 
 
@@ -225,8 +219,6 @@ def test_every_optimizer_and_loss_trains(tmp_path):
 def test_a_stop_during_evaluation_evaluates_again(tmp_path, monkeypatch, undisturbed):
     """The epoch's training is kept; the next start begins with its evaluation."""
     with monkeypatch.context() as patch:
-        from lib.trainer import trainer
-
         real = trainer.Trainer.evaluate
 
         def evaluate(self, split):
@@ -236,32 +228,13 @@ def test_a_stop_during_evaluation_evaluates_again(tmp_path, monkeypatch, undistu
         patch.setattr(trainer.Trainer, "evaluate", evaluate)
         patch.setattr(preemption, "MOST_STEPS", 1)
         folder = run(tmp_path, f"{SMALL} -cpu 2 -model on_2", wanted=75)
-    outcome = json.loads((folder / "outcome.json").read_text())
-    assert (outcome["epoch"], outcome["step"]) == (0, 4)
+    ended = outcome(folder)
+    assert (ended["epoch"], ended["step"]) == (0, 4)
     folder = run(tmp_path, f"{SMALL} -cpu 2 -model on_2")
     assert distance(folder, undisturbed[2]) == 0.0
-    assert sum("val/loss" in line for line in _lines(folder)) == 3
+    assert sum("val/loss" in line for line in lines(folder)) == 3
 
 
 def test_a_stop_on_the_very_last_step_finishes_the_run(tmp_path, monkeypatch, undisturbed):
-    _stop_at(monkeypatch, 12)
+    saves.stop_at(monkeypatch, 12)
     assert distance(run(tmp_path, f"{SMALL} -cpu 2 -model last"), undisturbed[2]) == 0.0
-
-
-def _lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def _stop_at(patch, step):
-    """All ranks wish to stop once `step` steps are done, and vote at every step."""
-    from lib.trainer import trainer
-
-    real = trainer.Trainer.boundary
-
-    def boundary(self):
-        if self.state.step >= step:
-            self.stop.reason = "a test"
-        return real(self)
-
-    patch.setattr(trainer.Trainer, "boundary", boundary)
-    patch.setattr(preemption, "MOST_STEPS", 1)

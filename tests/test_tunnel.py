@@ -45,7 +45,7 @@ def fetched(address, user=None, password=None):
     request = urllib.request.Request(address)
     if user:
         request.add_header("Authorization", f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}")
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return answer.read().decode()
 
 

@@ -1,0 +1,18 @@
+"""Ports of this machine, for tests."""
+
+import socket
+from pathlib import Path
+
+
+def free() -> int:
+    """One that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def listens(pid: int) -> list[str]:
+    """The addresses, as the kernel writes them, on which a process listens."""
+    links = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+    lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()]
+    rows = [line.split() for line in lines]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
