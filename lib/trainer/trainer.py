@@ -88,7 +88,7 @@ class Trainer:
         self.model.train()
         done = self.state.step - self.state.epoch * self.plan.steps
         batches = self.loaders["train"].epoch(self.state.epoch, done)
-        for key, batch in self.report.waiting(batches):
+        for key, batch in speed.swept(self.report.waiting(batches)):
             self.micro_batch(key, batch)
             if key.last:
                 self.step(key.of)
@@ -148,7 +148,6 @@ class Trainer:
         """Reduces and reports the interval since the last line; ends the run after too many bad steps in a row."""
         self.bad.count(self.norms)
         self.gather()
-        speed.collect()
         interval = {name: total - self.logged.get(name, 0) for name, total in self.metrics.agg.items()}
         figures = {
             "loss": metrics.mean(interval, "loss"),
@@ -197,7 +196,7 @@ class Trainer:
         self.stop.trained = self.state.step == self.total_steps
         model, totals = parallel.unwrap(self.model).eval(), metrics.MetricsTracker()
         self.answers.reset()
-        for key, batch in self.loaders[split]:
+        for key, batch in speed.swept(self.loaders[split]):
             with self.precision:
                 sums = self.evaluation_step(model, batch, key.count)
             if key.count:
