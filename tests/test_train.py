@@ -12,7 +12,7 @@ from runs import distance, few, norm_net, plugins, run, weights
 from torch import nn
 
 from lib.trainer import trainer
-from lib.utils import preemption
+from lib.utils import preemption, report
 from lib.utils.data import Tensors
 
 SMALL = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 3 -lr_start 1e-3"
@@ -178,7 +178,6 @@ def test_reset_moves_the_old_run_aside_once(tmp_path, monkeypatch):
     old = list((tmp_path / ".old").iterdir())
     assert len(old) == 1 and (old[0] / "note").read_text() == "mine" and not (folder / "note").exists()
     monkeypatch.setenv("SLURM_JOB_ID", "77")  # a requeued job keeps its id
-    monkeypatch.setenv("RANK", "0")
     for _ in range(2):
         run(tmp_path, f"{words} -reset")
     assert len(list((tmp_path / ".old").iterdir())) == 2
@@ -254,6 +253,27 @@ def test_a_stop_during_evaluation_evaluates_again(tmp_path, monkeypatch, undistu
     folder = run(tmp_path, f"{SMALL} -cpu 2 -model on_2")
     assert distance(folder, undisturbed[2]) == 0.0
     assert sum("val/loss" in line for line in _lines(folder)) == 3
+
+
+@pytest.mark.parametrize(("split", "epoch"), [("val", 1), ("test", 3)])
+def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, monkeypatch, split, epoch):
+    """Ended when they are told, and the newest checkpoint is that of the epoch's last step, before its evaluation."""
+    real = report.Report.evaluated
+
+    def evaluated(self, state, which, figures, answers):
+        real(self, state, which, figures, answers)
+        if (which, state.epoch) == (split, epoch):
+            raise MemoryError("killed")
+
+    words = f"{SMALL} -save_every 1steps"
+    with monkeypatch.context() as patch:
+        patch.setattr(report.Report, "evaluated", evaluated)
+        with pytest.raises(MemoryError, match="killed"):
+            run(tmp_path, words)
+    lines = _lines(run(tmp_path, words))
+    assert [line["epoch"] for line in lines if "val/loss" in line] == [1, 2, 3]
+    assert sum("test/loss" in line for line in lines) == 1
+    assert [line["step"] for line in lines if "train/loss" in line] == [4, 8, 12]
 
 
 def test_a_stop_on_the_very_last_step_finishes_the_run(tmp_path, monkeypatch, undisturbed):

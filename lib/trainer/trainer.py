@@ -14,6 +14,7 @@ from lib.core import parallel, scheduler
 from lib.utils import checkpoint, metrics, preemption, report, resume, run_folder, search, seeding, shards, speed
 from lib.utils.bad_steps import BadSteps, Counter
 from lib.utils.data import zeros
+from lib.utils.errors import UsageError
 from lib.utils.hangs import watched
 from lib.utils.pictures import Answers
 from lib.utils.state import State, all_tensors, model_tensors, prepared
@@ -49,8 +50,7 @@ class Trainer:
         self.statistics = parallel.RunningStatistics(model, world, alone)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
-        self.ballot = preemption.Ballot(self.stop, world)
-        self.every = resume.Every(args.save_every)
+        self.ballot, self.every = preemption.Ballot(self.stop, world), resume.Every(args.save_every)
         self.checkpoints = checkpoint.Checkpoints(
             self.folder / "checkpoints", world, keep_last=args.keep_last, strict=args.save_strict
         )
@@ -74,7 +74,7 @@ class Trainer:
             self.resume()
             self.warm_up()
             watch = watched(self.state, self.ballot, self.world, self.args.hang_minutes, self.folder)
-            reported = report.opened(self.folder, self.world, self.args, self.total_steps, self.state.step)
+            reported = report.opened(self.folder, self.world, self.args, self.total_steps, self.state)
             with watch as self.hangs, reported as self.report:
                 self.report.samples(self.loaders["train"].sample)
                 while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():
@@ -175,16 +175,26 @@ class Trainer:
         raise BadSteps(self.bad.told(step, samples, there[0][1] if there else None))
 
     def end_epoch(self) -> bool:
-        """Evaluates, keeps the best, saves. False if the run is to stop first."""
+        """Evaluates, tells, keeps the best, saves. False if the run is to stop first.
+
+        Told before the save: who goes on from an older checkpoint tells it anew; after it, a kill would lose it.
+        """
         self.report.advise(self.loaders["train"].fetched.workers)
         figures = self.evaluate("val") if "val" in self.loaders else {}
         if figures is None:
             return False
+        try:
+            best = resume.better(self.best, figures, self.args.best, self.state.epoch + 1)
+        except UsageError:
+            self.save()  # the epoch's training: the next start begins with its evaluation
+            self.checkpoints.finish()
+            raise
         self.state.epoch += 1
         self.metrics.end_epoch()
         self.logged = {}
         self.report.evaluated(self.state, "val", figures, self.answers)
-        self.keep_best(figures)
+        if best and self.write_weights("best", must=self.args.save_strict):
+            self.best = best
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
         if milestone or self.every.epoch_due(self.state.epoch) or self.state.epoch == self.args.epochs:
             self.save(keep=bool(milestone))
@@ -203,8 +213,7 @@ class Trainer:
                 totals.update({**sums, "samples": key.count})
             if key.last and self.ballot.tick():
                 return None
-        sums = totals.reduce()
-        return {name: metrics.mean(sums, name) for name in sums if name != "samples"}
+        return metrics.means(totals.reduce())
 
     def resume(self):
         """Goes on from the newest good checkpoint, this run's own or that of -resume, or starts from -weights."""
@@ -269,16 +278,9 @@ class Trainer:
         self.saved = self.state.step, self.state.epoch
         self.every.saved()
 
-    def keep_best(self, figures: dict):
-        """Writes best/weights.safetensors if the val metric of -best is the best so far."""
-        best = resume.better(self.best, figures, self.args.best, self.state.epoch)
-        if best and self.write_weights("best", must=self.args.save_strict):
-            self.best = best
-
     def write_weights(self, name: str, must: bool = True) -> bool:
         """Writes NAME/weights.safetensors, ready for safetensors' load_file. False if that failed and need not be."""
-        tensors = model_tensors(parallel.unwrap(self.model))
-        return shards.keep_weights(self.folder / name, tensors, self.world, must)
+        return shards.keep_weights(self.folder / name, model_tensors(parallel.unwrap(self.model)), self.world, must)
 
     def finish(self) -> str:
         """The last save; of a finished run also the test split and the final weights. "finished" or "stopped"."""

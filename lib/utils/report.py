@@ -22,6 +22,7 @@ from lib.utils import (
     tunnel,
 )
 from lib.utils.distributed import World
+from lib.utils.state import State
 
 log = logging.getLogger(__name__)
 METRICS = ["train/loss", "val/loss", "val/accuracy", "test/loss", "test/accuracy"]
@@ -31,13 +32,14 @@ PERF = ("samples_per_s", "data_share", "memory")  # figures of speed, shown as p
 class Report:
     """The figures of a run as it goes."""
 
-    def __init__(self, folder: Path, world: World, args, total_steps: int, start_step: int):
+    def __init__(self, folder: Path, world: World, args, total_steps: int, start: State):
         timing.startup.report("resume")
         self.folder, self.world, self.total_steps, self.epochs = folder, world, total_steps, args.epochs
-        if world.is_main:
-            metrics.cut_back(folder / "metrics.jsonl", start_step)
+        if world.is_main:  # what was told after the checkpoint comes again, as do the figures of a trained run's end
+            anew = "test/" if start.epoch >= args.epochs else None
+            metrics.cut_back(folder / "metrics.jsonl", start.step, start.epoch, anew)
         self.lines = metrics.Lines(folder / "metrics.jsonl", world.is_main)
-        self.board = tensorboard.Board(folder / "tensorboard", world.is_main, start_step + 1)
+        self.board = tensorboard.Board(folder / "tensorboard", world.is_main, start.step + 1)
         self.board.config(vars(args))
         self.board.hparams(resume.bending(vars(args)), METRICS)
         self.histogram_every = args.log_histograms
@@ -45,8 +47,8 @@ class Report:
         self.lock = tunnel.Lock(args) if serves else None
         self.server = serving.serve(folder.parent, self._heard, serves, self.lock and self.lock.policy)
         self.profile = profiling.Profile(folder / "profile", world, args.profile)
-        self.bar = console.Progress(total_steps, start_step, world.is_main)
-        self.rate, self.own = pace.Rate(total_steps, start_step), pace.OwnTime(world)
+        self.bar = console.Progress(total_steps, start.step, world.is_main)
+        self.rate, self.own = pace.Rate(total_steps, start.step), pace.OwnTime(world)
         self.told, self.started = set(), False
 
     def samples(self, fetch):
