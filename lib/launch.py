@@ -16,8 +16,7 @@ import uuid
 from lib import children, nodes, slurm_job, variables
 from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE, UsageError
 
-# Of those who lost an agent, torchrun's other agents restart what fails: the run goes on with whoever is left.
-EXIT_CODES = {"finished": FINISHED, "stopped": STOPPED, "lost an agent": FAILED}
+EXIT_CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
 
 
 def launch(args, target: str) -> int:

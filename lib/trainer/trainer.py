@@ -69,7 +69,7 @@ class Trainer:
         return {"loss": self.loss(outputs, targets) * count, **losses.metric_sums(self.loss, outputs, targets)}
 
     def fit(self) -> str:
-        """Trains from where the run is to its end, or to a stop with the state saved: "finished" or "stopped"."""
+        """Trains from where the run is to its end, or to a stop with the state saved: what `finish` says."""
         with self.stop.listening(), speed.quiet():
             self.resume()
             self.warm_up()
@@ -283,7 +283,8 @@ class Trainer:
         return shards.keep_weights(self.folder / name, model_tensors(parallel.unwrap(self.model)), self.world, must)
 
     def finish(self) -> str:
-        """The last save; of a finished run also the test split and the final weights. "finished" or "stopped"."""
+        """The last save; of a finished run also the test split and the final weights. "finished" or "stopped"; or
+        "failed" where an agent of torchrun is gone: the others then start the run again, with whoever is left."""
         self.checkpoints.finish()  # the state is safe, however long the evaluation takes
         trained = self.state.epoch >= self.args.epochs
         figures = self.evaluate("test") if trained and "test" in self.loaders else {}
@@ -294,5 +295,6 @@ class Trainer:
         self.save()
         self.checkpoints.close()
         outcome = "finished" if finished else "stopped"
-        self.report.finish(outcome, self.state, self.args, reason=self.stop.reason, best=self.best, test=figures)
-        return "lost an agent" if self.stop.reason == preemption.AGENT_GONE and not finished else outcome
+        facts = {"reason": self.stop.reason, "best": self.best, "test": figures}
+        self.report.finish(outcome, self.state, self.args, self.checkpoints.disk.leads, **facts)
+        return "failed" if self.stop.reason == preemption.AGENT_GONE and not finished else outcome

@@ -120,13 +120,14 @@ class Report:
             for name, picture in answers.shown().items():
                 self.board.picture(f"{split}/{name}", picture, state.step)
 
-    def finish(self, outcome: str, state, args, **facts):
-        """Writes outcome.json and says how it ended ("finished", "stopped"), where everything lies, what to type
-        next."""
+    def finish(self, outcome: str, state, args, leads: bool, **facts):
+        """Writes outcome.json, if this rank `leads` those of its disk, and says how it ended ("finished", "stopped"),
+        where everything lies, what to type next."""
         self.close(outcome == "finished")
         outcome = {"state": outcome, **dataclasses.asdict(state), **facts}
-        if self.world.is_main:
+        if leads:
             run_folder.write_outcome(self.folder, **outcome)
+        if self.world.is_main:
             for text in last_words(self.folder, outcome, args):
                 log.info("%s", text)
 
