@@ -42,7 +42,7 @@ def run(args) -> int:
         splits, samples = loader.sharded(splits, world)
         before = resume.remembered(args, world)
         plan = resume.plan(args, samples, world, before)
-        resume.check_start(args, plan, before, model)
+        resume.check_start(args, plan, before, model, splits)
         criterion = loss.get_loss(args)
         fits.check(splits, model, criterion, args, world)
         model = parallel.wrap(model, args, world, arch=arch, values=values)

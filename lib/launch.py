@@ -1,7 +1,7 @@
 """Starts the processes of a run: here, several on this machine, or by Slurm. Writes torchrun's environment, no more.
 
-Already launched (RANK is set: torchrun, a child of ours) it calls the run at once, so one worker serves every
-launcher.
+Already launched (RANK and WORLD_SIZE are set: torchrun, a child of ours) it calls the run at once, so one worker
+serves every launcher.
 """
 
 import contextlib
@@ -16,8 +16,7 @@ import uuid
 from lib import children, nodes, slurm_job, variables
 from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE, UsageError
 
-# Of those who lost an agent, torchrun's other agents restart what fails: the run goes on with whoever is left.
-EXIT_CODES = {"finished": FINISHED, "stopped": STOPPED, "lost an agent": FAILED}
+EXIT_CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
 
 
 def launch(args, target: str) -> int:
@@ -38,15 +37,19 @@ def launch(args, target: str) -> int:
 
         return slurm.submit(args, target)
     count = processes(args)
-    if (count == 1 or args.debug) and args.nnodes == 1:
-        with exported(place(), OMP_NUM_THREADS=threads(1)):
-            return call(target, args)
-    return spawn(args, target, count)
+    with exported({"CUDA_VISIBLE_DEVICES": ",".join(chosen(args.gpus))} if args.gpus else {}):
+        os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no agent of torchrun started this process
+        if (count == 1 or args.debug) and args.nnodes == 1:
+            with exported(place(), OMP_NUM_THREADS=threads(1)):
+                return call(target, args)
+        return spawn(args, target, count)
 
 
 def launched() -> bool:
-    """Whether this is a process of a run already: torchrun's, or a child of ours."""
-    return "RANK" in os.environ
+    """Whether this is a process of a run already: torchrun's, or a child of ours. A RANK that leaked from elsewhere,
+    without a WORLD_SIZE that it fits, makes it none."""
+    rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    return rank.isdecimal() and size.isdecimal() and int(rank) < int(size)
 
 
 def refused(error) -> int:
@@ -68,19 +71,30 @@ def processes(args) -> int:
 
     if args.cpu:
         return args.cpu
-    if not args.gpus:
-        # NVIDIA's and AMD's are counted by the driver's library; torch.accelerator would initialise the device here.
-        return torch.cuda.device_count() or max(1, torch.accelerator.device_count())
-    wanted = [gpu.strip() for gpu in args.gpus.split(",")]
-    there = torch.cuda.device_count()
+    if args.gpus:
+        return len(chosen(args.gpus))
+    # NVIDIA's and AMD's are counted by the driver's library; torch.accelerator would initialise the device here.
+    return torch.cuda.device_count() or max(1, torch.accelerator.device_count())
+
+
+def chosen(gpus: str) -> list[str]:
+    """The GPUs of -gpus as CUDA_VISIBLE_DEVICES is to name them: number i is the i-th of those that are visible now,
+    a UUID stays what it is. Touches no device.
+
+    Raises UsageError for one that is not there.
+    """
+    import torch
+
+    wanted, there = [gpu.strip() for gpu in gpus.split(",")], torch.cuda.device_count()
     if not there:
-        raise UsageError(f"-gpus {args.gpus}: no GPU is visible here; -cpu N trains on the CPU")
+        raise UsageError(f"-gpus {gpus}: no GPU is visible here; -cpu N trains on the CPU")
     missing = [gpu for gpu in wanted if gpu.isdigit() and int(gpu) >= there]
     if missing or len(set(wanted)) < len(wanted) or not all(wanted):
         names = ",".join(str(gpu) for gpu in range(there))
-        raise UsageError(f"-gpus {args.gpus}: {', '.join(missing) or 'a name'} is not one of the GPUs here: {names}")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(wanted)
-    return len(wanted)
+        raise UsageError(f"-gpus {gpus}: {', '.join(missing) or 'a name'} is not one of the GPUs here: {names}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(gpu) for gpu in range(there))
+    names = [name.strip() for name in visible.split(",")]
+    return [names[int(gpu)] if gpu.isdigit() else gpu for gpu in wanted]
 
 
 def place() -> dict[str, str]:

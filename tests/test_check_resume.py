@@ -164,6 +164,7 @@ def test_a_run_that_cannot_be_checked_says_why(capfd, tmp_path, words, code, tol
 
 def test_a_process_of_a_launcher_is_no_place_for_a_check(checked, monkeypatch):
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     code, _, said = checked("-cpu 2")
     assert code == 2 and "run it without torchrun" in said
 

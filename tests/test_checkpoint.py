@@ -1,5 +1,6 @@
 """Checkpoints: written beside the run, kept and removed as asked, and refused before they cannot be written."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import time
 import pytest
 import saves
 import torch
-from runs import few, plugins, run, same
+from runs import few, lines, outcome, plugins, run, same
 from saves import SMALL, everything, log_of, names, save, saver
 
 from lib.utils import checkpoint, disks, distributed, resume, search, shards
@@ -171,11 +172,24 @@ def test_a_removal_that_stops_half_way_leaves_nothing_that_looks_whole(tmp_path,
     assert everything(tmp_path) == ["latest", "step_00000002"]
 
 
-def test_the_best_by_a_metric_that_is_not_there_is_one_clear_error(refused):
-    _, told, there = refused(f"{SMALL} -best f1").partition("-best f1: the evaluation on val gives ")
-    assert told and sorted(there.split(", ")) == ["accuracy", "loss"]
+def test_the_best_by_a_metric_that_is_not_there_is_one_clear_error_and_costs_no_epoch(refused, tmp_path):
+    _, told, there = refused(f"{SMALL} -cpu 2 -best f1 -save_every 9epochs").partition("-best f1: ")
+    assert told and there in [
+        f"the evaluation on val gives {names}" for names in ("accuracy, loss", "loss, accuracy")
+    ]
+    folder = tmp_path / "few_norm_net"
+    assert names(folder) == ["step_00000004"], "the epoch's training"
+    run(tmp_path, f"{SMALL} -cpu 2 -best accuracy -save_every 9epochs")
+    assert "going on from" in log_of(folder)
+    scores = {line["epoch"]: line["val/accuracy"] for line in lines(folder) if "val/accuracy" in line}
+    best = outcome(folder)["best"]
+    assert list(scores) == [1, 2, 3] and best["epoch"] == max(scores, key=scores.get), "its evaluation came after it"
+
+
+def test_the_best_without_a_val_split_is_refused_before_anything_is_written(refused, tmp_path):
     with plugins(dataset={"trained": lambda args: few(args)["train"]}):
         assert "-best loss: there is no val split" in refused(f"{SMALL} -dataset trained -best loss -model alone")
+    assert not (tmp_path / "alone").exists()
 
 
 def test_best_is_the_highest_score_and_never_one_that_is_not_a_number():

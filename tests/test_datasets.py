@@ -15,6 +15,8 @@ from torchvision.datasets import cifar
 
 from lib import config
 from lib.dataset import cifar10, digits, folder
+from lib.utils import loader
+from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 
@@ -135,6 +137,21 @@ def test_folder_stops_at_a_damaged_image_or_leaves_it_out(tmp_path):
         file.write_bytes(b"")
     with pytest.raises(UsageError, match="none of the 2 images in"):
         folder.get_dataset(args)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_image_is_one_line_whoever_reads_it(tmp_path, workers):
+    tiny_data.make_folder(tmp_path)
+    cut = tmp_path / "train" / "ant" / "1.jpg"
+    cut.write_bytes(b"")
+    train = folder.get_dataset(config.parse_args(folder_words(tmp_path)))["train"]
+    one = loader.TrainLoader(train, loader.Plan(4, 4, 4), World(), seed=0, shuffle=False, workers=workers)
+    with pytest.raises(UsageError) as caught:
+        next(iter(one.epoch(0)))
+    one.fetched.close()
+    said = str(caught.value)
+    assert said.startswith(f"{cut}: not a readable image (") and said.count("\n") == 0
+    assert said.endswith("mend it, or -folder_unreadable skip (while fetching the samples [0, 1, 2, 3])")
 
 
 def folder_words(data):

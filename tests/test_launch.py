@@ -11,9 +11,11 @@ from pathlib import Path
 
 import ports
 import pytest
+import torch
 import yaml
+from command_line import parsed
 
-from lib import children, nodes
+from lib import check, children, launch, nodes
 from lib.utils.errors import FAILED
 
 pytest_plugins = ("processes",)
@@ -187,6 +189,45 @@ def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, undisturbed
     assert run.ends() == 0, run.text()
     assert run.weights() == undisturbed.weights()
     run.is_gone(SOON_S)
+
+
+@pytest.mark.parametrize(("visible", "wanted", "exported"), [
+    (None, "0,1", "0,1"), (None, "1", "1"), ("4,5", "0,1", "4,5"), ("4, 5", "1,0", "5,4"), ("4,5", "1", "5"),
+    ("GPU-aa,GPU-bb", "1", "GPU-bb"), ("4,5", "GPU-cc,0", "GPU-cc,4"),
+])  # fmt: skip
+def test_gpus_are_counted_among_the_visible_ones_and_exported_to_the_run_alone(
+    visible, wanted, exported, monkeypatch, tmp_path
+):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(launch, "spawn", lambda *words: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 0)
+    monkeypatch.setattr(launch, "call", launch.spawn)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    args, before = parsed(["-gpus", wanted]), dict(os.environ)
+    again = check.Check(args, tmp_path)  # counts the processes, and starts the run in a child
+    assert launch.processes(args) == again.size == len(wanted.split(","))
+    assert launch.launch(again.args, "train:run") == launch.launch(args, "train:run") == 0
+    assert seen == [exported] * 2 and os.environ == before
+
+
+@pytest.mark.parametrize(("rank", "size", "is_one"), [
+    ("0", "1", True), ("1", "2", True), ("1", None, False), ("0", None, False), (None, "2", False), ("2", "2", False),
+    ("-1", "2", False), ("x", "2", False), ("", "", False),
+])  # fmt: skip
+def test_a_process_of_a_run_has_a_rank_that_fits_its_world(rank, size, is_one, monkeypatch):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert launch.launched() == is_one
+
+
+def test_a_rank_that_leaked_from_elsewhere_is_passed_over(start, undisturbed):
+    run = start("leaked", env={"RANK": "1", "TORCHELASTIC_MAX_RESTARTS": "3"})
+    assert run.ends() == 0, run.text()
+    assert run.weights() == undisturbed.weights()
 
 
 def test_torchrun_starts_the_same_run(start, undisturbed):

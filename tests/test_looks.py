@@ -10,7 +10,9 @@ from torch import nn
 
 import train
 from lib.core import looks
+from lib.utils import profiling
 from lib.utils.data import Tensors
+from lib.utils.distributed import World
 
 WORDS = "-dataset few -arch norm_net -image_size 8 -num_classes 4 -batch_size 16 -epochs 3 -log_every 1 -model looked"
 
@@ -135,6 +137,21 @@ def test_overfit_trains_and_evaluates_on_the_same_samples(parts, tmp_path):
     assert lines(folder)[-1]["samples"] == 30 * 12
     assert [line["val/accuracy"] for line in lines(folder) if "val/accuracy" in line][-1] == 1.0
     assert train.main([*f"{words} -overfit 13 -out {tmp_path}".split()]) == 2, "not on top of another"
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+def test_a_profile_that_cannot_be_written_or_never_began_records_no_allocations_any_more(
+    steps, tmp_path, monkeypatch, caplog
+):
+    told = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **words: told.append(words))
+    (tmp_path / "file").touch()
+    profile = profiling.Profile(tmp_path / "file" / "profile", World(device=torch.device("cuda", 0)), 2)
+    for _ in range(steps):
+        profile.step()
+    assert ("cannot be written" in caplog.text) == (steps == 8) == ({"enabled": None} in told)
+    profile.close()
+    assert told[0] == {"max_entries": 100_000} and told[-1] == {"enabled": None}
 
 
 @pytest.mark.parametrize(("wanted", "count"), [(2, 2), (50, 8)])

@@ -217,6 +217,7 @@ def test_nobody_waits_longer_than_hang_minutes(start):
 
 def test_torchrun_and_srun_say_who_takes_part(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     said = told("-nnodes 2 -node_rank 0 -master_addr here", tmp_path, capsys)
     assert said == "-nnodes 2 under torchrun or srun: they start the processes of all machines"
 

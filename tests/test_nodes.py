@@ -44,6 +44,7 @@ def test_nodes_that_share_no_disk_each_hold_all_and_send_it_to_those_that_lost_t
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 5)
         one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
+    assert [outcome(node)["state"] for node in (one, two)] == ["stopped"] * 2
     held = [saves.tensors(node / "checkpoints" / names(node)[0]) for node in (one, two)]
     truth = saves.tensors(done / "checkpoints" / "step_00000005")
     for whole in held:
@@ -62,7 +63,7 @@ def test_nodes_that_share_no_disk_each_hold_all_and_send_it_to_those_that_lost_t
     shutil.rmtree(one / "checkpoints" / names(one)[0])
     one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2")
     assert distance(one, done) < 1e-5 and "going on from" in log_of(one)
-    assert outcome(one)["state"] == "finished"
+    assert [outcome(node)["state"] for node in (one, two)] == ["finished"] * 2
 
 
 def test_a_node_replaced_by_an_empty_one_or_by_one_of_the_past_goes_on_to_the_same_bits(done, tmp_path, monkeypatch):

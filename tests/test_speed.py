@@ -4,8 +4,10 @@ import gc
 import os
 
 import torch
+from runs import few, plugins, run
 from torch.utils.data import Subset
 
+from lib.trainer import trainer
 from lib.utils import speed
 from lib.utils.data import Tensors
 from lib.utils.distributed import World
@@ -27,9 +29,35 @@ def test_garbage_waits_for_its_turn_and_is_then_collected():
         for _ in range(5000):  # beyond the threshold at which Python would collect
             Circle()
         assert not gc.isenabled() and frozen > 1000 and alive() == 5000
-        speed.collect()
-        assert alive() == 0
+        left = [alive() for _ in speed.swept(range(2 * speed.SWEPT + 1)) if Circle()]
     assert gc.isenabled() and gc.get_freeze_count() == 0
+    assert (max(left), left[speed.SWEPT], left[2 * speed.SWEPT]) == (5000 + speed.SWEPT, 1, 1)
+
+
+LEFT = []  # what was alive, by where
+
+
+class Litters(trainer.Trainer):
+    """Leaves a circle behind in every batch that it trains or evaluates on."""
+
+    def training_step(self, batch):
+        LEFT.append(("train", Circle() and alive()))
+        return super().training_step(batch)
+
+    def evaluation_step(self, model, batch, count):
+        LEFT.append(("eval", Circle() and alive()))
+        return super().evaluation_step(model, batch, count)
+
+
+def test_garbage_piles_up_to_a_few_batches_in_training_and_in_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "SWEPT", 2)
+    LEFT.clear()
+    with plugins(dataset={"few": few}, trainer={"litters": Litters}):
+        run(tmp_path, "-dataset few -arch mlp -image_size 8 -num_classes 4 -batch_size 2 -log_every 5000 -epochs 1 "
+                      "-trainer litters")  # fmt: skip
+    for where, batches in (("train", 25), ("eval", 11)):
+        left = [count for there, count in LEFT if there == where]
+        assert len(left) == batches and max(left) <= 3, (where, left)
 
 
 def test_loader_processes_are_those_asked_for_or_a_share_of_the_cores(monkeypatch):

@@ -14,7 +14,7 @@ from saves import SMALL
 from torch import nn
 
 from lib.trainer import trainer
-from lib.utils import preemption
+from lib.utils import preemption, report
 from lib.utils.data import Tensors
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -100,9 +100,22 @@ class Mixes(trainer.Trainer):
         )
 
 
-def test_a_training_step_may_draw_from_python_and_numpy_and_goes_on_bit_for_bit(tmp_path, monkeypatch):
-    words = f"{SMALL} -trainer mixes"
-    with plugins(trainer={"mixes": Mixes}):
+class Draws(nn.Module):
+    """Scales what it gives by what Python and NumPy draw."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.net = norm_net(args)
+
+    def forward(self, inputs):
+        scale = random.uniform(0.5, 1) + np.random.uniform(0.5, 1) if self.training else 1.5
+        return scale * self.net(inputs)
+
+
+@pytest.mark.parametrize("words", ["-trainer mixes", "-arch draws"])
+def test_a_trainer_or_model_may_draw_from_python_and_numpy_and_goes_on_bit_for_bit(words, tmp_path, monkeypatch):
+    words = f"{SMALL} {words}"
+    with plugins(trainer={"mixes": Mixes}, arch={"draws": Draws}):
         whole = run(tmp_path, f"{words} -cpu 2 -model whole")
         with monkeypatch.context() as patch:
             saves.stop_at(patch, 6)
@@ -161,7 +174,6 @@ def test_reset_moves_the_old_run_aside_once(tmp_path, monkeypatch):
     old = list((tmp_path / ".old").iterdir())
     assert len(old) == 1 and (old[0] / "note").read_text() == "mine" and not (folder / "note").exists()
     monkeypatch.setenv("SLURM_JOB_ID", "77")  # a requeued job keeps its id
-    monkeypatch.setenv("RANK", "0")
     for _ in range(2):
         run(tmp_path, f"{words} -reset")
     assert len(list((tmp_path / ".old").iterdir())) == 2
@@ -233,6 +245,27 @@ def test_a_stop_during_evaluation_evaluates_again(tmp_path, monkeypatch, undistu
     folder = run(tmp_path, f"{SMALL} -cpu 2 -model on_2")
     assert distance(folder, undisturbed[2]) == 0.0
     assert sum("val/loss" in line for line in lines(folder)) == 3
+
+
+@pytest.mark.parametrize(("split", "epoch"), [("val", 1), ("test", 3)])
+def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, monkeypatch, split, epoch):
+    """Ended when they are told, and the newest checkpoint is that of the epoch's last step, before its evaluation."""
+    real = report.Report.evaluated
+
+    def evaluated(self, state, which, figures, answers):
+        real(self, state, which, figures, answers)
+        if (which, state.epoch) == (split, epoch):
+            raise MemoryError("killed")
+
+    words = f"{SMALL} -save_every 1steps"
+    with monkeypatch.context() as patch:
+        patch.setattr(report.Report, "evaluated", evaluated)
+        with pytest.raises(MemoryError, match="killed"):
+            run(tmp_path, words)
+    told = lines(run(tmp_path, words))
+    assert [line["epoch"] for line in told if "val/loss" in line] == [1, 2, 3]
+    assert sum("test/loss" in line for line in told) == 1
+    assert [line["step"] for line in lines if "train/loss" in line] == [4, 8, 12]
 
 
 def test_a_stop_on_the_very_last_step_finishes_the_run(tmp_path, monkeypatch, undisturbed):

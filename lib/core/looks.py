@@ -29,7 +29,7 @@ def asked(args) -> bool:
 def look(trainer) -> str:
     """What was asked for, with this trainer that has not begun: "finished", or an exception."""
     args = trainer.args
-    trainer.report = report.Report(trainer.folder, World(rank=1), args, trainer.total_steps, 0)  # a silent one
+    trainer.report = report.Report(trainer.folder, World(rank=1), args, trainer.total_steps, trainer.state)  # silent
     if args.eval:
         return evaluate(trainer)
     return debug(trainer) if args.debug else dry(trainer)

@@ -14,6 +14,7 @@ from lib.core import parallel, scheduler
 from lib.utils import checkpoint, metrics, preemption, report, resume, run_folder, search, seeding, shards, speed
 from lib.utils.bad_steps import BadSteps, Counter
 from lib.utils.data import zeros
+from lib.utils.errors import UsageError
 from lib.utils.hangs import watched
 from lib.utils.pictures import Answers
 from lib.utils.state import State, all_tensors, model_tensors, prepared
@@ -45,13 +46,11 @@ class Trainer:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16)
         self.precision = parallel.autocast(args, world.device)
-        self.own_step = type(self).training_step is not Trainer.training_step  # may draw as it likes
         alone = world.size == 1 and self.plan.grain == self.plan.batch
         self.statistics = parallel.RunningStatistics(model, world, alone)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
-        self.ballot = preemption.Ballot(self.stop, world)
-        self.every = resume.Every(args.save_every)
+        self.ballot, self.every = preemption.Ballot(self.stop, world), resume.Every(args.save_every)
         self.checkpoints = checkpoint.Checkpoints(
             self.folder / "checkpoints", world, keep_last=args.keep_last, strict=args.save_strict
         )
@@ -70,12 +69,12 @@ class Trainer:
         return {"loss": self.loss(outputs, targets) * count, **losses.metric_sums(self.loss, outputs, targets)}
 
     def fit(self) -> str:
-        """Trains from where the run is to its end, or to a stop with the state saved: "finished" or "stopped"."""
+        """Trains from where the run is to its end, or to a stop with the state saved: what `finish` says."""
         with self.stop.listening(), speed.quiet():
             self.resume()
             self.warm_up()
             watch = watched(self.state, self.ballot, self.world, self.args.hang_minutes, self.folder)
-            reported = report.opened(self.folder, self.world, self.args, self.total_steps, self.state.step)
+            reported = report.opened(self.folder, self.world, self.args, self.total_steps, self.state)
             with watch as self.hangs, reported as self.report:
                 self.report.samples(self.loaders["train"].sample)
                 while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():
@@ -89,7 +88,7 @@ class Trainer:
         self.model.train()
         done = self.state.step - self.state.epoch * self.plan.steps
         batches = self.loaders["train"].epoch(self.state.epoch, done)
-        for key, batch in self.report.waiting(batches):
+        for key, batch in speed.swept(self.report.waiting(batches)):
             self.micro_batch(key, batch)
             if key.last:
                 self.step(key.of)
@@ -99,7 +98,7 @@ class Trainer:
 
     def micro_batch(self, key, batch):
         """Forward and backward pass of one micro-batch under its own seed; gradients add up to the step's mean."""
-        seeding.for_micro_batch(self.args.seed, self.state.step, key.micro, self.world.device, self.own_step)
+        seeding.for_micro_batch(self.args.seed, self.state.step, key.micro, self.world.device)
         parallel.set_sync(self.model, key.last)
         self.statistics.before(key.first)
         with self.precision:
@@ -149,7 +148,6 @@ class Trainer:
         """Reduces and reports the interval since the last line; ends the run after too many bad steps in a row."""
         self.bad.count(self.norms)
         self.gather()
-        speed.collect()
         interval = {name: total - self.logged.get(name, 0) for name, total in self.metrics.agg.items()}
         figures = {
             "loss": metrics.mean(interval, "loss"),
@@ -177,16 +175,26 @@ class Trainer:
         raise BadSteps(self.bad.told(step, samples, there[0][1] if there else None))
 
     def end_epoch(self) -> bool:
-        """Evaluates, keeps the best, saves. False if the run is to stop first."""
+        """Evaluates, tells, keeps the best, saves. False if the run is to stop first.
+
+        Told before the save: who goes on from an older checkpoint tells it anew; after it, a kill would lose it.
+        """
         self.report.advise(self.loaders["train"].fetched.workers)
         figures = self.evaluate("val") if "val" in self.loaders else {}
         if figures is None:
             return False
+        try:
+            best = resume.better(self.best, figures, self.args.best, self.state.epoch + 1)
+        except UsageError:
+            self.save()  # the epoch's training: the next start begins with its evaluation
+            self.checkpoints.finish()
+            raise
         self.state.epoch += 1
         self.metrics.end_epoch()
         self.logged = {}
         self.report.evaluated(self.state, "val", figures, self.answers)
-        self.keep_best(figures)
+        if best and self.write_weights("best", must=self.args.save_strict):
+            self.best = best
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
         if milestone or self.every.epoch_due(self.state.epoch) or self.state.epoch == self.args.epochs:
             self.save(keep=bool(milestone))
@@ -198,15 +206,14 @@ class Trainer:
         self.stop.trained = self.state.step == self.total_steps
         model, totals = parallel.unwrap(self.model).eval(), metrics.MetricsTracker()
         self.answers.reset()
-        for key, batch in self.loaders[split]:
+        for key, batch in speed.swept(self.loaders[split]):
             with self.precision:
                 sums = self.evaluation_step(model, batch, key.count)
             if key.count:
                 totals.update({**sums, "samples": key.count})
             if key.last and self.ballot.tick():
                 return None
-        sums = totals.reduce()
-        return {name: metrics.mean(sums, name) for name in sums if name != "samples"}
+        return metrics.means(totals.reduce())
 
     def resume(self):
         """Goes on from the newest good checkpoint, this run's own or that of -resume, or starts from -weights."""
@@ -271,19 +278,13 @@ class Trainer:
         self.saved = self.state.step, self.state.epoch
         self.every.saved()
 
-    def keep_best(self, figures: dict):
-        """Writes best/weights.safetensors if the val metric of -best is the best so far."""
-        best = resume.better(self.best, figures, self.args.best, self.state.epoch)
-        if best and self.write_weights("best", must=self.args.save_strict):
-            self.best = best
-
     def write_weights(self, name: str, must: bool = True) -> bool:
         """Writes NAME/weights.safetensors, ready for safetensors' load_file. False if that failed and need not be."""
-        tensors = model_tensors(parallel.unwrap(self.model))
-        return shards.keep_weights(self.folder / name, tensors, self.world, must)
+        return shards.keep_weights(self.folder / name, model_tensors(parallel.unwrap(self.model)), self.world, must)
 
     def finish(self) -> str:
-        """The last save; of a finished run also the test split and the final weights. "finished" or "stopped"."""
+        """The last save; of a finished run also the test split and the final weights. "finished" or "stopped"; or
+        "failed" where an agent of torchrun is gone: the others then start the run again, with whoever is left."""
         self.checkpoints.finish()  # the state is safe, however long the evaluation takes
         trained = self.state.epoch >= self.args.epochs
         figures = self.evaluate("test") if trained and "test" in self.loaders else {}
@@ -294,5 +295,6 @@ class Trainer:
         self.save()
         self.checkpoints.close()
         outcome = "finished" if finished else "stopped"
-        self.report.finish(outcome, self.state, self.args, reason=self.stop.reason, best=self.best, test=figures)
-        return "lost an agent" if self.stop.reason == preemption.AGENT_GONE and not finished else outcome
+        facts = {"reason": self.stop.reason, "best": self.best, "test": figures}
+        self.report.finish(outcome, self.state, self.args, self.checkpoints.disk.leads, **facts)
+        return "failed" if self.stop.reason == preemption.AGENT_GONE and not finished else outcome

@@ -5,9 +5,10 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate, get_worker_info
 
 from lib.utils import preemption, seeding
+from lib.utils.errors import UsageError
 
 
 class Fetcher:
@@ -37,7 +38,7 @@ class Fetcher:
             return map(self.fetch.__getitem__, keys)
         self.source.keys = keys
         with preemption.shielded():
-            return iter(self.loader)
+            return map(_taken, iter(self.loader))
 
     def close(self):
         """Ends the worker processes: those at rest by themselves, one that is busy all the same."""
@@ -63,6 +64,8 @@ class Fetch(Dataset):
             batch = self._whole(epoch, indices) if self.whole else self._one_by_one(epoch, indices)
         except Exception as error:
             error.args = (f"{error} (while fetching the samples {_short(indices)})",)
+            if isinstance(error, UsageError) and get_worker_info():
+                return error  # raised here, it would come with the worker's traceback in its words
             raise
         return default_collate(batch) if isinstance(batch, list) else batch
 
@@ -78,6 +81,12 @@ class Fetch(Dataset):
         if not self.fixed:
             seeding.for_sample(self.seed, epoch, index)
         return self.dataset[index]
+
+
+def _taken(batch):
+    if isinstance(batch, UsageError):
+        raise batch
+    return batch
 
 
 class _Source:

@@ -188,11 +188,13 @@ class Lines:
             self._file.close()
 
 
-def cut_back(path: Path, step: int):
-    """Drop the lines of metrics.jsonl beyond `step`: for rank 0 on resume, before `Lines` writes there again.
+def cut_back(path: Path, step: int, epoch: int = 0, anew: str | None = None):
+    """Drop the lines of metrics.jsonl beyond a step, and of that step those beyond `epoch`: for rank 0 on resume,
+    before `Lines` writes there again.
 
-    Objects without a step stay. Lines that are no JSON objects go, with a warning, unless it is the last one, cut
-    short by a kill. The file is replaced as a whole; where that fails it stays as it was, with a warning.
+    `anew`: drop also what holds a figure whose name begins so. Objects without a step stay. Lines that are no JSON
+    objects go, with a warning, unless it is the last one, cut short by a kill. The file is replaced as a whole; where
+    that fails it stays as it was, with a warning.
     """
     path = Path(path)
     if not path.exists():
@@ -202,7 +204,9 @@ def cut_back(path: Path, step: int):
     unreadable = [line for line, record in lines if record is None]
     if unreadable and unreadable != [old.split(b"\n")[-1]]:
         log.warning("%s: %d unreadable lines are left out", path, len(unreadable))
-    new = b"".join(line + b"\n" for line, record in lines if record is not None and _step(record) <= step)
+    kept = (line for line, record in lines if record is not None and _place(record) <= (step, epoch)
+            and not (anew and any(name.startswith(anew) for name in record)))  # fmt: skip
+    new = b"".join(line + b"\n" for line in kept)
     if new == old:
         return
     try:
@@ -219,9 +223,9 @@ def _parsed(line):
     return record if isinstance(record, dict) else None
 
 
-def _step(record):
-    step = record.get("step")
-    return step if isinstance(step, (int, float)) else -math.inf
+def _place(record):
+    step, epoch = record.get("step"), record.get("epoch", 0)
+    return (step, epoch) if isinstance(step, (int, float)) and isinstance(epoch, (int, float)) else (-math.inf, 0)
 
 
 def _plain(value):

@@ -68,10 +68,11 @@ class Rate:
 
 class OwnTime:
     """What a rank needs by itself for its steps: from a step's begin, its data included, to the first time that it
-    waits for the others. Alone, nothing is measured. On a GPU it is the GPU's time."""
+    waits for the others. On a GPU it is the GPU's time. Nothing is measured alone, nor where parts of the model are
+    `gathered` from the others (FSDP): its forward pass waits for them already."""
 
-    def __init__(self, world: World):
-        self.on, self.device = world.size > 1, world.device
+    def __init__(self, world: World, gathered: bool = False):
+        self.on, self.device = world.size > 1 and not gathered, world.device
         self.seconds, self.began, self.pairs = 0.0, None, []
 
     def begin(self):

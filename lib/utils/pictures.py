@@ -2,6 +2,7 @@
 
 A picture is a tensor (C, height, width) of uint8, C being 1 or 3."""
 
+import logging
 import math
 
 import numpy as np
@@ -13,6 +14,7 @@ from torchvision.utils import make_grid
 from lib.utils import distributed
 from lib.utils.distributed import World
 
+log = logging.getLogger(__name__)
 SHOWN = 16  # samples with their answers
 MOST_CLASSES, MOST_TOLD = 100, 20  # of a confusion matrix; with its numbers written into it
 RIGHT, WRONG, INK, PAPER, DARK = (0, 128, 0), (200, 0, 0), (0, 0, 0), (255, 255, 255), (8, 48, 107)
@@ -21,13 +23,15 @@ RIGHT, WRONG, INK, PAPER, DARK = (0, 128, 0), (200, 0, 0), (0, 0, 0), (255, 255,
 class Answers:
     """What a classifier answers in an evaluation: how often which class was taken for which, and the first samples.
 
-    Of another loss than cross-entropy, or more than 100 classes, nothing is kept.
+    Of another loss than cross-entropy, or more than 100 classes, nothing is kept. A class without a name is called
+    by its number.
     """
 
     def __init__(self, loss, classes: int, names: list[str] | None, world: World):
         self.on = isinstance(loss, nn.CrossEntropyLoss) and classes <= MOST_CLASSES
         self.classes, self.world = classes, world
-        self.names = [str(name) for name in names or range(classes)]
+        known = names if isinstance(names, (list, tuple)) else []
+        self.names = [str(name) for name in (*known[:classes], *range(len(known), classes))]
         self.reset()
 
     def reset(self):
@@ -54,6 +58,13 @@ class Answers:
         counts = distributed.sum_(self.counts, self.world).cpu()
         if not (self.world.is_main and counts.any()):
             return {}
+        try:
+            return self._drawn(counts)
+        except Exception as error:  # what names and pixels may do to a drawing, nobody lists: no run ends of it
+            log.warning("no pictures of the answers (%s: %s)", type(error).__name__, error)
+            return {}
+
+    def _drawn(self, counts):
         there = {"confusion": confusion(counts, self.names)}
         if self.first is None:
             return there

@@ -29,8 +29,7 @@ class Profile:
             profile_memory=True,
         )
         self.profiler.start()
-        if world.device.type == "cuda":
-            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        self._allocations(max_entries=100_000)
 
     def step(self):
         """At the end of each optimizer step."""
@@ -41,7 +40,12 @@ class Profile:
         """Ends it; what was recorded until now is written."""
         if self.profiler is not None:
             self.profiler.stop()
+            self._allocations(enabled=None)
         self.profiler = None
+
+    def _allocations(self, **words):
+        if self.world.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(**words)
 
     def _write(self, profiler):
         name = f"rank_{self.world.rank}"
@@ -53,9 +57,10 @@ class Profile:
             (self.folder / f"{name}.txt").write_text(table)
             if self.world.device.type == "cuda":
                 torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))
-                torch.cuda.memory._record_memory_history(enabled=None)
         except (OSError, RuntimeError) as error:
             log.warning("-profile: cannot be written (%s); training goes on", error)
             return
+        finally:
+            self._allocations(enabled=None)
         if self.world.is_main:
             log.info("-profile: %s", self.folder)

@@ -22,6 +22,7 @@ from lib.utils import (
     tunnel,
 )
 from lib.utils.distributed import World
+from lib.utils.state import State
 
 log = logging.getLogger(__name__)
 METRICS = ["train/loss", "val/loss", "val/accuracy", "test/loss", "test/accuracy"]
@@ -31,13 +32,14 @@ PERF = ("samples_per_s", "data_share", "memory")  # figures of speed, shown as p
 class Report:
     """The figures of a run as it goes."""
 
-    def __init__(self, folder: Path, world: World, args, total_steps: int, start_step: int):
+    def __init__(self, folder: Path, world: World, args, total_steps: int, start: State):
         timing.startup.report("resume")
         self.folder, self.world, self.total_steps, self.epochs = folder, world, total_steps, args.epochs
-        if world.is_main:
-            metrics.cut_back(folder / "metrics.jsonl", start_step)
+        if world.is_main:  # what was told after the checkpoint comes again, as do the figures of a trained run's end
+            anew = "test/" if start.epoch >= args.epochs else None
+            metrics.cut_back(folder / "metrics.jsonl", start.step, start.epoch, anew)
         self.lines = metrics.Lines(folder / "metrics.jsonl", world.is_main)
-        self.board = tensorboard.Board(folder / "tensorboard", world.is_main, start_step + 1)
+        self.board = tensorboard.Board(folder / "tensorboard", world.is_main, start.step + 1)
         self.board.config(vars(args))
         self.board.hparams(resume.bending(vars(args)), METRICS)
         self.histogram_every = args.log_histograms
@@ -45,8 +47,8 @@ class Report:
         self.lock = tunnel.Lock(args) if serves else None
         self.server = serving.serve(folder.parent, self._heard, serves, self.lock and self.lock.policy)
         self.profile = profiling.Profile(folder / "profile", world, args.profile)
-        self.bar = console.Progress(total_steps, start_step, world.is_main)
-        self.rate, self.own = pace.Rate(total_steps, start_step), pace.OwnTime(world)
+        self.bar = console.Progress(total_steps, start.step, world.is_main)
+        self.rate, self.own = pace.Rate(total_steps, start.step), pace.OwnTime(world, args.parallel == "fsdp")
         self.told, self.started = set(), False
 
     def samples(self, fetch):
@@ -118,13 +120,14 @@ class Report:
             for name, picture in answers.shown().items():
                 self.board.picture(f"{split}/{name}", picture, state.step)
 
-    def finish(self, outcome: str, state, args, **facts):
-        """Writes outcome.json and says how it ended ("finished", "stopped"), where everything lies, what to type
-        next."""
+    def finish(self, outcome: str, state, args, leads: bool, **facts):
+        """Writes outcome.json, if this rank `leads` those of its disk, and says how it ended ("finished", "stopped"),
+        where everything lies, what to type next."""
         self.close(outcome == "finished")
         outcome = {"state": outcome, **dataclasses.asdict(state), **facts}
-        if self.world.is_main:
+        if leads:
             run_folder.write_outcome(self.folder, **outcome)
+        if self.world.is_main:
             for text in last_words(self.folder, outcome, args):
                 log.info("%s", text)
 

@@ -91,9 +91,12 @@ def _asked_there(folder):
         return None
 
 
-def check_start(args, plan: Plan, before: dict, model: torch.nn.Module):
-    """Raises UsageError, while nothing has been written, for what could not go on from where it is to."""
+def check_start(args, plan: Plan, before: dict, model: torch.nn.Module, splits: dict):
+    """Raises UsageError, while nothing has been written, for what could not go on from where it is to, and for -best
+    of a run without a val split."""
     check_allowed(args, before)
+    if args.best and "val" not in splits:
+        raise UsageError(f"-best {args.best}: there is no val split to choose by")
     if before and not args.eval:
         check_changes(before, asked(args, plan), args.allow_change)
     elif args.weights and not before:
@@ -246,8 +249,7 @@ def better(best: dict | None, figures: dict, asked: str | None, epoch: int) -> d
     """
     name = asked or ("accuracy" if "accuracy" in figures else "loss")
     if asked and name not in figures:
-        there = f"the evaluation on val gives {', '.join(figures)}" if figures else "there is no val split"
-        raise UsageError(f"-best {name}: {there}")
+        raise UsageError(f"-best {name}: the evaluation on val gives {', '.join(figures)}")
     score = figures.get(name, math.nan) * (-1 if name in LESS else 1)
     last = best["score"] if best and best["metric"] == name else -math.inf
     return {"metric": name, "value": figures[name], "score": score, "epoch": epoch} if score > last else None

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.utils.data import Dataset
@@ -10,6 +11,7 @@ from torch.utils.data import Dataset
 from lib.utils import fetch
 from lib.utils.distributed import World
 
+SWEPT = 100  # batches between two collections of garbage: what it may pile up to, whatever -log_every is
 WORKERS = 8  # at most, where -workers leaves it open
 
 
@@ -26,7 +28,7 @@ def kernels(world: World, deterministic: bool):
 
 @contextlib.contextmanager
 def quiet():
-    """Garbage is collected by `collect` only, on all ranks at the same step, and not what is there already."""
+    """Garbage is collected by `swept` only, on all ranks at the same batch, and not what is there already."""
     was = gc.isenabled()
     gc.collect()
     gc.freeze()
@@ -39,9 +41,13 @@ def quiet():
             gc.enable()
 
 
-def collect():
-    """Frees what refers to itself in a circle, of the objects that are new since `quiet`."""
-    gc.collect()
+def swept(batches: Iterable) -> Iterator:
+    """The same batches; after each so many is freed what refers to itself in a circle, of the objects that are new
+    since `quiet`."""
+    for number, batch in enumerate(batches, 1):
+        yield batch
+        if number % SWEPT == 0:
+            gc.collect()
 
 
 def workers(asked: int | None, dataset: Dataset, world: World) -> int:

@@ -88,7 +88,7 @@ def trainer_of(case: Case):
     parts = (loader.get_loaders(splits, plan, world, args), model, losses.get_loss(args), optimizer)
     trainer = train.plugin("trainer", args.trainer).Trainer(args, world, *parts)
     run_folder.path_of(args).mkdir(parents=True, exist_ok=True)
-    trainer.report = report.Report(run_folder.path_of(args), world, args, trainer.total_steps, 0)
+    trainer.report = report.Report(run_folder.path_of(args), world, args, trainer.total_steps, trainer.state)
     watch = hangs.watched(trainer.state, trainer.ballot, world, args.hang_minutes, trainer.folder)
     trainer.hangs = contextlib.ExitStack().enter_context(watch)  # to the end of the process
     return trainer
