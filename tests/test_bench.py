@@ -1,5 +1,6 @@
 """The benchmarks run: what they measure is the trainer as it is."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -7,9 +8,12 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts" / "bench"))
+import compare
 import contenders
 import save
 import seeding
+import starts
+import ways
 
 from lib.utils.distributed import World
 
@@ -46,4 +50,20 @@ def test_all_ways_to_save_are_measured(tmp_path):
         rows = save.measure(300_000, 1, tmp_path)
     finally:
         torch.distributed.destroy_process_group()
-    assert rows.keys() == save.WAYS.keys() and all(row["total"] > 0 < row["stall"] for row in rows.values())
+    assert list(rows) == compare.installed(ways.WAYS)
+    assert all(row["total"] > 0 < row["stall"] for row in rows.values())
+
+
+def test_the_start_of_a_run_and_of_one_that_goes_on_is_timed_beside_the_bare_script(tmp_path):
+    starts.main(["-rounds", "1", "-procs", "1", "-only", "Baton", "-json", str(tmp_path / "found.json")])
+    tables = [table for title, table in json.loads((tmp_path / "found.json").read_text()).items() if table]
+    assert len(tables) == 2 and all(table.keys() == {"Baton", compare.BASE} for table in tables)
+    assert all(row["s"] > 0 and row["ratio"] > 0 for table in tables for row in table.values())
+
+
+@pytest.mark.parametrize("name", [name for name in starts.SCRIPTS if name not in ("Baton", compare.BASE)])
+def test_the_script_of_a_peer_goes_on_from_its_own_checkpoint(name, tmp_path):
+    if not compare.installed([name]):
+        pytest.skip(f"{compare.NEEDS[name]} is not installed")
+    assert starts.started(name, 1, tmp_path, last=2, first=1) > 0
+    assert starts.started(name, 1, tmp_path, last=3, first=3) > 0, "the first step that it tells of"

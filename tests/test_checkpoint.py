@@ -1,6 +1,5 @@
 """Checkpoints: written beside the run, kept and removed as asked, and refused before they cannot be written."""
 
-import json
 import os
 import shutil
 import subprocess

@@ -265,7 +265,7 @@ def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, m
     told = lines(run(tmp_path, words))
     assert [line["epoch"] for line in told if "val/loss" in line] == [1, 2, 3]
     assert sum("test/loss" in line for line in told) == 1
-    assert [line["step"] for line in lines if "train/loss" in line] == [4, 8, 12]
+    assert [line["step"] for line in told if "train/loss" in line] == [4, 8, 12]
 
 
 def test_a_stop_on_the_very_last_step_finishes_the_run(tmp_path, monkeypatch, undisturbed):

@@ -116,16 +116,21 @@ def timed(trainer, clock=time.perf_counter) -> Callable[[], float]:
 
 def bare(case: Case) -> Callable[[], float]:
     """What most people write: a DataLoader, DistributedDataParallel, four lines."""
-    model, loss, batches = case.model(), losses.get_loss(case.args()), case.shared()
+    model = case.model()
     model = DistributedDataParallel(model) if case.world.size > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return plain(case, model, torch.optim.AdamW(model.parameters(), lr=1e-3), case.shared())
+
+
+def plain(case: Case, model, optimizer, batches, backward=torch.Tensor.backward) -> Callable[[], float]:
+    """The four lines, with the package's own way to call backward."""
+    loss = losses.get_loss(case.args())
 
     def run():
         model.train()
         began = case.clock()
         for inputs, targets in batches:
             optimizer.zero_grad()
-            loss(model(inputs), targets).backward()
+            backward(loss(model(inputs), targets))
             optimizer.step()
         return (case.clock() - began) / len(batches)
 
@@ -170,20 +175,9 @@ def fabric(case: Case) -> Callable[[], float]:
 
     one = Fabric(accelerator="cpu", **_lightning("lightning.fabric", case.world))
     one.launch()
-    model, loss = case.model(), losses.get_loss(case.args())
+    model = case.model()
     model, optimizer = one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    batches = one.setup_dataloaders(case.batches())
-
-    def run():
-        model.train()
-        began = case.clock()
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            one.backward(loss(model(inputs), targets))
-            optimizer.step()
-        return (case.clock() - began) / len(batches)
-
-    return run
+    return plain(case, model, optimizer, one.setup_dataloaders(case.batches()), one.backward)
 
 
 def lightning(case: Case) -> Callable[[], float]:
@@ -228,19 +222,9 @@ def accelerate(case: Case) -> Callable[[], float]:
     """Hugging Face Accelerate."""
     from accelerate import Accelerator
 
-    one, model, loss = Accelerator(cpu=True), case.model(), losses.get_loss(case.args())
-    model, optimizer, batches = one.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), case.batches())
-
-    def run():
-        model.train()
-        began = case.clock()
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            one.backward(loss(model(inputs), targets))
-            optimizer.step()
-        return (case.clock() - began) / len(batches)
-
-    return run
+    one, model = Accelerator(cpu=True), case.model()
+    parts = one.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), case.batches())
+    return plain(case, *parts, one.backward)
 
 
 def _lightning(package: str, world: World) -> dict:

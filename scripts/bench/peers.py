@@ -7,7 +7,6 @@ medians over the rounds, and of each round's ratio to the bare loop. A peer that
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import compare
 import contenders
 import torch
 import torch.distributed as dist
@@ -38,8 +38,6 @@ CASES = {
     "-resnet_depth 18 -batch_size 8",
     "GPT 4 x 128, 8 x 128 bytes": "-dataset text -text_samples 64 -batch_size 8",
 }
-NEEDS = {"Lightning Fabric": "lightning", "Lightning Trainer": "lightning", "Accelerate": "accelerate"}
-BASE = "bare PyTorch"
 
 
 def main():
@@ -51,14 +49,15 @@ def main():
                         "machine with other work")  # fmt: skip
     parser.add_argument("-json", help="write the figures to this file")
     asked = parser.parse_args()
-    names = [name for name in contenders.ALL if importlib.util.find_spec(NEEDS.get(name, "torch"))]
+    names = compare.installed(contenders.ALL)
     clock = time.process_time if asked.busy else time.perf_counter
     found = {"absent": sorted(set(contenders.ALL) - set(names)), "torch": torch.__version__, "steps": {}}
     for procs in asked.procs:
         for number, (case, words) in enumerate(CASES.items()):
             if asked.case is None or number in asked.case:
                 seconds = measured(words, procs, asked.rounds, names, clock)
-                found["steps"][f"{case}, {procs} proc."] = show(f"{case}, {procs} process(es)", seconds)
+                title = f"{case}, {procs} process(es)"
+                found["steps"][f"{case}, {procs} proc."] = compare.show(title, seconds, unit="us a step", scale=1e6)
     found["images"] = images(asked.rounds, clock)
     if asked.json:
         Path(asked.json).write_text(json.dumps(found, indent=2) + "\n")
@@ -86,28 +85,12 @@ def work(rank: int, procs: int, words: str, rounds: int, names: list[str], folde
         runs = {name: contenders.ALL[name](Case(words, folder, world, clock)) for name in names}
         seconds = {name: [] for name in names}
         for turn in range(rounds + 1):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            for name in compare.in_turn(names, turn):
                 value = runs[name]()
                 if turn:
                     seconds[name].append(value)
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(seconds))
-
-
-def show(title: str, seconds: dict[str, list[float]]) -> dict:
-    """Prints one table and returns it: for each loop the median in microseconds, and the ratio with its spread."""
-    print(f"\n{title}\n{'':20} {'us a step':>10} {'ratio':>7}  spread")
-    rows = {}
-    for name, values in seconds.items():
-        ratios = sorted(one / base for one, base in zip(values, seconds[BASE], strict=True))
-        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-        rows[name] = {
-            "us": 1e6 * statistics.median(values),
-            "ratio": statistics.median(ratios),
-            "quartiles": [low, high],
-        }
-        print(f"{name:20} {rows[name]['us']:10.0f} {rows[name]['ratio']:7.2f}  {low:.2f} to {high:.2f}", flush=True)
-    return rows
 
 
 def images(rounds: int, clock) -> dict:
