@@ -143,7 +143,7 @@ class ByLightning(Save):
 
         super().__init__(run, folder)
         off = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-        self.trainer = lightning.Trainer(accelerator="cpu", devices=1, limit_train_batches=0, **off)
+        self.trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, limit_train_batches=0, **off)
         self.trainer.fit(Module(), [0])
 
     def begin(self):
