@@ -18,7 +18,7 @@ import pytest
 import lib.dataset
 import train
 from lib import config, slurm
-from lib.utils import run_folder
+from lib.utils import stored
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "slurm" / "mini_cluster.sh"
@@ -213,4 +213,4 @@ def steps_of(folder: Path) -> list[int]:
 
 def outcome(folder: Path) -> dict:
     """What outcome.json says."""
-    return run_folder.read_outcome(folder)
+    return stored.outcome(folder)

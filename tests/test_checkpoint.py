@@ -13,7 +13,7 @@ from runs import few, plugins, run
 from saves import SMALL, everything, log_of, names, save, saver
 from torch import nn
 
-from lib.utils import checkpoint, disks, distributed, resume, search, shards
+from lib.utils import checkpoint, disks, distributed, resume, search, shards, stored
 from lib.utils.distributed import World
 
 
@@ -102,7 +102,7 @@ def test_one_save_at_most_is_in_flight_and_the_loop_is_stopped_by_none_before(tm
         took.append(time.monotonic() - began)
     checkpoints.close()
     assert most == [1] * 4 and took[0] < 0.1 < min(took[1:])
-    assert [step for step, _, _ in checkpoint.listed(checkpoints.folder)] == [4, 3, 2, 1]
+    assert [step for step, _, _ in stored.listed(checkpoints.folder)] == [4, 3, 2, 1]
 
 
 def test_buffers_are_made_once_and_shapes_may_change(tmp_path):
