@@ -135,6 +135,29 @@ def test_an_elastic_agent_is_told_its_address_on_the_way_to_the_head(there):
     assert "is_host=1" in own, "by any of its names"
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("-epochs many", "train.py: argument -epochs: 'many' is no whole number"),
+        ("-fp16 -bf16", "train.py: -fp16 and -bf16 exclude each other"),
+        ("-reset", "train.py: -reset without RUN_ID: a second -reset would be taken for a restart of the first"),
+    ],
+)
+def test_words_that_are_wrong_never_come_to_torchrun(there, words, told):
+    """It would start them again a hundred times."""
+    stand_in(there, "torchrun", AGENT)
+    said = bash(there, f"./scripts/elastic.sh {words}; [ $? = 2 ]", HEAD="127.0.0.1:1", PER_NODE="1")
+    assert said.startswith(told) and said.count("\n") == 1
+
+
+def test_an_elastic_start_anew_has_an_id_of_its_own_and_the_processes_it_asks_for(there):
+    stand_in(there, "torchrun", AGENT)
+    said = bash(there, "./scripts/elastic.sh -reset -cpu 3", HEAD="127.0.0.1:1", RUN_ID="again")
+    assert "word --rdzv_id=again\n" in said and "word --nproc_per_node=3\n" in said
+    shown = bash(there, "./scripts/elastic.sh -h", HEAD="127.0.0.1:1")
+    assert "-epochs" in shown and "word" not in shown.split()
+
+
 SAID = "sbatch: error: Batch job submission failed: "  # by sbatch 22.05, with these words behind
 SBATCH = [  # what it says, the words that it says it to, and what the user is told
     ("Invalid partition name specified", "-slurm_partition gpus",
