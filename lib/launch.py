@@ -140,7 +140,7 @@ def spawn(args, target: str, count: int) -> int:
         with exported(shared(others, count), OMP_NUM_THREADS=threads(count), **network):
             started.extend(children.start(context, local_rank, work) for local_rank in range(count))
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        _store = serve(others) if others.listener else None  # while the children run
+        _store = store_on(others.listener, others.store[0], others.size) if others.listener else None
         code = children.watch(started, others, passed)
         others.leave()
         return code
@@ -163,9 +163,10 @@ def fork_is_safe() -> bool:
     return sys.platform == "linux" and not torch.cuda.is_initialized() and not other
 
 
-def serve(others: nodes.Others):
-    """The rendezvous store on a socket that listens already."""
+def store_on(listener, host: str, size: int):
+    """The rendezvous store of so many ranks on a socket that listens already; this process reaches it at the host.
+    It lives as long as somebody holds it."""
     from torch.distributed import TCPStore
 
-    (host, port), fd = others.store[:2], others.listener.detach()
-    return TCPStore(host, port, others.size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    port, fd = listener.getsockname()[1], listener.detach()
+    return TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=fd)

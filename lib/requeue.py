@@ -11,22 +11,21 @@ import re
 import subprocess
 from pathlib import Path
 
+from lib.utils import stored
 from lib.utils.errors import FAILED, FINISHED, STOPPED
 
 log = logging.getLogger(__name__)
 COUNTED = ("time limit", "a process was lost")  # by -slurm_requeues; preemptions are not
-LOST_PEER = re.compile(
-    r"Hang: |gloo|Connection (closed|reset)|Broken pipe|Dist(Backend|Network|Store)Error|NCCL|ncclRemote"
-)
 
 
-def begin(history: Path, run: Path, requeues: int):
-    """Notes what this start of the job begins with."""
+def begin(history: Path, run: Path, requeues: int, looks: bool = False):
+    """Notes what this start of the job begins with. `looks`: it trains nothing, and so writes no outcome."""
     before = read(history).get("starts", [])
     start = {
         "restart": restart(),
         "checkpoint": newest(run),
-        "outcome": outcome_of(run)["written"],
+        "outcome": stored.outcome(run).get("written"),
+        "looks": looks,
     }
     starts = [one for one in before if one["restart"] != restart()] + [start]
     write(history, {"run": str(run.resolve()), "requeues": requeues, "starts": starts})
@@ -34,30 +33,33 @@ def begin(history: Path, run: Path, requeues: int):
 
 def after(history: Path, code: int) -> int:
     """Requeues the job if its run is to go on, and says why not if it is not. Returns the exit code: 0 for a run that
-    is finished or goes on, else 75 or 1."""
-    facts, job = read(history), asked_of_slurm()
+    is finished or goes on, else 75 or 1; of a start that only looked at a run its own."""
+    facts, job = read(history), asked_of_slurm(os.environ["SLURM_JOB_ID"])
     mine = [start for start in facts.get("starts", []) if start["restart"] == restart()]
     if not mine:
         log.error("the run did not get as far as its first line: not requeued")
         return code or FAILED
-    if "requeued" in mine[-1] and job.get("JobState", "") != "RUNNING":
-        return FINISHED  # rank 0 has seen to it
-    run = Path(facts["run"])
-    outcome = outcome_of(run)
-    why, why_not = verdict(facts, mine[-1], outcome, newest(run), job)
+    run, looks = Path(facts["run"]), mine[-1].get("looks")
+    outcome = stored.outcome(run)
+    if looks:
+        why, why_not = "preempted" if code and preempted(job) else "", ""
+    else:
+        why, why_not = verdict(facts, mine[-1], outcome, newest(run), job)
     if why:
         mine[-1]["requeued"] = why
         write(history, facts)
-        log.info("%s: job %s is requeued, and goes on from its last checkpoint", why, os.environ["SLURM_JOB_ID"])
+        log.info("%s: job %s is requeued, and goes on", why, os.environ["SLURM_JOB_ID"])
         if accepted():
             return FINISHED
         del mine[-1]["requeued"]
         write(history, facts)
     elif why_not:
         log.info("job %s is not requeued: %s", os.environ["SLURM_JOB_ID"], why_not)
-    if outcome["state"] == "finished" and outcome["written"] != mine[-1]["outcome"]:  # by this start: not so by -eval
+    if looks:
+        return code
+    if outcome.get("state") == "finished" and outcome["written"] != mine[-1]["outcome"]:  # by this start
         return FINISHED
-    return STOPPED if outcome["state"] == "stopped" else code or FAILED
+    return STOPPED if outcome.get("state") == "stopped" else code or FAILED
 
 
 def verdict(facts: dict, start: dict, outcome: dict, checkpoint: str | None, job: dict) -> tuple[str, str]:
@@ -65,18 +67,18 @@ def verdict(facts: dict, start: dict, outcome: dict, checkpoint: str | None, job
 
     outcome: what outcome.json says; checkpoint: the newest; job: Slurm's words of it, {} where it does not answer.
     """
-    state, reason = outcome["state"], str(outcome.get("reason"))
-    new = outcome["written"] != start["outcome"]  # else this start never came to open the run's folder
+    state, reason = outcome.get("state"), outcome.get("reason")
+    new = outcome.get("written") != start["outcome"]  # else this start never came to open the run's folder
     if state == "finished":
         return "", ""
     if job.get("JobState", "RUNNING") != "RUNNING":
         return "", f"it was ended from outside ({job['JobState']}); the state is saved"
-    if new and state == "failed" and not LOST_PEER.search(reason):
+    if new and state == "failed" and not outcome.get("lost_peer"):
         return "", f"the run failed ({reason})"
     if new and state == "stopped":
-        if job.get("PreemptTime", "None") >= job.get("StartTime", "~") and job["PreemptTime"][0].isdigit():
+        if preempted(job):
             return "preempted", ""
-        if "SIGUSR2" not in reason:
+        if outcome.get("signal") != "SIGUSR2":
             return "", f"it was told to stop ({reason}); the state is saved"
         why = COUNTED[0]
     else:
@@ -89,15 +91,21 @@ def verdict(facts: dict, start: dict, outcome: dict, checkpoint: str | None, job
     return why, ""
 
 
+def preempted(job: dict) -> bool:
+    """Whether this start of the job runs and has to make room."""
+    since, start = job.get("PreemptTime", "None"), job.get("StartTime", "~")
+    return job.get("JobState") == "RUNNING" and since[0].isdigit() and since >= start
+
+
 def restart() -> int:
     """How often Slurm has started this job before."""
     return int(os.environ.get("SLURM_RESTART_COUNT", 0))
 
 
-def asked_of_slurm() -> dict:
-    """What Slurm says of this job: JobState, StartTime, PreemptTime, ...; {} where it does not answer."""
+def asked_of_slurm(job: str) -> dict:
+    """What Slurm says of a job: JobState, StartTime, PreemptTime, ...; {} where it does not answer."""
     try:
-        words = ["scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"]]
+        words = ["scontrol", "show", "job", "-o", job]
         said = subprocess.run(words, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return {}
@@ -117,21 +125,10 @@ def accepted() -> bool:
     return fault is None
 
 
-def outcome_of(run: Path) -> dict:
-    """What outcome.json says, and `written`, which tells this one from another."""
-    path = run / "outcome.json"
-    try:
-        said, facts = json.loads(path.read_text()), path.stat()
-    except (OSError, ValueError):
-        return {"state": None, "written": None}
-    return {**said, "written": f"{facts.st_ino}-{facts.st_mtime_ns}"}
-
-
 def newest(run: Path) -> str | None:
-    """The name of the newest checkpoint."""
-    named = [(re.findall(r"\d+", path.name), path.name) for path in (run / "checkpoints").glob("step_*[0-9k]*")]
-    whole = [([int(n) for n in numbers], name) for numbers, name in named if re.fullmatch(r"[a-z_0-9]+", name)]
-    return max(whole, default=(None, None))[1]
+    """The name of the checkpoint that was saved last."""
+    found = stored.newest(run / "checkpoints")
+    return found.name if found else None
 
 
 def read(history: Path) -> dict:

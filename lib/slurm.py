@@ -17,7 +17,8 @@ import uuid
 from pathlib import Path
 
 from lib import requeue, slurm_job
-from lib.utils.errors import UsageError
+from lib.utils import stored
+from lib.utils.errors import FAILED, FINISHED, STOPPED, UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 # Of an allocation or a launcher that we may be inside of: none of the job's business.
@@ -38,7 +39,8 @@ def submit(args, target: str) -> int:
     """Submits the run and says which job it is and where its log lies. Returns the exit code: 0, or after
     -slurm_follow the run's.
 
-    Raises UsageError where there is no sbatch, or with what sbatch said against the job.
+    Raises UsageError where there is no sbatch, or with what sbatch said against the job, or kept it from being given
+    to it.
     """
     if args.gpus:
         raise UsageError(f"-gpus {args.gpus} with -slurm: Slurm says which GPUs; -slurm_ngpus says how many a node")
@@ -47,21 +49,33 @@ def submit(args, target: str) -> int:
     folder = slurm_job.folder_of(args)
     if args.slurm_dry:
         return show(args, folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)  # its pickles run as code
+    before = stored.outcome(slurm_job.run_of(args)).get("written")
     with unallocated():
-        try:
-            executor = executor_of(args, folder, code=ROOT if args.slurm_live else snapshot(folder, args))
-            with contextlib.redirect_stderr(io.StringIO()):  # sbatch's words come with the exception too
-                job = executor.submit(slurm_job.work, args, target, str(Path.cwd()))
-        except Exception as error:
-            raise refused(args, error) from None
+        job = submitted(args, target, folder)
     log = Path(str(job.paths.stdout).replace("%j", job.job_id).replace("%t", "0"))
     print(f"submitted:   job {job.job_id}")
     print(f"log:         {log}")
     print(f"follow:      tail -F {shlex.quote(str(log))}")
     print(f"cancel:      scancel {job.job_id}", flush=True)
-    return follow(args, job.job_id, log) if args.slurm_follow else 0
+    return follow(args, job.job_id, log, before) if args.slurm_follow else 0
+
+
+def submitted(args, target: str, folder: Path):
+    """Submitit's job."""
+    try:
+        from submitit.core.utils import FailedJobError
+    except ImportError as error:
+        raise UsageError(f"-slurm: {error}: uv pip install submitit") from None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # its pickles run as code
+        executor = executor_of(args, folder, code=ROOT if args.slurm_live else snapshot(folder, args))
+        with contextlib.redirect_stderr(io.StringIO()):  # sbatch's words come with the exception too
+            return executor.submit(slurm_job.work, args, target, str(Path.cwd()))
+    except FailedJobError as error:
+        raise refused(args, error) from None
+    except OSError as error:
+        raise UsageError(f"-slurm_dir {folder}: the job's files cannot be written ({error})") from None
 
 
 def show(args, folder: Path) -> int:
@@ -136,7 +150,7 @@ def commands(args, python: str, folder: Path, code: Path) -> dict:
             f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
         ],
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus(args)}"],
-        "teardown": ["code=$?", "case $code in 0 | 75) exit $code ;; esac", f"exec {python} after {history} $code"],
+        "teardown": [f"exec {python} after {history} $?"],
         "additional_parameters": {
             "requeue": True,
             "chdir": str(code),
@@ -220,9 +234,9 @@ def sinfo(form: str) -> str:
     return ", ".join(sorted(set(said.stdout.split()))) or "unknown"
 
 
-def follow(args, job: str, log: Path) -> int:
+def follow(args, job: str, log: Path, before: str | None) -> int:
     """Shows the job's log as it grows until the job is over, and a progress bar on a terminal. Returns the run's exit
-    code.
+    code: by an outcome other than the one before the job, else by what Slurm says of the job.
 
     Raises UsageError if the job runs and its log does not appear.
     """
@@ -242,7 +256,10 @@ def follow(args, job: str, log: Path) -> int:
     except KeyboardInterrupt:
         print(f"\njob {job} goes on; scancel {job} ends it, tail -F {shlex.quote(str(log))} follows it")
         return 0
-    return {"finished": 0, "stopped": 75}.get(requeue.outcome_of(slurm_job.run_of(args))["state"], 1)
+    outcome = stored.outcome(slurm_job.run_of(args))
+    if outcome.get("written") != before:
+        return {"finished": FINISHED, "stopped": STOPPED}.get(outcome.get("state"), FAILED)
+    return FINISHED if requeue.asked_of_slurm(job).get("JobState") == "COMPLETED" else FAILED
 
 
 def state_of(job: str) -> str | None:

@@ -4,10 +4,10 @@ Started without torch, so that signals have where to go from the first moment. W
 in requeue.py.
 """
 
+import contextlib
 import json
 import logging
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -47,15 +47,30 @@ def task(folder: Path) -> int:
 
 
 def work(args, target: str, where: str) -> int:
-    """The run, from the folder it was submitted from; rank 0 notes the start and requeues a job that is to go on."""
+    """The run, from the folder it was submitted from; rank 0 notes the start. A stopped run exits with 0 like a
+    finished one: the job's shell sees to what follows."""
     os.chdir(where)
     leave_alone()
-    rank = int(os.environ["SLURM_PROCID"])
-    history = folder_of(args) / f"{os.environ['SLURM_JOB_ID']}.json"
-    if rank == 0:
-        requeue.begin(history, run_of(args), args.slurm_requeues)
+    if looks(args):  # nothing is to be saved, and nobody listens: the order to end is all that counts
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
+    if int(os.environ["SLURM_PROCID"]) == 0:
+        begin(args)
     code = step(args, target)
-    return requeue.after(history, code) if rank == 0 and code == STOPPED else code
+    return FINISHED if code == STOPPED else code
+
+
+def begin(args) -> Path:
+    """Notes a start of this job. Returns the path of its history."""
+    history = folder_of(args) / f"{os.environ['SLURM_JOB_ID']}.json"
+    history.parent.mkdir(parents=True, exist_ok=True)
+    requeue.begin(history, run_of(args), args.slurm_requeues, looks(args))
+    return history
+
+
+def looks(args) -> bool:
+    """Whether a run is only looked at: such a start leaves no outcome."""
+    return bool(args.eval or args.dry or args.debug or args.check_resume)
 
 
 def step(args, target: str) -> int:
@@ -77,6 +92,9 @@ def step(args, target: str) -> int:
         code = launch.call(target, args)
     except UsageError as error:
         return launch.refused(error)
+    finally:
+        if rank == 0:
+            sweep(folder)
     del store
     return FINISHED if code == STOPPED and rank else code
 
@@ -122,8 +140,7 @@ def meet(rank: int, folder: Path, suffix: str | None = None):
     Rank 0 takes a port that is free on its machine, and keeps it; the others read which in the job folder.
     """
     size, nodes = tasks(), int(os.environ.get("SLURM_STEP_NUM_NODES", 1))
-    name = "{SLURM_JOB_ID}.{SLURM_STEP_ID}".format(**os.environ)
-    word = folder / f"{name}.{requeue.restart()}.place"
+    word = folder / f"{step_id()}.{requeue.restart()}.place"
     store = None
     if rank == 0:
         place, store = open_store(size, nodes, suffix)
@@ -133,28 +150,33 @@ def meet(rank: int, folder: Path, suffix: str | None = None):
         partial.replace(word)
     place = wait_for(word)
     ranks = {"RANK": rank, "LOCAL_RANK": os.environ["SLURM_LOCALID"], "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local()}
-    elastic = {"RESTART_COUNT": 0, "RUN_ID": name, "USE_AGENT_STORE": True}
+    elastic = {"RESTART_COUNT": 0, "RUN_ID": step_id(), "USE_AGENT_STORE": True}
     named = {**place, **ranks, **{f"TORCHELASTIC_{key}": value for key, value in elastic.items()}}
     return {key: str(value) for key, value in named.items()}, store
 
 
+def step_id() -> str:
+    """What this job step is called in all of its starts."""
+    return "{SLURM_JOB_ID}.{SLURM_STEP_ID}".format(**os.environ)
+
+
+def sweep(folder: Path):
+    """Removes rank 0's word of this start and of those before it, which are over. For rank 0, once the others have
+    met it, or are not to."""
+    for word in folder.glob(f"{step_id()}.*.place"):
+        word.unlink(missing_ok=True)
+
+
 def open_store(size: int, nodes: int, suffix: str | None):
     """The address of a rendezvous store in this process, and the store."""
-    from torch.distributed import TCPStore
+    from lib import launch
 
-    if nodes == 1:
-        host, listener = "127.0.0.1", socket.create_server(("127.0.0.1", 0), backlog=4 * size)
-    elif socket.has_dualstack_ipv6():
-        host = variables.fast_name(own_name(), suffix)
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4 * size)
-    else:
-        host = variables.fast_name(own_name(), suffix)
-        listener = socket.create_server(("", 0), backlog=4 * size)
+    both = nodes > 1 and socket.has_dualstack_ipv6()
+    host = variables.fast_name(own_name(), suffix) if nodes > 1 else "127.0.0.1"
+    here, family = "" if nodes > 1 else host, socket.AF_INET6 if both else socket.AF_INET
+    listener = socket.create_server((here, 0), family=family, dualstack_ipv6=both, backlog=4 * size)
     port = listener.getsockname()[1]
-    store = TCPStore(
-        "127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return {"MASTER_ADDR": host, "MASTER_PORT": port}, store
+    return {"MASTER_ADDR": host, "MASTER_PORT": port}, launch.store_on(listener, "127.0.0.1", size)
 
 
 def own_name() -> str:
@@ -190,23 +212,19 @@ def local() -> int:
 
 def begin_by_hand(words: list[str]) -> int:
     """Notes a start of `python train.py WORDS` in a batch script, and prints what the script needs to know: lines of
-    shell, with the path of the history, the suffix of the nodes' names, and variables for torchrun."""
+    shell, with the path of the history, the suffix of the nodes' names, the processes of a node, and variables for
+    torchrun."""
     from lib import config, launch
 
     try:
-        new = variables.export(*config.early(words))
-        args = config.parse_args(words)
+        with contextlib.redirect_stdout(sys.stderr):  # -h is not for the shell
+            new = variables.export(*config.early(words))
+            args = config.parse_args(words)
     except UsageError as error:
         return launch.refused(error)
-    history = folder_of(args) / f"{os.environ['SLURM_JOB_ID']}.json"
-    history.parent.mkdir(parents=True, exist_ok=True)
-    requeue.begin(history, run_of(args), args.slurm_requeues)
-    told = {"history": str(history), "suffix": variables.suffix_of(args.master_suffix)}
-    interface = variables.fast_interface()
-    exported = {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
-    exported |= new
-    lines = [f"{name}={shlex.quote(value)}" for name, value in told.items()]
-    sys.stdout.write("\n".join([*lines, *(f"export {name}={shlex.quote(exported[name])}" for name in exported), ""]))
+    processes = args.cpu or os.environ.get("SLURM_GPUS_ON_NODE", 1)
+    told = {"history": begin(args), "suffix": variables.suffix_of(args.master_suffix), "processes": processes}
+    sys.stdout.write(variables.shell(told, new, variables.fast_interface()))
     return FINISHED
 
 

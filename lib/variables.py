@@ -3,6 +3,7 @@ machines. A variable that the user has set is left as it is.
 """
 
 import os
+import shlex
 from pathlib import Path
 
 # SYSTEMNAME where HOSTi is a host's name on InfiniBand, and nodes that are far apart have no other way to each other.
@@ -46,6 +47,14 @@ def records(args) -> dict[str, str]:
     """Where NCCL's flight recorder writes after a hang, for -debug_dist: into the run's folder."""
     beginning = Path(args.out, args.model).absolute() / "logs" / "flight_rank_"
     return dict.fromkeys(RECORDS, str(beginning)) if args.debug_dist else {}
+
+
+def shell(told: dict, exported: dict[str, str], interface: str | None) -> str:
+    """Lines for a script to evaluate: what it is told, and what it exports to torchrun, with gloo's interface."""
+    gloo = {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
+    lines = [f"{name}={shlex.quote(str(value))}\n" for name, value in told.items()]
+    lines += [f"export {name}={shlex.quote(value)}\n" for name, value in {**exported, **gloo}.items()]
+    return "".join(lines)
 
 
 def suffix_of(asked: str | None) -> str:

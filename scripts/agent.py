@@ -2,41 +2,42 @@
 
 The head by its name on the fast network, whether it is this machine, and this machine's address on the way there
 (torchrun guesses both from names, and errs where a host has two: pytorch issue 73656); the interface of that address
-for gloo; and what -debug_dist and -cache_dir of the words set, as the agent reads some of it too. Without torch, so
-that it takes no time.
+for gloo; what -debug_dist and -cache_dir of the words set, as the agent reads some of it too; and -cpu's processes.
+What is wrong with the words is one line, here: torchrun would start again and again.
 """
 
+import contextlib
 import ipaddress
 import os
-import shlex
 import socket
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib import config, nodes, variables
-from lib.utils.errors import USAGE, UsageError
+from lib import config, launch, nodes, variables
+from lib.utils.errors import FINISHED, UsageError
 
 
 def main(head: str, *words: str) -> int:
     """Prints lines of shell. Returns the exit code."""
     name, _, port = head.rpartition(":")
-    suffix = config.value_of(list(words), "master_suffix")
     try:
-        new = variables.export(*config.early(list(words)))
+        with contextlib.redirect_stdout(sys.stderr):  # -h is not for the shell
+            new = variables.export(*config.early(list(words)))
+            args = config.parse_args(list(words))
+        if args.reset and not os.environ.get("RUN_ID") and not os.environ.get("PET_RDZV_ID"):
+            raise UsageError("-reset without RUN_ID: a second -reset would be taken for a restart of the first; give "
+                             "all nodes a RUN_ID that no start had before, as RUN_ID=again_2")  # fmt: skip
     except UsageError as error:
-        nodes.say(str(error))
-        return USAGE
-    host = variables.fast_name(name, suffix)
+        return launch.refused(error)
+    host = variables.fast_name(name, args.master_suffix)
     own, is_host = toward(host)
     interface = variables.fast_interface() or (nodes.interface_of(own) if own else None)
     new |= {"PET_LOCAL_ADDR": own} if own else {}
-    new |= {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
-    print(f"head={shlex.quote(f'{host}:{port}')} is_host={int(is_host)}")
-    for variable, value in new.items():
-        print(f"export {variable}={shlex.quote(value)}")
-    return 0
+    told = {"head": f"{host}:{port}", "is_host": int(is_host), "processes": args.cpu or ""}
+    print(variables.shell(told, new, interface), end="")
+    return FINISHED
 
 
 def toward(host: str) -> tuple[str | None, bool]:

@@ -4,8 +4,8 @@
 #
 #   HEAD         host:port where the nodes meet; the first machine, which must stay   (this machine:29400)
 #   NODES        how many, at least:at most                                          (1:4)
-#   PER_NODE     processes a node, or gpu                                            (gpu where there is one, else 1)
-#   RUN_ID       what all nodes of one run share                                     (baton)
+#   PER_NODE     processes a node, or gpu                             (-cpu's, else gpu where there is one, else 1)
+#   RUN_ID       what all nodes of one run share; with -reset, one that no start had before   (baton)
 #   RESTARTS     how often lost processes are replaced                               (100)
 #   RENDEZVOUS   c10d, or etcd-v2 with HEAD the etcd server                          (c10d)
 # In a pod, torchrun's own PET_ variables, which Kubeflow's operators set, stand in for those that are not given.
@@ -14,11 +14,12 @@ cd "$(dirname "$0")/.."
 [ -d .venv ] && . .venv/bin/activate
 
 head="${HEAD:-${PET_RDZV_ENDPOINT:-${PET_MASTER_ADDR:-$(hostname)}:${PET_MASTER_PORT:-29400}}}"
-per_node="${PER_NODE:-${PET_NPROC_PER_NODE:-}}"
-: "${per_node:=$(python -c 'import torch; print("gpu" if torch.cuda.device_count() else 1)')}"
 rendezvous="${RENDEZVOUS:-${PET_RDZV_BACKEND:-c10d}}"
 facts="$(python scripts/agent.py "$head" "$@")" || exit # where this machine stands to the head: is_host, its address, ...
+[ -n "$facts" ] || exit 0 # -h
 eval "$facts"
+per_node="${PER_NODE:-${PET_NPROC_PER_NODE:-$processes}}"
+: "${per_node:=$(python -c 'import torch; print("gpu" if torch.cuda.device_count() else 1)')}"
 conf="last_call_timeout=5,join_timeout=600"
 if [ "$rendezvous" = c10d ]; then
     # torchrun guesses whether it runs on the head; it errs where a host has several names (pytorch issue 73656).

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from lib import config
-from lib.utils import ahead, checkpoint, distributed, fetch, loader, shards, state
+from lib.utils import ahead, checkpoint, distributed, fetch, loader, shards, state, stored
 from lib.utils.errors import UsageError
 
 TYPES = {text: kind for kind, text in shards.DTYPES.items()}
@@ -51,7 +51,7 @@ def place(run: Path, asked: str | None) -> Path:
     if not (run / "config.yaml").is_file():
         raise UsageError(f"{run} is no run's folder: it has no config.yaml")
     files = {name: run / name / "weights.safetensors" for name in ("best", "final")}
-    newest = [folder for _, folder, _ in checkpoint.listed(run / "checkpoints")][:1]
+    newest = [folder for _, folder, _ in stored.listed(run / "checkpoints")][:1]
     wanted = [files.get(asked, Path(asked))] if asked else [*files.values(), *newest]
     found = next((path for path in wanted if path.is_file() or (path / "manifest.json").is_file()), None)
     if found is None:

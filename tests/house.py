@@ -27,10 +27,11 @@ IMPORTS = {  # who may import whom: the longest name that fits counts; all may i
     "lib.config": ("lib.flags", "lib.parsing", "lib.values", "lib.cfg_file"),
     "lib.flags": ("lib.parsing", "lib.values"),
     "lib.parsing": ("lib.values",),
+    "lib.requeue": ("lib.utils.stored",),
     "lib.launch": ("lib.children", "lib.nodes", "lib.slurm", "lib.slurm_job", "lib.variables"),
     "lib.children": ("lib.nodes",),
     "lib.nodes": ("lib.variables",),
-    "lib.slurm": ("lib.slurm_job", "lib.requeue", "lib.launch", "lib.utils.console"),
+    "lib.slurm": ("lib.slurm_job", "lib.requeue", "lib.launch", "lib.utils.console", "lib.utils.stored"),
     "lib.slurm_job": (
         "lib.requeue",
         "lib.launch",

@@ -7,7 +7,7 @@ import torch
 from runs import few, norm_net, run, same
 
 from lib.trainer import trainer
-from lib.utils import checkpoint, preemption, search, shards
+from lib.utils import checkpoint, preemption, search, shards, stored
 from lib.utils.distributed import World
 
 SMALL = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 3 -lr_start 1e-3"
@@ -62,7 +62,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def names(folder: Path) -> list[str]:
     """The checkpoints of a run, newest first."""
-    return [entry.name for _, entry, _ in checkpoint.listed(folder / "checkpoints")]
+    return [entry.name for _, entry, _ in stored.listed(folder / "checkpoints")]
 
 
 def everything(folder: Path) -> list[str]:

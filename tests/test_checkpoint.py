@@ -12,7 +12,7 @@ import torch
 from runs import few, lines, outcome, plugins, run, same
 from saves import SMALL, everything, log_of, names, save, saver
 
-from lib.utils import checkpoint, disks, distributed, resume, search, shards
+from lib.utils import checkpoint, disks, distributed, resume, search, shards, stored
 from lib.utils.distributed import World
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -81,7 +81,7 @@ def test_one_save_at_most_is_in_flight_and_the_loop_is_stopped_by_none_before(tm
         goes_on.release()
     checkpoints.close()
     assert most == [1] * 4 and told == ["begun", "written"] * 4
-    assert [step for step, _, _ in checkpoint.listed(checkpoints.folder)] == [4, 3, 2, 1]
+    assert [step for step, _, _ in stored.listed(checkpoints.folder)] == [4, 3, 2, 1]
 
 
 def test_buffers_are_made_once_and_shapes_may_change(tmp_path):

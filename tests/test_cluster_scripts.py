@@ -1,6 +1,8 @@
 """The scripts for clusters where there is none: stand-ins for `module`, uv, srun, sbatch and torchrun say what they
 were asked for."""
 
+import errno
+import json
 import os
 import shutil
 import socket
@@ -10,9 +12,11 @@ from pathlib import Path
 
 import cluster
 import pytest
+from command_line import parsed
 
 import train
 from lib import slurm, slurm_job
+from lib.utils import atomic, stored
 from lib.utils.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,19 +74,28 @@ def test_modules_are_loaded_where_there_are_some(there):
 
 
 AGENT = """for word in "$@"; do echo "word $word"; done
-env | grep -E "^(GLOO|TORCH|HF|PET)_" | sort"""
+env | grep -E "^(GLOO|TORCH|HF|PET|OMP)_" | sort"""
 
 
 @pytest.mark.parametrize(
-    ("variables", "words", "head", "interface"),
+    ("variables", "words", "head", "interface", "processes"),
     [
-        ({}, "", "jwb0001", None),
-        ({"SYSTEMNAME": "juwels"}, "", "jwb0001i", "ib0"),
-        ({"SYSTEMNAME": "jurecadc", "GLOO_SOCKET_IFNAME": "ib1"}, "-master_suffix x", "jwb0001x", "ib1"),
+        ({}, "-cpu=2", "jwb0001", None, 2),
+        ({"SYSTEMNAME": "juwels", "SLURM_GPUS_ON_NODE": "4"}, "-cfg two.yaml", "jwb0001i", "ib0", 2),
+        (
+            {"SYSTEMNAME": "jurecadc", "GLOO_SOCKET_IFNAME": "ib1", "SLURM_GPUS_ON_NODE": "4"},
+            "-master_suffix x",
+            "jwb0001x",
+            "ib1",
+            4,
+        ),
     ],
 )
-def test_the_sbatch_file_tells_torchrun_who_and_where_the_host_is(there, variables, words, head, interface):
+def test_the_sbatch_file_tells_torchrun_who_and_where_the_host_is(
+    there, variables, words, head, interface, processes
+):
     """pytorch issue 73656: torchrun must not guess from names which node is the host."""
+    (there / "two.yaml").write_text("cpu: 2\n")
     stand_in(there, "scontrol", "[ $1 = show ] && printf 'jwb0001\\njwb0002\\n'")
     stand_in(there, "srun", 'while [ "$1" != bash ]; do shift; done; for SLURM_NODEID in 0 1; do\n'
              'export SLURM_NODEID SLURMD_NODENAME=jwb000$((SLURM_NODEID + 1)); "$@"; done')  # fmt: skip
@@ -97,6 +110,7 @@ def test_the_sbatch_file_tells_torchrun_who_and_where_the_host_is(there, variabl
     assert len(heads) == 2 and all(line.startswith(f"word --rdzv-endpoint={head}:") for line in heads), said
     assert [line[-9:] for line in hosts] == ["is_host=1", "is_host=0"]
     assert own == [f"word --local-addr=jwb000{node}{head[7:]}" for node in (1, 2)]
+    assert said.count(f"word --nproc-per-node={processes}\n") == 2 and "\nOMP_NUM_THREADS=1\n" in said
     assert said.count("\nGLOO_SOCKET_IFNAME=") == (2 if interface else 0)
     assert not interface or f"\nGLOO_SOCKET_IFNAME={interface}\n" in said
     assert "\nTORCH_LOGS=+torch.distributed.elastic.agent.server.api," in said, "the agent hears of -debug_dist too"
@@ -119,6 +133,29 @@ def test_an_elastic_agent_is_told_its_address_on_the_way_to_the_head(there):
     assert "\nGLOO_SOCKET_IFNAME=mine\n" in other and "is_host=0" in other
     own = bash(there, words, HEAD=f"{socket.gethostname()}:1", PER_NODE="1")
     assert "is_host=1" in own, "by any of its names"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("-epochs many", "train.py: argument -epochs: 'many' is no whole number"),
+        ("-fp16 -bf16", "train.py: -fp16 and -bf16 exclude each other"),
+        ("-reset", "train.py: -reset without RUN_ID: a second -reset would be taken for a restart of the first"),
+    ],
+)
+def test_words_that_are_wrong_never_come_to_torchrun(there, words, told):
+    """It would start them again a hundred times."""
+    stand_in(there, "torchrun", AGENT)
+    said = bash(there, f"./scripts/elastic.sh {words}; [ $? = 2 ]", HEAD="127.0.0.1:1", PER_NODE="1")
+    assert said.startswith(told) and said.count("\n") == 1
+
+
+def test_an_elastic_start_anew_has_an_id_of_its_own_and_the_processes_it_asks_for(there):
+    stand_in(there, "torchrun", AGENT)
+    said = bash(there, "./scripts/elastic.sh -reset -cpu 3", HEAD="127.0.0.1:1", RUN_ID="again")
+    assert "word --rdzv_id=again\n" in said and "word --nproc_per_node=3\n" in said
+    shown = bash(there, "./scripts/elastic.sh -h", HEAD="127.0.0.1:1")
+    assert "-epochs" in shown and "word" not in shown.split()
 
 
 SAID = "sbatch: error: Batch job submission failed: "  # by sbatch 22.05, with these words behind
@@ -147,6 +184,42 @@ def test_what_sbatch_says_is_told_in_one_line_with_what_to_do(said, words, told,
     assert "-slurm: there is no sbatch on this machine: start on a login node, or" in capsys.readouterr().err
 
 
+def test_what_fails_before_sbatch_is_not_put_to_its_account(there, monkeypatch, capsys):
+    stand_in(there, "sbatch", "exit 0")
+    monkeypatch.setenv("PATH", f"{there / 'bin'}:{os.environ['PATH']}")
+
+    def full(*words):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(slurm, "snapshot", full)
+        assert train.main(["-slurm", "-out", str(there / "out")]) == 2
+        assert "No space left on device" in (heard := capsys.readouterr().err) and "-slurm_dir" in heard
+        patched.setattr(slurm, "snapshot", lambda *words: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train.main(["-slurm", "-out", str(there / "out")])
+    monkeypatch.setitem(sys.modules, "submitit.core.utils", None)
+    assert train.main(["-slurm", "-out", str(there / "out")]) == 2
+    heard = capsys.readouterr().err
+    assert "uv pip install submitit" in heard and "sbatch" not in heard
+
+
+@pytest.mark.parametrize(("state", "code"), [("COMPLETED", 0), ("CANCELLED", 1), ("FAILED", 1)])
+def test_a_followed_job_ends_as_itself_and_not_as_the_run_before_it(there, monkeypatch, state, code):
+    """Cancelled while it waits, or -eval: neither writes an outcome."""
+    stand_in(there, "scontrol", f"echo JobId=5 JobState={state}")
+    monkeypatch.setenv("PATH", f"{there / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm, "state_of", lambda job: None)
+    args, outcome = parsed(f"-out {there} -model run"), there / "run" / "outcome.json"
+    outcome.parent.mkdir()
+    outcome.write_text('{"state": "finished"}')
+    before = stored.outcome(there / "run")["written"]
+    assert slurm.follow(args, "5", there / "5.out", before) == code
+    for end, wanted in (("stopped", 75), ("failed", 1), ("finished", 0)):
+        atomic.write_file(outcome, json.dumps({"state": end}))
+        assert slurm.follow(args, "5", there / "5.out", before) == wanted
+
+
 def test_a_job_folder_that_is_not_shared_is_one_line(tmp_path, monkeypatch):
     """Seen from a node, which waits for rank 0's word, and from the login node, which waits for the log."""
     monkeypatch.setattr(slurm_job, "MEET_S", 0.2)
@@ -155,7 +228,7 @@ def test_a_job_folder_that_is_not_shared_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm, "LATE_S", 0.0)
     monkeypatch.setattr(slurm, "state_of", lambda job: "RUNNING")
     with pytest.raises(UsageError, match=r"-slurm_dir .*: job 5 runs, but its log does not appear here"):
-        slurm.follow(None, "5", tmp_path / "5.out")
+        slurm.follow(None, "5", tmp_path / "5.out", None)
 
 
 def test_slurm_is_required_on_ci_and_elsewhere_its_absence_is_told(monkeypatch):

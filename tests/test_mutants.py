@@ -17,7 +17,7 @@ from runs import few, norm_net, plugins
 import train
 from lib.core import scheduler
 from lib.trainer import trainer
-from lib.utils import atomic, checkpoint, loader, sampler, seeding, shards
+from lib.utils import atomic, checkpoint, loader, sampler, seeding, shards, stored
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
@@ -94,7 +94,7 @@ def test_two_writers_that_share_a_temporary_name_mix(tmp_path, monkeypatch):
 
 
 def remove_before(self, answers, real=checkpoint.Checkpoints._publish):
-    for _, folder, _ in checkpoint.listed(self.folder):
+    for _, folder, _ in stored.listed(self.folder):
         atomic.remove_folder(folder)
     real(self, answers)
 

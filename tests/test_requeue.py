@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lib import requeue, slurm_job
-from lib.utils import distributed
+from lib.utils import distributed, hangs, run_folder
 from lib.utils.errors import UsageError
 
 START = {"restart": 0, "checkpoint": "step_00000020", "outcome": "1-1"}
@@ -18,12 +18,10 @@ RUNNING = {"JobState": "RUNNING", "StartTime": "2026-11-21T03:22:53", "PreemptTi
 PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T03:22:56"}
 
 
-def decided(
-    state="stopped", reason="signal SIGTERM", *, job=RUNNING, gained=True, written="2-2", done=(), requeues=3
-):
-    """Why a job is requeued, and why it is not."""
+def decided(state="stopped", *, job=RUNNING, gained=True, written="2-2", done=(), requeues=3, **said):
+    """Why a job is requeued, and why it is not. `said`: by outcome.json."""
     starts = [{**START, "restart": -1, "requeued": why} for why in done] + [START]
-    outcome = {"state": state, "reason": reason, "written": written}
+    outcome = {"state": state, "reason": "a sentence", "written": written, **said}
     checkpoint = "step_00000030" if gained else START["checkpoint"]
     return requeue.verdict({"requeues": requeues, "starts": starts}, START, outcome, checkpoint, job)
 
@@ -31,37 +29,77 @@ def decided(
 def test_preemptions_are_told_from_cancellations():
     assert decided(job=PREEMPTED) == ("preempted", "")
     assert decided(job=PREEMPTED, gained=False, done=["preempted"] * 9) == ("preempted", "")
-    assert "told to stop" in decided()[1]
+    assert "told to stop" in decided(signal="SIGTERM")[1]
     for state in ("CANCELLED", "COMPLETING"):
         for why in ("SIGTERM", "SIGUSR2"):
-            assert "ended from outside" in decided(reason=f"signal {why}", job={**RUNNING, "JobState": state})[1]
+            assert "ended from outside" in decided(signal=why, job={**RUNNING, "JobState": state})[1]
     before = {**RUNNING, "PreemptTime": "2026-11-21T03:11:00"}
     assert "told to stop" in decided(job=before)[1], "a preemption before this start is past"
     assert "told to stop" in decided(job={})[1], "Slurm does not answer, and nothing says that it was a preemption"
 
 
 def test_time_limits_are_requeued_while_the_run_gets_on():
-    assert decided(reason="signal SIGUSR2") == ("time limit", "")
-    assert decided(reason="signal SIGUSR2", job={}) == ("time limit", "")
-    assert "nothing was gained" in decided(reason="signal SIGUSR2", gained=False)[1]
-    assert decided(reason="signal SIGUSR2", done=["time limit", "preempted", "a process was lost"])[0]
-    assert "-slurm_requeues 3" in decided(reason="signal SIGUSR2", done=["time limit"] * 3)[1]
-    assert "-slurm_requeues 0" in decided(reason="signal SIGUSR2", requeues=0)[1]
+    assert decided(signal="SIGUSR2") == ("time limit", "")
+    assert decided(signal="SIGUSR2", job={}) == ("time limit", "")
+    assert "nothing was gained" in decided(signal="SIGUSR2", gained=False)[1]
+    assert decided(signal="SIGUSR2", done=["time limit", "preempted", "a process was lost"])[0]
+    assert "-slurm_requeues 3" in decided(signal="SIGUSR2", done=["time limit"] * 3)[1]
+    assert "-slurm_requeues 0" in decided(signal="SIGUSR2", requeues=0)[1]
 
 
 def test_lost_processes_are_replaced_and_failures_are_not():
-    lost = "rank 0: RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5"
-    assert decided("failed", lost)[0] == decided("running")[0] == "a process was lost"
+    assert decided("failed", lost_peer=True)[0] == decided("running")[0] == "a process was lost"
     assert "nothing was gained" in decided("running", gained=False)[1]
-    assert "the run failed" in decided("failed", "rank 1: ValueError: no")[1]
+    assert "the run failed (rank 1: no)" in decided("failed", reason="rank 1: no", lost_peer=False)[1]
     assert decided("finished") == ("", "")
-    assert "told to stop" in decided(reason="the file out/NAME/STOP is there")[1]
+
+
+def test_facts_decide_and_not_the_sentence_beside_them():
+    """A file may be called so, and an error tell of the other; older runs have the sentence alone."""
+    assert "told to stop" in decided(reason="the file out/SIGUSR2/STOP is there", signal=None)[1]
+    assert "told to stop" in decided(reason="signal SIGUSR2")[1]
+    assert "the run failed" in decided("failed", reason="rank 1: ValueError: NCCL, gloo, Connection closed")[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5"), True),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted on rank 1"), True),
+        (torch.distributed.DistNetworkError("The client socket has timed out"), True),
+        (hangs.Hang("nothing moved for 600 s"), True),
+        (ConnectionResetError(104, "Connection reset by peer"), True),
+        (ValueError("no such class: Broken pipe"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_how_a_process_fails_tells_whether_another_is_gone(error, lost):
+    assert run_folder.lost_peer(error) == lost
 
 
 def test_an_outcome_of_an_earlier_start_says_nothing():
-    for state, why in (("stopped", "signal SIGUSR2"), ("failed", "rank 0: OSError")):
-        words = decided(state, why, written=START["outcome"], gained=False, job=PREEMPTED)
+    for state, facts in (("stopped", {"signal": "SIGUSR2"}), ("failed", {"lost_peer": False})):
+        words = decided(state, written=START["outcome"], gained=False, job=PREEMPTED, **facts)
         assert words == ("", "a process was lost, and nothing was gained since the start before it")
+
+
+@pytest.mark.parametrize("before", ["finished", "stopped", None])
+def test_a_start_that_only_looks_at_a_run_ends_with_its_own_code(stopped, caplog, before):
+    """Whatever the run's folder says: -eval, -dry and -debug write no outcome."""
+    run = stopped.parent / "run"
+    (run / "outcome.json").write_text(json.dumps({"state": before})) if before else (run / "outcome.json").unlink()
+    requeue.begin(stopped, run, 3, looks=True)
+    assert [requeue.after(stopped, code) for code in (0, 2, 143)] == [0, 2, 143]
+    assert not caplog.records
+
+
+def test_a_look_that_has_to_make_room_is_started_again(stopped):
+    says(stopped.parent, "JobState=RUNNING StartTime=2026-11-21T03:22:53 PreemptTime=2026-11-21T03:22:56")
+    requeue.begin(stopped, stopped.parent / "run", 0, looks=True)
+    assert requeue.after(stopped, 0) == 0
+    assert "requeue" not in (stopped.parent / "said").read_text(), "it was done already"
+    assert requeue.after(stopped, 143) == 0
+    assert (stopped.parent / "said").read_text().splitlines()[-1] == "requeue 12"
 
 
 @pytest.fixture
@@ -72,8 +110,15 @@ def stopped(tmp_path, monkeypatch):
     run, history = tmp_path / "run", tmp_path / "12.json"
     requeue.begin(history, run, 3)
     (run / "checkpoints" / "step_00000009").mkdir(parents=True)
-    (run / "outcome.json").write_text(json.dumps({"state": "stopped", "reason": "signal SIGUSR2"}))
+    (run / "outcome.json").write_text(json.dumps({"state": "stopped", "signal": "SIGUSR2"}))
     return history
+
+
+def says(folder: Path, job: str):
+    """An scontrol that says this of the job, and notes in `said` what it was asked."""
+    scontrol = folder / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/said\necho "JobId=12 {job}"\n')
+    scontrol.chmod(0o755)
 
 
 def test_without_scontrol_the_state_is_kept_and_the_command_is_told(stopped):
@@ -84,11 +129,7 @@ def test_without_scontrol_the_state_is_kept_and_the_command_is_told(stopped):
 
 
 def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
-    scontrol = stopped.parent / "scontrol"
-    scontrol.write_text(
-        f'#!/bin/sh\necho "$@" >> {stopped.parent}/said\necho "JobId=12 JobState=RUNNING PreemptTime=None"\n'
-    )
-    scontrol.chmod(0o755)
+    says(stopped.parent, "JobState=RUNNING PreemptTime=None")
     assert requeue.after(stopped, 0) == 0
     assert (stopped.parent / "said").read_text().splitlines()[-1] == "requeue 12"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -98,21 +139,22 @@ def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
     assert [start.get("requeued") for start in json.loads(stopped.read_text())["starts"]] == ["time limit", None]
     (stopped.parent / "run" / "outcome.json").write_text(json.dumps({"state": "finished"}))
     assert requeue.after(stopped, 137) == 0
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    requeue.begin(stopped, stopped.parent / "run", 3)
-    assert requeue.after(stopped, 2) == 2, "a finished run is only evaluated, and that fails"
 
 
-def test_the_newest_checkpoint_is_the_one_with_the_most_steps(tmp_path):
+@pytest.mark.parametrize("after", ["step_00000010_2_keep", "step_00000011", "step_00000003_after1"])
+def test_any_checkpoint_that_was_saved_since_is_a_gain(tmp_path, after):
+    """Also of an earlier step, as after a change of -batch_size."""
     for name in (
         "step_00000010",
-        "step_00000010_2",
         "step_00000009_keep",
-        "step_00000011.partial",
+        "step_00000010_1",
+        "step_00000012.partial",
         "step_99.corrupt",
     ):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert requeue.newest(tmp_path) == "step_00000010_2"
+    assert requeue.newest(tmp_path) == "step_00000010_1"
+    (tmp_path / "checkpoints" / after).mkdir()
+    assert requeue.newest(tmp_path) == after
     assert requeue.newest(tmp_path / "none") is None
 
 

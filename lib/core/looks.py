@@ -8,7 +8,7 @@ import time
 import torch
 
 from lib.core import parallel
-from lib.utils import atomic, checkpoint, disks, pace, report, resume, search, shards
+from lib.utils import atomic, disks, pace, report, resume, search, shards, stored
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 from lib.utils.state import prepared
@@ -93,7 +93,7 @@ def debug(trainer) -> str:
     """
     model = parallel.unwrap(trainer.model)
     source = trainer.args.resume or trainer.folder
-    if trainer.args.resume or checkpoint.listed(trainer.folder / "checkpoints"):
+    if trainer.args.resume or stored.listed(trainer.folder / "checkpoints"):
         trainer.go_on(search.newest(trainer.folder / "none", trainer.checkpoints.disk, source), model)
     first = trainer.state.step
     _check("the parameter", model.named_parameters())

@@ -171,8 +171,7 @@ class Trainer:
         self.checkpoints.finish()
         epoch, step = self.state.epoch, self.state.step - 1
         samples = self.loaders["train"].indices(epoch, step - epoch * self.plan.steps)
-        there = checkpoint.listed(self.checkpoints.folder)
-        raise BadSteps(self.bad.told(step, samples, there[0][1] if there else None))
+        raise BadSteps(self.bad.told(step, samples, self.checkpoints.newest()))
 
     def end_epoch(self) -> bool:
         """Evaluates, tells, keeps the best, saves. False if the run is to stop first.
@@ -295,6 +294,6 @@ class Trainer:
         self.save()
         self.checkpoints.close()
         outcome = "finished" if finished else "stopped"
-        facts = {"reason": self.stop.reason, "best": self.best, "test": figures}
+        facts = {**self.stop.why(), "best": self.best, "test": figures}
         self.report.finish(outcome, self.state, self.args, self.checkpoints.disk.leads, **facts)
         return "failed" if self.stop.reason == preemption.AGENT_GONE and not finished else outcome

@@ -7,7 +7,6 @@ what was asked, and the size and checksum of every file. It is written as step_N
 import concurrent.futures
 import json
 import logging
-import re
 import shutil
 import threading
 import zlib
@@ -15,13 +14,12 @@ from pathlib import Path
 
 import torch
 
-from lib.utils import atomic, disks, distributed, shards
+from lib.utils import atomic, disks, distributed, shards, stored
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 FORMAT = 1
-NAMED = re.compile(r"step_(\d{1,18})(?:_(\d{1,9}))?(?:_after(\d{1,9}))?(_keep)?")
 SEAL = b',\n"crc32": %d\n}\n'  # the end of every manifest, whatever its format: the checksum of all before it
 LONGEST = 1 << 30  # bytes of a manifest
 FAILURES = 3  # saves in a row that may fail before the run ends
@@ -58,7 +56,7 @@ class Checkpoints:
         out, size = self.folder.parent.parent, shards.total_bytes(tensors)
         if len(self.disk.groups) > 1 and any(isinstance(tensor, shards.DTensor) for tensor in tensors.values()):
             raise UsageError(f"-out {out}: a sharded model needs a folder that all nodes share")
-        free, there = min(self.disk.do(lambda: [disks.free_bytes(self.folder), len(listed(self.folder))]))
+        free, there = min(self.disk.do(lambda: [disks.free_bytes(self.folder), len(stored.listed(self.folder))]))
         if free < size:
             raise UsageError(f"-out {out}: a checkpoint takes {size:,} bytes, and {free:,} are free; make room, or "
                              f"take another disk")  # fmt: skip
@@ -76,9 +74,9 @@ class Checkpoints:
         """
         self.finish()
         self.facts = {**json.loads(json.dumps(facts)), "tensors": schema(tensors)}  # as they are now
-        self.name = named(step, [0, 0], keep)
+        self.name = stored.named(step, [0, 0], keep)
         try:
-            self.name = named(step, max(self.disk.do(lambda: following(self.folder, step))), keep)
+            self.name = stored.named(step, max(self.disk.do(lambda: stored.following(self.folder, step))), keep)
             self.disk.do(self._make_room)
         except OSError as error:
             self._failed(f"{error}, {disks.free_there(self.folder)}")
@@ -121,6 +119,10 @@ class Checkpoints:
         while self.phase:
             concurrent.futures.wait([self.job] if self.job else [], WAIT_S)
             self.poll()
+
+    def newest(self) -> Path | None:
+        """The checkpoint that was published last."""
+        return stored.newest(self.folder)
 
     def close(self):
         """Waits for what is in flight and ends the writing thread. Raises SaveError if the last save failed."""
@@ -204,7 +206,7 @@ class Checkpoints:
         atomic.publish(partial, final)
         try:
             atomic.swap_link(self.folder / "latest", final.name)
-            for _, folder, _ in [entry for entry in listed(self.folder) if not entry[2]][self.keep_last :]:
+            for _, folder, _ in [entry for entry in stored.listed(self.folder) if not entry[2]][self.keep_last :]:
                 atomic.remove_folder(folder)
         except OSError as error:
             log.warning("%s is saved, but older ones could not be tidied up (%s)", final, error)
@@ -220,35 +222,6 @@ class Checkpoints:
         if self.failures >= FAILURES:
             raise SaveError(f"{text}, nor could the {FAILURES - 1} before it")
         log.warning("%s: the run goes on, the older checkpoint is good, the next save tries again", text)
-
-
-def listed(folder: Path) -> list[tuple[int, Path, bool]]:
-    """The checkpoints in a folder, the last one saved first: step, path, whether it is kept for good."""
-    if not folder.is_dir():
-        return []
-    there = sorted((entry for entry in folder.iterdir() if NAMED.fullmatch(entry.name)), key=lambda e: order(e.name))
-    return [(order(entry.name)[1], entry, entry.name.endswith("_keep")) for entry in reversed(there)]
-
-
-def order(name: str) -> tuple[int, int, int]:
-    """The place of a checkpoint among those of its run, by its name: turns back before it, step, saves of that."""
-    match = NAMED.fullmatch(name)
-    return (int(match[3] or 0), int(match[1]), int(match[2] or 0)) if match else (0, 0, 0)
-
-
-def named(step: int, place: list[int], keep: bool) -> str:
-    """The name of a checkpoint. `place`: turns back before it, saves of the step."""
-    back, again = place
-    return f"step_{step:08d}{f'_{again}' if again else ''}{f'_after{back}' if back else ''}{'_keep' if keep else ''}"
-
-
-def following(folder: Path, step: int) -> list[int]:
-    """The place that makes the next checkpoint the newest, also one of the same step, as after an evaluation that was
-    interrupted, or of an earlier one, as after a change of -batch_size."""
-    back, last, again = max((order(entry.name) for _, entry, _ in listed(folder)), default=(0, -1, 0))
-    if step > last:
-        return [back, 0]
-    return [back, again + 1] if step == last else [back + 1, 0]
 
 
 def read_manifest(folder: Path) -> dict:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lib.utils import checkpoint, loader, shards
+from lib.utils import checkpoint, loader, shards, stored
 
 HOLD = "hold"  # the file that says where a start is to wait
 ROUNDING = 1e-5  # largest share by which a loss differs on another number of processes
@@ -253,7 +253,7 @@ def distance(one: Path, other: Path) -> tuple[float, float, bool]:
 
 
 def _newest(folder):
-    newest = checkpoint.listed(folder)[0][1]
+    newest = stored.newest(folder)
     manifest = checkpoint.read_manifest(newest)
     kinds = {word: kind for kind, word in shards.DTYPES.items()}
     tensors = {name: torch.empty(shape, dtype=kinds[kind]) for name, (kind, shape) in manifest["tensors"].items()}

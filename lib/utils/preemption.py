@@ -44,6 +44,7 @@ class Stop:
         self, folder: Path, max_hours: float | None = None, grace_s: float = 60.0, limit_steps: int | None = None
     ):
         self.reason: str | None = None
+        self.signal: str | None = None  # its name, where that is the reason
         self.limit_steps = limit_steps
         self.file, self.grace_s = folder / "STOP", grace_s
         self.ends = time.monotonic() + max_hours * 3600 if max_hours else None
@@ -67,6 +68,10 @@ class Stop:
         if self.reason is not None and self.wished_at is None:
             self.wished_at = now
         return self.reason is not None and (not self.trained or now - self.wished_at >= LAST_S)
+
+    def why(self) -> dict[str, str | None]:
+        """What outcome.json says of the wish."""
+        return {"reason": self.reason, "signal": self.signal}
 
     def at_limit(self, step: int) -> bool:
         """Whether -limit_steps is reached, which all ranks see at the same step."""
@@ -108,7 +113,9 @@ class Stop:
         now = time.monotonic()
         if self.since is None:
             self.since = now
-            self.reason = self.reason or f"signal {signal.Signals(number).name}"
+            if self.reason is None:
+                self.signal = signal.Signals(number).name
+                self.reason = f"signal {self.signal}"
             faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)  # no Python code can be in its way
             log.info(
                 "%s: stopping at the end of this step, or after -grace_s %g without saving", self.reason, self.grace_s
@@ -151,8 +158,8 @@ class Ballot:
         self.ticks, self.since = 0, time.monotonic()
         self.next = max(1, min(MOST_STEPS, int(ASK_EVERY_S / max(step_s, 1e-9))))
         if wished:
-            reasons = distributed.gather_json(self.stop.reason, self.world)
-            self.stop.reason = next(reason for reason in reasons if reason)
+            told = distributed.gather_json([self.stop.reason, self.stop.signal], self.world)
+            self.stop.reason, self.stop.signal = next(one for one in told if one[0])
         return wished > 0
 
 

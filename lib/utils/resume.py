@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lib.utils import checkpoint, distributed, run_folder, shards
+from lib.utils import checkpoint, distributed, run_folder, shards, stored
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 from lib.utils.loader import Plan, divisor
@@ -72,16 +72,16 @@ def _peek(args):
     own = run_folder.path_of(args) / "checkpoints"
     other = [Path(args.resume), Path(args.resume) / "checkpoints"] if args.resume else []
     try:
-        inside = [] if run_folder.starts_anew(args) else checkpoint.listed(own)
-        inside += [entry for folder in other for entry in checkpoint.listed(folder)]
+        inside = [] if run_folder.starts_anew(args) else stored.listed(own)
+        inside += [entry for folder in other for entry in stored.listed(folder)]
         folders = [folder for _, folder, _ in inside] + [f for f in other if (f / "manifest.json").is_file()]
     except OSError as error:
         log.warning("%s or -resume %s: %s", own, args.resume, error)
         return []
     for folder in folders:
         if asked := _asked_there(folder):
-            return [checkpoint.order(folder.name), asked]
-    return [checkpoint.order(""), {}] if folders else []
+            return [stored.order(folder.name), asked]
+    return [stored.order(""), {}] if folders else []
 
 
 def _asked_there(folder):

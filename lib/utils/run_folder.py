@@ -15,10 +15,12 @@ from pathlib import Path
 
 import torch
 import torchvision
+from torch.distributed import DistError
 
-from lib.utils import atomic, console, disks, distributed
+from lib.utils import atomic, console, disks, distributed, stored
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
+from lib.utils.hangs import Hang
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 3.0  # for an owner that was killed and is not quite gone
@@ -60,14 +62,20 @@ def left_alone(args, world: World):
 
 def _failed(folder, world, error):
     """The first rank that fails says why; those that fail because it is gone leave that as it is."""
-    before = read_outcome(folder)
+    before = stored.outcome(folder)
     if before.get("state") != "failed" or before.get("launch") != distributed.launch_id():
-        write_outcome(folder, "failed", reason=f"rank {world.rank}: {type(error).__name__}: {error}")
+        reason = f"rank {world.rank}: {type(error).__name__}: {error}"
+        write_outcome(folder, "failed", reason=reason, lost_peer=lost_peer(error))
+
+
+def lost_peer(error: Exception) -> bool:
+    """Whether this is how a process fails when another one is gone. gloo's errors have no type of their own."""
+    return isinstance(error, (DistError, ConnectionError, Hang)) or "gloo" in str(error)
 
 
 def starts_anew(args) -> bool:
     """Whether -reset is still to be carried out: once for a launch, whatever restarts and requeues follow."""
-    return args.reset and read_outcome(path_of(args)).get("launch") != distributed.launch_id()
+    return args.reset and stored.outcome(path_of(args)).get("launch") != distributed.launch_id()
 
 
 def _claim(folder, anew):
@@ -140,15 +148,6 @@ def write_outcome(folder: Path, state: str, **facts):
         "pid": os.getpid(),
     }
     atomic.write_file(folder / "outcome.json", json.dumps(facts, indent=2) + "\n")
-
-
-def read_outcome(folder: Path) -> dict:
-    """What outcome.json says, {} where there is none."""
-    try:
-        found = json.loads((folder / "outcome.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def about() -> dict:

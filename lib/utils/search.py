@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.utils import checkpoint, distributed, shards
+from lib.utils import checkpoint, distributed, shards, stored
 from lib.utils.disks import Disk
 from lib.utils.errors import UsageError
 
@@ -45,7 +45,7 @@ def _other(elsewhere, disk):
     path = _real(elsewhere)
     try:
         alone = any(disk.do(lambda: (path / "manifest.json").is_file()))
-        above = any(disk.do(lambda: bool(checkpoint.listed(path))))
+        above = any(disk.do(lambda: bool(stored.listed(path))))
         folder = path.parent if alone else path if above else path / "checkpoints"
         names = [path.name] if alone else _names(folder, disk)
     except OSError as error:
@@ -65,8 +65,8 @@ def _real(path):
 
 def _names(folder, disk):
     """What any disk has, the newest first."""
-    answers = disk.do(lambda: [entry.name for _, entry, _ in checkpoint.listed(folder)])
-    return sorted({name for names in answers for name in names}, key=checkpoint.order, reverse=True)
+    answers = disk.do(lambda: [entry.name for _, entry, _ in stored.listed(folder)])
+    return sorted({name for names in answers for name in names}, key=stored.order, reverse=True)
 
 
 def _first_good(folder, names, disk, own):

@@ -1,0 +1,52 @@
+"""What a run has stored, told without torch: its checkpoints by their names and order, and outcome.json."""
+
+import json
+import re
+from pathlib import Path
+
+NAMED = re.compile(r"step_(\d{1,18})(?:_(\d{1,9}))?(?:_after(\d{1,9}))?(_keep)?")
+
+
+def listed(folder: Path) -> list[tuple[int, Path, bool]]:
+    """The checkpoints in a folder, the last one saved first: step, path, whether it is kept for good."""
+    if not folder.is_dir():
+        return []
+    there = sorted((entry for entry in folder.iterdir() if NAMED.fullmatch(entry.name)), key=lambda e: order(e.name))
+    return [(order(entry.name)[1], entry, entry.name.endswith("_keep")) for entry in reversed(there)]
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint in a folder that was saved last."""
+    return next((path for _, path, _ in listed(folder)), None)
+
+
+def order(name: str) -> tuple[int, int, int]:
+    """The place of a checkpoint among those of its run, by its name: turns back before it, step, saves of that."""
+    match = NAMED.fullmatch(name)
+    return (int(match[3] or 0), int(match[1]), int(match[2] or 0)) if match else (0, 0, 0)
+
+
+def named(step: int, place: list[int], keep: bool) -> str:
+    """The name of a checkpoint. `place`: turns back before it, saves of the step."""
+    back, again = place
+    return f"step_{step:08d}{f'_{again}' if again else ''}{f'_after{back}' if back else ''}{'_keep' if keep else ''}"
+
+
+def following(folder: Path, step: int) -> list[int]:
+    """The place that makes the next checkpoint the newest, also one of the same step, as after an evaluation that was
+    interrupted, or of an earlier one, as after a change of -batch_size."""
+    back, last, again = max((order(entry.name) for _, entry, _ in listed(folder)), default=(0, -1, 0))
+    if step > last:
+        return [back, 0]
+    return [back, again + 1] if step == last else [back + 1, 0]
+
+
+def outcome(run: Path) -> dict:
+    """What outcome.json in the run's folder says, and `written`, which tells this one from another; {} where there is
+    none."""
+    path = run / "outcome.json"
+    try:
+        said, file = json.loads(path.read_text()), path.stat()
+    except (OSError, ValueError):
+        return {}
+    return {**said, "written": f"{file.st_ino}-{file.st_mtime_ns}"} if isinstance(said, dict) else {}
