@@ -10,7 +10,7 @@ import torch
 
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
-from lib.core import parallel, scheduler
+from lib.core import parallel, running, scheduler
 from lib.utils import checkpoint, metrics, preemption, report, resume, run_folder, search, seeding, shards, speed
 from lib.utils.bad_steps import BadSteps, Counter
 from lib.utils.data import zeros
@@ -47,7 +47,7 @@ class Trainer:
         self.precision = parallel.autocast(args, world.device)
         self.own_step = type(self).training_step is not Trainer.training_step  # may draw as it likes
         alone = world.size == 1 and self.plan.grain == self.plan.batch
-        self.statistics = parallel.RunningStatistics(model, world, alone)
+        self.statistics = running.Statistics(model, world, alone)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
         self.ballot = preemption.Ballot(self.stop, world)
