@@ -117,6 +117,20 @@ def test_a_training_step_may_draw_from_python_and_numpy_and_goes_on_bit_for_bit(
         assert distance(run(tmp_path, f"{words} -cpu 1 -model alone"), whole) < 1e-4
 
 
+def test_what_a_dataset_draws_is_drawn_again_at_every_start_and_changes_no_weights(tmp_path):
+    drawn = []
+
+    def drawing(args):
+        drawn.append(torch.rand(3).tolist())
+        return few(args)
+
+    with plugins(dataset={"drawing": drawing}):
+        data = {"again": "drawing", "drawing": "drawing", "few": "few"}
+        runs = [run(tmp_path, f"{SMALL} -cpu 1 -dataset {one} -model {name}") for name, one in data.items()]
+    assert len(drawn) == 2 and drawn[0] == drawn[1]
+    assert distance(*runs[:2]) == 0 == distance(*runs[1:])
+
+
 def test_batch_per_gpu_is_remembered_as_a_global_number(tmp_path, monkeypatch):
     words = SMALL.replace("-batch_size 16 -micro_batch 4", "-batch_per_gpu 8")
     with monkeypatch.context() as patch:
