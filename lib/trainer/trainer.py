@@ -198,7 +198,7 @@ class Trainer:
         self.stop.trained = self.state.step == self.total_steps
         model, totals = parallel.unwrap(self.model).eval(), metrics.MetricsTracker()
         self.answers.reset()
-        for key, batch in self.loaders[split]:
+        for key, batch in self.loaders[split].epoch(0):
             with self.precision:
                 sums = self.evaluation_step(model, batch, key.count)
             if key.count:
