@@ -18,8 +18,6 @@ from lib import config
 from lib.utils import ahead, checkpoint, distributed, fetch, loader, shards, state
 from lib.utils.errors import UsageError
 
-TYPES = {text: kind for kind, text in shards.DTYPES.items()}
-
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -68,9 +66,7 @@ def read(source: Path) -> dict[str, Tensor]:
     manifest = checkpoint.read_manifest(source)
     for file, facts in manifest["shards"].items():
         shards.verify(source / file, facts)
-    facts = {name: about for name, about in manifest["tensors"].items() if name.startswith("model.")}
-    tensors = {name: torch.empty(shape, dtype=TYPES[kind]) for name, (kind, shape) in facts.items()}
-    shards.read(source, manifest["pieces"], tensors)
+    tensors = shards.whole(source, manifest, "model.")
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
