@@ -12,7 +12,7 @@ from runs import distance, few, norm_net, plugins, run, weights
 from torch import nn
 
 from lib.trainer import trainer
-from lib.utils import preemption
+from lib.utils import checkpoint, preemption
 from lib.utils.data import Tensors
 
 SMALL = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 3 -lr_start 1e-3"
@@ -169,6 +169,11 @@ def test_a_finished_run_is_not_trained_again(undisturbed):
     folder = run(undisturbed[1].parent, f"{SMALL} -cpu 1 -model on_1")
     assert all(torch.equal(before[name], value) for name, value in weights(folder).items())
     assert json.loads((folder / "outcome.json").read_text())["state"] == "finished"
+
+
+def test_a_manifest_does_not_grow_with_the_epochs(undisturbed):
+    folders = [folder for _, folder, _ in checkpoint.listed(undisturbed[1] / "checkpoints")]
+    assert [set(checkpoint.read_manifest(folder)["metrics"]) for folder in folders] == [{"agg"}] * 2
 
 
 def test_reset_moves_the_old_run_aside_once(tmp_path, monkeypatch):

@@ -262,7 +262,7 @@ class Trainer:
             "asked": resume.asked(self.args, self.plan),
             "best": self.best,
             "bad_steps": self.bad.total,
-            "metrics": self.metrics.state_dict(),
+            "metrics": {"agg": dict(self.metrics.agg)},
             "scaler": self.scaler.state_dict(),
             "about": run_folder.about(),
         }

@@ -131,6 +131,12 @@ def job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
+def cores_each(world: World) -> int:
+    """This machine's cores for each of its processes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // world.local_size)
+
+
 def sum_(tensor: torch.Tensor, world: World) -> torch.Tensor:
     """The tensor summed over all ranks, in place."""
     if world.size > 1:

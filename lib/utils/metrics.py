@@ -98,9 +98,9 @@ class MetricsTracker:
         return {"agg": dict(self.agg), "epoch_reports": [dict(report) for report in self.epoch_reports]}
 
     def load_state_dict(self, state: dict):
-        """Go on from what `state_dict` gave, on any number of ranks."""
+        """Go on from what `state_dict` gave, or its "agg" alone, on any number of ranks."""
         self.agg = defaultdict(float, state["agg"])
-        self.epoch_reports = [dict(report) for report in state["epoch_reports"]]
+        self.epoch_reports = [dict(report) for report in state.get("epoch_reports", ())]
         return self.reset_local()
 
     def _local_sums(self):
@@ -116,11 +116,6 @@ def mean(totals: dict, name: str, weight: str = "samples") -> float:
     """The weighted mean totals[name] / totals[weight]; NaN where nothing was counted."""
     count = totals.get(weight, 0)
     return totals.get(name, math.nan) / count if count else math.nan
-
-
-def means(totals: dict, weight: str = "samples") -> dict[str, float]:
-    """The weighted means of all sums but the weight's own."""
-    return {name: mean(totals, name, weight) for name in totals if name != weight}
 
 
 def _sum(name, tensors):

@@ -2,12 +2,11 @@
 
 import contextlib
 import gc
-import os
 
 import torch
 from torch.utils.data import Dataset
 
-from lib.utils import fetch
+from lib.utils import distributed, fetch
 from lib.utils.distributed import World
 
 WORKERS = 8  # at most, where -workers leaves it open
@@ -51,5 +50,4 @@ def workers(asked: int | None, dataset: Dataset, world: World) -> int:
         return asked
     if world.device.type == "cpu" or callable(getattr(fetch.inner(dataset), "__getitems__", None)):
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(WORKERS, cores // world.local_size - 1))
+    return max(1, min(WORKERS, distributed.cores_each(world) - 1))
