@@ -15,7 +15,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from lib import config
-from lib.utils import ahead, checkpoint, distributed, fetch, loader, shards, state
+from lib.utils import ahead, atomic, checkpoint, distributed, fetch, loader, shards, state
 from lib.utils.errors import UsageError
 
 
@@ -35,9 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         source = place(asked.run, asked.source)
         tensors = read(source)
-        partial = file.with_name(f"{file.name}.partial")
-        write(asked, tensors, partial)
-        partial.replace(file)
+        with atomic.staged(file) as partial:
+            write(asked, tensors, partial)
     except (UsageError, shards.Damaged, OSError) as error:
         parser.exit(2, f"export.py: {error}\n")
     print(f"{file}: {len(tensors)} tensors, {shards.total_bytes(tensors):,} bytes, from {source}")

@@ -251,13 +251,8 @@ def keep_weights(folder: Path, tensors: dict[str, Tensor], world: World, must: b
 def write_weights(folder: Path, tensors: dict[str, Tensor]):
     """Writes folder/weights.safetensors from whole tensors on the CPU, in place of an older one."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / "weights.safetensors.partial"
-    try:
+    with atomic.staged(folder / "weights.safetensors") as partial:
         write(partial, list(tensors.items()))
-        partial.replace(folder / "weights.safetensors")
-    finally:
-        partial.unlink(missing_ok=True)  # there still if the disk is full
-    atomic.fsync_folder(folder)
 
 
 def load_weights(path: Path, device: str = "cpu") -> dict[str, Tensor]:
