@@ -31,13 +31,14 @@ def run(args) -> int:
     from lib.utils import distributed, fits, loader, resume, run_folder, seeding, speed
 
     timing.startup.report("imports")
-    seeding.for_model(args.seed)
+    seeding.for_building(args.seed)
     splits = loader.splits(plugin("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
     arch = plugin("arch", args.arch)
     timing.startup.report("data")
     with distributed.joined(args) as world:
         timing.startup.report("processes")
         speed.kernels(world, args.deterministic)
+        seeding.for_building(args.seed)  # whatever the data drew
         model, values = parallel.build(arch, args, world)
         splits, samples = loader.sharded(splits, world)
         before = resume.remembered(args, world)

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from lib import config
-from lib.utils import ahead, checkpoint, distributed, fetch, loader, shards, state, stored
+from lib.utils import ahead, atomic, checkpoint, distributed, fetch, loader, shards, state, stored
 from lib.utils.errors import UsageError
-
-TYPES = {text: kind for kind, text in shards.DTYPES.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,9 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         source = place(asked.run, asked.source)
         tensors = read(source)
-        partial = file.with_name(f"{file.name}.partial")
-        write(asked, tensors, partial)
-        partial.replace(file)
+        with atomic.staged(file) as partial:
+            write(asked, tensors, partial)
     except (UsageError, shards.Damaged, OSError) as error:
         parser.exit(2, f"export.py: {error}\n")
     print(f"{file}: {len(tensors)} tensors, {shards.total_bytes(tensors):,} bytes, from {source}")
@@ -68,9 +65,7 @@ def read(source: Path) -> dict[str, Tensor]:
     manifest = checkpoint.read_manifest(source)
     for file, facts in manifest["shards"].items():
         shards.verify(source / file, facts)
-    facts = {name: about for name, about in manifest["tensors"].items() if name.startswith("model.")}
-    tensors = {name: torch.empty(shape, dtype=TYPES[kind]) for name, (kind, shape) in facts.items()}
-    shards.read(source, manifest["pieces"], tensors)
+    tensors = shards.whole(source, manifest, "model.")
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 

@@ -53,11 +53,7 @@ def newest(folder: Path) -> int | None:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All that a checkpoint holds."""
-    manifest = checkpoint.read_manifest(folder)
-    kinds = {word: kind for kind, word in shards.DTYPES.items()}
-    whole = {name: torch.empty(shape, dtype=kinds[kind]) for name, (kind, shape) in manifest["tensors"].items()}
-    shards.read(folder, manifest["pieces"], whole)
-    return whole
+    return shards.whole(folder, checkpoint.read_manifest(folder))
 
 
 def names(folder: Path) -> list[str]:

@@ -7,14 +7,17 @@ import itertools
 import json
 import os
 import random
+import subprocess
+import sys
 import threading
 
 import crash
 import disk
+import house
 import pytest
 import torch
 
-from lib.utils import atomic
+from lib.utils import atomic, atomic_directory
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 OLD, NEW, NEWER = 8, 9, 10  # steps; as strings, the last comes first
@@ -87,9 +90,11 @@ class Directory:
     """and cycling_utils' class, read as its documentation does."""
 
     def save(self, folder, step):
-        saver = atomic.AtomicDirectory(folder, is_master=True, keep_last=1)
+        saver = atomic_directory.AtomicDirectory(folder, is_master=True, keep_last=1)
         path = saver.prepare_checkpoint_directory()
-        atomic.atomic_torch_save({"step": step, "weights": torch.full((9999,), step)}, f"{path}/checkpoint.pt")
+        atomic_directory.atomic_torch_save(
+            {"step": step, "weights": torch.full((9999,), step)}, f"{path}/checkpoint.pt"
+        )
         saver.symlink_latest(path)
 
     def found(self, folder):
@@ -240,3 +245,8 @@ def test_a_folder_that_cannot_be_synced_is_no_error_but_a_broken_disk_is(code, t
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="fsync") if code == errno.EIO else contextlib.nullcontext():
         atomic.fsync_folder(tmp_path)
+
+
+def test_files_are_written_without_torch():
+    probe = "import sys; from lib.utils import atomic; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", probe], cwd=house.ROOT, check=True, timeout=120)

@@ -1,6 +1,7 @@
 """Links that outlive copies, and AtomicDirectory on one process and two: names, what is kept, who fails with whom."""
 
 import errno
+import math
 import os
 import shutil
 import signal
@@ -12,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lib.utils import atomic
-from lib.utils.atomic import AtomicDirectory, atomic_torch_save
+from lib.utils import atomic, atomic_directory, distributed
+from lib.utils.atomic_directory import AtomicDirectory, atomic_torch_save
+from lib.utils.distributed import World
+from lib.utils.errors import UsageError
 
 
 def save(saver, content="x", force=False):
@@ -194,12 +197,29 @@ def broken(*_, **__):
 
 def test_two_ranks_share_folders_agree_and_none_waits_for_one_that_failed(tmp_path, monkeypatch):
     def run(rank):
-        for check in (_refused, _forced, _failing, _unseen, _async, _mono):
+        for check in (_together, _refused, _forced, _failing, _unseen, _async, _mono):
             check(rank, tmp_path / check.__name__)
 
     torch.set_num_threads(1)
-    monkeypatch.setattr(atomic, "PATIENCE", 0.2)
+    monkeypatch.setattr(atomic_directory, "PATIENCE", 0.2)
     on_ranks(2, run, tmp_path)
+
+
+def _together(rank, folder):
+    world = World(rank=rank, size=2)
+    assert distributed.gather_json(["é", "x" * 3000 * rank, math.inf], world)[1][1:] == ["x" * 3000, math.inf]
+    assert distributed.together((lambda: rank) if rank else None, world) == [None, 1]
+    for error in (UsageError("-out: no"), BlockingIOError("busy"), RuntimeError("lost"), UnicodeError("odd")):
+        kind = next(kind for kind in (UsageError, OSError, RuntimeError, ValueError) if isinstance(error, kind))
+        with pytest.raises(kind, match=f"{error}$") as told:
+            distributed.together(lambda error=error: fail(error) if rank else 0, world)
+        assert told.value is error if rank else kind is UsageError or str(told.value) == f"rank 1: {error}"
+    with pytest.raises(UsageError, match="of rank 1"):
+        distributed.together(lambda: fail(UsageError("of rank 1") if rank else OSError("of rank 0")), world)
+
+
+def fail(error):
+    raise error
 
 
 def _refused(rank, folder):
@@ -239,7 +259,7 @@ def _failing(rank, folder):
 
 def save_shared(saver):
     path = saver.prepare_checkpoint_directory()
-    Path(path, f"shard_{saver.rank}").write_text("x")
+    Path(path, f"shard_{saver.world.rank}").write_text("x")
     saver.symlink_latest(path)
     return Path(path).name
 

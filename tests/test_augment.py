@@ -57,7 +57,7 @@ def test_a_sample_is_changed_alike_in_any_batch_on_any_number_of_processes():
         for rank in range(size):
             world = World(rank=rank, size=size)
             plan = loader.Plan(23, 6, micro, ranks=size)
-            one = loader.TrainLoader(dataset, plan, world, seed=1, shuffle=True, workers=workers)
+            one = loader.Loader(dataset, plan, world, seed=1, shuffle=True, workers=workers)
             for key, (inputs, labels) in one.epoch(epoch, first):
                 samples.update(zip(labels[: key.count].tolist(), inputs))
             one.fetched.close()

@@ -12,7 +12,7 @@ from torch import nn
 
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
-from lib.core import parallel, scheduler
+from lib.core import running, scheduler
 from lib.utils import distributed
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -239,7 +239,7 @@ def step(model, statistics, parts, of, norm=1.0):
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
 def test_running_statistics_are_the_mean_of_what_the_micro_batches_make_of_them(momentum):
     model = norms(momentum).train()
-    statistics = parallel.RunningStatistics(model, World(), alone=False)
+    statistics = running.Statistics(model, World(), alone=False)
     for sizes in ([8], [4, 4], [5, 3, 2], [2, 9]):
         parts = [2 + 3 * torch.randn(size, 4) for size in sizes]
         wanted = mean_of(model, parts)
@@ -249,7 +249,7 @@ def test_running_statistics_are_the_mean_of_what_the_micro_batches_make_of_them(
 
 def test_running_statistics_of_one_micro_batch_are_batchnorms_own_to_the_bit():
     model = norms().train()
-    statistics = parallel.RunningStatistics(model, World(), alone=True)
+    statistics = running.Statistics(model, World(), alone=True)
     for _ in range(4):
         part = torch.randn(6, 4)
         wanted = after_one(model, part)
@@ -261,7 +261,7 @@ def test_running_statistics_of_one_micro_batch_are_batchnorms_own_to_the_bit():
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_a_step_that_is_skipped_leaves_the_running_statistics_as_they_were(alone, norm):
     model = norms().train()
-    statistics = parallel.RunningStatistics(model, World(), alone)
+    statistics = running.Statistics(model, World(), alone)
     before = buffers(model)
     step(model, statistics, [torch.full((4, 4), math.nan)], 4, norm)
     assert all(torch.equal(value, before[name]) for name, value in buffers(model).items())
@@ -277,7 +277,7 @@ def test_running_statistics_of_two_ranks_are_those_of_one_that_has_it_all(monkey
     wanted, answers = mean_of(norms(), parts), []
     for rank in (1, 0, 1):  # the first time for its sum alone
         model, mine = norms().train(), parts[:2] if rank == 0 else parts[2:]
-        statistics = parallel.RunningStatistics(model, World(rank=rank, size=2), alone=False)
+        statistics = running.Statistics(model, World(rank=rank, size=2), alone=False)
 
         def sum_(total, world, rank=rank):
             totals[rank] = total.clone()
@@ -291,7 +291,7 @@ def test_running_statistics_of_two_ranks_are_those_of_one_that_has_it_all(monkey
 
 def test_a_model_without_running_statistics_has_none_to_keep():
     model = nn.Linear(4, 2)
-    statistics = parallel.RunningStatistics(model, World(), alone=False)
+    statistics = running.Statistics(model, World(), alone=False)
     before = copy.deepcopy(model.state_dict())
     step(model, statistics, [torch.randn(3, 4)], 3)
     assert not statistics.on and all(torch.equal(before[name], value) for name, value in model.state_dict().items())

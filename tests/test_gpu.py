@@ -22,7 +22,7 @@ plan, seen = loader.Plan(64, 8, 8), []
 for device in ("cpu", "cuda"):
     for workers in (0, 1):
         world = World(device=torch.device(device))
-        one = loader.TrainLoader(dataset, plan, world, seed=0, shuffle=True, workers=workers)
+        one = loader.Loader(dataset, plan, world, seed=0, shuffle=True, workers=workers)
         batches = []
         for key, (inputs, labels) in one.epoch(1):
             inputs @ inputs.transpose(2, 3)  # a step that takes a while

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Subset, default_collate
 from lib.utils import loader
 from lib.utils.data import Tensors
 from lib.utils.distributed import World
-from lib.utils.loader import EvalLoader, Plan, ShardLoader, TrainLoader
+from lib.utils.loader import Loader, Plan, ShardLoader
 
 STEADY = settings(deadline=None, derandomize=True, max_examples=200)
 FEW = settings(deadline=None, derandomize=True, max_examples=4)
@@ -36,7 +36,7 @@ def plans(draw):
 
 
 def dealt(dataset, plan, rank, *, seed=0, shuffle=True, workers=0):
-    return TrainLoader(dataset, plan, World(rank=rank, size=plan.ranks), seed=seed, shuffle=shuffle, workers=workers)
+    return Loader(dataset, plan, World(rank=rank, size=plan.ranks), seed=seed, shuffle=shuffle, workers=workers)
 
 
 def all_keys(plan, epoch=0, first_step=0, **options):
@@ -120,19 +120,19 @@ def test_an_epoch_goes_on_from_any_step_on_any_number_of_ranks(plan, seed, epoch
 @STEADY
 @given(n=st.integers(1, 90), batch=st.integers(1, 12), ranks=st.integers(1, 6))
 def test_evaluation_counts_each_sample_once_and_the_ranks_take_equally_many_turns(n, batch, ranks):
+    args = types.SimpleNamespace(seed=0, workers=0, shuffle=True, debug=False)
+    plan, splits = Plan(n, ranks * batch, batch, ranks=ranks), {"train": range(n), "val": list(range(n))}
     worlds = [World(rank=rank, size=ranks) for rank in range(ranks)]
-    shares = [list(EvalLoader(list(range(n)), world, batch=batch, seed=0, workers=0)) for world in worlds]
-    seen = [number for share in shares for key, values in share if key.count for number in values.tolist()]
-    assert sorted(seen) == list(range(n))
+    shares = [list(loader.get_loaders(splits, plan, world, args)["val"].epoch(0)) for world in worlds]
+    assert sorted(n for share in shares for key, values in share if key.count for n in values.tolist()) == [*range(n)]
     assert len({sum(key.last for key, _ in share) for share in shares}) == 1
 
 
 @STEADY
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4), each=st.integers(1, 8), seed=SEEDS)
 def test_ranks_with_samples_of_their_own_see_each_once_and_agree_on_the_size_of_a_step(lengths, each, seed):
-    ranks = len(lengths)
+    ranks, shares = len(lengths), []
     plan = Plan(max(lengths) * ranks, each * ranks, each, False, ranks)
-    shares = []
     for rank, length in enumerate(lengths):
         words = (range(length), plan, World(rank=rank, size=ranks))
         one = ShardLoader(*words, seed=seed, shuffle=True, workers=0, lengths=lengths)
@@ -220,7 +220,7 @@ def test_worker_processes_end_with_the_run_whatever_they_are_at(monkeypatch):
             pytest.raises(ZeroDivisionError),
             loader.opened({"train": data, "val": ROWS}, Plan(20, 1, 1), World(), args) as both,
         ):
-            batches = both["train"].epoch(0), iter(both["val"])
+            batches = [one.epoch(0) for one in both.values()]
             first = [next(each) for each in batches]
             children = [one for one in multiprocessing.active_children() if one not in before]
             assert len(first) == 2 and len(children) == 4 and all(child.is_alive() for child in children)

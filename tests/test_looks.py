@@ -10,7 +10,7 @@ from torch import nn
 
 import train
 from lib.core import looks
-from lib.utils import profiling
+from lib.utils import data, profiling
 from lib.utils.data import Tensors
 from lib.utils.distributed import World
 
@@ -70,6 +70,12 @@ def test_debug_names_the_first_bad_tensor(parts, tmp_path, words, told):
     with pytest.raises(looks.BadTensor, match=told):  # here, in this process, whatever -cpu says
         train.main([*f"{WORDS} {words} -debug -cpu 2 -out {tmp_path / 'out'}".split()])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tensor_of_a_batch_is_named_by_its_place_however_deep():
+    batch = {"pair": (torch.zeros(1), [torch.ones(2)]), "number": 3, "row": torch.zeros(4)}
+    assert [(name, len(part)) for name, part in data.tensors(batch)] == [("pair.0", 1), ("pair.1.0", 2), ("row", 4)]
+    assert [name for name, _ in data.tensors(torch.zeros(3))] == ["0"] and data.tensors("text") == []
 
 
 def test_debug_finds_a_gradient_that_is_not_finite(parts, tmp_path):

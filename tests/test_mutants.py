@@ -140,14 +140,14 @@ def lr_by_count(step, real=scheduler.lr_at, **schedule):
     return real(next(COUNT), **schedule)
 
 
-def one_too_far(self, epoch, first_step=0, real=loader.TrainLoader.epoch):
+def one_too_far(self, epoch, first_step=0, real=loader.Loader.epoch):
     return real(self, epoch, first_step + (first_step > 0))
 
 
 GOING_ON = {  # what is broken, and how the run that was killed and went on differs
     "micro-batch seeds left out": (seeding, "for_micro_batch", lambda *place: None, "another loss"),
     "samples from the global generator": (seeding, "for_sample", lambda *place: None, "drawn otherwise"),
-    "a loader off by one step": (loader.TrainLoader, "epoch", one_too_far, "other samples"),
+    "a loader off by one step": (loader.Loader, "epoch", one_too_far, "other samples"),
     "lr from a counter": (scheduler, "lr_at", lr_by_count, "other weights"),
     "no warm-up on 4 ranks": (trainer.Trainer, "warm_up", lambda self: None, "other weights"),
 }

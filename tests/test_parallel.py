@@ -1,5 +1,7 @@
 """DDP, FSDP2 and one process: the same run, each other's checkpoints, and any honest model."""
 
+import types
+
 import pytest
 import torch
 from runs import few, norm_net, plugins, run, same, weights
@@ -11,6 +13,8 @@ from train import main
 
 NET = "-dataset few -arch blocks_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 13 -clip_grad 0.5"
 NORM = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 8 -epochs 2 -cpu 1"
+
+RECOMPUTE = types.SimpleNamespace(sync_bn=False, recompute=True, compile=None, parallel="ddp", arch="line")
 
 
 class BlocksNet(nn.Module):
@@ -149,5 +153,12 @@ def test_compiling_without_a_compiler_is_refused(monkeypatch, capfd):
 
 def test_recomputing_a_model_without_blocks_is_refused():
     with pytest.raises(parallel.UsageError, match="get_blocks"):
-        words = {"sync_bn": False, "recompute": True, "compile": None, "parallel": "ddp", "arch": "line"}
-        parallel.wrap(nn.Linear(2, 2), type("Args", (), words), World())
+        parallel.wrap(nn.Linear(2, 2), RECOMPUTE, World())
+
+
+def test_an_architecture_may_name_its_own_blocks():
+    net = BlocksNet()
+    before = {module: module.forward for module in net.modules()}
+    arch = types.SimpleNamespace(get_blocks=lambda model: [model.inner, model.head])
+    parallel.wrap(net, RECOMPUTE, World(), arch=arch)
+    assert [module for module in net.modules() if module.forward != before[module]] == [net.inner, net.head]

@@ -14,7 +14,7 @@ from saves import SMALL
 from torch import nn
 
 from lib.trainer import trainer
-from lib.utils import preemption, report
+from lib.utils import checkpoint, preemption, report, stored
 from lib.utils.data import Tensors
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -126,6 +126,20 @@ def test_a_trainer_or_model_may_draw_from_python_and_numpy_and_goes_on_bit_for_b
         assert distance(run(tmp_path, f"{words} -cpu 1 -model alone"), whole) < 1e-4
 
 
+def test_what_a_dataset_draws_is_drawn_again_at_every_start_and_changes_no_weights(tmp_path):
+    drawn = []
+
+    def drawing(args):
+        drawn.append(torch.rand(3).tolist())
+        return few(args)
+
+    with plugins(dataset={"drawing": drawing}):
+        data = {"again": "drawing", "drawing": "drawing", "few": "few"}
+        runs = [run(tmp_path, f"{SMALL} -cpu 1 -dataset {one} -model {name}") for name, one in data.items()]
+    assert len(drawn) == 2 and drawn[0] == drawn[1]
+    assert distance(*runs[:2]) == 0 == distance(*runs[1:])
+
+
 def test_batch_per_gpu_is_remembered_as_a_global_number(tmp_path, monkeypatch):
     words = SMALL.replace("-batch_size 16 -micro_batch 4", "-batch_per_gpu 8")
     with monkeypatch.context() as patch:
@@ -164,6 +178,11 @@ def test_a_finished_run_is_not_trained_again(undisturbed):
     folder = run(undisturbed[1].parent, f"{SMALL} -cpu 1 -model on_1")
     assert same(before, weights(folder))
     assert outcome(folder)["state"] == "finished"
+
+
+def test_a_manifest_does_not_grow_with_the_epochs(undisturbed):
+    folders = [folder for _, folder, _ in stored.listed(undisturbed[1] / "checkpoints")]
+    assert [set(checkpoint.read_manifest(folder)["metrics"]) for folder in folders] == [{"agg"}] * 2
 
 
 def test_reset_moves_the_old_run_aside_once(tmp_path, monkeypatch):

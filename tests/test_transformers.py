@@ -6,6 +6,7 @@ from torch import nn
 
 from lib import config
 from lib.arch import gpt, vit
+from lib.core import parallel
 
 SMALL = ["-arch", "gpt", "-num_classes", "17", "-gpt_depth", "3", "-gpt_width", "24", "-gpt_heads", "3"]
 
@@ -71,7 +72,7 @@ def test_a_transformer_from_the_meta_device_is_filled_by_its_modules(words):
         (mean, deviation), (own_mean, own_deviation) = stated(truth[name]), stated(parameter)
         assert own_deviation == pytest.approx(deviation, rel=0.2, abs=1e-8), name
         assert own_mean == pytest.approx(mean, abs=0.01), name
-    blocks = module.get_blocks(model)
+    blocks = parallel.blocks(model)
     assert len(blocks) == len(model.blocks) and all(isinstance(block, module.Block) for block in blocks)
 
 

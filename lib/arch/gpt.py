@@ -35,11 +35,6 @@ def get_model(args) -> nn.Module:
     return GPT(args.num_classes, args.gpt_depth, width, heads, args.gpt_dropout)
 
 
-def get_blocks(model: nn.Module) -> list[nn.Module]:
-    """The parts that are sharded, compiled and recomputed one by one."""
-    return list(model.blocks)
-
-
 class GPT(nn.Module):
     """The decoder. It holds no buffers: it is built on the meta device as on any other."""
 

@@ -41,11 +41,6 @@ def get_model(args) -> nn.Module:
     return ViT(tokens, blocks, width, args.num_classes)
 
 
-def get_blocks(model: nn.Module) -> list[nn.Module]:
-    """The parts that are sharded, compiled and recomputed one by one."""
-    return list(model.blocks)
-
-
 class ViT(nn.Module):
     """Patches, blocks, and a linear layer on what they end with."""
 

@@ -8,7 +8,7 @@ import time
 import torch
 
 from lib.core import parallel
-from lib.utils import atomic, disks, pace, report, resume, search, shards, stored
+from lib.utils import atomic, data, disks, pace, report, resume, search, shards, stored
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 from lib.utils.state import prepared
@@ -112,7 +112,7 @@ def steps(trainer, count: int):
     done, wanted = trainer.state.step - trainer.state.epoch * trainer.plan.steps, trainer.state.step + count
     for key, batch in trainer.loaders["train"].epoch(trainer.state.epoch, done):
         if trainer.args.debug:
-            _check(f"in the batch of the samples {key.indices[:8]}..., the tensor", _tensors(batch))
+            _check(f"in the batch of the samples {key.indices[:8]}..., the tensor", data.tensors(batch))
         trainer.micro_batch(key, batch)
         if not key.last:
             continue
@@ -141,13 +141,13 @@ def _outputs(model, seen):
 
 def _shape(name, module, given, made):
     if not any(module.children()):
-        shapes = ", ".join(str(tuple(one.shape)) for _, one in _tensors(made))
+        shapes = ", ".join(str(tuple(one.shape)) for _, one in data.tensors(made))
         count = sum(parameter.numel() for parameter in module.parameters())
         log.info("  %-32s %-20s %-24s %12s", name or "(model)", type(module).__name__, shapes, f"{count:,}")
 
 
 def _finite(name, module, given, made):
-    _check(f"the output of {name or 'the model'} ({type(module).__name__}), tensor", _tensors(made))
+    _check(f"the output of {name or 'the model'} ({type(module).__name__}), tensor", data.tensors(made))
 
 
 def _check(what, named):
@@ -155,14 +155,6 @@ def _check(what, named):
         odd = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
         if odd:
             raise BadTensor(f"the first bad tensor: {what} {name}: {odd} of {tensor.numel()} values are not finite")
-
-
-def _tensors(batch):
-    """The tensors in a batch, by where they are in it."""
-    if isinstance(batch, torch.Tensor):
-        return [("0", batch)]
-    items = batch.items() if isinstance(batch, dict) else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
-    return [(str(name), part) for name, part in items if isinstance(part, torch.Tensor)]
 
 
 def _timed(action) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
-from lib.core import parallel, scheduler
+from lib.core import parallel, running, scheduler
 from lib.utils import checkpoint, metrics, preemption, report, resume, run_folder, search, seeding, shards, speed
 from lib.utils.bad_steps import BadSteps, Counter
 from lib.utils.data import zeros
@@ -47,7 +47,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16)
         self.precision = parallel.autocast(args, world.device)
         alone = world.size == 1 and self.plan.grain == self.plan.batch
-        self.statistics = parallel.RunningStatistics(model, world, alone)
+        self.statistics = running.Statistics(model, world, alone)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
         self.ballot, self.every = preemption.Ballot(self.stop, world), resume.Every(args.save_every)
@@ -205,7 +205,7 @@ class Trainer:
         self.stop.trained = self.state.step == self.total_steps
         model, totals = parallel.unwrap(self.model).eval(), metrics.MetricsTracker()
         self.answers.reset()
-        for key, batch in speed.swept(self.loaders[split]):
+        for key, batch in speed.swept(self.loaders[split].epoch(0)):
             with self.precision:
                 sums = self.evaluation_step(model, batch, key.count)
             if key.count:
@@ -268,7 +268,7 @@ class Trainer:
             "asked": resume.asked(self.args, self.plan),
             "best": self.best,
             "bad_steps": self.bad.total,
-            "metrics": self.metrics.state_dict(),
+            "metrics": {"agg": dict(self.metrics.agg)},
             "scaler": self.scaler.state_dict(),
             "about": run_folder.about(),
         }

@@ -66,3 +66,11 @@ def each(batch, change):
     if isinstance(batch, (tuple, list)):
         return tuple(each(part, change) for part in batch)
     return batch
+
+
+def tensors(batch, place: str = "") -> list[tuple[str, Tensor]]:
+    """The tensors in a batch, in its order, each with where it is in there: "0", "image", "pair.1"."""
+    if isinstance(batch, Tensor):
+        return [(place or "0", batch)]
+    parts = batch.items() if isinstance(batch, dict) else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
+    return [found for name, part in parts for found in tensors(part, f"{place}.{name}".lstrip("."))]

@@ -38,10 +38,10 @@ class Disk:
     def do(self, action) -> list:
         """What `action()` returned (JSON) on the first rank of each disk; what one raises, all raise.
 
-        Raises OSError and UsageError.
+        Raises as `distributed.together` does.
         """
-        answers = _told(action if self.leads else None, self.world)
-        return [answer["value"] for answer in answers if "value" in answer]
+        answers = distributed.together(action if self.leads else None, self.world)
+        return [answers[ranks[0]] for ranks in self.groups]
 
 
 def one(world: World) -> Disk:
@@ -76,26 +76,10 @@ def _leave(mark, world):
         return mark.name
 
     try:
-        answers = _told(leave if world.local_rank == 0 else None, world)
+        names = distributed.together(leave if world.local_rank == 0 else None, world)
     except OSError as error:
         raise UsageError(f"-out: {mark.parent} cannot be written ({error})") from None
-    return {rank: answer["value"] for rank, answer in enumerate(answers) if answer}
-
-
-def _told(action, world):
-    """What came of the actions that some ranks have, by rank, on all."""
-    answer = {}
-    try:
-        answer = {"value": action()} if action else {}
-    except OSError as error:
-        answer = {"error": f"rank {world.rank}: {error}"}
-    except UsageError as error:
-        answer = {"usage": str(error)}
-    answers = distributed.gather_json(answer, world)
-    for kind, error in (("usage", UsageError), ("error", OSError)):
-        if told := [answer[kind] for answer in answers if kind in answer]:
-            raise error(told[0])
-    return answers
+    return {rank: name for rank, name in enumerate(names) if name}
 
 
 def _seen(folder, names, world):

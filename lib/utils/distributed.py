@@ -14,6 +14,8 @@ from lib.utils.errors import UsageError
 
 CPU = torch.device("cpu")
 PARENT = os.getppid()
+ROOM = 1000  # bytes of JSON that ranks exchange in one go
+FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # what `together` passes on; of several the first
 START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read
 
 
@@ -129,6 +131,12 @@ def job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
+def cores_each(world: World) -> int:
+    """This machine's cores for each of its processes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // world.local_size)
+
+
 def sum_(tensor: torch.Tensor, world: World) -> torch.Tensor:
     """The tensor summed over all ranks, in place."""
     if world.size > 1:
@@ -143,41 +151,54 @@ def max_(tensor: torch.Tensor, world: World) -> torch.Tensor:
     return tensor
 
 
-def gather_json(value, world: World) -> list:
-    """Every rank's value, by rank, on all ranks. JSON in byte tensors: no pickle crosses the wire."""
+def world_in(group=None) -> World:
+    """This process's place in a process group (default: all), whoever made it; alone where there is none."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return World()
+    return World(rank=dist.get_rank(group), size=dist.get_world_size(group))
+
+
+def gather_json(value, world: World, group=None) -> list:
+    """Every rank's value, by rank, on all ranks; of a `group`, with its own `world_in`. JSON in byte tensors: no
+    pickle crosses the wire. One exchange, and another for what is longer than ROOM."""
     if world.size == 1:
         return [value]
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
-    dist.all_gather(lengths, torch.tensor([len(data)]))
-    longest = int(max(lengths))
-    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world.size)]
-    dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - len(data))))
-    return [json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(rows, lengths, strict=True)]
+    text = json.dumps(value).encode()
+    rows = _exchanged(b"%12d" % len(text) + text[:ROOM].ljust(ROOM), world.size, group)
+    longest = max(int(row[:12]) for row in rows)
+    rows = [row[12:] for row in rows] if longest <= ROOM else _exchanged(text.ljust(longest), world.size, group)
+    return [json.loads(row) for row in rows]
 
 
-def from_main(value, world: World):
-    """Rank 0's value (JSON) on all ranks."""
-    return gather_json(value if world.is_main else None, world)[0]
+def _exchanged(data, size, group):
+    device = CPU if "cpu:" in dist.get_backend_config(group) else torch.accelerator.current_accelerator()
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    rows = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(rows, mine, group=group)
+    return [bytes(row.cpu().numpy()) for row in rows]
+
+
+def together(action, world: World) -> list:
+    """What `action()` returned (JSON) on each rank that has one, None for the others, by rank, on all ranks. What one
+    raises, all raise: none waits in vain.
+
+    Raises UsageError, OSError, RuntimeError or ValueError: that rank what it met itself, the others its words.
+    """
+    value = failure = fault = None
+    try:
+        value = action() if action else None
+    except FAILURES as error:
+        kind = next(number for number, kind in enumerate(FAILURES) if isinstance(error, kind))
+        failure, fault = error, [kind, world.rank, str(error)]
+    answers = gather_json([value, fault], world)
+    if faults := [fault for _, fault in answers if fault]:
+        kind, rank, text = min(faults)
+        if rank == world.rank:
+            raise failure
+        raise UsageError(text) if kind == 0 else FAILURES[kind](f"rank {rank}: {text}")
+    return [value for value, _ in answers]
 
 
 def main_does(action, world: World):
-    """What `action()` returns on rank 0 (JSON), on all ranks; what it raises there is raised on all: none waits in
-    vain.
-
-    Raises UsageError or RuntimeError.
-    """
-    answer = {}
-    if world.is_main:
-        try:
-            answer = {"value": action()}
-        except (UsageError, OSError, ValueError, RuntimeError) as error:
-            if world.size == 1:
-                raise
-            answer = {"usage" if isinstance(error, UsageError) else "error": str(error)}
-    answer = from_main(answer, world)
-    if "usage" in answer:
-        raise UsageError(answer["usage"])
-    if "error" in answer:
-        raise RuntimeError(f"rank 0: {answer['error']}")
-    return answer["value"]
+    """What `action()` returns on rank 0 (JSON), on all ranks; what it raises there, all raise: see `together`."""
+    return together(action if world.is_main else None, world)[0]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lib.utils import checkpoint, loader, shards, stored
+from lib.utils import checkpoint, data, loader, shards, stored
 
 HOLD = "hold"  # the file that says where a start is to wait
 ROUNDING = 1e-5  # largest share by which a loss differs on another number of processes
@@ -136,30 +136,19 @@ def checksum(tensors: list[Tensor]) -> int:
     crc = 0
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        data = local.detach().cpu().contiguous().reshape(-1)
-        crc = zlib.crc32(memoryview(data.view(torch.uint8).numpy()), crc) if data.numel() else crc
+        flat = local.detach().cpu().contiguous().reshape(-1)
+        crc = zlib.crc32(memoryview(flat.view(torch.uint8).numpy()), crc) if flat.numel() else crc
     return crc
 
 
 def _rows(batch, count: int) -> list[list[Tensor]]:
     """The tensors of each sample of a collated batch."""
-    whole = [part for part in _tensors(batch) if part.ndim and len(part) == count]
+    whole = [part for _, part in data.tensors(batch) if part.ndim and len(part) == count]
     return [[part[row] for part in whole] for row in range(count)]
 
 
-def _tensors(batch):
-    if isinstance(batch, Tensor):
-        return [batch]
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (tuple, list)) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
-
-
 def _double(batch):
-    if isinstance(batch, Tensor):
-        return batch.double() if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        return {name: _double(part) for name, part in batch.items()}
-    return tuple(_double(part) for part in batch) if isinstance(batch, (tuple, list)) else batch
+    return data.each(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 def progress(folder: Path, session: int) -> int | None:
@@ -254,8 +243,4 @@ def distance(one: Path, other: Path) -> tuple[float, float, bool]:
 
 def _newest(folder):
     newest = stored.newest(folder)
-    manifest = checkpoint.read_manifest(newest)
-    kinds = {word: kind for kind, word in shards.DTYPES.items()}
-    tensors = {name: torch.empty(shape, dtype=kinds[kind]) for name, (kind, shape) in manifest["tensors"].items()}
-    shards.read(newest, manifest["pieces"], tensors)
-    return tensors
+    return shards.whole(newest, checkpoint.read_manifest(newest))

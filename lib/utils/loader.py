@@ -68,8 +68,8 @@ class Key(NamedTuple):
     indices: list[int]
 
 
-class TrainLoader:
-    """The training samples, dealt out to the ranks micro-batch by micro-batch."""
+class Loader:
+    """The samples of a split, dealt out to the ranks micro-batch by micro-batch; all take equally many turns."""
 
     def __init__(self, dataset: Dataset, plan: Plan, world: World, *, seed: int, shuffle: bool, workers: int):
         self.dataset, self.plan, self.world = dataset, plan, world
@@ -100,7 +100,7 @@ class TrainLoader:
         return order[parts[0][0] : parts[-1][1]].tolist()
 
 
-class ShardLoader(TrainLoader):
+class ShardLoader(Loader):
     """Training samples of which each rank holds its own: a step takes an equal number from each rank while they last.
 
     `lengths`: how many each rank holds. Goes on exactly on the same number of ranks.
@@ -125,22 +125,6 @@ class ShardLoader(TrainLoader):
     def indices(self, epoch: int, step: int) -> list[int]:
         """This rank's samples of one step, by their index in its own shard."""
         return [index for key in self.keys(epoch, step) if key.step == step for index in key.indices]
-
-
-class EvalLoader:
-    """Samples to evaluate on, in their order, each on one rank; the ranks take equally many turns."""
-
-    def __init__(self, dataset: Dataset, world: World, *, batch: int, seed: int, workers: int):
-        self.dataset, self.world = dataset, world
-        self.plan = Plan(len(dataset), batch * world.size, batch)
-        self.fetched = fetch.Fetcher(dataset, seed, workers, pin=world.device.type == "cuda")
-        self.finish = ahead.Finish(dataset, seed, world.device)
-
-    def __iter__(self) -> Iterator[tuple[Key, object]]:
-        order = permutation.order(self.plan.samples, 0, 0, shuffle=False)
-        turns = (share(step, self.plan.cut(step), order, self.world) for step in range(self.plan.steps))
-        keys, wanted = itertools.tee(itertools.chain.from_iterable(turns))
-        return ahead.ready(zip(keys, self.fetched(0, wanted), strict=True), 0, self.finish)
 
 
 def share(step: int, parts: list, order, world: World) -> Iterator[Key]:
@@ -217,23 +201,24 @@ def opened(*parts):
 
 
 def get_loaders(splits: dict[str, Dataset], plan: Plan, world: World, args) -> dict:
-    """A TrainLoader for "train" and an EvalLoader for each other split."""
-    common = {
-        name: {"seed": args.seed, "workers": speed.workers(0 if args.debug else args.workers, part, world)}
-        for name, part in splits.items()
-    }
+    """A Loader for each split: "train" by the plan, the others in their order, a micro-batch for each rank at a
+    time."""
     if world.is_main and plan.grain < plan.micro:
         log.warning(
             "more processes than micro-batches: cut finer, %d samples instead of %d; the order of the samples stays "
             "exact, dropout and BatchNorm see other micro-batches", plan.grain, plan.micro,
         )  # fmt: skip
-    loaders = {
-        name: EvalLoader(part, world, batch=plan.micro, **common[name])
-        for name, part in splits.items()
-        if name != "train"
-    }
-    own = {"lengths": distributed.gather_json(len(splits["train"]), world)} if is_local(splits["train"]) else {}
-    loader = (ShardLoader if own else TrainLoader)(
-        splits["train"], plan, world, shuffle=args.shuffle, **common["train"], **own
-    )
-    return {"train": loader, **loaders}
+    loaders = {}
+    for name, part in splits.items():
+        trained = name == "train"
+        own = {"lengths": distributed.gather_json(len(part), world)} if trained and is_local(part) else {}
+        loaders[name] = (ShardLoader if own else Loader)(
+            part,
+            plan if trained else Plan(len(part), plan.micro * world.size, plan.micro),
+            world,
+            seed=args.seed,
+            shuffle=args.shuffle and trained,
+            workers=speed.workers(0 if args.debug else args.workers, part, world),
+            **own,
+        )
+    return loaders

@@ -7,10 +7,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lib.utils import atomic, console
+from lib.utils import atomic, console, distributed
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,6 @@ class MetricsTracker:
         self.agg = defaultdict(float)
         self.epoch_reports: list[dict[str, float]] = []
         self._group = group
-        self._agreed: list[str] = []  # the same on every rank of the group at any reduce()
         self.reset_local()
 
     def update(self, metrics: dict):
@@ -62,12 +60,14 @@ class MetricsTracker:
     def reduce(self) -> dict[str, float]:
         """The sums of this interval over all ranks, as floats; they are added to `agg`, and a new interval begins.
 
-        Waits for the device and, with more than one rank, for the others: one all-reduce, and two more exchanges
-        when a rank has met a new name. Raises ValueError for a tensor that is not a single value.
+        Waits for the device and, with more than one rank, for the others: one exchange of some hundred
+        bytes. Raises ValueError for a tensor that is not a single value.
         """
-        reduced = self._local_sums()
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1:
-            reduced = self._over_ranks(reduced)
+        reduced = {}
+        world = distributed.world_in(self._group)
+        for sums in distributed.gather_json(self._local_sums(), world, self._group):
+            for name, value in sums.items():
+                reduced[name] = reduced.get(name, 0.0) + value
         self.reset_local()
         self._reduced = reduced
         for name, value in reduced.items():
@@ -98,9 +98,9 @@ class MetricsTracker:
         return {"agg": dict(self.agg), "epoch_reports": [dict(report) for report in self.epoch_reports]}
 
     def load_state_dict(self, state: dict):
-        """Go on from what `state_dict` gave, on any number of ranks."""
+        """Go on from what `state_dict` gave, or its "agg" alone, on any number of ranks."""
         self.agg = defaultdict(float, state["agg"])
-        self.epoch_reports = [dict(report) for report in state["epoch_reports"]]
+        self.epoch_reports = [dict(report) for report in state.get("epoch_reports", ())]
         return self.reset_local()
 
     def _local_sums(self):
@@ -111,47 +111,11 @@ class MetricsTracker:
         waiting = self._tensors.get(name)
         return float(self._folded.get(name, 0) + (_sum(name, waiting) if waiting else 0))
 
-    def _over_ranks(self, local):
-        # Each rank knows the same agreed names, so all send the same length; and the number of new names is summed in
-        # the same call, so all ranks take the same branch: none waits in an exchange that another does not enter.
-        new = local.keys() - set(self._agreed)
-        news, reduced = self._all_reduce(local, len(new))
-        if not news:
-            return reduced
-        self._agreed = sorted({*self._agreed, *self._all_names(new)})
-        return self._all_reduce(local, 0)[1]
-
-    def _all_reduce(self, local, news):
-        sums = [local.get(name, 0.0) for name in self._agreed]
-        seen = [float(name in local) for name in self._agreed]
-        device = _collective_device(self._group)
-        packed = torch.tensor([float(news), *sums, *seen], dtype=_wide(device), device=device)
-        dist.all_reduce(packed, group=self._group)
-        news, *values = packed.tolist()
-        sums, seen = values[: len(sums)], values[len(sums) :]
-        return news, {name: total for name, total, ranks in zip(self._agreed, sums, seen, strict=True) if ranks}
-
-    def _all_names(self, names):
-        # Names travel as JSON bytes, padded with spaces: object collectives would unpickle what a peer sends.
-        text = json.dumps(sorted(names)).encode()
-        device = _collective_device(self._group)
-        length = torch.tensor(len(text), device=device)
-        dist.all_reduce(length, dist.ReduceOp.MAX, group=self._group)
-        mine = torch.tensor(list(text.ljust(int(length))), dtype=torch.uint8, device=device)
-        theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(theirs, mine, group=self._group)
-        return {name for one in theirs for name in json.loads(bytes(one.tolist()))}
-
 
 def mean(totals: dict, name: str, weight: str = "samples") -> float:
     """The weighted mean totals[name] / totals[weight]; NaN where nothing was counted."""
     count = totals.get(weight, 0)
     return totals.get(name, math.nan) / count if count else math.nan
-
-
-def means(totals: dict, weight: str = "samples") -> dict[str, float]:
-    """The weighted means of all sums but the weight's own."""
-    return {name: mean(totals, name, weight) for name in totals if name != weight}
 
 
 def _sum(name, tensors):
@@ -163,12 +127,6 @@ def _sum(name, tensors):
 
 def _wide(device):
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _collective_device(group):
-    if "cpu:" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    return torch.accelerator.current_accelerator()
 
 
 class Lines:

@@ -1,7 +1,6 @@
 """How fast a run is, and in plain words what holds it up."""
 
 import math
-import os
 import resource
 import sys
 import time
@@ -140,12 +139,6 @@ def _more(waits, workers, cores):
     if wanted > workers:
         return f": try -workers {wanted}"
     return f", and {workers} workers are all that {cores} cores can feed: try smaller files or cheaper augmentation"
-
-
-def cores_each(world: World) -> int:
-    """This machine's cores for each of its processes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // world.local_size)
 
 
 def memory_share(device: torch.device) -> float | None:

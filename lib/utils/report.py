@@ -94,7 +94,7 @@ class Report:
         mine = {"taken": taken, "waited": waited, "own": self.own.seconds}
         self.own.seconds = 0.0
         ranks = distributed.gather_json({**mine, "memory": pace.memory_share(self.world.device)}, self.world)
-        words = pace.advice(ranks, workers, pace.cores_each(self.world))
+        words = pace.advice(ranks, workers, distributed.cores_each(self.world))
         for kind in words if self.world.is_main else ():
             if kind not in self.told:
                 log.info("%s", words[kind])

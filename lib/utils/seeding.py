@@ -40,8 +40,8 @@ def _finalized(state):
     return state ^ (state >> np.uint64(31))
 
 
-def for_model(seed: int):
-    """Seeds Python, NumPy and torch, the same on every rank, for building a model."""
+def for_building(seed: int):
+    """Seeds Python, NumPy and torch, the same on every rank and at every start, for building a dataset or a model."""
     _seed_host(mix(MODEL, seed))
 
 

@@ -62,15 +62,22 @@ def pieces(tensors: dict[str, Tensor], world: World) -> list[Piece]:
 
 
 def _block(name, tensor):
-    """A DTensor's local block, from one rank of those that hold copies of it. Its place: torch's own arithmetic."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
+    """A DTensor's local block, from one rank of those that hold copies of it."""
     copies = [i for i, placement in enumerate(tensor.placements) if placement.is_replicate()]
     if any(tensor.device_mesh.get_coordinate()[i] for i in copies):
         return []
-    local = tensor.to_local().detach()
+    local, start = _local(tensor)
+    return [Piece(name, local, start)] if local.numel() else []
+
+
+def _local(tensor):
+    """What this rank has of a tensor, and where in the whole it begins: by torch's own arithmetic."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), (0,) * tensor.ndim
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return [Piece(name, local, tuple(start))] if local.numel() else []
+    return tensor.to_local().detach(), tuple(start)
 
 
 def write(path: Path, blocks: list[tuple[str, Tensor]]) -> dict:
@@ -165,6 +172,18 @@ def _block_size(block, shape, files):
     return math.prod(size)
 
 
+def whole(folder: Path, manifest: dict, start: str = "") -> dict[str, Tensor]:
+    """The tensors of a checkpoint, of those only whose names start so, in one piece on the CPU.
+
+    Raises Damaged where a file holds something else than the manifest, which was checked.
+    """
+    kinds = {word: kind for kind, word in DTYPES.items()}
+    facts = {name: about for name, about in manifest["tensors"].items() if name.startswith(start)}
+    tensors = {name: torch.empty(shape, dtype=kinds[kind]) for name, (kind, shape) in facts.items()}
+    read(folder, manifest["pieces"], tensors)
+    return tensors
+
+
 def read(folder: Path, table: dict[str, list], tensors: dict[str, Tensor]):
     """Fills the tensors, whole or sharded, in place. `table`: name -> [[file, start, shape], ...], blocks of the
     whole, from a manifest that was checked, of files that were verified.
@@ -184,15 +203,6 @@ def read(folder: Path, table: dict[str, list], tensors: dict[str, Tensor]):
             if block.get_shape() != shape or block.get_dtype() != DTYPES[tensor.dtype]:
                 raise Damaged(f"{folder / file}: {name} is {block.get_dtype()} {block.get_shape()} there")
             _fill(target, origin, block, start, shape)
-
-
-def _local(tensor):
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), (0,) * tensor.ndim
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local().detach(), tuple(start)
 
 
 def _fill(target, origin, block, start, shape):
@@ -241,13 +251,8 @@ def keep_weights(folder: Path, tensors: dict[str, Tensor], world: World, must: b
 def write_weights(folder: Path, tensors: dict[str, Tensor]):
     """Writes folder/weights.safetensors from whole tensors on the CPU, in place of an older one."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / "weights.safetensors.partial"
-    try:
+    with atomic.staged(folder / "weights.safetensors") as partial:
         write(partial, list(tensors.items()))
-        partial.replace(folder / "weights.safetensors")
-    finally:
-        partial.unlink(missing_ok=True)  # there still if the disk is full
-    atomic.fsync_folder(folder)
 
 
 def load_weights(path: Path, device: str = "cpu") -> dict[str, Tensor]:

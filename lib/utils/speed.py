@@ -2,13 +2,12 @@
 
 import contextlib
 import gc
-import os
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch.utils.data import Dataset
 
-from lib.utils import fetch
+from lib.utils import distributed, fetch
 from lib.utils.distributed import World
 
 SWEPT = 100  # batches between two collections of garbage: what it may pile up to, whatever -log_every is
@@ -57,5 +56,4 @@ def workers(asked: int | None, dataset: Dataset, world: World) -> int:
         return asked
     if world.device.type == "cpu" or callable(getattr(fetch.inner(dataset), "__getitems__", None)):
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(WORKERS, cores // world.local_size - 1))
+    return max(1, min(WORKERS, distributed.cores_each(world) - 1))

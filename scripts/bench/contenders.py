@@ -46,7 +46,7 @@ class Case:
 
     def model(self) -> nn.Module:
         args = self.args()
-        seeding.for_model(args.seed)
+        seeding.for_building(args.seed)
         return train.plugin("arch", args.arch).get_model(args)
 
     def splits(self) -> dict:

@@ -99,7 +99,7 @@ def images(rounds: int, clock) -> dict:
     mean, deviation = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
     held = Tensors(pixels, labels, on_device=Pixels(mean, deviation, pad=4, mirror=True))
     plan = loader.Plan(len(held), 128, 128)
-    mine = loader.TrainLoader(held, plan, World(), seed=0, shuffle=True, workers=0)
+    mine = loader.Loader(held, plan, World(), seed=0, shuffle=True, workers=0)
     steps = [transforms.ToPILImage(), transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
     one_by_one = transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(mean, deviation)])
     stock = DataLoader(Each(pixels, labels, one_by_one), batch_size=128, shuffle=True)
