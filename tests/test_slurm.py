@@ -11,9 +11,7 @@ import time
 import cluster
 import pytest
 from cluster import Cluster, copy_of_the_code, steps_of, until
-from runs import distance
-
-from lib.utils.run_folder import read_outcome
+from runs import distance, outcome
 
 pytestmark = cluster.needed(cluster.ENABLED_BY)
 SHORT = "-cpu 1 -epochs 1 -slow_s 0.01"
@@ -65,7 +63,7 @@ def undisturbed(slurm, out):
 
 def test_a_submitted_run_ends_as_one_that_is_started_here(slurm, undisturbed, out):
     slurm.train("-cpu 4 -dataset slow -slow_s 0 -model here", OMP_NUM_THREADS="1")
-    assert read_outcome(undisturbed)["test"]["accuracy"] > 0.9
+    assert outcome(undisturbed)["test"]["accuracy"] > 0.9
     assert distance(undisturbed, out / "here") == 0.0
     assert (undisturbed / "slurm").stat().st_mode & 0o777 == 0o700
 
@@ -120,8 +118,8 @@ def test_a_cancelled_run_is_saved_and_stays_cancelled(slurm, out):
     assert slurm.job(job)["JobState"] == "RUNNING"
     slurm.do("scancel", job)
     ends = slurm.ended(job)
-    until(lambda: read_outcome(out / "given_up").get("state") == "stopped", slurm.told("given_up"))
-    assert read_outcome(out / "given_up")["step"] >= 2
+    until(lambda: outcome(out / "given_up").get("state") == "stopped", slurm.told("given_up"))
+    assert outcome(out / "given_up")["step"] >= 2
     assert (out / "given_up" / "checkpoints" / "latest").exists()
     time.sleep(2)
     assert (ends["JobState"], slurm.job(job)["JobState"], slurm.job(job)["Restarts"]) == (
@@ -155,7 +153,7 @@ def test_a_run_whose_task_is_killed_is_started_again(slurm, out):
     os.kill(slurm.pid_of(job, rank=1), signal.SIGKILL)
     ends = slurm.ended(job)
     assert (ends["JobState"], ends["Restarts"]) == ("COMPLETED", "1"), slurm.told("torn")()
-    assert read_outcome(out / "torn")["state"] == "finished"
+    assert outcome(out / "torn")["state"] == "finished"
     assert "a process was lost: job" in slurm.told("torn")()
 
 
