@@ -138,7 +138,7 @@ def test_an_elastic_agent_is_told_its_address_on_the_way_to_the_head(there):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("-epochs many", "train.py: argument -epochs: 'many' is no whole number"),
+        ("-epochs many", "train.py: argument -epochs: 'many' is not a whole number"),
         ("-fp16 -bf16", "train.py: -fp16 and -bf16 exclude each other"),
         ("-reset", "train.py: -reset without RUN_ID: a second -reset would be taken for a restart of the first"),
     ],
