@@ -212,7 +212,8 @@ class Trainer:
                 totals.update({**sums, "samples": key.count})
             if key.last and self.ballot.tick():
                 return None
-        return metrics.means(totals.reduce())
+        sums = totals.reduce()
+        return {name: metrics.mean(sums, name) for name in sums if name != "samples"}
 
     def resume(self):
         """Goes on from the newest good checkpoint, this run's own or that of -resume, or starts from -weights."""
