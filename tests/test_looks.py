@@ -100,6 +100,7 @@ def test_eval_gives_the_figures_of_the_best_weights_on_any_launcher(parts, tmp_p
     folder = run(tmp_path, WORDS)
     best = outcome(folder)["best"]
     (wanted,) = [line for line in lines(folder) if "val/loss" in line and line["epoch"] == best["epoch"]]
+    (folder / "STOP").touch()  # it has stopped a run, and has nothing to say to who evaluates it
     before = snapshot(tmp_path)
     for words in ("-cpu 1", "-cpu 2 -epochs 99", "torchrun"):
         with monkeypatch.context() as patch:

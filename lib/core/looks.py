@@ -30,6 +30,7 @@ def look(trainer) -> str:
     """What was asked for, with this trainer that has not begun: "finished", or an exception."""
     args = trainer.args
     trainer.report = report.Report(trainer.folder, World(rank=1), args, trainer.total_steps, trainer.state)  # silent
+    trainer.stop.file = None  # it was meant for the run
     if args.eval:
         return evaluate(trainer)
     return debug(trainer) if args.debug else dry(trainer)

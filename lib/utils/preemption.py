@@ -46,7 +46,8 @@ class Stop:
         self.reason: str | None = None
         self.signal: str | None = None  # its name, where that is the reason
         self.limit_steps = limit_steps
-        self.file, self.grace_s = folder / "STOP", grace_s
+        self.file: Path | None = folder / "STOP"
+        self.grace_s = grace_s
         self.ends = time.monotonic() + max_hours * 3600 if max_hours else None
         self.looked = 0.0
         self.since = None  # monotonic time of the first signal
@@ -60,7 +61,7 @@ class Stop:
             self.reason = "-max_hours is over"
         if self.reason is None and now - self.looked >= ASK_EVERY_S:
             self.looked = now
-            if self.file.exists():
+            if self.file and self.file.exists():
                 self.reason = f"the file {self.file} is there"
             elif distributed.orphaned():
                 self.reason = AGENT_GONE
