@@ -76,7 +76,6 @@ class Trainer:
             watch = watched(self.state, self.ballot, self.world, self.args.hang_minutes, self.folder)
             reported = report.opened(self.folder, self.world, self.args, self.total_steps, self.state)
             with watch as self.hangs, reported as self.report:
-                self.report.samples(self.loaders["train"].sample)
                 while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():
                     pass
                 return self.finish()

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
-from torchvision.utils import make_grid
 
 from lib.utils import distributed
 from lib.utils.distributed import World
@@ -79,7 +78,7 @@ def is_picture(images) -> bool:
 
 def grid(images: Tensor) -> Tensor:
     """Up to 64 images (B, C, H, W) of any range as one picture, as square as can be."""
-    return make_grid(_bytes(images[:64]), nrow=math.ceil(math.sqrt(len(images[:64]))), padding=1)
+    return _square(_bytes(images[:64]), padding=1)
 
 
 def answered(images: Tensor, targets: list[int], answers: list[int], names: list[str]) -> Tensor:
@@ -95,7 +94,13 @@ def answered(images: Tensor, targets: list[int], answers: list[int], names: list
         text = names[answer] if right or target < 0 else f"{names[answer]} not {names[target]}"
         ImageDraw.Draw(tile).text((2, height + 1), text, fill=RIGHT if right else WRONG)
         tiles.append(_picture(tile))
-    return make_grid(torch.stack(tiles), nrow=math.ceil(math.sqrt(len(tiles))), padding=2, pad_value=255)
+    return _square(torch.stack(tiles), padding=2, pad_value=255)
+
+
+def _square(tiles, **words):
+    from torchvision.utils import make_grid  # half a second, which no first step should wait for
+
+    return make_grid(tiles, nrow=math.ceil(math.sqrt(len(tiles))), **words)
 
 
 def confusion(counts: Tensor, names: list[str]) -> Tensor:

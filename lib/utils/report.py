@@ -49,27 +49,26 @@ class Report:
         self.profile = profiling.Profile(folder / "profile", world, args.profile)
         self.bar = console.Progress(total_steps, start.step, world.is_main)
         self.rate, self.own = pace.Rate(total_steps, start.step), pace.OwnTime(world, args.parallel == "fsdp")
-        self.told, self.started = set(), False
-
-    def samples(self, fetch):
-        """A grid of the images that `fetch()` gives, where it gives images; called on rank 0 only."""
-        if self.world.is_main:
-            batch = fetch()
-            images = batch[0] if isinstance(batch, tuple) else None
-            if pictures.is_picture(images):
-                self.board.picture("train/samples", pictures.grid(images), 0)
+        self.told, self.started, self.begun = set(), False, start.step
 
     def waiting(self, batches):
-        """The batches, the time spent waiting for each measured."""
+        """The keys and batches, the time spent waiting for each measured. What the first step trained on is shown
+        after it, where it is images."""
         waited = self.rate.waiting(batches)
         self.own.begin()
-        for batch in waited:
-            yield batch
+        for key, batch in waited:
+            yield key, batch
             if not self.started:
                 self.started = True
                 timing.startup.report("first step")
                 log.info("start-up %s", timing.startup.summary())
+                self._samples(batch)
             self.own.begin()
+
+    def _samples(self, batch):
+        images = batch[0] if self.world.is_main and isinstance(batch, tuple) else None
+        if pictures.is_picture(images):
+            self.board.picture("train/samples", pictures.grid(images), self.begun)
 
     def training(self, state, *, steps: int, samples: float, figures: dict):
         """One log interval of `steps` steps and, over all ranks, `samples` samples."""

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import functools
+import importlib.metadata
 import json
 import logging
 import os
@@ -14,7 +15,6 @@ import time
 from pathlib import Path
 
 import torch
-import torchvision
 from torch.distributed import DistError
 
 from lib.utils import atomic, console, disks, distributed, stored
@@ -158,7 +158,7 @@ def about() -> dict:
         "changed_files": _git("status", "--porcelain", "--untracked-files=no"),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "torchvision": str(torchvision.__version__),
+        "torchvision": importlib.metadata.version("torchvision"),
         "threads": torch.get_num_threads(),
         "host": socket.gethostname(),
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
