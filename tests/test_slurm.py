@@ -131,18 +131,18 @@ def test_a_cancelled_run_is_saved_and_stays_cancelled(slurm, out):
 
 def test_a_job_that_only_looks_at_a_run_ends_with_its_own_code(slurm, out):
     """By the sbatch file and submitted: no outcome tells of it. Cancelled, it ends at the word, not by force."""
-    words = f"-dataset slow -cpu=1 -dry -out {out} -model by_dry".split()
-    by_file = slurm.do("sbatch", "--parsable", "-N2", f"--output={out}/by_dry.log", "scripts/slurm/train.sbatch",
-                       *words, PYTHON=sys.executable).strip()  # fmt: skip
-    submitted, wrong = slurm.submit("-model dry_too -dry"), slurm.submit("-model none -eval")
-    looking = slurm.submit("-model looking -cpu 1 -debug -limit_steps 1000 -slow_s 0.5")
-    assert slurm.ended(by_file)["JobState"] == "COMPLETED", slurm.told("by_dry")()
-    assert slurm.ended(submitted)["JobState"] == "COMPLETED", slurm.told("dry_too")()
-    assert (slurm.ended(wrong)["JobState"], slurm.job(wrong)["ExitCode"]) == ("FAILED", "2:0"), slurm.told("none")()
+    looking = slurm.submit("-model looking -cpu 1 -debug -limit_steps 1000 -slow_s 2")
     until(lambda: "step 1 " in slurm.told("looking")(), slurm.told("looking"))
     slurm.do("scancel", looking)
     assert slurm.ended(looking)["JobState"] == "CANCELLED"
     until(lambda: ": Terminated" in slurm.told("looking")(), slurm.told("looking"))
+    words = f"-dataset slow -cpu=1 -dry -out {out} -model by_dry".split()
+    by_file = slurm.do("sbatch", "--parsable", "-N2", f"--output={out}/by_dry.log", "scripts/slurm/train.sbatch",
+                       *words, PYTHON=sys.executable).strip()  # fmt: skip
+    submitted, wrong = slurm.submit("-model dry_too -dry"), slurm.submit("-model none -eval")
+    assert slurm.ended(by_file)["JobState"] == "COMPLETED", slurm.told("by_dry")()
+    assert slurm.ended(submitted)["JobState"] == "COMPLETED", slurm.told("dry_too")()
+    assert (slurm.ended(wrong)["JobState"], slurm.job(wrong)["ExitCode"]) == ("FAILED", "2:0"), slurm.told("none")()
     assert not any("was lost" in slurm.told(name)() for name in ("by_dry", "dry_too", "none", "looking"))
 
 
