@@ -46,6 +46,7 @@ class Trainer:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16)
         self.precision = parallel.autocast(args, world.device)
+        self.own_step = type(self).training_step is not Trainer.training_step  # may draw as it likes
         alone = world.size == 1 and self.plan.grain == self.plan.batch
         self.statistics = running.Statistics(model, world, alone)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
@@ -97,7 +98,7 @@ class Trainer:
 
     def micro_batch(self, key, batch):
         """Forward and backward pass of one micro-batch under its own seed; gradients add up to the step's mean."""
-        seeding.for_micro_batch(self.args.seed, self.state.step, key.micro, self.world.device)
+        seeding.for_micro_batch(self.args.seed, self.state.step, key.micro, self.world.device, self.own_step)
         parallel.set_sync(self.model, key.last)
         self.statistics.before(key.first)
         with self.precision:
