@@ -139,7 +139,7 @@ def test_a_job_that_only_looks_at_a_run_ends_with_its_own_code(slurm, out):
     words = f"-dataset slow -cpu=1 -dry -out {out} -model by_dry".split()
     by_file = slurm.do("sbatch", "--parsable", "-N2", f"--output={out}/by_dry.log", "scripts/slurm/train.sbatch",
                        *words, PYTHON=sys.executable).strip()  # fmt: skip
-    submitted, wrong = slurm.submit("-model dry_too -dry"), slurm.submit("-model none -eval")
+    submitted, wrong = slurm.submit("-model dry_too -dry"), slurm.submit("-model none -eval -cpu 1", nodes=1)
     assert slurm.ended(by_file)["JobState"] == "COMPLETED", slurm.told("by_dry")()
     assert slurm.ended(submitted)["JobState"] == "COMPLETED", slurm.told("dry_too")()
     assert (slurm.ended(wrong)["JobState"], slurm.job(wrong)["ExitCode"]) == ("FAILED", "2:0"), slurm.told("none")()
