@@ -201,8 +201,9 @@ def early(argv: list[str] | None) -> tuple[str | None, bool]:
 
 def _parse(parser, from_file, words, cfg):
     for word in from_file + words:
-        if word.endswith("=--"):  # argparse of Python 3.10 to 3.12 takes it for the end of the flags
-            raise UsageError(f"argument {word[:-3]}: '--' is no value")
+        flag, _, value = word.partition("=")
+        if flag.startswith("-") and value == "--":  # argparse of Python 3.10 to 3.12 takes "--" for the flags' end
+            raise UsageError(f"argument {flag}: '--' is no value")
     try:
         asked, rest = parser.parse_known_args(from_file + words)
     except UsageError as error:

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from processes import until
 from runs import lines
 
 import lib.dataset
@@ -26,7 +26,6 @@ MISSING = next(
 )
 ENABLED_BY = "apt-get install -y slurm-wlm munge, as root" if MISSING or os.getuid() else ""
 ENABLED_BY = ENABLED_BY and f"no Slurm here; enabled by: {ENABLED_BY}"
-PATIENCE_S = 120.0
 SLOW = '''"""The digits without augmentation, slowly; they can end their process."""
 
 import os
@@ -152,14 +151,13 @@ class Cluster:
 
     def ended(self, job: str) -> dict[str, str]:
         """The job, once it is over."""
-        until(
-            lambda: self.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED"), self.told(job)
-        )
+        lasting = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
+        until(lambda: self.job(job)["JobState"] not in lasting, what=self.told(job), pause=0.2)
         return self.job(job)
 
     def trains(self, name: str, step: int = 1):
         """Waits until a run has done some steps."""
-        until(lambda: (steps_of(self.out / name) or [0])[-1] >= step, self.told(name))
+        until(lambda: (steps_of(self.out / name) or [0])[-1] >= step, what=self.told(name))
 
     def told(self, name: str):
         """A function that tells all that a run's jobs said."""
@@ -192,14 +190,6 @@ class Cluster:
             for job in waiting - done:
                 self.do("scontrol", "update", f"JobId={job}", "StartTime=now+2", wanted=None)
             done = waiting
-
-
-def until(true, told=lambda: ""):
-    """Waits until a function says true; `told` tells more where it does not."""
-    end = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < end, f"waited for {PATIENCE_S:g} s; {told()}"
-        time.sleep(0.2)
 
 
 def steps_of(folder: Path) -> list[int]:

@@ -31,13 +31,13 @@ CLEAN = {name: value for name, value in os.environ.items()
          if name not in (*PLACE, "PYTHONDONTWRITEBYTECODE") and not name.startswith("TORCHELASTIC")}  # fmt: skip
 
 
-def until(condition: Callable, limit: float = LIMIT, what: str | Callable = ""):
-    """The first true value of `condition()`, asked for every hundredth of a second. Fails after the limit, and says
-    for what it waited; a function is asked then."""
+def until(condition: Callable, limit: float = LIMIT, what: str | Callable = "", pause: float = 0.01):
+    """The first true value of `condition()`, asked for with pauses between. Fails after the limit, and says for what
+    it waited; a function is asked then. All times in seconds."""
     end = time.monotonic() + limit
     while not (value := condition()):
         assert time.monotonic() < end, f"waited {limit} s for {what() if callable(what) else what or condition}"
-        time.sleep(0.01)
+        time.sleep(pause)
     return value
 
 

@@ -103,6 +103,7 @@ def test_a_misspelt_flag_is_refused_with_the_close_one(flag, at, letter):
         ("-model a -1", "'-1' belongs to no flag"),
         ("-epochs", "argument -epochs: expected one argument"),
         ("-epochs -reset", "argument -epochs: expected one argument"),
+        ("-model=--", "argument -model: '--' is no value"),
         ("-best=", "argument -best: '' is empty or holds control characters"),
         ("-loss x", "argument -loss: invalid choice: 'x' (choose from"),
         ("-arch convmet", "-arch 'convmet': no such file in lib/arch; there are convnet, gpt, mlp, resnet, vit "),

@@ -10,7 +10,8 @@ import time
 
 import cluster
 import pytest
-from cluster import Cluster, copy_of_the_code, steps_of, until
+from cluster import Cluster, copy_of_the_code, steps_of
+from processes import until
 from runs import distance, outcome
 
 pytestmark = cluster.needed(cluster.ENABLED_BY)
@@ -118,7 +119,7 @@ def test_a_cancelled_run_is_saved_and_stays_cancelled(slurm, out):
     assert slurm.job(job)["JobState"] == "RUNNING"
     slurm.do("scancel", job)
     ends = slurm.ended(job)
-    until(lambda: outcome(out / "given_up").get("state") == "stopped", slurm.told("given_up"))
+    until(lambda: outcome(out / "given_up").get("state") == "stopped", what=slurm.told("given_up"))
     assert outcome(out / "given_up")["step"] >= 2
     assert (out / "given_up" / "checkpoints" / "latest").exists()
     time.sleep(2)
@@ -132,10 +133,10 @@ def test_a_cancelled_run_is_saved_and_stays_cancelled(slurm, out):
 def test_a_job_that_only_looks_at_a_run_ends_with_its_own_code(slurm, out):
     """By the sbatch file and submitted: no outcome tells of it. Cancelled, it ends at the word, not by force."""
     looking = slurm.submit("-model looking -cpu 1 -debug -limit_steps 1000 -slow_s 2")
-    until(lambda: "step 1 " in slurm.told("looking")(), slurm.told("looking"))
+    until(lambda: "step 1 " in slurm.told("looking")(), what=slurm.told("looking"))
     slurm.do("scancel", looking)
     assert slurm.ended(looking)["JobState"] == "CANCELLED"
-    until(lambda: ": Terminated" in slurm.told("looking")(), slurm.told("looking"))
+    until(lambda: ": Terminated" in slurm.told("looking")(), what=slurm.told("looking"))
     words = f"-dataset slow -cpu=1 -dry -out {out} -model by_dry".split()
     by_file = slurm.do("sbatch", "--parsable", "-N2", f"--output={out}/by_dry.log", "scripts/slurm/train.sbatch",
                        *words, PYTHON=sys.executable).strip()  # fmt: skip
