@@ -1,5 +1,6 @@
 """Trains a model: the whole run on one page."""
 
+import gc
 import importlib
 import sys
 
@@ -12,6 +13,7 @@ def main(argv: list[str] | None = None) -> int:
     """Reads the command line, starts the processes, returns the exit code: 0 finished, 75 stopped, 1 failed, 2 bad
     usage."""
     timing.begin()
+    gc.disable()  # until all is imported: it would look through that again and again, a fifth of the time
     try:
         variables.export(*config.early(argv))
         args = config.parse_args(argv)
@@ -22,6 +24,9 @@ def main(argv: list[str] | None = None) -> int:
         return launch.launch(args, "train:run")
     except UsageError as error:
         return launch.refused(error)
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
 def run(args) -> int:
@@ -30,6 +35,9 @@ def run(args) -> int:
     from lib.core import optimizer as optimizers
     from lib.utils import distributed, fits, loader, resume, run_folder, seeding, speed
 
+    importlib.import_module("torch._dynamo")  # as every optimizer does
+    gc.freeze()  # nothing of it is garbage
+    gc.enable()
     timing.startup.report("imports")
     seeding.for_building(args.seed)
     splits = loader.splits(plugin("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)

@@ -129,7 +129,7 @@ def spawn(args, target: str, count: int) -> int:
     """
     context = multiprocessing.get_context("fork" if fork_is_safe() else "spawn")
     if context.get_start_method() == "fork":
-        importlib.import_module("torch._dynamo")  # a second, which every optimizer would make each child wait
+        importlib.import_module("torch._dynamo")  # a second, which each child would wait for
     others = nodes.meet(args, count) if args.nnodes > 1 else nodes.alone(count)
     alive, parent = context.Pipe(duplex=False)  # ends when this process does: nobody else holds `parent`
     ours = [one for one in (others.listener, parent, *(link.wire for link in others.links)) if one]

@@ -7,6 +7,7 @@ import torch
 from runs import few, plugins, run
 from torch.utils.data import Subset
 
+from lib import config
 from lib.trainer import trainer
 from lib.utils import speed
 from lib.utils.data import Tensors
@@ -32,6 +33,22 @@ def test_garbage_waits_for_its_turn_and_is_then_collected():
         left = [alive() for _ in speed.swept(range(2 * speed.SWEPT + 1)) if Circle()]
     assert gc.isenabled() and gc.get_freeze_count() == 0
     assert (max(left), left[speed.SWEPT], left[2 * speed.SWEPT]) == (5000 + speed.SWEPT, 1, 1)
+
+
+def test_nothing_is_looked_through_while_modules_are_imported_nor_what_they_left_after(tmp_path, monkeypatch):
+    seen, parse = [], config.parse_args
+
+    def noted(args=None):
+        seen.append((gc.isenabled(), gc.get_freeze_count() > 100_000))
+        return few(args) if args else None
+
+    monkeypatch.setattr(config, "parse_args", lambda argv: noted() or parse(argv))
+    words = "-dataset noted -arch mlp -image_size 8 -num_classes 4 -batch_size 2 -epochs 1"
+    with plugins(dataset={"noted": noted}):
+        run(tmp_path, words)
+        assert seen[:2] == [(False, False), (True, True)]
+        run(tmp_path, f"{words} -reset -weights none", wanted=2)
+    assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
 LEFT = []  # what was alive, by where

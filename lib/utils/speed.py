@@ -29,7 +29,7 @@ def kernels(world: World, deterministic: bool):
 def quiet():
     """Garbage is collected by `swept` only, on all ranks at the same batch, and not what is there already."""
     was = gc.isenabled()
-    gc.collect(1)  # not what is old: all that was imported, which takes a third of a second to look through
+    gc.collect()
     gc.freeze()
     gc.disable()
     try:
