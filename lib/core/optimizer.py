@@ -59,7 +59,6 @@ def _own_options(args, batch_size):
     return {}
 
 
-@torch.no_grad()
 def clip(parameters: list, limit: float) -> torch.Tensor:
     """The norm of the whole gradient, a 0-d tensor, the same on all ranks; longer gradients are cut to `limit` (0:
     never)."""

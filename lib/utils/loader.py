@@ -19,6 +19,7 @@ from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
+AHEAD = 4096  # samples that keys are made for at once
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class Loader:
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[Key, object]]:
         """This rank's micro-batches of an epoch from a step on, in order, on the device."""
-        keys, wanted = itertools.tee(self.keys(epoch, first_step))
+        made = in_blocks(self.keys(epoch, first_step), max(1, AHEAD // self.plan.grain))
+        keys, wanted = itertools.tee(made)
         return ahead.ready(zip(keys, self.fetched(epoch, wanted), strict=True), epoch, self.finish)
 
     def keys(self, epoch: int, first_step: int = 0) -> Iterator[Key]:
@@ -125,6 +127,13 @@ class ShardLoader(Loader):
     def indices(self, epoch: int, step: int) -> list[int]:
         """This rank's samples of one step, by their index in its own shard."""
         return [index for key in self.keys(epoch, step) if key.step == step for index in key.indices]
+
+
+def in_blocks(items: Iterator, size: int) -> Iterator:
+    """The same items, made `size` at once: a processor forgets code that runs once a step, and is slow to take it up
+    again."""
+    while block := list(itertools.islice(items, size)):
+        yield from block
 
 
 def share(step: int, parts: list, order, world: World) -> Iterator[Key]:
