@@ -11,6 +11,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts" / "bench"))
 import compare
 import contenders
+import peers
 import save
 import seeding
 import starts
@@ -24,6 +25,14 @@ SMALL = "-dataset random -random_samples 320 -image_size 4 -num_classes 3 -arch 
 def test_the_loops_of_the_benchmark_train(tmp_path):
     case = contenders.Case(SMALL, str(tmp_path), World())
     assert all(contender(case)() > 0 for contender in (contenders.ours, contenders.bare, contenders.template))
+
+
+def test_every_loop_of_the_comparison_has_a_process_of_its_own_and_one_that_fails_ends_it():
+    names = ["Baton", compare.BASE]
+    found = peers.measured(SMALL, 1, 1, names)
+    assert list(found) == names and all(len(values) == 1 and values[0] > 0 for values in found.values())
+    with pytest.raises((EOFError, OSError)):
+        peers.measured("-dataset none", 1, 1, names)
 
 
 @pytest.mark.parametrize("kind", range(3))

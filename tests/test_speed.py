@@ -1,9 +1,12 @@
 """What makes a run faster is there, is put back, and leaves alone what was asked for."""
 
 import gc
+import itertools
 import os
 
+import pytest
 import torch
+import truth
 from runs import few, plugins, run
 from torch.utils.data import Subset
 
@@ -12,6 +15,7 @@ from lib.trainer import trainer
 from lib.utils import speed
 from lib.utils.data import Tensors
 from lib.utils.distributed import World
+from lib.utils.loader import Loader, Plan
 
 
 class Circle:
@@ -75,6 +79,16 @@ def test_garbage_piles_up_to_a_few_batches_in_training_and_in_evaluation(tmp_pat
     for where, batches in (("train", 25), ("eval", 11)):
         left = [count for there, count in LEFT if there == where]
         assert len(left) == batches and max(left) <= 3, (where, left)
+
+
+@pytest.mark.parametrize(("micro", "made"), [(1, 4096), (64, 64), (8192, 1)])
+def test_keys_are_made_many_at_once_but_for_no_more_samples_than_it_takes(micro, made, monkeypatch):
+    count, plan = itertools.count(), Plan(1 << 16, 2 * micro, micro)
+    one = Loader(Tensors(torch.arange(1 << 16)), plan, World(), seed=0, shuffle=True, workers=0)
+    keys = one.keys
+    monkeypatch.setattr(one, "keys", lambda *words: (key for key in keys(*words) if next(count) >= 0))
+    key, (batch,) = next(one.epoch(0))
+    assert next(count) == made and batch.tolist() == key.indices == truth.order(1 << 16)[:micro]
 
 
 def test_loader_processes_are_those_asked_for_or_a_share_of_the_cores(monkeypatch):

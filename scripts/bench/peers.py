@@ -2,11 +2,13 @@
 
     uv sync --group bench; python scripts/bench/peers.py [-rounds 9] [-procs 1 2] [-busy] [-json FILE]
 
-All loops train the same model on the same samples in the same processes, an epoch each in turn; the figures are
-medians over the rounds, and of each round's ratio to the bare loop. A peer that is not installed is left out.
+All loops train the same model on the same samples, an epoch each in turn, each in processes of its own: to import
+Lightning makes every step of a process slower. The figures are medians over the rounds, and of each round's ratio to
+the bare loop. A peer that is not installed is left out.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -67,30 +69,46 @@ def measured(
     words: str, procs: int, rounds: int, names: list[str], clock=time.perf_counter
 ) -> dict[str, list[float]]:
     """Seconds per step by name, one for each round after a first that does not count."""
+    seconds = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (procs, words, rounds, names, folder, clock), nprocs=procs)
-        return json.loads(Path(folder, "found.json").read_text())
+        loops = {name: [begun(rank, procs, words, name, f"{folder}/{number}", clock) for rank in range(procs)]
+                 for number, name in enumerate(names)}  # fmt: skip
+        for turn in range(rounds + 1):
+            for name in compare.in_turn(names, turn):
+                for pipe, _ in loops[name]:
+                    pipe.send("run")
+                values = [pipe.recv() for pipe, _ in loops[name]]
+                seconds[name] += values[:1] if turn else []
+        for pipe, process in itertools.chain(*loops.values()):
+            pipe.send("end")
+            process.join()
+    return seconds
 
 
-def work(rank: int, procs: int, words: str, rounds: int, names: list[str], folder: str, clock):
-    """One process: builds all loops, runs them in turn; rank 0 writes what it found."""
+def begun(rank: int, procs: int, words: str, name: str, folder: str, clock):
+    """Starts one process of a loop: a pipe to it, and the process."""
+    context = mp.get_context("spawn")
+    mine, its = context.Pipe()
+    process = context.Process(target=work, args=(its, rank, procs, words, name, folder, clock), daemon=True)
+    process.start()
+    its.close()
+    return mine, process
+
+
+def work(pipe, rank: int, procs: int, words: str, name: str, folder: str, clock):
+    """One process: builds its loop, and runs an epoch whenever told to."""
     torch.set_num_threads(1)
+    Path(folder).mkdir(exist_ok=True)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": procs, "LOCAL_WORLD_SIZE": procs, "GROUP_RANK": rank}
     if procs > 1:
-        os.environ.update({name: str(value) for name, value in places.items()})
+        os.environ.update({place: str(value) for place, value in places.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true")
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=procs)
     world = World(rank=rank, local_rank=rank, size=procs, local_size=procs)
     with contenders.hushed():
-        runs = {name: contenders.ALL[name](Case(words, folder, world, clock)) for name in names}
-        seconds = {name: [] for name in names}
-        for turn in range(rounds + 1):
-            for name in compare.in_turn(names, turn):
-                value = runs[name]()
-                if turn:
-                    seconds[name].append(value)
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(seconds))
+        run = contenders.ALL[name](Case(words, folder, world, clock))
+        while pipe.recv() == "run":
+            pipe.send(run())
 
 
 def images(rounds: int, clock) -> dict:
