@@ -100,9 +100,22 @@ class Mixes(trainer.Trainer):
         )
 
 
-def test_a_training_step_may_draw_from_python_and_numpy_and_goes_on_bit_for_bit(tmp_path, monkeypatch):
-    words = f"{SMALL} -trainer mixes"
-    with plugins(trainer={"mixes": Mixes}):
+class Draws(nn.Module):
+    """Scales what it gives by what Python and NumPy draw."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.net = norm_net(args)
+
+    def forward(self, inputs):
+        scale = random.uniform(0.5, 1) + np.random.uniform(0.5, 1) if self.training else 1.5
+        return scale * self.net(inputs)
+
+
+@pytest.mark.parametrize("words", ["-trainer mixes", "-arch draws"])
+def test_a_trainer_or_model_may_draw_from_python_and_numpy_and_goes_on_bit_for_bit(words, tmp_path, monkeypatch):
+    words = f"{SMALL} {words}"
+    with plugins(trainer={"mixes": Mixes}, arch={"draws": Draws}):
         whole = run(tmp_path, f"{words} -cpu 2 -model whole")
         with monkeypatch.context() as patch:
             saves.stop_at(patch, 6)

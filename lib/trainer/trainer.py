@@ -46,15 +46,14 @@ class Trainer:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16)
         self.precision = parallel.autocast(args, world.device)
-        self.own_step = type(self).training_step is not Trainer.training_step  # may draw as it likes
+        self.draws = type(self).training_step is not Trainer.training_step or None  # not by torch; None: not known
         alone = world.size == 1 and self.plan.grain == self.plan.batch
         self.statistics = running.Statistics(model, world, alone)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
         self.ballot, self.every = preemption.Ballot(self.stop, world), resume.Every(args.save_every)
-        self.checkpoints = checkpoint.Checkpoints(
-            self.folder / "checkpoints", world, keep_last=args.keep_last, strict=args.save_strict
-        )
+        kept = {"keep_last": args.keep_last, "strict": args.save_strict}
+        self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", world, **kept)
 
     def training_step(self, batch):
         """The mean loss over a micro-batch (collated as the dataset gives it, on the device), ready for backward."""
@@ -87,8 +86,7 @@ class Trainer:
             return False
         self.model.train()
         done = self.state.step - self.state.epoch * self.plan.steps
-        batches = self.loaders["train"].epoch(self.state.epoch, done)
-        for key, batch in speed.swept(self.report.waiting(batches)):
+        for key, batch in speed.swept(self.report.waiting(self.loaders["train"].epoch(self.state.epoch, done))):
             self.micro_batch(key, batch)
             if key.last:
                 self.step(key.of)
@@ -98,7 +96,8 @@ class Trainer:
 
     def micro_batch(self, key, batch):
         """Forward and backward pass of one micro-batch under its own seed; gradients add up to the step's mean."""
-        seeding.for_micro_batch(self.args.seed, self.state.step, key.micro, self.world.device, self.own_step)
+        place = self.args.seed, self.state.step, key.micro
+        seeding.for_micro_batch(*place, self.world.device, self.draws is not False)
         parallel.set_sync(self.model, key.last)
         self.statistics.before(key.first)
         with self.precision:
@@ -107,6 +106,7 @@ class Trainer:
             self.report.own.end()
         weight = key.count * self.world.size / key.of  # DDP divides by the number of processes
         self.scaler.scale(loss if weight == 1 else loss * weight).backward()
+        self.draws = seeding.host_drawn(*place) if self.draws is None else self.draws
         self.statistics.after(key.count / key.of)
         self.window.append((loss.detach(), key.count))
 
@@ -221,7 +221,7 @@ class Trainer:
         model = parallel.unwrap(self.model)
         found = search.newest(self.checkpoints.folder, self.checkpoints.disk, self.args.resume)
         resume.check_allowed(self.args, found.manifest["asked"] if found else {})
-        if found is not None:
+        if found:
             self.go_on(found, model)
         elif self.args.weights:
             resume.load_weights(self.args.weights, model)
