@@ -1,4 +1,4 @@
-"""lib/core against the truth: torch's schedulers, clipping and BatchNorm, the papers' rules, plain gradients."""
+"""lib/core against the truth: torch's schedulers, clipping, the papers' rules, plain gradients."""
 
 import copy
 import math
@@ -12,9 +12,7 @@ from torch import nn
 
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
-from lib.core import running, scheduler
-from lib.utils import distributed
-from lib.utils.distributed import World
+from lib.core import scheduler
 from lib.utils.errors import UsageError
 
 STEADY = settings(deadline=None, derandomize=True, max_examples=100)
@@ -179,6 +177,30 @@ def test_a_step_without_a_finite_gradient_changes_nothing(bad):
         assert repr(before) != repr(after) if good else repr(before) == repr(after)
 
 
+@pytest.mark.parametrize("switch", [True, False])
+@pytest.mark.parametrize("name", optimizers.BY_NAME)
+def test_a_first_step_that_is_left_out_on_a_gpu_or_by_the_scaler_leaves_no_trace(name, switch, monkeypatch):
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    models[1].load_state_dict(models[0].state_dict())
+    scaler = torch.amp.GradScaler("cpu", enabled=not switch)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN, to be seen
+    torch.use_deterministic_algorithms(True)
+    try:
+        for model, values in zip(models, ([math.inf, 1.0, 2.0], [1.0, 2.0]), strict=True):
+            optimizer = optimizers.get_optimizer(model, asked(optimizer=name), 64)
+            assert optimizer._step_supports_amp_scaling
+            for value in values:
+                optimizer.zero_grad()
+                scaler.scale(value * model(torch.ones(1, 3)).sum()).backward()
+                scaler.unscale_(optimizer)
+                norm = optimizers.clip(list(model.parameters()), 0)
+                optimizers.step_if_finite(optimizer, norm) if switch else optimizers.step(optimizer, scaler, norm)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for mine, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(mine, other)
+
+
 def test_losses_and_accuracy_are_torchs():
     outputs, labels = torch.randn(9, 4), torch.randint(4, (9,))
     loss = losses.get_loss(asked(loss="cross_entropy", label_smoothing=0.2))
@@ -189,109 +211,3 @@ def test_losses_and_accuracy_are_torchs():
         loss = losses.get_loss(asked(loss=name, label_smoothing=0.2))
         assert torch.equal(loss(outputs, 2 * outputs), getattr(nn.functional, theirs)(outputs, 2 * outputs))
         assert losses.metric_sums(loss, outputs, outputs) == {}
-
-
-# Running statistics
-
-
-def norms(momentum=0.1):
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=momentum), nn.BatchNorm1d(6))
-
-
-def buffers(model):
-    return {name: value.clone() for name, value in model.named_buffers()}
-
-
-def close(one, other) -> bool:
-    """Equal but for the rounding of float buffers, whole numbers exactly."""
-    assert one.keys() == other.keys()
-    return all(torch.allclose(one[name].double(), other[name].double(), rtol=1e-5, atol=1e-6) for name in one)
-
-
-def after_one(model, batch):
-    """The buffers that a plain BatchNorm has after this batch."""
-    plain = copy.deepcopy(model).train()
-    plain(batch)
-    return buffers(plain)
-
-
-def mean_of(model, parts):
-    """What each micro-batch makes of the same buffers, averaged by samples; a step counts once."""
-    total = sum(len(part) for part in parts)
-    made = [after_one(model, part) for part in parts]
-    return {
-        name: sum(one[name] * (len(part) / total) for one, part in zip(made, parts, strict=True))
-        if first.is_floating_point()
-        else first
-        for name, first in made[0].items()
-    }
-
-
-def step(model, statistics, parts, of, norm=1.0):
-    for number, part in enumerate(parts):
-        statistics.before(first=number == 0)
-        model(part)
-        statistics.after(len(part) / of)
-    statistics.settle(torch.tensor(norm))
-
-
-@pytest.mark.parametrize("momentum", [0.1, 0.7, None])
-def test_running_statistics_are_the_mean_of_what_the_micro_batches_make_of_them(momentum):
-    model = norms(momentum).train()
-    statistics = running.Statistics(model, World(), alone=False)
-    for sizes in ([8], [4, 4], [5, 3, 2], [2, 9]):
-        parts = [2 + 3 * torch.randn(size, 4) for size in sizes]
-        wanted = mean_of(model, parts)
-        step(model, statistics, parts, sum(sizes))
-        assert close(buffers(model), wanted)
-
-
-def test_running_statistics_of_one_micro_batch_are_batchnorms_own_to_the_bit():
-    model = norms().train()
-    statistics = running.Statistics(model, World(), alone=True)
-    for _ in range(4):
-        part = torch.randn(6, 4)
-        wanted = after_one(model, part)
-        step(model, statistics, [part], 6)
-        assert all(torch.equal(value, wanted[name]) for name, value in buffers(model).items())
-
-
-@pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_a_step_that_is_skipped_leaves_the_running_statistics_as_they_were(alone, norm):
-    model = norms().train()
-    statistics = running.Statistics(model, World(), alone)
-    before = buffers(model)
-    step(model, statistics, [torch.full((4, 4), math.nan)], 4, norm)
-    assert all(torch.equal(value, before[name]) for name, value in buffers(model).items())
-    statistics.before(first=True)
-    model(torch.randn(4, 4))
-    assert not close(buffers(model), before)
-    statistics.restore()
-    assert all(torch.equal(value, before[name]) for name, value in buffers(model).items())
-
-
-def test_running_statistics_of_two_ranks_are_those_of_one_that_has_it_all(monkeypatch):
-    parts, totals = [torch.randn(size, 4) for size in (4, 2, 5)], {}
-    wanted, answers = mean_of(norms(), parts), []
-    for rank in (1, 0, 1):  # the first time for its sum alone
-        model, mine = norms().train(), parts[:2] if rank == 0 else parts[2:]
-        statistics = running.Statistics(model, World(rank=rank, size=2), alone=False)
-
-        def sum_(total, world, rank=rank):
-            totals[rank] = total.clone()
-            return total.add_(totals.get(1 - rank, 0.0))
-
-        monkeypatch.setattr(distributed, "sum_", sum_)
-        step(model, statistics, mine, 11)
-        answers.append(buffers(model))
-    assert close(answers[1], wanted) and close(answers[2], wanted)
-
-
-def test_a_model_without_running_statistics_has_none_to_keep():
-    model = nn.Linear(4, 2)
-    statistics = running.Statistics(model, World(), alone=False)
-    before = copy.deepcopy(model.state_dict())
-    step(model, statistics, [torch.randn(3, 4)], 3)
-    assert not statistics.on and all(torch.equal(before[name], value) for name, value in model.state_dict().items())

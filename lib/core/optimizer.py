@@ -1,4 +1,4 @@
-"""Optimizers, chosen by -optimizer: fused where the device has it, no weight decay on biases and norms."""
+"""Optimizers, chosen by -optimizer: fused where that is safe, no weight decay on biases and norms."""
 
 import math
 
@@ -22,12 +22,30 @@ def get_optimizer(model: nn.Module, args, batch_size: int) -> torch.optim.Optimi
     if not any(group["params"] for group in groups):
         raise UsageError(f"-arch {args.arch}: the model has no parameters that can be trained")
     options = {"lr": args.lr_start, **_own_options(args, batch_size)}
-    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    fused = None if sharded and args.optimizer not in ("adam", "adamw") else True  # torch has no others for shards
+    fused = _may_fuse([parameter for group in groups for parameter in group["params"]], args.optimizer) or None
     try:
-        return BY_NAME[args.optimizer](groups, fused=fused, **options)
+        optimizer = BY_NAME[args.optimizer](groups, fused=fused, **options)
     except (RuntimeError, TypeError):  # no fused kernel for this device or dtype
-        return BY_NAME[args.optimizer](groups, **options)
+        optimizer = BY_NAME[args.optimizer](groups, **options)
+    if options.get("momentum"):
+        _remember_nothing(optimizer)
+    return optimizer
+
+
+def _may_fuse(parameters: list, name: str) -> bool:
+    """Whether torch's fused kernel does all that is needed here: for shards it has Adam's only, and those of MPS do
+    not leave a step out."""
+    if any(isinstance(parameter, DTensor) for parameter in parameters) and name not in ("adam", "adamw"):
+        return False
+    return {parameter.device.type for parameter in parameters} <= {"cpu", "cuda"}
+
+
+def _remember_nothing(optimizer: torch.optim.SGD):
+    """Momentum of zero from the first: where a fused first step is left out, torch's own stays memory that nobody has
+    written to (torch 2.11 to 2.15)."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -75,9 +93,13 @@ def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: t
     if scaler.is_enabled():
         scaler.step(optimizer)  # leaves the step out itself
         scaler.update()
-    elif norm.device.type == "cpu" or not getattr(optimizer, "_step_supports_amp_scaling", False):
-        if math.isfinite(norm.item()):
-            optimizer.step()
-    else:
-        optimizer.found_inf = (~torch.isfinite(norm)).float()  # the fused kernels' own switch, as GradScaler uses it
+    elif norm.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
+        step_if_finite(optimizer, norm)
+    elif math.isfinite(norm.item()):
         optimizer.step()
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor):
+    """The same by the fused kernels' own switch, as GradScaler uses it."""
+    optimizer.found_inf = (~torch.isfinite(norm)).float()
+    optimizer.step()
