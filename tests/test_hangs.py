@@ -1,10 +1,13 @@
 """A run that hangs ends, and says which rank stood where."""
 
+import multiprocessing
 import re
 import time
 import types
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from lib.utils import distributed, hangs
 from lib.utils.distributed import World
@@ -53,6 +56,48 @@ def test_the_first_step_may_take_longer_than_hang_minutes(start, undisturbed):
     run.go()
     assert run.ends() == 0, run.text()
     assert run.weights() == undisturbed.weights()
+
+
+def test_patience_is_that_of_all_groups(tmp_path):
+    """Also of those of some ranks, as FSDP has them: here rank 1 does not come."""
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_of_two, args=(rank, tmp_path)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    ranks[0].join(SOON_S)
+    assert ranks[0].exitcode == 0
+    ranks[1].kill()
+    ranks[1].join()
+
+
+def _of_two(rank, folder):
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    some = dist.new_group([0, 1])
+    distributed.set_patience(1)
+    if rank == 1:
+        time.sleep(600)
+    with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+        dist.all_reduce(torch.ones(1), group=some)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_rank_that_fails_does_not_wait_for_the_others_where_leaving_would(device, monkeypatch):
+    """NCCL's way to leave a group is one that all ranks of a machine take together."""
+    left = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(distributed, "pick_device", lambda cpu, local_rank: torch.device(device, 0))
+    monkeypatch.setattr(distributed, "_backend", lambda device: "cuda:nccl")
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *words, **more: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(True))
+    args = types.SimpleNamespace(cpu=None, hang_minutes=1)
+    with distributed.joined(args):
+        pass
+    assert left == [True]
+    with pytest.raises(ValueError, match="mine"), distributed.joined(args):
+        raise ValueError("mine")
+    assert left == [True] * (2 if device == "cpu" else 1)
 
 
 def words(*pairs):

@@ -67,8 +67,11 @@ def joined(args):
     dist.set_debug_level(level)
     try:
         yield world
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if world.device.type == "cpu":  # NCCL's farewell waits for the others, who may wait for this rank
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def pick_device(cpu: bool, local_rank: int) -> torch.device:
@@ -89,9 +92,12 @@ def _backend(device):
 
 
 def set_patience(seconds: float):
-    """From now on a collective fails when the others do not come within so many seconds."""
-    set_timeout = getattr(dist.distributed_c10d, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    set_timeout(datetime.timedelta(seconds=seconds))
+    """From now on a collective, of all ranks or of some (FSDP's), fails when the others do not come within so many
+    seconds."""
+    torch_s = dist.distributed_c10d
+    set_timeout = getattr(torch_s, "set_timeout", None) or torch_s._set_pg_timeout
+    for group in list(torch_s._world.pg_map):
+        set_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def store_of_own(seconds: float):
