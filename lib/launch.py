@@ -61,7 +61,7 @@ def refused(error) -> int:
 def call(target: str, args) -> int:
     """The exit code of the function named "module:function"."""
     module, _, function = target.partition(":")
-    with exported({}, **variables.records(args)):
+    with exported({}, **variables.of_run(args)):
         return getattr(importlib.import_module(module), function)(args)
 
 

@@ -43,10 +43,13 @@ def export(cache_dir: str | None, debug: bool) -> dict[str, str]:
     return new
 
 
-def records(args) -> dict[str, str]:
-    """Where NCCL's flight recorder writes after a hang, for -debug_dist: into the run's folder."""
+def of_run(args) -> dict[str, str]:
+    """What a process of the run is to find set: for -debug_dist where NCCL's flight recorder writes after a hang,
+    in the run's folder; for -deterministic what cuBLAS needs to end at the same bits (its manual, "Results
+    Reproducibility")."""
     beginning = Path(args.out, args.model).absolute() / "logs" / "flight_rank_"
-    return dict.fromkeys(RECORDS, str(beginning)) if args.debug_dist else {}
+    records = dict.fromkeys(RECORDS, str(beginning)) if args.debug_dist else {}
+    return records | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if args.deterministic else {})
 
 
 def shell(told: dict, exported: dict[str, str], interface: str | None) -> str:

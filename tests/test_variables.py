@@ -79,9 +79,10 @@ def test_what_is_read_early_is_read_alike_later(words, on, tmp_path):
 
 
 def test_the_flight_recorder_writes_into_the_folder_of_the_run(tmp_path):
-    told = variables.records(parsed(f"-debug_dist -out {tmp_path} -model x"))
+    told = variables.of_run(parsed(f"-debug_dist -out {tmp_path} -model x"))
     assert told["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == f"{tmp_path}/x/logs/flight_rank_"
-    assert variables.records(parsed("")) == {}
+    assert variables.of_run(parsed("")) == {}
+    assert variables.of_run(parsed("-deterministic")) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 @pytest.mark.parametrize("system", ["juwels", "juwelsbooster", "jurecadc", "jusuf"])

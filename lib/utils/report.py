@@ -182,7 +182,7 @@ def window_sums(window: list) -> dict:
     """The losses of (loss, samples) pairs, each times its samples, and the samples: finite losses only."""
     if not window:
         return {}
-    losses = torch.stack([loss for loss, _ in window]).double().cpu()
+    losses = torch.stack([loss for loss, _ in window]).cpu().double()  # MPS has no float64
     counts = torch.tensor([count for _, count in window], dtype=torch.float64)
     good = torch.isfinite(losses)
     return {"loss": (losses[good] * counts[good]).sum(), "samples": int(counts[good].sum())}
