@@ -158,11 +158,15 @@ def shared(others: nodes.Others, count: int) -> dict[str, str]:
 
 
 def fork_is_safe() -> bool:
-    """Whether children may be forked: on Linux, as long as this process has not touched a device."""
+    """Whether children may be forked: on Linux, as long as this process has not touched a device. To count GPUs is
+    no touch where the driver's library is there to ask (NVML, or AMD's amdsmi)."""
     import torch
 
-    other = torch.accelerator.is_available() if not torch.cuda.device_count() else False
-    return sys.platform == "linux" and not torch.cuda.is_initialized() and not other
+    if sys.platform != "linux" or torch.cuda.is_initialized():
+        return False
+    if torch.cuda.device_count():
+        return getattr(torch.cuda, f"_device_count_{'amdsmi' if torch.version.hip else 'nvml'}", lambda: -1)() >= 0
+    return not torch.accelerator.is_available()
 
 
 def store_on(listener, host: str, size: int):

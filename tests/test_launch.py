@@ -191,6 +191,21 @@ def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, undisturbed
     run.is_gone(SOON_S)
 
 
+@pytest.mark.parametrize(("gpus", "counted", "hip", "safe"), [
+    (2, {"nvml": 2}, None, True), (2, {"nvml": -1}, None, False), (2, {}, None, False),
+    (2, {"nvml": -1, "amdsmi": 2}, "7.0", True), (2, {"nvml": 2, "amdsmi": -1}, "7.0", False), (0, {}, None, True),
+])  # fmt: skip
+def test_children_are_forked_only_where_counting_gpus_touched_none(gpus, counted, hip, safe, monkeypatch):
+    """Without the driver's library torch asks CUDA itself, which no fork of this process could use any more."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    for name in ("nvml", "amdsmi"):
+        monkeypatch.delattr(torch.cuda, f"_device_count_{name}")
+    for name, number in counted.items():
+        monkeypatch.setattr(torch.cuda, f"_device_count_{name}", lambda number=number: number, raising=False)
+    assert launch.fork_is_safe() is safe
+
+
 @pytest.mark.parametrize(("visible", "wanted", "exported"), [
     (None, "0,1", "0,1"), (None, "1", "1"), ("4,5", "0,1", "4,5"), ("4, 5", "1,0", "5,4"), ("4,5", "1", "5"),
     ("GPU-aa,GPU-bb", "1", "GPU-bb"), ("4,5", "GPU-cc,0", "GPU-cc,4"),

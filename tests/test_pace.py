@@ -4,6 +4,7 @@ import re
 import time
 
 import pytest
+import torch
 from runs import few, plugins, run
 
 from lib.trainer import trainer
@@ -54,6 +55,23 @@ def test_a_slow_rank_is_named_and_the_start_accounted_for(parallel, times, tmp_p
     assert [part.rpartition(" ")[0] for part in parts.split(", ")] == [
         "imports", "data", "processes", "model", "resume", "first step"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("starving", [True, False])
+def test_a_batch_is_waited_for_only_by_a_device_that_has_nothing_to_do(starving, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(pace.time, "monotonic", lambda: clock[0])
+
+    def slow():
+        for _ in range(3):
+            clock[0] += 2
+            yield
+
+    rate = pace.Rate(3, starving=lambda: starving)
+    for _ in rate.waiting(slow()):
+        clock[0] += 1
+    assert rate.interval(3, 3)["data_share"] == pytest.approx(6 / 9 if starving else 0)
+    assert pace.starving(torch.device("cpu"))()
 
 
 def test_a_timer_tells_each_part_and_their_sum(monkeypatch):

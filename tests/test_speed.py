@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 
 from lib import config
 from lib.trainer import trainer
-from lib.utils import seeding, speed
+from lib.utils import distributed, seeding, speed
 from lib.utils.data import Tensors
 from lib.utils.distributed import World
 from lib.utils.loader import Loader, Plan
@@ -37,9 +37,29 @@ def test_garbage_waits_for_its_turn_and_is_then_collected():
         for _ in range(5000):  # beyond the threshold at which Python would collect
             Circle()
         assert not gc.isenabled() and frozen > 1000 and alive() == 5000
-        left = [alive() for _ in speed.swept(range(2 * speed.SWEPT + 1)) if Circle()]
+        left = [alive() for _ in speed.swept(range(2 * speed.SWEPT + 1), distributed.CPU) if Circle()]
     assert gc.isenabled() and gc.get_freeze_count() == 0
     assert (max(left), left[speed.SWEPT], left[2 * speed.SWEPT]) == (5000 + speed.SWEPT, 1, 1)
+
+
+def test_a_gpu_has_only_so_many_batches_to_compute_at_a_time(monkeypatch):
+    """With a stand-in for CUDA's events, which are done once they were waited for."""
+    asked, behind = [], []
+
+    class Event:
+        def __init__(self, blocking):
+            assert blocking, "a core would spin meanwhile"
+
+        def record(self):
+            asked.append(self)
+
+        def synchronize(self):
+            assert asked.pop(0) is self, "in their order"
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for _ in speed.swept(range(20), torch.device("cuda")):
+        behind.append(len(asked))
+    assert behind == [*range(speed.LAUNCHED + 1), *[speed.LAUNCHED] * (19 - speed.LAUNCHED)]
 
 
 def test_nothing_is_looked_through_while_modules_are_imported_nor_what_they_left_after(tmp_path, monkeypatch):

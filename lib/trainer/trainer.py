@@ -1,7 +1,4 @@
-"""The usual way of training: epochs of steps, evaluation, checkpoints.
-
-To train otherwise, override `training_step`.
-"""
+"""The usual way of training: epochs of steps, evaluation, checkpoints. For another, override `training_step`."""
 
 import dataclasses
 import logging
@@ -86,7 +83,8 @@ class Trainer:
             return False
         self.model.train()
         done = self.state.step - self.state.epoch * self.plan.steps
-        for key, batch in speed.swept(self.report.waiting(self.loaders["train"].epoch(self.state.epoch, done))):
+        batches = self.loaders["train"].epoch(self.state.epoch, done)
+        for key, batch in speed.swept(self.report.waiting(batches), self.world.device):
             self.micro_batch(key, batch)
             if key.last:
                 self.step(key.of)
@@ -205,7 +203,7 @@ class Trainer:
         self.stop.trained = self.state.step == self.total_steps
         model, totals = parallel.unwrap(self.model).eval(), metrics.MetricsTracker()
         self.answers.reset()
-        for key, batch in speed.swept(self.loaders[split].epoch(0)):
+        for key, batch in speed.swept(self.loaders[split].epoch(0), self.world.device):
             with self.precision:
                 sums = self.evaluation_step(model, batch, key.count)
             if key.count:

@@ -1,5 +1,6 @@
 """Batches made ready on the device: copied there and finished, on a GPU one ahead of the step."""
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -34,7 +35,7 @@ def ready(pairs: Iterator, epoch: int, finish: Finish) -> Iterator:
 
 
 def _overlapped(made, device):
-    stream, waiting = torch.cuda.Stream(device), None
+    stream, waiting = _beside(device), None
     while True:
         with torch.cuda.stream(stream):
             pair = next(made, None)
@@ -44,6 +45,12 @@ def _overlapped(made, device):
         if pair is None:
             return
         waiting = pair, event
+
+
+@functools.cache
+def _beside(device):
+    """One stream for all that is copied ahead: the memory of one epoch's batches serves the next."""
+    return torch.cuda.Stream(device)
 
 
 def _taken(pair, event):

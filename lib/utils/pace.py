@@ -4,7 +4,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -15,9 +15,11 @@ WAITS, SLOWER, EMPTY = 0.2, 1.3, 0.5  # what is: share of time waiting for data,
 
 
 class Rate:
-    """Speed, share of time spent waiting for data, and time left, by the monotonic clock."""
+    """Speed, share of time spent waiting for data, and time left, by the monotonic clock. A batch is waited for where
+    the device is `starving` when it comes."""
 
-    def __init__(self, total_steps: int, start_step: int = 0):
+    def __init__(self, total_steps: int, start_step: int = 0, starving: Callable[[], bool] = lambda: True):
+        self._starving = starving
         self._left = total_steps - start_step
         self._base = self._began = time.monotonic()
         self._done, self._waited, self._warm = 0, 0.0, False
@@ -28,7 +30,8 @@ class Rate:
         clock = time.monotonic
         began = clock()
         for batch in batches:
-            self._waited += clock() - began
+            if self._starving():
+                self._waited += clock() - began
             yield batch
             began = clock()
 
@@ -63,6 +66,11 @@ class Rate:
     def restart(self):
         """Begin the interval anew: what lies between, such as an evaluation, is no training speed."""
         self._began, self._waited = time.monotonic(), 0.0
+
+
+def starving(device: torch.device) -> Callable[[], bool]:
+    """A function that says whether the device has nothing to do: a GPU has often been given more than it has done."""
+    return (lambda: torch.cuda.current_stream().query()) if device.type == "cuda" else (lambda: True)
 
 
 class OwnTime:

@@ -48,7 +48,8 @@ class Report:
         self.server = serving.serve(folder.parent, self._heard, serves, self.lock and self.lock.policy)
         self.profile = profiling.Profile(folder / "profile", world, args.profile)
         self.bar = console.Progress(total_steps, start.step, world.is_main)
-        self.rate, self.own = pace.Rate(total_steps, start.step), pace.OwnTime(world, args.parallel == "fsdp")
+        self.rate = pace.Rate(total_steps, start.step, pace.starving(world.device))
+        self.own = pace.OwnTime(world, args.parallel == "fsdp")
         self.told, self.started, self.begun = set(), False, start.step
 
     def waiting(self, batches):

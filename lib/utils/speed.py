@@ -1,5 +1,6 @@
 """What makes a run faster and changes no result but in its last bits: kernels, Python's garbage, loader processes."""
 
+import collections
 import contextlib
 import gc
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,7 @@ from torch.utils.data import Dataset
 from lib.utils import distributed, fetch
 from lib.utils.distributed import World
 
+LAUNCHED = 4  # micro-batches that a GPU has still to compute while the next is made ready: each holds memory
 SWEPT = 100  # batches between two collections of garbage: what it may pile up to, whatever -log_every is
 WORKERS = 8  # at most, where -workers leaves it open
 
@@ -40,11 +42,17 @@ def quiet():
             gc.enable()
 
 
-def swept(batches: Iterable) -> Iterator:
+def swept(batches: Iterable, device: torch.device) -> Iterator:
     """The same batches; after each so many is freed what refers to itself in a circle, of the objects that are new
-    since `quiet`."""
+    since `quiet`. A GPU is waited for where it is LAUNCHED batches behind, which it never notices."""
+    launched = collections.deque()
     for number, batch in enumerate(batches, 1):
         yield batch
+        if device.type == "cuda":
+            launched.append(torch.cuda.Event(blocking=True))
+            launched[-1].record()
+            if len(launched) > LAUNCHED:
+                launched.popleft().synchronize()
         if number % SWEPT == 0:
             gc.collect()
 
