@@ -162,3 +162,31 @@ def test_an_architecture_may_name_its_own_blocks():
     arch = types.SimpleNamespace(get_blocks=lambda model: [model.inner, model.head])
     parallel.wrap(net, RECOMPUTE, World(), arch=arch)
     assert [module for module in net.modules() if module.forward != before[module]] == [net.inner, net.head]
+
+
+class Viewing(nn.Module):
+    """Flattens by view, which takes no channels that lie last."""
+
+    def __init__(self):
+        super().__init__()
+        self.fold, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4 * 6 * 6, 2)
+        self.other = nn.Conv3d(1, 1, 1)
+
+    def forward(self, images):
+        features = self.fold(images)
+        return self.head(features.view(len(images), -1))
+
+
+def test_channels_lie_last_where_the_model_can_do_with_it():
+    args = types.SimpleNamespace(channels=3, image_size=8)
+    folds = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.Flatten())
+    images = torch.randn(2, 3, 8, 8)
+    before = folds(images)
+    assert torch.allclose(parallel.channels_last(folds, args)(images), before, atol=1e-5)
+    assert all(folds[number].weight.is_contiguous(memory_format=torch.channels_last) for number in (0, 2))
+    assert folds[1].num_batches_tracked == 2, "the trial left no trace"
+    for model in (Viewing(), nn.Sequential(nn.Conv3d(1, 1, 1))):
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        assert parallel.channels_last(model, args) is model
+        assert all(value.is_contiguous() and torch.equal(value, values[name]) for name, value in
+                   model.state_dict().items())  # fmt: skip

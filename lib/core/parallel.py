@@ -1,8 +1,10 @@
 """One model on several processes: DDP or FSDP2, precision, compiling, recomputing."""
 
 import contextlib
+import copy
 import functools
 import inspect
+import logging
 
 import torch
 from torch import nn
@@ -14,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from lib.core import deferred
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 
 def build(arch, args, world: World) -> tuple[nn.Module, deferred.Values | None]:
@@ -45,9 +49,24 @@ def wrap(model: nn.Module, args, world: World, *, arch=None, values=None) -> nn.
     if args.parallel == "fsdp" and world.size > 1:
         return _sharded(model, parts, args, world, values)
     if world.device.type == "cuda":
-        model = model.to(memory_format=torch.channels_last)  # what its convolutions are fastest in
+        model = channels_last(model, args)
     model = model.to(world.device)
     return _replicated(model, args, world) if world.size > 1 else model
+
+
+def channels_last(model: nn.Module, args) -> nn.Module:
+    """The model with the weights of its convolutions, and so what they compute, channels last in memory, in which a
+    GPU is fastest. One that fails so on images of zeros, as `view` may, stays as it is."""
+    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        return model
+    ordered = functools.partial(nn.utils.convert_conv2d_weight_memory_format, memory_format=torch.channels_last)
+    try:
+        with torch.no_grad():
+            ordered(copy.deepcopy(model)).eval()(torch.zeros(2, args.channels, args.image_size, args.image_size))
+    except Exception as error:  # whatever the user's code raises
+        log.info("convolutions keep the channels first in memory, as the model fails with them last (%s)", error)
+        return model
+    return ordered(model)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -80,8 +99,8 @@ def _sharded(model, parts, args, world, values):
     words |= {"offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned)} if args.offload else {}
     for part in [*_independent(model, parts), model]:
         fsdp.fully_shard(part, mp_policy=_policy(part, args), **words)
-    if values is None:
-        return model.to("cpu" if args.offload else world.device)
+    if values is None:  # fully_shard has brought it where it belongs
+        return model
     _give_memory(model, torch.device("cpu") if args.offload else world.device, world.device)
     values.fill(model)
     return model

@@ -25,7 +25,7 @@ class Finish:
         if self.change:
             draws = seeding.uniform(self.seed, epoch, indices)
             batch = self.change(batch, data.to_device(draws, batch[0].device))
-        return data.each(batch, _in_order) if self.device.type == "cuda" else batch
+        return batch
 
 
 def ready(pairs: Iterator, epoch: int, finish: Finish) -> Iterator:
@@ -58,7 +58,3 @@ def _taken(pair, event):
     current.wait_event(event)
     data.each(pair[1], lambda tensor: tensor.record_stream(current))  # its memory is not another's before it is used
     return pair
-
-
-def _in_order(tensor):
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor

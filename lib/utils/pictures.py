@@ -46,7 +46,7 @@ class Answers:
             return
         answers = outputs.detach().argmax(1)
         if self.first is None and is_picture(inputs):
-            self.first = inputs[:SHOWN], targets[:SHOWN], answers[:SHOWN]
+            self.first = tuple(part[:SHOWN].clone() for part in (inputs, targets, answers))  # not all of the batch
         at = targets.clamp_min(0) * self.classes + answers  # below 0: not to be counted (ignore_index)
         self.counts.view(-1).index_add_(0, at, (targets >= 0).long())
 
