@@ -37,9 +37,10 @@ def launch(args, target: str) -> int:
 
         return slurm.submit(args, target)
     count = processes(args)
-    with exported({"CUDA_VISIBLE_DEVICES": ",".join(chosen(args.gpus))} if args.gpus else {}):
+    with exported({visible(): ",".join(chosen(args.gpus))} if args.gpus else {}):
         os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no agent of torchrun started this process
-        if (count == 1 or args.debug) and args.nnodes == 1:
+        late = args.gpus and not fork_is_safe()  # to choose GPUs in this process
+        if (count == 1 or args.debug) and args.nnodes == 1 and not late:
             with exported(place(), OMP_NUM_THREADS=threads(1)):
                 return call(target, args)
         return spawn(args, target, count)
@@ -78,8 +79,8 @@ def processes(args) -> int:
 
 
 def chosen(gpus: str) -> list[str]:
-    """The GPUs of -gpus as CUDA_VISIBLE_DEVICES is to name them: number i is the i-th of those that are visible now,
-    a UUID stays what it is. Touches no device.
+    """The GPUs of -gpus as the variable is to name them: number i is the i-th of those that are visible now, a UUID
+    stays what it is. Touches no device.
 
     Raises UsageError for one that is not there.
     """
@@ -92,9 +93,17 @@ def chosen(gpus: str) -> list[str]:
     if missing or len(set(wanted)) < len(wanted) or not all(wanted):
         names = ",".join(str(gpu) for gpu in range(there))
         raise UsageError(f"-gpus {gpus}: {', '.join(missing) or 'a name'} is not one of the GPUs here: {names}")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(gpu) for gpu in range(there))
-    names = [name.strip() for name in visible.split(",")]
+    names = os.environ.get(visible()) or ",".join(str(gpu) for gpu in range(there))
+    names = [name.strip() for name in names.split(",")]
     return [names[int(gpu)] if gpu.isdigit() else gpu for gpu in wanted]
+
+
+def visible() -> str:
+    """The variable that names the GPUs which torch is to see. ROCm knows NVIDIA's, too, but goes by its own first."""
+    import torch
+
+    own = torch.version.hip and "HIP_VISIBLE_DEVICES" in os.environ
+    return "HIP_VISIBLE_DEVICES" if own else "CUDA_VISIBLE_DEVICES"
 
 
 def place() -> dict[str, str]:

@@ -210,21 +210,37 @@ def test_children_are_forked_only_where_counting_gpus_touched_none(gpus, counted
     (None, "0,1", "0,1"), (None, "1", "1"), ("4,5", "0,1", "4,5"), ("4, 5", "1,0", "5,4"), ("4,5", "1", "5"),
     ("GPU-aa,GPU-bb", "1", "GPU-bb"), ("4,5", "GPU-cc,0", "GPU-cc,4"),
 ])  # fmt: skip
+@pytest.mark.parametrize("vendor", ["CUDA", "HIP"])
 def test_gpus_are_counted_among_the_visible_ones_and_exported_to_the_run_alone(
-    visible, wanted, exported, monkeypatch, tmp_path
+    vendor, visible, wanted, exported, monkeypatch, tmp_path
 ):
+    name = f"{vendor}_VISIBLE_DEVICES" if visible else "CUDA_VISIBLE_DEVICES"
     seen = []
+    monkeypatch.setattr(torch.version, "hip", "7.0" if vendor == "HIP" else None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(launch, "spawn", lambda *words: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 0)
+    monkeypatch.setattr(launch, "spawn", lambda *words: seen.append(os.environ[name]) or 0)
     monkeypatch.setattr(launch, "call", launch.spawn)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for one in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(one, raising=False)
     if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "another's")
+        monkeypatch.setenv(name, visible)
     args, before = parsed(["-gpus", wanted]), dict(os.environ)
     again = check.Check(args, tmp_path)  # counts the processes, and starts the run in a child
     assert launch.processes(args) == again.size == len(wanted.split(","))
     assert launch.launch(again.args, "train:run") == launch.launch(args, "train:run") == 0
     assert seen == [exported] * 2 and os.environ == before
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_one_process_is_this_one_unless_its_gpu_is_chosen_too_late(safe, monkeypatch):
+    """Once the driver was asked for its GPUs it does not look at the variable again."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(launch, "fork_is_safe", lambda: safe)
+    monkeypatch.setattr(launch, "spawn", lambda args, target, count: ("a child", count))
+    monkeypatch.setattr(launch, "call", lambda target, args: "here")
+    assert launch.launch(parsed(["-gpus", "1"]), "train:run") == ("here" if safe else ("a child", 1))
+    assert launch.launch(parsed(["-cpu", "1"]), "train:run") == "here"
 
 
 @pytest.mark.parametrize(("rank", "size", "is_one"), [
