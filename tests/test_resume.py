@@ -10,6 +10,7 @@ import torch
 from runs import distance, few, norm_net, outcome, plugins, run, weights
 from safetensors.torch import save_file
 from saves import SMALL, log_of, names
+from torch import nn
 
 from lib.trainer import trainer
 from lib.utils import resume
@@ -204,6 +205,31 @@ def test_another_optimizer_begins_anew_when_it_is_allowed(copy, monkeypatch):
             shutil.rmtree(twin / "checkpoints" / name)
         run(copy.parent, f"{SMALL} -model {twin.name} {words} -allow_change optimizer")
         assert "begins without memory" in log_of(twin)
-    assert [len(memory) for memory in made] == [0, 5]
+    assert [len(memory) for memory in made] == [5, 5], "both have their memory from the first"
     run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -optimizer adam -allow_change optimizer")
     assert "begins without memory" not in log_of(copy), "adam remembers as adamw does"
+
+
+class Late(nn.Module):
+    """Its last layer has no part in the first six steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 4), nn.Linear(4, 4)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, inputs):
+        self.calls += self.training
+        outputs = self.first(inputs.flatten(1))
+        return self.last(outputs) if self.calls > 6 else outputs
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adagrad"])
+def test_a_parameter_that_took_no_part_yet_goes_on_as_if_nothing_had_been(optimizer, tmp_path, monkeypatch):
+    words = "-dataset few -arch late -num_classes 4 -batch_size 10 -epochs 2 -cpu 1 -optimizer"
+    with plugins(arch={"late": lambda args: Late()}):
+        whole = run(tmp_path, f"{words} {optimizer} -model whole")
+        with monkeypatch.context() as patch:
+            saves.stop_at(patch, 4)
+            run(tmp_path, f"{words} {optimizer} -model parts", wanted=75)
+        assert distance(whole, run(tmp_path, f"{words} {optimizer} -model parts")) == 0

@@ -208,7 +208,7 @@ def load(found, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world:
     _check_finite(found, model, world, allowed)
     if anew and fresh:
         optimizer.state.clear()
-    forget(model, optimizer, never if not anew else [])
+    forget(model, optimizer, never if fresh and not anew else [])
 
 
 def _optim(schema):
