@@ -16,6 +16,7 @@ CPU = torch.device("cpu")
 PARENT = os.getppid()
 ROOM = 1000  # bytes of JSON that ranks exchange in one go
 FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # what `together` passes on; of several the first
+LEFT = []  # process groups
 START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read
 
 
@@ -69,8 +70,15 @@ def joined(args):
         yield world
     except BaseException:
         if world.device.type == "cpu":  # NCCL's farewell waits for the others, who may wait for this rank
-            dist.destroy_process_group()
+            _leave()
         raise
+    _leave()
+
+
+def _leave():
+    """Leaves all process groups. Their C++ parts stay until this process ends: gloo's are taken down with Python's
+    lock held, and may wait for a thread of theirs that needs it (torch 2.11, in one of a hundred runs)."""
+    LEFT.extend(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
 
 
