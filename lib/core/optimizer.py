@@ -27,7 +27,7 @@ def get_optimizer(model: nn.Module, args, batch_size: int) -> torch.optim.Optimi
         optimizer = BY_NAME[args.optimizer](groups, fused=fused, **options)
     except (RuntimeError, TypeError):  # no fused kernel for this device or dtype
         optimizer = BY_NAME[args.optimizer](groups, **options)
-    if options.get("momentum"):
+    if type(optimizer) is torch.optim.SGD and args.momentum:
         _remember_nothing(optimizer)
     return optimizer
 
