@@ -177,6 +177,18 @@ class Viewing(nn.Module):
         return self.head(features.view(len(images), -1))
 
 
+def test_channels_are_tried_before_anything_is_compiled(monkeypatch):
+    seen, model = [], BlocksNet()
+    part = model.blocks[0]
+    monkeypatch.setattr(nn.Module, "to", lambda self, *words: self)
+    monkeypatch.setattr(
+        parallel, "channels_last", lambda *_: seen.append("forward" in vars(model.blocks[0])) or model
+    )
+    args = types.SimpleNamespace(**{**vars(RECOMPUTE), "compile": "blocks"})
+    assert parallel.wrap(model, args, World(device=torch.device("cuda"))) is model
+    assert seen == [False] and "forward" in vars(part)
+
+
 def test_channels_lie_last_where_the_model_can_do_with_it():
     args = types.SimpleNamespace(channels=3, image_size=8)
     folds = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.Flatten())

@@ -36,6 +36,9 @@ def wrap(model: nn.Module, args, world: World, *, arch=None, values=None) -> nn.
     """
     if args.sync_bn and world.device.type == "cpu":
         raise UsageError("-sync_bn needs a GPU: torch has no SyncBatchNorm on the CPU")
+    sharded = args.parallel == "fsdp" and world.size > 1
+    if world.device.type == "cuda" and not sharded:
+        model = channels_last(model, args)
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     parts = arch.get_blocks(model) if hasattr(arch, "get_blocks") else blocks(model)
@@ -46,10 +49,8 @@ def wrap(model: nn.Module, args, world: World, *, arch=None, values=None) -> nn.
     for part in parts if args.recompute else ():
         again = functools.partial(_nothing_noted, part)
         part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False, context_fn=again)
-    if args.parallel == "fsdp" and world.size > 1:
+    if sharded:
         return _sharded(model, parts, args, world, values)
-    if world.device.type == "cuda":
-        model = channels_last(model, args)
     model = model.to(world.device)
     return _replicated(model, args, world) if world.size > 1 else model
 

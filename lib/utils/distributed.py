@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 PARENT = os.getppid()
 ROOM = 1000  # bytes of JSON that ranks exchange in one go
 FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # what `together` passes on; of several the first
-LEFT = []  # process groups
+LEFT = []  # the process groups that were left
 START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read
 
 
@@ -77,7 +77,7 @@ def joined(args):
 
 def _leave():
     """Leaves all process groups. Their C++ parts stay until this process ends: gloo's are taken down with Python's
-    lock held, and may wait for a thread of theirs that needs it (torch 2.11, in one of a hundred runs)."""
+    lock held, and may wait for ever for a thread of theirs that needs it (torch 2.11)."""
     LEFT.extend(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
 
@@ -102,9 +102,9 @@ def _backend(device):
 def set_patience(seconds: float):
     """From now on a collective, of all ranks or of some (FSDP's), fails when the others do not come within so many
     seconds."""
-    torch_s = dist.distributed_c10d
-    set_timeout = getattr(torch_s, "set_timeout", None) or torch_s._set_pg_timeout
-    for group in list(torch_s._world.pg_map):
+    c10d = dist.distributed_c10d
+    set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
+    for group in list(c10d._world.pg_map):
         set_timeout(datetime.timedelta(seconds=seconds), group)
 
 
