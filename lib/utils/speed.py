@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import ctypes
 import gc
 from collections.abc import Iterable, Iterator
 
@@ -11,6 +12,7 @@ from torch.utils.data import Dataset
 from lib.utils import distributed, fetch
 from lib.utils.distributed import World
 
+KEPT = {-1: -1, -4: 0}  # of <malloc.h>: M_TRIM_THRESHOLD never, M_MMAP_MAX no block
 LAUNCHED = 4  # micro-batches that a GPU has still to compute while the next is made ready: each holds memory
 SWEPT = 100  # batches between two collections of garbage: what it may pile up to, whatever -log_every is
 WORKERS = 8  # at most, where -workers leaves it open
@@ -18,13 +20,24 @@ WORKERS = 8  # at most, where -workers leaves it open
 
 def kernels(world: World, deterministic: bool):
     """Has matrices multiplied in TF32 and convolutions tried out for the fastest way; or, as no trial ends the same
-    way twice, the same bits every time (torch.use_deterministic_algorithms), where torch has such a kernel."""
+    way twice, the same bits every time (torch.use_deterministic_algorithms), where torch has such a kernel. On the
+    CPU the memory that a step frees is kept for the next."""
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
     if world.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = not deterministic
+    if world.device.type == "cpu":
+        keep_memory()
+
+
+def keep_memory():
+    """Has glibc's malloc give nothing back to the system, which would be asked for it again at the next step, page by
+    page (mallopt(3)). Other C libraries stay as they are."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+    for option, value in KEPT.items():
+        mallopt(option, value)
 
 
 @contextlib.contextmanager
