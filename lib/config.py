@@ -6,6 +6,7 @@ import logging
 import math
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 import yaml
@@ -147,8 +148,8 @@ def check(args: Args, given: set[str], modules: dict):
     if args.parallel != "fsdp" and (args.offload or args.fsdp_replicas > 1):
         flag = "-offload" if args.offload else f"-fsdp_replicas {args.fsdp_replicas}"
         raise UsageError(f"{flag} is for sharded models: add -parallel fsdp")
-    if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        raise UsageError("-compile needs a C++ compiler, and there is no c++, g++ or clang++ here: install one")
+    if args.compile:
+        check_compiler()
     check_nodes(args)
     if args.micro_batch and not args.batch_per_gpu and args.batch_size % args.micro_batch:
         near = max(args.micro_batch, args.batch_size - args.batch_size % args.micro_batch)
@@ -159,6 +160,16 @@ def check(args: Args, given: set[str], modules: dict):
         raise UsageError("-ngrok_oauth and -ngrok_allow belong together: who is to sign in where")
     if args.lr_end > args.lr_start:
         raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")
+
+
+def check_compiler():
+    """Raises UsageError where torch.compile would end in pages of a compiler's words."""
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        raise UsageError("-compile needs a C++ compiler, and there is no c++, g++ or clang++ here: install one")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.is_file():
+        raise UsageError(f"-compile needs Python's header files, and there is no {header}: install python3-dev (or "
+                         f"python3-devel)")  # fmt: skip
 
 
 def check_nodes(args: Args):
