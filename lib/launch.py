@@ -36,11 +36,11 @@ def launch(args, target: str) -> int:
         from lib import slurm
 
         return slurm.submit(args, target)
-    count = processes(args)
+    count = 1 if args.debug and args.nnodes == 1 else processes(args)
     with exported({visible(): ",".join(chosen(args.gpus))} if args.gpus else {}):
         os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no agent of torchrun started this process
         late = args.gpus and not fork_is_safe()  # to choose GPUs in this process
-        if (count == 1 or args.debug) and args.nnodes == 1 and not late:
+        if count == args.nnodes == 1 and not late:
             with exported(place(), OMP_NUM_THREADS=threads(1)):
                 return call(target, args)
         return spawn(args, target, count)

@@ -65,7 +65,7 @@ def test_the_first_step_may_take_longer_than_hang_minutes(start, undisturbed):
 def test_patience_is_that_of_all_groups(tmp_path):
     """Also of those of some ranks, as FSDP has them: here rank 1 does not come."""
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_of_two, args=(rank, tmp_path)) for rank in range(2)]
+    ranks = [fork.Process(target=_of_two, args=(rank, tmp_path), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
     ranks[0].join(SOON_S)
@@ -88,7 +88,7 @@ def _of_two(rank, folder):
 def test_groups_are_taken_down_with_the_process_only(tmp_path):
     """Before, with Python's lock held, gloo might wait for one of its threads that needs the lock."""
     fork, port = multiprocessing.get_context("fork"), ports.free()
-    ranks = [fork.Process(target=_joined, args=(rank, port, tmp_path)) for rank in range(2)]
+    ranks = [fork.Process(target=_joined, args=(rank, port, tmp_path), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -240,6 +240,7 @@ def test_one_process_is_this_one_unless_its_gpu_is_chosen_too_late(safe, monkeyp
     monkeypatch.setattr(launch, "spawn", lambda args, target, count: ("a child", count))
     monkeypatch.setattr(launch, "call", lambda target, args: "here")
     assert launch.launch(parsed(["-gpus", "1"]), "train:run") == ("here" if safe else ("a child", 1))
+    assert launch.launch(parsed(["-gpus", "0,1", "-debug"]), "train:run") == ("here" if safe else ("a child", 1))
     assert launch.launch(parsed(["-cpu", "1"]), "train:run") == "here"
 
 
