@@ -75,6 +75,15 @@ def test_running_statistics_of_one_micro_batch_are_batchnorms_own_to_the_bit():
         assert all(torch.equal(value, wanted[name]) for name, value in buffers(model).items())
 
 
+def test_running_statistics_in_double_precision_lose_none_of_it():
+    model = norms().double().train()
+    statistics = running.Statistics(model, World(), alone=False)
+    parts = [torch.randn(size, 4, dtype=torch.float64) for size in (5, 3)]
+    wanted = mean_of(model, parts)
+    step(model, statistics, parts, 8)
+    assert all(torch.allclose(value, wanted[name], rtol=1e-14, atol=0) for name, value in buffers(model).items())
+
+
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_a_step_that_is_skipped_leaves_the_running_statistics_as_they_were(alone, norm):

@@ -13,55 +13,65 @@ class Statistics:
 
     Every micro-batch of a step starts from the same buffers, and the step ends with the mean of what the
     micro-batches made of them, weighted by their samples, over all ranks; a step that is skipped leaves them as they
-    were. With one micro-batch on one process (`alone`) the mean is what the model did itself.
+    were. With one micro-batch on one process (`alone`) the mean is what the model did itself, and counts (BatchNorm's
+    num_batches_tracked) always are what the last micro-batch made of them.
     """
 
     def __init__(self, model: nn.Module, world: World, alone: bool):
-        saved = parallel.unwrap(model).state_dict(keep_vars=True)
-        buffers = [b for name, b in parallel.unwrap(model).named_buffers() if name in saved]
-        self.floats = [b for b in buffers if b.is_floating_point()]
-        self.buffers = self.floats + [b for b in buffers if not b.is_floating_point()]
-        self.world, self.on, self.alone = world, bool(self.floats), alone
-        if self.on:
-            sizes = [b.numel() for b in self.floats]
-            self.total, self.first = (torch.zeros(sum(sizes), device=self.floats[0].device) for _ in range(2))
-            self.parts = [v.view_as(b) for v, b in zip(self.total.split(sizes), self.floats, strict=True)]
-            self.start = [v.view_as(b) for v, b in zip(self.first.split(sizes), self.floats, strict=True)]
-            self.start += [b.clone() for b in self.buffers[len(self.floats) :]]
-
-    def before(self, first: bool):
-        """Before a micro-batch; `first`: of this rank's in the step."""
-        if self.on and first:
-            self._copy(self.start, self.buffers)
-            self.total.zero_()
-        elif self.on:
-            self._copy(self.buffers, self.start)
-
-    def after(self, weight: float):
-        """After a micro-batch that holds `weight` of the step's samples, over all ranks."""
-        if self.on and not self.alone:
-            with torch.no_grad():
-                torch._foreach_add_(self.parts, self.floats, alpha=weight)
-
-    def settle(self, norm: torch.Tensor):
-        """At the end of a step whose gradient has this norm."""
-        if not self.on:
-            return
-        if self.alone:
-            self._copy(self.parts, self.floats)
-        else:
-            distributed.sum_(self.total, self.world)
-        good = torch.isfinite(norm)
-        torch.where(good, self.total, self.first, out=self.total)
-        self._copy(self.floats, self.parts)
-        for count, before in zip(self.buffers[len(self.floats) :], self.start[len(self.floats) :], strict=True):
-            torch.where(good, count, before, out=count)
-
-    def restore(self):
-        """As it was before the step."""
-        if self.on:
-            self._copy(self.buffers, self.start)
+        model = parallel.unwrap(model)
+        saved, by_dtype = model.state_dict(keep_vars=True), {}
+        for name, buffer in model.named_buffers():
+            if name in saved:
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        self.on = any(dtype.is_floating_point for dtype in by_dtype)
+        self.world, self.alone = world, alone
+        self.kinds = [_Kind(buffers) for buffers in by_dtype.values()] if self.on else []
 
     @torch.no_grad()
-    def _copy(self, to, source):
-        torch._foreach_copy_(to, source)
+    def before(self, first: bool):
+        """Before a micro-batch; `first`: of this rank's in the step."""
+        for kind in self.kinds:
+            if first:
+                torch._foreach_copy_(kind.at_start, kind.buffers)
+                kind.total.zero_()
+            else:
+                torch._foreach_copy_(kind.buffers, kind.at_start)
+
+    @torch.no_grad()
+    def after(self, weight: float):
+        """After a micro-batch that holds `weight` of the step's samples, over all ranks."""
+        for kind in self.kinds:
+            if kind.averaged and not self.alone:
+                torch._foreach_add_(kind.totals, kind.buffers, alpha=weight)
+
+    @torch.no_grad()
+    def settle(self, norm: torch.Tensor):
+        """At the end of a step whose gradient has this norm."""
+        good = torch.isfinite(norm)
+        for kind in self.kinds:
+            if not kind.averaged or self.alone:
+                torch._foreach_copy_(kind.totals, kind.buffers)
+            else:
+                distributed.sum_(kind.total, self.world)
+            torch.where(good, kind.total, kind.start, out=kind.total)
+            torch._foreach_copy_(kind.buffers, kind.totals)
+
+    @torch.no_grad()
+    def restore(self):
+        """As it was before the step."""
+        for kind in self.kinds:
+            torch._foreach_copy_(kind.buffers, kind.at_start)
+
+
+class _Kind:
+    """The buffers of one dtype, and room for all their values in one tensor, which a GPU handles at once."""
+
+    def __init__(self, buffers: list[torch.Tensor]):
+        first, sizes = buffers[0], [buffer.numel() for buffer in buffers]
+        self.buffers, self.averaged = buffers, first.is_floating_point()
+        exact = torch.promote_types(first.dtype, torch.float32) if self.averaged else first.dtype
+        self.total, self.start = (torch.zeros(sum(sizes), dtype=exact, device=first.device) for _ in range(2))
+        self.totals, self.at_start = (
+            [part.view_as(buffer) for part, buffer in zip(room.split(sizes), buffers, strict=True)]
+            for room in (self.total, self.start)
+        )
