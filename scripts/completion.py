@@ -3,6 +3,7 @@
 Works for `python train.py ...` and `./train.py ...`; type it again after a plugin is added.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def main(words: list[str]) -> int:
 def parser() -> parsing.Parser:
     """All flags that there are, every plugin's own among them."""
     made = config.new_parser()
+    made.formatter_class = argparse.HelpFormatter  # without the defaults, which are those of the plugin loaded last
     for kind in config.BUILDERS:
         names = config.plugins(kind)
         for name in names:

@@ -1,25 +1,43 @@
-"""-list shows the plugins, and bash completes flags and plugin names at the TAB key."""
+"""-list shows the plugins, and bash and zsh complete flags and plugin names at the TAB key."""
 
 import contextlib
+import os
+import pty
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from cluster import needed
+from processes import until
 
 import train
 from lib import config
 from scripts import completion
 
+ROOT = Path(__file__).resolve().parent.parent
+# At TAB the line goes to a file, completed, and is gone before zsh could run it.
+ZSH = """autoload -U compinit; compinit -u; eval "$(<{script})"; unsetopt beep
+tell() {{ zle expand-or-complete; print -r -- "$BUFFER" >> {told}; BUFFER= }}; zle -N tell; bindkey '^I' tell
+print ready >> {told}
+"""
+
+
+def written(folder: Path, shell: str) -> Path:
+    """What a shell is to evaluate, in a file."""
+    pytest.importorskip("shtab", reason="needs uv pip install -r pyproject.toml --group completion")
+    file = folder / f"train.{shell}"
+    with file.open("w") as stream, contextlib.redirect_stdout(stream):
+        assert completion.main([shell]) == 0
+    return file
+
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
     """What bash is to evaluate."""
-    pytest.importorskip("shtab", reason="needs uv pip install -r pyproject.toml --group completion")
-    file = tmp_path_factory.mktemp("completion") / "train.bash"
-    with file.open("w") as stream, contextlib.redirect_stdout(stream):
-        assert completion.main(["bash"]) == 0
-    return file
+    return written(tmp_path_factory.mktemp("completion"), "bash")
 
 
 def offered(script, words: list[str]) -> list[str]:
@@ -28,6 +46,31 @@ def offered(script, words: list[str]) -> list[str]:
     ask = f"source {script}; COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _python_train_py; "
     ask += 'printf "%s\\n" "${COMPREPLY[@]}"'
     return subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=240).stdout.split()
+
+
+def typed(folder: Path, lines: list[str]) -> list[str]:
+    """What a zsh at a terminal makes of these lines, each with TAB at its end."""
+    told, script = folder / "told", written(folder, "zsh")
+    (folder / "setup").write_text(ZSH.format(script=script, told=told))
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "TERM": "vt100", "ZDOTDIR": str(folder), "PYTHONWARNINGS": "ignore"}
+    shell = subprocess.Popen(["zsh", "-f", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=env,
+                             start_new_session=True)  # fmt: skip
+    try:
+        os.write(ours, b"source " + str(folder / "setup").encode() + b"\n")
+        for number, line in enumerate(lines, start=1):
+            until(lambda: len(_lines(told)) == number)  # noqa: B023
+            os.write(ours, line.encode() + b"\t")
+        return until(lambda: _lines(told)[1:] if len(_lines(told)) > len(lines) else None)
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(ours)
+        os.close(theirs)
+
+
+def _lines(file):
+    return file.read_text().splitlines() if file.exists() else []
 
 
 def test_list_shows_every_plugin_with_what_it_says_of_itself(capsys):
@@ -55,6 +98,17 @@ def test_flags_and_plugin_names_are_completed(script):
 
 def test_other_scripts_of_python_are_left_alone(script):
     assert offered(script, ["python", "other.py", "-lr_"]) == [] == offered(script, ["python", "-"])
+
+
+@needed("" if shutil.which("zsh") else "needs zsh")
+def test_zsh_completes_them_too(tmp_path):
+    found = {
+        "python train.py -resnet_d": "python train.py -resnet_depth ",
+        "python3 ./train.py -cpu 2 -trainer con": "python3 ./train.py -cpu 2 -trainer contrastive ",
+        "./train.py -scale_lr sq": "./train.py -scale_lr sqrt ",
+        "python other.py -resnet_d": "python other.py -resnet_d",
+    }
+    assert typed(tmp_path, [*found]) == [*found.values()]
 
 
 def test_what_is_missing_or_wrong_is_one_line(capsys, monkeypatch):
