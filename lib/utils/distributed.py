@@ -60,9 +60,8 @@ def joined(args):
         return
     backend = "gloo" if world.device.type == "cpu" else f"cpu:gloo,{_backend(world.device)}"
     level = dist.get_debug_level()
-    if (
-        backend == "gloo"
-    ):  # wrapped, as in detailed debugging, DDP would take it for a bare one and crash (torch 2.15)
+    if backend == "gloo":
+        # Wrapped, as in detailed debugging, DDP would take it for a bare one and crash (torch 2.15).
         dist.set_debug_level(min(level, dist.DebugLevel.INFO, key=int))
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=max(START_MINUTES, args.hang_minutes)))
     dist.set_debug_level(level)
