@@ -15,7 +15,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from lib import config
-from lib.utils import ahead, atomic, checkpoint, distributed, fetch, loader, shards, state, stored
+from lib.utils import ahead, atomic, checkpoint, distributed, fetch, loader, shards, state, stored, weights
 from lib.utils.errors import UsageError
 
 
@@ -61,7 +61,7 @@ def place(run: Path, asked: str | None) -> Path:
 def read(source: Path) -> dict[str, Tensor]:
     """The model's tensors by name. Raises shards.Damaged for a checkpoint that is not what was written."""
     if source.is_file():
-        return shards.load_weights(source)
+        return weights.read(source)
     manifest = checkpoint.read_manifest(source)
     for file, facts in manifest["shards"].items():
         shards.verify(source / file, facts)

@@ -12,7 +12,7 @@ import torch
 from runs import few, lines, outcome, plugins, run, same
 from saves import SMALL, everything, log_of, names, save, saver
 
-from lib.utils import checkpoint, disks, distributed, resume, search, shards, stored
+from lib.utils import checkpoint, disks, distributed, metrics, search, shards, stored
 from lib.utils.distributed import World
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -194,11 +194,11 @@ def test_the_best_without_a_val_split_is_refused_before_anything_is_written(refu
 def test_best_is_the_highest_score_and_never_one_that_is_not_a_number():
     best = None
     for epoch, loss in enumerate((float("nan"), 3.0, 2.0, float("nan"), 2.5)):
-        best = resume.better(best, {"loss": loss}, None, epoch) or best
+        best = metrics.better(best, {"loss": loss}, None, epoch) or best
     assert (best["value"], best["epoch"]) == (2.0, 2)
-    best = resume.better(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 5)
+    best = metrics.better(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 5)
     assert (best["metric"], best["value"]) == ("accuracy", 0.1)
-    assert resume.better(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 6) is None
+    assert metrics.better(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 6) is None
 
 
 # Room

@@ -14,6 +14,7 @@ from torch import nn
 
 from lib.trainer import trainer
 from lib.utils import resume
+from lib.utils.weights import start_from
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
@@ -79,7 +80,7 @@ def test_weights_of_any_form_start_a_run(done, tmp_path, form):
     name, write = FORMS[form]
     write(weights(done), tmp_path / name)
     model = norm_net(type("Args", (), {"num_classes": 4}))
-    resume.load_weights(str(tmp_path / name), model)
+    start_from(str(tmp_path / name), model)
     assert all(torch.equal(value, weights(done)[name]) for name, value in model.state_dict().items())
 
 

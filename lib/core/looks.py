@@ -8,7 +8,7 @@ import time
 import torch
 
 from lib.core import parallel
-from lib.utils import atomic, data, disks, pace, report, resume, search, shards, stored
+from lib.utils import atomic, data, disks, pace, report, search, shards, stored, weights
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 from lib.utils.state import prepared
@@ -50,7 +50,7 @@ def evaluate(trainer) -> str:
         raise UsageError(f"-eval: {folder} has neither best nor final weights; name some by -weights FILE")
     if not splits:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
-    resume.load_weights(path, parallel.unwrap(trainer.model), whole=True)
+    weights.start_from(path, parallel.unwrap(trainer.model), whole=True)
     figures = {}
     for split in splits:
         figures[split] = trainer.evaluate(split)

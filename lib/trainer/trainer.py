@@ -8,7 +8,7 @@ import torch
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.core import parallel, running, scheduler
-from lib.utils import checkpoint, metrics, preemption, report, resume, run_folder, search, seeding, shards, speed
+from lib.utils import checkpoint, metrics, preemption, report, resume, run_folder, search, seeding, speed, weights
 from lib.utils.bad_steps import BadSteps, Counter
 from lib.utils.data import zeros
 from lib.utils.errors import UsageError
@@ -48,7 +48,7 @@ class Trainer:
         self.statistics = running.Statistics(model, world, alone)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
-        self.ballot, self.every = preemption.Ballot(self.stop, world), resume.Every(args.save_every)
+        self.ballot, self.every = preemption.Ballot(self.stop, world), checkpoint.Every(args.save_every)
         kept = {"keep_last": args.keep_last, "strict": args.save_strict}
         self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", world, **kept)
 
@@ -181,7 +181,7 @@ class Trainer:
         if figures is None:
             return False
         try:
-            best = resume.better(self.best, figures, self.args.best, self.state.epoch + 1)
+            best = metrics.better(self.best, figures, self.args.best, self.state.epoch + 1)
         except UsageError:
             self.save()  # the epoch's training: the next start begins with its evaluation
             self.checkpoints.finish()
@@ -222,7 +222,7 @@ class Trainer:
         if found:
             self.go_on(found, model)
         elif self.args.weights:
-            resume.load_weights(self.args.weights, model)
+            weights.start_from(self.args.weights, model)
         with prepared(model, self.optimizer) as tensors:
             self.checkpoints.check_room(tensors)
 
@@ -278,7 +278,7 @@ class Trainer:
 
     def write_weights(self, name: str, must: bool = True) -> bool:
         """Writes NAME/weights.safetensors, ready for safetensors' load_file. False if that failed and need not be."""
-        return shards.keep_weights(self.folder / name, model_tensors(parallel.unwrap(self.model)), self.world, must)
+        return weights.keep(self.folder / name, model_tensors(parallel.unwrap(self.model)), self.world, must)
 
     def finish(self) -> str:
         """The last save; of a finished run also the test split and the final weights. "finished" or "stopped"; or

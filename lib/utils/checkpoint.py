@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -28,6 +29,29 @@ WAIT_S = 0.2  # between votes while all ranks wait for a save: a slow disk is no
 
 class SaveError(RuntimeError):
     """Checkpoints cannot be written; the run ends rather than go on without."""
+
+
+class Every:
+    """When a save is due: every so many epochs, optimizer steps, or minutes."""
+
+    def __init__(self, text: str):
+        number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+        self.number, self.unit = int(number), (text[len(number) :] or "epochs")[:4]
+        self.since = time.monotonic()
+
+    def epoch_due(self, epoch: int) -> bool:
+        return self.unit == "epoc" and epoch % self.number == 0
+
+    def step_due(self, step: int) -> bool:
+        return self.unit == "step" and step % self.number == 0
+
+    def minutes_due(self) -> bool:
+        """This process's clock; the ranks take rank 0's word, in the vote."""
+        return self.unit == "min" and time.monotonic() - self.since >= self.number * 60
+
+    def saved(self):
+        """Starts the minutes anew."""
+        self.since = time.monotonic()
 
 
 class Checkpoints:

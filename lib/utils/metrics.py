@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from lib.utils import atomic, console, distributed
+from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 
 # Waiting tensors are folded into one when there are this many: a device's allocator spends 512 bytes on a 0-d tensor.
 FOLD = 256
+LESS = {"loss", "bits_per_byte"}  # what is to fall
 
 
 class MetricsTracker:
@@ -116,6 +118,20 @@ def mean(totals: dict, name: str, weight: str = "samples") -> float:
     """The weighted mean totals[name] / totals[weight]; NaN where nothing was counted."""
     count = totals.get(weight, 0)
     return totals.get(name, math.nan) / count if count else math.nan
+
+
+def better(best: dict | None, figures: dict, asked: str | None, epoch: int) -> dict | None:
+    """The best validation so far if these figures are it, else None. By the metric that was asked for, or accuracy,
+    or loss; of LESS, less is better.
+
+    Raises UsageError if the metric that was asked for is not there.
+    """
+    name = asked or ("accuracy" if "accuracy" in figures else "loss")
+    if asked and name not in figures:
+        raise UsageError(f"-best {name}: the evaluation on val gives {', '.join(figures)}")
+    score = figures.get(name, math.nan) * (-1 if name in LESS else 1)
+    last = best["score"] if best and best["metric"] == name else -math.inf
+    return {"metric": name, "value": figures[name], "score": score, "epoch": epoch} if score > last else None
 
 
 def _sum(name, tensors):

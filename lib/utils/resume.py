@@ -4,17 +4,16 @@ import difflib
 import json
 import logging
 import math
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from lib.utils import checkpoint, distributed, run_folder, shards, stored
+from lib.utils import checkpoint, distributed, run_folder, shards, stored, weights
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 from lib.utils.loader import Plan, divisor
-from lib.utils.state import State, all_tensors, model_tensors, prepare
+from lib.utils.state import State, all_tensors, prepare
 
 log = logging.getLogger(__name__)
 # What a run may change as it likes: everything else bends its trajectory.
@@ -26,32 +25,8 @@ HARMLESS = {
     "nnodes", "node_rank", "master_addr", "master_port", "master_suffix", "cache_dir", "debug_dist",
     "ngrok", "ngrok_auth", "ngrok_oauth", "ngrok_allow", "profile", "debug", "eval", "dry",
 }  # fmt: skip
-LESS = {"loss", "bits_per_byte"}  # metrics that are to fall
 OTHERS = {"samples", "nan"}  # what -allow_change may name beside flags: the dataset's length, weights not finite
 FACTS = {"state", "asked", "best", "bad_steps", "metrics", "scaler", "about"}  # what the trainer adds to a manifest
-
-
-class Every:
-    """When a save is due: every so many epochs, optimizer steps, or minutes."""
-
-    def __init__(self, text: str):
-        number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
-        self.number, self.unit = int(number), (text[len(number) :] or "epochs")[:4]
-        self.since = time.monotonic()
-
-    def epoch_due(self, epoch: int) -> bool:
-        return self.unit == "epoc" and epoch % self.number == 0
-
-    def step_due(self, step: int) -> bool:
-        return self.unit == "step" and step % self.number == 0
-
-    def minutes_due(self) -> bool:
-        """This process's clock; the ranks take rank 0's word, in the vote."""
-        return self.unit == "min" and time.monotonic() - self.since >= self.number * 60
-
-    def saved(self):
-        """Starts the minutes anew."""
-        self.since = time.monotonic()
 
 
 def remembered(args, world: World) -> dict:
@@ -100,7 +75,7 @@ def check_start(args, plan: Plan, before: dict, model: torch.nn.Module, splits: 
     if before and not args.eval:
         check_changes(before, asked(args, plan), args.allow_change)
     elif args.weights and not before:
-        _fitting(args.weights, model, "meta")
+        weights.fitting(args.weights, model, "meta")
 
 
 def plan(args, samples: int, world: World, before: dict) -> Plan:
@@ -239,53 +214,3 @@ def forget(model, optimizer, names: list[str]):
     for name, parameter in model.named_parameters():
         if any(word.startswith(f"optim.{name}.") for word in names):
             optimizer.state.pop(parameter, None)
-
-
-def better(best: dict | None, figures: dict, asked: str | None, epoch: int) -> dict | None:
-    """The best validation so far if these figures are it, else None. By the metric that was asked for, or accuracy,
-    or loss; of LESS, less is better.
-
-    Raises UsageError if the metric that was asked for is not there.
-    """
-    name = asked or ("accuracy" if "accuracy" in figures else "loss")
-    if asked and name not in figures:
-        raise UsageError(f"-best {name}: the evaluation on val gives {', '.join(figures)}")
-    score = figures.get(name, math.nan) * (-1 if name in LESS else 1)
-    last = best["score"] if best and best["metric"] == name else -math.inf
-    return {"metric": name, "value": figures[name], "score": score, "epoch": epoch} if score > last else None
-
-
-def load_weights(path: str, model: torch.nn.Module, whole: bool = False):
-    """Starts from the weights in a file, on every rank; what is missing, of another shape or not used is told.
-
-    Raises UsageError if it cannot be read, or nothing in it fits, or not all that the model has (`whole`).
-    """
-    weights, mine, fits = _fitting(path, model, "cpu")
-    if whole and fits != {*mine}:
-        names = ", ".join(sorted({*mine} - fits)[:4])
-        raise UsageError(f"-weights {path}: not the weights of this model: {names} is missing or of another shape")
-    with torch.no_grad():
-        for name in fits:
-            shards.put(mine[name], weights[name])
-    log.info("-weights %s: %d tensors taken", path, len(fits))
-    both = {*mine} & {*weights}
-    tied = {*model.state_dict()} - {*mine}  # other names of tensors that were taken
-    for kind, names in (("missing there", {*mine} - both), ("not used", {*weights} - both - tied),
-                        ("of another shape there", both - fits)):  # fmt: skip
-        if names:
-            log.warning("-weights %s: %s: %s", path, kind, ", ".join(sorted(names)))
-
-
-def _fitting(path, model, device):
-    try:
-        weights = shards.load_weights(Path(path), device)
-    except Exception as error:  # what a file that is none may raise, nobody lists
-        raise UsageError(
-            f"-weights {path}: cannot be read ({(str(error) or repr(error)).splitlines()[0]})"
-        ) from error
-    weights = {name.removeprefix("_orig_mod.").removeprefix("module."): value for name, value in weights.items()}
-    mine = model_tensors(model)
-    fits = {name for name in mine if name in weights and weights[name].shape == mine[name].shape}
-    if not fits:
-        raise UsageError(f"-weights {path}: none of its {len(weights)} tensors fits this model by name and shape")
-    return weights, mine, fits

@@ -20,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lib.utils import atomic, distributed
 from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
@@ -223,53 +222,6 @@ def put(tensor: Tensor, whole: Tensor):
     """Gives a tensor, or the local block of a sharded one, the values of a whole one."""
     target, start = _local(tensor)
     target.copy_(whole[tuple(slice(a, a + n) for a, n in zip(start, target.shape))] if whole.ndim else whole)
-
-
-def gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """The tensors with the sharded ones made whole, on rank 0's CPU; called by all ranks. Elsewhere: empty ones."""
-    whole = {}
-    for name, tensor in tensors.items():
-        full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-        whole[name] = full.cpu() if world.is_main else full.new_empty(0)
-    return whole
-
-
-def keep_weights(folder: Path, tensors: dict[str, Tensor], world: World, must: bool = True) -> bool:
-    """Rank 0 writes folder/weights.safetensors, all ranks wait. False, with a warning, if that failed and need not
-    be (`must`)."""
-    try:
-        whole = gathered(tensors, world)
-        distributed.main_does(lambda: write_weights(folder, whole), world)
-    except (OSError, RuntimeError) as error:
-        if must:
-            raise
-        log.warning("%s could not be written (%s): the run goes on without", folder, error)
-        return False
-    return True
-
-
-def write_weights(folder: Path, tensors: dict[str, Tensor]):
-    """Writes folder/weights.safetensors from whole tensors on the CPU, in place of an older one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic.staged(folder / "weights.safetensors") as partial:
-        write(partial, list(tensors.items()))
-
-
-def load_weights(path: Path, device: str = "cpu") -> dict[str, Tensor]:
-    """The tensors of a weights file: safetensors, or a torch file without code (`weights_only=True`). On "meta" only
-    their shapes are read."""
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            if device == "meta":
-                return {name: torch.empty(file.get_slice(name).get_shape(), device="meta") for name in names}
-            return {name: file.get_tensor(name) for name in names}
-    loaded = torch.load(path, map_location=device, weights_only=True)
-    while isinstance(loaded, dict) and not any(isinstance(value, Tensor) for value in loaded.values()):
-        loaded = next((loaded[key] for key in ("model", "state_dict") if key in loaded), None)
-    if not isinstance(loaded, dict):
-        raise SafetensorError("it holds no tensors by name")
-    return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
 
 
 def total_bytes(tensors: dict[str, Tensor]) -> int:
