@@ -1,5 +1,6 @@
 """DDP, FSDP2 and one process: the same run, each other's checkpoints, and any honest model."""
 
+import itertools
 import types
 
 import pytest
@@ -8,6 +9,7 @@ from runs import few, norm_net, plugins, run, same, weights
 from torch import nn
 
 from lib.core import parallel
+from lib.trainer.trainer import Trainer
 from lib.utils.distributed import World
 from train import main
 
@@ -115,12 +117,51 @@ def test_recomputing_changes_no_bit_and_notes_no_batch_twice(tmp_path):
     assert same(plain, again)
 
 
-def test_a_compiled_run_keeps_its_names_and_goes_on_uncompiled(tmp_path):
+@pytest.mark.parametrize("how", ["blocks", "model"])
+def test_a_compiled_run_keeps_its_names_and_goes_on_uncompiled(tmp_path, how):
     """Without dropout, of which a compiler may draw other masks."""
     words = f"{NET} -arch still_net -epochs 2 -cpu 1"
     plain = weights(run(tmp_path, f"{words} -model plain"))
-    run(tmp_path, f"{words} -compile -recompute -model compiled -limit_steps 5", wanted=75)
+    run(tmp_path, f"{words} -compile {how} -recompute -model compiled -limit_steps 5", wanted=75)
     assert far(plain, weights(run(tmp_path, f"{words} -model compiled"))) < 1e-5
+
+
+@pytest.mark.parametrize(("how", "grow"), [("blocks", 0), ("blocks", 1), ("model", 1)])
+def test_all_parts_are_compiled_and_short_batches_leave_the_code_for_whole_ones(how, grow, monkeypatch):
+    """Graphs are counted and run as they are; nine parts of one class, alike or not, share one store of them."""
+    made, ran, real = [], [], torch.compile
+
+    def counted(graph, inputs):
+        made.append(number := len(made))
+        return lambda *given: ran.append(number) or graph(*given)
+
+    monkeypatch.setattr(torch, "compile", lambda forward: real(forward, backend=counted))
+    widths = [8 + grow * n for n in range(10)]
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(*pair), nn.Tanh()) for pair in itertools.pairwise(widths)))
+    args = types.SimpleNamespace(**{**vars(RECOMPUTE), "recompute": False, "compile": how})
+    model, seen = parallel.wrap(model, args, World()), []
+    for size in (6, 6, 5, 6):
+        ran.clear()
+        model(torch.randn(size, 8, requires_grad=True)).sum().backward()
+        seen.append(tuple(ran))
+    torch._dynamo.reset()
+    assert {len(graphs) for graphs in seen} == {9 if how == "blocks" else 1}
+    if how == "model" or not grow:
+        assert seen[1] == seen[3] != seen[2]
+
+
+class Round(Trainer):
+    """Calls the model that DDP wraps."""
+
+    def training_step(self, batch):
+        return self.loss(parallel.unwrap(self.model)(batch[0]), batch[1])
+
+
+def test_a_training_step_that_goes_round_ddp_is_refused(tmp_path, capfd):
+    with plugins(trainer={"round": Round}):
+        run(tmp_path, f"{NORM} -trainer round -model alone")
+        run(tmp_path, f"{NORM} -trainer round -cpu 2 -model two", wanted=2)
+    assert "training_step went round self.model(...)" in capfd.readouterr().err.splitlines()[-1]
 
 
 def test_blocks_are_the_outermost_module_lists_or_the_children():

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import importlib
 import inspect
 import logging
 
@@ -18,13 +19,22 @@ from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
+COMPILED = 64  # graphs of one forward method
 
 
 def build(arch, args, world: World) -> tuple[nn.Module, deferred.Values | None]:
     """The model of an architecture's module. One that is to be sharded is without memory, its values beside it."""
     if args.parallel == "fsdp" and world.size > 1:
-        return deferred.build(lambda: arch.get_model(args))
-    return arch.get_model(args), None
+        return deferred.build(lambda: _made(arch, args))
+    return _made(arch, args), None
+
+
+def _made(arch, args):
+    model = arch.get_model(args)
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise UsageError(f"-arch {args.arch}: get_model gives {kind}; a model, an nn.Module, is needed")
+    return model
 
 
 def wrap(model: nn.Module, args, world: World, *, arch=None, values=None) -> nn.Module:
@@ -44,15 +54,28 @@ def wrap(model: nn.Module, args, world: World, *, arch=None, values=None) -> nn.
     parts = arch.get_blocks(model) if hasattr(arch, "get_blocks") else blocks(model)
     if args.recompute and not parts:
         raise UsageError(f"-recompute: -arch {args.arch} has no blocks to recompute; give it a get_blocks(model)")
+    if args.compile:
+        _ready_to_compile()
     for part in (parts or [model]) if args.compile == "blocks" else [model] if args.compile else []:
         part.forward = torch.compile(part.forward)
     for part in parts if args.recompute else ():
-        again = functools.partial(_nothing_noted, part)
-        part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False, context_fn=again)
+        # A model that is compiled as a whole notes a batch once, and takes no contexts of ours.
+        own = {} if args.compile == "model" else {"context_fn": functools.partial(_nothing_noted, part)}
+        part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False, **own)
     if sharded:
         return _sharded(model, parts, args, world, values)
     model = model.to(world.device)
     return _replicated(model, args, world) if world.size > 1 else model
+
+
+def _ready_to_compile():
+    """Parts that are of torch's own classes share one store of compiled code, which is too small for them as it
+    comes: the rest would not be compiled. Where parts are alike, the code for whole batches stays in use when a short
+    one was compiled after it."""
+    settings = importlib.import_module("torch._dynamo.config")
+    settings.recompile_limit = max(settings.recompile_limit, COMPILED)
+    if hasattr(settings, "automatic_dynamic_exclusion_guard"):  # not in every torch
+        settings.automatic_dynamic_exclusion_guard = True
 
 
 def channels_last(model: nn.Module, args) -> nn.Module:
@@ -85,7 +108,14 @@ def _replicated(model, args, world):
     words = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in words else "broadcast_buffers"
     words = {"gradient_as_bucket_view": True, "find_unused_parameters": args.find_unused, buffers: False}
-    return DistributedDataParallel(model, device_ids=ids, **words)
+    model = DistributedDataParallel(model, device_ids=ids, **words)
+    model.went_round = True  # until its forward was called
+    model.register_forward_pre_hook(_called)
+    return model
+
+
+def _called(model, inputs):
+    model.went_round = False
 
 
 def _sharded(model, parts, args, world, values):
@@ -172,9 +202,15 @@ def set_sync(model: nn.Module, last: bool):
 
 
 def check_reduced(model: nn.Module, parameters: list):
-    """Raises UsageError where DDP would have waited for a gradient that never came."""
-    waits = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
-    if waits and any(parameter.grad is None for parameter in parameters):
+    """Raises UsageError where the gradients of this step are not those of all processes: DDP's forward was not
+    called, or it waited for a gradient that never came."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if model.went_round:
+        raise UsageError("training_step went round self.model(...): the processes' gradients were not averaged; "
+                         "let the model's forward do all that is trained")  # fmt: skip
+    model.went_round = True
+    if not model.find_unused_parameters and any(parameter.grad is None for parameter in parameters):
         names = [n for n, p in unwrap(model).named_parameters() if p.requires_grad and p.grad is None]
         raise UsageError(f"the parameter {names[0]} ({len(names)} in all) took no part in this step: add "
                          f"-find_unused, or freeze it by requires_grad_(False)")  # fmt: skip
