@@ -1,5 +1,6 @@
 """Runs that are refused once their parts are seen: data sets, models, folders, other runs, what they go on from."""
 
+import copy
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import train
 from lib import config
+from lib.trainer.trainer import Trainer
 from lib.utils import run_folder
 from lib.utils.data import Tensors
 
@@ -54,6 +56,7 @@ WHOLE, EMPTY = Tensors(torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), Tensors(
         (None, ["train split is a NoneType"]),
         (7, ["train split is a int"]),
         ({}, ["train needed"]),
+        ((WHOLE, WHOLE), ["gives a tuple", "dict of splits"]),
         ({"training": WHOLE}, ["training", "train needed"]),
         ({"train": WHOLE, "dev": WHOLE}, ["dev", "train, val and test are known"]),
         ({"val": WHOLE}, ["val", "train needed"]),
@@ -70,6 +73,51 @@ def test_a_dataset_of_the_wrong_kind_or_size_is_refused(given, parts, told):
 def test_a_model_without_anything_to_train_is_refused(told):
     with runs.plugins(arch={"still": lambda args: nn.Flatten()}):
         assert told([*FAST, "-arch", "still"]) == "-arch still: the model has no parameters that can be trained"
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"), [(None, "a NoneType"), (nn.Linear, "the class Linear"), ((1, 2), "a tuple")]
+)
+def test_what_is_no_model_is_refused(made, kind, told):
+    with runs.plugins(arch={"odd": lambda args: made}):
+        assert told([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model gives {kind}; a model")
+
+
+STEPS = {
+    "nothing": (lambda loss: None, "gives a NoneType;"),
+    "a number": (lambda loss: float(loss), "gives a float;"),
+    "a row": (lambda loss: loss.expand(3), "gives a tensor of shape (3,);"),
+    "no gradient": (lambda loss: loss.detach(), "gives a tensor of shape () without a gradient;"),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_training_step_that_gives_no_loss_is_told_in_a_line(kind, tmp_path, capfd):
+    change, said = STEPS[kind]
+
+    class Odd(Trainer):
+        def training_step(self, batch):
+            return change(super().training_step(batch))
+
+    with runs.plugins(trainer={"odd": Odd}):
+        assert train.main([*FAST, "-trainer", "odd", "-out", str(tmp_path)]) == 2
+    told = capfd.readouterr().err
+    assert f"-trainer odd: training_step {said}" in told.splitlines()[-1]
+
+
+def test_what_a_trainer_keeps_beside_the_model_is_told(tmp_path, capfd):
+    class Twin(Trainer):
+        def __init__(self, *parts):
+            super().__init__(*parts)
+            self.twin = copy.deepcopy(self.model)
+            self.second = torch.optim.SGD(self.twin.parameters(), lr=0.1)
+
+    with runs.plugins(trainer={"twin": Twin}):
+        runs.run(tmp_path, "-cpu 1 -dry -trainer twin")
+        told = capfd.readouterr().out
+        runs.run(tmp_path, "-cpu 1 -dry")
+    assert all(f"the trainer's {name} is in no checkpoint" in told for name in ("twin (Sequential)", "second (SGD)"))
+    assert "is in no checkpoint" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -110,6 +158,7 @@ ODD = {
     "colour": lambda args: coloured(20),
     "late": lambda args: {"train": coloured(20, classes=2), "val": coloured(90, classes=9)},
     "listed": lambda args: Targets(),
+    "ignored": lambda args: Tensors(torch.randn(4, 1, 8, 8), torch.tensor([0, -1, 2, 3])),
     "floats": lambda args: Tensors(torch.randn(9, 5), torch.randn(9, 2)),
 }
 
@@ -121,6 +170,7 @@ ODD = {
         ("digits -image_size 9", ["-image_size 9: it is 8 in -dataset digits"]),
         ("digits -num_classes 3", ["-num_classes is 3", "class 9"]),
         ("digits -loss mse", ["-loss is mse", "class numbers"]),
+        ("ignored -arch mlp -loss cross_entropy", ["there is a class -1: they are counted from 0"]),
         ("colour", ["-dataset colour on -arch convnet", "-channels is 1", "3x8x8"]),
         ("colour -arch mlp -channels 3 -image_size 6", ["on -arch mlp", "-image_size is 6", "3x8x8"]),
         ("colour -channels 3 -num_classes 3", ["-num_classes is 3", "class 3"]),

@@ -196,6 +196,10 @@ def test_the_file_stop_and_max_hours_stop_a_run(start, undisturbed):
     (run.folder / "STOP").touch()
     run.go()
     assert first < stopped(run, "STOP") == NEXT
+    later = time.time() + 60
+    os.utime(run.folder / "STOP", (later, later))  # as if it came while the next one was starting
+    assert stopped(start("asked"), "STOP") == NEXT + 1
+    os.utime(run.folder / "STOP", (0, 0))
     goes_on(start, "asked", undisturbed)
 
 

@@ -5,6 +5,8 @@ import math
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lib.utils.errors import UsageError
+
 
 def get_loss(args):
     """A callable (outputs, targets) -> the mean loss over the batch, a scalar."""
@@ -22,6 +24,28 @@ class CrossEntropy(nn.CrossEntropyLoss):
         return super().forward(outputs, targets)
 
 
+class Alike:
+    """Outputs and targets of the same shape: torch's losses would stretch one of them, and learn something else."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.shape != targets.shape:
+            raise UsageError(f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}: "
+                             "this -loss needs the same shape")  # fmt: skip
+        return super().forward(outputs, targets)
+
+
+class MSE(Alike, nn.MSELoss):
+    """torch's, of like shapes."""
+
+
+class L1(Alike, nn.L1Loss):
+    """torch's, of like shapes."""
+
+
+class Huber(Alike, nn.HuberLoss):
+    """torch's, of like shapes."""
+
+
 def metric_sums(loss, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """What a batch adds to each metric beside the loss: sums over its samples, so that shares of any size add up.
 
@@ -36,4 +60,15 @@ def metric_sums(loss, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     return {"bits_per_byte": nats * (len(targets) / math.log(2))}
 
 
-BY_NAME = {"cross_entropy": CrossEntropy, "mse": nn.MSELoss, "l1": nn.L1Loss, "huber": nn.HuberLoss}
+def checked(loss, trainer: str) -> Tensor:
+    """What a training_step gave. Raises UsageError unless it is a 0-d tensor that leads to a gradient."""
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+        kind = f"a {type(loss).__name__}"
+        if isinstance(loss, Tensor):
+            kind = f"a tensor of shape {tuple(loss.shape)}{'' if loss.requires_grad else ' without a gradient'}"
+        raise UsageError(f"-trainer {trainer}: training_step gives {kind}; the mean loss, a 0-d tensor ready for "
+                         "backward, is needed")  # fmt: skip
+    return loss
+
+
+BY_NAME = {"cross_entropy": CrossEntropy, "mse": MSE, "l1": L1, "huber": Huber}

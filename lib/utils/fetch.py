@@ -56,18 +56,21 @@ class Fetch(Dataset):
 
     def __init__(self, dataset, seed):
         self.dataset, self.seed, self.fixed = dataset, seed, is_fixed(dataset)
+        self.at = None  # the sample that is being fetched
         self.whole = callable(getattr(inner(dataset), "__getitems__", None))
 
     def __getitem__(self, key):
         epoch, indices = key
+        self.at = None
         try:
             batch = self._whole(epoch, indices) if self.whole else self._one_by_one(epoch, indices)
+            return default_collate(batch) if isinstance(batch, list) else batch
         except Exception as error:
-            error.args = (f"{error} (while fetching the samples {_short(indices)})",)
+            where = f"samples {_short(indices)}" if self.at is None else f"sample {self.at}"
+            error.args = (f"{error} (while fetching the {where})",)
             if isinstance(error, UsageError) and get_worker_info():
                 return error  # raised here, it would come with the worker's traceback in its words
             raise
-        return default_collate(batch) if isinstance(batch, list) else batch
 
     def _whole(self, epoch, indices):
         if not self.fixed:
@@ -75,9 +78,12 @@ class Fetch(Dataset):
         return self.dataset.__getitems__(indices)
 
     def _one_by_one(self, epoch, indices):
-        return [self._sample(epoch, index) for index in indices]
+        batch = [self._sample(epoch, index) for index in indices]
+        self.at = None
+        return batch
 
     def _sample(self, epoch, index):
+        self.at = index
         if not self.fixed:
             seeding.for_sample(self.seed, epoch, index)
         return self.dataset[index]

@@ -26,18 +26,20 @@ def check(splits: dict, model: nn.Module, loss, args, world: World):
             continue
         inputs, targets = (values.cpu().clone() for values in batch)
         if part is dataset and not targets.is_floating_point():
-            targets[-1] = max(int(targets.max()), _highest(dataset))
+            low, high = _range(dataset)
+            targets[0], targets[-1] = min(int(targets.min()), low), max(int(targets.max()), high)
         odd = [*_odd_inputs(inputs, args), *_odd_targets(targets, args)]
         if odd and (error := _failure(model, loss, inputs, targets)):
             raise UsageError(f"-dataset {args.dataset} on -arch {args.arch}: {'; '.join(odd)}, in its {name} split "
                              f"({error})")  # fmt: skip
 
 
-def _highest(dataset) -> int:
-    """The highest class number in a dataset that has them all at hand, in memory or as torchvision's `targets`."""
+def _range(dataset) -> tuple[int, int]:
+    """The lowest and highest class number in a dataset that has them all at hand, in memory or as torchvision's
+    `targets`."""
     tensors = getattr(dataset, "tensors", None)
     labels = tensors[1] if tensors else getattr(dataset, "targets", ())
-    return int(max(labels)) if len(labels) else 0
+    return (int(min(labels)), int(max(labels))) if len(labels) else (0, 0)
 
 
 def _odd_inputs(inputs: Tensor, args):
@@ -59,6 +61,8 @@ def _odd_targets(targets: Tensor, args):
         yield f"-loss is {args.loss} and the targets are {'class numbers' if classes else 'no class numbers'}"
     elif classes and int(targets.max()) >= args.num_classes:
         yield f"-num_classes is {args.num_classes} and there is a class {int(targets.max())}, counted from 0"
+    elif classes and int(targets.min()) < 0:
+        yield f"there is a class {int(targets.min())}: they are counted from 0"
     elif targets.ndim == 2 and targets.shape[1] != args.num_classes:
         yield f"-num_classes is {args.num_classes} and a target has {targets.shape[1]} numbers"
 
@@ -71,7 +75,7 @@ def _failure(model, loss, inputs, targets) -> str:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             loss(model.eval()(inputs), targets.to(like.device))
-    except (RuntimeError, ValueError, IndexError) as error:
+    except (RuntimeError, ValueError, IndexError, UsageError) as error:
         return " ".join(str(error).split())[:200]
     finally:
         model.train(was)

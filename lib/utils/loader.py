@@ -177,6 +177,9 @@ def sharded(splits: dict[str, Dataset], world: World) -> tuple[dict[str, Dataset
 def splits(dataset, name: str, overfit: int | None = None) -> dict[str, Dataset]:
     """What get_dataset gave as {"train": ..., "val": ..., "test": ...}; to `overfit` the first so many training
     samples, evaluated on as well. Raises UsageError for what cannot be trained on."""
+    if isinstance(dataset, (tuple, list)):
+        raise UsageError(f"-dataset {name}: get_dataset gives a {type(dataset).__name__}: a dataset or a dict of "
+                         "splits is needed, as {'train': ..., 'val': ...}")  # fmt: skip
     parts = dataset if isinstance(dataset, dict) else {"train": dataset}
     if "train" not in parts or not set(parts) <= {"train", "val", "test"}:
         raise UsageError(

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.distributed import DistError
 
-from lib.utils import atomic, console, disks, distributed, stored
+from lib.utils import atomic, console, disks, distributed, stored, timing
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 from lib.utils.hangs import Hang
@@ -64,7 +64,9 @@ def _failed(folder, world, error):
     """The first rank that fails says why; those that fail because it is gone leave that as it is."""
     before = stored.outcome(folder)
     if before.get("state") != "failed" or before.get("launch") != distributed.launch_id():
-        reason = f"rank {world.rank}: {type(error).__name__}: {error}"
+        told = f"{type(error).__name__}: {error}"
+        told = told.strip().splitlines()[-1] if "\nOriginal Traceback" in told else told  # a loader process's
+        reason = f"rank {world.rank}: {told}"
         write_outcome(folder, "failed", reason=reason, lost_peer=lost_peer(error))
 
 
@@ -83,7 +85,9 @@ def _claim(folder, anew):
     if anew:
         _move_aside(folder)
     write_outcome(folder, "running")
-    (folder / "STOP").unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if (folder / "STOP").stat().st_mtime < timing.launched:  # a later one is meant for this start
+            (folder / "STOP").unlink()
     return lock
 
 
@@ -155,7 +159,7 @@ def about() -> dict:
     return {
         "command": " ".join(["python", *sys.argv]),
         "git": _git("rev-parse", "HEAD"),
-        "changed_files": _git("status", "--porcelain", "--untracked-files=no"),
+        "changed_files": _git("status", "--porcelain"),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "torchvision": importlib.metadata.version("torchvision"),

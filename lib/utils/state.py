@@ -1,12 +1,15 @@
 """How far a run is, and the tensors that are its state."""
 
 import contextlib
+import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lib.utils.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -41,6 +44,15 @@ def all_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     model_part = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
     optim_part = {f"optim.{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()}
     return {**model_part, **optim_part}
+
+
+def warn_of_strays(trainer):
+    """Tells of modules and optimizers that a trainer keeps beside those it was given: no checkpoint holds them."""
+    given = [trainer.model, trainer.loss, trainer.optimizer]
+    for name, value in vars(trainer).items():
+        if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) and not any(value is one for one in given):
+            log.warning("the trainer's %s (%s) is in no checkpoint, and not the same on all processes: a resumed run "
+                        "begins it anew; a part of the model is kept", name, type(value).__name__)  # fmt: skip
 
 
 def prepare(optimizer: torch.optim.Optimizer):
