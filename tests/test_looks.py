@@ -10,6 +10,7 @@ from torch import nn
 
 import train
 from lib.core import looks
+from lib.trainer.trainer import Trainer
 from lib.utils import data, profiling
 from lib.utils.data import Tensors
 from lib.utils.distributed import World
@@ -60,6 +61,18 @@ def test_dry_tells_what_a_run_would_be_and_writes_nothing(parts, tmp_path, capfd
     size = 3 * 4 * model + 4 * 5 + 2 * 4 * 24 + 8
     assert f"checkpoint: {size / 1e9:.3f} GB" in said
     assert not list(tmp_path.iterdir())
+
+
+def test_dry_tries_an_evaluation_and_needs_not_be_like_the_run_that_is_there(parts, tmp_path, capfd):
+    run(tmp_path, f"{WORDS} -limit_steps 2", wanted=75)
+    run(tmp_path, f"{WORDS} -dry -epochs 77 -batch_size 10")
+
+    class Broken(Trainer):
+        def evaluation_step(self, model, batch, count):
+            raise LookupError("an evaluation")
+
+    with plugins(trainer={"broken": Broken}), pytest.raises(LookupError, match="an evaluation"):
+        run(tmp_path, f"{WORDS} -dry -trainer broken -model other")
 
 
 @pytest.mark.parametrize(("words", "told"), [

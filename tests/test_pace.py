@@ -9,6 +9,7 @@ from runs import few, plugins, run
 
 from lib.trainer import trainer
 from lib.utils import pace, timing
+from lib.utils.distributed import World
 
 FINE = {"taken": 100.0, "waited": 1.0, "own": 50.0, "memory": None}
 
@@ -55,6 +56,22 @@ def test_a_slow_rank_is_named_and_the_start_accounted_for(parallel, times, tmp_p
     assert [part.rpartition(" ")[0] for part in parts.split(", ")] == [
         "imports", "data", "processes", "model", "resume", "first step"
     ]  # fmt: skip
+
+
+def test_what_lies_between_two_epochs_is_no_ranks_own_time(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(pace.time, "monotonic", lambda: clock[0])
+    own = pace.OwnTime(World(size=2))
+    for began in (0.0, 100.0):  # an epoch, and another after an evaluation
+        clock[0] = began
+        own.begin(anew=True)
+        for _ in range(2):  # steps with one second of its own, and one for the others
+            clock[0] += 1
+            own.end()
+            clock[0] += 1
+            own.begin()
+    own.read()
+    assert own.seconds == 4.0
 
 
 @pytest.mark.parametrize("starving", [True, False])

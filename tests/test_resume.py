@@ -30,6 +30,8 @@ def test_a_run_goes_on_from_another(done, tmp_path, place):
     wanted = {"checkpoints/step_00000006": "step 6"}.get(place, "step 12")
     assert f"going on from {done}/checkpoints/" in log_of(folder) and wanted in log_of(folder)
     assert before == {path: path.stat().st_mtime_ns for path in done.rglob("*")}
+    best = outcome(folder)["best"]
+    assert (best is None) == (not (folder / "best").exists()), "of weights that it has"
     again = run(tmp_path, f"{SMALL} -cpu 2 -model branch")
     assert names(again) and distance(again, done) == 0.0
 
@@ -93,7 +95,8 @@ def test_weights_are_taken_once_and_what_does_not_fit_is_told(done, tmp_path):
     folder = run(tmp_path, words)
     for told in ("missing there: 1.weight", "not used: more", "of another shape there: 5.bias"):
         assert told in log_of(folder)
-    assert "tensors taken" not in log_of(run(tmp_path, words)).partition("going on from")[2]
+    again = log_of(run(tmp_path, words)).partition("going on from")
+    assert "tensors taken" not in again[2] and "-weights is not used" in again[0]
 
 
 def test_weights_that_cannot_be_read_or_do_not_fit_are_refused_and_run_no_code(refused, tmp_path):
@@ -157,6 +160,14 @@ def test_flags_that_another_version_of_the_code_had_are_told_and_pass(copy):
     saves.rewrite(copy / "checkpoints" / names(copy)[0], lambda manifest: manifest["asked"].pop("momentum") and None)
     run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net")
     assert "-momentum was unknown and is 0.9" in log_of(copy)
+
+
+def test_a_batch_that_the_micro_batch_no_longer_divides_is_cut_anew(tmp_path, refused):
+    run(tmp_path, f"{SMALL} -limit_steps 2", wanted=75)
+    words = f"{SMALL.replace('-micro_batch 4', '')} -batch_size 6"
+    said = refused(words)
+    assert "-batch_size was 16 and is 6" in said and "-micro_batch was 4 and is 6" in said
+    run(tmp_path, f"{words} -allow_change batch_size -allow_change micro_batch")
 
 
 @pytest.mark.parametrize(("batch", "micro"), [(8, 4), (4, 2), (48, 8), (25, 5)])

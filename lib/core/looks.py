@@ -67,10 +67,11 @@ def evaluate(trainer) -> str:
 
 
 def dry(trainer) -> str:
-    """Trains one step, and tells the shapes, parameters, memory and the size of a checkpoint."""
+    """Trains one step, evaluates one batch, and tells the shapes, parameters, memory and the size of a checkpoint."""
     model, device = parallel.unwrap(trainer.model), trainer.world.device
     with _outputs(model, _shape):
         seconds = _timed(lambda: list(steps(trainer, 1)))
+    _try_evaluation(trainer)
     count = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     with prepared(model, trainer.optimizer) as tensors:
@@ -85,6 +86,15 @@ def dry(trainer) -> str:
     log.info("checkpoint:  %.3f GB; %.1f GB are free in %s", size / 1e9, disks.free_bytes(there) / 1e9, there)
     log.info("-dry: nothing was written")
     return "finished"
+
+
+@torch.no_grad()
+def _try_evaluation(trainer):
+    """One batch of the val split: what fails there would fail after a whole epoch."""
+    if "val" in trainer.loaders:
+        key, batch = next(trainer.loaders["val"].epoch(0))
+        with trainer.precision:
+            trainer.evaluation_step(parallel.unwrap(trainer.model).eval(), batch, key.count)
 
 
 def debug(trainer) -> str:

@@ -99,7 +99,7 @@ class Trainer:
         parallel.set_sync(self.model, key.last)
         self.statistics.before(key.first)
         with self.precision:
-            loss = self.training_step(batch)
+            loss = losses.checked(self.training_step(batch), self.args.trainer)
         if key.last:
             self.report.own.end()
         weight = key.count * self.world.size / key.of  # DDP divides by the number of processes
@@ -219,6 +219,8 @@ class Trainer:
         model = parallel.unwrap(self.model)
         found = search.newest(self.checkpoints.folder, self.checkpoints.disk, self.args.resume)
         resume.check_allowed(self.args, found.manifest["asked"] if found else {})
+        if found and self.args.weights:
+            log.info("-weights is not used: the run goes on from its checkpoint")
         if found:
             self.go_on(found, model)
         elif self.args.weights:
@@ -232,13 +234,13 @@ class Trainer:
         resume.check_known(found)
         resume.check_changes(manifest["asked"], resume.asked(self.args, self.plan), allowed)
         resume.load(found, model, self.optimizer, self.world, allowed)
-        self.state, self.best = resume.state(manifest, self.plan), manifest["best"]
+        own = found.folder.parent == self.checkpoints.folder
+        self.state, self.best = resume.state(manifest, self.plan), manifest["best"] if own else None
         self.bad.total = manifest["bad_steps"]
         self.metrics.load_state_dict(manifest["metrics"])
         self.logged = dict(self.metrics.agg)  # or the next log line would tell the epoch's steps as its own
         if self.args.fp16 and manifest["scaler"]:
             self.scaler.load_state_dict(manifest["scaler"])
-        own = found.folder.parent == self.checkpoints.folder
         self.saved = (self.state.step, self.state.epoch) if own else None
         log.info("going on from %s: epoch %d, step %d", found.folder, self.state.epoch + 1, self.state.step)
 

@@ -82,9 +82,9 @@ class OwnTime:
         self.on, self.device = world.size > 1 and not gathered, world.device
         self.seconds, self.began, self.pairs = 0.0, None, []
 
-    def begin(self):
-        """At the begin of a step, or of a later micro-batch of it."""
-        if self.on and self.began is None:
+    def begin(self, anew: bool = False):
+        """At the begin of a step, or of a later micro-batch of it; `anew`: of the first after something else."""
+        if self.on and (anew or self.began is None):
             self.began = self._now()
 
     def end(self):

@@ -56,7 +56,7 @@ class Report:
         """The keys and batches, the time spent waiting for each measured. What the first step trained on is shown
         after it, where it is images."""
         waited = self.rate.waiting(batches)
-        self.own.begin()
+        self.own.begin(anew=True)
         for key, batch in waited:
             yield key, batch
             if not self.started:

@@ -72,7 +72,7 @@ def check_start(args, plan: Plan, before: dict, model: torch.nn.Module, splits: 
     check_allowed(args, before)
     if args.best and "val" not in splits:
         raise UsageError(f"-best {args.best}: there is no val split to choose by")
-    if before and not args.eval:
+    if before and not (args.eval or args.dry):
         check_changes(before, asked(args, plan), args.allow_change)
     elif args.weights and not before:
         weights.fitting(args.weights, model, "meta")
@@ -89,7 +89,8 @@ def plan(args, samples: int, world: World, before: dict) -> Plan:
         batch = args.batch_per_gpu * world.size if args.batch_per_gpu else args.batch_size
     if batch < world.size:
         raise UsageError(f"-batch_size {batch} has not a sample for each of {world.size} processes: try {world.size}")
-    micro = args.micro_batch or before.get("micro_batch") or divisor(batch, math.ceil(batch / world.size))
+    kept = before.get("micro_batch") or batch + 1
+    micro = args.micro_batch or (divisor(batch, math.ceil(batch / world.size)) if batch % kept else kept)
     if batch % micro:
         raise UsageError(f"-batch_size {batch} cannot be cut into micro-batches of -micro_batch {micro}")
     if args.drop_last and samples < batch:
