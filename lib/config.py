@@ -148,6 +148,9 @@ def check(args: Args, given: set[str], modules: dict):
     if args.parallel != "fsdp" and (args.offload or args.fsdp_replicas > 1):
         flag = "-offload" if args.offload else f"-fsdp_replicas {args.fsdp_replicas}"
         raise UsageError(f"{flag} is for sharded models: add -parallel fsdp")
+    if args.offload and args.fp16:
+        raise UsageError("-offload and -fp16 exclude each other, as torch's gradient scaler does not wait for copies "
+                         "to the CPU: take -bf16")  # fmt: skip
     if args.compile:
         check_compiler()
     check_nodes(args)

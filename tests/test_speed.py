@@ -186,6 +186,13 @@ def test_the_same_bits_every_time_are_asked_of_torch():
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
         speed.kernels(World(), deterministic=False)
         assert torch.are_deterministic_algorithms_enabled(), "what the user's own code asked for stays"
+        fast = (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled)
+        assert all(each() for each in fast)
+        speed.kernels(World(device=torch.device("cuda", 0)), deterministic=True)
+        assert not any(each() for each in fast) and torch.backends.cuda.math_sdp_enabled()
     finally:
+        for kernel in speed.FAST_ATTENTION:
+            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(True)
+        torch.set_float32_matmul_precision("highest")
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True

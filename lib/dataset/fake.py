@@ -49,4 +49,4 @@ class Noise(Dataset):
     def __getitems__(self, indices) -> tuple[Tensor, Tensor]:
         """Images (len(indices), channels, height, width) and labels (len(indices),)."""
         rows = torch.tensor(indices)
-        return self.views[rows % len(self.views)].view(-1, *self.shape), self.labels[rows]
+        return self.views.index_select(0, rows % len(self.views)).view(-1, *self.shape), self.labels[rows]

@@ -60,7 +60,7 @@ class Checkpoints:
     def __init__(self, folder: Path, world: World, *, keep_last: int = 2, strict: bool = False):
         self.folder, self.world, self.disk = folder, world, disks.one(world)
         self.keep_last, self.strict, self.failures = keep_last, strict, 0
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", self._begin_thread)
         self.buffers: dict[str, torch.Tensor] = {}  # CPU copies, kept from one save to the next
         self.copied = threading.Event()
         self.copied.set()
@@ -180,6 +180,11 @@ class Checkpoints:
                 self.buffers[name] = torch.empty(values.shape, dtype=values.dtype, pin_memory=pin)
             self.buffers[name].copy_(values, non_blocking=non_blocking)
 
+    def _begin_thread(self):
+        if self.world.device.type == "cuda":
+            torch.cuda.set_device(self.world.device)  # a thread begins on device 0, and would take memory there
+            self.staging = torch.cuda.Stream()
+
     def _device_event(self):
         if self.world.device.type != "cuda":
             return None
@@ -205,7 +210,6 @@ class Checkpoints:
         if ready is None:
             self._copy(mine)
             return
-        self.staging = torch.cuda.Stream(self.world.device)  # a thread begins on device 0, whatever the rank's
         self.staging.wait_event(ready)
         with torch.cuda.stream(self.staging):
             self._copy(mine, non_blocking=True)

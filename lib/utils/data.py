@@ -54,7 +54,7 @@ def zeros(batch):
 def _pinned(tensor, device):
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()  # or the copy would wait
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=device.type == "cuda")  # MPS would read memory that is another's by then
 
 
 def each(batch, change):

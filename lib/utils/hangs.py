@@ -57,7 +57,8 @@ class Watch:
         longer, so that the report comes first."""
         if not self.settled:
             self.settled = True
-            distributed.set_patience(self.patience_s + 3 * self.pulse_s)
+            ahead = 0.0 if self.world.device.type == "cpu" else self.patience_s / 2  # of a GPU, which runs behind
+            distributed.set_patience(self.patience_s + max(3 * self.pulse_s, ahead))
 
     def where(self) -> tuple:
         """Another one after every step and every batch of an evaluation."""

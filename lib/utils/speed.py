@@ -13,6 +13,7 @@ from lib.utils import distributed, fetch
 from lib.utils.distributed import World
 
 KEPT = {-1: -1, -4: 0}  # of <malloc.h>: M_TRIM_THRESHOLD never, M_MMAP_MAX no block
+FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, beside the plain one
 LAUNCHED = 4  # micro-batches that a GPU has still to compute while the next is made ready: each holds memory
 SWEPT = 100  # batches between two collections of garbage: what it may pile up to, whatever -log_every is
 WORKERS = 8  # at most, where -workers leaves it open
@@ -20,16 +21,17 @@ WORKERS = 8  # at most, where -workers leaves it open
 
 def kernels(world: World, deterministic: bool):
     """Has matrices multiplied in TF32 and convolutions tried out for the fastest way; or, as no trial ends the same
-    way twice, the same bits every time (torch.use_deterministic_algorithms), where torch has such a kernel. On the
-    CPU the memory that a step frees is kept for the next."""
+    way twice, the same bits every time (torch.use_deterministic_algorithms), where torch has such a kernel. The
+    memory that a step frees on the CPU is kept for the next."""
+    keep_memory()
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
     if world.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = not deterministic
-    if world.device.type == "cpu":
-        keep_memory()
+        for kernel in FAST_ATTENTION if deterministic else ():  # which warn_only leaves as they are
+            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
 
 
 def keep_memory():
