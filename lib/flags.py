@@ -93,7 +93,9 @@ def _training(group):
 
 
 def _finding_out(group):
-    _switch(group, "-dry", "build all, train one step, evaluate one batch; tell shapes, parameters, memory; write nothing")
+    _switch(
+        group, "-dry", "build all, train one step, evaluate one batch; tell shapes, parameters, memory; write nothing"
+    )
     _switch(
         group, "-debug", "a few steps (-limit_steps, 10) in one process that name the first bad tensor; write nothing"
     )
