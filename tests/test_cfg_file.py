@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lib import config, values
 from lib.utils.errors import UsageError
 
+NOT_DRAWN = ("cfg", "gpus", "bf16", "offload", "micro_batch", "lr_end", "batch_per_gpu", "trainer", "ngrok")
 RELAXED = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -223,8 +224,7 @@ def test_config_yaml_repeats_any_command_line(tmp_path, data):
         if action.metavar == "X"
         else st.just(other_value(action))
         for name, action in shared().items()
-        if name
-        not in ("cfg", "gpus", "bf16", "micro_batch", "lr_end", "batch_per_gpu", "trainer", "ngrok", *MACHINES)
+        if name not in (*NOT_DRAWN, *MACHINES)
     }
     chosen = data.draw(st.fixed_dictionaries({}, optional=strategies))
     args = parsed(["-parallel=fsdp", "-lr_end=0", *(f"-{name}={value}" for name, value in chosen.items())])

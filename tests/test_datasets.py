@@ -151,7 +151,7 @@ def test_a_damaged_image_is_one_line_whoever_reads_it(tmp_path, workers):
     one.fetched.close()
     said = str(caught.value)
     assert said.startswith(f"{cut}: not a readable image (") and said.count("\n") == 0
-    assert said.endswith("mend it, or -folder_unreadable skip (while fetching the samples [0, 1, 2, 3])")
+    assert said.endswith("mend it, or -folder_unreadable skip (while fetching the sample 1)")
 
 
 def folder_words(data):

@@ -1,5 +1,6 @@
 """Disks that fill up, vanish, turn read-only or are slow under a run, folders of odd kinds, and stops amid a save."""
 
+import concurrent.futures
 import contextlib
 import os
 import shutil
@@ -54,11 +55,12 @@ def mount(tmp_path):
 
 
 def at_steps(monkeypatch, deeds):
-    """Does deeds[step] on rank 0 before what is due at the end of a step."""
+    """Does deeds[step] on rank 0 before what is due at the end of a step, and after what is being saved."""
     real = trainer.Trainer.boundary
 
     def boundary(self):
         if self.world.is_main and self.state.step in deeds:
+            concurrent.futures.wait([self.checkpoints.job] if self.checkpoints.job else [])
             deeds[self.state.step]()
         return real(self)
 

@@ -136,6 +136,7 @@ def test_all_parts_are_compiled_and_short_batches_leave_the_code_for_whole_ones(
         return lambda *given: ran.append(number) or graph(*given)
 
     monkeypatch.setattr(torch, "compile", lambda forward: real(forward, backend=counted))
+    torch._dynamo.reset()  # it remembers the sizes that other tests have shown it
     widths = [8 + grow * n for n in range(10)]
     model = nn.Sequential(*(nn.Sequential(nn.Linear(*pair), nn.Tanh()) for pair in itertools.pairwise(widths)))
     args = types.SimpleNamespace(**{**vars(RECOMPUTE), "recompute": False, "compile": how})
