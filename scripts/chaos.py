@@ -1,8 +1,8 @@
 """Kills runs at random instants and lets them go on: each must end as the run that nothing disturbed.
 
     python scripts/chaos.py -kills 1000 -ranks 2            the same bits at every step, redone ones too
-    python scripts/chaos.py -kills 500 -ranks 1,2,3,4       the number of processes drawn anew at each start
-    python scripts/chaos.py -switch='-workers 0,-workers 1'  further flags of train.py, drawn anew too
+    python scripts/chaos.py -kills 500 -ranks 1,2,3,4       each start on another number of processes, drawn at random
+    python scripts/chaos.py -switch='-workers 0,-workers 1'  further flags of train.py, drawn so too
 
 Each start is forked from this one warm process. What every rank trained on must be, once each and in order, the
 samples of every epoch's order, however often the run was killed. Ctrl-C and SIGTERM end it, with the table so far.
@@ -136,7 +136,7 @@ def disturbed(ways, draw, tally, most) -> list[str]:
     """Takes one run to its end, with as many kills as it meets on the way. Returns what was done to each start."""
     code, before, story = None, None, []
     while code != launch.FINISHED:
-        way = draw.choice(ways)
+        way = draw.choice([way for way in ways if way is not before] or ways)
         with started(way, "run") as start:
             start.process.join(draw.uniform(0, way.span) if tally.total < most else None)
             struck = strike(start, draw) if start.process.is_alive() else None

@@ -29,16 +29,16 @@ def storm(tmp_path):
 def test_two_hundred_kills_on_two_ranks_change_no_bit_and_no_sample(storm):
     tally = storm(200, [2], seed=1)
     assert set(tally.kills) == set(chaos.STRIKES)
-    assert tally.early + tally.late < 160, "many kills hit a run at work, on a busy machine, too"
+    assert tally.early + tally.late < 120, "most kills hit a run at work"
 
 
 @pytest.mark.timeout(600)
 def test_kills_between_any_numbers_of_ranks_change_no_sample_and_no_weight_beyond_rounding(storm):
     tally = storm(20, [1, 2, 3, 4], seed=2)
-    assert tally.switches > 4
+    assert tally.switches > 10
     assert 0 < tally.share < chaos.check.CLOSE, "the sums are added in another order"
 
 
 @pytest.mark.timeout(600)
 def test_kills_between_runs_with_loader_processes_and_without_change_nothing(storm):
-    assert storm(10, [2], switch=("-workers 0", "-workers 1"), seed=3).switches > 0
+    assert storm(10, [2], switch=("-workers 0", "-workers 1"), seed=3).switches > 2

@@ -39,7 +39,7 @@ def _range(dataset) -> tuple[int, int]:
     `targets`."""
     tensors = getattr(dataset, "tensors", None)
     labels = tensors[1] if tensors else getattr(dataset, "targets", ())
-    return (int(min(labels)), int(max(labels))) if len(labels) else (0, 0)
+    return tuple(map(int, torch.as_tensor(labels).aminmax())) if len(labels) else (0, 0)
 
 
 def _odd_inputs(inputs: Tensor, args):

@@ -51,8 +51,8 @@ def warn_of_strays(trainer):
     given = [trainer.model, trainer.loss, trainer.optimizer]
     for name, value in vars(trainer).items():
         if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) and not any(value is one for one in given):
-            log.warning("the trainer's %s (%s) is in no checkpoint, and not the same on all processes: a resumed run "
-                        "begins it anew; a part of the model is kept", name, type(value).__name__)  # fmt: skip
+            log.warning("the trainer's %s (%s) is in no checkpoint: a resumed run begins it anew; a part of the "
+                        "model is kept", name, type(value).__name__)  # fmt: skip
 
 
 def prepare(optimizer: torch.optim.Optimizer):
