@@ -6,7 +6,7 @@ import sys
 
 from lib import config, launch, variables
 from lib.utils import timing
-from lib.utils.errors import UsageError
+from lib.utils.errors import EXIT_CODES, UsageError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def run(args) -> int:
     """One process of the run: join the others, build the parts, fit."""
     from lib.core import looks, loss, parallel
     from lib.core import optimizer as optimizers
-    from lib.utils import distributed, fits, loader, resume, run_folder, seeding, speed, state
+    from lib.utils import about, distributed, fits, loader, resume, run_folder, seeding, speed
 
     importlib.import_module("torch._dynamo")  # as every optimizer does
     gc.freeze()  # nothing of it is garbage
@@ -61,12 +61,11 @@ def run(args) -> int:
         with hold(args, world) as folder, loader.opened(splits, plan, world, args) as loaders:
             parts = (args, world, loaders, model, criterion, optimizer)
             trainer = plugin("trainer", args.trainer).Trainer(*parts)
-            state.warn_of_strays(trainer)
             if looks.asked(args):
-                return launch.EXIT_CODES[looks.look(trainer)]
-            text = config.to_yaml(args, run_folder.about(), batch_size=plan.batch, micro_batch=plan.micro)
+                return EXIT_CODES[looks.look(trainer)]
+            text = config.to_yaml(args, about.about(), batch_size=plan.batch, micro_batch=plan.micro)
             run_folder.write_config(folder, world, text)
-            return launch.EXIT_CODES[trainer.fit()]
+            return EXIT_CODES[trainer.fit()]
 
 
 def plugin(kind: str, name: str):

@@ -21,7 +21,7 @@ import torch
 
 from lib import launch
 from lib.utils import ledger
-from lib.utils.errors import UsageError
+from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE, UsageError
 from lib.utils.loader import divisor
 
 STEPS, KILLS, SIZES = 20, 3, (1, 2, 3, 4)
@@ -63,7 +63,7 @@ def check(args) -> int:
             return Check(args, folder).rows()
     except Broken as error:
         print(f"train.py: -check_resume: {error}", file=sys.stderr, flush=True)
-        return launch.FAILED
+        return FAILED
 
 
 class Check:
@@ -91,7 +91,7 @@ class Check:
         self.batch = facts["batch"]
         good = [self.row(row) or (not row.exact and self.in_double(row)) for row in self.planned(facts)]
         print("all as promised" if all(good) else "not as promised, see ! above")
-        return launch.FINISHED if all(good) else launch.FAILED
+        return FINISHED if all(good) else FAILED
 
     def planned(self, facts: dict) -> list[Row]:
         """What is compared: killed and resumed; then on other numbers of processes, as far as there are micro-batches
@@ -151,8 +151,8 @@ class Check:
                     start.ends()
                     continue
                 code = start.ends()
-                if code not in (launch.FINISHED, launch.STOPPED):
-                    raise (UsageError if code == launch.USAGE else Broken)(start.last_words())
+                if code not in (FINISHED, STOPPED):
+                    raise (UsageError if code == USAGE else Broken)(start.last_words())
 
     def on(self, size: int, row: Row):
         """The args of a row's run on this number of processes."""
@@ -251,7 +251,7 @@ class Start:
     def last_words(self) -> str:
         """What it said at last."""
         lines = self.log.read_text(errors="replace").strip().splitlines()[-20:]
-        lines = lines[-1:] if self.process.exitcode == launch.USAGE else lines
+        lines = lines[-1:] if self.process.exitcode == USAGE else lines
         return "\n".join(lines).removeprefix("train.py: ")
 
 

@@ -15,9 +15,8 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 
 from lib import nodes
-from lib.utils.errors import ABORTED, FAILED, FINISHED, STOPPED, USAGE, UsageError
+from lib.utils.errors import ABORTED, FAILED, FINISHED, STOPPED, STOPPING, USAGE, UsageError
 
-PASSED_ON = tuple(getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "HUP", "USR1", "USR2"))
 SETTLE_S, END_S = 0.3, 2.0  # to hear of every rank that failed; for the others to go by themselves
 
 
@@ -75,7 +74,7 @@ def child(local_rank: int, work: Work, writer):
     for one in work.inherited:
         one.close()
     handle(signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     os.environ.update(RANK=str(work.first + local_rank), LOCAL_RANK=str(local_rank))
     threading.Thread(target=end_with_parent, args=(work.alive, work.grace_s), daemon=True).start()
     try:
@@ -121,7 +120,7 @@ def passing_on(children):
 
 def handle(handler) -> dict:
     """Sets the handler of signals that are passed on, but for what nohup ignores. Returns the handlers before."""
-    heard = [number for number in PASSED_ON if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    heard = [number for number in STOPPING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heard}
 
 

@@ -12,13 +12,12 @@ from pathlib import Path
 import yaml
 
 from lib import cfg_file, flags, parsing, values
-from lib.utils.errors import UsageError
+from lib.utils import bending
+from lib.utils.errors import UsageError, close
 
 log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parent.parent
 BUILDERS = {"dataset": "get_dataset", "arch": "get_model", "trainer": "Trainer"}  # in the order they are loaded
-ONCE = ("cfg", "reset", "resume", "allow_change", "batch_per_gpu", "limit_steps", "check_resume", "profile", "debug",
-        "eval", "dry", "nnodes", "node_rank", "master_addr", "master_port")  # fmt: skip  # in no config.yaml
 DICTATED = ("num_classes", "channels", "image_size")  # by the data
 ONE_OF = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"))  # two ways to say it: the command line's wins
 TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be shortened."
@@ -87,7 +86,7 @@ def load_plugin(parser, kind: str, argv: list[str], entries: dict, cfg: str | No
     name = name or parser.get_default(kind)
     there = plugins(kind)
     if name not in there:
-        names = f"there are {', '.join(there)}{parsing.close(name, there)}"
+        names = f"there are {', '.join(there)}{close(name, there)}"
         raise UsageError(f"{source}-{kind} {name!r}: no such file in lib/{kind}; {names}")
     module = importlib.import_module(f"lib.{kind}.{name}")
     if not hasattr(module, BUILDERS[kind]):
@@ -122,7 +121,7 @@ def to_yaml(args: Args, about: dict, **settled) -> str:
     """The flags as a -cfg file that repeats the run: `settled` numbers in their place, `about`, for people, at the
     end."""
     asked = {**vars(args), **settled}
-    kept = {name: _plain(value) for name, value in asked.items() if name not in ONCE and value is not None}
+    kept = {name: _plain(value) for name, value in asked.items() if name not in bending.ONCE and value is not None}
     return yaml.safe_dump({**kept, "about": about}, sort_keys=False, width=118)
 
 
@@ -224,7 +223,7 @@ def _parse(parser, from_file, words, cfg):
         raise UsageError(f"{_source(parser, from_file, cfg, error)}{error}") from None
     if rest:
         known = parser._option_string_actions
-        raise UsageError(f"{rest[0]!r} belongs to no flag{parsing.close(f'-{rest[0]}', known)}")
+        raise UsageError(f"{rest[0]!r} belongs to no flag{close(f'-{rest[0]}', known)}")
     asked = vars(asked)
     asked["model"] = asked["model"] or f"{asked['dataset']}_{asked['arch']}{'_overfit' if asked['overfit'] else ''}"
     args = Args()

@@ -14,9 +14,7 @@ import sys
 import uuid
 
 from lib import children, nodes, slurm_job, variables
-from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE, UsageError
-
-EXIT_CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
+from lib.utils.errors import FINISHED, STOPPED, STOPPING, USAGE, UsageError
 
 
 def launch(args, target: str) -> int:
@@ -86,15 +84,14 @@ def chosen(gpus: str) -> list[str]:
     """
     import torch
 
-    wanted, there = [gpu.strip() for gpu in gpus.split(",")], torch.cuda.device_count()
+    wanted, there = gpus.split(","), torch.cuda.device_count()
     if not there:
         raise UsageError(f"-gpus {gpus}: no GPU is visible here; -cpu N trains on the CPU")
     missing = [gpu for gpu in wanted if gpu.isdigit() and int(gpu) >= there]
-    if missing or len(set(wanted)) < len(wanted) or not all(wanted):
-        names = ",".join(str(gpu) for gpu in range(there))
-        raise UsageError(f"-gpus {gpus}: {', '.join(missing) or 'a name'} is not one of the GPUs here: {names}")
-    names = os.environ.get(visible()) or ",".join(str(gpu) for gpu in range(there))
-    names = [name.strip() for name in names.split(",")]
+    numbers = ",".join(str(gpu) for gpu in range(there))
+    if missing:
+        raise UsageError(f"-gpus {gpus}: {', '.join(missing)} is not one of the GPUs here: {numbers}")
+    names = [name.strip() for name in (os.environ.get(visible()) or numbers).split(",")]
     return [names[int(gpu)] if gpu.isdigit() else gpu for gpu in wanted]
 
 
@@ -108,8 +105,7 @@ def visible() -> str:
 
 def place() -> dict[str, str]:
     """torchrun's variables for the only process of a run."""
-    ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    return {name: str(value) for name, value in ranks.items()} | {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex}
+    return variables.torchrun(uuid.uuid4().hex, RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1)
 
 
 def threads(count: int) -> str:
@@ -147,7 +143,7 @@ def spawn(args, target: str, count: int) -> int:
     network = {"GLOO_SOCKET_IFNAME": others.interface} if others.interface else {}
     started = []
     with children.passing_on(started) as passed:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, children.PASSED_ON)  # until there is somebody to pass them to
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until there is somebody to pass them to
         with exported(shared(others, count), OMP_NUM_THREADS=threads(count), **network):
             started.extend(children.start(context, local_rank, work) for local_rank in range(count))
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -160,10 +156,8 @@ def spawn(args, target: str, count: int) -> int:
 def shared(others: nodes.Others, count: int) -> dict[str, str]:
     """torchrun's variables, as far as all processes of this machine share them."""
     address, port = others.store[:2]
-    elastic = {"USE_AGENT_STORE": True, "RESTART_COUNT": 0, "RUN_ID": others.run}
-    names = {"WORLD_SIZE": others.size, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": address, "MASTER_PORT": port}
-    names |= {f"TORCHELASTIC_{name}": value for name, value in elastic.items()}
-    return {name: str(value) for name, value in names.items()}
+    place = {"WORLD_SIZE": others.size, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": address, "MASTER_PORT": port}
+    return variables.torchrun(others.run, **place)
 
 
 def fork_is_safe() -> bool:

@@ -21,10 +21,9 @@ from multiprocessing import connection
 from pathlib import Path
 
 from lib import variables
+from lib.utils import bending
 from lib.utils.errors import ABORTED, FAILED, FINISHED, STOPPED, UsageError
 
-# Flags that may differ from machine to machine.
-OWN = {"node_rank", "master_addr", "master_suffix", "cpu", "gpus", "workers", "data", "out", "cfg", "cache_dir", "tb"}
 HELLO_S, RETRY_S, LEAVE_S, WORD = 5.0, 0.5, 30.0, 1 << 20
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a machine without power is gone after 20 s
 SIOCGIFCONF, ROW = 0x8912, struct.Struct("16s4x4s16x")  # Linux: name and IPv4 address of each interface
@@ -126,7 +125,7 @@ def meet(args, count: int) -> Others:
     Raises UsageError, in one line, for what keeps them from meeting within -hang_minutes.
     """
     host = variables.fast_name(args.master_addr, args.master_suffix)
-    asked = {name: value for name, value in sorted(vars(args).items()) if name not in OWN}
+    asked = {name: value for name, value in sorted(vars(args).items()) if name not in bending.OWN}
     mine = {"rank": args.node_rank, "count": count, "host": socket.gethostname(), "asked": asked}
     until = time.monotonic() + args.hang_minutes * 60
     try:

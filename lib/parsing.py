@@ -2,12 +2,11 @@
 
 import argparse
 import ast
-import difflib
 import re
 import sys
 from pathlib import Path
 
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, close
 from lib.values import yes_no
 
 NEGATIVE = re.compile(r"-(\.?[0-9].*|inf(inity)?|nan)$", re.IGNORECASE | re.DOTALL)  # meant as a number, no flag
@@ -111,11 +110,3 @@ class Listing(argparse.Action):
 
 def _file(module):
     return f"{module.__name__.replace('.', '/')}.py"
-
-
-def close(name: str, there) -> str:
-    """What a misspelt name may mean, in words."""
-    text = name.lstrip("-")
-    starts = [other for other in there if text and other.lstrip("-").startswith(text)]
-    close = starts or difflib.get_close_matches(name, there, n=3)
-    return f" (do you mean {' or '.join(dict.fromkeys(close))}?)" if close else ""

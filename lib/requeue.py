@@ -11,7 +11,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from lib.utils import stored
+from lib.utils import atomic, stored
 from lib.utils.errors import FAILED, FINISHED, STOPPED
 
 log = logging.getLogger(__name__)
@@ -141,6 +141,4 @@ def read(history: Path) -> dict:
 
 def write(history: Path, facts: dict):
     """Replaces the history of a job."""
-    partial = history.with_suffix(".partial")
-    partial.write_text(json.dumps(facts, indent=1) + "\n")
-    partial.replace(history)
+    atomic.write_file(history, json.dumps(facts, indent=1) + "\n")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lib import requeue, slurm_job
 from lib.utils import stored
-from lib.utils.errors import FAILED, FINISHED, STOPPED, UsageError
+from lib.utils.errors import EXIT_CODES, FAILED, FINISHED, UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 # Of an allocation or a launcher that we may be inside of: none of the job's business.
@@ -49,7 +49,7 @@ def submit(args, target: str) -> int:
     folder = slurm_job.folder_of(args)
     if args.slurm_dry:
         return show(args, folder)
-    before = stored.outcome(slurm_job.run_of(args)).get("written")
+    before = stored.outcome(stored.run_of(args)).get("written")
     with unallocated():
         job = submitted(args, target, folder)
     log = Path(str(job.paths.stdout).replace("%j", job.job_id).replace("%t", "0"))
@@ -256,9 +256,9 @@ def follow(args, job: str, log: Path, before: str | None) -> int:
     except KeyboardInterrupt:
         print(f"\njob {job} goes on; scancel {job} ends it, tail -F {shlex.quote(str(log))} follows it")
         return 0
-    outcome = stored.outcome(slurm_job.run_of(args))
+    outcome = stored.outcome(stored.run_of(args))
     if outcome.get("written") != before:
-        return {"finished": FINISHED, "stopped": STOPPED}.get(outcome.get("state"), FAILED)
+        return EXIT_CODES.get(outcome.get("state"), FAILED)
     return FINISHED if requeue.asked_of_slurm(job).get("JobState") == "COMPLETED" else FAILED
 
 

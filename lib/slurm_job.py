@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from lib import requeue, variables
+from lib.utils import atomic, stored
 from lib.utils.errors import FINISHED, STOPPED, UsageError
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -64,7 +65,7 @@ def begin(args) -> Path:
     """Notes a start of this job. Returns the path of its history."""
     history = folder_of(args) / f"{os.environ['SLURM_JOB_ID']}.json"
     history.parent.mkdir(parents=True, exist_ok=True)
-    requeue.begin(history, run_of(args), args.slurm_requeues, looks(args))
+    requeue.begin(history, stored.run_of(args), args.slurm_requeues, looks(args))
     return history
 
 
@@ -116,12 +117,7 @@ def tasks() -> int:
 
 def folder_of(args) -> Path:
     """Where the job's files lie: -slurm_dir, or slurm/ in the run's folder."""
-    return Path(args.slurm_dir).resolve() if args.slurm_dir else run_of(args).resolve() / "slurm"
-
-
-def run_of(args) -> Path:
-    """The run's folder."""
-    return Path(args.out) / args.model
+    return Path(args.slurm_dir).resolve() if args.slurm_dir else stored.run_of(args).resolve() / "slurm"
 
 
 def leave_alone():
@@ -145,14 +141,10 @@ def meet(rank: int, folder: Path, suffix: str | None = None):
     if rank == 0:
         place, store = open_store(size, nodes, suffix)
         folder.mkdir(parents=True, exist_ok=True)
-        partial = word.with_suffix(".partial")
-        partial.write_text(json.dumps(place))
-        partial.replace(word)
+        atomic.write_file(word, json.dumps(place))
     place = wait_for(word)
     ranks = {"RANK": rank, "LOCAL_RANK": os.environ["SLURM_LOCALID"], "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local()}
-    elastic = {"RESTART_COUNT": 0, "RUN_ID": step_id(), "USE_AGENT_STORE": True}
-    named = {**place, **ranks, **{f"TORCHELASTIC_{key}": value for key, value in elastic.items()}}
-    return {key: str(value) for key, value in named.items()}, store
+    return variables.torchrun(step_id(), **place, **ranks), store
 
 
 def step_id() -> str:

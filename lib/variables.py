@@ -6,6 +6,8 @@ import os
 import shlex
 from pathlib import Path
 
+from lib.utils import stored
+
 # SYSTEMNAME where HOSTi is a host's name on InfiniBand, and nodes that are far apart have no other way to each other.
 INFINIBAND = ("juwels", "juwelsbooster", "jurecadc", "jusuf")
 CACHES = {
@@ -43,11 +45,18 @@ def export(cache_dir: str | None, debug: bool) -> dict[str, str]:
     return new
 
 
+def torchrun(run: str, **names) -> dict[str, str]:
+    """torchrun's variables of these names for a run with this id, whose store is in the launcher already."""
+    elastic = {"RUN_ID": run, "RESTART_COUNT": 0, "USE_AGENT_STORE": True}
+    named = {**names, **{f"TORCHELASTIC_{name}": value for name, value in elastic.items()}}
+    return {name: str(value) for name, value in named.items()}
+
+
 def of_run(args) -> dict[str, str]:
     """What a process of the run is to find set: for -debug_dist where NCCL's flight recorder writes after a hang,
     in the run's folder; for -deterministic what cuBLAS needs to end at the same bits (its manual, "Results
     Reproducibility")."""
-    beginning = Path(args.out, args.model).absolute() / "logs" / "flight_rank_"
+    beginning = stored.run_of(args).absolute() / "logs" / "flight_rank_"
     records = dict.fromkeys(RECORDS, str(beginning)) if args.debug_dist else {}
     return records | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if args.deterministic else {})
 

@@ -34,6 +34,7 @@ from torch.utils.data import Dataset
 
 from lib import check, children, config, launch
 from lib.utils import ledger, permutation, preemption
+from lib.utils.errors import FINISHED
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 STRIKES = {  # what is struck -> how often
@@ -135,7 +136,7 @@ def undisturbed(way: Way) -> Way:
 def disturbed(ways, draw, tally, most) -> list[str]:
     """Takes one run to its end, with as many kills as it meets on the way. Returns what was done to each start."""
     code, before, story = None, None, []
-    while code != launch.FINISHED:
+    while code != FINISHED:
         way = draw.choice([way for way in ways if way is not before] or ways)
         with started(way, "run") as start:
             start.process.join(draw.uniform(0, way.span) if tally.total < most else None)
@@ -148,9 +149,9 @@ def disturbed(ways, draw, tally, most) -> list[str]:
         tally.switches += before not in (None, way)
         tally.kills.update([struck] if struck else [])
         tally.early += bool(struck) and done is None
-        tally.late += bool(struck) and code == launch.FINISHED
+        tally.late += bool(struck) and code == FINISHED
         before = way
-        if code != launch.FINISHED and not struck:
+        if code != FINISHED and not struck:
             raise check.Broken("\n".join([*story, start.last_words()]))
     tally.runs += 1
     return story

@@ -3,7 +3,6 @@
 Exit code 0: it would; 1: what is marked `bad` is in its way; 2: the words are wrong.
 """
 
-import fcntl
 import importlib.metadata
 import os
 import platform
@@ -11,7 +10,6 @@ import re
 import resource
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -25,16 +23,15 @@ try:
     import torch.distributed as dist
 
     import train
-    from lib import config, launch
+    from lib import config, launch, nodes
     from lib.core import optimizer as optimizers
-    from lib.utils import disks, distributed, loader, run_folder, shards, state
+    from lib.utils import disks, distributed, loader, shards, state, stored
     from lib.utils.errors import UsageError
 except ModuleNotFoundError as error:
     sys.exit(f"bad   {error.name} is missing: ./scripts/train.sh makes .venv with all that is needed")
 
 OK, NOTE, BAD = "ok", "note", "bad"
 SHM_BYTES, FILES = 1 << 30, 4096  # less shared memory, fewer open files are little for loader processes
-IFADDR = 0x8915  # Linux' SIOCGIFADDR: the address of an interface
 Findings = Iterator[tuple[str, str]]
 
 
@@ -141,10 +138,11 @@ def data(args) -> Findings:
 def room(args) -> Findings:
     """The model of the run, and room for its checkpoints."""
     model = train.plugin("arch", args.arch).get_model(args)
-    with state.prepared(model, optimizers.get_optimizer(model, args, args.batch_size)) as tensors:
+    parts = state.Parts({"model": model}, {"optim": optimizers.get_optimizer(model, args, args.batch_size)})
+    with state.prepared(parts) as tensors:
         size = shards.total_bytes(tensors)
     yield OK, f"-arch {args.arch}: {sum(p.numel() for p in model.parameters()):,} parameters"
-    folder = run_folder.path_of(args)
+    folder = stored.run_of(args)
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
         tempfile.TemporaryDirectory(dir=there).cleanup()
@@ -159,7 +157,7 @@ def room(args) -> Findings:
 
 def network(args) -> Findings:
     """By what name and interface other machines would reach this one."""
-    host, there = socket.gethostname(), interfaces()
+    host, there = socket.gethostname(), [name for _, name in socket.if_nameindex()]
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = os.environ.get(name, "").lstrip("^=").split(",")[0]
         if wanted and not any(one.startswith(wanted) for one in there):
@@ -169,25 +167,11 @@ def network(args) -> Findings:
     except OSError:
         yield NOTE, f"{host} has no address: fine on one machine; for several, put it into DNS or /etc/hosts"
         return
-    mine = next((name for name, own in there.items() if own == address), "no interface of this machine")
+    mine = nodes.interface_of(address) or "no interface of this machine"
     told = f"several machines would meet at {host}, {address}, {mine}; processes of one use lo"
     alone = address.startswith("127.") or mine.startswith("no ")
     advice = "; others cannot reach that: mend /etc/hosts or name it by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
     yield NOTE if alone else OK, f"{told}{advice if alone else ''} (there are {', '.join(there)})"
-
-
-def interfaces() -> dict[str, str]:
-    """The network interfaces and their IPv4 addresses, "" for one without."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        return {name: address_of(asking, name) for _, name in socket.if_nameindex()}
-
-
-def address_of(asking: socket.socket, name: str) -> str:
-    try:
-        answer = fcntl.ioctl(asking.fileno(), IFADDR, struct.pack("256s", name.encode()[:15]))
-    except OSError:  # it has none
-        return ""
-    return socket.inet_ntoa(answer[20:24])
 
 
 def slurm(args) -> Findings:

@@ -13,10 +13,10 @@ import torch
 from lib import config
 from lib.trainer import trainer
 from lib.utils import preemption
-from lib.utils.errors import UsageError
+from lib.utils.errors import STOPPING, UsageError
 
 LIMIT = 120  # seconds a rank waits: to be let go, or for a thread to hear of its signal
-STOPPING = {number.name for number in preemption.STOPPING}
+NAMES = {number.name for number in STOPPING}
 
 
 class Trainer(trainer.Trainer):
@@ -45,7 +45,7 @@ class Trainer(trainer.Trainer):
             self.deed = {}
             note(Path(deed["notes"]), self.world.rank)
             DEEDS[deed["do"]](deed)
-            if deed.get("signal") in STOPPING:
+            if deed.get("signal") in NAMES:
                 wait(lambda: self.stop.since is not None)
 
 

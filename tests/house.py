@@ -24,20 +24,23 @@ IMPORTS = {  # who may import whom: the longest name that fits counts; all may i
     "lib.utils": ("lib.utils",),
     "lib.arch": (),
     "lib.dataset": DATA,
-    "lib.config": ("lib.flags", "lib.parsing", "lib.values", "lib.cfg_file"),
+    "lib.config": ("lib.flags", "lib.parsing", "lib.values", "lib.cfg_file", "lib.utils.bending"),
     "lib.flags": ("lib.parsing", "lib.values"),
     "lib.parsing": ("lib.values",),
-    "lib.requeue": ("lib.utils.stored",),
+    "lib.requeue": ("lib.utils.atomic", "lib.utils.stored"),
     "lib.launch": ("lib.children", "lib.nodes", "lib.slurm", "lib.slurm_job", "lib.variables"),
     "lib.children": ("lib.nodes",),
-    "lib.nodes": ("lib.variables",),
+    "lib.variables": ("lib.utils.stored",),
+    "lib.nodes": ("lib.variables", "lib.utils.bending"),
     "lib.slurm": ("lib.slurm_job", "lib.requeue", "lib.launch", "lib.utils.console", "lib.utils.stored"),
-    "lib.slurm_job": (
+    "lib.slurm_job": (  # reads a batch script's command line
         "lib.requeue",
         "lib.launch",
         "lib.variables",
         "lib.config",
-    ),  # reads a batch script's command line
+        "lib.utils.atomic",
+        "lib.utils.stored",
+    ),
     "lib.check": ("lib.launch", "lib.utils"),  # starts runs and compares what they leave
     "lib": (),
 }

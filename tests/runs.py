@@ -12,7 +12,7 @@ from torch import nn
 
 import train
 from lib import config
-from lib.utils import run_folder, stored
+from lib.utils import stored
 from lib.utils.data import Tensors
 
 
@@ -20,7 +20,7 @@ def run(out: Path, words: str, wanted: int = 0) -> Path:
     """Runs train.py with these words and -out; its exit code must be `wanted`. Returns the run's folder."""
     argv = [*words.split(), "-out", str(out)]
     code = train.main(argv)
-    folder = run_folder.path_of(config.parse_args(argv))
+    folder = stored.run_of(config.parse_args(argv))
     assert code == wanted, f"exit code {code} instead of {wanted}: {stored.outcome(folder)}"
     return folder
 

@@ -1,6 +1,5 @@
 """Runs that are refused once their parts are seen: data sets, models, folders, other runs, what they go on from."""
 
-import copy
 import signal
 import socket
 import subprocess
@@ -103,21 +102,6 @@ def test_a_training_step_that_gives_no_loss_is_told_in_a_line(kind, tmp_path, ca
         assert train.main([*FAST, "-trainer", "odd", "-out", str(tmp_path)]) == 2
     told = capfd.readouterr().err
     assert f"-trainer odd: training_step {said}" in told.splitlines()[-1]
-
-
-def test_what_a_trainer_keeps_beside_the_model_is_told(tmp_path, capfd):
-    class Twin(Trainer):
-        def __init__(self, *parts):
-            super().__init__(*parts)
-            self.twin = copy.deepcopy(self.model)
-            self.second = torch.optim.SGD(self.twin.parameters(), lr=0.1)
-
-    with runs.plugins(trainer={"twin": Twin}):
-        runs.run(tmp_path, "-cpu 1 -dry -trainer twin")
-        told = capfd.readouterr().out
-        runs.run(tmp_path, "-cpu 1 -dry")
-    assert all(f"the trainer's {name} is in no checkpoint" in told for name in ("twin (Sequential)", "second (SGD)"))
-    assert "is in no checkpoint" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from runs import few, lines, outcome, plugins, run, same
 from saves import SMALL, everything, log_of, names, save, saver
 
-from lib.utils import checkpoint, disks, distributed, metrics, search, shards, stored
+from lib.utils import checkpoint, copies, disks, distributed, metrics, search, shards, stored
 from lib.utils.distributed import World
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
 def test_a_save_returns_at_once_and_holds_the_moment_it_began(tmp_path, monkeypatch):
-    go_on, real = threading.Event(), checkpoint.Checkpoints._copy
+    go_on, real = threading.Event(), copies.Copies._copy
 
     def copy(self, *words):
         assert go_on.wait(30)
         real(self, *words)
 
-    monkeypatch.setattr(checkpoint.Checkpoints, "_copy", copy)
+    monkeypatch.setattr(copies.Copies, "_copy", copy)
     checkpoints, live, now = saver(tmp_path), saves.state(3), saves.state(3)
     checkpoints.save(live, {"state": {"step": 3}}, step=3, early={"model.bias"})
     live["model.bias"].zero_()
@@ -45,13 +45,13 @@ def test_a_save_returns_at_once_and_holds_the_moment_it_began(tmp_path, monkeypa
 
 def test_a_trainer_steps_only_after_the_copy(done, tmp_path, monkeypatch):
     """Dropout, BatchNorm and accumulation go on beside a slow copy; each checkpoint is that of an easy run."""
-    real = checkpoint.Checkpoints._stage
+    real = copies.Copies._make
 
-    def stage(self, *words):
+    def make(self, *words):
         time.sleep(0.03)
         real(self, *words)
 
-    monkeypatch.setattr(checkpoint.Checkpoints, "_stage", stage)
+    monkeypatch.setattr(copies.Copies, "_make", make)
     slow = run(tmp_path, f"{SMALL} -cpu 2 -save_every 1steps -keep_last 99")
     assert names(slow) == names(done) and len(names(slow)) == 13
     for name in names(slow):
@@ -87,9 +87,9 @@ def test_one_save_at_most_is_in_flight_and_the_loop_is_stopped_by_none_before(tm
 def test_buffers_are_made_once_and_shapes_may_change(tmp_path):
     checkpoints = saver(tmp_path)
     save(checkpoints, 1)
-    before = {name: buffer.data_ptr() for name, buffer in checkpoints.buffers.items() if buffer.numel()}
+    before = {name: copy.data_ptr() for name, copy in checkpoints.copies.values.items() if copy.numel()}
     save(checkpoints, 2)
-    assert before == {name: buffer.data_ptr() for name, buffer in checkpoints.buffers.items() if buffer.numel()}
+    assert before == {name: copy.data_ptr() for name, copy in checkpoints.copies.values.items() if copy.numel()}
     tensors = {"model.weight": torch.arange(6.0).reshape(2, 3).t(), "model.on": torch.tensor([True, False])}
     checkpoints.save(tensors, {}, step=3, early=set())
     checkpoints.close()
@@ -98,22 +98,22 @@ def test_buffers_are_made_once_and_shapes_may_change(tmp_path):
 
 
 def test_a_save_starts_no_process(monkeypatch):
-    from lib.utils import run_folder
+    from lib.utils import about
 
     started = []
-    monkeypatch.setattr(run_folder.subprocess, "run", lambda words, **more: started.append(words[2]) or 1 / 0)
-    run_folder._git.cache_clear()
+    monkeypatch.setattr(about.subprocess, "run", lambda words, **more: started.append(words[2]) or 1 / 0)
+    about._git.cache_clear()
     with pytest.raises(ZeroDivisionError):
-        run_folder.about()
+        about.about()
     monkeypatch.undo()
-    run_folder.about()
-    monkeypatch.setattr(run_folder.subprocess, "run", lambda *words, **more: started.append("again"))
-    run_folder.about()
+    about.about()
+    monkeypatch.setattr(about.subprocess, "run", lambda *words, **more: started.append("again"))
+    about.about()
     assert started == ["rev-parse"]
 
 
 def test_to_ask_git_takes_no_lock_that_a_kill_would_leave_behind(tmp_path, monkeypatch):
-    from lib.utils import run_folder
+    from lib.utils import about
 
     source = tmp_path / "lib" / "utils" / "code.py"
     source.parent.mkdir(parents=True)
@@ -123,8 +123,8 @@ def test_to_ask_git_takes_no_lock_that_a_kill_would_leave_behind(tmp_path, monke
         subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
     os.utime(source, (1, 1))  # git would note that it is unchanged, in its index, under a lock
     before = (tmp_path / ".git" / "index").read_bytes()
-    monkeypatch.setattr(run_folder, "__file__", str(source))
-    assert run_folder._git.__wrapped__("status", "--porcelain") == ""
+    monkeypatch.setattr(about, "__file__", str(source))
+    assert about._git.__wrapped__("status", "--porcelain") == ""
     assert (tmp_path / ".git" / "index").read_bytes() == before
     subprocess.run(["git", "status"], cwd=tmp_path, check=True, capture_output=True)
     assert (tmp_path / ".git" / "index").read_bytes() != before, "the test could not tell"

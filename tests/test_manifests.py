@@ -92,14 +92,15 @@ def test_looking_ahead_leaves_model_and_optimizer_as_they_were(name):
     torch.manual_seed(0)
     model = norm_net(args)
     optimizer = optimizers.get_optimizer(model, args, 16)
-    before = {key: value.clone() for key, value in states.all_tensors(model, optimizer).items()}
-    with states.prepared(model, optimizer) as tensors:
+    parts = states.Parts({"model": model}, {"optim": optimizer})
+    before = {key: value.clone() for key, value in parts.tensors().items()}
+    with states.prepared(parts) as tensors:
         size = shards.total_bytes(tensors)
-    after = states.all_tensors(model, optimizer)
+    after = parts.tensors()
     assert before.keys() == after.keys() and all(torch.equal(after[key], value) for key, value in before.items())
     model(torch.randn(8, 64)).sum().backward()
     optimizer.step()
-    assert shards.total_bytes(states.all_tensors(model, optimizer)) == size
+    assert shards.total_bytes(parts.tensors()) == size
 
 
 # From another hand

@@ -10,6 +10,7 @@ from torch import nn
 
 from lib.core import parallel
 from lib.trainer.trainer import Trainer
+from lib.utils import state
 from lib.utils.distributed import World
 from train import main
 
@@ -155,7 +156,7 @@ class Round(Trainer):
     """Calls the model that DDP wraps."""
 
     def training_step(self, batch):
-        return self.loss(parallel.unwrap(self.model)(batch[0]), batch[1])
+        return self.loss(state.unwrap(self.model)(batch[0]), batch[1])
 
 
 def test_a_training_step_that_goes_round_ddp_is_refused(tmp_path, capfd):

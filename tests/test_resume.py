@@ -206,9 +206,9 @@ def test_another_optimizer_begins_anew_when_it_is_allowed(copy, monkeypatch):
     made = []
     real = resume.load
 
-    def load(found, model, optimizer, *words):
-        real(found, model, optimizer, *words)
-        made.append({kind: len(memory) for kind, memory in optimizer.state.items()})
+    def load(found, parts, *words):
+        real(found, parts, *words)
+        made.append({kind: len(memory) for kind, memory in parts.optimizers["optim"].state.items()})
 
     monkeypatch.setattr(resume, "load", load)
     for words in ("-optimizer sgd", "-optimizer adagrad"):

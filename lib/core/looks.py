@@ -7,11 +7,10 @@ import time
 
 import torch
 
-from lib.core import parallel
 from lib.utils import atomic, data, disks, pace, report, search, shards, stored, weights
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
-from lib.utils.state import prepared
+from lib.utils.state import parts_of, prepared, unwrap
 
 log = logging.getLogger(__name__)
 FEW = 10  # steps of -debug, unless -limit_steps says more
@@ -50,7 +49,7 @@ def evaluate(trainer) -> str:
         raise UsageError(f"-eval: {folder} has neither best nor final weights; name some by -weights FILE")
     if not splits:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
-    weights.start_from(path, parallel.unwrap(trainer.model), whole=True)
+    weights.start_from(path, unwrap(trainer.model), whole=True)
     figures = {}
     for split in splits:
         figures[split] = trainer.evaluate(split)
@@ -68,13 +67,15 @@ def evaluate(trainer) -> str:
 
 def dry(trainer) -> str:
     """Trains one step, evaluates one batch, and tells the shapes, parameters, memory and the size of a checkpoint."""
-    model, device = parallel.unwrap(trainer.model), trainer.world.device
+    model, device = unwrap(trainer.model), trainer.world.device
+    began = time.monotonic()
     with _outputs(model, _shape):
-        seconds = _timed(lambda: list(steps(trainer, 1)))
+        list(steps(trainer, 1))
+    seconds = time.monotonic() - began
     _try_evaluation(trainer)
     count = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    with prepared(model, trainer.optimizer) as tensors:
+    with prepared(parts_of(trainer)) as tensors:
         size = shards.total_bytes(tensors)
     plan, key = trainer.plan, next(trainer.loaders["train"].keys(0))
     log.info("parameters:  %s, of which %s are trained", f"{count:,}", f"{trained:,}")
@@ -94,7 +95,7 @@ def _try_evaluation(trainer):
     if "val" in trainer.loaders:
         key, batch = next(trainer.loaders["val"].epoch(0))
         with trainer.precision:
-            trainer.evaluation_step(parallel.unwrap(trainer.model).eval(), batch, key.count)
+            trainer.evaluation_step(unwrap(trainer.model).eval(), batch, key.count)
 
 
 def debug(trainer) -> str:
@@ -102,10 +103,10 @@ def debug(trainer) -> str:
 
     Raises BadTensor at the first that is not finite, or what torch's anomaly detection raises in a backward pass.
     """
-    model = parallel.unwrap(trainer.model)
+    model = unwrap(trainer.model)
     source = trainer.args.resume or trainer.folder
     if trainer.args.resume or stored.listed(trainer.folder / "checkpoints"):
-        trainer.go_on(search.newest(trainer.folder / "none", trainer.checkpoints.disk, source), model)
+        trainer.go_on(search.other(source, trainer.checkpoints.disk))
     first = trainer.state.step
     _check("the parameter", model.named_parameters())
     with torch.autograd.set_detect_anomaly(True, check_nan=True), _outputs(model, _finite):
@@ -128,7 +129,7 @@ def steps(trainer, count: int):
         if not key.last:
             continue
         if trainer.args.debug:
-            named = parallel.unwrap(trainer.model).named_parameters()
+            named = unwrap(trainer.model).named_parameters()
             _check("the gradient of", ((name, p.grad) for name, p in named if p.grad is not None))
         trainer.step(key.of)
         yield float(trainer.window[-1][0]), float(trainer.norms[-1])
@@ -166,9 +167,3 @@ def _check(what, named):
         odd = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
         if odd:
             raise BadTensor(f"the first bad tensor: {what} {name}: {odd} of {tensor.numel()} values are not finite")
-
-
-def _timed(action) -> float:
-    began = time.monotonic()
-    action()
-    return time.monotonic() - began

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lib.core import deferred
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
+from lib.utils.state import unwrap
 
 log = logging.getLogger(__name__)
 COMPILED = 64  # graphs of one forward method
@@ -187,11 +188,6 @@ def _unnoted(part):
 
 def _nothing_noted(part):
     return contextlib.nullcontext(), _unnoted(part)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module that the user wrote, with its own names."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def set_sync(model: nn.Module, last: bool):

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from lib.core import parallel
 from lib.utils import distributed
 from lib.utils.distributed import World
+from lib.utils.state import unwrap
 
 
 class Statistics:
@@ -18,7 +18,7 @@ class Statistics:
     """
 
     def __init__(self, model: nn.Module, world: World, alone: bool):
-        model = parallel.unwrap(model)
+        model = unwrap(model)
         saved, by_dtype = model.state_dict(keep_vars=True), {}
         for name, buffer in model.named_buffers():
             if name in saved:

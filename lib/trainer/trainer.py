@@ -1,5 +1,6 @@
 """The usual way of training: epochs of steps, evaluation, checkpoints. For another, override `training_step`."""
 
+import contextlib
 import dataclasses
 import logging
 
@@ -8,13 +9,14 @@ import torch
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.core import parallel, running, scheduler
-from lib.utils import checkpoint, metrics, preemption, report, resume, run_folder, search, seeding, speed, weights
+from lib.utils import checkpoint, metrics, preemption, report, resume, search, seeding, speed, stored, weights
+from lib.utils.about import about
 from lib.utils.bad_steps import BadSteps, Counter
 from lib.utils.data import zeros
 from lib.utils.errors import UsageError
 from lib.utils.hangs import watched
 from lib.utils.pictures import Answers
-from lib.utils.state import State, all_tensors, model_tensors, prepared
+from lib.utils.state import State, model_tensors, parts_of, prepared, unwrap
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ class Trainer:
     def __init__(self, args, world, loaders, model, loss, optimizer):
         self.args, self.world, self.loaders = args, world, loaders
         self.model, self.loss, self.optimizer = model, loss, optimizer
-        self.folder, self.plan = run_folder.path_of(args), loaders["train"].plan
+        self.folder, self.plan = stored.run_of(args), loaders["train"].plan
         self.total_steps = args.epochs * self.plan.steps
         scale = scheduler.scale(args.scale_lr, self.plan.batch, args.lr_batch)
         self.schedule = {
@@ -71,8 +73,8 @@ class Trainer:
             self.resume()
             self.warm_up()
             watch = watched(self.state, self.ballot, self.world, self.args.hang_minutes, self.folder)
-            reported = report.opened(self.folder, self.world, self.args, self.total_steps, self.state)
-            with watch as self.hangs, reported as self.report:
+            reported = report.Report(self.folder, self.world, self.args, self.total_steps, self.state)
+            with watch as self.hangs, contextlib.closing(reported) as self.report:
                 while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():
                     pass
                 return self.finish()
@@ -113,7 +115,7 @@ class Trainer:
         parallel.check_reduced(self.model, self.parameters)
         self.scaler.unscale_(self.optimizer)
         norm = optimizers.clip(self.parameters, self.args.clip_grad)
-        self.report.histograms(self.state.step + 1, parallel.unwrap(self.model))
+        self.report.histograms(self.state.step + 1, unwrap(self.model))
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -201,7 +203,7 @@ class Trainer:
     def evaluate(self, split: str) -> dict | None:
         """Exact means over all samples of a split and all ranks. None if all ranks agreed to stop meanwhile."""
         self.stop.trained = self.state.step == self.total_steps
-        model, totals = parallel.unwrap(self.model).eval(), metrics.MetricsTracker()
+        model, totals = unwrap(self.model).eval(), metrics.MetricsTracker()
         self.answers.reset()
         for key, batch in speed.swept(self.loaders[split].epoch(0), self.world.device):
             with self.precision:
@@ -216,24 +218,21 @@ class Trainer:
     def resume(self):
         """Goes on from the newest good checkpoint, this run's own or that of -resume, or starts from -weights."""
         self.checkpoints.open()
-        model = parallel.unwrap(self.model)
         found = search.newest(self.checkpoints.folder, self.checkpoints.disk, self.args.resume)
-        resume.check_allowed(self.args, found.manifest["asked"] if found else {})
         if found and self.args.weights:
             log.info("-weights is not used: the run goes on from its checkpoint")
         if found:
-            self.go_on(found, model)
+            self.go_on(found)
         elif self.args.weights:
-            weights.start_from(self.args.weights, model)
-        with prepared(model, self.optimizer) as tensors:
+            weights.start_from(self.args.weights, unwrap(self.model))
+        with prepared(parts_of(self)) as tensors:
             self.checkpoints.check_room(tensors)
 
-    def go_on(self, found, model):
+    def go_on(self, found):
         """Takes up a verified checkpoint."""
         manifest, allowed = found.manifest, self.args.allow_change
-        resume.check_known(found)
-        resume.check_changes(manifest["asked"], resume.asked(self.args, self.plan), allowed)
-        resume.load(found, model, self.optimizer, self.world, allowed)
+        resume.check_found(found, resume.asked(self.args, self.plan), allowed)
+        resume.load(found, parts_of(self), self.world, allowed)
         own = found.folder.parent == self.checkpoints.folder
         self.state, self.best = resume.state(manifest, self.plan), manifest["best"] if own else None
         self.bad.total = manifest["bad_steps"]
@@ -262,7 +261,6 @@ class Trainer:
         """Begins a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
         if self.saved == (self.state.step, self.state.epoch) and not self.checkpoints.failures:
             return
-        model = parallel.unwrap(self.model)
         self.gather()
         facts = {
             "state": dataclasses.asdict(self.state),
@@ -271,16 +269,18 @@ class Trainer:
             "bad_steps": self.bad.total,
             "metrics": {"agg": dict(self.metrics.agg)},
             "scaler": self.scaler.state_dict(),
-            "about": run_folder.about(),
+            "about": about(),
         }
-        early = {f"model.{name}" for name, _ in model.named_buffers()}
-        self.checkpoints.save(all_tensors(model, self.optimizer), facts, step=self.state.step, early=early, keep=keep)
+        tensors = parts_of(self).tensors()
+        early = {f"model.{name}" for name, _ in unwrap(self.model).named_buffers()}
+        early |= {name for name in tensors if name.startswith("trainer.")}  # who knows when a trainer changes its own
+        self.checkpoints.save(tensors, facts, step=self.state.step, early=early, keep=keep)
         self.saved = self.state.step, self.state.epoch
         self.every.saved()
 
     def write_weights(self, name: str, must: bool = True) -> bool:
         """Writes NAME/weights.safetensors, ready for safetensors' load_file. False if that failed and need not be."""
-        return weights.keep(self.folder / name, model_tensors(parallel.unwrap(self.model)), self.world, must)
+        return weights.keep(self.folder / name, model_tensors(unwrap(self.model)), self.world, must)
 
     def finish(self) -> str:
         """The last save; of a finished run also the test split and the final weights. "finished" or "stopped"; or

@@ -8,14 +8,13 @@ import concurrent.futures
 import json
 import logging
 import shutil
-import threading
 import time
 import zlib
 from pathlib import Path
 
 import torch
 
-from lib.utils import atomic, disks, distributed, shards, stored
+from lib.utils import atomic, copies, disks, distributed, shards, stored
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -60,11 +59,8 @@ class Checkpoints:
     def __init__(self, folder: Path, world: World, *, keep_last: int = 2, strict: bool = False):
         self.folder, self.world, self.disk = folder, world, disks.one(world)
         self.keep_last, self.strict, self.failures = keep_last, strict, 0
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", self._begin_thread)
-        self.buffers: dict[str, torch.Tensor] = {}  # CPU copies, kept from one save to the next
-        self.copied = threading.Event()
-        self.copied.set()
-        self.device_copied = None
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self.copies = copies.Copies(world.device)
         self.job = None  # this rank's part of the save in flight
         self.phase = None  # of the save in flight: None, "writing", "publishing"
 
@@ -107,17 +103,14 @@ class Checkpoints:
             return
         mine = shards.pieces(tensors, self.disk.share)
         mine = [piece._replace(values=piece.values.clone()) if piece.name in early else piece for piece in mine]
-        self.copied.clear()
+        self.copies.ask()
         self.phase = "writing" if self.world.size > 1 else "publishing"
-        self.job = self.thread.submit(self._write, mine, self._device_event())
+        self.job = self.thread.submit(self._write, mine)
 
     def staged(self):
         """Returns once the weights may change: their copy is made, or in the device's queue before what comes
         next."""
-        self.copied.wait()
-        if self.device_copied is not None:
-            torch.cuda.current_stream().wait_event(self.device_copied)
-            self.device_copied = None
+        self.copies.wait()
 
     def poll(self):
         """Moves the save in flight on, once every rank is ready for it. Raises SaveError when saving fails for
@@ -173,47 +166,14 @@ class Checkpoints:
             shutil.rmtree(partial)
         partial.mkdir()
 
-    def _copy(self, mine, non_blocking=False):
-        for name, values, _ in mine:
-            if name not in self.buffers or self.buffers[name].shape != values.shape:
-                pin = values.device.type == "cuda"
-                self.buffers[name] = torch.empty(values.shape, dtype=values.dtype, pin_memory=pin)
-            self.buffers[name].copy_(values, non_blocking=non_blocking)
-
-    def _begin_thread(self):
-        if self.world.device.type == "cuda":
-            torch.cuda.set_device(self.world.device)  # a thread begins on device 0, and would take memory there
-            self.staging = torch.cuda.Stream()
-
-    def _device_event(self):
-        if self.world.device.type != "cuda":
-            return None
-        return torch.cuda.current_stream().record_event()
-
-    def _write(self, mine, ready):
-        try:
-            self._stage(mine, ready)
-        finally:
-            self.copied.set()
-        if ready is not None:
-            self.staging.synchronize()
+    def _write(self, mine):
+        blocks = self.copies.make(mine)
         file = f"shard_{self.world.rank:04d}.safetensors"
-        blocks = [(piece.name, self.buffers[piece.name]) for piece in mine]
         facts = shards.write(self.folder / f"{self.name}.partial" / file, blocks)
         answer = {"file": file, **facts, "pieces": [[p.name, list(p.start), list(p.values.shape)] for p in mine]}
         if self.world.size == 1:
             self._publish([answer])
         return answer
-
-    def _stage(self, mine, ready):
-        """The copy itself; on a GPU in a stream of its own, beside what the run computes."""
-        if ready is None:
-            self._copy(mine)
-            return
-        self.staging.wait_event(ready)
-        with torch.cuda.stream(self.staging):
-            self._copy(mine, non_blocking=True)
-        self.device_copied = self.staging.record_event()
 
     def _answer(self):
         error = self.job and self.job.exception()

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
 
 from lib.utils.errors import UsageError
@@ -59,13 +60,7 @@ def _pinned(tensor, device):
 
 def each(batch, change):
     """The batch with its tensors changed."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, dict):
-        return {name: each(part, change) for name, part in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return tuple(each(part, change) for part in batch)
-    return batch
+    return tree_map_only(Tensor, change, batch)
 
 
 def tensors(batch, place: str = "") -> list[tuple[str, Tensor]]:

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import time
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -133,12 +132,7 @@ def in_double(chosen: type) -> type:
 
 def checksum(tensors: list[Tensor]) -> int:
     """CRC-32 of the bytes of tensors, one after the other; of sharded ones, what this rank has."""
-    crc = 0
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        flat = local.detach().cpu().contiguous().reshape(-1)
-        crc = zlib.crc32(memoryview(flat.view(torch.uint8).numpy()), crc) if flat.numel() else crc
-    return crc
+    return shards.checksum(shards.raw(shards.local(tensor).cpu()) for tensor in tensors)
 
 
 def _rows(batch, count: int) -> list[list[Tensor]]:

@@ -114,9 +114,9 @@ class MetricsTracker:
         return float(self._folded.get(name, 0) + (_sum(name, waiting) if waiting else 0))
 
 
-def mean(totals: dict, name: str, weight: str = "samples") -> float:
-    """The weighted mean totals[name] / totals[weight]; NaN where nothing was counted."""
-    count = totals.get(weight, 0)
+def mean(totals: dict, name: str) -> float:
+    """A sum over samples, totals[name], as the mean of a sample; NaN where nothing was counted."""
+    count = totals.get("samples", 0)
     return totals.get(name, math.nan) / count if count else math.nan
 
 

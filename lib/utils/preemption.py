@@ -23,11 +23,9 @@ import torch
 
 from lib.utils import distributed
 from lib.utils.distributed import World
+from lib.utils.errors import ABORTED, STOPPING
 
 log = logging.getLogger(__name__)
-STOPPING = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP") if hasattr(signal, name)
-)
 TWICE_S = 1.0  # a terminal's Ctrl-C and a dying parent's signal each arrive twice: nearer together they are one
 ASK_EVERY_S = 1.0  # between votes
 LAST_S = 5.0  # that a stop leaves to the last evaluation, which finishes the run: the next start would cost as much
@@ -40,9 +38,7 @@ class Stop:
     torchrun agent that started it is gone: the others are then to go on without it. `at_limit` is no wish: all ranks
     know it."""
 
-    def __init__(
-        self, folder: Path, max_hours: float | None = None, grace_s: float = 60.0, limit_steps: int | None = None
-    ):
+    def __init__(self, folder: Path, max_hours: float | None, grace_s: float, limit_steps: int | None):
         self.reason: str | None = None
         self.signal: str | None = None  # its name, where that is the reason
         self.limit_steps = limit_steps
@@ -122,7 +118,7 @@ class Stop:
                 "%s: stopping at the end of this step, or after -grace_s %g without saving", self.reason, self.grace_s
             )
         elif number == signal.SIGINT and now - self.since > TWICE_S:
-            os._exit(130)
+            os._exit(ABORTED)
 
 
 class Ballot:

@@ -1,6 +1,5 @@
 """What a run says of itself: the terminal, the logs, metrics.jsonl and TensorBoard. Silent off rank 0."""
 
-import contextlib
 import dataclasses
 import logging
 from pathlib import Path
@@ -8,15 +7,16 @@ from pathlib import Path
 import torch
 
 from lib.utils import (
+    bending,
     console,
     distributed,
     metrics,
     pace,
     pictures,
     profiling,
-    resume,
     run_folder,
     serving,
+    shards,
     tensorboard,
     timing,
     tunnel,
@@ -41,7 +41,7 @@ class Report:
         self.lines = metrics.Lines(folder / "metrics.jsonl", world.is_main)
         self.board = tensorboard.Board(folder / "tensorboard", world.is_main, start.step + 1)
         self.board.config(vars(args))
-        self.board.hparams(resume.bending(vars(args)), METRICS)
+        self.board.hparams(bending.of(vars(args)), METRICS)
         self.histogram_every = args.log_histograms
         serves = (args.tb or args.ngrok) and world.is_main
         self.lock = tunnel.Lock(args) if serves else None
@@ -67,7 +67,7 @@ class Report:
             self.own.begin()
 
     def _samples(self, batch):
-        images = batch[0] if self.world.is_main and isinstance(batch, tuple) else None
+        images = batch[0] if self.world.is_main and isinstance(batch, (tuple, list)) else None
         if pictures.is_picture(images):
             self.board.picture("train/samples", pictures.grid(images), self.begun)
 
@@ -108,7 +108,7 @@ class Report:
         for name, parameter in model.named_parameters():
             for kind, values in (("weights", parameter.detach()), ("gradients", parameter.grad)):
                 if values is not None:
-                    self.board.histogram(f"{kind}/{name}", getattr(values, "to_local", lambda v=values: v)(), step)
+                    self.board.histogram(f"{kind}/{name}", shards.local(values), step)
 
     def evaluated(self, state, split: str, figures: dict, answers: pictures.Answers):
         """The metrics of a split and the model's answers, after the epochs that the state has. For all ranks."""
@@ -149,16 +149,6 @@ class Report:
     def _write(self, state, tagged):
         self.lines.write({"step": state.step, "epoch": state.epoch, "samples": state.samples, **tagged})
         self.board.scalars(state.step, tagged)
-
-
-@contextlib.contextmanager
-def opened(*words):
-    """A Report that is closed however the block ends."""
-    report = Report(*words)
-    try:
-        yield report
-    finally:
-        report.close()
 
 
 def last_words(folder: Path, outcome: dict, args) -> list[str]:

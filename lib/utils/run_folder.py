@@ -2,19 +2,13 @@
 
 import contextlib
 import fcntl
-import functools
-import importlib.metadata
 import json
 import logging
 import os
-import platform
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import torch
 from torch.distributed import DistError
 
 from lib.utils import atomic, console, disks, distributed, stored, timing
@@ -26,11 +20,6 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 3.0  # for an owner that was killed and is not quite gone
 
 
-def path_of(args) -> Path:
-    """out/NAME."""
-    return Path(args.out) / args.model
-
-
 @contextlib.contextmanager
 def claimed(args, world: World):
     """The run's folder, held by this run alone while the block lasts; under -reset an old one is moved aside first.
@@ -38,7 +27,7 @@ def claimed(args, world: World):
     Logging goes there, and outcome.json says "running" until the run says how it ended; an exception makes it
     "failed". Raises UsageError where the folder cannot be written or another run holds it.
     """
-    folder = path_of(args)
+    folder = stored.run_of(args)
     locks = []
     disks.look(folder.parent, world).do(lambda: locks.append(_claim(folder, starts_anew(args))))
     console.setup_logging(folder, world.rank, world.is_main)
@@ -57,7 +46,7 @@ def claimed(args, world: World):
 def left_alone(args, world: World):
     """The run's folder, neither held nor written to: for who only looks at the run. Logging goes to the terminal."""
     console.setup_logging(None, world.rank, world.is_main)
-    yield path_of(args)
+    yield stored.run_of(args)
 
 
 def _failed(folder, world, error):
@@ -77,7 +66,7 @@ def lost_peer(error: Exception) -> bool:
 
 def starts_anew(args) -> bool:
     """Whether -reset is still to be carried out: once for a launch, whatever restarts and requeues follow."""
-    return args.reset and stored.outcome(path_of(args)).get("launch") != distributed.launch_id()
+    return args.reset and stored.outcome(stored.run_of(args)).get("launch") != distributed.launch_id()
 
 
 def _claim(folder, anew):
@@ -152,29 +141,3 @@ def write_outcome(folder: Path, state: str, **facts):
         "pid": os.getpid(),
     }
     atomic.write_file(folder / "outcome.json", json.dumps(facts, indent=2) + "\n")
-
-
-def about() -> dict:
-    """What the flags do not tell: code, versions, machine, command line."""
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "git": _git("rev-parse", "HEAD"),
-        "changed_files": _git("status", "--porcelain"),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "torchvision": importlib.metadata.version("torchvision"),
-        "threads": torch.get_num_threads(),
-        "host": socket.gethostname(),
-        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
-
-
-@functools.cache  # a save tells it too, and starts no process
-def _git(*words):
-    root = Path(__file__).resolve().parents[2]
-    try:
-        words = ("git", "--no-optional-locks", *words)  # or a kill -9 here leaves a lock in the user's repository
-        asked = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return asked.stdout.strip() if asked.returncode == 0 else None

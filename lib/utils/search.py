@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from lib.utils import checkpoint, distributed, shards, stored
@@ -24,39 +25,37 @@ class Found:
 def newest(folder: Path, disk: Disk, elsewhere: str | None = None) -> Found | None:
     """The newest good one of a run's checkpoints folder, or else of `elsewhere`, another run's; None for a new run.
 
-    `elsewhere`: a run's folder, its checkpoints folder, or one checkpoint. A damaged one of the run's own is moved
-    aside, its reason in the log; elsewhere nothing is touched. Raises Damaged where all are damaged, UsageError for
-    an `elsewhere` that is none, and for a checkpoint of another format.
+    `elsewhere`: see `other`. A damaged one of the run's own is moved aside, its reason in the log. Raises Damaged
+    where all are damaged, UsageError for an `elsewhere` that is none, and for a checkpoint of another format.
     """
     if elsewhere is not None and _real(folder) in _real(elsewhere).parents:
         raise UsageError(f"-resume {elsewhere}: this run goes on from its newest checkpoint by itself; to branch off "
                          f"from an older one, give the new run another -model")  # fmt: skip
     aside = any(disk.do(lambda: any(folder.glob("step_*.corrupt*"))))
-    found, faults = _first_good(folder, _names(folder, disk), disk, own=True)
+    found, faults = _first_good(folder, disk, own=True)
     if found is None and elsewhere is not None:
-        return _other(elsewhere, disk)
+        return other(elsewhere, disk)
     if found is None and (faults or aside):
         why = faults[0] if faults else f"{folder}: all that is there was set aside as damaged"
         raise shards.Damaged(f"{why}; no good checkpoint is left: -reset starts anew, -resume takes another run's")
     return found
 
 
-def _other(elsewhere, disk):
-    path = _real(elsewhere)
+def other(path: str | Path, disk: Disk) -> Found:
+    """The newest good one of those that a path means. Nothing there is touched. Raises UsageError where none is."""
     try:
-        alone = any(disk.do(lambda: (path / "manifest.json").is_file()))
-        above = any(disk.do(lambda: bool(stored.listed(path))))
-        folder = path.parent if alone else path if above else path / "checkpoints"
-        names = [path.name] if alone else _names(folder, disk)
+        found, faults = _first_good(_real(path), disk, own=False)
     except OSError as error:
-        raise UsageError(f"-resume {elsewhere}: {error}") from None
-    if not names:
-        raise UsageError(f"-resume {elsewhere}: there is no checkpoint; a run's folder, its checkpoints folder or "
-                         f"one checkpoint is wanted")  # fmt: skip
-    found, faults = _first_good(folder, names, disk, own=False)
+        raise UsageError(f"-resume {path}: {error}") from None
     if found is None:
-        raise UsageError(f"-resume {elsewhere}: no good checkpoint is there: {faults[0]}")
+        raise UsageError(f"-resume {path}: no good checkpoint is there: {faults[0]}") if faults else nothing(path)
     return found
+
+
+def nothing(path: str | Path) -> UsageError:
+    """What is said of a path that means no checkpoint."""
+    return UsageError(f"-resume {path}: there is no checkpoint; a run's folder, its checkpoints folder or one "
+                      f"checkpoint is wanted")  # fmt: skip
 
 
 def _real(path):
@@ -65,14 +64,14 @@ def _real(path):
 
 def _names(folder, disk):
     """What any disk has, the newest first."""
-    answers = disk.do(lambda: [entry.name for _, entry, _ in stored.listed(folder)])
-    return sorted({name for names in answers for name in names}, key=stored.order, reverse=True)
+    answers = disk.do(lambda: [str(entry.relative_to(folder)) for entry in stored.meant(folder)])
+    return sorted({*chain(*answers)}, key=lambda name: stored.order(Path(name).name), reverse=True)
 
 
-def _first_good(folder, names, disk, own):
+def _first_good(folder, disk, own):
     """The first that is whole on some disk, None if there is none, and what was wrong with those before it."""
     faults = []
-    for name in names:
+    for name in _names(folder, disk):
         report, manifest = _verified(folder / name, disk.share)
         reports = distributed.gather_json(report, disk.world)
         if refused := [one["refused"] for one in reports if "refused" in one]:

@@ -69,14 +69,19 @@ def _block(name, tensor):
     return [Piece(name, local, start)] if local.numel() else []
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor, sharded or not."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def _local(tensor):
-    """What this rank has of a tensor, and where in the whole it begins: by torch's own arithmetic."""
+    """The same, and where in the whole it begins: by torch's own arithmetic."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), (0,) * tensor.ndim
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local().detach(), tuple(start)
+    return local(tensor), tuple(start)
 
 
 def write(path: Path, blocks: list[tuple[str, Tensor]]) -> dict:
@@ -91,9 +96,9 @@ def write(path: Path, blocks: list[tuple[str, Tensor]]) -> dict:
         at += values.nbytes
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    parts = [len(head).to_bytes(8, "little"), head, *(_bytes(values) for _, values in blocks)]
+    parts = [len(head).to_bytes(8, "little"), head, *(raw(values) for _, values in blocks)]
     with concurrent.futures.ThreadPoolExecutor(1) as beside:  # on another core, while the disk is busy
-        crc = beside.submit(_crc, parts)
+        crc = beside.submit(checksum, _chunks(parts))
         with path.open("wb", buffering=0) as file:
             size = sum(_write_all(file, chunk) for chunk in _chunks(parts))
             os.fsync(file.fileno())
@@ -106,14 +111,16 @@ def _chunks(parts):
             yield memoryview(data)[begin : begin + CHUNK]
 
 
-def _crc(parts):
+def checksum(chunks) -> int:
+    """The CRC-32 of these pieces of bytes, one after the other."""
     crc = 0
-    for chunk in _chunks(parts):
+    for chunk in chunks:
         crc = zlib.crc32(chunk, crc)
     return crc
 
 
-def _bytes(values):
+def raw(values: Tensor) -> memoryview | bytes:
+    """The bytes of a tensor on the CPU."""
     return memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy()) if values.numel() else b""
 
 
@@ -130,10 +137,8 @@ def verify(path: Path, wanted: dict):
         size = path.stat().st_size
         if size != wanted["bytes"]:
             raise Damaged(f"{path}: {size:,} bytes instead of {wanted['bytes']:,}")
-        crc = 0
         with path.open("rb") as file:
-            while chunk := file.read(CHUNK):
-                crc = zlib.crc32(chunk, crc)
+            crc = checksum(iter(lambda: file.read(CHUNK), b""))
     except OSError as error:
         raise Damaged(f"{path}: cannot be read ({error.strerror})") from None
     if crc != wanted["crc32"]:

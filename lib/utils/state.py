@@ -1,15 +1,13 @@
 """How far a run is, and the tensors that are its state."""
 
 import contextlib
-import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lib.utils.errors import UsageError
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -28,47 +26,82 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if name in saved}
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What the optimizer remembers, by the parameter's name and its own word: `head.weight.exp_avg`."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[parameter]}.{word}": value
-        for parameter, memory in optimizer.state.items()
-        for word, value in memory.items()
-        if isinstance(value, Tensor)
-    }
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module that the user wrote, with its own names."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def all_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything that a checkpoint holds: model.* and optim.*, the live tensors."""
-    model_part = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
-    optim_part = {f"optim.{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()}
-    return {**model_part, **optim_part}
+@dataclass(frozen=True)
+class Parts:
+    """What a run's checkpoints hold, by the words that the names of its tensors begin with."""
+
+    modules: dict[str, nn.Module]  # "model", and trainer.NAME of others that a trainer keeps
+    optimizers: dict[str, torch.optim.Optimizer]  # "optim", and trainer.NAME likewise
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The live tensors, each under one name: model.head.weight, optim.head.weight.exp_avg, trainer.teacher.bias.
+
+        Raises UsageError for an optimizer of parameters that are in none of the modules.
+        """
+        found = {}
+        for part, module in self.modules.items():
+            for name, tensor in model_tensors(module).items():
+                found.setdefault(tensor, f"{part}.{name}")
+        whole = {name: tensor for tensor, name in found.items()}
+        for _, _, memory in self._memory():
+            whole |= memory
+        return whole
+
+    def _memory(self):
+        """What each optimizer remembers of each parameter: tensors by name, which is the parameter's own name for
+        those of the model."""
+        places = {}
+        for part, module in reversed(self.modules.items()):
+            prefix = "" if part == "model" else f"{part}."
+            places |= {parameter: f"{prefix}{name}" for name, parameter in module.named_parameters()}
+        for part, optimizer in self.optimizers.items():
+            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+                if parameter not in places:
+                    kind = type(optimizer).__name__
+                    raise UsageError(f"{part} ({kind}) trains what neither the model nor a module that the trainer "
+                                     "keeps has: no checkpoint would hold it")  # fmt: skip
+                start, words = f"{part}.{places[parameter]}", optimizer.state.get(parameter, {})
+                held = {f"{start}.{word}": value for word, value in words.items() if isinstance(value, Tensor)}
+                yield optimizer, parameter, held
+
+    def forget_all_but(self, loaded: dict, optimizers: list):
+        """Drops what these optimizers remember of parameters, but for those of which some is loaded."""
+        for optimizer, parameter, memory in self._memory():
+            if optimizer in optimizers and not any(name in loaded for name in memory):
+                optimizer.state.pop(parameter, None)
 
 
-def warn_of_strays(trainer):
-    """Tells of modules and optimizers that a trainer keeps beside those it was given: no checkpoint holds them."""
-    given = [trainer.model, trainer.loss, trainer.optimizer]
-    for name, value in vars(trainer).items():
-        if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) and not any(value is one for one in given):
-            log.warning("the trainer's %s (%s) is in no checkpoint: a resumed run begins it anew; a part of the "
-                        "model is kept", name, type(value).__name__)  # fmt: skip
+def parts_of(trainer) -> Parts:
+    """The model and the optimizer of a trainer, and all modules and optimizers that are attributes of it."""
+    kept = {f"trainer.{name}": value for name, value in vars(trainer).items() if name not in ("model", "optimizer")}
+    modules = {name: unwrap(value) for name, value in kept.items() if isinstance(value, nn.Module)}
+    optimizers = {name: value for name, value in kept.items() if isinstance(value, torch.optim.Optimizer)}
+    return Parts({"model": unwrap(trainer.model), **modules}, {"optim": trainer.optimizer, **optimizers})
 
 
-def prepare(optimizer: torch.optim.Optimizer):
-    """Lets a fresh optimizer make its memory, by a step with gradients of zero and a learning rate of zero.
+def prepare(parts: Parts) -> list[torch.optim.Optimizer]:
+    """Lets fresh optimizers make their memory, by a step with gradients of zero and a learning rate of zero. Returns
+    them.
 
     The way of torch.distributed.checkpoint.state_dict: the memory then has the right shapes, devices and sharding.
     Parameters keep their values; a checkpoint then fills the memory. One that has its memory from the first (Adagrad)
     keeps it. Raises UsageError for memory other than tensors, which no checkpoint would hold.
     """
-    if not optimizer.state:
+    fresh = [optimizer for optimizer in parts.optimizers.values() if not optimizer.state]
+    for optimizer in fresh:
         _idle_step(optimizer)
-    for memory in optimizer.state.values():
-        odd = [word for word, value in memory.items() if not isinstance(value, Tensor | None)]
+    for optimizer in parts.optimizers.values():
+        odd = [word for memory in optimizer.state.values() for word, value in memory.items()
+               if not isinstance(value, Tensor | None)]  # fmt: skip
         if odd:
             raise UsageError(f"-optimizer: {type(optimizer).__name__} remembers {odd[0]!r} as something else than a "
                              f"tensor, which a checkpoint cannot hold")  # fmt: skip
+    return fresh
 
 
 @torch.no_grad()
@@ -85,13 +118,12 @@ def _idle_step(optimizer):
 
 
 @contextlib.contextmanager
-def prepared(model: nn.Module, optimizer: torch.optim.Optimizer):
-    """Everything a checkpoint will hold once the first step is done, while the block runs; the optimizer is then as
-    it was."""
-    fresh = not optimizer.state
-    prepare(optimizer)
+def prepared(parts: Parts):
+    """Everything a checkpoint will hold once the first step is done, while the block runs; the optimizers are then as
+    they were."""
+    fresh = prepare(parts)
     try:
-        yield all_tensors(model, optimizer)
+        yield parts.tensors()
     finally:
-        if fresh:
+        for optimizer in fresh:
             optimizer.state.clear()

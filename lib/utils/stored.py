@@ -7,6 +7,11 @@ from pathlib import Path
 NAMED = re.compile(r"step_(\d{1,18})(?:_(\d{1,9}))?(?:_after(\d{1,9}))?(_keep)?")
 
 
+def run_of(args) -> Path:
+    """The run's folder, out/NAME."""
+    return Path(args.out) / args.model
+
+
 def listed(folder: Path) -> list[tuple[int, Path, bool]]:
     """The checkpoints in a folder, the last one saved first: step, path, whether it is kept for good."""
     if not folder.is_dir():
@@ -18,6 +23,14 @@ def listed(folder: Path) -> list[tuple[int, Path, bool]]:
 def newest(folder: Path) -> Path | None:
     """The checkpoint in a folder that was saved last."""
     return next((path for _, path, _ in listed(folder)), None)
+
+
+def meant(path: Path) -> list[Path]:
+    """The checkpoints that a path means, the last one saved first: those of a run's folder or of a checkpoints
+    folder, or the one that it is itself."""
+    if (path / "manifest.json").is_file():
+        return [path]
+    return [entry for _, entry, _ in listed(path) or listed(path / "checkpoints")]
 
 
 def order(name: str) -> tuple[int, int, int]:

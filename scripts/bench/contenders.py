@@ -27,7 +27,7 @@ from lib import config
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.core import parallel
-from lib.utils import ahead, fetch, hangs, loader, report, run_folder, seeding, speed
+from lib.utils import ahead, fetch, hangs, loader, report, seeding, speed, stored
 from lib.utils.distributed import World
 
 
@@ -87,8 +87,8 @@ def trainer_of(case: Case):
     optimizer = optimizers.get_optimizer(model, args, plan.batch)
     parts = (loader.get_loaders(splits, plan, world, args), model, losses.get_loss(args), optimizer)
     trainer = train.plugin("trainer", args.trainer).Trainer(args, world, *parts)
-    run_folder.path_of(args).mkdir(parents=True, exist_ok=True)
-    trainer.report = report.Report(run_folder.path_of(args), world, args, trainer.total_steps, trainer.state)
+    stored.run_of(args).mkdir(parents=True, exist_ok=True)
+    trainer.report = report.Report(stored.run_of(args), world, args, trainer.total_steps, trainer.state)
     watch = hangs.watched(trainer.state, trainer.ballot, world, args.hang_minutes, trainer.folder)
     trainer.hangs = contextlib.ExitStack().enter_context(watch)  # to the end of the process
     return trainer

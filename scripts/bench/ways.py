@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from lib.utils.checkpoint import Checkpoints
 from lib.utils.distributed import World
-from lib.utils.state import all_tensors, prepare
+from lib.utils.state import Parts, prepare
 
 BATCH = 512
 LAYERS = 24
@@ -29,9 +29,10 @@ class Run:
         width = int((size / 3 / 4 / LAYERS) ** 0.5)
         self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        prepare(self.optimizer)
+        self.parts = Parts({"model": self.model}, {"optim": self.optimizer})
+        prepare(self.parts)
         self.inputs = torch.randn(BATCH, width)
-        self.tensors = all_tensors(self.model, self.optimizer)
+        self.tensors = self.parts.tensors()
 
     def passes(self) -> float:
         """Seconds of a forward and backward pass."""
@@ -173,7 +174,7 @@ class Ours(Save):
         self.checkpoints.open()
 
     def begin(self):
-        tensors = all_tensors(self.run.model, self.run.optimizer)  # as the trainer does
+        tensors = self.run.parts.tensors()  # as the trainer does
         self.step += 1
         self.checkpoints.save(tensors, {"state": {"step": self.step}}, step=self.step, early=set())
 

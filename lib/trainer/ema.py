@@ -1,0 +1,87 @@
+"""Evaluates and keeps the weights as they were on average over the last steps, not those of the very last one.
+
+Polyak averaging, exponentially weighted (Izmailov et al., arXiv:1803.05407, section 3, compare it with others). An
+example of a trainer with a state of its own: the average is an attribute, and so it is in every checkpoint.
+"""
+
+import contextlib
+
+import torch
+from torch import Tensor, nn
+
+from lib.trainer import trainer
+from lib.utils.errors import UsageError
+from lib.utils.shards import local
+from lib.utils.state import model_tensors, unwrap
+
+
+def add_args(parser):
+    parser.add_argument("-ema_decay", type=float, default=0.999, metavar="X", help="share that a step leaves of it")
+
+
+class Trainer(trainer.Trainer):
+    """The usual trainer, whose evaluations, best and final weights are those of the average."""
+
+    def __init__(self, args, world, loaders, model, loss, optimizer):
+        super().__init__(args, world, loaders, model, loss, optimizer)
+        if not 0 <= args.ema_decay < 1:
+            raise UsageError(f"-ema_decay {args.ema_decay}: a share from 0 to below 1 is needed")
+        self.average = Average(model_tensors(unwrap(model)), args.ema_decay)
+
+    def step(self, samples):
+        super().step(samples)
+        self.average.update(model_tensors(unwrap(self.model)))
+
+    def evaluate(self, split):
+        with self.averaged():
+            return super().evaluate(split)
+
+    def write_weights(self, name, must=True):
+        with self.averaged():
+            return super().write_weights(name, must)
+
+    @contextlib.contextmanager
+    def averaged(self):
+        """The model with the averaged weights while the block runs."""
+        self.checkpoints.staged()  # a save under way has made its copy
+        tensors = model_tensors(unwrap(self.model))
+        self.average.swap(tensors)
+        try:
+            yield
+        finally:
+            self.average.swap(tensors)
+
+
+class Average(nn.Module):
+    """The exponential moving average of tensors that are given by name; integers are left out.
+
+    While it is young it is that of few steps: the decay is n / (n + 9) after n steps, as long as that is less.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], decay: float):
+        super().__init__()
+        self.decay, self.held = decay, nn.Module()
+        self.names = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        for name in self.names:
+            self.held.register_buffer(name.replace(".", "/"), tensors[name].detach().clone())
+
+    @torch.no_grad()
+    def update(self, tensors: dict[str, Tensor]):
+        """Takes the tensors in as they are now; the first time it becomes what they are."""
+        averages, now = self._local(tensors)
+        steps = int(self.steps)
+        torch._foreach_lerp_(averages, now, 1 - min(self.decay, steps / (steps + 9)))
+        self.steps += 1
+
+    @torch.no_grad()
+    def swap(self, tensors: dict[str, Tensor]):
+        """Gives the tensors the values of the averages, and those theirs; nothing where no step was taken in."""
+        for average, tensor in zip(*self._local(tensors), strict=True) if self.steps else ():
+            kept = tensor.clone()
+            tensor.copy_(average)
+            average.copy_(kept)
+
+    def _local(self, tensors):
+        """The averages and the tensors beside them; of sharded ones what this rank has."""
+        return [local(one) for one in self.held.buffers()], [local(tensors[name]) for name in self.names]
