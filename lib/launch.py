@@ -105,7 +105,8 @@ def visible() -> str:
 
 def place() -> dict[str, str]:
     """torchrun's variables for the only process of a run."""
-    return variables.torchrun(uuid.uuid4().hex, RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1)
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    return {name: str(value) for name, value in ranks.items()} | {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex}
 
 
 def threads(count: int) -> str:

@@ -48,7 +48,7 @@ def place(run: Path, asked: str | None) -> Path:
     if not (run / "config.yaml").is_file():
         raise UsageError(f"{run} is no run's folder: it has no config.yaml")
     files = {name: run / name / "weights.safetensors" for name in ("best", "final")}
-    newest = [folder for _, folder, _ in stored.listed(run / "checkpoints")][:1]
+    newest = stored.listed(run / "checkpoints")[:1]
     wanted = [files.get(asked, Path(asked))] if asked else [*files.values(), *newest]
     found = next((path for path in wanted if path.is_file() or (path / "manifest.json").is_file()), None)
     if found is None:

@@ -58,7 +58,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def names(folder: Path) -> list[str]:
     """The checkpoints of a run, newest first."""
-    return [entry.name for _, entry, _ in stored.listed(folder / "checkpoints")]
+    return [entry.name for entry in stored.listed(folder / "checkpoints")]
 
 
 def everything(folder: Path) -> list[str]:

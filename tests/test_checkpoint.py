@@ -81,7 +81,7 @@ def test_one_save_at_most_is_in_flight_and_the_loop_is_stopped_by_none_before(tm
         goes_on.release()
     checkpoints.close()
     assert most == [1] * 4 and told == ["begun", "written"] * 4
-    assert [step for step, _, _ in stored.listed(checkpoints.folder)] == [4, 3, 2, 1]
+    assert [stored.order(folder.name)[1] for folder in stored.listed(checkpoints.folder)] == [4, 3, 2, 1]
 
 
 def test_buffers_are_made_once_and_shapes_may_change(tmp_path):

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lib.trainer import trainer
 from lib.trainer.ema import Average
-from lib.utils import copies
+from lib.utils import copies, shards
 from lib.utils.state import unwrap
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -22,7 +22,8 @@ EMA = f"{SLOW} -trainer ema -ema_decay 0.5"
 
 
 class Pair(trainer.Trainer):
-    """Keeps a critic with an optimizer of its own, a tensor that each step replaces, and a part of the model."""
+    """Keeps a critic with an optimizer of its own, which begins late, buffers that each step replaces, and a part of
+    the model."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
@@ -33,6 +34,7 @@ class Pair(trainer.Trainer):
         self.notes.register_buffer("center", torch.zeros(4))
         self.notes.register_buffer("now", torch.tensor(0))
         self.head = unwrap(self.model)[-1]
+        self.same_optimizer = self.optimizer
 
     def training_step(self, batch):
         self.notes.now.fill_(self.state.step)  # beside a save that may not be through with it
@@ -41,17 +43,39 @@ class Pair(trainer.Trainer):
 
     def step(self, samples):
         super().step(samples)
-        self.critic_optimizer.step()
+        self.critic_optimizer.step() if self.state.step > 1 else None
         self.critic_optimizer.zero_grad()
         self.notes.center = self.notes.center + self.head.bias.detach()
 
 
-class Stray(trainer.Trainer):
-    """An optimizer of what no module has."""
+class Twice(trainer.Trainer):
+    """Trains a part of the model by an optimizer of its own, before the loss is known."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
-        self.second = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+        self.head = unwrap(self.model)[-1]
+        self.second = torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
+
+    def training_step(self, batch):
+        for parameter in self.head.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.second.step()
+        self.second.zero_grad()
+        return super().training_step(batch)
+
+
+MADE = [
+    lambda: torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1),
+    lambda: torch.optim.LBFGS([nn.Parameter(torch.ones(3))]),
+]
+
+
+class Stray(trainer.Trainer):
+    """Keeps an optimizer, by -seed."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.second = MADE[self.args.seed]()
 
 
 def held(folder, name=None):
@@ -59,39 +83,90 @@ def held(folder, name=None):
     return saves.tensors(folder / "checkpoints" / (name or names(folder)[0]))
 
 
-def test_a_second_model_and_optimizer_go_on_exactly(tmp_path, monkeypatch):
+@pytest.fixture
+def slowly(monkeypatch):
+    """Copies of tensors that are being saved take their time, in this test's next runs, and evaluations more."""
+    real, swap = copies.Copies._make, Average.swap
+    monkeypatch.setattr(copies.Copies, "_make", lambda *words: (time.sleep(0.03), real(*words)))
+    monkeypatch.setattr(Average, "swap", lambda *words: (swap(*words), time.sleep(0.05)))
+
+
+def through(out, words, *limits):
+    """The folder of a run that was stopped at each of these steps, and went on."""
+    for limit in limits:
+        run(out, f"{words} -limit_steps {limit}", wanted=75)
+    return run(out, words)
+
+
+def all_held(folder):
+    return {f"{name} {tensor}": value for name in names(folder) for tensor, value in held(folder, name).items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_second_model_and_optimizer_go_on_exactly(ranks, tmp_path, request):
     words = f"{SLOW} -trainer pair -save_every 1steps -keep_last 99 -model"
-    with plugins(trainer={"pair": Pair, "stray": Stray}):
-        whole = run(tmp_path, f"{words} whole -cpu 2")
-        real = copies.Copies._make
-        monkeypatch.setattr(copies.Copies, "_make", lambda *words: (time.sleep(0.03), real(*words)))
-        part = run(tmp_path, f"{words} part -cpu 2 -limit_steps 5", wanted=75)
-        run(tmp_path, f"{words} part -cpu 2")
-        monkeypatch.setattr(copies.Copies, "_make", real)
-        alone = run(tmp_path, f"{words} alone -cpu 1 -limit_steps 7", wanted=75)
-        run(tmp_path, f"{words} alone -cpu 2")
+    with plugins(trainer={"pair": Pair}):
+        whole = run(tmp_path, f"{words} whole -cpu {ranks}")
+        alone = run(tmp_path, f"{words} alone -cpu 1")
+        request.getfixturevalue("slowly")
+        part = through(tmp_path, f"{words} part -cpu {ranks}", 1, 5)
     truth, other = held(whole), held(alone)
-    assert all(same(held(part, name), held(whole, name)) for name in names(whole)) and len(names(whole)) == 13
+    assert same(all_held(part), all_held(whole)) and len(names(whole)) == 13
     assert all((truth[name] - other[name]).abs().max() < 1e-5 for name in truth if truth[name].is_floating_point())
     own = {name for name in truth if not name.startswith(("model.", "optim."))}
     critic = {f"trainer.critic.{name}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")}
-    memory = {
-        f"trainer.critic_optimizer.{name}.{word}" for name in critic for word in ("step", "exp_avg", "exp_avg_sq")
-    }
-    assert own == critic | memory | {"trainer.notes.center", "trainer.notes.now"}, (
-        "what is the model's is not there twice"
-    )
-    assert (
-        truth["trainer.notes.center"].abs().sum() > 0
-        and truth["trainer.critic_optimizer.trainer.critic.0.bias.step"] == 12
-    )
+    words = ("step", "exp_avg", "exp_avg_sq")
+    memory = {f"trainer.critic_optimizer.{name}.{word}" for name in critic for word in words}
+    assert own == critic | memory | {"trainer.notes.center", "trainer.notes.now"}, "nothing is there twice"
+    assert truth["trainer.notes.center"].abs().sum() > 0
+    assert truth["trainer.critic_optimizer.trainer.critic.0.bias.step"] == 11
 
 
-def test_an_optimizer_of_what_no_checkpoint_would_hold_is_refused(tmp_path, capfd):
+def test_what_is_trained_beside_a_save_is_not_in_it(tmp_path, request):
+    words = (
+        f"{SMALL} -trainer twice -cpu 1 -save_every 1steps -keep_last 99 -micro_batch 16 -allow_change micro_batch"
+    )
+    with plugins(trainer={"twice": Twice}):
+        whole = run(tmp_path, f"{words} -model whole")
+        request.getfixturevalue("slowly")
+        part = through(tmp_path, f"{words} -model part", 5)
+    assert same(all_held(part), all_held(whole))
+    assert {name for name in held(whole) if name.startswith("trainer.")} == {
+        "trainer.second.5.weight.momentum_buffer", "trainer.second.5.bias.momentum_buffer"}  # fmt: skip
+
+
+def test_a_trainer_that_keeps_something_else_than_before_is_told_what_to_do(tmp_path, capfd):
+    words = f"{SMALL} -cpu 1 -trainer pair"
+    with plugins(trainer={"pair": Twice}):
+        run(tmp_path, f"{words} -limit_steps 5", wanted=75)
+    with plugins(trainer={"pair": Pair}):
+        run(tmp_path, f"{words} -allow_change seed", wanted=2)
+        told = capfd.readouterr().err.splitlines()[-1]
+        assert "of another trainer: trainer.critic.0.bias was None" in told and "-allow_change trainer" in told
+        run(tmp_path, f"{words} -allow_change trainer")
+
+
+@pytest.mark.parametrize(("seed", "said"), [
+    (0, "trainer.second (SGD) trains what neither the model nor a module that the trainer keeps has"),
+    (1, "LBFGS takes no step by itself"),
+])  # fmt: skip
+def test_an_optimizer_that_no_checkpoint_can_hold_is_refused(seed, said, tmp_path, capfd):
     with plugins(trainer={"stray": Stray}):
-        run(tmp_path, f"{SMALL} -cpu 1 -trainer stray", wanted=2)
-    told = capfd.readouterr().err.splitlines()[-1]
-    assert "trainer.second (SGD) trains what neither the model nor a module that the trainer keeps has" in told
+        run(tmp_path, f"{SMALL} -cpu 1 -trainer stray -seed {seed}", wanted=2)
+    assert said in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_a_dry_run_counts_what_a_trainer_keeps(tmp_path, monkeypatch):
+    counted = []
+    monkeypatch.setattr(shards, "total_bytes", lambda tensors: counted.extend(tensors) or 1)
+    run(tmp_path, f"{EMA} -cpu 1 -dry")
+    assert "trainer.average.steps" in counted
+
+
+def test_a_decay_that_is_none_is_refused(tmp_path, capfd):
+    for decay in (-0.1, 1):
+        run(tmp_path, f"{SMALL} -cpu 1 -trainer ema -ema_decay={decay}", wanted=2)
+        assert f"-ema_decay {decay}" in capfd.readouterr().err.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -118,16 +193,14 @@ def test_the_average_is_that_of_the_weights_after_each_step(averaged):
     assert not torch.equal(final["5.weight"], tensors["model.5.weight"])
 
 
-@pytest.mark.parametrize("words", ["-cpu 2", "-cpu 2 -parallel fsdp"])
-def test_averaged_weights_go_on_exactly_and_are_the_same_on_other_processes(averaged, words, tmp_path):
-    run(tmp_path, f"{EMA} {words} -limit_steps 5", wanted=75)
-    folder = run(tmp_path, f"{EMA} {words}")
-    if words == "-cpu 2":
-        assert same(held(folder), held(averaged)) and same(weights(folder), weights(averaged))
+@pytest.mark.parametrize("words", ["-cpu 2 -save_every 1steps -keep_last 99", "-cpu 2 -parallel fsdp"])
+def test_averaged_weights_go_on_exactly_and_are_the_same_on_other_processes(averaged, slowly, words, tmp_path):
+    folder = through(tmp_path, f"{EMA} {words}", 5)
+    if "fsdp" not in words:
+        assert same(all_held(folder), all_held(averaged)) and same(weights(folder), weights(averaged))
     assert distance(folder, averaged) < 1e-5
-    moved = run(tmp_path, f"{EMA} {words} -model moved -limit_steps 7", wanted=75)
-    run(tmp_path, f"{EMA} -cpu 1 -model moved")
-    assert distance(moved, averaged) < 1e-5
+    run(tmp_path, f"{EMA} {words} -model moved -limit_steps 7", wanted=75)
+    assert distance(run(tmp_path, f"{EMA} -cpu 1 -model moved"), averaged) < 1e-5
 
 
 def test_evaluations_are_of_the_averaged_weights(averaged, tmp_path):

@@ -94,7 +94,7 @@ def test_two_writers_that_share_a_temporary_name_mix(tmp_path, monkeypatch):
 
 
 def remove_before(self, answers, real=checkpoint.Checkpoints._publish):
-    for _, folder, _ in stored.listed(self.folder):
+    for folder in stored.listed(self.folder):
         atomic.remove_folder(folder)
     real(self, answers)
 

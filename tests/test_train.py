@@ -181,7 +181,7 @@ def test_a_finished_run_is_not_trained_again(undisturbed):
 
 
 def test_a_manifest_does_not_grow_with_the_epochs(undisturbed):
-    folders = [folder for _, folder, _ in stored.listed(undisturbed[1] / "checkpoints")]
+    folders = stored.listed(undisturbed[1] / "checkpoints")
     assert [set(checkpoint.read_manifest(folder)["metrics"]) for folder in folders] == [{"agg"}] * 2
 
 

@@ -55,7 +55,8 @@ class Trainer(trainer.Trainer):
 class Average(nn.Module):
     """The exponential moving average of tensors that are given by name; integers are left out.
 
-    While it is young it is that of few steps: the decay is n / (n + 9) after n steps, as long as that is less.
+    A step that was skipped counts like another. While the average is young it is that of few steps: the decay is
+    n / (n + 9) after n steps, as long as that is less.
     """
 
     def __init__(self, tensors: dict[str, Tensor], decay: float):

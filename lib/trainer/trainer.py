@@ -16,7 +16,7 @@ from lib.utils.data import zeros
 from lib.utils.errors import UsageError
 from lib.utils.hangs import watched
 from lib.utils.pictures import Answers
-from lib.utils.state import State, model_tensors, parts_of, prepared, unwrap
+from lib.utils.state import State, model_tensors, parts_of, prepared, untouched, unwrap
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,6 @@ class Trainer:
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.checkpoints.staged()
         optimizers.step(self.optimizer, self.scaler, norm)
         for parameter in self.parameters:
             parameter.grad = None
@@ -225,8 +224,11 @@ class Trainer:
             self.go_on(found)
         elif self.args.weights:
             weights.start_from(self.args.weights, unwrap(self.model))
-        with prepared(parts_of(self)) as tensors:
+        parts = parts_of(self)
+        with prepared(parts) as tensors:
             self.checkpoints.check_room(tensors)
+        for optimizer in parts.optimizers.values():
+            optimizer.register_step_pre_hook(lambda *_: self.checkpoints.staged())  # a save may be copying
 
     def go_on(self, found):
         """Takes up a verified checkpoint."""
@@ -251,10 +253,8 @@ class Trainer:
         self.model.train()
         for _ in range(2):
             self.statistics.before(first=True)
-            with self.precision:
-                loss = self.training_step(batch)
-            loss.backward()
-            self.optimizer.zero_grad(set_to_none=True)
+            with untouched(parts_of(self)), self.precision:
+                self.training_step(batch).backward()
             self.statistics.restore()
 
     def save(self, keep: bool = False):

@@ -167,10 +167,11 @@ class Checkpoints:
         partial.mkdir()
 
     def _write(self, mine):
-        blocks = self.copies.make(mine)
-        file = f"shard_{self.world.rank:04d}.safetensors"
+        pieces = [[piece.name, list(piece.start), list(piece.values.shape)] for piece in mine]
+        blocks, file = self.copies.make(mine), f"shard_{self.world.rank:04d}.safetensors"
+        mine.clear()  # clones need no memory while the disk is busy
         facts = shards.write(self.folder / f"{self.name}.partial" / file, blocks)
-        answer = {"file": file, **facts, "pieces": [[p.name, list(p.start), list(p.values.shape)] for p in mine]}
+        answer = {"file": file, **facts, "pieces": pieces}
         if self.world.size == 1:
             self._publish([answer])
         return answer
@@ -194,7 +195,8 @@ class Checkpoints:
         atomic.publish(partial, final)
         try:
             atomic.swap_link(self.folder / "latest", final.name)
-            for _, folder, _ in [entry for entry in stored.listed(self.folder) if not entry[2]][self.keep_last :]:
+            passing = [folder for folder in stored.listed(self.folder) if not folder.name.endswith("_keep")]
+            for folder in passing[self.keep_last :]:
                 atomic.remove_folder(folder)
         except OSError as error:
             log.warning("%s is saved, but older ones could not be tidied up (%s)", final, error)

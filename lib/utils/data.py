@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
 
 from lib.utils.errors import UsageError
@@ -60,7 +59,16 @@ def _pinned(tensor, device):
 
 def each(batch, change):
     """The batch with its tensors changed."""
-    return tree_map_only(Tensor, change, batch)
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, dict):
+        return {name: each(part, change) for name, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        parts = [each(part, change) for part in batch]
+        return (
+            type(batch)(*parts) if hasattr(batch, "_fields") else parts if isinstance(batch, list) else tuple(parts)
+        )
+    return batch
 
 
 def tensors(batch, place: str = "") -> list[tuple[str, Tensor]]:

@@ -36,7 +36,7 @@ def remembered(args, world: World) -> dict:
 def _peek(args):
     own = stored.run_of(args) / "checkpoints"
     try:
-        there = [] if run_folder.starts_anew(args) else stored.meant(own)
+        there = [] if run_folder.starts_anew(args) else stored.listed(own)
         there += stored.meant(Path(args.resume)) if args.resume else []
     except OSError as error:
         log.warning("%s or -resume %s: %s", own, args.resume, error)
@@ -139,7 +139,10 @@ def load(found, parts: Parts, world: World, allowed=()):
     if there != here:
         odd = sorted(name for name in {**there, **here} if there.get(name) != here.get(name))
         told = ", ".join(f"{name} was {there.get(name)} and is {here.get(name)}" for name in odd[:4])
-        raise UsageError(f"{found.folder} is of another model or optimizer: {told}{', ...' if len(odd) > 4 else ''}")
+        kept = all(name.startswith("trainer.") for name in odd)
+        hint = "; what its trainer keeps begins anew with -allow_change trainer" if kept else ""
+        raise UsageError(f"{found.folder} is of another {'trainer' if kept else 'model or optimizer'}: {told}"
+                         f"{', ...' if len(odd) > 4 else ''}{hint}")  # fmt: skip
     _fill(found, {name: tensors[name] for name in here}, world)
     _check_finite(found, parts.modules["model"], world, allowed)
     parts.forget_all_but(here, fresh)

@@ -62,16 +62,17 @@ def _real(path):
     return Path(os.path.realpath(path))
 
 
-def _names(folder, disk):
+def _names(folder, disk, own):
     """What any disk has, the newest first."""
-    answers = disk.do(lambda: [str(entry.relative_to(folder)) for entry in stored.meant(folder)])
+    there = stored.listed if own else stored.meant
+    answers = disk.do(lambda: [str(entry.relative_to(folder)) for entry in there(folder)])
     return sorted({*chain(*answers)}, key=lambda name: stored.order(Path(name).name), reverse=True)
 
 
 def _first_good(folder, disk, own):
     """The first that is whole on some disk, None if there is none, and what was wrong with those before it."""
     faults = []
-    for name in _names(folder, disk):
+    for name in _names(folder, disk, own):
         report, manifest = _verified(folder / name, disk.share)
         reports = distributed.gather_json(report, disk.world)
         if refused := [one["refused"] for one in reports if "refused" in one]:

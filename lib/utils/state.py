@@ -78,7 +78,10 @@ class Parts:
 
 def parts_of(trainer) -> Parts:
     """The model and the optimizer of a trainer, and all modules and optimizers that are attributes of it."""
-    kept = {f"trainer.{name}": value for name, value in vars(trainer).items() if name not in ("model", "optimizer")}
+    given = (trainer.model, trainer.loss, trainer.optimizer)  # a loss is what the flags make of it
+    kept = {
+        f"trainer.{name}": value for name, value in vars(trainer).items() if not any(value is one for one in given)
+    }
     modules = {name: unwrap(value) for name, value in kept.items() if isinstance(value, nn.Module)}
     optimizers = {name: value for name, value in kept.items() if isinstance(value, torch.optim.Optimizer)}
     return Parts({"model": unwrap(trainer.model), **modules}, {"optim": trainer.optimizer, **optimizers})
@@ -94,12 +97,16 @@ def prepare(parts: Parts) -> list[torch.optim.Optimizer]:
     """
     fresh = [optimizer for optimizer in parts.optimizers.values() if not optimizer.state]
     for optimizer in fresh:
-        _idle_step(optimizer)
+        try:
+            _idle_step(optimizer)
+        except TypeError as error:  # LBFGS and its kin
+            kind = type(optimizer).__name__
+            raise UsageError(f"{kind} takes no step by itself ({error}): its memory cannot be made ready") from None
     for optimizer in parts.optimizers.values():
         odd = [word for memory in optimizer.state.values() for word, value in memory.items()
                if not isinstance(value, Tensor | None)]  # fmt: skip
         if odd:
-            raise UsageError(f"-optimizer: {type(optimizer).__name__} remembers {odd[0]!r} as something else than a "
+            raise UsageError(f"{type(optimizer).__name__} remembers {odd[0]!r} as something else than a "
                              f"tensor, which a checkpoint cannot hold")  # fmt: skip
     return fresh
 
@@ -115,6 +122,22 @@ def _idle_step(optimizer):
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+@contextlib.contextmanager
+def untouched(parts: Parts):
+    """Gradients are gone after the block, and what a trainer keeps of its own is as it was."""
+    fresh = [optimizer for optimizer in parts.optimizers.values() if not optimizer.state]
+    alone = len(parts.modules) == len(parts.optimizers) == 1
+    before = {} if alone else {name: tensor.detach().clone() for name, tensor in parts.tensors().items()}
+    yield
+    for optimizer in fresh:
+        optimizer.state.clear()
+    for optimizer in parts.optimizers.values():
+        optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for name, tensor in parts.tensors().items() if before else ():
+            tensor.copy_(before[name])
 
 
 @contextlib.contextmanager

@@ -12,17 +12,15 @@ def run_of(args) -> Path:
     return Path(args.out) / args.model
 
 
-def listed(folder: Path) -> list[tuple[int, Path, bool]]:
-    """The checkpoints in a folder, the last one saved first: step, path, whether it is kept for good."""
-    if not folder.is_dir():
-        return []
-    there = sorted((entry for entry in folder.iterdir() if NAMED.fullmatch(entry.name)), key=lambda e: order(e.name))
-    return [(order(entry.name)[1], entry, entry.name.endswith("_keep")) for entry in reversed(there)]
+def listed(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the last one saved first."""
+    there = [entry for entry in folder.iterdir() if NAMED.fullmatch(entry.name)] if folder.is_dir() else []
+    return sorted(there, key=lambda entry: order(entry.name), reverse=True)
 
 
 def newest(folder: Path) -> Path | None:
     """The checkpoint in a folder that was saved last."""
-    return next((path for _, path, _ in listed(folder)), None)
+    return next(iter(listed(folder)), None)
 
 
 def meant(path: Path) -> list[Path]:
@@ -30,7 +28,7 @@ def meant(path: Path) -> list[Path]:
     folder, or the one that it is itself."""
     if (path / "manifest.json").is_file():
         return [path]
-    return [entry for _, entry, _ in listed(path) or listed(path / "checkpoints")]
+    return listed(path) or listed(path / "checkpoints")
 
 
 def order(name: str) -> tuple[int, int, int]:
@@ -48,7 +46,7 @@ def named(step: int, place: list[int], keep: bool) -> str:
 def following(folder: Path, step: int) -> list[int]:
     """The place that makes the next checkpoint the newest, also one of the same step, as after an evaluation that was
     interrupted, or of an earlier one, as after a change of -batch_size."""
-    back, last, again = max((order(entry.name) for _, entry, _ in listed(folder)), default=(0, -1, 0))
+    back, last, again = max((order(entry.name) for entry in listed(folder)), default=(0, -1, 0))
     if step > last:
         return [back, 0]
     return [back, again + 1] if step == last else [back + 1, 0]
