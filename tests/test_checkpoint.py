@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import threading
 import time
+import weakref
 
 import pytest
 import saves
@@ -95,6 +96,29 @@ def test_buffers_are_made_once_and_shapes_may_change(tmp_path):
     checkpoints.close()
     held = saves.tensors(tmp_path / "checkpoints" / "step_00000003")
     assert same(held, tensors)
+
+
+def test_copies_that_a_save_asked_for_at_once_are_gone_while_the_disk_is_busy(tmp_path, monkeypatch):
+    early, left = [], []
+    make, write = copies.Copies._make, shards.write
+    monkeypatch.setattr(copies.Copies, "_make", lambda self, mine: (early.extend(map(seen, mine)), make(self, mine)))
+    monkeypatch.setattr(shards, "write", lambda *words: left.extend(one() for one in early) or write(*words))
+    checkpoints = saver(tmp_path)
+    live = {"model.bias": torch.ones(5)}
+    checkpoints.save(live, {}, step=1, early={"model.bias"})
+    checkpoints.close()
+    assert left == [None]
+
+
+def seen(piece):
+    return weakref.ref(piece.values)
+
+
+def test_a_stray_manifest_beside_the_checkpoints_is_none_of_them(copy):
+    there = names(copy)
+    shutil.copy(copy / "checkpoints" / there[0] / "manifest.json", copy / "checkpoints")
+    run(copy.parent, f"{SMALL} -cpu 2 -model {copy.name}")
+    assert set(there) <= set(names(copy)) and outcome(copy)["state"] == "finished"
 
 
 def test_a_save_starts_no_process(monkeypatch):

@@ -1,8 +1,12 @@
-"""What goes wrong while a batch is fetched names the sample, here and in worker processes."""
+"""Batches: what goes wrong while one is fetched names the sample, and one of any form keeps it."""
+
+import collections
 
 import pytest
+import torch
 from torch.utils.data import Dataset
 
+from lib.utils import data
 from lib.utils.fetch import Fetcher
 from lib.utils.loader import Key
 
@@ -24,3 +28,14 @@ def test_the_sample_that_cannot_be_fetched_is_named(workers):
         with pytest.raises((ZeroDivisionError, RuntimeError), match=said):
             next(iter(fetched(0, [Key(0, 0, 2, 8, True, True, indices)])))
         fetched.close()
+
+
+@pytest.mark.parametrize("change", [torch.zeros_like, torch.Tensor.double])
+def test_a_batch_of_any_form_is_changed_to_its_last_tensor(change):
+    Pair, Own = collections.namedtuple("Pair", "image label"), type("Own", (dict,), {})
+    one = torch.ones(2)
+    batch = {"pair": Pair(one, [one, (one, "name")]), "own": Own(x=one)}
+    now = data.each(batch, change)
+    assert [tensor.tolist() for _, tensor in data.tensors(now)] == [change(one).tolist()] * 4
+    assert all(tensor.dtype == change(one).dtype for _, tensor in data.tensors(now))
+    assert type(now["pair"]) is Pair and type(now["pair"].label) is list and now["pair"].label[1][1] == "name"

@@ -15,6 +15,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import runs
 import torch
 from disks import full_disk
 from processes import until
@@ -36,6 +37,13 @@ def test_a_full_disk_leaves_event_files_readable(tmp_path, caplog):
     points = [point.step for point in loaded(tmp_path).Scalars("train/loss")]
     assert points == [*range(len(points) - 1), 20] and 2 < len(points) < 20
     assert len(caplog.records) == 1
+
+
+def test_images_that_are_collated_one_by_one_are_shown(tmp_path):
+    items = [(torch.rand(3, 8, 8), label % 4) for label in range(16)]
+    with runs.plugins(dataset={"plain": lambda args: torch.utils.data.Subset(items, range(16))}):
+        folder = runs.run(tmp_path, "-dataset plain -arch mlp -channels 3 -num_classes 4 -epochs 1 -cpu 1 -workers 0")
+    assert loaded(folder / "tensorboard").Tags()["images"] == ["train/samples"]
 
 
 def loaded(folder):
