@@ -33,7 +33,7 @@ def run(args) -> int:
     """One process of the run: join the others, build the parts, fit."""
     from lib.core import looks, loss, parallel
     from lib.core import optimizer as optimizers
-    from lib.utils import about, distributed, fits, loader, resume, run_folder, seeding, speed
+    from lib.utils import about, distributed, fits, loader, resume, run_folder, seeding, speed, state
 
     importlib.import_module("torch._dynamo")  # as every optimizer does
     gc.freeze()  # nothing of it is garbage
@@ -61,6 +61,7 @@ def run(args) -> int:
         with hold(args, world) as folder, loader.opened(splits, plan, world, args) as loaders:
             parts = (args, world, loaders, model, criterion, optimizer)
             trainer = plugin("trainer", args.trainer).Trainer(*parts)
+            state.warn_of_lost(trainer)
             if looks.asked(args):
                 return EXIT_CODES[looks.look(trainer)]
             text = config.to_yaml(args, about.about(), batch_size=plan.batch, micro_batch=plan.micro)

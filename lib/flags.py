@@ -4,7 +4,20 @@ import importlib
 import math
 
 from lib.parsing import Listing, Switch
-from lib.values import email, every, gpu_list, key_value, plugin_name, port, real, run_name, suffix, text, whole
+from lib.values import (
+    email,
+    every,
+    gpu_list,
+    key_value,
+    metric,
+    plugin_name,
+    port,
+    real,
+    run_name,
+    suffix,
+    text,
+    whole,
+)
 
 
 def add_shared(parser):
@@ -133,7 +146,10 @@ def _saving(group):
         "-keep_every", type=whole(0), default=0, metavar="N", help="keep every Nth epoch's for good; 0: none"
     )
     group.add_argument(
-        "-best", type=text, metavar="METRIC", help="keep the best weights by this val metric (accuracy, else loss)"
+        "-best",
+        type=metric,
+        metavar="METRIC",
+        help="keep the best weights by this val metric, as f1 or mae:min (accuracy, else loss)",
     )
     _switch(group, "-save_strict", "a save that fails ends the run")
     group.add_argument("-resume", type=text, metavar="PATH", help="go on from another run's folder or checkpoint")

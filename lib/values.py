@@ -81,6 +81,14 @@ def text(value: str) -> str:
     return value
 
 
+def metric(value: str) -> str:
+    """The name of a metric, alone or with :min or :max."""
+    name, colon, way = text(value).partition(":")
+    if not name or (colon and way not in ("min", "max")):
+        raise argparse.ArgumentTypeError(f"{value!r} is no metric like accuracy, rec:min or f1:max")
+    return value
+
+
 def port(text: str) -> int:
     """A number of a TCP port."""
     value = whole(1)(text)

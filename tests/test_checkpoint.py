@@ -215,7 +215,7 @@ def test_the_best_without_a_val_split_is_refused_before_anything_is_written(refu
     assert not (tmp_path / "alone").exists()
 
 
-def test_best_is_the_highest_score_and_never_one_that_is_not_a_number():
+def test_best_is_the_highest_score_and_never_one_that_is_not_a_number(caplog):
     best = None
     for epoch, loss in enumerate((float("nan"), 3.0, 2.0, float("nan"), 2.5)):
         best = metrics.better(best, {"loss": loss}, None, epoch) or best
@@ -223,6 +223,13 @@ def test_best_is_the_highest_score_and_never_one_that_is_not_a_number():
     best = metrics.better(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 5)
     assert (best["metric"], best["value"]) == ("accuracy", 0.1)
     assert metrics.better(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 6) is None
+    for asked, wanted in (("rec", 3), ("rec:max", 3), ("rec:min", 1), ("loss:max", 3)):
+        best = None
+        for epoch, value in enumerate((2.0, 1.0, 5.0, 4.0)):
+            best = metrics.better(best, {"rec": value, "loss": value}, asked, epoch + 1) or best
+        assert best["epoch"] == {3: 3, 1: 2}[wanted] and best["metric"] == asked.partition(":")[0]
+    assert metrics.better(None, {"rec": 1.0}, None, 1) is None
+    assert "the evaluation gives rec; name one by -best" in caplog.text
 
 
 # Room

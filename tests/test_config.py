@@ -105,6 +105,8 @@ def test_a_misspelt_flag_is_refused_with_the_close_one(flag, at, letter):
         ("-epochs -reset", "argument -epochs: expected one argument"),
         ("-model=--", "argument -model: '--' is no value"),
         ("-best=", "argument -best: '' is empty or holds control characters"),
+        ("-best rec:low", "argument -best: 'rec:low' is no metric like accuracy, rec:min or f1:max"),
+        ("-best :min", "argument -best: ':min' is no metric"),
         ("-loss x", "argument -loss: invalid choice: 'x' (choose from"),
         ("-arch convmet", "-arch 'convmet': no such file in lib/arch; there are convnet, gpt, mlp, resnet, vit "),
     ],

@@ -202,6 +202,17 @@ def test_a_first_step_that_is_left_out_on_a_gpu_or_by_the_scaler_leaves_no_trace
         assert torch.equal(mine, other)
 
 
+@pytest.mark.parametrize("size", [4, 5])
+def test_pixels_have_their_classes_first_and_tokens_last_also_where_both_could_be(size):
+    loss = losses.get_loss(asked(loss="cross_entropy", label_smoothing=0.0))
+    pixels, tokens = torch.randint(4, (2, size, size)), torch.randint(size, (2, size))
+    images, rows = torch.randn(2, 4, size, size), torch.randn(2, size, size)
+    assert torch.equal(loss(images, pixels), nn.functional.cross_entropy(images, pixels))
+    assert losses.metric_sums(loss, images, pixels) == {}
+    assert torch.equal(loss(rows, tokens), nn.functional.cross_entropy(rows.flatten(0, 1), tokens.flatten()))
+    assert losses.metric_sums(loss, rows, tokens).keys() == {"bits_per_byte"}
+
+
 def test_losses_and_accuracy_are_torchs():
     outputs, labels = torch.randn(9, 4), torch.randint(4, (9,))
     loss = losses.get_loss(asked(loss="cross_entropy", label_smoothing=0.2))

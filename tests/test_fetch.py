@@ -39,3 +39,25 @@ def test_a_batch_of_any_form_is_changed_to_its_last_tensor(change):
     assert [tensor.tolist() for _, tensor in data.tensors(now)] == [change(one).tolist()] * 4
     assert all(tensor.dtype == change(one).dtype for _, tensor in data.tensors(now))
     assert type(now["pair"]) is Pair and type(now["pair"].label) is list and now["pair"].label[1][1] == "name"
+
+
+class Ragged(Dataset):
+    """Sequences of differing length, which a way of its own puts into a batch."""
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        return torch.arange(index), index
+
+    @staticmethod
+    def collate_fn(items):
+        return torch.nn.utils.rnn.pad_sequence([item[0] for item in items], batch_first=True), len(items)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_may_say_how_its_samples_make_a_batch(workers):
+    fetched = Fetcher(torch.utils.data.Subset(Ragged(), range(9)), 0, workers, pin=False)
+    rows, count = next(iter(fetched(0, [Key(0, 0, 2, 8, True, True, [2, 3])])))
+    assert rows.tolist() == [[0, 1, 0], [0, 1, 2]] and count == 2
+    fetched.close()

@@ -6,7 +6,8 @@ import time
 import pytest
 import saves
 import torch
-from runs import distance, outcome, plugins, run, same, weights
+from command_line import refusal
+from runs import distance, lines, outcome, plugins, run, same, weights
 from saves import SMALL, log_of, names
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -163,10 +164,48 @@ def test_a_dry_run_counts_what_a_trainer_keeps(tmp_path, monkeypatch):
     assert "trainer.average.steps" in counted
 
 
-def test_a_decay_that_is_none_is_refused(tmp_path, capfd):
-    for decay in (-0.1, 1):
-        run(tmp_path, f"{SMALL} -cpu 1 -trainer ema -ema_decay={decay}", wanted=2)
-        assert f"-ema_decay {decay}" in capfd.readouterr().err.splitlines()[-1]
+def test_a_decay_that_is_none_is_refused():
+    for decay in ("-0.1", "1", "x"):
+        assert f"-ema_decay: invalid share value: {decay!r}" in refusal(f"-trainer ema -ema_decay={decay}")
+
+
+class Own(trainer.Trainer):
+    """Keeps what does not go well on several processes, and a figure of its own."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.plain = nn.Linear(4, 1)
+        self.norm = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        self.plain_optimizer = torch.optim.SGD([*self.plain.parameters(), *self.norm.parameters()], lr=0.1)
+        self.lately, self.draws = torch.zeros(()), torch.Generator()
+
+    def training_step(self, batch):
+        outputs = self.model(batch[0])
+        self.metrics.update({"spread": outputs.detach().std() * len(outputs)})
+        own = self.plain(outputs.detach()).square().mean() + (self.norm(outputs.detach()) - 1).square().mean()
+        return self.loss(outputs, batch[1]) + own
+
+    def step(self, samples):
+        super().step(samples)
+        self.plain_optimizer.step()
+        self.plain_optimizer.zero_grad()
+
+
+def test_what_does_not_go_on_exactly_is_told_and_rank_0_decides(tmp_path, capfd):
+    words = f"{SLOW} -trainer own -cpu 2 -model"
+    with plugins(trainer={"own": Own}):
+        whole = run(tmp_path, f"{words} whole")
+        told = capfd.readouterr().out
+        part = through(tmp_path, f"{words} part", 4, 7)
+    assert "the trainer's plain.bias and 1 more are not the same" in told or "plain.weight and 1 more" in told
+    assert all(
+        f"the trainer's {name} is in no checkpoint" in told for name in ("lately (Tensor)", "draws (Generator)")
+    )
+    assert "plain_optimizer" not in told and "norm" not in told
+    one, other = held(whole), held(part)
+    norm = [name for name in one if name.startswith("trainer.norm.")]
+    assert len(norm) == 7 and all(torch.equal(one[name], other[name]) for name in norm), "as DDP has it"
+    assert all(0 < line["train/spread"] < 9 for line in lines(whole) if "train/loss" in line)
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,8 @@ def evaluate(trainer) -> str:
     if not splits:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
     weights.start_from(path, unwrap(trainer.model), whole=True)
+    if kept := [name for name in parts_of(trainer).modules if name != "model"]:
+        log.info("-eval: weights alone are taken up, %s begins anew", ", ".join(kept))
     figures = {}
     for split in splits:
         figures[split] = trainer.evaluate(split)

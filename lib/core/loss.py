@@ -19,9 +19,16 @@ class CrossEntropy(nn.CrossEntropyLoss):
     beside (B, length)."""
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if outputs.shape[:-1] == targets.shape:
+        if _classes_last(outputs, targets):
             outputs, targets = outputs.flatten(0, -2), targets.flatten()
         return super().forward(outputs, targets)
+
+
+def _classes_last(outputs, targets) -> bool:
+    """Whether the classes are in the last dimension. Where both readings fit, (B, C, C) is a row of C places and
+    (B, C, C, C) an image, classes first as torch has them."""
+    fits = outputs.shape[:-1] == targets.shape
+    return fits and (outputs.ndim < 4 or outputs.shape[:1] + outputs.shape[2:] != targets.shape)
 
 
 class Alike:
@@ -52,7 +59,7 @@ def metric_sums(loss, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     One class a sample: accuracy. A class at each place (tokens; a byte is one of 256): bits_per_byte, the mean over
     a sample's places of the code length in bits, without label smoothing.
     """
-    if not isinstance(loss, CrossEntropy) or outputs.shape[:-1] != targets.shape:
+    if not isinstance(loss, CrossEntropy) or not _classes_last(outputs, targets):
         return {}
     if targets.ndim == 1:
         return {"accuracy": (outputs.detach().argmax(1) == targets).sum()}

@@ -10,13 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from lib.trainer import trainer
-from lib.utils.errors import UsageError
 from lib.utils.shards import local
 from lib.utils.state import model_tensors, unwrap
 
 
 def add_args(parser):
-    parser.add_argument("-ema_decay", type=float, default=0.999, metavar="X", help="share that a step leaves of it")
+    parser.add_argument("-ema_decay", type=share, default=0.999, metavar="X", help="share that a step leaves of it")
+
+
+def share(text: str) -> float:
+    """A number from 0 to below 1."""
+    if not 0 <= float(text) < 1:
+        raise ValueError
+    return float(text)
 
 
 class Trainer(trainer.Trainer):
@@ -24,8 +30,6 @@ class Trainer(trainer.Trainer):
 
     def __init__(self, args, world, loaders, model, loss, optimizer):
         super().__init__(args, world, loaders, model, loss, optimizer)
-        if not 0 <= args.ema_decay < 1:
-            raise UsageError(f"-ema_decay {args.ema_decay}: a share from 0 to below 1 is needed")
         self.average = Average(model_tensors(unwrap(model)), args.ema_decay)
 
     def step(self, samples):

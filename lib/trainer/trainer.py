@@ -16,7 +16,7 @@ from lib.utils.data import zeros
 from lib.utils.errors import UsageError
 from lib.utils.hangs import watched
 from lib.utils.pictures import Answers
-from lib.utils.state import State, model_tensors, parts_of, prepared, untouched, unwrap
+from lib.utils.state import State, model_tensors, parts_of, prepared, untouched, unwrap, warn_of_differing
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +153,7 @@ class Trainer:
             "loss_mean": metrics.mean(self.metrics.agg, "loss"),
             "lr": self.optimizer.param_groups[0]["lr"],
             "grad_norm": float(self.norms[-1]),
+            **{name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")},
             **({"bad_steps": self.bad.total} if self.bad.total else {}),
         }
         self.report.training(self.state, steps=len(self.norms), samples=interval.get("samples", 0), figures=figures)
@@ -178,6 +179,7 @@ class Trainer:
         Told before the save: who goes on from an older checkpoint tells it anew; after it, a kill would lose it.
         """
         self.report.advise(self.loaders["train"].fetched.workers)
+        warn_of_differing(self)
         figures = self.evaluate("val") if "val" in self.loaders else {}
         if figures is None:
             return False
@@ -271,10 +273,8 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "about": about(),
         }
-        tensors = parts_of(self).tensors()
-        early = {f"model.{name}" for name, _ in unwrap(self.model).named_buffers()}
-        early |= {name for name in tensors if name.startswith("trainer.")}  # who knows when a trainer changes its own
-        self.checkpoints.save(tensors, facts, step=self.state.step, early=early, keep=keep)
+        parts = parts_of(self)
+        self.checkpoints.save(parts.tensors(), facts, step=self.state.step, early=parts.early(), keep=keep)
         self.saved = self.state.step, self.state.epoch
         self.every.saved()
 

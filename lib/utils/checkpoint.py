@@ -89,8 +89,9 @@ class Checkpoints:
         """Begins a checkpoint of these live tensors; `facts` (JSON) joins its manifest, `keep` spares it from
         removal.
 
-        Returns at once. The tensors named in `early` may change as soon as this returns, the others after `staged`. A
-        save that is still in flight is waited for. Raises SaveError when saving fails for good.
+        Returns at once. The tensors named in `early` may change as soon as this returns, the others after `staged`;
+        where ranks do not have the same of the early ones, it is the first rank's that is saved. A save that is still
+        in flight is waited for. Raises SaveError when saving fails for good.
         """
         self.finish()
         self.facts = {**json.loads(json.dumps(facts)), "tensors": schema(tensors)}  # as they are now
@@ -101,7 +102,7 @@ class Checkpoints:
         except OSError as error:
             self._failed(f"{error}, {disks.free_there(self.folder)}")
             return
-        mine = shards.pieces(tensors, self.disk.share)
+        mine = shards.pieces(tensors, self.disk.share, early)
         mine = [piece._replace(values=piece.values.clone()) if piece.name in early else piece for piece in mine]
         self.copies.ask()
         self.phase = "writing" if self.world.size > 1 else "publishing"

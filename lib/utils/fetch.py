@@ -57,6 +57,7 @@ class Fetch(Dataset):
     def __init__(self, dataset, seed):
         self.dataset, self.seed, self.fixed = dataset, seed, is_fixed(dataset)
         self.at = None  # the sample that is being fetched
+        self.collate = getattr(inner(dataset), "collate_fn", default_collate)
         self.whole = callable(getattr(inner(dataset), "__getitems__", None))
 
     def __getitem__(self, key):
@@ -64,7 +65,7 @@ class Fetch(Dataset):
         self.at = None
         try:
             batch = self._whole(epoch, indices) if self.whole else self._one_by_one(epoch, indices)
-            return default_collate(batch) if isinstance(batch, list) else batch
+            return self.collate(batch) if isinstance(batch, list) else batch
         except Exception as error:
             where = f"samples {_short(indices)}" if self.at is None else f"sample {self.at}"
             error.args = (f"{error} (while fetching the {where})",)

@@ -121,15 +121,18 @@ def mean(totals: dict, name: str) -> float:
 
 
 def better(best: dict | None, figures: dict, asked: str | None, epoch: int) -> dict | None:
-    """The best validation so far if these figures are it, else None. By the metric that was asked for, or accuracy,
-    or loss; of LESS, less is better.
+    """The best validation so far if these figures are it, else None. By the metric that was asked for, as `rec` or
+    `rec:min`, or accuracy, or loss; of LESS and of a NAME:min, less is better.
 
     Raises UsageError if the metric that was asked for is not there.
     """
-    name = asked or ("accuracy" if "accuracy" in figures else "loss")
+    name, _, way = (asked or ("accuracy" if "accuracy" in figures else "loss")).partition(":")
     if asked and name not in figures:
-        raise UsageError(f"-best {name}: the evaluation on val gives {', '.join(figures)}")
-    score = figures.get(name, math.nan) * (-1 if name in LESS else 1)
+        raise UsageError(f"-best {asked}: the evaluation on val gives {', '.join(figures)}")
+    if name not in figures and epoch == 1:
+        log.warning("no weights are kept as the best: the evaluation gives %s; name one by -best NAME, or NAME:min",
+                    ", ".join(figures) or "nothing")  # fmt: skip
+    score = figures.get(name, math.nan) * (-1 if way == "min" or (name in LESS and not way) else 1)
     last = best["score"] if best and best["metric"] == name else -math.inf
     return {"metric": name, "value": figures[name], "score": score, "epoch": epoch} if score > last else None
 

@@ -45,15 +45,15 @@ class Damaged(Exception):
     """A checkpoint that is not what was written; the message names the file and the reason."""
 
 
-def pieces(tensors: dict[str, Tensor], world: World) -> list[Piece]:
+def pieces(tensors: dict[str, Tensor], world: World, first: set[str] = frozenset()) -> list[Piece]:
     """This rank's share of the tensors: its own blocks of sharded ones, and of those that every rank has whole about
-    an equal number of bytes, the same division on every rank."""
+    an equal number of bytes, the same division on every rank; those named in `first` are rank 0's."""
     mine, load = [], [0] * world.size
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
         if isinstance(tensor, DTensor):
             mine += _block(name, tensor)
             continue
-        rank = load.index(min(load))
+        rank = 0 if name in first else load.index(min(load))
         load[rank] += tensor.nbytes
         if rank == world.rank:
             mine.append(Piece(name, tensor.detach(), (0,) * tensor.ndim))

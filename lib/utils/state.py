@@ -1,13 +1,18 @@
 """How far a run is, and the tensors that are its state."""
 
 import contextlib
+import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lib.utils import distributed, shards
 from lib.utils.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -52,6 +57,11 @@ class Parts:
             whole |= memory
         return whole
 
+    def early(self) -> set[str]:
+        """The names of tensors that may change at any moment after a step: buffers, and all that a trainer keeps."""
+        buffers = {f"model.{name}" for name, _ in self.modules["model"].named_buffers()}
+        return buffers | {name for name in self.tensors() if name.startswith("trainer.")}
+
     def _memory(self):
         """What each optimizer remembers of each parameter: tensors by name, which is the parameter's own name for
         those of the model."""
@@ -85,6 +95,33 @@ def parts_of(trainer) -> Parts:
     modules = {name: unwrap(value) for name, value in kept.items() if isinstance(value, nn.Module)}
     optimizers = {name: value for name, value in kept.items() if isinstance(value, torch.optim.Optimizer)}
     return Parts({"model": unwrap(trainer.model), **modules}, {"optim": trainer.optimizer, **optimizers})
+
+
+def warn_of_lost(trainer):
+    """Tells of what a trainer keeps that looks like state and is in no checkpoint."""
+    for name, value in vars(trainer).items():
+        if isinstance(value, (Tensor, torch.Generator, torch.optim.lr_scheduler.LRScheduler)):
+            log.warning("the trainer's %s (%s) is in no checkpoint, a resumed run begins it anew: modules are kept, "
+                        "with their buffers, and optimizers", name, type(value).__name__)  # fmt: skip
+
+
+def warn_of_differing(trainer):
+    """Tells of what a trainer keeps that is not the same on all ranks when a run's first epoch is over: a resumed run
+    would begin with rank 0's. Buffers of a module under DDP are rank 0's anyhow."""
+    if trainer.world.size == 1 or trainer.state.epoch:
+        return
+    sums = {}
+    for name, module in vars(trainer).items():
+        if isinstance(module, nn.Module) and module is not trainer.model and module is not trainer.loss:
+            buffers = {} if isinstance(module, DistributedDataParallel) else dict(module.named_buffers())
+            for word, tensor in {**dict(unwrap(module).named_parameters()), **buffers}.items():
+                whole = not isinstance(tensor, DTensor)
+                sums[f"{name}.{word}"] = shards.checksum([shards.raw(tensor.detach().cpu())]) if whole else 0
+    first, *others = distributed.gather_json(sums, trainer.world)
+    odd = [name for name in first if any(other.get(name) != first[name] for other in others)]
+    if odd and trainer.world.is_main:
+        log.warning("the trainer's %s and %d more are not the same on all processes, a resumed run has rank 0's: "
+                    "what is trained goes into DistributedDataParallel", odd[0], len(odd) - 1)  # fmt: skip
 
 
 def prepare(parts: Parts) -> list[torch.optim.Optimizer]:
