@@ -30,7 +30,7 @@ HINTS = {  # by what sbatch says: the flags that it may be about, and what would
     "qos": (("slurm_qos",), "sacctmgr show qos lists them"),
     "feature": (("slurm_constraint",), "sinfo -o '%P %f' lists what nodes have"),
     "Invalid generic resource": (("slurm_ngpus",), "the nodes have {gpus}; -cpu N asks for none"),
-    "node configuration": (("slurm_ngpus",), "a node has {gpus}; CPUs, memory and the named nodes count too"),
+    "node configuration": (("slurm_ngpus",), "a node has {gpus} and {cpus} CPUs; a task takes -slurm_cpus {own}"),
     "node name": (("slurm_nodelist", "slurm_exclude"), "sinfo -N lists the nodes"),
 }
 
@@ -221,7 +221,7 @@ def refused(args, error) -> UsageError:
     for word, (flags, hint) in HINTS.items():
         given = [flag for flag in flags if getattr(args, flag)]
         if word in said and given:
-            hint = hint.format(partitions=sinfo("%R"), gpus=sinfo("%G"))
+            hint = hint.format(partitions=sinfo("%R"), gpus=sinfo("%G"), cpus=sinfo("%c"), own=cpus(args))
             return UsageError(f"-{given[0]} {getattr(args, given[0])}: {hint} (sbatch said: {said.strip()})")
     return UsageError(f"-slurm: sbatch refused the job: {said.strip()}")
 
@@ -240,16 +240,16 @@ def follow(args, job: str, log: Path, before: str | None) -> int:
 
     Raises UsageError if the job runs and its log does not appear.
     """
-    tail, since = Tail(log), None
+    tail, since, last = Tail(log), None, ""
     try:
         while state := state_of(job):
+            print(f"job {job}: {state}", flush=True) if state.startswith("PENDING") and state != last else None
+            last = state
             tail.show()
-            since = since or (time.monotonic() if state == "RUNNING" else None)
+            since = since or (time.monotonic() if state.startswith("RUNNING") else None)
             if since and not log.exists() and time.monotonic() - since > LATE_S:
-                raise UsageError(
-                    f"-slurm_dir {log.parent}: job {job} runs, but its log does not appear here: name a folder on a "
-                    f"disk that the nodes share (scancel {job} ends the job)"
-                )
+                raise UsageError(f"-slurm_dir {log.parent}: job {job} runs, but its log does not appear here: name a "
+                                 f"folder on a disk that the nodes share (scancel {job} ends the job)")  # fmt: skip
             time.sleep(1)
         time.sleep(1)
         tail.show()
@@ -263,8 +263,8 @@ def follow(args, job: str, log: Path, before: str | None) -> int:
 
 
 def state_of(job: str) -> str | None:
-    """PENDING, RUNNING, ... as long as Slurm has the job in its queue."""
-    said = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], capture_output=True, text=True)
+    """PENDING (Priority), RUNNING (None), ... as long as Slurm has the job in its queue."""
+    said = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T (%r)"], capture_output=True, text=True)
     if said.returncode and "Invalid job id" not in said.stderr:
         return "UNKNOWN"  # Slurm does not answer right now
     return said.stdout.strip() or None

@@ -32,7 +32,8 @@ fi
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Seconds that workers have to save when torchrun is told to stop: more than -grace_s; its own 30 would cut a save off.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-70}"
-exec torchrun --nnodes="${NODES:-${PET_NNODES:-1:4}}" --nproc_per_node="$per_node" \
+export PET_NNODES="${NODES:-${PET_NNODES:-1:4}}" # also for train.py, which goes on when another node is told to go
+exec torchrun --nproc_per_node="$per_node" \
     --max-restarts="${RESTARTS:-${PET_MAX_RESTARTS:-100}}" --monitor-interval=1 \
     --rdzv_id="${RUN_ID:-${PET_RDZV_ID:-baton}}" --rdzv_backend="$rendezvous" --rdzv_endpoint="$head" \
     --rdzv-conf="$conf" --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 train.py "$@"

@@ -163,7 +163,7 @@ SBATCH = [  # what it says, the words that it says it to, and what the user is t
     ("Invalid partition name specified", "-slurm_partition gpus",
      "-slurm_partition gpus: the partitions here are general, urgent (sbatch said: "),
     ("Requested node configuration is not available", "-slurm_ngpus 9",
-     "-slurm_ngpus 9: a node has gpu:4; CPUs, memory and the named nodes count too (sbatch said: "),
+     "-slurm_ngpus 9: a node has gpu:4 and 16 CPUs; a task takes -slurm_cpus 10 (sbatch said: "),
     ("Invalid account or account/partition combination specified", "-slurm_account me",
      "-slurm_account me: sacctmgr show associations user=$USER lists yours (sbatch said: "),
     ("Something else", "", "-slurm: sbatch refused the job: Batch job submission failed: Something else"),
@@ -173,7 +173,9 @@ SBATCH = [  # what it says, the words that it says it to, and what the user is t
 @pytest.mark.parametrize(("said", "words", "told"), SBATCH)
 def test_what_sbatch_says_is_told_in_one_line_with_what_to_do(said, words, told, there, monkeypatch, capsys):
     stand_in(there, "sbatch", f"echo '{SAID}{said}' >&2; exit 1")
-    stand_in(there, "sinfo", '[ "$3" = %R ] && printf "general\\nurgent\\n" || echo gpu:4')
+    stand_in(
+        there, "sinfo", '[ "$3" = %R ] && printf "general\\nurgent\\n" || { [ "$3" = %c ] && echo 16 || echo gpu:4; }'
+    )
     monkeypatch.setenv("PATH", f"{there / 'bin'}:{os.environ['PATH']}")
     assert train.main(["-slurm", "-slurm_live", *words.split(), "-out", str(there / "out")]) == 2
     heard = capsys.readouterr().err

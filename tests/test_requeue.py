@@ -172,6 +172,9 @@ def test_each_task_takes_its_own_of_the_gpus_that_slurm_lets_it_see(monkeypatch,
     if seen > 1:
         with pytest.raises(UsageError, match="local rank 4 has no device"):
             distributed.pick_device(False, 4)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(UsageError, match=f"local rank {seen} has no device: {seen} are visible"):
+        distributed.pick_device(False, seen)
 
 
 def test_a_shell_in_an_allocation_is_no_task(monkeypatch):

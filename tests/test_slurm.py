@@ -137,7 +137,7 @@ def test_a_job_that_only_looks_at_a_run_ends_with_its_own_code(slurm, out):
     slurm.do("scancel", looking)
     assert slurm.ended(looking)["JobState"] == "CANCELLED"
     until(lambda: ": Terminated" in slurm.told("looking")(), what=slurm.told("looking"))
-    words = f"-dataset slow -cpu=1 -dry -out {out} -model by_dry".split()
+    words = f"-dataset slow -cpu=2 -dry -out {out} -model by_dry".split()  # more than it was given CPUs
     by_file = slurm.do("sbatch", "--parsable", "-N2", f"--output={out}/by_dry.log", "scripts/slurm/train.sbatch",
                        *words, PYTHON=sys.executable).strip()  # fmt: skip
     submitted, wrong = slurm.submit("-model dry_too -dry"), slurm.submit("-model none -eval -cpu 1", nodes=1)

@@ -284,7 +284,7 @@ class Trainer:
 
     def finish(self) -> str:
         """The last save; of a finished run also the test split and the final weights. "finished" or "stopped"; or
-        "failed" where an agent of torchrun is gone: the others then start the run again, with whoever is left."""
+        "failed" where a node of torchrun's is gone: the others then start the run again, with whoever is left."""
         self.checkpoints.finish()  # the state is safe, however long the evaluation takes
         trained = self.state.epoch >= self.args.epochs
         figures = self.evaluate("test") if trained and "test" in self.loaders else {}
@@ -297,4 +297,4 @@ class Trainer:
         outcome = "finished" if finished else "stopped"
         facts = {**self.stop.why(), "best": self.best, "test": figures}
         self.report.finish(outcome, self.state, self.args, self.checkpoints.disk.leads, **facts)
-        return "failed" if self.stop.reason == preemption.AGENT_GONE and not finished else outcome
+        return "failed" if self.stop.is_another_nodes() and not finished else outcome

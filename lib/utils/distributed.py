@@ -87,7 +87,10 @@ def pick_device(cpu: bool, local_rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     there = int(os.environ.get("SLURM_GPUS_ON_NODE") or count)  # of the job; a task may see only its own part of them
-    if count > 1 and local_rank >= max(count, there):
+    alone = count == 1
+    if "TORCHELASTIC_MAX_RESTARTS" in os.environ:  # all processes of an agent see the same ones
+        there, alone = count, False
+    if not alone and local_rank >= max(count, there):
         raise UsageError(
             f"local rank {local_rank} has no device: {count} are visible; start fewer processes, or -cpu N"
         )
@@ -127,6 +130,13 @@ def launch_id() -> str:
 def orphaned() -> bool:
     """Whether the torchrun agent that started this process is gone: nobody would restart it, or end it."""
     return "TORCHELASTIC_MAX_RESTARTS" in os.environ and os.getppid() != PARENT
+
+
+def elastic() -> bool:
+    """Whether torchrun would go on with fewer nodes than there are: at least:at most, as scripts/elastic.sh and
+    Kubeflow's operators say it."""
+    least, _, most = os.environ.get("PET_NNODES", "").partition(":")
+    return "TORCHELASTIC_MAX_RESTARTS" in os.environ and most not in ("", least)
 
 
 def ngrok_password() -> str | None:

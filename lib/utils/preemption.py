@@ -70,6 +70,12 @@ class Stop:
         """What outcome.json says of the wish."""
         return {"reason": self.reason, "signal": self.signal}
 
+    def is_another_nodes(self) -> bool:
+        """Whether the others of an elastic run are to go on: the agent of some ranks is gone, or they alone were told
+        to stop, as on a node that has to go."""
+        told = self.signal is not None and self.since is None
+        return self.reason == AGENT_GONE or (told and distributed.elastic())
+
     def at_limit(self, step: int) -> bool:
         """Whether -limit_steps is reached, which all ranks see at the same step."""
         reached = self.limit_steps is not None and step >= self.limit_steps
