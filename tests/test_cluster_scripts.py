@@ -207,16 +207,18 @@ def test_what_fails_before_sbatch_is_not_put_to_its_account(there, monkeypatch, 
 
 
 @pytest.mark.parametrize(("state", "code"), [("COMPLETED", 0), ("CANCELLED", 1), ("FAILED", 1)])
-def test_a_followed_job_ends_as_itself_and_not_as_the_run_before_it(there, monkeypatch, state, code):
+def test_a_followed_job_ends_as_itself_and_not_as_the_run_before_it(there, monkeypatch, capsys, state, code):
     """Cancelled while it waits, or -eval: neither writes an outcome."""
     stand_in(there, "scontrol", f"echo JobId=5 JobState={state}")
     monkeypatch.setenv("PATH", f"{there / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm, "state_of", lambda job: None)
+    states = iter(["PENDING (Priority)", "PENDING (Priority)", "RUNNING (None)"])
+    monkeypatch.setattr(slurm, "state_of", lambda job: next(states, None))
     args, outcome = parsed(f"-out {there} -model run"), there / "run" / "outcome.json"
     outcome.parent.mkdir()
     outcome.write_text('{"state": "finished"}')
     before = stored.outcome(there / "run")["written"]
     assert slurm.follow(args, "5", there / "5.out", before) == code
+    assert capsys.readouterr().out == "job 5: PENDING (Priority)\n", "why it waits, once"
     for end, wanted in (("stopped", 75), ("failed", 1), ("finished", 0)):
         atomic.write_file(outcome, json.dumps({"state": end}))
         assert slurm.follow(args, "5", there / "5.out", before) == wanted
