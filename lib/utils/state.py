@@ -173,8 +173,9 @@ def untouched(parts: Parts):
     for optimizer in parts.optimizers.values():
         optimizer.zero_grad(set_to_none=True)
     with torch.no_grad():
-        for name, tensor in parts.tensors().items() if before else ():
-            tensor.copy_(before[name])
+        for name, tensor in parts.tensors().items():
+            if name in before:
+                tensor.copy_(before[name])
 
 
 @contextlib.contextmanager
