@@ -112,17 +112,22 @@ def test_a_head_that_is_lost_ends_the_others_and_the_run_goes_on_when_started_ag
     _ends_like(tmp_path / "out" / "elastic", alone)
 
 
-def test_a_node_that_is_told_to_go_saves_and_the_others_go_on_from_there(tmp_path, nodes, alone):
-    """As in an eviction: its agent gets a SIGTERM, and passes it to its own workers alone."""
-    env = {"HEAD": f"127.0.0.1:{ports.free()}"}
+@pytest.mark.parametrize("number", ["1:2", "2"])
+def test_a_node_that_is_told_to_go_saves_and_the_others_go_on_from_there(number, tmp_path, nodes, alone):
+    """As in an eviction: its agent gets a SIGTERM, and passes it to its own workers alone. Where the number of nodes
+    is fixed, the others wait for one that is made anew."""
+    env = {"HEAD": f"127.0.0.1:{ports.free()}", "NODES": number}
     log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
     head, other = nodes(**env), nodes(**env)
     _trains(log, starts=1)
     other.worker()
     os.kill(other.agent.pid, signal.SIGTERM)
+    assert other.agent.wait(60)
+    if number == "2":
+        nodes(**env)
     smaller = _starts_again(log, 2, limit=120)
     assert smaller["stopped"] == smaller["went_on"] > 0
-    assert other.agent.wait(60) and head.agent.wait(120) == 0
+    assert head.agent.wait(120) == 0
     _ends_like(tmp_path / "out" / "elastic", alone)
     print({"told_to_go_s": smaller["took"]})
 

@@ -46,8 +46,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16)
         self.precision = parallel.autocast(args, world.device)
         self.draws = type(self).training_step is not Trainer.training_step or None  # not by torch; None: not known
-        alone = world.size == 1 and self.plan.grain == self.plan.batch
-        self.statistics = running.Statistics(model, world, alone)
+        self.statistics = running.Statistics(model, world, world.size == 1 and self.plan.grain == self.plan.batch)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
         self.ballot, self.every = preemption.Ballot(self.stop, world), checkpoint.Every(args.save_every)
@@ -84,8 +83,7 @@ class Trainer:
         if self.stop.at_limit(self.state.step):
             return False
         self.model.train()
-        done = self.state.step - self.state.epoch * self.plan.steps
-        batches = self.loaders["train"].epoch(self.state.epoch, done)
+        batches = self.loaders["train"].epoch(self.state.epoch, self.state.step - self.state.epoch * self.plan.steps)
         for key, batch in speed.swept(self.report.waiting(batches), self.world.device):
             self.micro_batch(key, batch)
             if key.last:
@@ -255,8 +253,10 @@ class Trainer:
         self.model.train()
         for _ in range(2):
             self.statistics.before(first=True)
-            with untouched(parts_of(self)), self.precision:
-                self.training_step(batch).backward()
+            with untouched(parts_of(self)):
+                with self.precision:
+                    loss = self.training_step(batch)
+                loss.backward()
             self.statistics.restore()
 
     def save(self, keep: bool = False):

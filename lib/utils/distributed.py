@@ -133,10 +133,9 @@ def orphaned() -> bool:
 
 
 def elastic() -> bool:
-    """Whether torchrun would go on with fewer nodes than there are: at least:at most, as scripts/elastic.sh and
-    Kubeflow's operators say it."""
-    least, _, most = os.environ.get("PET_NNODES", "").partition(":")
-    return "TORCHELASTIC_MAX_RESTARTS" in os.environ and most not in ("", least)
+    """Whether torchrun's nodes come and go, or are made anew when they go: started by scripts/elastic.sh, as in a
+    pod."""
+    return {"PET_NNODES", "TORCHELASTIC_MAX_RESTARTS"} <= os.environ.keys()
 
 
 def ngrok_password() -> str | None:
