@@ -33,6 +33,18 @@ class Odd(nn.Module):
             self.head.weight[3:5] += 1
 
 
+class Depths(nn.Module):
+    """Numbers read from tensors that nothing drawn is in, and weights cut off far from their mean."""
+
+    def __init__(self):
+        super().__init__()
+        rates = torch.linspace(0, 0.3, 4)
+        rates[1:].mul_(2)
+        self.drops = nn.ModuleList(nn.Dropout(rate.item()) for rate in rates)
+        self.widths = nn.ModuleList(nn.Linear(width, 3) for width in (torch.arange(1, 4) * 2).tolist())
+        nn.init.trunc_normal_(self.widths[0].weight, 0.0, 0.5, a=1.0, b=2.0)
+
+
 @pytest.fixture(autouse=True)
 def _in_a_child(request, monkeypatch):
     """torch refuses a backward pass in a fork of a process that had fake tensors: they stay in a child."""
@@ -48,7 +60,9 @@ def everything(model):
     torchvision.models.resnet18,
     lambda: nn.TransformerEncoderLayer(8, 2),
     lambda: nn.LSTM(3, 4, num_layers=2),
-], ids=["odd", "resnet", "transformer", "lstm"])  # fmt: skip
+    lambda: torchvision.models.VisionTransformer(16, 8, 2, 2, 32, 32),
+    Depths,
+], ids=["odd", "resnet", "transformer", "lstm", "vit", "depths"])  # fmt: skip
 def test_the_values_are_those_of_the_model_built_as_usual(make):
     torch.manual_seed(5)
     usual, after = make(), torch.get_rng_state()
@@ -62,7 +76,7 @@ def test_the_values_are_those_of_the_model_built_as_usual(make):
     values.fill(model)
     there, here = everything(usual), everything(model)
     given = dict(model.named_parameters(remove_duplicate=True)).keys() | dict(model.named_buffers()).keys()
-    assert ties and there.keys() == here.keys()
+    assert ties and there.keys() == here.keys() and str(model) == str(usual)
     assert all(torch.equal(there[name], here[name]) for name in given if name != "head.weight")
     assert torch.equal(torch.get_rng_state(), after), "what is drawn next is the same, too"
 
@@ -77,13 +91,13 @@ def test_no_more_than_a_tensor_is_whole_at_a_time(monkeypatch):
         return net
 
     model, values = deferred.build(make)
-    most, play = [0], values._play
+    most, play = [0], deferred._play
 
     def watched(entry, real):
         play(entry, real)
         most[0] = max(most[0], sum(storage.nbytes() for storage in real.values()))
 
-    monkeypatch.setattr(values, "_play", watched)
+    monkeypatch.setattr(deferred, "_play", watched)
     values.fill(model.to_empty(device="cpu"))
     assert most[0] < 3 * 4 * 1024 * 1024
 
@@ -100,7 +114,7 @@ def test_a_constructor_that_looks_at_its_values_builds_the_whole(caplog):
             super().__init__(2, 2)
             self.hidden = torch.arange(3)
 
-    for make, told in ((lambda: Looks(3, 3), "_local_scalar_dense"), (Keeps, "hidden")):
+    for make, told in ((lambda: Looks(3, 3), "what uniform_.default draws"), (Keeps, "hidden")):
         torch.manual_seed(1)
         usual = make()
         torch.manual_seed(1)

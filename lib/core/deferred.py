@@ -9,19 +9,26 @@ import logging
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lib.utils import shards
 
 log = logging.getLogger(__name__)
-OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "copy_"}  # what was there before does not matter to these
+DRAWS = torch.Tag.nondeterministic_seeded
+LOOKING = "_no_grad_trunc_normal_"  # of torch.nn.init: draws again what lies outside, so it cannot run on fakes
+OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "copy_", LOOKING}  # what was there before does not matter
 
 
 def build(make) -> tuple[nn.Module, "Values | None"]:
     """What `make()` gives, on the meta device, and its values; the model itself and None where that cannot be, as its
-    constructor looks at a value."""
+    constructor looks at a value that is drawn."""
     start = torch.get_rng_state()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), Recording() as recording:
@@ -35,14 +42,45 @@ def build(make) -> tuple[nn.Module, "Values | None"]:
 
 
 class Recording(TorchDispatchMode):
-    """Notes every operation on tensors while it is on."""
+    """Notes every operation on tensors while it is on; `nn.init.trunc_normal_` as one. A number that is asked for is
+    worked out at once, where no draw is in it."""
 
     def __init__(self):
         super().__init__()
         self.done = []  # (operation, arguments, keywords, result)
+        self.looking = getattr(nn.init, LOOKING)
+
+    def __enter__(self):
+        setattr(nn.init, LOOKING, self._whole)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        setattr(nn.init, LOOKING, self.looking)
+        return super().__exit__(*error)
+
+    def _whole(self, tensor, *args, **kwargs):
+        self.done.append((self.looking, (tensor, *args), kwargs, tensor))
+        return tensor
+
+    def _worked_out(self, fake):
+        wanted, entries, real = {_storage(fake)}, [], {}
+        for entry in reversed(self.done):
+            touched = {_storage(leaf) for leaf in _fakes(entry)}
+            if touched & wanted:
+                if DRAWS in getattr(entry[0], "tags", [DRAWS]):
+                    raise RuntimeError(f"its constructor looks at what {entry[0].__name__} draws")
+                wanted |= touched
+                entries.append(entry)
+        for entry in reversed(entries):
+            _play(entry, real)
+        return _view(fake, real)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
+        try:
+            result = operation(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            with unset_fake_temporarily():
+                return operation(self._worked_out(args[0]))
         entry = operation, args, kwargs or {}, result
         if not operation.is_view or len(_fakes(entry[:3])) == 0:  # a view of what is noted says nothing new
             self.done.append(entry)
@@ -72,7 +110,7 @@ class Values:
         touched = [sorted({_storage(leaf) for leaf in _fakes(entry)}) for entry in self.done]
         real: dict[int, torch.UntypedStorage] = {}
         for entry, here, later in zip(self.done, touched, self._later(touched), strict=True):
-            self._play(entry, real)
+            _play(entry, real)
             for storage, following in zip(here, later, strict=True):
                 if following is None:
                     for name, fake in self.wanted.get(storage, ()):
@@ -88,13 +126,14 @@ class Values:
             following.update(dict.fromkeys(touched[number], number))
         return reversed(rows)
 
-    def _play(self, entry, real):
-        operation, args, kwargs, result = entry
-        args, kwargs = tree_map(lambda leaf: _view(leaf, real), (args, kwargs))
-        played = operation(*args, **kwargs)
-        for fake, made in zip(tree_leaves(result), tree_leaves(played), strict=True):
-            if isinstance(fake, FakeTensor):
-                real.setdefault(_storage(fake), made.untyped_storage())
+
+def _play(entry, real):
+    operation, args, kwargs, result = entry
+    args, kwargs = tree_map(lambda leaf: _view(leaf, real), (args, kwargs))
+    played = operation(*args, **kwargs)
+    for fake, made in zip(tree_leaves(result), tree_leaves(played), strict=True):
+        if isinstance(fake, FakeTensor):
+            real.setdefault(_storage(fake), made.untyped_storage())
 
 
 def _fakes(entry):
@@ -116,7 +155,7 @@ def _view(leaf, real):
 
 def _overwrites(entry, storage) -> bool:
     operation, args = entry[:2]
-    if operation._schema.name.removeprefix("aten::") not in OVERWRITES or _storage(args[0]) != storage:
+    if operation.__name__.partition(".")[0] not in OVERWRITES or _storage(args[0]) != storage:
         return False
     return args[0].nbytes == args[0].untyped_storage().nbytes()
 
