@@ -1,9 +1,14 @@
-"""What needs a GPU (marked gpu), each in a process of its own: once it has touched CUDA, it cannot be forked."""
+"""What needs a GPU (marked gpu), each in a process of its own: once it has touched CUDA, it cannot be forked.
+
+And what a card that computes nothing can show of it.
+"""
 
 import json
+import os
 import subprocess
 import sys
 
+import cards
 import pytest
 from runs import distance
 
@@ -36,8 +41,9 @@ for batches in seen[1:]:
 """
 
 
-def python(*words):
-    done = subprocess.run([sys.executable, *words], cwd=config.ROOT, capture_output=True, text=True, timeout=280)
+def python(*words, env=None):
+    words = [sys.executable, *words]
+    done = subprocess.run(words, cwd=config.ROOT, env=env, capture_output=True, text=True, timeout=280)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -54,6 +60,33 @@ def test_a_stopped_run_with_dropout_and_augmentation_ends_at_the_same_bits_on_a_
         code, said = python("train.py", "-model", name, *words, *more)
         assert code == (75 if more else 0), said
     assert distance(tmp_path / "whole", tmp_path / "parts") == 0
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory):
+    lack = cards.missing()
+    if lack and (not os.environ.get("CI") or not lack.startswith("needs gcc")):
+        pytest.skip(lack)
+    return cards.built(tmp_path_factory.mktemp("card"))
+
+
+@pytest.mark.parametrize("words", [
+    "-bf16 -augment",
+    "-gpus 0,1 -fp16 -micro_batch 16 -sync_bn -workers 1",
+    "-gpus 0,1 -parallel fsdp -dataset text -text_samples 256 -arch gpt -bf16 -recompute -optimizer adamw",
+], ids=["one", "ddp", "fsdp"])  # fmt: skip
+def test_on_a_card_that_computes_nothing_runs_go_on_to_their_end_and_no_step_waits_for_it(card, words, tmp_path):
+    """The host waits, or copies what is not pinned, as often in a run of nine steps as in one of four."""
+    words = ["-W", "ignore", "train.py", *words.split(), "-epochs", "1", "-log_every", "999", "-out", str(tmp_path)]
+    words += ["-max_bad_steps", "999", "-allow_change", "nan"]  # no norm is known to be finite where none is computed
+    env, waits = {**card, "CARDS": "2" if "0,1" in words else "1"}, []
+    for steps in ("4", "9"):
+        code, said = python(*words, "-model", steps, "-limit_steps", steps, env=env)
+        assert code == 75, said
+        waits.append(said.count("card: "))
+    assert waits[0] == waits[1] > 0
+    code, said = python(*words, "-model", "9", env=env)
+    assert code == 0 and "going on from" in said, said
 
 
 def test_the_gpu_benchmark_runs_in_its_smallest_form_and_says_that_it_measured_no_gpu(tmp_path):

@@ -1,0 +1,67 @@
+"""A card that computes nothing, for machines without a GPU: what torch asks of CUDA runs through, and is answered."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent / "card"
+TORCH = Path(torch.__file__).parent / "lib"
+ASKING = (
+    "libc10_cuda.so",
+    "libtorch_cuda.so",
+    "libtorch_python.so",
+    "libtorch_cuda_linalg.so",
+    "libtorch_nvshmem.so",
+)
+ANSWERED = ("cuda", "__cuda", "cublas", "nccl")
+HOST = [f"#define __{word}__" for word in ("host", "device", "device_builtin", "device_builtin_texture_type",
+        "device_builtin_surface_type", "cudart_builtin")] + ["#define CUDARTAPI", "#define CUDARTAPI_CDECL",
+        *(f"#define __{word}__(n) __attribute__((aligned(n)))" for word in ("align", "builtin_align"))]  # fmt: skip
+
+
+def missing() -> str:
+    """What this machine lacks to build one, "" if nothing."""
+    if torch.cuda.device_count():
+        return "there is a real GPU"
+    if not torch.version.cuda or not _headers().is_dir():
+        return "needs a torch for CUDA with its headers, as PyPI has for Linux"
+    return "" if shutil.which("gcc") and shutil.which("nm") else "needs gcc and nm"
+
+
+def built(folder: Path) -> dict[str, str]:
+    """The environment in which a program finds the card, or CARDS of them; its libraries are built in `folder`."""
+    (folder / "crt").mkdir()
+    (folder / "crt" / "host_defines.h").write_text("\n".join([*HOST, ""]))  # for nvcc, and not in torch's wheels
+    _compile("-c", f"-I{folder}", f"-I{_headers()}", HERE / "card.c", "-o", folder / "card.o")
+    asked = {name for file in ASKING for name in _names(TORCH / file, "U") if name.startswith(ANSWERED)}
+    rest = _stubs(folder / "rest.c", asked - _names(folder / "card.o", "T"))
+    _compile("-shared", folder / "card.o", rest, "-o", folder / "libcard.so")
+    driver = {name for name in _names(TORCH / "libcaffe2_nvrtc.so", "U") if name.startswith("cu")}
+    _compile("-shared", _stubs(folder / "driver.c", driver), "-o", folder / "libcuda.so.1")
+    found = {"LD_PRELOAD": folder / "libcard.so", "LD_LIBRARY_PATH": folder, "PYTHONPATH": HERE}
+    return {**os.environ, **{name: str(path) for name, path in found.items()}}
+
+
+def _headers():
+    return TORCH.parents[1] / "nvidia" / f"cu{torch.version.cuda.split('.')[0]}" / "include"
+
+
+def _compile(*words):
+    subprocess.run(["gcc", "-w", "-O1", "-fPIC", *words], check=True)
+
+
+def _stubs(file, names):
+    file.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(names)))
+    return file
+
+
+def _names(file, kind):
+    """The names that a compiled file has (T) or asks others for (U)."""
+    words = ["nm", *(["-D"] if file.suffix == ".so" else []), file]
+    rows = [
+        line.split() for line in subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    ]
+    return {row[-1].partition("@")[0] for row in rows if row[-2] == kind}
