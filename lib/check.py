@@ -77,6 +77,7 @@ class Check:
         self.args = changed(
             args, out=str(folder), limit_steps=self.steps, save_every=f"{self.every}steps",
             reset=False, tb=False, check_resume=False, max_hours=None,
+            deterministic=args.deterministic or not self.cpu,  # nor would a GPU's bits be the same
         )  # fmt: skip
         self.step_s, self.batch = 0.0, None  # of the undisturbed run: seconds a step, at most; samples a step
 

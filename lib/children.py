@@ -3,6 +3,7 @@ when one of them fails, here or on another machine.
 """
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -82,9 +83,10 @@ def child(local_rank: int, work: Work, writer):
     except UsageError as error:
         code = USAGE
         writer.send({"usage": str(error), "time": time.monotonic()})
-    except Exception:
+    except Exception as error:
         code = FAILED
-        writer.send({"error": traceback.format_exc(), "time": time.monotonic()})
+        told = {"error": traceback.format_exc(), "time": time.monotonic()}
+        writer.send({**told, "lost": importlib.import_module("lib.utils.run_folder").lost_peer(error)})
     handle(signal.SIG_IGN)  # told again to stop, it would end with another code
     writer.close()
     sys.exit(code)
@@ -161,7 +163,11 @@ def verdict(children, links, passed: list[int]) -> tuple[int, str, str]:
     says, or else the rank that failed first."""
     if any(one.code == ABORTED for one in children):
         return ABORTED, "", "ended at the second Ctrl-C; the last checkpoint is good"
-    killed = [one for one in children if one.code is not None and one.code < 0]
+    reported = any(one.said and not one.said.get("lost") for one in children)
+    killed = [one for one in children if one.code is not None and one.code < 0 and not one.said]
+    killed = [one for one in killed if one.code != -signal.SIGABRT] or (
+        [] if reported else killed
+    )  # torch's comes last
     if killed:
         number, name = -killed[0].code, signal.Signals(-killed[0].code).name
         told = f"rank {killed[0].rank} was killed by {name}; the others are ended"

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,16 +85,21 @@ def numbers(version: str) -> list[int]:
 
 def reduction(args) -> Findings:
     """Two processes, started as a run's are, add up a tensor: before anything here touches a device."""
-    count = torch.cuda.device_count()
-    words = ["-gpus", "0,1"] if count > 1 and not args.cpu else ["-cpu", "2"]
-    code = launch.spawn(config.parse_args([*words, "-hang_minutes", "1"]), "scripts.doctor:added", 2)
+    numbers = ",".join(str(number) for number in range(torch.cuda.device_count()))
+    gpus = [] if args.cpu or not numbers else launch.chosen(args.gpus or numbers)[:2]
+    words = ["-gpus", "0,1"] if len(gpus) > 1 else ["-cpu", "2"]
+    with launch.exported({launch.visible(): ",".join(gpus)} if gpus else {}):
+        code = launch.spawn(config.parse_args(words), "scripts.doctor:added", 2)
     where = "two GPUs by NCCL" if words[0] == "-gpus" else "two processes on the CPU by gloo"
     yield (BAD, f"an all-reduce over {where} failed: see above; NCCL_DEBUG=INFO tells more") if code else (
         OK, f"an all-reduce over {where} adds up")  # fmt: skip
 
 
 def added(args) -> int:
-    """One of the two processes: 0 if both together come to 3."""
+    """One of the two processes: 0 if both together come to 3; it gives up after a minute, wherever it is."""
+    patience = threading.Timer(60, os._exit, [1])
+    patience.daemon = True
+    patience.start()
     with distributed.joined(args) as world:
         return int(distributed.sum_(torch.tensor([world.rank + 1.0], device=world.device), world).item() != 3)
 
@@ -103,6 +109,7 @@ def devices(args) -> Findings:
     count = torch.cuda.device_count()
     for index in range(count):
         facts = torch.cuda.get_device_properties(index)
+        torch.ones(1, device=f"cuda:{index}").add(1).item()  # RuntimeError where this torch has no code for it
         yield OK, f"GPU {index}: {facts.name}, {facts.total_memory / 1e9:.0f} GB"
     if torch.version.cuda and not count:
         yield (

@@ -41,6 +41,7 @@ def built(folder: Path) -> dict[str, str]:
     _compile("-shared", folder / "card.o", rest, "-o", folder / "libcard.so")
     driver = {name for name in _names(TORCH / "libcaffe2_nvrtc.so", "U") if name.startswith("cu")}
     _compile("-shared", _stubs(folder / "driver.c", driver), "-o", folder / "libcuda.so.1")
+    (folder / "libnvidia-ml.so.1").symlink_to("libcard.so")
     found = {"LD_PRELOAD": folder / "libcard.so", "LD_LIBRARY_PATH": folder, "PYTHONPATH": HERE}
     return {**os.environ, **{name: str(path) for name, path in found.items()}}
 

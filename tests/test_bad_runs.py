@@ -82,6 +82,17 @@ def test_what_is_no_model_is_refused(made, kind, told):
         assert told([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model gives {kind}; a model")
 
 
+def test_a_run_without_enough_memory_is_told_what_takes_less(tmp_path):
+    class Hungry(Trainer):
+        def training_step(self, batch):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90 GiB")
+
+    words = [*FAST, "-trainer", "hungry", "-model", "big", "-out", str(tmp_path)]
+    with runs.plugins(trainer={"hungry": Hungry}), pytest.raises(torch.OutOfMemoryError, match="a smaller -micro"):
+        train.main(words)
+    assert "a smaller -micro_batch" in runs.outcome(tmp_path / "big")["reason"]
+
+
 STEPS = {
     "nothing": (lambda loss: None, "gives a NoneType;"),
     "a number": (lambda loss: float(loss), "gives a float;"),

@@ -127,6 +127,13 @@ class Mixed(nn.Module):
         self.scale, self.frozen = nn.Parameter(torch.ones(())), nn.Linear(2, 2).requires_grad_(False)
 
 
+@pytest.mark.parametrize(("name", "on"), [("sgd", "cpu cuda"), ("adamw", "cpu cuda"), ("adagrad", "cpu")])
+def test_an_optimizer_is_fused_where_torch_has_a_kernel_that_leaves_steps_out(name, on):
+    for device in ("cpu", "cuda", "mps"):
+        parameters = [types.SimpleNamespace(device=torch.device(device))]
+        assert optimizers._may_fuse(parameters, name) == (device in on.split())
+
+
 @pytest.mark.parametrize("name", optimizers.BY_NAME)
 def test_biases_and_norms_do_not_decay_and_what_is_frozen_is_left_out(name):
     model = Mixed()

@@ -112,7 +112,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_others_where_leaving_would(devi
     """NCCL's way to leave a group is one that all ranks of a machine take together."""
     left = []
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(distributed, "pick_device", lambda cpu, local_rank: torch.device(device, 0))
+    monkeypatch.setattr(distributed, "pick_device", lambda args, local_rank: torch.device(device, 0))
     monkeypatch.setattr(distributed, "_backend", lambda device: "cuda:nccl")
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *words, **more: None)

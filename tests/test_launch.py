@@ -7,6 +7,7 @@ import signal
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import ports
@@ -122,6 +123,17 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(start, name, rank):
     assert time.monotonic() - run.noted(1)[0]["time"] < SOON_S
     assert run.text().strip().splitlines()[-1].startswith(f"train.py: rank {rank} was killed by {name}")
     run.is_gone(SOON_S)
+
+
+@pytest.mark.parametrize(("lost", "told"), [(False, "rank 0 failed"), (True, "rank 1 was killed by SIGABRT")])
+def test_an_abort_that_follows_anothers_failure_does_not_hide_it(lost, told):
+    """As torch aborts where it loses a peer; a rank that only says that it lost one explains nothing."""
+    said = {"error": "CUDA out of memory\n", "time": 1.0, "lost": lost}
+    ranks = [types.SimpleNamespace(rank=rank, code=code, said=said if rank == 0 else {}, failed=True)
+             for rank, code in ((0, 1), (1, -signal.SIGABRT))]  # fmt: skip
+    code, trace, text = children.verdict(ranks, [], [])
+    assert code == FAILED and text.startswith(told)
+    assert trace == ("" if lost else "CUDA out of memory\n")
 
 
 def test_what_all_ranks_refuse_is_one_line(start):

@@ -96,6 +96,15 @@ def test_debug_finds_a_gradient_that_is_not_finite(parts, tmp_path):
         train.main([*f"{WORDS} -arch steep -debug -out {tmp_path / 'out'}".split()])
 
 
+def test_debug_takes_what_the_scale_of_fp16_makes_infinite_for_no_fault(parts, tmp_path, monkeypatch):
+    """A gradient of 1: times the scale of 65,536 it is no half-precision number."""
+    step = Trainer.training_step
+    monkeypatch.setattr(Trainer, "training_step", lambda self, batch: step(self, batch) + self.model(batch[0]).sum())
+    run(tmp_path, f"{WORDS} -fp16 -limit_steps 2", wanted=75)
+    assert lines(tmp_path / "looked")[-1]["train/bad_steps"]
+    run(tmp_path, f"{WORDS} -fp16 -debug -model other")
+
+
 def test_debug_goes_on_from_the_newest_checkpoint_and_leaves_it(parts, tmp_path, capfd):
     folder = run(tmp_path, f"{WORDS} -limit_steps 5", wanted=75)
     before = snapshot(tmp_path)

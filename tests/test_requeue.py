@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import parsed
 
 from lib import requeue, slurm_job
 from lib.utils import distributed, hangs, run_folder
@@ -168,13 +169,30 @@ def test_each_task_takes_its_own_of_the_gpus_that_slurm_lets_it_see(monkeypatch,
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", of_job or "")
-    assert [distributed.pick_device(False, rank).index for rank in range(4)] == ordinals
+    assert [distributed.pick_device(parsed(""), rank).index for rank in range(4)] == ordinals
     if seen > 1:
         with pytest.raises(UsageError, match="local rank 4 has no device"):
-            distributed.pick_device(False, 4)
+            distributed.pick_device(parsed(""), 4)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(UsageError, match=f"local rank {seen} has no device: {seen} are visible"):
-        distributed.pick_device(False, seen)
+        distributed.pick_device(parsed(""), seen)
+
+
+def test_a_run_that_was_promised_a_gpu_never_trains_on_the_cpu_without_a_word(monkeypatch):
+    """By -gpus, by the driver, which counts one that CUDA does not start, or by Slurm."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    assert distributed.pick_device(parsed(""), 0).type == "cpu"
+    with pytest.raises(UsageError, match=r"cannot use the GPUs of .*-cpu N"):
+        distributed.pick_device(parsed("-gpus 0"), 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    with pytest.raises(UsageError, match="cannot use the GPUs"):
+        distributed.pick_device(parsed(""), 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    with pytest.raises(UsageError, match="cannot use the GPUs"):
+        distributed.pick_device(parsed(""), 0)
+    assert distributed.pick_device(parsed("-cpu 1"), 0).type == "cpu"
 
 
 def test_a_shell_in_an_allocation_is_no_task(monkeypatch):

@@ -1,14 +1,19 @@
 """Whatever ends a run, it saves its state where it can, and the next start ends at the same weights, bit for bit."""
 
 import contextlib
+import itertools
 import os
 import re
 import signal
 import sys
 import time
+import types
 
 import pytest
 from processes import until
+
+from lib.utils import preemption
+from lib.utils.distributed import World
 
 pytest_plugins = ("processes",)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
@@ -95,6 +100,24 @@ def test_votes_once_a_second_are_soon_enough(start):
     run.go()
     assert run.ends(2 * SOON_S) == 75, run.text()
     assert run.outcome()["step"] > 150
+
+
+def test_votes_are_soon_enough_on_a_gpu_that_was_waited_for(monkeypatch):
+    """Its next steps are launched at once: they would seem to take no time. Steps of 1 s, four of them in its queue,
+    and a log line that waits for it every ten."""
+    clock, queue, votes = [0.0], [], []
+    stop = types.SimpleNamespace(wished=lambda: bool(votes.append(clock[0])))
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(preemption.distributed, "max_", lambda values, world: values)
+    ballot = preemption.Ballot(stop, World(size=2))
+    for step in range(1, 400):
+        clock[0] += 0.02
+        queue.append(max([clock[0], *queue]) + 1.0)
+        if len(queue) > 4 or step % 10 == 0:
+            clock[0] = max(clock[0], queue[-1] if step % 10 == 0 else queue[-5])
+        queue = queue[-4:]
+        ballot.tick(alarm=False)
+    assert len(votes) > 40 and max(after - before for before, after in itertools.pairwise(votes)) < 10
 
 
 def test_one_ctrl_c_stops_the_run_and_a_second_one_ends_it_at_once(start, undisturbed):

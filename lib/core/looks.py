@@ -104,7 +104,9 @@ def debug(trainer) -> str:
     """Trains a few steps, from the newest checkpoint if there is one, and looks at each tensor as it comes.
 
     Raises BadTensor at the first that is not finite, or what torch's anomaly detection raises in a backward pass.
+    Losses are not scaled: what -fp16's scale alone makes infinite is left out in a run, and no fault.
     """
+    trainer.scaler = torch.amp.GradScaler(trainer.world.device.type, enabled=False)
     model = unwrap(trainer.model)
     source = trainer.args.resume or trainer.folder
     if trainer.args.resume or stored.listed(trainer.folder / "checkpoints"):

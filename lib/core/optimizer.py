@@ -33,11 +33,12 @@ def get_optimizer(model: nn.Module, args, batch_size: int) -> torch.optim.Optimi
 
 
 def _may_fuse(parameters: list, name: str) -> bool:
-    """Whether torch's fused kernel does all that is needed here: for shards it has Adam's only, and those of MPS do
-    not leave a step out."""
+    """Whether torch's fused kernel does all that is needed here: for shards it has Adam's only, for GPUs no Adagrad's
+    (torch 2.11), and those of MPS do not leave a step out."""
     if any(isinstance(parameter, DTensor) for parameter in parameters) and name not in ("adam", "adamw"):
         return False
-    return {parameter.device.type for parameter in parameters} <= {"cpu", "cuda"}
+    known = {"cpu"} if name == "adagrad" else {"cpu", "cuda"}
+    return {parameter.device.type for parameter in parameters} <= known
 
 
 def _remember_nothing(optimizer: torch.optim.SGD):

@@ -81,13 +81,15 @@ def _ready_to_compile():
 
 def channels_last(model: nn.Module, args) -> nn.Module:
     """The model with the weights of its convolutions, and so what they compute, channels last in memory, in which a
-    GPU is fastest. One that fails so on images of zeros, as `view` may, stays as it is."""
+    GPU is fastest. One that fails so on images of zeros, as `view` may, in training or evaluation, stays as it is."""
     if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
         return model
     ordered = functools.partial(nn.utils.convert_conv2d_weight_memory_format, memory_format=torch.channels_last)
     try:
-        with torch.no_grad():
-            ordered(copy.deepcopy(model)).eval()(torch.zeros(2, args.channels, args.image_size, args.image_size))
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for training in (False, True):
+                zeros = torch.zeros(2, args.channels, args.image_size, args.image_size)
+                ordered(copy.deepcopy(model)).train(training)(zeros)
     except Exception as error:  # whatever the user's code raises
         log.info("convolutions keep the channels first in memory, as the model fails with them last (%s)", error)
         return model

@@ -24,7 +24,7 @@ class Finish:
         batch = data.to_device(batch, self.device)
         if self.change:
             draws = seeding.uniform(self.seed, epoch, indices)
-            batch = self.change(batch, data.to_device(draws, batch[0].device))
+            batch = data.to_device(self.change(batch, data.to_device(draws, batch[0].device)), self.device)
         return batch
 
 

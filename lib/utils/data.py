@@ -52,7 +52,7 @@ def zeros(batch):
 
 
 def _pinned(tensor, device):
-    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+    if device.type == "cuda" and tensor.device.type == "cpu" and not (tensor.is_pinned() and tensor.is_contiguous()):
         # Or the copy would wait. `pin_memory` keeps the gaps of a view, which go through memory that is not pinned.
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=device.type == "cuda")  # MPS would read memory that is another's by then

@@ -51,7 +51,7 @@ def joined(args):
         local_rank=local_rank,
         size=size,
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        device=pick_device(bool(args.cpu), local_rank),
+        device=pick_device(args, local_rank),
     )
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device.index)
@@ -81,10 +81,18 @@ def _leave():
     dist.destroy_process_group()
 
 
-def pick_device(cpu: bool, local_rank: int) -> torch.device:
-    """The accelerator of this local rank, or the CPU where there is none or it was asked for."""
-    if cpu or not torch.accelerator.is_available():
-        return torch.device("cpu")
+def pick_device(args, local_rank: int) -> torch.device:
+    """The accelerator of this local rank, or the CPU where there is none or it was asked for. Raises UsageError where
+    one was promised (by -gpus, the driver or Slurm) and does not start."""
+    if args.cpu:
+        return CPU
+    if not torch.accelerator.is_available():
+        if args.gpus or torch.cuda.device_count() or int(os.environ.get("SLURM_GPUS_ON_NODE") or 0):
+            raise UsageError(
+                f"torch {torch.__version__} cannot use the GPUs of {socket.gethostname()}: nvidia-smi or rocm-smi "
+                f"tells more; -cpu N trains on the CPU"
+            )
+        return CPU
     count = torch.accelerator.device_count()
     there = int(os.environ.get("SLURM_GPUS_ON_NODE") or count)  # of the job; a task may see only its own part of them
     alone = count == 1

@@ -158,8 +158,9 @@ class Ballot:
         wishes = [float(self.stop.wished()), step_s, float(alarm and self.world.is_main)]
         wished, step_s, alarmed = distributed.max_(torch.tensor(wishes, dtype=torch.float64), self.world).tolist()
         self.alarmed = alarmed > 0
+        # Twice as many at most: a GPU that was just waited for takes the next steps' launches in no time.
+        self.next = max(1, min(MOST_STEPS, 2 * self.ticks, int(ASK_EVERY_S / max(step_s, 1e-9))))
         self.ticks, self.since = 0, time.monotonic()
-        self.next = max(1, min(MOST_STEPS, int(ASK_EVERY_S / max(step_s, 1e-9))))
         if wished:
             told = distributed.gather_json([self.stop.reason, self.stop.signal], self.world)
             self.stop.reason, self.stop.signal = next(one for one in told if one[0])

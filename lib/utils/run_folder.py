@@ -9,6 +9,7 @@ import socket
 import time
 from pathlib import Path
 
+from torch import OutOfMemoryError
 from torch.distributed import DistError
 
 from lib.utils import atomic, console, disks, distributed, stored, timing
@@ -17,6 +18,8 @@ from lib.utils.errors import UsageError
 from lib.utils.hangs import Hang
 
 log = logging.getLogger(__name__)
+LESS_MEMORY = ("a smaller -micro_batch takes less, for the same steps but for BatchNorm and dropout; so do "
+               "-recompute, -bf16 and -parallel fsdp")  # fmt: skip
 PATIENCE_S = 3.0  # for an owner that was killed and is not quite gone
 
 
@@ -34,6 +37,8 @@ def claimed(args, world: World):
     try:
         yield folder
     except Exception as error:
+        if isinstance(error, OutOfMemoryError):
+            error.args = (f"{error} ({LESS_MEMORY})",)
         log.critical("failed", exc_info=True)
         _failed(folder, world, error)
         raise

@@ -139,7 +139,7 @@ def tokens(words: str, rounds: int, world: World, limit: float) -> dict:
         run = contenders.timed(trainer)
         run()
         step = statistics.median(run() for _ in range(rounds))
-        trainer.checkpoints.open()
+        trainer.resume()
         stalls = [stall(trainer, run, step) for _ in range(2)]  # the first makes its buffers
         trainer.checkpoints.close()
         trainer.report.close()
@@ -155,8 +155,7 @@ def stall(trainer, run, step: float) -> float:
     """How many seconds longer an epoch takes, of steps that took so many each, with a save begun at its start."""
     began = time.perf_counter()
     trainer.save()
-    run()
-    longer = time.perf_counter() - began - step * trainer.plan.steps
+    longer = time.perf_counter() - began + (run() - step) * trainer.plan.steps
     trainer.checkpoints.finish()
     return longer
 
