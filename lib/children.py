@@ -165,9 +165,8 @@ def verdict(children, links, passed: list[int]) -> tuple[int, str, str]:
         return ABORTED, "", "ended at the second Ctrl-C; the last checkpoint is good"
     reported = any(one.said and not one.said.get("lost") for one in children)
     killed = [one for one in children if one.code is not None and one.code < 0 and not one.said]
-    killed = [one for one in killed if one.code != -signal.SIGABRT] or (
-        [] if reported else killed
-    )  # torch's comes last
+    aborted = [] if reported else killed  # torch aborts a rank that lost another, which says more
+    killed = [one for one in killed if one.code != -signal.SIGABRT] or aborted
     if killed:
         number, name = -killed[0].code, signal.Signals(-killed[0].code).name
         told = f"rank {killed[0].rank} was killed by {name}; the others are ended"
