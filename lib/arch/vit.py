@@ -10,6 +10,7 @@ STD = 0.02  # deviation of fresh weights
 
 
 def add_args(parser):
+    parser.set_defaults(lr_start=5e-4, clip_grad=1.0)  # with what suits convolutions it learns little
     parser.add_argument(
         "-vit_patch", type=int, metavar="N", help="pixels of a patch's side (an eighth of the image's)"
     )
