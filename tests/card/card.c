@@ -1,10 +1,9 @@
 /* Answers CUDA's runtime, cuBLAS and NCCL for CARDS cards (one) that keep what is copied to them and compute nothing:
    a kernel that is launched leaves its results as they were, zeros in new memory. What makes the host wait, and what
-   is copied from memory that is not pinned, is told on stderr. All that is not here answers 0 (see card.py). */
+   is copied from memory that is not pinned, is told on stderr. All that is not here answers 0 (see cards.py). */
 
 #define _GNU_SOURCE
 #include <pthread.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
