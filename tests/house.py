@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE_LINES, FUNCTION_LINES = 300, 40
 STARTERS = ("launch", "children", "nodes", "variables", "slurm", "slurm_job", "requeue")  # launch and its other half
 STARTERS = tuple(f"lib/{name}.py" for name in STARTERS)
 ENVIRONMENT = ("lib/utils/distributed.py", *STARTERS)  # read here, written by the starters
@@ -122,20 +121,6 @@ def optional_packages_are_imported_where_they_are_used(file: File):
     for name, node in file.imports():
         if file.ours and any(f"{name}.".startswith(f"{lazy}.") for lazy in LAZY) and node not in later:
             yield f"{node.lineno}: imports {name} outside of a function"
-
-
-def files_are_short(file: File):
-    count = len(file.text.splitlines())
-    if count > FILE_LINES:
-        yield f"1: {count} lines, {FILE_LINES} are the most"
-
-
-def functions_fit_on_a_screen(file: File):
-    for node in file.nodes:
-        if isinstance(node, FUNCTION[:2]):
-            count = node.end_lineno - node.lineno + 1
-            if count > FUNCTION_LINES:
-                yield f"{node.lineno}: {node.name} has {count} lines, {FUNCTION_LINES} are the most"
 
 
 def modules_say_what_they_do(file: File):
