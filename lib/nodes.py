@@ -21,10 +21,10 @@ from multiprocessing import connection
 from pathlib import Path
 
 from lib import variables
-from lib.utils import bending
 from lib.utils.errors import ABORTED, FAILED, FINISHED, STOPPED, UsageError
 
 HELLO_S, RETRY_S, LEAVE_S, WORD = 5.0, 0.5, 30.0, 1 << 20
+HELLO = {"rank": int, "count": int, "nnodes": int, "host": str}  # what a machine says of itself
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a machine without power is gone after 20 s
 SIOCGIFCONF, ROW = 0x8912, struct.Struct("16s4x4s16x")  # Linux: name and IPv4 address of each interface
 
@@ -72,7 +72,7 @@ class Link:
                 self.rest += data
             line, _, self.rest = self.rest.partition(b"\n")
             said = json.loads(line)
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):  # json's, of many brackets
             return None
         return said if isinstance(said, dict) else None
 
@@ -125,11 +125,11 @@ def meet(args, count: int) -> Others:
     Raises UsageError, in one line, for what keeps them from meeting within -hang_minutes.
     """
     host = variables.fast_name(args.master_addr, args.master_suffix)
-    asked = {name: value for name, value in sorted(vars(args).items()) if name not in bending.OWN}
-    mine = {"rank": args.node_rank, "count": count, "host": socket.gethostname(), "asked": asked}
+    mine = {"rank": args.node_rank, "count": count, "nnodes": args.nnodes, "host": socket.gethostname()}
     until = time.monotonic() + args.hang_minutes * 60
+    take_part = gather if args.node_rank == 0 else join
     try:
-        others = gather(host, mine, until) if args.node_rank == 0 else join(host, mine, until)
+        others = take_part(host, args.master_port, mine, until)
     except KeyboardInterrupt:
         raise SystemExit(ABORTED) from None  # nothing has begun yet
     others.name = f"node {args.node_rank} ({mine['host']})"
@@ -137,9 +137,9 @@ def meet(args, count: int) -> Others:
     return others
 
 
-def gather(host: str, mine: dict, until: float) -> Others:
+def gather(host: str, port: int, mine: dict, until: float) -> Others:
     """Node 0's part: hears who the others are, and tells each its place."""
-    listener, wanted = listening(host, mine["asked"]["master_port"]), mine["asked"]["nnodes"]
+    listener, wanted = listening(host, port), mine["nnodes"]
     address, port = listener.getsockname()[:2]
     nodes, links = {0: mine}, {}
     say(f"waiting for {wanted - 1} more at {address}, port {port}")
@@ -165,7 +165,7 @@ def greet(listener: socket.socket, nodes: dict, links: dict):
     """Takes in the machine that knocks, unless it has no place in this run."""
     link = Link(listener.accept()[0], "a machine")
     hello = link.word(HELLO_S) or {}
-    if hello.keys() != nodes[0].keys():
+    if {name: type(value) for name, value in hello.items()} != HELLO:
         link.wire.close()  # no machine of ours
         return
     link.name = f"node {hello['rank']} ({hello['host']})"
@@ -180,18 +180,16 @@ def greet(listener: socket.socket, nodes: dict, links: dict):
 
 def unfit(hello: dict, nodes: dict) -> str:
     """Why a machine cannot take part, "" if it can."""
-    mine, theirs = nodes[0]["asked"], hello["asked"]
-    for name in sorted({*mine, *theirs}):
-        if mine.get(name) != theirs.get(name):
-            return f"-{name} is {theirs.get(name)} there and {mine.get(name)} on node 0: give all machines the same"
+    theirs, wanted = hello["nnodes"], nodes[0]["nnodes"]
+    if theirs != wanted or not 0 <= hello["rank"] < wanted:
+        return f"-nnodes is {theirs} there and {wanted} on node 0: give all machines the same"
     if hello["rank"] in nodes:
         return f"-node_rank {hello['rank']} is {nodes[hello['rank']]['host']} already: each machine needs its own"
     return ""
 
 
-def join(host: str, mine: dict, until: float) -> Others:
+def join(host: str, port: int, mine: dict, until: float) -> Others:
     """The part of the other nodes: finds node 0 and hears its place."""
-    port = mine["asked"]["master_port"]
     link = Link(reached(host, port, until), "node 0")
     address = link.wire.getpeername()[0]
     link.tell(**mine)

@@ -30,7 +30,7 @@ IMPORTS = {  # who may import whom: the longest name that fits counts; all may i
     "lib.launch": ("lib.children", "lib.nodes", "lib.slurm", "lib.slurm_job", "lib.variables"),
     "lib.children": ("lib.nodes",),
     "lib.variables": ("lib.utils.stored",),
-    "lib.nodes": ("lib.variables", "lib.utils.bending"),
+    "lib.nodes": ("lib.variables",),
     "lib.slurm": ("lib.slurm_job", "lib.requeue", "lib.launch", "lib.utils.console", "lib.utils.stored"),
     "lib.slurm_job": (  # reads a batch script's command line
         "lib.requeue",

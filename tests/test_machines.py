@@ -139,18 +139,27 @@ def test_a_machine_that_does_not_fit_is_refused_and_the_others_wait_on(start):
     port = ports.free()
     place = ["-nnodes", 2, "-master_addr", "localhost", "-master_port", port, "-epochs", 1, "-node_rank"]
     first = start("run", *place, 0, cpu=1)
-    other = start("run", *place, 1, "-batch_size", 32, cpu=1)
+    other = start("run", *place, 2, "-nnodes", 3, cpu=1)
     assert other.ends() == 2
-    assert other.text().splitlines()[-1] == (
-        "train.py: -batch_size is 32 there and 64 on node 0: give all machines the same"
-    )
+    assert other.text().splitlines()[-1] == "train.py: -nnodes is 3 there and 2 on node 0: give all machines the same"
     again = start("run", *place, 0, cpu=1)
     assert again.ends() == 2 and f"-master_port {port}: Address already in use" in again.text()
-    with socket.create_connection(("127.0.0.1", port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+    for line in (b"GET / HTTP/1.0", b"[" * 200_000, b'{"rank": [], "count": 1, "nnodes": 2, "host": "x"}'):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(line + b"\r\n")
+            assert not stranger.recv(1), line[:20]
     second = start("run", *place, 1, cpu=1)
     assert (first.ends(), second.ends()) == (0, 0), first.text() + second.text()
-    assert "is refused: -batch_size" in first.text()
+    assert "is refused: -nnodes" in first.text()
+
+
+def test_machines_with_different_flags_end_with_one_line_each(start):
+    place = ["-nnodes", 2, "-master_addr", "localhost", "-master_port", ports.free(), "-node_rank"]
+    runs = [start("run", *place, rank, "-batch_size", batch, cpu=1) for rank, batch in ((0, 64), (1, 32))]
+    assert [run.ends() for run in runs] == [2, 2], runs[0].text() + runs[1].text()
+    said = "train.py: -batch_size is 32 on rank 1 and 64 on rank 0: give all processes the same"
+    assert [run.text().splitlines()[-1] for run in runs] == [said, said]
+    assert not runs[0].folder.exists()
 
 
 def test_the_same_rank_twice_is_refused_and_who_leaves_may_come_back(start):

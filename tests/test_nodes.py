@@ -1,4 +1,5 @@
-"""Nodes without a shared disk: each holds the whole state, and who lost it is sent it."""
+"""Nodes that torchrun started, each on its own: without a shared disk each holds the whole state, and who lost it is
+sent it; a launch has one id, whatever the nodes call it; all are given the same flags."""
 
 import os
 import shutil
@@ -10,6 +11,9 @@ from saves import SMALL, everything, log_of, names
 
 import train
 from lib import config
+from lib.trainer import trainer
+from lib.utils import run_folder
+from lib.utils.distributed import World
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
@@ -115,3 +119,62 @@ def test_nodes_that_do_share_a_disk_are_found_to(tmp_path, monkeypatch):
     newest = folder / "checkpoints" / names(folder)[0]
     assert len(list(newest.glob("shard_*"))) == 3
     assert not list(folder.rglob("*.partial")) and not list((tmp_path / "node0").glob("*.partial"))
+
+
+# Nodes whose torchrun was given no id, or other words
+
+
+def _by_rank(monkeypatch, change):
+    """Every process calls change(rank), which gives flags of its own, before it runs."""
+    real = train.run
+
+    def differing(args):
+        mine = config.Args()
+        vars(mine).update({**vars(args), **(change(int(os.environ["RANK"])) or {})})
+        return real(mine)
+
+    monkeypatch.setattr(train, "run", differing)
+
+
+def test_a_restart_of_nodes_with_ids_of_their_own_does_not_reset_the_run_again(tmp_path, monkeypatch):
+    """As under torchrun on several nodes without --rdzv-id; the first start fails on the other node."""
+    _by_rank(monkeypatch, lambda rank: os.environ.update(TORCHELASTIC_RUN_ID=f"node{rank}-1"))
+    real = trainer.Trainer.boundary
+
+    def failing(self):
+        if self.world.rank == 1 and self.state.step == 6:
+            raise ValueError("a broken sample")
+        return real(self)
+
+    words = f"{SMALL} -cpu 2 -reset -save_every 2steps"
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "boundary", failing)
+        folder = run(tmp_path, words, wanted=1)
+    ended = outcome(folder)
+    assert [ended[name] for name in ("state", "reason", "lost_peer", "launch")] == [
+        "failed", "rank 1: ValueError: a broken sample", False, "node0-1"]  # fmt: skip
+    run(tmp_path, words)
+    assert "going on from" in log_of(folder) and not (tmp_path / ".old").exists()
+    monkeypatch.undo()
+    run(tmp_path, words)
+    assert (tmp_path / ".old").exists(), "a new command"
+
+
+def test_a_lost_peer_leaves_anothers_reason_as_it_is_whoever_writes_first(tmp_path):
+    ours, failed = World(launch="one"), run_folder._failed
+    lost, true = RuntimeError("gloo: Connection closed by peer"), ValueError("a broken sample")
+    for first, second in ((lost, true), (true, lost)):
+        run_folder.write_outcome(tmp_path, ours, "running")
+        failed(tmp_path, ours, first)
+        failed(tmp_path, ours, second)
+        assert "a broken sample" in outcome(tmp_path)["reason"] and not outcome(tmp_path)["lost_peer"]
+    failed(tmp_path, World(launch="two"), lost)
+    assert outcome(tmp_path)["lost_peer"], "the next launch's own"
+
+
+def test_a_flag_that_differs_between_nodes_is_refused_with_both_values(tmp_path, monkeypatch, refused):
+    """Other folders and devices are a node's own."""
+    _by_rank(monkeypatch, lambda rank: {"lr_start": 0.5, "out": f"{tmp_path}/own"} if rank == 1 else None)
+    said = refused(f"{SMALL} -cpu 3")
+    assert said == "train.py: -lr_start is 0.5 on rank 1 and 0.001 on rank 0: give all processes the same"
+    assert not list(tmp_path.iterdir()), "nothing was begun"

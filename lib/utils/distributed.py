@@ -1,15 +1,16 @@
 """Who this process is, and how the processes of a run talk. Reads torchrun's variables, whoever wrote them."""
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
 import socket
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from lib.utils import bending
 from lib.utils.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -20,7 +21,7 @@ LEFT = []  # the process groups that were left
 START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class World:
     """The place of this process among those of the run."""
 
@@ -29,6 +30,7 @@ class World:
     size: int = 1
     local_size: int = 1
     device: torch.device = CPU
+    launch: str = ""  # rank 0's `launch_id`
 
     @property
     def is_main(self) -> bool:
@@ -40,7 +42,7 @@ def joined(args):
     """The World of this process, inside the run's process group; the group is left when the block ends.
 
     A single process needs no group: every collective below is then the identity. Raises UsageError if the device
-    that was asked for is not there.
+    that was asked for is not there, or if a flag's value differs between the processes.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -56,7 +58,7 @@ def joined(args):
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device.index)
     if size == 1:
-        yield world
+        yield agreed(args, world)
         return
     backend = "gloo" if world.device.type == "cpu" else f"cpu:gloo,{_backend(world.device)}"
     level = dist.get_debug_level()
@@ -66,12 +68,28 @@ def joined(args):
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=max(START_MINUTES, args.hang_minutes)))
     dist.set_debug_level(level)
     try:
-        yield world
+        yield agreed(args, world)
     except BaseException:
         if world.device.type == "cpu":  # NCCL's farewell waits for the others, who may wait for this rank
             _leave()
         raise
     _leave()
+
+
+def agreed(args, world: World) -> World:
+    """The World with rank 0's `launch_id`, once all ranks have the same flags.
+
+    torchrun starts each node with words of its own, and what differs would train replicas in different ways. Raises
+    UsageError, on all ranks, that names the flag and both values.
+    """
+    flags = {name: str(value) for name, value in sorted(vars(args).items()) if name not in bending.OWN}
+    (launch, first), *others = gather_json([launch_id(), flags], world)
+    for rank, (_, theirs) in enumerate(others, 1):
+        for name in {**first, **theirs}:
+            if first.get(name) != theirs.get(name):
+                raise UsageError(f"-{name} is {theirs.get(name)} on rank {rank} and {first.get(name)} on rank 0: "
+                                 "give all processes the same")  # fmt: skip
+    return dataclasses.replace(world, launch=launch)
 
 
 def _leave():
@@ -127,7 +145,8 @@ def store_of_own(seconds: float):
 
 
 def launch_id() -> str:
-    """What all starts of one launch share: restarts and requeues keep it, a new command gets a new one."""
+    """What all starts of one launch share: restarts and requeues keep it, a new command gets a new one. Another node
+    may have another one, as torchrun's agents share none unless they are given an id: World.launch is rank 0's."""
     job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
     if job and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # there, one job runs many commands
         return f"{job}.{step}" if step else job

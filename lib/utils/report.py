@@ -126,7 +126,7 @@ class Report:
         self.close(outcome == "finished")
         outcome = {"state": outcome, **dataclasses.asdict(state), **facts}
         if leads:
-            run_folder.write_outcome(self.folder, **outcome)
+            run_folder.write_outcome(self.folder, self.world, **outcome)
         if self.world.is_main:
             for text in last_words(self.folder, outcome, args):
                 log.info("%s", text)
@@ -142,7 +142,7 @@ class Report:
     def _heard(self, name, address):
         if name == "tunnel":
             self.lock.tell(address)
-            run_folder.write_outcome(self.folder, "running", tensorboard=address)
+            run_folder.write_outcome(self.folder, self.world, "running", tensorboard=address)
         else:
             log.info("TensorBoard: %s", address)
 

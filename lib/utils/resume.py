@@ -26,17 +26,17 @@ def remembered(args, world: World) -> dict:
 
     Raises UsageError where -resume names no checkpoint, and is needed.
     """
-    answers = distributed.gather_json(_peek(args) if world.local_rank == 0 else [], world)
+    answers = distributed.gather_json(_peek(args, world) if world.local_rank == 0 else [], world)
     found = max((answer for answer in answers if answer), key=lambda answer: answer[0], default=None)
     if found is None and args.resume:
         raise search.nothing(args.resume)
     return found[1] if found else {}
 
 
-def _peek(args):
+def _peek(args, world):
     own = stored.run_of(args) / "checkpoints"
     try:
-        there = [] if run_folder.starts_anew(args) else stored.listed(own)
+        there = [] if run_folder.starts_anew(args, world) else stored.listed(own)
         there += stored.meant(Path(args.resume)) if args.resume else []
     except OSError as error:
         log.warning("%s or -resume %s: %s", own, args.resume, error)

@@ -32,7 +32,7 @@ def claimed(args, world: World):
     """
     folder = stored.run_of(args)
     locks = []
-    disks.look(folder.parent, world).do(lambda: locks.append(_claim(folder, starts_anew(args))))
+    disks.look(folder.parent, world).do(lambda: locks.append(_claim(folder, world, starts_anew(args, world))))
     console.setup_logging(folder, world.rank, world.is_main)
     try:
         yield folder
@@ -55,13 +55,14 @@ def left_alone(args, world: World):
 
 
 def _failed(folder, world, error):
-    """The first rank that fails says why; those that fail because it is gone leave that as it is."""
-    before = stored.outcome(folder)
-    if before.get("state") != "failed" or before.get("launch") != distributed.launch_id():
+    """The first rank that fails says why; those that fail because it is gone leave that as it is, in any order."""
+    before, lost = stored.outcome(folder), lost_peer(error)
+    known = before.get("state") == "failed" and before.get("launch") == world.launch
+    if not known or (before.get("lost_peer") and not lost):
         told = f"{type(error).__name__}: {error}"
         told = told.strip().splitlines()[-1] if "\nOriginal Traceback" in told else told  # a loader process's
         reason = f"rank {world.rank}: {told}"
-        write_outcome(folder, "failed", reason=reason, lost_peer=lost_peer(error))
+        write_outcome(folder, world, "failed", reason=reason, lost_peer=lost)
 
 
 def lost_peer(error: Exception) -> bool:
@@ -69,16 +70,16 @@ def lost_peer(error: Exception) -> bool:
     return isinstance(error, (DistError, ConnectionError, Hang)) or "gloo" in str(error)
 
 
-def starts_anew(args) -> bool:
+def starts_anew(args, world: World) -> bool:
     """Whether -reset is still to be carried out: once for a launch, whatever restarts and requeues follow."""
-    return args.reset and stored.outcome(stored.run_of(args)).get("launch") != distributed.launch_id()
+    return args.reset and stored.outcome(stored.run_of(args)).get("launch") != world.launch
 
 
-def _claim(folder, anew):
+def _claim(folder, world, anew):
     lock = _lock(folder)
     if anew:
         _move_aside(folder)
-    write_outcome(folder, "running")
+    write_outcome(folder, world, "running")
     with contextlib.suppress(FileNotFoundError):
         if (folder / "STOP").stat().st_mtime < timing.launched:  # a later one is meant for this start
             (folder / "STOP").unlink()
@@ -136,12 +137,12 @@ def write_config(folder: Path, world: World, text: str):
     distributed.main_does(lambda: atomic.write_file(folder / "config.yaml", text), world)
 
 
-def write_outcome(folder: Path, state: str, **facts):
+def write_outcome(folder: Path, world: World, state: str, **facts):
     """outcome.json: running, finished, stopped or failed, and why. Launchers and people decide from it."""
     facts = {
         "state": state,
         **facts,
-        "launch": distributed.launch_id(),
+        "launch": world.launch,
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }
