@@ -13,7 +13,7 @@ import yaml
 
 from lib import cfg_file, flags, parsing, values
 from lib.utils import bending
-from lib.utils.errors import UsageError, close
+from lib.utils.errors import UsageError, close, no_exit
 
 log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,7 +88,8 @@ def load_plugin(parser, kind: str, argv: list[str], entries: dict, cfg: str | No
     if name not in there:
         names = f"there are {', '.join(there)}{close(name, there)}"
         raise UsageError(f"{source}-{kind} {name!r}: no such file in lib/{kind}; {names}")
-    module = importlib.import_module(f"lib.{kind}.{name}")
+    with no_exit():
+        module = importlib.import_module(f"lib.{kind}.{name}")
     if not hasattr(module, BUILDERS[kind]):
         raise UsageError(f"-{kind} {name}: lib/{kind}/{name}.py has no {BUILDERS[kind]}")
     if hasattr(module, "add_args"):

@@ -14,7 +14,7 @@ import sys
 import uuid
 
 from lib import children, nodes, slurm_job, variables
-from lib.utils.errors import FINISHED, STOPPED, STOPPING, USAGE, UsageError
+from lib.utils.errors import FINISHED, STOPPED, STOPPING, USAGE, UsageError, no_exit
 
 
 def launch(args, target: str) -> int:
@@ -60,7 +60,7 @@ def refused(error) -> int:
 def call(target: str, args) -> int:
     """The exit code of the function named "module:function"."""
     module, _, function = target.partition(":")
-    with exported({}, **variables.of_run(args)):
+    with exported({}, **variables.of_run(args)), no_exit():
         return getattr(importlib.import_module(module), function)(args)
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 import train
 from lib import config
 from lib.trainer.trainer import Trainer
-from lib.utils import run_folder
+from lib.utils import run_folder, stored
 from lib.utils.data import Tensors
 
 FAST = ["-cpu", "1", "-epochs", "1"]
@@ -80,6 +80,57 @@ def test_a_model_without_anything_to_train_is_refused(told):
 def test_what_is_no_model_is_refused(made, kind, told):
     with runs.plugins(arch={"odd": lambda args: made}):
         assert told([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model gives {kind}; a model")
+
+
+QUITS = """import argparse, sys
+from lib.trainer import trainer
+
+class Quits:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        sys.exit()
+
+def get_dataset(args):
+    if args.seed == 1:
+        argparse.ArgumentParser().parse_args(["words", "of", "others"])
+    return {"train": Quits()}
+
+def get_model(args):
+    sys.exit(0)
+
+class Trainer(trainer.Trainer):
+    def training_step(self, batch):
+        if self.world.is_main:
+            sys.exit(0)
+        return super().training_step(batch)
+"""
+
+
+@pytest.mark.parametrize("cpu", [1, 2])
+@pytest.mark.parametrize(
+    ("words", "place", "begun"),
+    [
+        ("-dataset quits -seed 1", "lib/dataset/quits.py, line 12: sys.exit(2)", False),
+        ("-dataset quits -workers 1", "lib/dataset/quits.py, line 8: sys.exit(None)", False),
+        ("-arch quits", "lib/arch/quits.py, line 16: sys.exit(0)", False),
+        ("-trainer quits", "lib/trainer/quits.py, line 21: sys.exit(0)", True),
+    ],
+)
+def test_a_plugin_that_calls_exit_fails_the_run_and_is_named(words, place, begun, cpu, tmp_path, capfd):
+    made: dict = {kind: {} for kind in config.BUILDERS}
+    for kind in made:
+        exec(compile(QUITS, f"lib/{kind}/quits.py", "exec"), made[kind])
+    with runs.plugins(**{kind: {"quits": made[kind][name]} for kind, name in config.BUILDERS.items()}):
+        try:
+            code = train.main(f"-arch mlp {words} -cpu {cpu} -model run -out {tmp_path}".split())
+            said = capfd.readouterr().err
+        except RuntimeError as error:  # of one process, which the interpreter shows
+            code, said = 1, str(error)
+    assert code == 1 and place in said
+    if begun:
+        ended = stored.outcome(tmp_path / "run")
+        assert ended["state"] == "failed" and ended["reason"].startswith("rank 0: ") and place in ended["reason"]
 
 
 def test_a_run_without_enough_memory_is_told_what_takes_less(tmp_path):

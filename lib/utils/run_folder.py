@@ -14,7 +14,7 @@ from torch.distributed import DistError
 
 from lib.utils import atomic, console, disks, distributed, stored, timing
 from lib.utils.distributed import World
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, no_exit
 from lib.utils.hangs import Hang
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,8 @@ def claimed(args, world: World):
     disks.look(folder.parent, world).do(lambda: locks.append(_claim(folder, world, starts_anew(args, world))))
     console.setup_logging(folder, world.rank, world.is_main)
     try:
-        yield folder
+        with no_exit():
+            yield folder
     except Exception as error:
         if isinstance(error, OutOfMemoryError):
             error.args = (f"{error} ({LESS_MEMORY})",)
