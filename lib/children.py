@@ -4,6 +4,7 @@ when one of them fails, here or on another machine.
 
 import contextlib
 import importlib
+import math
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from lib import nodes
 from lib.utils.errors import ABORTED, FAILED, FINISHED, STOPPED, STOPPING, USAGE, UsageError
 
-SETTLE_S, END_S = 0.3, 2.0  # to hear of every rank that failed; for the others to go by themselves
+SETTLE_S, END_S = 0.3, 2.0  # to hear of every rank that failed; to hear why, and for the others to go by themselves
 
 
 @dataclass
@@ -137,8 +138,9 @@ def watch(children, others: nodes.Others, passed: list[int]) -> int:
         others.tell(code)
         return code
     settled = time.monotonic() + (SETTLE_S if not others.links else 3 * SETTLE_S)
-    while time.monotonic() < settled and wait(children, others.links, SETTLE_S / 3):
-        pass
+    while time.monotonic() < settled + (0.0 if explained(everybody) else END_S):
+        if not wait(children, others.links, SETTLE_S / 3):
+            break
     code, trace, text = verdict(children, others.links, passed)
     print(f"{trace}train.py: {text}", file=sys.stderr, flush=True)
     others.tell(code, text)
@@ -158,9 +160,14 @@ def wait(children, links=(), timeout: float = 1.0) -> bool:
     return bool(running)
 
 
+def explained(everybody) -> bool:
+    """Whether one of those that failed says more than that it lost another one."""
+    return any(one.failed and not one.said.get("lost") for one in everybody)
+
+
 def verdict(children, links, passed: list[int]) -> tuple[int, str, str]:
-    """The exit code of a failed run, a traceback and what to tell: the rank that was killed, or what another machine
-    says, or else the rank that failed first."""
+    """The exit code of a failed run, a traceback and what to tell: the rank that was killed, or else the one that
+    failed first, here or on another machine. Those that failed because they lost another come last."""
     if any(one.code == ABORTED for one in children):
         return ABORTED, "", "ended at the second Ctrl-C; the last checkpoint is good"
     reported = any(one.said and not one.said.get("lost") for one in children)
@@ -171,11 +178,12 @@ def verdict(children, links, passed: list[int]) -> tuple[int, str, str]:
         number, name = -killed[0].code, signal.Signals(-killed[0].code).name
         told = f"rank {killed[0].rank} was killed by {name}; the others are ended"
         return 128 + number if number in passed else FAILED, "", told
-    mine = sorted((one for one in children if one.failed), key=lambda one: one.said.get("time", float("inf")))
+    failed = [one for one in children if one.failed]
+    mine = sorted(failed, key=lambda one: (one.said.get("lost", False), one.said.get("time", math.inf)))
     if mine and "usage" in mine[0].said:
         return USAGE, "", " ".join(mine[0].said["usage"].split())
     theirs = [one for one in links if one.failed]
-    if theirs:
+    if theirs and not explained(mine):
         return FAILED, "", theirs[0].said["told"]
     code = mine[0].code or FAILED
     return (

@@ -1,6 +1,9 @@
 """Batches: what goes wrong while one is fetched names the sample, and one of any form keeps it."""
 
 import collections
+import multiprocessing
+import signal
+import types
 
 import pytest
 import torch
@@ -61,3 +64,24 @@ def test_a_dataset_may_say_how_its_samples_make_a_batch(workers):
     rows, count = next(iter(fetched(0, [Key(0, 0, 2, 8, True, True, [2, 3])])))
     assert rows.tolist() == [[0, 1, 0], [0, 1, 2]] and count == 2
     fetched.close()
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_tensor_that_went_with_its_worker_tells_of_the_worker(killed):
+    """Its file descriptor is asked of the worker, who does not answer. An error of the dataset stays what it is."""
+
+    def batches():
+        yield 1
+        raise ConnectionResetError("by peer")
+
+    worker = multiprocessing.get_context("fork").Process(target=signal.pause)
+    worker.start()
+    fetcher = Fetcher(range(3), 0, 0, pin=False)
+    fetcher.loader = types.SimpleNamespace(_iterator=types.SimpleNamespace(_workers=[worker]))
+    if killed:
+        worker.kill()
+    with pytest.raises(RuntimeError if killed else ConnectionResetError) as caught:
+        list(fetcher._taken(batches()))
+    worker.kill()
+    worker.join()
+    assert not killed or str(caught.value) == f"DataLoader worker (pid {worker.pid}) ended unexpectedly"

@@ -3,12 +3,13 @@
 import multiprocessing
 import sys
 from collections.abc import Iterator
+from multiprocessing import connection
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate, get_worker_info
 
 from lib.utils import preemption, seeding
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, no_exit
 
 
 class Fetcher:
@@ -38,7 +39,23 @@ class Fetcher:
             return map(self.fetch.__getitem__, keys)
         self.source.keys = keys
         with preemption.shielded():
-            return map(_taken, iter(self.loader))
+            return self._taken(iter(self.loader))
+
+    def _taken(self, batches) -> Iterator:
+        try:
+            for batch in batches:
+                if isinstance(batch, UsageError):
+                    raise batch
+                yield batch
+        except (
+            OSError,
+            EOFError,
+        ) as error:  # the dataset's, or of tensors that went with the worker which shared them
+            workers = {worker.sentinel: str(worker.pid) for worker in self.loader._iterator._workers}
+            ended = [workers[one] for one in connection.wait(workers, timeout=1.0)]
+            if not ended:
+                raise
+            raise RuntimeError(f"DataLoader worker (pid {', '.join(ended)}) ended unexpectedly") from error
 
     def close(self):
         """Ends the worker processes: those at rest by themselves, one that is busy all the same."""
@@ -64,8 +81,9 @@ class Fetch(Dataset):
         epoch, indices = key
         self.at = None
         try:
-            batch = self._whole(epoch, indices) if self.whole else self._one_by_one(epoch, indices)
-            return self.collate(batch) if isinstance(batch, list) else batch
+            with no_exit():  # it would end a worker without a word
+                batch = self._whole(epoch, indices) if self.whole else self._one_by_one(epoch, indices)
+                return self.collate(batch) if isinstance(batch, list) else batch
         except Exception as error:
             where = f"samples {_short(indices)}" if self.at is None else f"sample {self.at}"
             error.args = (f"{error} (while fetching the {where})",)
@@ -88,12 +106,6 @@ class Fetch(Dataset):
         if not self.fixed:
             seeding.for_sample(self.seed, epoch, index)
         return self.dataset[index]
-
-
-def _taken(batch):
-    if isinstance(batch, UsageError):
-        raise batch
-    return batch
 
 
 class _Source:
