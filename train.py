@@ -64,7 +64,7 @@ def run(args) -> int:
             state.warn_of_lost(trainer)
             if looks.asked(args):
                 return EXIT_CODES[looks.look(trainer)]
-            text = config.to_yaml(args, about.about(), batch_size=plan.batch, micro_batch=plan.micro)
+            text = config.to_yaml(args, about.about(world), batch_size=plan.batch, micro_batch=plan.micro)
             run_folder.write_config(folder, world, text)
             return EXIT_CODES[trainer.fit()]
 

@@ -173,7 +173,7 @@ def _saving(group):
                        help="stop, with the state saved, once N optimizer steps are done")  # fmt: skip
     _switch(group, "-check_resume", "kill and resume this run a few times, -limit_steps or 20 long, and compare")
     group.add_argument("-hang_minutes", type=real(0, above=True), default=10.0, metavar="X",
-                       help="fail when other processes or machines do not answer for X minutes")  # fmt: skip
+                       help="fail when a step or an answer of another process takes X minutes")  # fmt: skip
 
 
 def _several_machines(group):

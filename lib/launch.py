@@ -16,6 +16,8 @@ import uuid
 from lib import children, nodes, slurm_job, variables
 from lib.utils.errors import FINISHED, STOPPED, STOPPING, USAGE, UsageError, no_exit
 
+MOST_A_CORE = 8  # processes of -cpu
+
 
 def launch(args, target: str) -> int:
     """Runs `target` ("module:function", called with args) in as many processes as args ask for, to an exit code.
@@ -69,6 +71,9 @@ def processes(args) -> int:
     import torch
 
     if args.cpu:
+        if args.cpu > MOST_A_CORE * cores():
+            raise UsageError(f"-cpu {args.cpu}: this machine has {cores()} cores for its processes: "
+                             f"at most {MOST_A_CORE * cores()}")  # fmt: skip
         return args.cpu
     if args.gpus:
         return len(chosen(args.gpus))
@@ -111,8 +116,12 @@ def place() -> dict[str, str]:
 
 def threads(count: int) -> str:
     """A fair share of the cores, for OMP_NUM_THREADS."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return str(max(1, cores // count))
+    return str(max(1, cores() // count))
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
@@ -137,6 +146,9 @@ def spawn(args, target: str, count: int) -> int:
     if context.get_start_method() == "fork":
         importlib.import_module("torch._dynamo")  # a second, which each child would wait for
     others = nodes.meet(args, count) if args.nnodes > 1 else nodes.alone(count)
+    if not args.batch_per_gpu and args.batch_size < others.size:  # before the first one starts
+        raise UsageError(f"-batch_size {args.batch_size} has not a sample for each of {others.size} processes: "
+                         f"try {others.size}")  # fmt: skip
     alive, parent = context.Pipe(duplex=False)  # ends when this process does: nobody else holds `parent`
     ours = [one for one in (others.listener, parent, *(link.wire for link in others.links)) if one]
     work = children.Work(functools.partial(call, target, args), others.first, args.grace_s, alive,

@@ -124,16 +124,31 @@ def test_a_stray_manifest_beside_the_checkpoints_is_none_of_them(copy):
 def test_a_save_starts_no_process(monkeypatch):
     from lib.utils import about
 
-    started = []
-    monkeypatch.setattr(about.subprocess, "run", lambda words, **more: started.append(words[2]) or 1 / 0)
-    about._git.cache_clear()
-    with pytest.raises(ZeroDivisionError):
-        about.about()
-    monkeypatch.undo()
-    about.about()
-    monkeypatch.setattr(about.subprocess, "run", lambda *words, **more: started.append("again"))
-    about.about()
-    assert started == ["rev-parse"]
+    started, alone = [], World(launch="a test")
+    real = about.subprocess.run
+    monkeypatch.setattr(
+        about.subprocess, "run", lambda *args, **more: started.append(args[0][2]) or real(*args, **more)
+    )
+    before = about.about(alone)
+    assert started == ["rev-parse", "status"] and before["git"] == about.about(alone)["git"]
+    assert started == ["rev-parse", "status"]
+
+
+def test_only_rank_0_asks_git_and_once(tmp_path, monkeypatch):
+    from lib.utils import about
+
+    real = about._git
+
+    def noted(*words):
+        with (tmp_path / "asked").open("a") as file:
+            file.write(f"{os.environ['RANK']} {words[0]}\n")
+        return real(*words)
+
+    monkeypatch.setattr(about, "_git", noted)
+    folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 4steps")
+    assert (tmp_path / "asked").read_text().splitlines() == ["0 rev-parse", "0 status"]
+    newest = folder / "checkpoints" / names(folder)[0]
+    assert checkpoint.read_manifest(newest)["about"]["git"] == real("rev-parse", "HEAD")
 
 
 def test_to_ask_git_takes_no_lock_that_a_kill_would_leave_behind(tmp_path, monkeypatch):
@@ -148,7 +163,7 @@ def test_to_ask_git_takes_no_lock_that_a_kill_would_leave_behind(tmp_path, monke
     os.utime(source, (1, 1))  # git would note that it is unchanged, in its index, under a lock
     before = (tmp_path / ".git" / "index").read_bytes()
     monkeypatch.setattr(about, "__file__", str(source))
-    assert about._git.__wrapped__("status", "--porcelain") == ""
+    assert about._git("status", "--porcelain") == ""
     assert (tmp_path / ".git" / "index").read_bytes() == before
     subprocess.run(["git", "status"], cwd=tmp_path, check=True, capture_output=True)
     assert (tmp_path / ".git" / "index").read_bytes() != before, "the test could not tell"

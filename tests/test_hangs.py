@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import re
+import threading
 import time
 import types
 from pathlib import Path
@@ -49,6 +50,36 @@ def test_a_rank_that_is_busy_with_something_else_shows_what(start):
     assert "no sign of life" not in run.text()
     log = (run.folder / "logs" / "rank_1.log").read_text()
     assert "faulty.py" in log and "in pause" in log
+
+
+def test_a_single_process_that_hangs_fails_and_shows_where(start):
+    """Interrupted, it says so itself. It does not where somebody may sit at a breakpoint."""
+    import processes  # a plugin, which pytest is to import first
+
+    run = start("alone", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45}, cpu=1)
+    there = start("there", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45}, cpu=1, terminal=("stdin",))
+    assert run.ends() == 1, run.text()
+    said = r"Hang: nothing moved for \d+ s \(-hang_minutes 0.1\): rank 0 waits at step 45"
+    assert re.search(said, run.text()) and re.search(said, run.outcome()["reason"])
+    assert run.outcome()["state"] == "failed" and run.outcome()["lost_peer"]
+    assert "in pause" in (run.folder / "logs" / "rank_0.log").read_text()
+    processes.until(lambda: "nothing moved for" in there.log.read_text())
+    there.go()
+    assert there.ends() == 0, there.text()
+
+
+def test_a_single_process_that_waits_in_c_code_is_ended(tmp_path, monkeypatch):
+    ended, ballot = threading.Event(), types.SimpleNamespace(ticks=0, since=0.0)
+    monkeypatch.setattr(hangs.signal, "pthread_kill", lambda *words: None)
+    monkeypatch.setattr(hangs.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(hangs.sys, "stdin", None)
+    (tmp_path / "logs").mkdir()
+    state = types.SimpleNamespace(step=3)
+    with hangs.watched(state, ballot, World(), 0.1 / 60, tmp_path) as watch:
+        assert not ended.wait(0.3), "before its first step it may take longer"
+        watch.mark()
+        assert ended.wait(SOON_S)
+        assert "rank 0 waits at step 3" in watch.report
 
 
 def test_the_first_step_may_take_longer_than_hang_minutes(start, undisturbed):

@@ -14,7 +14,7 @@ import ports
 import pytest
 import torch
 import yaml
-from command_line import parsed
+from command_line import parsed, told
 
 from lib import check, children, launch, nodes
 from lib.utils.errors import FAILED
@@ -80,9 +80,9 @@ def test_a_rank_that_raises_is_told_first_once_and_whole(start):
     assert run.ends() == 1, run.text()
     assert time.monotonic() - run.noted(1)[0]["time"] < SOON_S
     assert run.text().count("Traceback (most recent call last)") == 1
-    told = run.text()[run.text().index("Traceback") :].strip()
-    assert re.search(r"File .*faulty.py.*, in fail\n", told)
-    whole, last = told.splitlines()[-2:]
+    shown = run.text()[run.text().index("Traceback") :].strip()
+    assert re.search(r"File .*faulty.py.*, in fail\n", shown)
+    whole, last = shown.splitlines()[-2:]
     assert whole == f"ValueError: {deed['text']}"
     assert last.startswith("train.py: rank 1 failed with exit code 1")
     assert run.outcome()["state"] == "failed"
@@ -125,15 +125,32 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(start, name, rank):
     run.is_gone(SOON_S)
 
 
-@pytest.mark.parametrize(("lost", "told"), [(False, "rank 0 failed"), (True, "rank 1 was killed by SIGABRT")])
-def test_an_abort_that_follows_anothers_failure_does_not_hide_it(lost, told):
+@pytest.mark.parametrize(("lost", "last"), [(False, "rank 0 failed"), (True, "rank 1 was killed by SIGABRT")])
+def test_an_abort_that_follows_anothers_failure_does_not_hide_it(lost, last):
     """As torch aborts where it loses a peer; a rank that only says that it lost one explains nothing."""
     said = {"error": "CUDA out of memory\n", "time": 1.0, "lost": lost}
     ranks = [types.SimpleNamespace(rank=rank, code=code, said=said if rank == 0 else {}, failed=True)
              for rank, code in ((0, 1), (1, -signal.SIGABRT))]  # fmt: skip
     code, trace, text = children.verdict(ranks, [], [])
-    assert code == FAILED and text.startswith(told)
+    assert code == FAILED and text.startswith(last)
     assert trace == ("" if lost else "CUDA out of memory\n")
+
+
+@pytest.mark.parametrize("true", [{"error": "no memory\n"}, {"usage": "-epochs 3: not today"}])
+def test_a_rank_that_lost_another_does_not_hide_why_though_it_reports_first(true):
+    """Its peer closed its connections, and was still busy with its end."""
+    said = {"error": "gloo: Connection closed\n", "time": 1.0, "lost": True}
+    ranks = [types.SimpleNamespace(rank=rank, code=1, said=one, failed=True)
+             for rank, one in enumerate((said, {**true, "time": 2.0, "lost": False}))]  # fmt: skip
+    assert not children.explained(ranks[:1]) and children.explained(ranks)
+    code, trace, text = children.verdict(ranks, [], [])
+    assert (code, trace, text) == (
+        (2, "", "-epochs 3: not today") if "usage" in true
+        else (1, "no memory\n", "rank 1 failed with exit code 1; the others are ended")
+    )  # fmt: skip
+    elsewhere = types.SimpleNamespace(failed=True, said={"code": 1, "told": "node 1: rank 2 failed"})
+    assert children.verdict(ranks[:1], [elsewhere], [])[2] == "node 1: rank 2 failed"
+    assert children.verdict(ranks, [elsewhere], [])[2] == text, "its own cause is nearer"
 
 
 def test_what_all_ranks_refuse_is_one_line(start):
@@ -145,6 +162,17 @@ def test_what_all_ranks_refuse_is_one_line(start):
     assert run.ends() == 2, run.text()
     assert run.text().count("not today") == 1
     assert "Traceback" not in run.text()
+
+
+def test_more_processes_than_the_machine_or_the_batch_has_work_for_are_refused_before_the_first_starts(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(children, "start", lambda *words: pytest.fail("a process was started"))
+    monkeypatch.setattr(launch, "cores", lambda: 4)
+    said = told("-cpu 100000", tmp_path, capsys)
+    assert said == "-cpu 100000: this machine has 4 cores for its processes: at most 32"
+    said = told("-cpu 32 -batch_size 16", tmp_path, capsys)
+    assert said == "-batch_size 16 has not a sample for each of 32 processes: try 32"
 
 
 def test_a_failed_rank_that_does_not_end_is_ended(start):

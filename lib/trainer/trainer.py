@@ -271,7 +271,7 @@ class Trainer:
             "bad_steps": self.bad.total,
             "metrics": {"agg": dict(self.metrics.agg)},
             "scaler": self.scaler.state_dict(),
-            "about": about(),
+            "about": about(self.world),
         }
         parts = parts_of(self)
         self.checkpoints.save(parts.tensors(), facts, step=self.state.step, early=parts.early(), keep=keep)

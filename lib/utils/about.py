@@ -11,13 +11,15 @@ from pathlib import Path
 
 import torch
 
+from lib.utils import distributed
+from lib.utils.distributed import World
 
-def about() -> dict:
-    """For config.yaml and every checkpoint; for people."""
+
+def about(world: World) -> dict:
+    """For config.yaml and every checkpoint; for people. Called by all ranks."""
     return {
         "command": " ".join(["python", *sys.argv]),
-        "git": _git("rev-parse", "HEAD"),
-        "changed_files": _git("status", "--porcelain"),
+        **_code(world),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "torchvision": importlib.metadata.version("torchvision"),
@@ -28,6 +30,13 @@ def about() -> dict:
 
 
 @functools.cache  # a save tells it too, and starts no process
+def _code(world):
+    """What git says on rank 0: a shared disk would hear every rank's question."""
+    return distributed.main_does(
+        lambda: {"git": _git("rev-parse", "HEAD"), "changed_files": _git("status", "--porcelain")}, world
+    )
+
+
 def _git(*words):
     root = Path(__file__).resolve().parents[2]
     try:

@@ -4,12 +4,16 @@ import contextlib
 import faulthandler
 import json
 import logging
+import os
+import signal
+import sys
 import threading
 import time
 from pathlib import Path
 
 from lib.utils import distributed
 from lib.utils.distributed import World
+from lib.utils.errors import FAILED
 
 log = logging.getLogger(__name__)
 MOST_PULSE_S = 10.0  # between two signs of life of a rank
@@ -23,23 +27,22 @@ class Hang(RuntimeError):
 @contextlib.contextmanager
 def watched(state, ballot, world: World, minutes: float, folder: Path):
     """A Watch over the run while the block lasts. Raises Hang, which names the ranks and steps, in place of what a
-    collective raises after such a wait."""
+    collective raises after such a wait. A single process, which has none, is interrupted."""
     watch = Watch(state, ballot, world, minutes * 60, folder / "logs" / f"rank_{world.rank}.log")
-    if world.size == 1:
-        yield watch
-        return
+    before = signal.signal(signal.SIGALRM, watch.interrupt)
     thread = threading.Thread(target=watch.look, name="hangs", daemon=True)
     thread.start()
     try:
         yield watch
     except RuntimeError as error:
-        if watch.stalled_s() < watch.patience_s:
+        if isinstance(error, Hang) or watch.stalled_s() < watch.patience_s:
             raise
         watch.told.wait(3 * watch.pulse_s)
         raise Hang(watch.report or f"nothing moved for {watch.stalled_s():.0f} s") from error
     finally:
         watch.over.set()
         thread.join(watch.pulse_s)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Watch:
@@ -49,7 +52,7 @@ class Watch:
         self.state, self.ballot, self.world, self.patience_s, self.file = state, ballot, world, patience_s, log_file
         self.pulse_s = min(MOST_PULSE_S, patience_s / 12)
         self.begun, self.place, self.since = state.step, self.where(), time.monotonic()
-        self.settled = world.size == 1
+        self.settled = False
         self.over, self.told, self.report = threading.Event(), threading.Event(), ""
 
     def mark(self):
@@ -58,7 +61,8 @@ class Watch:
         if not self.settled:
             self.settled = True
             ahead = 0.0 if self.world.device.type == "cpu" else self.patience_s / 2  # of a GPU, which runs behind
-            distributed.set_patience(self.patience_s + max(3 * self.pulse_s, ahead))
+            if self.world.size > 1:
+                distributed.set_patience(self.patience_s + max(3 * self.pulse_s, ahead))
 
     def where(self) -> tuple:
         """Another one after every step and every batch of an evaluation."""
@@ -72,7 +76,7 @@ class Watch:
 
     def look(self):
         """Leaves signs of life, and when nothing has moved for too long, reports."""
-        store, pulse = distributed.store_of_own(self.pulse_s), 0
+        store, pulse = distributed.store_of_own(self.pulse_s) if self.world.size > 1 else None, 0
         while not self.over.wait(self.pulse_s):
             pulse += 1
             stalled = self.stalled_s() >= self.patience_s
@@ -90,11 +94,21 @@ class Watch:
         with self.file.open("ab") as file:
             faulthandler.dump_traceback(file)
         self.told.set()
+        if self.world.size == 1 and not (sys.stdin and sys.stdin.isatty()):  # else somebody may be at a breakpoint
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+            if not self.over.wait(3 * self.pulse_s):  # it waits in C code, and has no ear for signals
+                os._exit(FAILED)
+
+    def interrupt(self, number, frame):
+        """Ends the wait of a single process's main thread."""
+        raise Hang(self.report)
 
 
 def _heard(store, world: World, word: dict, read: bool) -> list[dict | None]:
     """Leaves this rank's word in the store; gives the last word of every rank, None of one that left none."""
     words: list = [None] * world.size
+    if world.size == 1:
+        return [word]
     try:
         store.set(f"hangs/{world.rank}", json.dumps(word))
         for rank in range(world.size if read else 0):

@@ -143,12 +143,12 @@ class Ballot:
     def tick(self, alarm: bool | None = None) -> bool:
         """True once all ranks agree to stop. `alarm`: a wish of another kind of rank 0, voted on in the same
         breath; None between the batches of an evaluation, whose speed says nothing of the steps."""
+        self.ticks += 1
         if self.world.size == 1:
             self.voted, self.alarmed = True, bool(alarm)
             return self.stop.wished()
         if self.training != (alarm is not None):
-            self.training, self.ticks, self.next = alarm is not None, 0, 1
-        self.ticks += 1
+            self.training, self.ticks, self.next = alarm is not None, 1, 1
         self.voted, self.alarmed = self.ticks >= self.next, False
         return self.voted and self.ask(bool(alarm))
 
