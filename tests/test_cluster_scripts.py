@@ -73,8 +73,20 @@ def test_modules_are_loaded_where_there_are_some(there):
         assert bash(there, f"set -eu; {command} . scripts/slurm/modules.sh", **variables) == wanted
 
 
-AGENT = """for word in "$@"; do echo "word $word"; done
+AGENT = """for word in "$@"; do
+    echo "word $word"
+    case "$word" in --rdzv-endpoint=*) python tries.py ${word##*:} ;; esac
+done
 env | grep -E "^(GLOO|TORCH|HF|PET|OMP)_" | sort"""
+
+
+TRIES = """import contextlib, socket, sys
+with contextlib.suppress(OSError):
+    socket.socket().bind(("", int(sys.argv[1])))
+    print("anybody may take the port")
+socket.create_server(("", int(sys.argv[1])))  # reuses the address, as torch's store does
+print("torchrun listens there")
+"""
 
 
 @pytest.mark.parametrize(
@@ -96,6 +108,7 @@ def test_the_sbatch_file_tells_torchrun_who_and_where_the_host_is(
 ):
     """pytorch issue 73656: torchrun must not guess from names which node is the host."""
     (there / "two.yaml").write_text("cpu: 2\n")
+    (there / "tries.py").write_text(TRIES)
     stand_in(there, "scontrol", "[ $1 = show ] && printf 'jwb0001\\njwb0002\\n'")
     stand_in(there, "srun", 'while [ "$1" != bash ]; do shift; done; for SLURM_NODEID in 0 1; do\n'
              'export SLURM_NODEID SLURMD_NODENAME=jwb000$((SLURM_NODEID + 1)); "$@"; done')  # fmt: skip
@@ -108,6 +121,7 @@ def test_the_sbatch_file_tells_torchrun_who_and_where_the_host_is(
     heads, hosts, own = ([line for line in said.splitlines() if line.startswith(f"word --{option}")]
                          for option in ("rdzv-endpoint", "rdzv-conf", "local-addr"))  # fmt: skip
     assert len(heads) == 2 and all(line.startswith(f"word --rdzv-endpoint={head}:") for line in heads), said
+    assert said.count("torchrun listens there") == 2 and "anybody may take" not in said
     assert [line[-9:] for line in hosts] == ["is_host=1", "is_host=0"]
     assert own == [f"word --local-addr=jwb000{node}{head[7:]}" for node in (1, 2)]
     assert said.count(f"word --nproc-per-node={processes}\n") == 2 and "\nOMP_NUM_THREADS=1\n" in said
