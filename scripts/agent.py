@@ -7,6 +7,7 @@ What is wrong with the words is one line, here: torchrun would start again and a
 """
 
 import contextlib
+import importlib.util
 import ipaddress
 import os
 import socket
@@ -29,6 +30,9 @@ def main(head: str, *words: str) -> int:
         if args.reset and not os.environ.get("RUN_ID") and not os.environ.get("PET_RDZV_ID"):
             raise UsageError("-reset without RUN_ID: a second -reset would be taken for a restart of the first; give "
                              "all nodes a RUN_ID that no start had before, as RUN_ID=again_2")  # fmt: skip
+        place = os.environ.get("RENDEZVOUS") or os.environ.get("PET_RDZV_BACKEND") or "c10d"
+        if place.startswith("etcd") and importlib.util.find_spec("etcd") is None:
+            raise UsageError(f"RENDEZVOUS={place} needs a package that is not installed: pip install python-etcd")
     except UsageError as error:
         return launch.refused(error)
     host = variables.fast_name(name, args.master_suffix)

@@ -18,6 +18,7 @@ import train
 from lib import slurm, slurm_job
 from lib.utils import atomic, stored
 from lib.utils.errors import UsageError
+from scripts import agent
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = 'module() { echo "module $*"; }; export -f module; '
@@ -162,6 +163,16 @@ def test_words_that_are_wrong_never_come_to_torchrun(there, words, told):
     stand_in(there, "torchrun", AGENT)
     said = bash(there, f"./scripts/elastic.sh {words}; [ $? = 2 ]", HEAD="127.0.0.1:1", PER_NODE="1")
     assert said.startswith(told) and said.count("\n") == 1
+
+
+def test_an_etcd_server_without_its_package_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "etcd", None)
+    monkeypatch.setenv("RENDEZVOUS", "etcd-v2")
+    assert agent.main("127.0.0.1:2379", "-cpu", "1") == 2
+    said = capsys.readouterr().err
+    assert said == "train.py: RENDEZVOUS=etcd-v2 needs a package that is not installed: pip install python-etcd\n"
+    monkeypatch.setenv("RENDEZVOUS", "c10d")
+    assert agent.main("127.0.0.1:2379", "-cpu", "1") == 0
 
 
 def test_an_elastic_start_anew_has_an_id_of_its_own_and_the_processes_it_asks_for(there):
