@@ -15,8 +15,9 @@ def main(argv: list[str] | None = None) -> int:
     timing.begin()
     gc.disable()  # until all is imported: it would look through that again and again, a fifth of the time
     try:
-        variables.export(*config.early(argv))
-        args = config.parse_args(argv)
+        with launch.leaving():
+            variables.export(*config.early(argv))
+            args = config.parse_args(argv)
         if args.check_resume:
             from lib import check
 

@@ -20,6 +20,7 @@ from lib import nodes
 from lib.utils.errors import ABORTED, FAILED, FINISHED, STOPPED, STOPPING, USAGE, UsageError
 
 SETTLE_S, END_S = 0.3, 2.0  # to hear of every rank that failed; to hear why, and for the others to go by themselves
+OUTSIDE = "{} before or after the training: stopped at once, and what is saved is whole"
 
 
 @dataclass
@@ -143,7 +144,7 @@ def watch(children, others: nodes.Others, passed: list[int]) -> int:
             break
     code, trace, text = verdict(children, others.links, passed)
     print(f"{trace}train.py: {text}", file=sys.stderr, flush=True)
-    others.tell(code, text)
+    others.tell(FAILED if code == STOPPED else code, text)  # they are not to wait for this one
     end(children, END_S)
     return code
 
@@ -176,8 +177,9 @@ def verdict(children, links, passed: list[int]) -> tuple[int, str, str]:
     killed = [one for one in killed if one.code != -signal.SIGABRT] or aborted
     if killed:
         number, name = -killed[0].code, signal.Signals(-killed[0].code).name
-        told = f"rank {killed[0].rank} was killed by {name}; the others are ended"
-        return 128 + number if number in passed else FAILED, "", told
+        if number in passed:
+            return STOPPED, "", OUTSIDE.format(name)
+        return FAILED, "", f"rank {killed[0].rank} was killed by {name}; the others are ended"
     failed = [one for one in children if one.failed]
     mine = sorted(failed, key=lambda one: (one.said.get("lost", False), one.said.get("time", math.inf)))
     if mine and "usage" in mine[0].said:

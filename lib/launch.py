@@ -36,6 +36,12 @@ def launch(args, target: str) -> int:
         from lib import slurm
 
         return slurm.submit(args, target)
+    with contextlib.nullcontext() if args.debug else leaving():  # at a breakpoint, Ctrl-C is the debugger's
+        return start(args, target)
+
+
+def start(args, target: str) -> int:
+    """Runs the processes of this machine, to an exit code."""
     count = 1 if args.debug and args.nnodes == 1 else processes(args)
     with exported({visible(): ",".join(chosen(args.gpus))} if args.gpus else {}):
         os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no agent of torchrun started this process
@@ -51,6 +57,24 @@ def launched() -> bool:
     without a WORLD_SIZE that it fits, makes it none."""
     rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     return rank.isdecimal() and size.isdecimal() and int(rank) < int(size)
+
+
+@contextlib.contextmanager
+def leaving():
+    """A signal that stops a run ends this process at once while the block lasts, but for the training, which listens
+    itself. There is nothing to save, and the exit code is that of a stop."""
+    before = children.handle(_leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(number, frame):
+    with contextlib.suppress(OSError):
+        os.write(2, f"train.py: {children.OUTSIDE.format(signal.Signals(number).name)}\n".encode())
+    os._exit(STOPPED)  # an exception might be lost in an import
 
 
 def refused(error) -> int:

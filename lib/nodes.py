@@ -21,7 +21,7 @@ from multiprocessing import connection
 from pathlib import Path
 
 from lib import variables
-from lib.utils.errors import ABORTED, FAILED, FINISHED, STOPPED, UsageError
+from lib.utils.errors import FAILED, FINISHED, STOPPED, UsageError
 
 HELLO_S, RETRY_S, LEAVE_S, WORD = 5.0, 0.5, 30.0, 1 << 20
 HELLO = {"rank": int, "count": int, "nnodes": int, "host": str}  # what a machine says of itself
@@ -128,10 +128,7 @@ def meet(args, count: int) -> Others:
     mine = {"rank": args.node_rank, "count": count, "nnodes": args.nnodes, "host": socket.gethostname()}
     until = time.monotonic() + args.hang_minutes * 60
     take_part = gather if args.node_rank == 0 else join
-    try:
-        others = take_part(host, args.master_port, mine, until)
-    except KeyboardInterrupt:
-        raise SystemExit(ABORTED) from None  # nothing has begun yet
+    others = take_part(host, args.master_port, mine, until)
     others.name = f"node {args.node_rank} ({mine['host']})"
     others.interface = variables.fast_interface() or others.interface
     return others

@@ -17,7 +17,7 @@ import yaml
 from command_line import parsed, told
 
 from lib import check, children, launch, nodes
-from lib.utils.errors import FAILED
+from lib.utils.errors import FAILED, STOPPED
 
 pytest_plugins = ("processes",)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
@@ -151,6 +151,12 @@ def test_a_rank_that_lost_another_does_not_hide_why_though_it_reports_first(true
     elsewhere = types.SimpleNamespace(failed=True, said={"code": 1, "told": "node 1: rank 2 failed"})
     assert children.verdict(ranks[:1], [elsewhere], [])[2] == "node 1: rank 2 failed"
     assert children.verdict(ranks, [elsewhere], [])[2] == text, "its own cause is nearer"
+
+
+def test_a_rank_that_a_signal_ends_before_it_listens_is_no_failure():
+    ranks = [types.SimpleNamespace(rank=0, code=-signal.SIGTERM, said={}, failed=True)]
+    assert children.verdict(ranks, [], [signal.SIGTERM])[0] == STOPPED
+    assert children.verdict(ranks, [], [])[0] == FAILED
 
 
 def test_what_all_ranks_refuse_is_one_line(start):
