@@ -19,7 +19,6 @@ from lib.utils import atomic, stored
 from lib.utils.errors import FINISHED, STOPPED, UsageError
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-INTERACTIVE = ("bash", "interactive")  # names that srun --pty and salloc give their jobs
 MEET_S = 300.0  # for rank 0's word to reach the other nodes; a shared folder may be slow
 
 
@@ -101,13 +100,22 @@ def step(args, target: str) -> int:
 
 
 def is_task() -> bool:
-    """Whether srun started this process as one of several, rather than somebody in an interactive allocation."""
+    """Whether srun started this process as one of several, rather than somebody in the shell of `srun --pty`."""
     env = os.environ
     if not {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_JOB_ID"} <= env.keys():
         return False
     direct = env.get("SLURM_TASK_PID") == str(os.getpid())
-    typed = env.get("SLURM_JOB_NAME") in INTERACTIVE and "SLURM_PTY_PORT" in env and not direct
+    # An srun that is typed in that shell passes SLURM_PTY_PORT on to its tasks, which have no terminal.
+    typed = "SLURM_PTY_PORT" in env and not direct and has_terminal(env.get("SLURM_TASK_PID", ""))
     return tasks() > 1 and not typed
+
+
+def has_terminal(pid: str) -> bool:
+    """Whether a process of this machine has a controlling terminal."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[4] != "0"
+    except OSError:
+        return False
 
 
 def tasks() -> int:

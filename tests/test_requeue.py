@@ -2,13 +2,17 @@
 
 import json
 import os
+import pty
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import parsed
+from processes import until
 
 from lib import requeue, slurm_job
 from lib.utils import distributed, hangs, run_folder
@@ -204,7 +208,21 @@ def test_a_shell_in_an_allocation_is_no_task(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NAME", "bash")
     assert slurm_job.is_task(), "srun bash -c 'module load X; python train.py'"
     monkeypatch.setenv("SLURM_PTY_PORT", "4711")
-    assert not slurm_job.is_task(), "typed in srun --pty bash"
+    shell, terminal = pty.fork()
+    if not shell:
+        time.sleep(600)
+    try:
+        until(lambda: slurm_job.has_terminal(str(shell)), limit=10)
+        for name in ("bash", "zsh", "mine"):
+            monkeypatch.setenv("SLURM_JOB_NAME", name)
+            monkeypatch.setenv("SLURM_TASK_PID", str(shell))
+            assert not slurm_job.is_task(), "typed in srun --pty zsh"
+            monkeypatch.setenv("SLURM_TASK_PID", "1")
+            assert slurm_job.is_task(), "srun bash -c 'module load X; python train.py', typed there"
+    finally:
+        os.kill(shell, signal.SIGKILL)
+        os.waitpid(shell, 0)
+        os.close(terminal)
     monkeypatch.setenv("SLURM_TASK_PID", str(os.getpid()))
     assert slurm_job.is_task(), "srun python train.py, typed there"
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")

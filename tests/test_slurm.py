@@ -219,11 +219,12 @@ def test_no_sbatch_is_one_line(slurm):
 def test_an_allocation_is_used_by_srun_and_left_alone_by_python(slurm, out):
     """Under srun one run of two processes; typed without it, one process here, and -reset each time."""
     words = f"train.py -dataset slow {SHORT} -out {out} -model by_srun"
-    script = f"srun --cpus-per-task=1 {sys.executable} {words}; {sys.executable} {words} -reset"
-    said = slurm.do("salloc", "-N2", "--ntasks-per-node=1", "bash", "-c", script)
-    assert said.count("finished:") == 2, said
-    kept = next((out / ".old").glob("by_srun-*"))
-    assert (kept / "logs" / "rank_1.log").exists() and not (out / "by_srun" / "logs" / "rank_1.log").exists()
+    again = f"{sys.executable} {words} -reset"
+    script = f"srun --cpus-per-task=1 {sys.executable} {words}; {again}; {again}"
+    said = slurm.do("salloc", "-N2", "--ntasks-per-node=1", "-J", "mine", "bash", "-c", script)
+    assert said.count("finished:") == 3, said
+    kept = [(old / "logs" / "rank_1.log").exists() for old in sorted((out / ".old").glob("by_srun-*"))]
+    assert kept == [True, False] and not (out / "by_srun" / "logs" / "rank_1.log").exists()
 
 
 def test_a_run_that_its_time_limit_ends_several_times_finishes(limited, out):

@@ -192,10 +192,16 @@ def test_reset_moves_the_old_run_aside_once(tmp_path, monkeypatch):
     run(tmp_path, f"{words} -reset")
     old = list((tmp_path / ".old").iterdir())
     assert len(old) == 1 and (old[0] / "note").read_text() == "mine" and not (folder / "note").exists()
-    monkeypatch.setenv("SLURM_JOB_ID", "77")  # a requeued job keeps its id
+    for name, value in {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_JOB_NAME": "notebook"}.items():
+        monkeypatch.setenv(name, value)  # as in a shell or a notebook in an allocation: each command is its own
     for _ in range(2):
         run(tmp_path, f"{words} -reset")
-    assert len(list((tmp_path / ".old").iterdir())) == 2
+    assert len(list((tmp_path / ".old").iterdir())) == 3
+    for name, value in {"TORCHELASTIC_RUN_ID": "77.0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)  # as our launchers give it to each start of a job
+    for _ in range(2):
+        run(tmp_path, f"{words} -reset")
+    assert len(list((tmp_path / ".old").iterdir())) == 4
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -145,11 +145,11 @@ def store_of_own(seconds: float):
 
 
 def launch_id() -> str:
-    """What all starts of one launch share: restarts and requeues keep it, a new command gets a new one. Another node
-    may have another one, as torchrun's agents share none unless they are given an id: World.launch is rank 0's."""
-    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
-    if job and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # there, one job runs many commands
-        return f"{job}.{step}" if step else job
+    """What all starts of one launch share: restarts and requeues keep it, a new command gets a new one.
+
+    Only launchers name it: in an allocation, one Slurm job runs many commands. Another node may have another one, as
+    torchrun's agents share none unless they are given an id: World.launch is rank 0's.
+    """
     given = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return given if given != "none" else f"{socket.gethostname()}-{os.getppid()}"
 
