@@ -13,7 +13,7 @@ import signal
 import sys
 import uuid
 
-from lib import children, nodes, slurm_job, variables
+from lib import children, nodes, requeue, slurm_job, variables
 from lib.utils.errors import FINISHED, STOPPED, STOPPING, USAGE, UsageError, no_exit
 
 MOST_A_CORE = 8  # processes of -cpu
@@ -79,7 +79,9 @@ def _leave(number, frame):
 
 def refused(error) -> int:
     """Tells what the user is to mend, in one line. Returns the exit code."""
-    print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    text = " ".join(str(error).split())
+    print(f"train.py: {text}", file=sys.stderr, flush=True)
+    requeue.refuse(text)
     return USAGE
 
 

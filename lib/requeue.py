@@ -4,6 +4,7 @@ A job's history, JOB.json in the job folder, holds what each start of it began w
 from what Slurm says of the job follows what is to be done. Knows nothing of torch, so that it costs no time.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -12,9 +13,10 @@ import subprocess
 from pathlib import Path
 
 from lib.utils import atomic, stored
-from lib.utils.errors import FAILED, FINISHED, STOPPED
+from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE
 
 log = logging.getLogger(__name__)
+HISTORY = "BATON_HISTORY"  # the variable that tells a run's processes where their job's history lies
 COUNTED = ("time limit", "a process was lost")  # by -slurm_requeues; preemptions are not
 
 
@@ -31,16 +33,30 @@ def begin(history: Path, run: Path, requeues: int, looks: bool = False):
     write(history, {"run": str(run.resolve()), "requeues": requeues, "starts": starts})
 
 
+def refuse(reason: str):
+    """Notes that this start was refused for a usage error, which another start would meet again. Not in a Slurm job,
+    it does nothing."""
+    history = Path(os.environ.get(HISTORY, ""))
+    facts = read(history)
+    for start in facts.get("starts", []):
+        if start["restart"] == restart():
+            start["refused"] = reason
+            with contextlib.suppress(OSError):  # the reason was told already
+                write(history, facts)
+
+
 def after(history: Path, code: int) -> int:
     """Requeues the job if its run is to go on, and says why not if it is not. Returns the exit code: 0 for a run that
-    is finished or goes on, else 75 or 1; of a start that only looked at a run its own."""
+    is finished or goes on, else 75, 2 or 1; of a start that only looked at a run its own."""
     facts, job = read(history), asked_of_slurm(os.environ["SLURM_JOB_ID"])
     mine = [start for start in facts.get("starts", []) if start["restart"] == restart()]
     if not mine:
         log.error("the run did not get as far as its first line: not requeued")
         return code or FAILED
     run, looks = Path(facts["run"]), mine[-1].get("looks")
-    outcome = stored.outcome(run)
+    outcome = stored.outcome_of(run, os.environ["SLURM_JOB_ID"])
+    if outcome.get("written") == mine[-1]["outcome"]:  # an earlier start's
+        outcome = {}
     if looks:
         why, why_not = "preempted" if code and preempted(job) else "", ""
     else:
@@ -49,7 +65,7 @@ def after(history: Path, code: int) -> int:
         mine[-1]["requeued"] = why
         write(history, facts)
         log.info("%s: job %s is requeued, and goes on", why, os.environ["SLURM_JOB_ID"])
-        if accepted():
+        if accepted(name(job)):
             return FINISHED
         del mine[-1]["requeued"]
         write(history, facts)
@@ -57,34 +73,35 @@ def after(history: Path, code: int) -> int:
         log.info("job %s is not requeued: %s", os.environ["SLURM_JOB_ID"], why_not)
     if looks:
         return code
-    if outcome.get("state") == "finished" and outcome["written"] != mine[-1]["outcome"]:  # by this start
-        return FINISHED
-    return STOPPED if outcome.get("state") == "stopped" else code or FAILED
+    if not outcome and "refused" in mine[-1]:
+        return USAGE
+    return {"finished": FINISHED, "stopped": STOPPED}.get(outcome.get("state"), code or FAILED)
 
 
 def verdict(facts: dict, start: dict, outcome: dict, checkpoint: str | None, job: dict) -> tuple[str, str]:
     """Why the job is to be requeued, or why not; one of them is empty, and both are for a finished run.
 
-    outcome: what outcome.json says; checkpoint: the newest; job: Slurm's words of it, {} where it does not answer.
+    start: the last of `facts`; outcome: what outcome.json says, {} if this start did not write it; checkpoint: the
+    newest; job: Slurm's words of it, {} where it does not answer.
     """
     state, reason = outcome.get("state"), outcome.get("reason")
-    new = outcome.get("written") != start["outcome"]  # else this start never came to open the run's folder
     if state == "finished":
         return "", ""
     if job.get("JobState", "RUNNING") != "RUNNING":
         return "", f"it was ended from outside ({job['JobState']}); the state is saved"
-    if new and state == "failed" and not outcome.get("lost_peer"):
+    if not outcome and "refused" in start:
+        return "", f"the run was refused ({start['refused']})"
+    if state == "failed" and not outcome.get("lost_peer"):
         return "", f"the run failed ({reason})"
-    if new and state == "stopped":
-        if preempted(job):
-            return "preempted", ""
-        if outcome.get("signal") != "SIGUSR2":
-            return "", f"it was told to stop ({reason}); the state is saved"
-        why = COUNTED[0]
-    else:
-        why = COUNTED[1]
-    if checkpoint == start["checkpoint"]:
-        return "", f"{why}, and nothing was gained since the start before it"
+    if preempted(job):
+        return "preempted", ""
+    if state == "stopped" and outcome.get("signal") != "SIGUSR2":
+        return "", f"it was told to stop ({reason}); the state is saved"
+    why = COUNTED[0] if state == "stopped" else COUNTED[1]
+    before = facts["starts"][-2] if len(facts["starts"]) > 1 else {}
+    in_vain = before.get("requeued") in COUNTED and before["checkpoint"] == start["checkpoint"]
+    if in_vain and (not outcome or checkpoint == start["checkpoint"]):
+        return "", f"{why}, and two starts in a row gained nothing"
     done = sum(one.get("requeued") in COUNTED for one in facts["starts"])
     if done >= facts["requeues"]:
         return "", f"{why}, and it was {done} times already: -slurm_requeues {facts['requeues']}"
@@ -109,12 +126,19 @@ def asked_of_slurm(job: str) -> dict:
         said = subprocess.run(words, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    return dict(re.findall(r"(?:^| )(\w+)=(\S*)", said.stdout)) if said.returncode == 0 else {}
+    # The last task of an array has the array's own id, under which Slurm tells of all of them: of that one first.
+    first = said.stdout.partition("\n")[0]
+    return dict(re.findall(r"(?:^| )(\w+)=(\S*)", first)) if said.returncode == 0 else {}
 
 
-def accepted() -> bool:
+def name(job: dict) -> str:
+    """What scontrol is to call this job. A task of an array has a name of its own, which no other task goes by."""
+    task = job.get("ArrayTaskId", "")
+    return f"{job['ArrayJobId']}_{task}" if task.isdecimal() else os.environ["SLURM_JOB_ID"]
+
+
+def accepted(job: str) -> bool:
     """Has Slurm end this job and start it again. Where it will not, says what to type."""
-    job = os.environ["SLURM_JOB_ID"]
     try:
         said = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60)
         fault = said.stderr.strip() if said.returncode else None

@@ -49,7 +49,6 @@ def submit(args, target: str) -> int:
     folder = slurm_job.folder_of(args)
     if args.slurm_dry:
         return show(args, folder)
-    before = stored.outcome(stored.run_of(args)).get("written")
     with unallocated():
         job = submitted(args, target, folder)
     log = Path(str(job.paths.stdout).replace("%j", job.job_id).replace("%t", "0"))
@@ -57,7 +56,7 @@ def submit(args, target: str) -> int:
     print(f"log:         {log}")
     print(f"follow:      tail -F {shlex.quote(str(log))}")
     print(f"cancel:      scancel {job.job_id}", flush=True)
-    return follow(args, job.job_id, log, before) if args.slurm_follow else 0
+    return follow(args, job.job_id, log) if args.slurm_follow else 0
 
 
 def submitted(args, target: str, folder: Path):
@@ -234,9 +233,9 @@ def sinfo(form: str) -> str:
     return ", ".join(sorted(set(said.stdout.split()))) or "unknown"
 
 
-def follow(args, job: str, log: Path, before: str | None) -> int:
+def follow(args, job: str, log: Path) -> int:
     """Shows the job's log as it grows until the job is over, and a progress bar on a terminal. Returns the run's exit
-    code: by an outcome other than the one before the job, else by what Slurm says of the job.
+    code: by the outcome that the job wrote, else by what Slurm says of the job.
 
     Raises UsageError if the job runs and its log does not appear.
     """
@@ -256,8 +255,7 @@ def follow(args, job: str, log: Path, before: str | None) -> int:
     except KeyboardInterrupt:
         print(f"\njob {job} goes on; scancel {job} ends it, tail -F {shlex.quote(str(log))} follows it")
         return 0
-    outcome = stored.outcome(stored.run_of(args))
-    if outcome.get("written") != before:
+    if outcome := stored.outcome_of(stored.run_of(args), job):
         return EXIT_CODES.get(outcome.get("state"), FAILED)
     return FINISHED if requeue.asked_of_slurm(job).get("JobState") == "COMPLETED" else FAILED
 

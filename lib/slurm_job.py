@@ -7,6 +7,7 @@ in requeue.py.
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from lib.utils import atomic, stored
 from lib.utils.errors import FINISHED, STOPPED, UsageError
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+AGENT_S = 5  # that torchrun waits for its workers longer than -grace_s
 MEET_S = 300.0  # for rank 0's word to reach the other nodes; a shared folder may be slow
 
 
@@ -54,6 +56,7 @@ def work(args, target: str, where: str) -> int:
     if looks(args):  # nothing is to be saved, and nobody listens: the order to end is all that counts
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
+    os.environ[requeue.HISTORY] = str(history_of(args))
     if int(os.environ["SLURM_PROCID"]) == 0:
         begin(args)
     code = step(args, target)
@@ -62,10 +65,15 @@ def work(args, target: str, where: str) -> int:
 
 def begin(args) -> Path:
     """Notes a start of this job. Returns the path of its history."""
-    history = folder_of(args) / f"{os.environ['SLURM_JOB_ID']}.json"
-    history.parent.mkdir(parents=True, exist_ok=True)
+    history = history_of(args)
+    history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     requeue.begin(history, stored.run_of(args), args.slurm_requeues, looks(args))
     return history
+
+
+def history_of(args) -> Path:
+    """The path of this job's history."""
+    return folder_of(args) / f"{os.environ['SLURM_JOB_ID']}.json"
 
 
 def looks(args) -> bool:
@@ -148,7 +156,7 @@ def meet(rank: int, folder: Path, suffix: str | None = None):
     store = None
     if rank == 0:
         place, store = open_store(size, nodes, suffix)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         atomic.write_file(word, json.dumps(place))
     place = wait_for(word)
     ranks = {"RANK": rank, "LOCAL_RANK": os.environ["SLURM_LOCALID"], "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local()}
@@ -223,7 +231,11 @@ def begin_by_hand(words: list[str]) -> int:
     except UsageError as error:
         return launch.refused(error)
     processes = args.cpu or os.environ.get("SLURM_GPUS_ON_NODE", 1)
-    told = {"history": begin(args), "suffix": variables.suffix_of(args.master_suffix), "processes": processes}
+    history = begin(args)
+    told = {"history": history, "suffix": variables.suffix_of(args.master_suffix), "processes": processes}
+    new[requeue.HISTORY] = str(history)
+    if "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:  # after which torchrun kills its workers; unset, 30 s
+        new["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(args.grace_s) + AGENT_S)
     sys.stdout.write(variables.shell(told, new, variables.fast_interface()))
     return FINISHED
 

@@ -27,7 +27,7 @@ IMPORTS = {  # who may import whom: the longest name that fits counts; all may i
     "lib.flags": ("lib.parsing", "lib.values"),
     "lib.parsing": ("lib.values",),
     "lib.requeue": ("lib.utils.atomic", "lib.utils.stored"),
-    "lib.launch": ("lib.children", "lib.nodes", "lib.slurm", "lib.slurm_job", "lib.variables"),
+    "lib.launch": ("lib.children", "lib.nodes", "lib.requeue", "lib.slurm", "lib.slurm_job", "lib.variables"),
     "lib.children": ("lib.nodes",),
     "lib.variables": ("lib.utils.stored",),
     "lib.nodes": ("lib.variables",),

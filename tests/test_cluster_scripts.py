@@ -16,7 +16,7 @@ from command_line import parsed
 
 import train
 from lib import slurm, slurm_job
-from lib.utils import atomic, stored
+from lib.utils import atomic
 from lib.utils.errors import UsageError
 from scripts import agent
 
@@ -78,7 +78,7 @@ AGENT = """for word in "$@"; do
     echo "word $word"
     case "$word" in --rdzv-endpoint=*) python tries.py ${word##*:} ;; esac
 done
-env | grep -E "^(GLOO|TORCH|HF|PET|OMP)_" | sort"""
+env | grep -E "^(BATON|GLOO|TORCH|HF|PET|OMP)_" | sort"""
 
 
 TRIES = """import contextlib, socket, sys
@@ -117,7 +117,7 @@ def test_the_sbatch_file_tells_torchrun_who_and_where_the_host_is(
              f'*) exec {sys.executable} "$@" ;; esac')  # fmt: skip
     job = {"SLURM_SUBMIT_DIR": str(there), "SLURM_JOB_NODELIST": "jwb[1-2]", "SLURM_JOB_NUM_NODES": "2",
            "SLURM_JOB_ID": "5", "PYTHON": str(there / "bin" / "python_of_the_job")}  # fmt: skip
-    command = f"bash scripts/slurm/train.sbatch -epochs 3 -debug_dist -cache_dir cache {words} || [ $? = 1 ]"
+    command = f"bash scripts/slurm/train.sbatch -epochs 3 -grace_s 89.5 -debug_dist -cache_dir cache {words} || [ $? = 1 ]"
     said = bash(there, command, **job, **variables)
     heads, hosts, own = ([line for line in said.splitlines() if line.startswith(f"word --{option}")]
                          for option in ("rdzv-endpoint", "rdzv-conf", "local-addr"))  # fmt: skip
@@ -130,7 +130,10 @@ def test_the_sbatch_file_tells_torchrun_who_and_where_the_host_is(
     assert not interface or f"\nGLOO_SOCKET_IFNAME={interface}\n" in said
     assert "\nTORCH_LOGS=+torch.distributed.elastic.agent.server.api," in said, "the agent hears of -debug_dist too"
     assert f"\nTORCH_HOME={there}/cache/torch\n" in said and "word -debug_dist\n" in said
-    assert (there / "out" / "digits_convnet" / "slurm" / "5.json").exists()
+    history = there / "out" / "digits_convnet" / "slurm" / "5.json"
+    assert history.exists() and said.count(f"\nBATON_HISTORY={history}\n") == 2
+    assert said.count("\nTORCH_ELASTIC_SHUTDOWN_TIMEOUT=95\n") == 2, "torchrun kills later than -grace_s"
+    assert said.count("word --rdzv-id=5\n") == 2, "a requeue carries -reset out no second time"
 
 
 def test_an_elastic_agent_is_told_its_address_on_the_way_to_the_head(there):
@@ -240,13 +243,12 @@ def test_a_followed_job_ends_as_itself_and_not_as_the_run_before_it(there, monke
     monkeypatch.setattr(slurm, "state_of", lambda job: next(states, None))
     args, outcome = parsed(f"-out {there} -model run"), there / "run" / "outcome.json"
     outcome.parent.mkdir()
-    outcome.write_text('{"state": "finished"}')
-    before = stored.outcome(there / "run")["written"]
-    assert slurm.follow(args, "5", there / "5.out", before) == code
+    outcome.write_text('{"state": "finished", "launch": "4.0"}')
+    assert slurm.follow(args, "5", there / "5.out") == code
     assert capsys.readouterr().out == "job 5: PENDING (Priority)\n", "why it waits, once"
     for end, wanted in (("stopped", 75), ("failed", 1), ("finished", 0)):
-        atomic.write_file(outcome, json.dumps({"state": end}))
-        assert slurm.follow(args, "5", there / "5.out", before) == wanted
+        atomic.write_file(outcome, json.dumps({"state": end, "launch": "5.0"}))
+        assert slurm.follow(args, "5", there / "5.out") == wanted
 
 
 def test_a_job_folder_that_is_not_shared_is_one_line(tmp_path, monkeypatch):
@@ -257,7 +259,7 @@ def test_a_job_folder_that_is_not_shared_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm, "LATE_S", 0.0)
     monkeypatch.setattr(slurm, "state_of", lambda job: "RUNNING")
     with pytest.raises(UsageError, match=r"-slurm_dir .*: job 5 runs, but its log does not appear here"):
-        slurm.follow(None, "5", tmp_path / "5.out", None)
+        slurm.follow(None, "5", tmp_path / "5.out")
 
 
 def test_slurm_is_required_on_ci_and_elsewhere_its_absence_is_told(monkeypatch):

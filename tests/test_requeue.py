@@ -14,7 +14,7 @@ import torch
 from command_line import parsed
 from processes import until
 
-from lib import requeue, slurm_job
+from lib import launch, requeue, slurm_job
 from lib.utils import distributed, hangs, run_folder
 from lib.utils.errors import UsageError
 
@@ -23,12 +23,13 @@ RUNNING = {"JobState": "RUNNING", "StartTime": "2026-11-21T03:22:53", "PreemptTi
 PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T03:22:56"}
 
 
-def decided(state="stopped", *, job=RUNNING, gained=True, written="2-2", done=(), requeues=3, **said):
-    """Why a job is requeued, and why it is not. `said`: by outcome.json."""
-    starts = [{**START, "restart": -1, "requeued": why} for why in done] + [START]
-    outcome = {"state": state, "reason": "a sentence", "written": written, **said}
+def decided(state="stopped", *, job=RUNNING, gained=True, done=(), requeues=3, refused=None, **said):
+    """Why a job is requeued, and why it is not. state: None if this start wrote no outcome; `said`: by outcome.json."""
+    start = {**START, "refused": refused} if refused else START
+    starts = [{**START, "restart": -1, "requeued": why} for why in done] + [start]
+    outcome = {"state": state, "reason": "a sentence", **said} if state else {}
     checkpoint = "step_00000030" if gained else START["checkpoint"]
-    return requeue.verdict({"requeues": requeues, "starts": starts}, START, outcome, checkpoint, job)
+    return requeue.verdict({"requeues": requeues, "starts": starts}, start, outcome, checkpoint, job)
 
 
 def test_preemptions_are_told_from_cancellations():
@@ -43,10 +44,18 @@ def test_preemptions_are_told_from_cancellations():
     assert "told to stop" in decided(job={})[1], "Slurm does not answer, and nothing says that it was a preemption"
 
 
+def test_a_preempted_run_that_could_not_save_in_time_goes_on():
+    """Its outcome says that it runs, or that a process lost another, or there is none yet."""
+    for state in ("running", "failed", None):
+        words = decided(state, lost_peer=True, job=PREEMPTED, gained=False, done=["preempted"] * 9)
+        assert words == ("preempted", "")
+    assert "the run failed" in decided("failed", job=PREEMPTED)[1]
+    assert "was refused" in decided(None, refused="-epochs 0", job=PREEMPTED)[1]
+
+
 def test_time_limits_are_requeued_while_the_run_gets_on():
     assert decided(signal="SIGUSR2") == ("time limit", "")
     assert decided(signal="SIGUSR2", job={}) == ("time limit", "")
-    assert "nothing was gained" in decided(signal="SIGUSR2", gained=False)[1]
     assert decided(signal="SIGUSR2", done=["time limit", "preempted", "a process was lost"])[0]
     assert "-slurm_requeues 3" in decided(signal="SIGUSR2", done=["time limit"] * 3)[1]
     assert "-slurm_requeues 0" in decided(signal="SIGUSR2", requeues=0)[1]
@@ -54,9 +63,19 @@ def test_time_limits_are_requeued_while_the_run_gets_on():
 
 def test_lost_processes_are_replaced_and_failures_are_not():
     assert decided("failed", lost_peer=True)[0] == decided("running")[0] == "a process was lost"
-    assert "nothing was gained" in decided("running", gained=False)[1]
     assert "the run failed (rank 1: no)" in decided("failed", reason="rank 1: no", lost_peer=False)[1]
     assert decided("finished") == ("", "")
+
+
+def test_the_second_start_in_a_row_that_gains_nothing_is_the_last():
+    """The first, also of all, may have met a bad node. Preemptions do not count."""
+    for why, told in (("time limit", {"state": "stopped", "signal": "SIGUSR2"}), ("a process was lost", {})):
+        told = {"state": "running", **told, "gained": False}
+        assert decided(**told) == (why, "")
+        assert decided(**told, done=["preempted"]) == (why, "")
+        assert decided(**told, done=[why]) == ("", f"{why}, and two starts in a row gained nothing")
+        assert decided(**{**told, "gained": True}, done=[why]) == (why, "")
+    assert "gained nothing" in decided(None, gained=True, done=["time limit"])[1], "it was another job that saved"
 
 
 def test_facts_decide_and_not_the_sentence_beside_them():
@@ -82,10 +101,38 @@ def test_how_a_process_fails_tells_whether_another_is_gone(error, lost):
     assert run_folder.lost_peer(error) == lost
 
 
-def test_an_outcome_of_an_earlier_start_says_nothing():
-    for state, facts in (("stopped", {"signal": "SIGUSR2"}), ("failed", {"lost_peer": False})):
-        words = decided(state, written=START["outcome"], gained=False, job=PREEMPTED, **facts)
-        assert words == ("", "a process was lost, and nothing was gained since the start before it")
+def test_a_refused_start_says_nothing_of_what_others_wrote(stopped, monkeypatch, capsys):
+    """A second job for a run that is in use, which saves meanwhile; or one with a changed flag after a stopped one."""
+    says(stopped.parent, "JobState=RUNNING PreemptTime=None")
+    monkeypatch.setenv(requeue.HISTORY, str(stopped))
+    assert launch.refused(UsageError("-model run:\nin use by job 11")) == 2
+    assert capsys.readouterr().err == "train.py: -model run: in use by job 11\n"
+    run = stopped.parent / "run"
+    for other in ({"state": "running"}, {"state": "stopped", "signal": "SIGUSR2"}, {"state": "finished"}):
+        (run / "outcome.json").write_text(json.dumps({**other, "launch": "11.0"}))
+        assert requeue.after(stopped, 1) == 2
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    (run / "outcome.json").write_text(json.dumps({"state": "stopped", "signal": "SIGUSR2", "launch": "12.0"}))
+    requeue.begin(stopped, run, 3)
+    launch.refused(UsageError("-epochs 3"))
+    assert requeue.after(stopped, 2) == 2, "stopped by the start before it"
+    assert "requeue" not in (stopped.parent / "said").read_text()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    requeue.begin(stopped, run, 3)
+    assert requeue.after(stopped, 137) == 0, "a process was lost"
+    assert (stopped.parent / "said").read_text().splitlines()[-1] == "requeue 12"
+
+
+def test_only_the_interrupted_task_of_an_array_is_requeued(stopped):
+    """The last task has the array's own job id, under which Slurm tells of all tasks."""
+    says(
+        stopped.parent,
+        "ArrayJobId=12 ArrayTaskId=2 JobState=RUNNING PreemptTime=None",
+        "JobId=14 ArrayJobId=12 ArrayTaskId=1 JobState=RUNNING PreemptTime=None",
+        "JobId=13 ArrayJobId=12 ArrayTaskId=0 JobState=COMPLETED PreemptTime=None",
+    )
+    assert requeue.after(stopped, 0) == 0
+    assert (stopped.parent / "said").read_text().splitlines()[-1] == "requeue 12_2"
 
 
 @pytest.mark.parametrize("before", ["finished", "stopped", None])
@@ -115,14 +162,14 @@ def stopped(tmp_path, monkeypatch):
     run, history = tmp_path / "run", tmp_path / "12.json"
     requeue.begin(history, run, 3)
     (run / "checkpoints" / "step_00000009").mkdir(parents=True)
-    (run / "outcome.json").write_text(json.dumps({"state": "stopped", "signal": "SIGUSR2"}))
+    (run / "outcome.json").write_text(json.dumps({"state": "stopped", "signal": "SIGUSR2", "launch": "12.0"}))
     return history
 
 
-def says(folder: Path, job: str):
-    """An scontrol that says this of the job, and notes in `said` what it was asked."""
-    scontrol = folder / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/said\necho "JobId=12 {job}"\n')
+def says(folder: Path, job: str, *others: str):
+    """An scontrol that says this of the job, then lines of others, and notes in `said` what it was asked."""
+    scontrol, lines = folder / "scontrol", "\n".join((f"JobId=12 {job}", *others))
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/said\necho "{lines}"\n')
     scontrol.chmod(0o755)
 
 
@@ -139,10 +186,13 @@ def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
     assert (stopped.parent / "said").read_text().splitlines()[-1] == "requeue 12"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert requeue.after(stopped, 1) == 1, "this start never noted that it began"
-    requeue.begin(stopped, stopped.parent / "run", 3)
-    assert requeue.after(stopped, 137) == 75, "it got no further"
-    assert [start.get("requeued") for start in json.loads(stopped.read_text())["starts"]] == ["time limit", None]
-    (stopped.parent / "run" / "outcome.json").write_text(json.dumps({"state": "finished"}))
+    for count, code in enumerate((0, 137), 1):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(count))
+        requeue.begin(stopped, stopped.parent / "run", 3)
+        assert requeue.after(stopped, 137) == code, "the second got no further, either"
+    done = [start.get("requeued") for start in json.loads(stopped.read_text())["starts"]]
+    assert done == ["time limit", "a process was lost", None]
+    (stopped.parent / "run" / "outcome.json").write_text(json.dumps({"state": "finished", "launch": "12.0"}))
     assert requeue.after(stopped, 137) == 0
 
 

@@ -61,3 +61,9 @@ def outcome(run: Path) -> dict:
     except (OSError, ValueError):
         return {}
     return {**said, "written": f"{file.st_ino}-{file.st_mtime_ns}"} if isinstance(said, dict) else {}
+
+
+def outcome_of(run: Path, job: str) -> dict:
+    """The outcome if a start of this Slurm job wrote it, else {}: the job's launches are called JOB or JOB.STEP."""
+    said = outcome(run)
+    return said if str(said.get("launch")).partition(".")[0] == job else {}
