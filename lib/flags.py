@@ -199,7 +199,7 @@ def _slurm(group):
     group.add_argument("-slurm_account", type=text, metavar="NAME", help="account to charge")
     group.add_argument("-slurm_qos", type=text, metavar="NAME", help="quality of service")
     group.add_argument("-slurm_constraint", type=text, metavar="WORDS", help="features that the nodes must have")
-    group.add_argument("-slurm_timeout", type=whole(1), default=2800, metavar="N", help="time limit in minutes")
+    group.add_argument("-slurm_timeout", type=whole(1), metavar="N", help="time limit in minutes (the partition's)")
     group.add_argument("-slurm_mem_gb", type=real(0, above=True), metavar="X", help="memory of a node in GB")
     group.add_argument("-slurm_cpus", type=whole(1), metavar="N", help="CPUs of a task (-workers, or 8, and 2)")
     group.add_argument("-slurm_setup", type=text, action="append", default=[], metavar="LINE",

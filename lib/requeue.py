@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from lib.utils import atomic, stored
 from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE
 
 log = logging.getLogger(__name__)
+CODE = "code_"  # the beginning of a snapshot's name
 HISTORY = "BATON_HISTORY"  # the variable that tells a run's processes where their job's history lies
 COUNTED = ("time limit", "a process was lost")  # by -slurm_requeues; preemptions are not
 
@@ -52,6 +54,7 @@ def after(history: Path, code: int) -> int:
     mine = [start for start in facts.get("starts", []) if start["restart"] == restart()]
     if not mine:
         log.error("the run did not get as far as its first line: not requeued")
+        tidy(history.parent)
         return code or FAILED
     run, looks = Path(facts["run"]), mine[-1].get("looks")
     outcome = stored.outcome_of(run, os.environ["SLURM_JOB_ID"])
@@ -69,8 +72,10 @@ def after(history: Path, code: int) -> int:
             return FINISHED
         del mine[-1]["requeued"]
         write(history, facts)
-    elif why_not:
-        log.info("job %s is not requeued: %s", os.environ["SLURM_JOB_ID"], why_not)
+    else:
+        if why_not:
+            log.info("job %s is not requeued: %s", os.environ["SLURM_JOB_ID"], why_not)
+        tidy(history.parent)
     if looks:
         return code
     if not outcome and "refused" in mine[-1]:
@@ -147,6 +152,19 @@ def accepted(job: str) -> bool:
     if fault is not None:
         log.error("job %s could not be requeued (%s): the state is saved; type: scontrol requeue %s", job, fault, job)
     return fault is None
+
+
+def pickle_of(folder: Path, job: str) -> Path:
+    """Submitit's pickle of a job, which says what each start of it is to do."""
+    return folder / f"{job}_submitted.pkl"
+
+
+def tidy(folder: Path):
+    """Removes what a submitted job needs to start again: its pickle, and the snapshot of the code that it runs in."""
+    pickle_of(folder, os.environ["SLURM_JOB_ID"]).unlink(missing_ok=True)
+    here = Path.cwd()
+    if here.name.startswith(CODE) and here.parent.samefile(folder):
+        shutil.rmtree(here, ignore_errors=True)
 
 
 def newest(run: Path) -> str | None:

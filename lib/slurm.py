@@ -4,8 +4,6 @@ What the job does then is in slurm_job.py.
 """
 
 import contextlib
-import hashlib
-import io
 import os
 import re
 import shlex
@@ -25,14 +23,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NGROK_AUTHTOKEN")
 LATE_S = 90.0  # for the log of a running job to appear in a shared folder
 HINTS = {  # by what sbatch says: the flags that it may be about, and what would be right
-    "artition": (("slurm_partition",), "the partitions here are {partitions}"),
     "ccount": (("slurm_account",), "sacctmgr show associations user=$USER lists yours"),
+    "artition": (("slurm_partition",), "the partitions here are {partitions}"),
+    "time limit": (("slurm_timeout",), "the partitions allow {times}"),
     "qos": (("slurm_qos",), "sacctmgr show qos lists them"),
     "feature": (("slurm_constraint",), "sinfo -o '%P %f' lists what nodes have"),
     "Invalid generic resource": (("slurm_ngpus",), "the nodes have {gpus}; -cpu N asks for none"),
     "node configuration": (("slurm_ngpus",), "a node has {gpus} and {cpus} CPUs; a task takes -slurm_cpus {own}"),
     "node name": (("slurm_nodelist", "slurm_exclude"), "sinfo -N lists the nodes"),
 }
+THERE = {"partitions": "%R", "times": "%R %l", "gpus": "%G", "cpus": "%c"}  # what sinfo is asked for
+UNKNOWN = "unknown"
 
 
 def submit(args, target: str) -> int:
@@ -44,59 +45,86 @@ def submit(args, target: str) -> int:
     """
     if args.gpus:
         raise UsageError(f"-gpus {args.gpus} with -slurm: Slurm says which GPUs; -slurm_ngpus says how many a node")
+    for option in args.slurm_arg:
+        if "array".startswith(option.partition("=")[0]):
+            raise UsageError(f"-slurm_arg {option}: all tasks of an array would be one run: submit each by itself, "
+                             "with a -model of its own")  # fmt: skip
     if not shutil.which("sbatch") and not args.slurm_dry:
         raise UsageError("-slurm: there is no sbatch on this machine: start on a login node, or without -slurm")
     folder = slurm_job.folder_of(args)
     if args.slurm_dry:
         return show(args, folder)
-    with unallocated():
-        job = submitted(args, target, folder)
-    log = Path(str(job.paths.stdout).replace("%j", job.job_id).replace("%t", "0"))
-    print(f"submitted:   job {job.job_id}")
+    job = submitted(args, target, folder)
+    log = folder / f"{job}_0_log.out"
+    print(f"submitted:   job {job}")
     print(f"log:         {log}")
     print(f"follow:      tail -F {shlex.quote(str(log))}")
-    print(f"cancel:      scancel {job.job_id}", flush=True)
-    return follow(args, job.job_id, log) if args.slurm_follow else 0
+    print(f"cancel:      scancel {job}", flush=True)
+    return follow(args, job, log) if args.slurm_follow else 0
 
 
-def submitted(args, target: str, folder: Path):
-    """Submitit's job."""
+def submitted(args, target: str, folder: Path) -> str:
+    """The id of the job. One that sbatch refuses leaves no files."""
+    name = uuid.uuid4().hex
+    pickle, script, code = folder / f"{name}.pkl", folder / f"{name}.sh", folder / f"{requeue.CODE}{name}"
+    job = None
     try:
-        from submitit.core.utils import FailedJobError
-    except ImportError as error:
-        raise UsageError(f"-slurm: {error}: uv pip install submitit") from None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)  # its pickles run as code
-        executor = executor_of(args, folder, code=ROOT if args.slurm_live else snapshot(folder, args))
-        with contextlib.redirect_stderr(io.StringIO()):  # sbatch's words come with the exception too
-            return executor.submit(slurm_job.work, args, target, str(Path.cwd()))
-    except FailedJobError as error:
-        raise refused(args, error) from None
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # its pickles run as code
+        if not args.slurm_live:
+            snapshot(code, args)
+        script.write_text(script_of(args, folder, ROOT if args.slurm_live else code))
+        from submitit.core import utils
+
+        utils.DelayedSubmission(slurm_job.work, args, target, str(Path.cwd())).dump(pickle)
+        said = sbatch(args, str(script)).stdout
+        named = re.search(r"job (\d+)", said)
+        if not named:
+            raise UsageError(f"-slurm: sbatch names no job: {said.strip() or 'it says nothing'}")
+        job = named[1]
+        pickle.rename(requeue.pickle_of(folder, job))
+        script.rename(folder / f"{job}_submission.sh")
+        return job
     except OSError as error:
         raise UsageError(f"-slurm_dir {folder}: the job's files cannot be written ({error})") from None
+    finally:
+        if job is None:
+            pickle.unlink(missing_ok=True)
+            script.unlink(missing_ok=True)
+            shutil.rmtree(code, ignore_errors=True)
+
+
+def sbatch(args, *words: str, text: str | None = None) -> subprocess.CompletedProcess:
+    """What sbatch answers. Raises UsageError, with its words, if that is no."""
+    with unallocated():
+        said = subprocess.run(["sbatch", *words], input=text, capture_output=True, text=True)
+    if said.returncode:
+        raise refused(args, said.stderr)
+    return said
 
 
 def show(args, folder: Path) -> int:
     """Prints the script that would be submitted, and what sbatch would make of it. Leaves nothing behind."""
-    executor = executor_of(args, folder, code=ROOT if args.slurm_live else folder / "code_SNAPSHOT")
-    text = executor._make_submission_file_text(executor._submitit_command_str, "")
+    text = script_of(args, folder, ROOT if args.slurm_live else folder / f"{requeue.CODE}SNAPSHOT")
     print(text, flush=True)
     if not shutil.which("sbatch"):
         print("no sbatch on this machine: nothing was tested")
         return 0
-    with unallocated():
-        test = re.sub(r"^#SBATCH --chdir=.*\n", "", text, flags=re.MULTILINE)
-        said = subprocess.run(["sbatch", "--test-only"], input=test, capture_output=True, text=True)
-    if said.returncode:
-        raise refused(args, said.stderr)
-    print(said.stderr.strip())
+    test = re.sub(r"^#SBATCH --chdir=.*\n", "", text, flags=re.MULTILINE)
+    try:
+        print(sbatch(args, "--test-only", text=test).stderr.strip())
+    except UsageError as error:
+        if sinfo("%R") != UNKNOWN:
+            raise
+        print(f"Slurm does not answer: nothing was tested ({error})")
     return 0
 
 
-def executor_of(args, folder: Path, code: Path):
-    """Submitit's executor, with all that the job asks Slurm for."""
-    import submitit
+def script_of(args, folder: Path, code: Path) -> str:
+    """The script for sbatch, with all that the job asks Slurm for."""
+    try:
+        import submitit
+    except ImportError as error:
+        raise UsageError(f"-slurm: {error}: uv pip install submitit") from None
 
     class Executor(submitit.SlurmExecutor):
         """Submitit's, which says nothing against a dry run without Slurm."""
@@ -108,7 +136,7 @@ def executor_of(args, folder: Path, code: Path):
     python = f"{shlex.quote(sys.executable)} -u -m lib.slurm_job"
     executor = Executor(folder=folder, python=f"{python} task")
     executor.update_parameters(**resources(args), **commands(args, python, folder, code))
-    return executor
+    return executor._make_submission_file_text(executor._submitit_command_str, "")
 
 
 def resources(args) -> dict:
@@ -128,7 +156,8 @@ def resources(args) -> dict:
         "time": args.slurm_timeout,
         "signal_delay_s": args.slurm_signal_s,
     }
-    return {name: value for name, value in asked.items() if value is not None}
+    # Submitit's own time limit is 5 minutes; without one the job gets its partition's.
+    return {name: value for name, value in asked.items() if value is not None or name == "time"}
 
 
 def cpus(args) -> int:
@@ -174,25 +203,11 @@ def unallocated():
         os.environ.update(before)
 
 
-def snapshot(folder: Path, args) -> Path:
-    """A copy of the code as it is now: the files git knows, and plugins that it is yet to be told of. Jobs of the
-    same code share it."""
-    files = {name: ROOT / name for name in known(Path(args.out).resolve())}
-    digest = hashlib.sha256()
-    for name, path in files.items():
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
-        digest.update(f"{name}\0{content}\0".encode())
-    target = folder / f"code_{digest.hexdigest()[:12]}"
-    if target.exists():
-        return target
-    partial = folder / f".{target.name}_{uuid.uuid4().hex}.partial"
-    for name, path in files.items():
-        (partial / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, partial / name)
-    with contextlib.suppress(OSError):  # another submission was faster
-        partial.rename(target)
-    shutil.rmtree(partial, ignore_errors=True)
-    return target
+def snapshot(target: Path, args):
+    """Copies the code as it is now: the files git knows, and plugins that it is yet to be told of."""
+    for name in known(Path(args.out).resolve()):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target / name)
 
 
 def known(out: Path) -> list[str]:
@@ -214,23 +229,24 @@ def git(*words) -> list[str] | None:
     return [name for name in said.stdout.split("\0") if name] if said.returncode == 0 else None
 
 
-def refused(args, error) -> UsageError:
+def refused(args, error: str) -> UsageError:
     """What sbatch said against the job, and the flag that would mend it, in one line."""
-    said = " ".join(re.findall(r"sbatch: (?:error: )?(.*)", str(error)) or [str(error)])
+    said = " ".join(re.findall(r"sbatch: (?:error: )?(.*)", error) or [error]).strip()
     for word, (flags, hint) in HINTS.items():
-        given = [flag for flag in flags if getattr(args, flag)]
-        if word in said and given:
-            hint = hint.format(partitions=sinfo("%R"), gpus=sinfo("%G"), cpus=sinfo("%c"), own=cpus(args))
-            return UsageError(f"-{given[0]} {getattr(args, given[0])}: {hint} (sbatch said: {said.strip()})")
-    return UsageError(f"-slurm: sbatch refused the job: {said.strip()}")
+        if word in said:
+            flag = next((flag for flag in flags if getattr(args, flag)), flags[0])
+            given = f" {getattr(args, flag)}" if getattr(args, flag) else ""
+            there = {name: sinfo(form) for name, form in THERE.items() if f"{{{name}}}" in hint}
+            return UsageError(f"-{flag}{given}: {hint.format(**there, own=cpus(args))} (sbatch said: {said})")
+    return UsageError(f"-slurm: sbatch refused the job: {said}")
 
 
 def sinfo(form: str) -> str:
     """What Slurm says of its partitions and nodes, each thing once."""
     if not shutil.which("sinfo"):
-        return "unknown"
+        return UNKNOWN
     said = subprocess.run(["sinfo", "-h", "-o", form], capture_output=True, text=True)
-    return ", ".join(sorted(set(said.stdout.split()))) or "unknown"
+    return ", ".join(sorted({line.strip() for line in said.stdout.splitlines()})) or UNKNOWN
 
 
 def follow(args, job: str, log: Path) -> int:

@@ -5,6 +5,7 @@ in requeue.py.
 """
 
 import contextlib
+import gc
 import json
 import logging
 import math
@@ -41,11 +42,14 @@ def task(folder: Path) -> int:
     from submitit.core import utils
 
     os.environ["SUBMITIT_FOLDER"] = str(folder)
-    pickle = folder / f"{os.environ['SLURM_JOB_ID']}_submitted.pkl"
+    pickle = requeue.pickle_of(folder, os.environ["SLURM_JOB_ID"])
     until = time.monotonic() + 60  # sbatch may start a job before the pickle has its name
     while not pickle.exists() and time.monotonic() < until:
         time.sleep(0.2)
-    return utils.DelayedSubmission.load(pickle).result()
+    try:
+        return utils.DelayedSubmission.load(pickle).result()
+    finally:
+        gc.unfreeze()  # what the run set aside: triton's nanobind counts as leaked what is left when Python ends
 
 
 def work(args, target: str, where: str) -> int:

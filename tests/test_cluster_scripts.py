@@ -15,7 +15,7 @@ import pytest
 from command_line import parsed
 
 import train
-from lib import slurm, slurm_job
+from lib import requeue, slurm, slurm_job
 from lib.utils import atomic
 from lib.utils.errors import UsageError
 from scripts import agent
@@ -117,7 +117,9 @@ def test_the_sbatch_file_tells_torchrun_who_and_where_the_host_is(
              f'*) exec {sys.executable} "$@" ;; esac')  # fmt: skip
     job = {"SLURM_SUBMIT_DIR": str(there), "SLURM_JOB_NODELIST": "jwb[1-2]", "SLURM_JOB_NUM_NODES": "2",
            "SLURM_JOB_ID": "5", "PYTHON": str(there / "bin" / "python_of_the_job")}  # fmt: skip
-    command = f"bash scripts/slurm/train.sbatch -epochs 3 -grace_s 89.5 -debug_dist -cache_dir cache {words} || [ $? = 1 ]"
+    command = (
+        f"bash scripts/slurm/train.sbatch -epochs 3 -grace_s 89.5 -debug_dist -cache_dir cache {words} || [ $? = 1 ]"
+    )
     said = bash(there, command, **job, **variables)
     heads, hosts, own = ([line for line in said.splitlines() if line.startswith(f"word --{option}")]
                          for option in ("rdzv-endpoint", "rdzv-conf", "local-addr"))  # fmt: skip
@@ -194,6 +196,12 @@ SBATCH = [  # what it says, the words that it says it to, and what the user is t
      "-slurm_ngpus 9: a node has gpu:4 and 16 CPUs; a task takes -slurm_cpus 10 (sbatch said: "),
     ("Invalid account or account/partition combination specified", "-slurm_account me",
      "-slurm_account me: sacctmgr show associations user=$USER lists yours (sbatch said: "),
+    ("Requested time limit is invalid (missing or exceeds some limit)", "-slurm_timeout 90",
+     "-slurm_timeout 90: the partitions allow general 1:00:00, urgent infinite (sbatch said: "),
+    ("Requested time limit is invalid (missing or exceeds some limit)", "",
+     "-slurm_timeout: the partitions allow general 1:00:00, urgent infinite (sbatch said: "),
+    ("No partition specified or system default partition", "",
+     "-slurm_partition: the partitions here are general, urgent (sbatch said: "),
     ("Something else", "", "-slurm: sbatch refused the job: Batch job submission failed: Something else"),
 ]  # fmt: skip
 
@@ -201,13 +209,13 @@ SBATCH = [  # what it says, the words that it says it to, and what the user is t
 @pytest.mark.parametrize(("said", "words", "told"), SBATCH)
 def test_what_sbatch_says_is_told_in_one_line_with_what_to_do(said, words, told, there, monkeypatch, capsys):
     stand_in(there, "sbatch", f"echo '{SAID}{said}' >&2; exit 1")
-    stand_in(
-        there, "sinfo", '[ "$3" = %R ] && printf "general\\nurgent\\n" || { [ "$3" = %c ] && echo 16 || echo gpu:4; }'
-    )
+    stand_in(there, "sinfo", 'case "$3" in %R) printf "general\\nurgent\\n" ;; %c) echo 16 ;; %G) echo gpu:4 ;; '
+             '*) printf "general 1:00:00\\nurgent infinite\\n" ;; esac')  # fmt: skip
     monkeypatch.setenv("PATH", f"{there / 'bin'}:{os.environ['PATH']}")
-    assert train.main(["-slurm", "-slurm_live", *words.split(), "-out", str(there / "out")]) == 2
+    assert train.main(["-slurm", *words.split(), "-out", str(there / "out")]) == 2
     heard = capsys.readouterr().err
     assert heard.startswith(f"train.py: {told}") and len(heard.splitlines()) == 1
+    assert not list((there / "out" / "digits_convnet" / "slurm").iterdir()), "no pickle and no snapshot is left"
     (there / "bin" / "sbatch").unlink()
     monkeypatch.setenv("PATH", str(there / "bin"))
     assert train.main(["-slurm", *words.split(), "-out", str(there / "out")]) == 2
@@ -228,10 +236,71 @@ def test_what_fails_before_sbatch_is_not_put_to_its_account(there, monkeypatch, 
         patched.setattr(slurm, "snapshot", lambda *words: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train.main(["-slurm", "-out", str(there / "out")])
-    monkeypatch.setitem(sys.modules, "submitit.core.utils", None)
+    monkeypatch.setitem(sys.modules, "submitit", None)
     assert train.main(["-slurm", "-out", str(there / "out")]) == 2
     heard = capsys.readouterr().err
     assert "uv pip install submitit" in heard and "sbatch" not in heard
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", f"{there / 'bin'}:{os.environ['PATH']}")
+    assert train.main(["-slurm", "-out", str(there / "out")]) == 2
+    assert "-slurm: sbatch names no job: it says nothing" in capsys.readouterr().err
+
+
+def test_an_array_is_refused_in_one_line(tmp_path, capsys):
+    for option in ("array=0-3", "arr=0-3"):
+        assert train.main(["-slurm", "-slurm_arg", option, "-out", str(tmp_path)]) == 2
+        heard = capsys.readouterr().err
+        assert heard.startswith(f"train.py: -slurm_arg {option}: all tasks of an array would be one run: ")
+        assert heard.count("\n") == 1
+
+
+def test_a_dry_run_shows_the_script_also_where_slurm_does_not_answer(there, monkeypatch, capsys):
+    stand_in(there, "sbatch", "echo 'allocation failure: Unable to contact slurm controller' >&2; exit 1")
+    stand_in(there, "sinfo", "exit 1")
+    monkeypatch.setenv("PATH", f"{there / 'bin'}:{os.environ['PATH']}")
+    assert train.main(["-slurm_dry", "-out", str(there / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "#SBATCH --job-name=digits_convnet\n" in said and "Slurm does not answer: nothing was tested (" in said
+    assert "--time" not in said, "the partition's limit, unless -slurm_timeout says another"
+    stand_in(there, "sinfo", "echo general")
+    assert train.main(["-slurm_dry", "-out", str(there / "out")]) == 2
+    assert "-slurm: sbatch refused the job: allocation failure: " in capsys.readouterr().err
+
+
+def test_a_job_folder_is_private_if_it_is_made_for_the_job(there, monkeypatch):
+    stand_in(there, "sbatch", "echo Submitted batch job 7 on cluster there")
+    monkeypatch.setenv("PATH", f"{there / 'bin'}:{os.environ['PATH']}")
+    groups = there / "groups"
+    groups.mkdir()
+    groups.chmod(0o2770)
+    for folder, mode in ((groups, 0o2770), (there / "mine" / "jobs", 0o700)):
+        assert train.main(["-slurm", "-slurm_dir", str(folder), "-out", str(there / "out")]) == 0
+        assert folder.stat().st_mode & 0o7777 == mode
+        assert {path.name for path in folder.glob("7_*")} == {"7_submitted.pkl", "7_submission.sh"}
+
+
+def test_an_ended_job_leaves_neither_its_pickle_nor_its_snapshot(tmp_path, monkeypatch):
+    """But one that is to be requeued by hand does; and code that is no snapshot stays."""
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setattr(requeue, "asked_of_slurm", lambda job: {"JobState": "RUNNING"})
+    monkeypatch.setattr(requeue, "accepted", lambda job: False)
+    code, other = tmp_path / f"{requeue.CODE}1", tmp_path / f"{requeue.CODE}2"
+    for folder in (code, other):
+        folder.mkdir()
+    history, run = tmp_path / "12.json", tmp_path / "run"
+    pickles = [requeue.pickle_of(tmp_path, job) for job in ("12", "13")]
+    for pickle in pickles:
+        pickle.touch()
+    run.mkdir()
+    requeue.begin(history, run, 3)
+    monkeypatch.chdir(code)
+    assert requeue.after(history, 137) == 137 and code.exists() and pickles[0].exists()
+    atomic.write_file(run / "outcome.json", json.dumps({"state": "finished", "launch": "12.0"}))
+    monkeypatch.chdir(there := tmp_path / "run")
+    assert requeue.after(history, 0) == 0 and there.exists() and not pickles[0].exists()
+    monkeypatch.chdir(code)
+    assert requeue.after(history, 0) == 0
+    assert not code.exists() and other.exists() and pickles[1].exists()
 
 
 @pytest.mark.parametrize(("state", "code"), [("COMPLETED", 0), ("CANCELLED", 1), ("FAILED", 1)])

@@ -24,7 +24,7 @@ PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T03:22:56"}
 
 
 def decided(state="stopped", *, job=RUNNING, gained=True, done=(), requeues=3, refused=None, **said):
-    """Why a job is requeued, and why it is not. state: None if this start wrote no outcome; `said`: by outcome.json."""
+    """Why a job is requeued, and why it is not. state: None without an outcome; `said`: by outcome.json."""
     start = {**START, "refused": refused} if refused else START
     starts = [{**START, "restart": -1, "requeued": why} for why in done] + [start]
     outcome = {"state": state, "reason": "a sentence", **said} if state else {}
@@ -102,7 +102,7 @@ def test_how_a_process_fails_tells_whether_another_is_gone(error, lost):
 
 
 def test_a_refused_start_says_nothing_of_what_others_wrote(stopped, monkeypatch, capsys):
-    """A second job for a run that is in use, which saves meanwhile; or one with a changed flag after a stopped one."""
+    """A second job for a run that is in use, which saves meanwhile; one with a changed flag after a stopped one."""
     says(stopped.parent, "JobState=RUNNING PreemptTime=None")
     monkeypatch.setenv(requeue.HISTORY, str(stopped))
     assert launch.refused(UsageError("-model run:\nin use by job 11")) == 2
