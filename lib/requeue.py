@@ -136,6 +136,15 @@ def asked_of_slurm(job: str) -> dict:
     return dict(re.findall(r"(?:^| )(\w+)=(\S*)", first)) if said.returncode == 0 else {}
 
 
+def nodes() -> list[str]:
+    """The names of this job step's nodes, [] where they cannot be known."""
+    try:
+        words = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+        return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    except (KeyError, OSError, subprocess.SubprocessError):
+        return []
+
+
 def name(job: dict) -> str:
     """What scontrol is to call this job. A task of an array has a name of its own, which no other task goes by."""
     task = job.get("ArrayTaskId", "")

@@ -180,25 +180,31 @@ def sweep(folder: Path):
 
 
 def open_store(size: int, nodes: int, suffix: str | None):
-    """The address of a rendezvous store in this process, and the store."""
+    """The address of a rendezvous store in this process, and the store. It listens on that address alone."""
     from lib import launch
 
-    both = nodes > 1 and socket.has_dualstack_ipv6()
-    host = variables.fast_name(own_name(), suffix) if nodes > 1 else "127.0.0.1"
-    here, family = "" if nodes > 1 else host, socket.AF_INET6 if both else socket.AF_INET
-    listener = socket.create_server((here, 0), family=family, dualstack_ipv6=both, backlog=4 * size)
+    host = own_address(suffix) if nodes > 1 else "127.0.0.1"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=4 * size)
     port = listener.getsockname()[1]
-    return {"MASTER_ADDR": host, "MASTER_PORT": port}, launch.store_on(listener, "127.0.0.1", size)
+    return {"MASTER_ADDR": host, "MASTER_PORT": port}, launch.store_on(listener, host, size)
 
 
-def own_name() -> str:
-    """The name that other nodes know this one by."""
-    name = os.environ.get("SLURMD_NODENAME", "")
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError:
-        name = socket.gethostname()
-    return name
+def own_address(suffix: str | None) -> str:
+    """This node's address in the network of the job's other nodes: that on the way to one of them.
+
+    Its own name may mean another: 127.0.1.1 where /etc/hosts says so, or that of a network of containers. It is asked
+    for only where no other node's name is known.
+    """
+    own = os.environ.get("SLURMD_NODENAME", "")
+    for name in (*(name for name in requeue.nodes() if name != own), own, socket.gethostname()):
+        with contextlib.suppress(OSError):
+            found = socket.getaddrinfo(variables.fast_name(name, suffix), 9, type=socket.SOCK_DGRAM)
+            family, _, _, _, there = found[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(there)  # sends nothing
+                return probe.getsockname()[0]
+    raise UsageError(f"-master_suffix {suffix}: no node of this job has a name that {socket.gethostname()} knows")
 
 
 def wait_for(word: Path) -> dict:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import cfg_file, parsed
 
-from lib import config, slurm_job, variables
+from lib import config, requeue, slurm_job, variables
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -104,13 +105,25 @@ def test_any_other_machine_is_called_by_its_name_unless_a_suffix_is_given(bare):
     assert variables.fast_interface() is None
 
 
-def test_a_task_of_slurm_meets_the_others_at_the_fast_name(bare, monkeypatch):
-    """The head's word to the others, with a store that listens where all can reach it."""
-    monkeypatch.setattr(slurm_job, "own_name", lambda: "jwb0001.juwels")
+def test_a_task_of_slurm_meets_the_others_in_the_fast_network_alone(bare, monkeypatch):
+    """The store listens at the address on the way to another node, and at no other of this machine's."""
+    asked, known = [], socket.getaddrinfo
+
+    def addresses(name, *more, **options):
+        asked.append(name)
+        return known("127.0.0.1", *more, **options)
+
+    monkeypatch.setattr(requeue, "nodes", lambda: ["jwb0001.juwels", "jwb0002.juwels"])
+    bare.setenv("SLURMD_NODENAME", "jwb0001.juwels")
     bare.setenv("SYSTEMNAME", "juwelsbooster")
-    for suffix, name in ((None, "jwb0001i.juwels"), ("", "jwb0001.juwels"), ("x", "jwb0001x.juwels")):
-        place, store = slurm_job.open_store(4, 2, suffix)
-        assert place["MASTER_ADDR"] == name
+    for suffix, name in ((None, "jwb0002i.juwels"), ("", "jwb0002.juwels"), ("x", "jwb0002x.juwels")):
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "getaddrinfo", addresses)
+            place, store = slurm_job.open_store(4, 2, suffix)
+        assert asked.pop(0) == name and place["MASTER_ADDR"] == "127.0.0.1"
+        socket.create_connection(("127.0.0.1", place["MASTER_PORT"]), timeout=5).close()
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.2", place["MASTER_PORT"]), timeout=5)
         del store
     place, store = slurm_job.open_store(4, 1, "x")
     assert place["MASTER_ADDR"] == "127.0.0.1", "a node alone needs no network"
