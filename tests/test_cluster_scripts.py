@@ -188,6 +188,28 @@ def test_an_elastic_start_anew_has_an_id_of_its_own_and_the_processes_it_asks_fo
     assert "-epochs" in shown and "word" not in shown.split()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="mini_cluster.sh asks for root first")
+def test_the_mini_cluster_refuses_a_folder_that_others_may_have_filled(tmp_path):
+    """It runs as root what lies there, and ends the processes that its files name."""
+    script = ROOT / "scripts" / "slurm" / "mini_cluster.sh"
+    theirs, open_, loop = (tmp_path / name for name in ("theirs", "open", "loop"))
+    for folder in (theirs, open_):
+        folder.mkdir()
+        (folder / "slurmd.n1.pid").write_text("1")
+    theirs.chmod(0o700)
+    os.chown(theirs, 65534, 65534)
+    open_.chmod(0o777)
+    loop.symlink_to(theirs)
+    for word in ("stop", "status", "start"):
+        for folder in (theirs, open_, loop):
+            said = subprocess.run([script, word, folder], capture_output=True, text=True, timeout=60)
+            assert said.returncode == 1 and "name a folder that is root's alone" in said.stderr
+            assert sorted(path.name for path in folder.iterdir()) == ["slurmd.n1.pid"]
+    env = {name: value for name, value in os.environ.items() if name != "SLURM_CONF"}
+    said = subprocess.run([script, "stop"], env=env, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 1 and "which cluster? " in said.stderr
+
+
 SAID = "sbatch: error: Batch job submission failed: "  # by sbatch 22.05, with these words behind
 SBATCH = [  # what it says, the words that it says it to, and what the user is told
     ("Invalid partition name specified", "-slurm_partition gpus",

@@ -2,27 +2,43 @@
 # A Slurm of its own on this machine, for tests and for trying things out: ./scripts/slurm/mini_cluster.sh start|stop|status [folder]
 #
 # slurmctld, munged and two slurmd (nodes n1 and n2, 16 stand-in CPUs and 4 stand-in GPUs each), without cgroups or systemd.
-# Needs root and the packages slurm-wlm and munge (Debian, Ubuntu). Everything lies in the folder, /tmp/baton_slurm unless
-# named; several clusters in several folders do not meet. To use it: export SLURM_CONF=FOLDER/slurm.conf
+# Needs root and the packages slurm-wlm and munge (Debian, Ubuntu). Everything lies in the folder, which nobody else may
+# write to: a new one in /tmp unless named; stop and status take that of $SLURM_CONF. Several clusters in several folders do
+# not meet. To use one: export SLURM_CONF=FOLDER/slurm.conf
 #   GRACE_S=30        seconds between the warning and the kill, in a preemption
 #   KILL_WAIT_S=30    the same after scancel and at the time limit
 #   USER_SIGNAL=      1: a preemption also sends the signal of --signal; else SIGCONT and SIGTERM only, as Slurm does unasked
 # Partitions: general, whose jobs urgent preempts and requeues.
 set -eu
 
-folder="$(realpath -m "${2:-/tmp/baton_slurm}")"
-export SLURM_CONF="$folder/slurm.conf"
 PATH="$PATH:/usr/sbin:/sbin"
+
+# The folder that is named, or else a new one to start in, or that of $SLURM_CONF. What lies there tells root what to run
+# and whom to end.
+choose() {
+    [ "$(id -u)" = 0 ] || fail "slurmd must be started by root"
+    case "$1:$2" in
+        start:) folder="$(mktemp -d /tmp/baton_slurm_XXXXXX)" ;;
+        *:) [ -n "${SLURM_CONF:-}" ] || fail "which cluster? $0 $1 FOLDER, or export SLURM_CONF=FOLDER/slurm.conf"
+            folder="$(realpath -m "$(dirname "$SLURM_CONF")")" ;;
+        *) folder="$(realpath -m "$2")" ;;
+    esac
+    if [ "$1" = start ] && [ ! -e "$folder" ]; then
+        mkdir -p "$(dirname "$folder")"
+        mkdir -m 700 "$folder"
+    fi
+    [ -d "$folder" ] || fail "no cluster in $folder: $0 start $folder"
+    [ "$(stat -c '%u %a' "$folder")" = "0 700" ] ||
+        fail "$folder belongs to others, or they may look into it: name a folder that is root's alone (chmod 700)"
+    export SLURM_CONF="$folder/slurm.conf"
+}
 
 start() {
     for tool in slurmctld slurmd munged; do
         command -v "$tool" > /dev/null || fail "there is no $tool here: apt-get install -y slurm-wlm munge"
     done
-    [ "$(id -u)" = 0 ] || fail "slurmd must be started by root"
     if answers; then status; return; fi
     end_all
-    mkdir -p "$folder"
-    chmod 700 "$folder"
     for name in n1 n2; do
         getent hosts "$name" > /dev/null || echo "127.0.0.1 $name" >> /etc/hosts
     done
@@ -145,6 +161,9 @@ fail() {
 }
 
 case "${1:-}" in
-    start | stop | status) "$1" ;;
+    start | stop | status)
+        choose "$1" "${2:-}"
+        "$1"
+        ;;
     *) fail "usage: $0 start|stop|status [folder]" ;;
 esac
