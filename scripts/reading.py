@@ -4,7 +4,9 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -61,6 +63,24 @@ def held(folder: Path) -> bool | None:
     except OSError:
         return None
     return struct.unpack(FLOCK, answer)[0] != fcntl.F_UNLCK
+
+
+def requeued(folder: Path) -> str:
+    """Why the run's Slurm job was requeued and which job it is, as long as it waits to be started again; else "".
+
+    Found only where the job's files lie in the run's folder, as they do without -slurm_dir.
+    """
+    histories = sorted((folder / "slurm").glob("*.json"), key=lambda path: path.stat().st_mtime)
+    starts = facts(histories[-1]).get("starts") if histories else None
+    why, outcome = starts[-1].get("requeued") if starts else None, folder / "outcome.json"
+    if not why or outcome.stat().st_mtime > histories[-1].stat().st_mtime:
+        return ""
+    job = histories[-1].stem
+    if shutil.which("squeue"):
+        queue = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], capture_output=True, text=True)
+        if not queue.stdout.strip() and (queue.returncode == 0 or "Invalid job id" in queue.stderr):
+            return ""  # it was cancelled meanwhile
+    return f"{why}: job {job} goes on by itself"
 
 
 def sign_of_life(folder: Path) -> float:

@@ -1,8 +1,9 @@
 """A table of all runs: python scripts/status.py [out] [-watch [SECONDS]].
 
 State: running, finished, stopped (its state saved), failed; lost: it says running, and is not (kill -9, a lost node,
-a power failure); silent: it says so and has not written for a while, on a disk that cannot tell. Type the run's
-command again to let one that is stopped, failed or lost go on.
+a power failure); silent: it says so and has not written for a while, on a disk that cannot tell; requeued: its Slurm
+job waits to be started again, and goes on by itself. Type the run's command again to let one that is stopped, failed
+or lost go on.
 """
 
 import argparse
@@ -42,7 +43,9 @@ def row(folder: Path) -> dict[str, str]:
     """What is to be known of a run, by column."""
     outcome, lines = reading.facts(folder / "outcome.json"), reading.lines(folder)
     seen = time.time() - reading.sign_of_life(folder)
-    found = state(folder, outcome, seen)
+    found, reason = state(folder, outcome, seen), str(outcome.get("reason") or "").split("\n")[0]
+    if found in ("stopped", "failed", "lost") and (waits := reading.requeued(folder)):
+        found, reason = "requeued", waits
     owner = (folder / ".lock").read_text() if (folder / ".lock").exists() else ""
     job = re.search(r", job (\S+)", owner)
     figures = {name: value for line in lines for name, value in line.items()}
@@ -60,7 +63,7 @@ def row(folder: Path) -> dict[str, str]:
         "host": str(outcome.get("host", "")),
         "job": job[1] if job else "",
         "seen": f"{span(seen)} ago",
-        "why": "" if found in ("running", "finished") else str(outcome.get("reason") or "").split("\n")[0][:60],
+        "why": "" if found in ("running", "finished") else reason[:60],
     }
 
 

@@ -11,6 +11,7 @@ import pytest
 from processes import CLEAN, until
 from runs import run
 
+from lib import requeue
 from scripts import reading, status
 
 pytest_plugins = ("processes",)
@@ -38,6 +39,31 @@ def test_runs_are_shown_as_what_they_are(tmp_path):
     assert found["whole"]["best"] == f"accuracy {noted['value']:.4g}"
     assert found["whole"]["speed"].endswith("/s") and float(found["whole"]["loss"]) > 0
     assert not found["whole"]["left"] and found["whole"]["seen"].endswith("ago")
+
+
+def test_a_run_whose_job_waits_for_its_requeue_goes_on(tmp_path, monkeypatch):
+    folder = run(tmp_path, f"{WORDS} -model short -limit_steps 7", wanted=75)
+    (folder / "slurm").mkdir()
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    history = folder / "slurm" / "12.json"
+    requeue.begin(history, folder, 3)
+    assert status.row(folder)["state"] == "stopped"
+    facts = requeue.read(history)
+    facts["starts"][-1]["requeued"] = "time limit"
+    requeue.write(history, facts)
+    assert (status.row(folder)["state"], status.row(folder)["why"]) == (
+        "requeued", "time limit: job 12 goes on by itself",
+    )  # fmt: skip
+    squeue = tmp_path / "squeue"
+    for said, state in (("echo PENDING", "requeued"), ("exit 0", "stopped"), ("exit 1", "requeued"),
+                        ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", "stopped")):  # fmt: skip
+        squeue.write_text(f"#!/bin/sh\n{said}\n")
+        squeue.chmod(0o755)
+        assert status.row(folder)["state"] == state
+    squeue.unlink()
+    (folder / "outcome.json").touch()
+    assert status.row(folder)["state"] == "stopped", "it was started by hand since"
 
 
 def test_a_run_is_running_until_it_is_killed_and_then_lost(start):
