@@ -54,7 +54,7 @@ def after(history: Path, code: int) -> int:
     mine = [start for start in facts.get("starts", []) if start["restart"] == restart()]
     if not mine:
         log.error("the run did not get as far as its first line: not requeued")
-        tidy(history.parent)
+        tidy(history.parent, job)
         return code or FAILED
     run, looks = Path(facts["run"]), mine[-1].get("looks")
     outcome = stored.outcome_of(run, os.environ["SLURM_JOB_ID"])
@@ -75,7 +75,7 @@ def after(history: Path, code: int) -> int:
     else:
         if why_not:
             log.info("job %s is not requeued: %s", os.environ["SLURM_JOB_ID"], why_not)
-        tidy(history.parent)
+        tidy(history.parent, job)
     if looks:
         return code
     if not outcome and "refused" in mine[-1]:
@@ -168,12 +168,15 @@ def pickle_of(folder: Path, job: str) -> Path:
     return folder / f"{job}_submitted.pkl"
 
 
-def tidy(folder: Path):
-    """Removes what a submitted job needs to start again: its pickle, and the snapshot of the code that it runs in."""
-    pickle_of(folder, os.environ["SLURM_JOB_ID"]).unlink(missing_ok=True)
-    here = Path.cwd()
-    if here.name.startswith(CODE) and here.parent.samefile(folder):
-        shutil.rmtree(here, ignore_errors=True)
+def tidy(folder: Path, job: dict):
+    """Removes what a submitted job needs to start again: its pickle, and the snapshot of the code that it runs in.
+    Does nothing if the job does not end by itself: somebody may have typed `scontrol requeue`."""
+    with contextlib.suppress(OSError):
+        here = Path.cwd()
+        if job.get("JobState") == "RUNNING":
+            pickle_of(folder, os.environ["SLURM_JOB_ID"]).unlink(missing_ok=True)
+            if here.name.startswith(CODE) and here.parent.samefile(folder):
+                shutil.rmtree(here)
 
 
 def newest(run: Path) -> str | None:

@@ -304,7 +304,8 @@ def test_a_job_folder_is_private_if_it_is_made_for_the_job(there, monkeypatch):
 def test_an_ended_job_leaves_neither_its_pickle_nor_its_snapshot(tmp_path, monkeypatch):
     """But one that is to be requeued by hand does; and code that is no snapshot stays."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setattr(requeue, "asked_of_slurm", lambda job: {"JobState": "RUNNING"})
+    job = {"JobState": "RUNNING"}
+    monkeypatch.setattr(requeue, "asked_of_slurm", lambda _: job)
     monkeypatch.setattr(requeue, "accepted", lambda job: False)
     code, other = tmp_path / f"{requeue.CODE}1", tmp_path / f"{requeue.CODE}2"
     for folder in (code, other):
@@ -317,6 +318,9 @@ def test_an_ended_job_leaves_neither_its_pickle_nor_its_snapshot(tmp_path, monke
     requeue.begin(history, run, 3)
     monkeypatch.chdir(code)
     assert requeue.after(history, 137) == 137 and code.exists() and pickles[0].exists()
+    job["JobState"] = "COMPLETING"  # after scancel, and after scontrol requeue, which starts the job again
+    assert requeue.after(history, 137) == 137 and code.exists() and pickles[0].exists()
+    job["JobState"] = "RUNNING"
     atomic.write_file(run / "outcome.json", json.dumps({"state": "finished", "launch": "12.0"}))
     monkeypatch.chdir(there := tmp_path / "run")
     assert requeue.after(history, 0) == 0 and there.exists() and not pickles[0].exists()
