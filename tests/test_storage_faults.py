@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import saves
-from runs import distance, run
+from runs import distance, outcome, run
 from saves import SMALL, everything, log_of, names
 
-from lib.utils import atomic, checkpoint, shards
+from lib.utils import atomic, checkpoint, disks, search, shards
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -137,6 +137,77 @@ def test_a_run_with_only_damaged_checkpoints_never_starts_anew_by_itself(copy, d
     assert names(copy) and distance(copy, done) == 0.0
     run(copy.parent, f"{SMALL} -cpu 2 -reset -epochs 1")
     assert names(copy) == ["step_00000004"]
+
+
+def _failing(monkeypatch, method, name, code, times):
+    """Path.method fails so many times with this error for what is called so. Returns the list of its failures."""
+    real, failures = getattr(Path, method), []
+
+    def fails(self, *words, **more):
+        if self.name == name and len(failures) < times:
+            failures.append(self)
+            raise OSError(code, os.strerror(code), str(self))
+        return real(self, *words, **more)
+
+    monkeypatch.setattr(Path, method, fails)
+    monkeypatch.setattr(disks, "RETRY_S", (0.0, 0.0))
+    return failures
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "code"),
+    [
+        ("open", SHARD, errno.ESTALE),
+        ("open", SHARD, errno.EMFILE),
+        ("stat", SHARD, errno.EIO),
+        ("read_bytes", MANIFEST, errno.EIO),
+        ("iterdir", "checkpoints", errno.ESTALE),
+    ],
+)
+def test_a_read_error_is_no_damage_it_is_tried_again_and_raised_if_it_stays(copy, monkeypatch, method, name, code):
+    before, checkpoints = everything(copy), saves.saver(copy)
+    with monkeypatch.context() as patch:
+        failures = _failing(patch, method, name, code, times=2)
+        found = search.newest(checkpoints.folder, checkpoints.disk)
+        assert found.folder.name == names(copy)[0] and len(failures) == 2
+    with monkeypatch.context() as patch:
+        failures = _failing(patch, method, name, code, times=99)
+        with pytest.raises(OSError, match=os.strerror(code)):
+            search.newest(checkpoints.folder, checkpoints.disk)
+        assert len(failures) == 3
+    assert everything(copy) == before
+
+
+def test_a_disk_that_cannot_be_read_ends_the_start_of_all_ranks_and_nothing_is_moved(copy, monkeypatch):
+    before = everything(copy)
+    with monkeypatch.context() as patch:
+        _failing(patch, "open", SHARD, errno.EIO, times=99)
+        run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
+    assert "start again when the disk answers" in outcome(copy)["reason"] and everything(copy) == before
+    with monkeypatch.context() as patch:
+        _failing(patch, "read_bytes", MANIFEST, errno.EIO, times=99)
+        run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
+    assert everything(copy) == before
+
+
+def test_a_rank_that_does_not_see_the_newest_checkpoint_looks_again_before_an_older_one_is_taken(copy, monkeypatch):
+    before, real, looks = everything(copy), search._is_listed, []
+
+    def is_listed(folder, blind):
+        if os.environ["RANK"] == "1" and folder.name == names(copy)[0]:
+            looks.append(folder)
+            return len(looks) > blind and real(folder)
+        return real(folder)
+
+    monkeypatch.setattr(disks, "RETRY_S", (0.0, 0.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(search, "_is_listed", lambda folder: is_listed(folder, blind=2))
+        run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9")
+    assert f"going on from {copy}/checkpoints/{names(copy)[0]}:" in log_of(copy)
+    with monkeypatch.context() as patch:
+        patch.setattr(search, "_is_listed", lambda folder: is_listed(folder, blind=9))
+        run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
+    assert "rank 1 does not see it" in outcome(copy)["reason"] and everything(copy) == before
 
 
 LATEST = {

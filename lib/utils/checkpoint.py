@@ -218,15 +218,20 @@ class Checkpoints:
 def read_manifest(folder: Path) -> dict:
     """The manifest of a checkpoint.
 
-    Raises Damaged where it is missing, not what was written or makes no sense, UsageError for one of another format.
+    Raises Damaged where it is missing, not what was written or makes no sense, UsageError for one of another format,
+    OSError where it cannot be read.
     """
     path = folder / "manifest.json"
     try:
-        if not path.is_file() or path.stat().st_size > LONGEST:
-            raise shards.Damaged(f"{path}: is missing, or no file of a sensible size")
+        if path.stat().st_size > LONGEST:
+            raise shards.Damaged(f"{path}: is no file of a sensible size")
         data = path.read_bytes()
         manifest = json.loads(data)
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        if error.errno not in shards.MISSING:
+            raise
+        raise shards.Damaged(f"{path}: is missing ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
         raise shards.Damaged(f"{path}: cannot be read ({error})") from None
     body = data.rpartition(SEAL[:10])[0]
     if not isinstance(manifest, dict) or data != body + SEAL % zlib.crc32(body):

@@ -1,5 +1,7 @@
 """Which ranks see the same folder, and what one of them does there for all: nodes may share a disk or not."""
 
+import errno
+import logging
 import secrets
 import shutil
 import time
@@ -10,7 +12,9 @@ from lib.utils import distributed
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
+log = logging.getLogger(__name__)
 PATIENCE_S = 2.0  # a network disk may show a host the files of another a little later
+RETRY_S = (0.2, 1.0, 3.0)  # the waits before a read that failed is tried again
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,20 @@ def _seen(folder, names, world):
         if all(len(ranks) == len(names) for ranks in seen):
             break
     return seen
+
+
+def retry(read):
+    """Returns `read()`, which is tried again for some seconds where the disk does not answer (EIO, ESTALE, EMFILE).
+    Raises OSError."""
+    for wait in RETRY_S:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:  # does not pass
+                raise
+            log.warning("%s: tried again in %g s", error, wait)
+            time.sleep(wait)
+    return read()
 
 
 def free_bytes(folder: Path) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lib.utils import bending, checkpoint, distributed, run_folder, search, shards, stored, weights
+from lib.utils import bending, checkpoint, disks, distributed, run_folder, search, shards, stored, weights
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 from lib.utils.loader import Plan, divisor
@@ -24,9 +24,9 @@ def remembered(args, world: World) -> dict:
     """What the newest checkpoint on any node says was asked, {} for a run without one. Its files are not verified
     yet.
 
-    Raises UsageError where -resume names no checkpoint, and is needed.
+    Raises UsageError where -resume names no checkpoint, and is needed, OSError where the disk does not answer.
     """
-    answers = distributed.gather_json(_peek(args, world) if world.local_rank == 0 else [], world)
+    answers = distributed.together((lambda: _peek(args, world)) if world.local_rank == 0 else None, world)
     found = max((answer for answer in answers if answer), key=lambda answer: answer[0], default=None)
     if found is None and args.resume:
         raise search.nothing(args.resume)
@@ -35,12 +35,11 @@ def remembered(args, world: World) -> dict:
 
 def _peek(args, world):
     own = stored.run_of(args) / "checkpoints"
+    there = [] if run_folder.starts_anew(args, world) else disks.retry(lambda: stored.listed(own))
     try:
-        there = [] if run_folder.starts_anew(args, world) else stored.listed(own)
-        there += stored.meant(Path(args.resume)) if args.resume else []
+        there += disks.retry(lambda: stored.meant(Path(args.resume))) if args.resume else []
     except OSError as error:
-        log.warning("%s or -resume %s: %s", own, args.resume, error)
-        return []
+        log.warning("-resume %s: %s", args.resume, error)
     for folder in there:
         if asked := _asked_there(folder):
             return [stored.order(folder.name), asked]
@@ -49,7 +48,7 @@ def _peek(args, world):
 
 def _asked_there(folder):
     try:
-        return checkpoint.read_manifest(folder).get("asked")
+        return disks.retry(lambda: checkpoint.read_manifest(folder)).get("asked")
     except (shards.Damaged, UsageError):  # told when it is its turn to be taken
         return None
 

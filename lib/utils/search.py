@@ -2,11 +2,12 @@
 
 import logging
 import os
+import time
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from lib.utils import checkpoint, distributed, shards, stored
+from lib.utils import checkpoint, disks, distributed, shards, stored
 from lib.utils.disks import Disk
 from lib.utils.errors import UsageError
 
@@ -26,7 +27,8 @@ def newest(folder: Path, disk: Disk, elsewhere: str | None = None) -> Found | No
     """The newest good one of a run's checkpoints folder, or else of `elsewhere`, another run's; None for a new run.
 
     `elsewhere`: see `other`. A damaged one of the run's own is moved aside, its reason in the log. Raises Damaged
-    where all are damaged, UsageError for an `elsewhere` that is none, and for a checkpoint of another format.
+    where all are damaged, UsageError for an `elsewhere` that is none, and for a checkpoint of another format, OSError
+    where the disk does not answer: that is no damage, and nothing is moved.
     """
     if elsewhere is not None and _real(folder) in _real(elsewhere).parents:
         raise UsageError(f"-resume {elsewhere}: this run goes on from its newest checkpoint by itself; to branch off "
@@ -65,7 +67,7 @@ def _real(path):
 def _names(folder, disk, own):
     """What any disk has, the newest first."""
     there = stored.listed if own else stored.meant
-    answers = disk.do(lambda: [str(entry.relative_to(folder)) for entry in there(folder)])
+    answers = disk.do(lambda: [str(entry.relative_to(folder)) for entry in disks.retry(lambda: there(folder))])
     return sorted({*chain(*answers)}, key=lambda name: stored.order(Path(name).name), reverse=True)
 
 
@@ -73,8 +75,9 @@ def _first_good(folder, disk, own):
     """The first that is whole on some disk, None if there is none, and what was wrong with those before it."""
     faults = []
     for name in _names(folder, disk, own):
-        report, manifest = _verified(folder / name, disk.share)
-        reports = distributed.gather_json(report, disk.world)
+        reports, manifest = _reports(folder / name, disk)
+        if errors := [one["error"] for one in reports if "error" in one]:
+            raise OSError(errors[0])
         if refused := [one["refused"] for one in reports if "refused" in one]:
             raise UsageError(refused[0])
         if wrong := [one["fault"] for one in reports if "fault" in one]:
@@ -89,19 +92,51 @@ def _first_good(folder, disk, own):
     return None, faults
 
 
+def _reports(folder, disk):
+    """What all ranks say of a checkpoint, and its manifest. A rank that does not see one which others on its disk see
+    looks again: a network disk may show it a little later."""
+    report, manifest = _verified(folder, disk.share)
+    for wait in (*disks.RETRY_S, None):
+        reports = distributed.gather_json(report, disk.world)
+        absent = [["absent" in reports[rank] for rank in ranks] for ranks in disk.groups]
+        if all(all(group) or not any(group) for group in absent):
+            break
+        if wait is None:
+            unseen = [rank for ranks, group in zip(disk.groups, absent) for rank, out in zip(ranks, group) if out]
+            raise OSError(
+                f"{folder}: rank {unseen[0]} does not see it, others on the same disk do; nothing was moved"
+            )
+        time.sleep(wait)
+        if "absent" in report:
+            report, manifest = _verified(folder, disk.share)
+    return reports, manifest
+
+
 def _verified(folder, share):
     """What this rank says of a checkpoint, and its manifest; each checks its share of the files."""
-    if not os.path.lexists(folder):
-        return {"absent": True}, None
     try:
-        manifest = checkpoint.read_manifest(folder)
+        if not disks.retry(lambda: _is_listed(folder)):
+            return {"absent": True}, None
+        manifest = disks.retry(lambda: checkpoint.read_manifest(folder))
         for file, wanted in sorted(manifest["shards"].items())[share.rank :: share.size]:
-            shards.verify(folder / file, wanted)
+            disks.retry(lambda file=file, wanted=wanted: shards.verify(folder / file, wanted))
+    except OSError as error:
+        return {"error": f"{folder} cannot be read ({error}): this may pass, so nothing was moved; start again when "
+                         f"the disk answers, or remove it to go on from an older checkpoint"}, None  # fmt: skip
     except shards.Damaged as error:
         return {"fault": str(error)}, None
     except UsageError as error:
         return {"refused": str(error)}, None
     return {"good": True}, manifest
+
+
+def _is_listed(folder):
+    """Whether it is there, whatever it is. A network file system remembers for a minute that a name was not there, so
+    its folder is listed."""
+    try:
+        return folder in folder.parent.iterdir()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _pass_over(folder, reports, disk, own):

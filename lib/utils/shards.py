@@ -6,6 +6,7 @@ the library.
 """
 
 import concurrent.futures
+import errno
 import json
 import logging
 import math
@@ -24,6 +25,7 @@ from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
 CHUNK = 1 << 20  # bytes
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # no file of this name
 NAMED = re.compile(r"shard_\d{4,9}\.safetensors")
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -132,7 +134,8 @@ def _write_all(file, data):
 
 
 def verify(path: Path, wanted: dict):
-    """Raises Damaged unless the file is, byte for byte, what `write` said it wrote."""
+    """Raises Damaged unless the file is, byte for byte, what `write` said it wrote, and OSError where it cannot be
+    read, which says nothing of what is in it."""
     try:
         size = path.stat().st_size
         if size != wanted["bytes"]:
@@ -140,7 +143,9 @@ def verify(path: Path, wanted: dict):
         with path.open("rb") as file:
             crc = checksum(iter(lambda: file.read(CHUNK), b""))
     except OSError as error:
-        raise Damaged(f"{path}: cannot be read ({error.strerror})") from None
+        if error.errno not in MISSING:
+            raise
+        raise Damaged(f"{path}: is missing ({error.strerror})") from None
     if crc != wanted["crc32"]:
         raise Damaged(f"{path}: its checksum is {crc:08x} instead of {wanted['crc32']:08x}")
 

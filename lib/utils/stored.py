@@ -13,8 +13,12 @@ def run_of(args) -> Path:
 
 
 def listed(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the last one saved first."""
-    there = [entry for entry in folder.iterdir() if NAMED.fullmatch(entry.name)] if folder.is_dir() else []
+    """The checkpoints in a folder, the last one saved first; none where the folder is missing. Raises OSError where
+    it cannot be read."""
+    try:
+        there = [entry for entry in folder.iterdir() if NAMED.fullmatch(entry.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     return sorted(there, key=lambda entry: order(entry.name), reverse=True)
 
 
