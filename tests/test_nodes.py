@@ -110,6 +110,25 @@ def test_nodes_that_share_no_disk_start_anew_together(tmp_path, monkeypatch):
     assert (two.parent / ".old").exists()
 
 
+def test_a_file_stop_on_any_nodes_disk_stops_all_nodes_once(tmp_path, monkeypatch):
+    _on_nodes(monkeypatch)
+    monkeypatch.setattr(saves.preemption, "ASK_EVERY_S", 0.0)
+    out = tmp_path / "node1" / "few_norm_net"
+    out.mkdir(parents=True)
+    (out / "STOP").touch()
+    one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
+    assert two == out and not (two / "STOP").exists()
+    for node in (one, two):
+        assert outcome(node)["step"] == 1 and outcome(node)["reason"].endswith("STOP is there")
+        (node / "STOP").touch()
+    _nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
+    assert not [node for node in (one, two) if (node / "STOP").exists()]
+    _nodes(tmp_path, f"{SMALL} -cpu 2")
+    (one / "STOP").touch()
+    _nodes(tmp_path, f"{SMALL} -cpu 2")
+    assert outcome(one)["state"] == "finished" and not (one / "STOP").exists(), "nothing was left to stop"
+
+
 def test_nodes_that_do_share_a_disk_are_found_to(tmp_path, monkeypatch):
     _on_nodes(monkeypatch)
     for node in ("node1", "node2"):

@@ -297,4 +297,6 @@ class Trainer:
         outcome = "finished" if finished else "stopped"
         facts = {**self.stop.why(), "best": self.best, "test": figures}
         self.report.finish(outcome, self.state, self.args, self.checkpoints.disk.leads, **facts)
+        if self.checkpoints.disk.leads and (finished or self.stop.by_file):
+            self.stop.remove_file()
         return "failed" if self.stop.is_another_nodes() and not finished else outcome

@@ -41,6 +41,7 @@ class Stop:
     def __init__(self, folder: Path, max_hours: float | None, grace_s: float, limit_steps: int | None):
         self.reason: str | None = None
         self.signal: str | None = None  # its name, where that is the reason
+        self.by_file = False  # whether the file is the reason, on whichever node it lies
         self.limit_steps = limit_steps
         self.file: Path | None = folder / "STOP"
         self.grace_s = grace_s
@@ -58,13 +59,21 @@ class Stop:
         if self.reason is None and now - self.looked >= ASK_EVERY_S:
             self.looked = now
             if self.file and self.file.exists():
-                self.reason = f"the file {self.file} is there"
+                self.reason, self.by_file = f"the file {self.file} is there", True
             elif distributed.orphaned():
                 self.reason = AGENT_GONE
                 faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)
         if self.reason is not None and self.wished_at is None:
             self.wished_at = now
         return self.reason is not None and (not self.trained or now - self.wished_at >= LAST_S)
+
+    def remove_file(self):
+        """Removes the file STOP: it means the run, once. Whoever finds it has not obeyed it yet, be it older than
+        this start or newer by another machine's clock."""
+        try:
+            self.file.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s cannot be removed (%s): the next start will stop for it, too", self.file, error)
 
     def why(self) -> dict[str, str | None]:
         """What outcome.json says of the wish."""
@@ -162,8 +171,8 @@ class Ballot:
         self.next = max(1, min(MOST_STEPS, 2 * self.ticks, int(ASK_EVERY_S / max(step_s, 1e-9))))
         self.ticks, self.since = 0, time.monotonic()
         if wished:
-            told = distributed.gather_json([self.stop.reason, self.stop.signal], self.world)
-            self.stop.reason, self.stop.signal = next(one for one in told if one[0])
+            told = distributed.gather_json([self.stop.reason, self.stop.signal, self.stop.by_file], self.world)
+            self.stop.reason, self.stop.signal, self.stop.by_file = next(one for one in told if one[0])
         return wished > 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import OutOfMemoryError
 from torch.distributed import DistError
 
-from lib.utils import atomic, console, disks, distributed, stored, timing
+from lib.utils import atomic, console, disks, distributed, stored
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError, no_exit
 from lib.utils.hangs import Hang
@@ -81,9 +81,6 @@ def _claim(folder, world, anew):
     if anew:
         _move_aside(folder)
     write_outcome(folder, world, "running")
-    with contextlib.suppress(FileNotFoundError):
-        if (folder / "STOP").stat().st_mtime < timing.launched:  # a later one is meant for this start
-            (folder / "STOP").unlink()
     return lock
 
 

@@ -41,13 +41,11 @@ class TimestampedTimer:
         self.say(f"[ {stamp} ] {name:<70}{1000 * seconds:>12,.3f} ms, {self.running:>12,.2f} s total")
 
 
-launched = time.time()  # when this command was given, or this process began
 startup = TimestampedTimer(say=log.debug)  # of this run: from here to the end of its first step
 
 
 def begin():
     """A run begins here: `startup` goes on from the import, or for a second run of this process starts anew."""
-    global startup, launched
-    launched = time.time()
+    global startup
     if startup.reports:
         startup = TimestampedTimer(say=log.debug)
