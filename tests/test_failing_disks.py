@@ -15,8 +15,9 @@ import saves
 from runs import distance, outcome, run
 from saves import SMALL, everything, log_of, names
 
+import train
 from lib.trainer import trainer
-from lib.utils import checkpoint, shards
+from lib.utils import checkpoint, preemption, shards
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 WIDE = (
@@ -109,18 +110,41 @@ def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(mo
 
 
 @pytest.mark.parametrize("cpu", [1, 2])
-@pytest.mark.parametrize("what", ["", "checkpoints"])
-def test_a_folder_that_is_deleted_under_the_run_is_made_anew(tmp_path, monkeypatch, done, cpu, what):
+def test_a_checkpoints_folder_that_is_deleted_under_the_run_is_made_anew(tmp_path, monkeypatch, done, cpu):
     folder = tmp_path / done.name
 
     def delete():
-        while (folder / what).exists():  # the run writes there all the while
-            shutil.rmtree(folder / what, ignore_errors=True)
+        while (folder / "checkpoints").exists():  # the run writes there all the while
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
     at_steps(monkeypatch, {5: delete})
     run(tmp_path, f"{SMALL} -cpu {cpu}")
     assert names(folder) == ["step_00000012", "step_00000008"]
     assert distance(folder, done) < 1e-5 and outcome(folder)["state"] == "finished"
+
+
+@pytest.mark.parametrize(("cpu", "step", "look_s"), [(1, 5, 0.0), (2, 5, 0.0), (2, 12, 99.0)])
+def test_a_run_whose_folder_is_taken_away_ends_with_the_reason_and_leaves_its_place_to_others(
+    tmp_path, monkeypatch, capfd, cpu, step, look_s
+):
+    folder = tmp_path / "out" / "few_norm_net"
+
+    def take_away():
+        folder.rename(tmp_path / "moved")
+        folder.mkdir()
+        for name in (".lock", "outcome.json"):  # of another run, which found the place empty
+            (folder / name).write_text("another's")
+
+    monkeypatch.setattr(preemption, "ASK_EVERY_S", look_s)
+    at_steps(monkeypatch, {step: take_away})
+    if cpu == 1:
+        with pytest.raises(OSError, match="was removed, moved or unmounted"):
+            run(tmp_path / "out", SMALL)
+    else:
+        assert train.main([*f"{SMALL} -cpu {cpu} -out {tmp_path}/out".split()]) == 1
+        assert "was removed, moved or unmounted" in capfd.readouterr().err
+    assert [path.read_text() for path in sorted(folder.iterdir())] == ["another's"] * 2
+    assert all("moved or unmounted" in log_of(tmp_path / "moved", rank) for rank in range(cpu))
 
 
 def test_a_read_only_disk_is_refused_and_what_is_there_can_be_resumed_elsewhere(

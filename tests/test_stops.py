@@ -108,7 +108,8 @@ def test_votes_are_soon_enough_on_a_gpu_that_was_waited_for(monkeypatch):
     """Its next steps are launched at once: they would seem to take no time. Steps of 1 s, four of them in its queue,
     and a log line that waits for it every ten."""
     clock, queue, votes = [0.0], [], []
-    stop = types.SimpleNamespace(wished=lambda: bool(votes.append(clock[0])))
+    stop = preemption.Stop(Path("nowhere"), None, 60.0, None)
+    monkeypatch.setattr(stop, "wished", lambda: bool(votes.append(clock[0])))
     monkeypatch.setattr(preemption.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(preemption.distributed, "max_", lambda values, world: values)
     ballot = preemption.Ballot(stop, World(size=2))

@@ -9,7 +9,19 @@ import torch
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.core import parallel, running, scheduler
-from lib.utils import checkpoint, metrics, preemption, report, resume, search, seeding, speed, stored, weights
+from lib.utils import (
+    checkpoint,
+    distributed,
+    metrics,
+    preemption,
+    report,
+    resume,
+    search,
+    seeding,
+    speed,
+    stored,
+    weights,
+)
 from lib.utils.about import about
 from lib.utils.bad_steps import BadSteps, Counter
 from lib.utils.data import zeros
@@ -280,6 +292,7 @@ class Trainer:
 
     def write_weights(self, name: str, must: bool = True) -> bool:
         """Writes NAME/weights.safetensors, ready for safetensors' load_file. False if that failed and need not be."""
+        distributed.together(self.stop.check_folder, self.world)
         return weights.keep(self.folder / name, model_tensors(unwrap(self.model)), self.world, must)
 
     def finish(self) -> str:
@@ -289,6 +302,7 @@ class Trainer:
         trained = self.state.epoch >= self.args.epochs
         figures = self.evaluate("test") if trained and "test" in self.loaders else {}
         finished = trained and figures is not None
+        distributed.together(self.stop.check_folder, self.world)
         if finished:
             self.report.evaluated(self.state, "test", figures, self.answers)
             self.write_weights("final")

@@ -63,6 +63,7 @@ class Checkpoints:
         self.copies = copies.Copies(world.device)
         self.job = None  # this rank's part of the save in flight
         self.phase = None  # of the save in flight: None, "writing", "publishing"
+        self.lock = stored.lock_id(folder.parent)  # of the run whose checkpoints they are
 
     def open(self):
         """Finds out which ranks share the folder, and removes what crashes left there. For the run's owner, first of
@@ -160,6 +161,8 @@ class Checkpoints:
         atomic.fsync_folder(run.parent)
 
     def _make_room(self):
+        if not stored.has_lock(self.folder.parent, self.lock):
+            raise FileNotFoundError(f"{self.folder.parent} is no longer the folder of this run")
         if not self.folder.is_dir():  # somebody removed it
             self._sweep()
         partial = self.folder / f"{self.name}.partial"

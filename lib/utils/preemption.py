@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from lib.utils import distributed
+from lib.utils import distributed, stored
 from lib.utils.distributed import World
 from lib.utils.errors import ABORTED, STOPPING
 
@@ -43,6 +43,8 @@ class Stop:
         self.signal: str | None = None  # its name, where that is the reason
         self.by_file = False  # whether the file is the reason, on whichever node it lies
         self.limit_steps = limit_steps
+        self.folder, self.lock = folder, stored.lock_id(folder)
+        self.lost = False  # whether the run's folder is gone: no wish, as nothing could be saved
         self.file: Path | None = folder / "STOP"
         self.grace_s = grace_s
         self.ends = time.monotonic() + max_hours * 3600 if max_hours else None
@@ -52,12 +54,13 @@ class Stop:
         self.wished_at = None
 
     def wished(self) -> bool:
-        """Whether this process wishes to stop; the file is looked for once a second."""
+        """Whether this process wishes to stop; the file, and the run's folder, are looked for once a second."""
         now = time.monotonic()
         if self.reason is None and self.ends and now >= self.ends:
             self.reason = "-max_hours is over"
         if self.reason is None and now - self.looked >= ASK_EVERY_S:
             self.looked = now
+            self.lost = not stored.has_lock(self.folder, self.lock)
             if self.file and self.file.exists():
                 self.reason, self.by_file = f"the file {self.file} is there", True
             elif distributed.orphaned():
@@ -74,6 +77,17 @@ class Stop:
             self.file.unlink(missing_ok=True)
         except OSError as error:
             log.warning("%s cannot be removed (%s): the next start will stop for it, too", self.file, error)
+
+    def check_folder(self):
+        """Raises OSError where the run's folder is not the one that it began in."""
+        self.lost = not stored.has_lock(self.folder, self.lock)
+        self.raise_if(self.lost)
+
+    def raise_if(self, lost: float):
+        """The same, once all ranks know whether it is."""
+        if lost:
+            raise OSError(f"{self.folder} was removed, moved or unmounted while the run wrote there. Another run may "
+                          f"have its place by now, so this one ends")  # fmt: skip
 
     def why(self) -> dict[str, str | None]:
         """What outcome.json says of the wish."""
@@ -155,7 +169,9 @@ class Ballot:
         self.ticks += 1
         if self.world.size == 1:
             self.voted, self.alarmed = True, bool(alarm)
-            return self.stop.wished()
+            wished = self.stop.wished()
+            self.stop.raise_if(self.stop.lost)
+            return wished
         if self.training != (alarm is not None):
             self.training, self.ticks, self.next = alarm is not None, 1, 1
         self.voted, self.alarmed = self.ticks >= self.next, False
@@ -164,8 +180,10 @@ class Ballot:
     def ask(self, alarm: bool = False) -> bool:
         """The vote itself, now, by all ranks."""
         step_s = (time.monotonic() - self.since) / max(1, self.ticks)
-        wishes = [float(self.stop.wished()), step_s, float(alarm and self.world.is_main)]
-        wished, step_s, alarmed = distributed.max_(torch.tensor(wishes, dtype=torch.float64), self.world).tolist()
+        wished = self.stop.wished()
+        mine = torch.tensor([wished, step_s, alarm and self.world.is_main, self.stop.lost], dtype=torch.float64)
+        wished, step_s, alarmed, lost = distributed.max_(mine, self.world).tolist()
+        self.stop.raise_if(lost)
         self.alarmed = alarmed > 0
         # Twice as many at most: a GPU that was just waited for takes the next steps' launches in no time.
         self.next = max(1, min(MOST_STEPS, 2 * self.ticks, int(ASK_EVERY_S / max(step_s, 1e-9))))

@@ -33,6 +33,7 @@ def claimed(args, world: World):
     folder = stored.run_of(args)
     locks = []
     disks.look(folder.parent, world).do(lambda: locks.append(_claim(folder, world, starts_anew(args, world))))
+    lock_id = stored.lock_id(folder)
     console.setup_logging(folder, world.rank, world.is_main)
     try:
         with no_exit():
@@ -41,7 +42,8 @@ def claimed(args, world: World):
         if isinstance(error, OutOfMemoryError):
             error.args = (f"{error} ({LESS_MEMORY})",)
         log.critical("failed", exc_info=True)
-        _failed(folder, world, error)
+        if stored.has_lock(folder, lock_id):  # else it may be another run's by now
+            _failed(folder, world, error)
         raise
     finally:
         for lock in locks:

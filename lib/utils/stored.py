@@ -56,6 +56,24 @@ def following(folder: Path, step: int) -> list[int]:
     return [back, again + 1] if step == last else [back + 1, 0]
 
 
+def lock_id(run: Path) -> tuple[int, int] | None:
+    """Which file the lock of a run's folder is, None where there is none. While its owner has it open no other file
+    can be the same one, wherever the folder is moved to. Raises OSError."""
+    try:
+        file = (run / ".lock").stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return file.st_dev, file.st_ino
+
+
+def has_lock(run: Path, lock: tuple[int, int] | None) -> bool:
+    """Whether the lock of a run's folder is still this one of `lock_id`; also where the disk does not answer."""
+    try:
+        return lock is None or lock_id(run) == lock
+    except OSError:
+        return True
+
+
 def outcome(run: Path) -> dict:
     """What outcome.json in the run's folder says, and `written`, which tells this one from another; {} where there is
     none."""
