@@ -46,8 +46,7 @@ def row(folder: Path) -> dict[str, str]:
     found, reason = state(folder, outcome, seen), str(outcome.get("reason") or "").split("\n")[0]
     if found in ("stopped", "failed", "lost") and (waits := reading.requeued(folder)):
         found, reason = "requeued", waits
-    owner = (folder / ".lock").read_text() if (folder / ".lock").exists() else ""
-    job = re.search(r", job (\S+)", owner)
+    job = reading.facts(folder / ".lock").get("job")
     figures = {name: value for line in lines for name, value in line.items()}
     progress = re.findall(r"epoch (\S+)  step (\S+)  .*?(?:left (\S+))?$", reading.log(folder, 1 << 16), re.M)
     epoch, step, left = progress[-1] if progress else ("", str(outcome.get("step", "")), "")
@@ -61,7 +60,7 @@ def row(folder: Path) -> dict[str, str]:
         "speed": f"{figures['perf/samples_per_s']:,.0f}/s" if "perf/samples_per_s" in figures else "",
         "left": left if found == "running" else "",
         "host": str(outcome.get("host", "")),
-        "job": job[1] if job else "",
+        "job": str(job or ""),
         "seen": f"{span(seen)} ago",
         "why": "" if found in ("running", "finished") else reason[:60],
     }

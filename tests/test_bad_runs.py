@@ -1,5 +1,6 @@
 """Runs that are refused once their parts are seen: data sets, models, folders, other runs, what they go on from."""
 
+import json
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 import train
 from lib import config
 from lib.trainer.trainer import Trainer
-from lib.utils import run_folder, stored
+from lib.utils import distributed, run_folder, stored
 from lib.utils.data import Tensors
 
 FAST = ["-cpu", "1", "-epochs", "1"]
@@ -279,6 +280,8 @@ def other(tmp_path):
         "1",
         "-epochs",
         "100000",
+        "-save_every",
+        "100000epochs",
         "-out",
         str(tmp_path / "out"),
         "-model",
@@ -293,7 +296,7 @@ def other(tmp_path):
     process.wait(60)
 
 
-def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tmp_path, capsys, monkeypatch):
+def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tmp_path, capsys, monkeypatch, caplog):
     out = tmp_path / "out"
     before = runs.outcome(out / "same")
     assert before["state"] == "running" and before["pid"] == other.pid
@@ -307,6 +310,18 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tm
         )
         assert f"pid {other.pid}" in heard.err and other.poll() is None
     assert runs.outcome(out / "same") == before and not (out / ".old").exists()
+
+    assert "waiting" not in caplog.text
+
+    for owner in ({"launch": "here"}, {"host": "elsewhere"}):  # as they stand in the file of one that may be leaving
+        with monkeypatch.context() as patch:
+            patch.setattr(distributed, "launch_id", lambda: "here")
+            patch.setattr(run_folder, "LEAVING_S", 0.5)
+            written = {"host": socket.gethostname(), "pid": other.pid, "launch": "there", **owner}
+            (out / "same" / ".lock").write_text(json.dumps(written))
+            assert train.main([*FAST, "-out", str(out), "-model", "same", "-grace_s", "0.1"]) == 2
+        assert caplog.text.count("waiting up to") == 1
+        caplog.clear()
 
     monkeypatch.setattr(run_folder, "PATIENCE_S", 60)
     other.send_signal(signal.SIGKILL)  # it takes its time to go

@@ -1,5 +1,6 @@
 """scripts/status.py says of each run what is true, also of those that cannot say it themselves any more."""
 
+import json
 import os
 import signal
 import subprocess
@@ -35,6 +36,9 @@ def test_runs_are_shown_as_what_they_are(tmp_path):
     }  # fmt: skip
     assert (found["whole"]["epoch"], found["whole"]["step"], found["whole"]["why"]) == ("2/2", "40/40", "")
     assert found["short"]["why"] == "-limit_steps 7 is reached" and "gradient" in found["bad"]["why"]
+    assert found["whole"]["job"] == ""
+    (finished / ".lock").write_text(json.dumps({**reading.facts(finished / ".lock"), "job": "4711"}))
+    assert rows(tmp_path)["whole"]["job"] == "4711"
     noted = reading.facts(finished / "outcome.json")["best"]
     assert found["whole"]["best"] == f"accuracy {noted['value']:.4g}"
     assert found["whole"]["speed"].endswith("/s") and float(found["whole"]["loss"]) > 0

@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -229,6 +228,19 @@ def test_max_hours_stop_a_run_and_the_file_stop_does_once_whatever_its_time(star
         assert stopped(start("asked"), "STOP") == NEXT + number
         assert not (run.folder / "STOP").exists()
     goes_on(start, "asked", undisturbed)
+
+
+def test_a_start_waits_for_the_ranks_that_still_save_after_their_launcher_was_killed(start, undisturbed):
+    old = start("again", deed=PAUSE)
+    old.noted(2)
+    os.kill(old.pid, signal.SIGKILL)
+    new = start("again")
+    new.says("its launcher is gone, so it is saving: waiting up to")
+    assert new.ended() is None
+    old.go()
+    assert new.ends() == 0, new.text()
+    assert f"step_{NEXT:08d}: epoch" in new.text().partition("going on from")[2]
+    assert new.weights() == undisturbed.weights()
 
 
 def test_a_stop_that_takes_longer_than_the_grace_shows_where_and_ends(start, undisturbed):

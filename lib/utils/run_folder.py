@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 LESS_MEMORY = ("a smaller -micro_batch takes less, for the same steps but for BatchNorm and dropout; so do "
                "-recompute, -bf16 and -parallel fsdp")  # fmt: skip
 PATIENCE_S = 3.0  # for an owner that was killed and is not quite gone
+LEAVING_S = 180.0  # for one that may be ending; the lock of a host that is lost stays 90 s on NFS
 
 
 @contextlib.contextmanager
@@ -32,7 +33,7 @@ def claimed(args, world: World):
     """
     folder = stored.run_of(args)
     locks = []
-    disks.look(folder.parent, world).do(lambda: locks.append(_claim(folder, world, starts_anew(args, world))))
+    disks.look(folder.parent, world).do(lambda: locks.append(_claim(folder, args, world)))
     lock_id = stored.lock_id(folder)
     console.setup_logging(folder, world.rank, world.is_main)
     try:
@@ -78,46 +79,86 @@ def starts_anew(args, world: World) -> bool:
     return args.reset and stored.outcome(stored.run_of(args)).get("launch") != world.launch
 
 
-def _claim(folder, world, anew):
-    lock = _lock(folder)
-    if anew:
+def _claim(folder, args, world):
+    lock = _lock(folder, world.launch, max(LEAVING_S, args.grace_s + PATIENCE_S))
+    launcher = os.getppid() if world.size > 1 else None
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": distributed.job_id(), "launcher": launcher,
+             "launch": world.launch}  # fmt: skip
+    lock.truncate(0)
+    lock.write(json.dumps(owner))
+    lock.flush()
+    if starts_anew(args, world):
         _move_aside(folder)
     write_outcome(folder, world, "running")
     return lock
 
 
-def _lock(folder):
+def _lock(folder, launch, leaving_s):
+    """The lock of a run's folder, taken: an open file. An owner that may be ending is waited for up to so many
+    seconds."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("a+")
     except OSError as error:
         raise UsageError(f"-out {folder.parent} -model {folder.name}: cannot be written ({error.strerror})") from None
-    try:
-        _take(lock)
-    except BlockingIOError:
-        lock.seek(0)
-        owner = lock.read().strip() or "another process"
-        raise UsageError(f"-model {folder.name}: {folder} is in use by {owner}; take another name or wait") from None
-    except OSError as error:
-        log.warning("%s: this file system has no locks (%s): a second run here would not be noticed", folder, error)
-    lock.truncate(0)
-    job = f", job {distributed.job_id()}" if distributed.job_id() else ""
-    lock.write(f"host {socket.gethostname()}, pid {os.getpid()}{job}")
-    lock.flush()
+    begun, told = time.monotonic(), False
+    while not _take(lock):
+        owner = _owner(lock)
+        named = ", ".join(f"{name} {owner[name]}" for name in ("host", "pid", "job") if owner.get(name))
+        used = f"{folder} is in use by {named or 'another process'}"
+        why = _may_be_leaving(owner, launch)
+        if time.monotonic() - begun > (leaving_s if why else PATIENCE_S):
+            lock.close()
+            raise UsageError(f"-model {folder.name}: {used}; take another name or wait")
+        if why and not told:
+            told = True
+            log.warning("%s, and %s: waiting up to %.0f s until it is gone", used, why, leaving_s)
+        time.sleep(0.05)
     return lock
 
 
-def _take(lock):
+def _take(lock) -> bool:
     """A record lock is the process's own: no child inherits it, and the kernel frees it after kill -9, once a write
     to disk that was under way is done: hence the patience."""
-    until = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            return fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise
-        time.sleep(0.05)
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.warning(
+            "%s: this file system has no locks (%s): a second run here would not be noticed", lock.name, error
+        )
+    return True
+
+
+def _owner(lock) -> dict:
+    """What the owner of a lock says of itself; {} of one that has said nothing yet."""
+    lock.seek(0)
+    try:
+        owner = json.loads(lock.read())
+    except ValueError:
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _may_be_leaving(owner: dict, launch: str) -> str:
+    """Why the owner of a lock may be gone soon; "" for one of this machine that is well."""
+    if owner.get("host", socket.gethostname()) != socket.gethostname():
+        return "whether it runs cannot be seen from this machine"
+    if owner.get("launch") == launch:
+        return "it is an earlier start of this launch"
+    parent = _parent(owner.get("pid"))
+    if owner.get("launcher") and parent and parent != owner["launcher"]:
+        return "its launcher is gone, so it is saving"
+    return ""
+
+
+def _parent(pid) -> int | None:
+    """The parent of a process, None where that cannot be known."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _move_aside(folder):
