@@ -11,6 +11,7 @@ import yaml
 from runs import distance, few, lines, norm_net, outcome, plugins, run, same, weights
 from safetensors.torch import load_file
 from saves import SMALL
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from lib.trainer import trainer
@@ -287,10 +288,17 @@ def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, m
         patch.setattr(report.Report, "evaluated", evaluated)
         with pytest.raises(MemoryError, match="killed"):
             run(tmp_path, words)
-    told = lines(run(tmp_path, words))
+    folder = run(tmp_path, words)
+    run(tmp_path, words)  # a finished run, evaluated again
+    told = lines(folder)
     assert [line["epoch"] for line in told if "val/loss" in line] == [1, 2, 3]
     assert sum("test/loss" in line for line in told) == 1
     assert [line["step"] for line in told if "train/loss" in line] == [4, 8, 12]
+    board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "images": 0}).Reload()
+    for name, wanted in (("train", [4, 8, 12]), ("val", [4, 8, 12]), ("test", [12])):
+        assert [point.step for point in board.Scalars(f"{name}/loss")] == wanted
+        if name != "train":
+            assert [picture.step for picture in board.Images(f"{name}/confusion")] == wanted
 
 
 def test_a_stop_on_the_very_last_step_finishes_the_run(tmp_path, monkeypatch, undisturbed):

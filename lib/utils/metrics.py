@@ -165,31 +165,29 @@ class Lines:
             self._file.close()
 
 
-def cut_back(path: Path, step: int, epoch: int = 0, anew: str | None = None):
-    """Drop the lines of metrics.jsonl beyond a step, and of that step those beyond `epoch`: for rank 0 on resume,
-    before `Lines` writes there again.
+def cut_back(path: Path, step: int) -> set[str]:
+    """Drop the lines of metrics.jsonl beyond a step: for rank 0 on resume, before `Lines` writes there again. Returns
+    the names of the figures of that step, which need not be logged again.
 
-    `anew`: drop also what holds a figure whose name begins so. Objects without a step stay. Lines that are no JSON
-    objects go, with a warning, unless it is the last one, cut short by a kill. The file is replaced as a whole; where
-    that fails it stays as it was, with a warning.
+    Objects without a step stay. Lines that are no JSON objects go, with a warning, unless it is the last one, cut
+    short by a kill. The file is replaced as a whole; where that fails it stays as it was, with a warning.
     """
     path = Path(path)
     if not path.exists():
-        return
+        return set()
     old = path.read_bytes()
     lines = [(line, _parsed(line)) for line in old.split(b"\n") if line]
     unreadable = [line for line, record in lines if record is None]
     if unreadable and unreadable != [old.split(b"\n")[-1]]:
         log.warning("%s: %d unreadable lines are left out", path, len(unreadable))
-    kept = (line for line, record in lines if record is not None and _place(record) <= (step, epoch)
-            and not (anew and any(name.startswith(anew) for name in record)))  # fmt: skip
-    new = b"".join(line + b"\n" for line in kept)
-    if new == old:
-        return
+    kept = [(line, record) for line, record in lines if record is not None and _step(record) <= step]
+    new = b"".join(line + b"\n" for line, _ in kept)
     try:
-        atomic.write_file(path, new)
+        if new != old:
+            atomic.write_file(path, new)
     except OSError as error:
         log.warning("cannot cut back %s (%s): steps that are done again will stand in it twice", path, error)
+    return {name for _, record in kept if _step(record) == step for name in record}
 
 
 def _parsed(line):
@@ -200,9 +198,9 @@ def _parsed(line):
     return record if isinstance(record, dict) else None
 
 
-def _place(record):
-    step, epoch = record.get("step"), record.get("epoch", 0)
-    return (step, epoch) if isinstance(step, (int, float)) and isinstance(epoch, (int, float)) else (-math.inf, 0)
+def _step(record):
+    step = record.get("step")
+    return step if isinstance(step, (int, float)) else -math.inf
 
 
 def _plain(value):

@@ -35,9 +35,8 @@ class Report:
     def __init__(self, folder: Path, world: World, args, total_steps: int, start: State):
         timing.startup.report("resume")
         self.folder, self.world, self.total_steps, self.epochs = folder, world, total_steps, args.epochs
-        if world.is_main:  # what was told after the checkpoint comes again, as do the figures of a trained run's end
-            anew = "test/" if start.epoch >= args.epochs else None
-            metrics.cut_back(folder / "metrics.jsonl", start.step, start.epoch, anew)
+        # What was logged after the checkpoint comes again. An evaluation at its very step may be logged already.
+        self.logged = metrics.cut_back(folder / "metrics.jsonl", start.step) if world.is_main else set()
         self.lines = metrics.Lines(folder / "metrics.jsonl", world.is_main)
         self.board = tensorboard.Board(folder / "tensorboard", world.is_main, start.step + 1)
         self.board.config(vars(args))
@@ -69,7 +68,7 @@ class Report:
     def _samples(self, batch):
         images = batch[0] if self.world.is_main and isinstance(batch, (tuple, list)) else None
         if pictures.is_picture(images):
-            self.board.picture("train/samples", pictures.grid(images), self.begun)
+            self.board.picture("train/samples", pictures.grid(images), self.begun + 1)
 
     def training(self, state, *, steps: int, samples: float, figures: dict):
         """One log interval of `steps` steps and, over all ranks, `samples` samples."""
@@ -116,9 +115,13 @@ class Report:
         if figures:
             told = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
             log.info("epoch %d/%d  %s  %s", state.epoch, self.epochs, split, told)
-            self._write(state, {f"{split}/{name}": value for name, value in figures.items()})
-            for name, picture in answers.shown().items():
+            tagged = {f"{split}/{name}": value for name, value in figures.items()}
+            drawn = answers.shown()
+            if state.step == self.begun and self.logged & tagged.keys():
+                return
+            for name, picture in drawn.items():
                 self.board.picture(f"{split}/{name}", picture, state.step)
+            self._write(state, tagged)
 
     def finish(self, outcome: str, state, args, leads: bool, **facts):
         """Writes outcome.json, if this rank `leads` those of its disk, and says how it ended ("finished", "stopped"),
@@ -147,8 +150,8 @@ class Report:
             log.info("TensorBoard: %s", address)
 
     def _write(self, state, tagged):
+        self.board.scalars(state.step, tagged)  # first: what stands in metrics.jsonl is on the board
         self.lines.write({"step": state.step, "epoch": state.epoch, "samples": state.samples, **tagged})
-        self.board.scalars(state.step, tagged)
 
 
 def last_words(folder: Path, outcome: dict, args) -> list[str]:
