@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ from saves import SMALL, everything, log_of, names
 
 import train
 from lib.trainer import trainer
-from lib.utils import checkpoint, preemption, shards
+from lib.utils import checkpoint, preemption, run_folder, shards, weights
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 WIDE = (
@@ -72,9 +73,11 @@ def at_steps(monkeypatch, deeds):
 
 
 def fill(disk):
-    with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(1 << 16))
+    with (disk / "filler").open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
 
 
 def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint(tmp_path, mount, monkeypatch):
@@ -89,16 +92,67 @@ def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint(tmp_path, mount, m
     assert not list(folder.rglob("*.partial"))
 
 
-def test_a_disk_that_stays_full_ends_the_run_and_the_old_checkpoint_is_good(mount, monkeypatch, done):
+def test_a_disk_that_stays_full_ends_the_run_and_the_old_checkpoint_is_good(mount, monkeypatch, done, capfd):
     disk = mount("8m")
     with monkeypatch.context() as patch:
         at_steps(patch, {5: lambda: fill(disk)})
-        with pytest.raises((checkpoint.SaveError, OSError)):
+        with pytest.raises(checkpoint.SaveError, match=r"could not be saved .*No space left .* 0 bytes free"):
             run(disk, f"{SMALL} -save_every 1steps -log_every 1")
     folder = disk / done.name
     assert names(folder)[0] == "step_00000004"
+    assert outcome(folder)["state"] == "failed" and "0 bytes free" in outcome(folder)["reason"]
+    assert "0 bytes free" in saves.refused(disk, f"{SMALL} -model new", capfd)
     (disk / "filler").unlink()
     assert distance(run(disk, SMALL), done) == 0.0
+
+
+def test_a_failure_that_cannot_be_written_down_is_told_all_the_same(tmp_path, monkeypatch, caplog):
+    real = run_folder.write_outcome
+
+    def write_outcome(folder, state, **facts):
+        if state == "failed":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(folder, state, **facts)
+
+    def fail():
+        raise ValueError("the first cause")
+
+    monkeypatch.setattr(run_folder, "write_outcome", write_outcome)
+    at_steps(monkeypatch, {5: fail})
+    with pytest.raises(ValueError, match="the first cause"):
+        run(tmp_path, SMALL)
+    assert "outcome.json could not be written ([Errno 5]" in caplog.text
+
+
+def test_final_weights_that_do_not_fit_are_named_with_the_room_there_is(mount, monkeypatch):
+    disk = mount("8m")
+    real = weights.write
+
+    def write(folder, tensors):
+        if folder.name == "final":
+            fill(disk)
+        real(folder, tensors)
+
+    monkeypatch.setattr(weights, "write", write)
+    with pytest.raises(OSError, match=r"final/weights\.safetensors could not be written .* 0 bytes free"):
+        run(disk, SMALL)
+    assert outcome(disk / "few_norm_net")["state"] == "failed"
+
+
+def test_a_disk_without_inodes_is_refused_at_the_start(mount, monkeypatch, capfd):
+    disk = mount("8m,nr_inodes=60")
+    with monkeypatch.context() as patch:
+        saves.stop_at(patch, 6)
+        run(disk, SMALL, wanted=75)
+    (disk / "used").mkdir()
+    with contextlib.suppress(OSError):
+        for number in range(60):
+            (disk / "used" / str(number)).touch()
+    assert "its disk has inodes for 0 more files" in saves.refused(disk, SMALL, capfd)
+    assert "no inodes free" in saves.refused(disk, f"{SMALL} -model new", capfd)
+    assert outcome(disk / "few_norm_net")["state"] == "stopped"
+    shutil.rmtree(disk / "used")
+    run(disk, SMALL)
 
 
 def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(mount, capfd):

@@ -231,7 +231,7 @@ def read_manifest(folder: Path) -> dict:
         data = path.read_bytes()
         manifest = json.loads(data)
     except OSError as error:
-        if error.errno not in shards.MISSING:
+        if error.errno not in stored.MISSING:
             raise
         raise shards.Damaged(f"{path}: is missing ({error.strerror})") from None
     except (ValueError, RecursionError) as error:

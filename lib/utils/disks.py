@@ -1,14 +1,15 @@
 """Which ranks see the same folder, and what one of them does there for all: nodes may share a disk or not."""
 
-import errno
 import logging
+import math
+import os
 import secrets
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.utils import distributed
+from lib.utils import distributed, stored
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -103,7 +104,7 @@ def retry(read):
         try:
             return read()
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:  # does not pass
+            if error.errno in stored.MISSING:
                 raise
             log.warning("%s: tried again in %g s", error, wait)
             time.sleep(wait)
@@ -112,12 +113,23 @@ def retry(read):
 
 def free_bytes(folder: Path) -> int:
     """Bytes that are free on the disk of a folder, whether it is there yet or not. Raises OSError."""
-    return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
+    return shutil.disk_usage(_place(folder)).free
+
+
+def free_files(folder: Path) -> float:
+    """How many files more the disk of a folder can hold: its free inodes. Raises OSError."""
+    facts = os.statvfs(_place(folder))
+    return facts.f_favail if facts.f_files else math.inf  # some file systems have as many as there is room for
+
+
+def _place(folder):
+    """The folder, or what is there of its parents."""
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
 def free_there(folder: Path) -> str:
-    """The same in words, also where it cannot be known."""
+    """Both in words, also where they cannot be known."""
     try:
-        return f"{free_bytes(folder):,} bytes free"
+        return f"{free_bytes(folder):,} bytes free{'' if free_files(folder) else ', no inodes free'}"
     except OSError as error:
         return f"free bytes unknown: {error.strerror}"

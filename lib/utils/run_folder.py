@@ -1,6 +1,7 @@
 """The folder of a run, out/NAME: who owns it, starting anew, and how the run ended."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 LESS_MEMORY = ("a smaller -micro_batch takes less, for the same steps but for BatchNorm and dropout; so do "
                "-recompute, -bf16 and -parallel fsdp")  # fmt: skip
 PATIENCE_S = 3.0  # for an owner that was killed and is not quite gone
+NEEDED_FILES = 16  # by a run, and one for each of its processes
 LEAVING_S = 180.0  # for one that may be ending; the lock of a host that is lost stays 90 s on NFS
 
 
@@ -43,8 +45,11 @@ def claimed(args, world: World):
         if isinstance(error, OutOfMemoryError):
             error.args = (f"{error} ({LESS_MEMORY})",)
         log.critical("failed", exc_info=True)
-        if stored.has_lock(folder, lock_id):  # else it may be another run's by now
-            _failed(folder, world, error)
+        try:
+            if stored.has_lock(folder, lock_id):  # else it may be another run's by now
+                _failed(folder, world, error)
+        except OSError as second:  # the first is what is to be told
+            log.warning("%s could not be written (%s)", folder / "outcome.json", second)
         raise
     finally:
         for lock in locks:
@@ -80,7 +85,23 @@ def starts_anew(args, world: World) -> bool:
 
 
 def _claim(folder, args, world):
-    lock = _lock(folder, world.launch, max(LEAVING_S, args.grace_s + PATIENCE_S))
+    try:
+        lock = _lock(folder, world.launch, max(LEAVING_S, args.grace_s + PATIENCE_S))
+        _open(folder, lock, args, world)
+    except OSError as error:
+        free = f", {disks.free_there(folder)}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise UsageError(
+            f"-out {folder.parent} -model {folder.name}: cannot be written ({error.strerror}{free})"
+        ) from None
+    return lock
+
+
+def _open(folder, lock, args, world):
+    """What the owner of the lock does first: says who it is, and makes room for a new run."""
+    free = disks.free_files(folder)
+    if free < NEEDED_FILES + world.size:
+        raise UsageError(f"-out {folder.parent}: its disk has inodes for {free} more files, which is too few; remove "
+                         f"files there, or take another disk")  # fmt: skip
     launcher = os.getppid() if world.size > 1 else None
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": distributed.job_id(), "launcher": launcher,
              "launch": world.launch}  # fmt: skip
@@ -90,17 +111,13 @@ def _claim(folder, args, world):
     if starts_anew(args, world):
         _move_aside(folder)
     write_outcome(folder, world, "running")
-    return lock
 
 
 def _lock(folder, launch, leaving_s):
     """The lock of a run's folder, taken: an open file. An owner that may be ending is waited for up to so many
     seconds."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a+")
-    except OSError as error:
-        raise UsageError(f"-out {folder.parent} -model {folder.name}: cannot be written ({error.strerror})") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / ".lock").open("a+")
     begun, told = time.monotonic(), False
     while not _take(lock):
         owner = _owner(lock)
@@ -174,8 +191,13 @@ def _move_aside(folder):
 
 
 def write_config(folder: Path, world: World, text: str):
-    """config.yaml: what was asked."""
-    distributed.main_does(lambda: atomic.write_file(folder / "config.yaml", text), world)
+    """config.yaml: what was asked. Raises UsageError where it cannot be written."""
+    try:
+        distributed.main_does(lambda: atomic.write_file(folder / "config.yaml", text), world)
+    except OSError as error:
+        raise UsageError(
+            f"-out {folder.parent}: {folder / 'config.yaml'} cannot be written ({error}, {disks.free_there(folder)})"
+        ) from error
 
 
 def write_outcome(folder: Path, world: World, state: str, **facts):
@@ -187,4 +209,10 @@ def write_outcome(folder: Path, world: World, state: str, **facts):
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }
-    atomic.write_file(folder / "outcome.json", json.dumps(facts, indent=2) + "\n")
+    path, text = folder / "outcome.json", json.dumps(facts, indent=2) + "\n"
+    try:
+        atomic.write_file(path, text)
+    except OSError:  # a disk that is full has room for what takes the old one's place
+        with path.open("r+") as file:
+            file.write(text)
+            file.truncate()

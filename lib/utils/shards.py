@@ -6,7 +6,6 @@ the library.
 """
 
 import concurrent.futures
-import errno
 import json
 import logging
 import math
@@ -21,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lib.utils import stored
 from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
 CHUNK = 1 << 20  # bytes
-MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # no file of this name
 NAMED = re.compile(r"shard_\d{4,9}\.safetensors")
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -143,7 +142,7 @@ def verify(path: Path, wanted: dict):
         with path.open("rb") as file:
             crc = checksum(iter(lambda: file.read(CHUNK), b""))
     except OSError as error:
-        if error.errno not in MISSING:
+        if error.errno not in stored.MISSING:
             raise
         raise Damaged(f"{path}: is missing ({error.strerror})") from None
     if crc != wanted["crc32"]:

@@ -1,9 +1,11 @@
 """What a run has stored, told without torch: its checkpoints by their names and order, and outcome.json."""
 
+import errno
 import json
 import re
 from pathlib import Path
 
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # no such file, for good
 NAMED = re.compile(r"step_(\d{1,18})(?:_(\d{1,9}))?(?:_after(\d{1,9}))?(_keep)?")
 
 
@@ -17,7 +19,9 @@ def listed(folder: Path) -> list[Path]:
     it cannot be read."""
     try:
         there = [entry for entry in folder.iterdir() if NAMED.fullmatch(entry.name)]
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in MISSING:
+            raise
         return []
     return sorted(there, key=lambda entry: order(entry.name), reverse=True)
 

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lib.utils import atomic, distributed, shards
+from lib.utils import atomic, disks, distributed, shards
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 from lib.utils.state import model_tensors
@@ -25,7 +25,7 @@ def keep(folder: Path, tensors: dict[str, Tensor], world: World, must: bool = Tr
     except (OSError, RuntimeError) as error:
         if must:
             raise
-        log.warning("%s could not be written (%s): the run goes on without", folder, error)
+        log.warning("%s: the run goes on without", error)
         return False
     return True
 
@@ -40,10 +40,14 @@ def _gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
 
 
 def write(folder: Path, tensors: dict[str, Tensor]):
-    """Writes folder/weights.safetensors from whole tensors on the CPU, in place of an older one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic.staged(folder / "weights.safetensors") as partial:
-        shards.write(partial, list(tensors.items()))
+    """Writes folder/weights.safetensors from whole tensors on the CPU, in place of an older one. Raises OSError."""
+    path = folder / "weights.safetensors"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic.staged(path) as partial:
+            shards.write(partial, list(tensors.items()))
+    except OSError as error:
+        raise OSError(f"{path} could not be written ({error}, {disks.free_there(folder.parent)})") from error
 
 
 def read(path: Path, device: str = "cpu") -> dict[str, Tensor]:
