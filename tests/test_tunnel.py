@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import urllib.error
@@ -58,9 +59,13 @@ def test_the_tunnel_of_a_run_is_locked_told_and_gone_with_it(agent, start, tmp_p
     notes = agent()
     run = start("shared", "-ngrok", "-ngrok_auth", "ann", cpu=2, deed={"do": "pause", "step": 25, "rank": 0},
                 env=dict(os.environ))  # fmt: skip
-    run.says("TensorBoard for others")
-    address = until(lambda: run.outcome().get("tensorboard"))
-    assert run.outcome()["state"] == "running" and address in run.text()
+    file = run.folder / "tensorboard_address.txt"
+    run.says(f"TensorBoard for others: the address is in {file}")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    local, address = (line.partition(": ")[2] for line in file.read_text().splitlines())
+    word = local.rstrip("/").rpartition("/")[2]
+    assert len(word) > 16 and local.startswith("http://127.0.0.1:") and word in address
+    file.unlink()  # it alone may hold the word
     with pytest.raises(urllib.error.HTTPError, match="401"):
         fetched(address)
     assert "TensorBoard" in fetched(address, "ann", PASSWORD)
@@ -78,7 +83,7 @@ def test_the_tunnel_of_a_run_is_locked_told_and_gone_with_it(agent, start, tmp_p
         fetched(address)
     left = [*(tmp_path / "out").rglob("*"), *tmp_path.glob("log_*")]
     texts = [path.read_text(errors="ignore") for path in left if path.is_file()]
-    assert len(texts) > 5 and not [text for text in texts if TOKEN in text or PASSWORD in text]
+    assert len(texts) > 5 and not [text for text in texts if TOKEN in text or PASSWORD in text or word in text]
 
 
 def test_a_made_up_password_is_shown_on_a_terminal_only(agent, start, tmp_path):
@@ -86,13 +91,14 @@ def test_a_made_up_password_is_shown_on_a_terminal_only(agent, start, tmp_path):
     env = {**os.environ, "NGROK_PASSWORD": None}
     run = start("shown", "-ngrok", cpu=1, terminal=("stdout",), env=env, deed={"do": "pause", "step": 25})
     run.says("its password, shown only here and now: ")
+    assert "TensorBoard: http://127.0.0.1:" in run.text()
     said = run.text().partition("here and now: ")[2].split()[0]
     run.go()
     assert len(said) >= 12 and run.ends() == 0
     pairs = json.loads(notes.read_text())["asked"]["traffic_policy"]["on_http_request"][0]["actions"][0]["config"]
     assert pairs["credentials"] == [f"baton:{said}"]
     until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the end of the agent")
-    assert run.outcome()["state"] == "finished" and "tensorboard" not in run.outcome()
+    assert run.outcome()["state"] == "finished" and not (run.folder / "tensorboard_address.txt").exists()
     out = tmp_path / "out"
     assert not [path for path in out.rglob("*") if path.is_file() and said in path.read_text(errors="ignore")]
 

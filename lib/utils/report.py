@@ -1,5 +1,6 @@
 """What a run says of itself: the terminal, the logs, metrics.jsonl and TensorBoard. Silent off rank 0."""
 
+import contextlib
 import dataclasses
 import logging
 from pathlib import Path
@@ -44,6 +45,7 @@ class Report:
         self.histogram_every = args.log_histograms
         serves = (args.tb or args.ngrok) and world.is_main
         self.lock = tunnel.Lock(args) if serves else None
+        self.addresses, self.address_file = "", folder / "tensorboard_address.txt"
         self.server = serving.serve(folder.parent, self._heard, serves, self.lock and self.lock.policy)
         self.profile = profiling.Profile(folder / "profile", world, args.profile)
         self.bar = console.Progress(total_steps, start.step, world.is_main)
@@ -141,13 +143,26 @@ class Report:
         self.board.close(finished)
         self.lines.close()
         self.server.close()
+        if self.addresses:
+            with contextlib.suppress(OSError):
+                self.address_file.unlink()
 
     def _heard(self, name, address):
+        """Says where TensorBoard is. The word in its address keeps other users of this machine out: it goes to the
+        terminal, into a file that nobody else can read, and into no log."""
+        what = "TensorBoard for others" if name == "tunnel" else "TensorBoard"
+        self.addresses += f"{what}: {address}\n"
+        try:
+            self.address_file.unlink(missing_ok=True)
+            self.address_file.touch(mode=0o600)
+            self.address_file.write_text(self.addresses)
+            log.info("%s: the address is in %s", what, self.address_file)
+        except OSError as error:
+            log.warning("%s: the address cannot be written to %s (%s)", what, self.address_file, error)
+        if console.terminal():
+            console.whisper(f"{what}: {address}")
         if name == "tunnel":
-            self.lock.tell(address)
-            run_folder.write_outcome(self.folder, self.world, "running", tensorboard=address)
-        else:
-            log.info("TensorBoard: %s", address)
+            self.lock.tell()
 
     def _write(self, state, tagged):
         self.board.scalars(state.step, tagged)  # first: what stands in metrics.jsonl is on the board

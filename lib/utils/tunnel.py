@@ -42,9 +42,8 @@ class Lock:
             self.secret = "" if given else secrets.token_urlsafe(12)
             self.policy = ask_for(args.ngrok_auth, given or self.secret)
 
-    def tell(self, address: str):
-        """Says where the tunnel begins; a password that was made up, on the terminal only."""
-        log.info("TensorBoard for others: %s", address)
+    def tell(self):
+        """Shows a password that was made up, on the terminal only."""
         if self.secret:
             console.whisper(f"its password, shown only here and now: {self.secret}")
 
