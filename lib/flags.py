@@ -102,7 +102,7 @@ def _training(group):
     group.add_argument("-log_histograms", type=whole(1), metavar="N",
                        help="every N steps, show TensorBoard how weights and gradients are spread")  # fmt: skip
     group.add_argument("-max_bad_steps", type=whole(1), default=10, metavar="N",
-                       help="stop after N steps in a row without a finite gradient; they are skipped")  # fmt: skip
+                       help="stop after N skipped steps in a row: a gradient or buffer was not finite")  # fmt: skip
 
 
 def _finding_out(group):

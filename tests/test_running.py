@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lib.core import optimizer as optimizers
 from lib.core import running
 from lib.utils import distributed
 from lib.utils.distributed import World
@@ -51,7 +52,9 @@ def step(model, statistics, parts, of, norm=1.0):
         statistics.before(first=number == 0)
         model(part)
         statistics.after(len(part) / of)
+    broken = statistics.reduce()
     statistics.settle(torch.tensor(norm))
+    return broken
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
@@ -116,9 +119,80 @@ def test_running_statistics_of_two_ranks_are_those_of_one_that_has_it_all(monkey
     assert close(answers[1], wanted) and close(answers[2], wanted)
 
 
+class Notes(nn.Module):
+    """Writes what a test tells it to into its buffer, one value for each micro-batch."""
+
+    def __init__(self, *values):
+        super().__init__()
+        self.register_buffer("note", torch.tensor(values))
+        self.coming = []
+
+    def forward(self, inputs):
+        if self.coming:
+            for place, value in self.coming.pop(0).items():
+                self.note[place] = value
+
+
+PARTS = [torch.zeros(size, 4) for size in (3, 5, 2)]
+
+
+def test_a_buffer_of_infinity_stays_as_it_is():
+    model = Notes(-math.inf, math.nan, 0.1, 1e-45, 0.7)
+    statistics = running.Statistics(model, World(), alone=False)
+    before = model.note.clone()
+    for _ in range(1000):
+        assert not step(model, statistics, PARTS, 10)
+    assert torch.equal(model.note.view(torch.int32), before.view(torch.int32)), "to the bit"
+
+
+def test_a_borrowed_micro_batch_changes_no_buffer():
+    model = Notes(-math.inf, 1.0)
+    statistics = running.Statistics(model, World(), alone=False)
+    model.coming = [{1: 5.0}, {0: 7.0, 1: math.nan}]
+    for weight in (1.0, 0.0):
+        statistics.before(first=weight == 1.0)
+        model(None)
+        statistics.after(weight)
+    assert not statistics.reduce()
+    statistics.settle(torch.tensor(1.0))
+    assert model.note.tolist() == [-math.inf, 5.0]
+
+
+def test_values_that_some_micro_batches_change_become_the_mean_and_the_others_stay():
+    model = Notes(2.0, 0.1, math.inf)
+    statistics = running.Statistics(model, World(), alone=False)
+    model.coming = [{0: 4.0, 2: 1.0}, {2: 3.0}, {2: 2.0}]
+    assert not step(model, statistics, PARTS, 10), "what was infinite may become finite, as a running minimum does"
+    assert model.note.tolist() == pytest.approx([2.6, 0.1, 2.2]) and model.note[1] == torch.tensor(0.1)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_value_that_stops_being_finite_is_told(value, alone):
+    model = Notes(1.0, -math.inf)
+    statistics = running.Statistics(model, World(), alone)
+    for at in range(1 if alone else 3):
+        model.coming = [{0: value} if number == at else {} for number in range(3)]
+        assert step(model, statistics, PARTS[:1] if alone else PARTS, 10)
+        model.note[0] = 1.0
+
+
+def test_a_gradient_is_spoiled_only_where_a_buffer_is():
+    for bad in (False, True):
+        parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+        for parameter in parameters[:2]:
+            parameter.grad = torch.ones(2)
+        optimizers.spoil(parameters, torch.tensor(bad))
+        assert torch.isfinite(optimizers.clip(parameters[:2], 1.0)) != bad
+
+
 def test_a_model_without_running_statistics_has_none_to_keep():
     model = nn.Linear(4, 2)
     statistics = running.Statistics(model, World(), alone=False)
     before = copy.deepcopy(model.state_dict())
     step(model, statistics, [torch.randn(3, 4)], 3)
-    assert not statistics.on and all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert (
+        statistics.reduce() is None
+        and not statistics.on
+        and all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    )

@@ -304,3 +304,53 @@ def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, m
 def test_a_stop_on_the_very_last_step_finishes_the_run(tmp_path, monkeypatch, undisturbed):
     saves.stop_at(monkeypatch, 12)
     assert distance(run(tmp_path, f"{SMALL} -cpu 2 -model last"), undisturbed[2]) == 0.0
+
+
+class Masked(nn.Module):
+    """Adds a mask that hides a number from the softmax, as a causal mask does; it is kept in a buffer."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.net = norm_net(args)
+        self.register_buffer("mask", torch.tensor([0.1, -math.inf, 0.3, 0.7]))
+
+    def forward(self, inputs):
+        outputs = self.net(inputs)
+        return outputs + (outputs + self.mask).softmax(-1)
+
+
+def test_a_mask_of_infinity_goes_through_steps_in_which_processes_borrow_micro_batches(tmp_path):
+    with plugins(arch={"masked": Masked}):
+        folders = [run(tmp_path, f"{SMALL} -arch masked -cpu {cpu} -model on_{cpu}") for cpu in (1, 3)]
+    assert not any("train/bad_steps" in line for folder in folders for line in lines(folder))
+    one, other = map(weights, folders)
+    masks = one.pop("mask"), other.pop("mask")
+    assert all(torch.equal(mask, torch.tensor([0.1, -math.inf, 0.3, 0.7])) for mask in masks)
+    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
+
+
+class Overflows(nn.Module):
+    """Keeps the largest input that it saw; beyond 1e5 that is infinity."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.net = norm_net(args)
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, inputs):
+        if self.training:
+            self.largest.copy_(torch.where(inputs.max() > 1e5, torch.inf, inputs.max()))
+        return self.net(inputs.clamp(-9, 9))
+
+
+@pytest.mark.parametrize("words", ["-cpu 2", "-cpu 2 -parallel fsdp", "-cpu 1 -fp16"])
+def test_a_step_that_breaks_a_buffer_is_skipped_and_counted(words, tmp_path):
+    def spiked(args):
+        parts = few(args)
+        parts["train"].tensors[0][11] = 1e6
+        return parts
+
+    with plugins(dataset={"spiked": spiked}, arch={"overflows": Overflows}):
+        folder = run(tmp_path, f"{SMALL} -dataset spiked -arch overflows {words} -model skips")
+    assert all(torch.isfinite(value).all() for value in weights(folder).values())
+    assert [line["train/bad_steps"] for line in lines(folder) if "train/bad_steps" in line][-1] == 3

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lib.utils import shards
 from lib.utils.errors import UsageError
 
 BY_NAME = {
@@ -76,6 +77,14 @@ def _own_options(args, batch_size):
     if args.optimizer in ("adam", "adamw") and args.scale_lr == "sqrt":
         return scaled_adam(batch_size / args.lr_batch)
     return {}
+
+
+@torch.no_grad()
+def spoil(parameters: list, bad: torch.Tensor):
+    """Makes the gradient NaN where `bad` (0-d, the same on all ranks), so that the step is skipped. Nobody waits for
+    the answer."""
+    gradient = next(shards.local(p.grad) for p in reversed(parameters) if p.grad is not None)
+    gradient.masked_fill_(bad.to(gradient.device), math.nan)
 
 
 def clip(parameters: list, limit: float) -> torch.Tensor:

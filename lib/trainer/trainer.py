@@ -121,8 +121,12 @@ class Trainer:
         self.window.append((loss.detach(), key.count))
 
     def step(self, samples: int):
-        """The optimizer's step of `samples` samples, left out on all ranks alike if the gradient is not finite."""
+        """The optimizer's step of `samples` samples, left out on all ranks alike if the gradient is not finite, or a
+        buffer of the model no longer is."""
         parallel.check_reduced(self.model, self.parameters)
+        broken = self.statistics.reduce()
+        if broken is not None:
+            optimizers.spoil(self.parameters, broken)
         self.scaler.unscale_(self.optimizer)
         norm = optimizers.clip(self.parameters, self.args.clip_grad)
         self.report.histograms(self.state.step + 1, unwrap(self.model))

@@ -1,4 +1,4 @@
-"""Steps without a finite gradient: they are skipped and counted, and too many in a row end the run."""
+"""Steps whose gradient or buffers are not finite: they are skipped and counted; too many in a row end the run."""
 
 from pathlib import Path
 
