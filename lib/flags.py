@@ -83,7 +83,7 @@ def _data(group):
     group.add_argument(
         "-batch_per_gpu", type=whole(1), metavar="N", help="-batch_size as N x processes at the first start"
     )
-    group.add_argument("-micro_batch", type=whole(1), metavar="N", help="samples a pass (one process's share)")
+    group.add_argument("-micro_batch", type=whole(1), metavar="N", help="most samples a pass (one process's share)")
     _switch(group, "-shuffle", "a new order of the training samples every epoch", default=True)
     _switch(group, "-augment", "change training images at random, where the data set does so", default=True)
     _switch(group, "-drop_last", "leave out an epoch's short last batch")

@@ -57,7 +57,9 @@ def counted(shares):
 @given(plan=plans())
 @example(plan=Plan(150, 64, 8, False, 3))
 @example(plan=Plan(5, 40, 40, False, 9))  # more ranks than samples
-def test_a_step_is_cut_into_whole_micro_batches_and_a_short_one_into_none_of_one_sample(plan):
+@example(plan=Plan(13, 8, 1, False, 1))
+@example(plan=Plan(7, 4, 2, False, 2))
+def test_a_step_is_cut_into_whole_micro_batches_and_a_short_one_into_parts_of_two_samples_or_more(plan):
     end = plan.steps * plan.batch if plan.drop_last else plan.samples
     steps = [plan.cut(step) for step in range(plan.steps)]
     edges = [edge for parts in steps for part in parts for edge in part]
@@ -68,7 +70,8 @@ def test_a_step_is_cut_into_whole_micro_batches_and_a_short_one_into_none_of_one
             assert set(sizes) == {plan.grain} and len(parts) >= plan.ranks
         else:
             assert parts is steps[-1] and len(parts) <= plan.batch // plan.grain
-            assert max(sizes) - min(sizes) <= 1 and (min(sizes) >= 2 or sizes == [1])
+            assert max(sizes) - min(sizes) <= 1 and max(sizes) <= plan.micro
+            assert min(sizes) >= 2 or sizes == [1] or plan.micro <= 2, "BatchNorm needs two, where they may be two"
     assert plan.batch % plan.grain == 0 and plan.grain <= plan.micro
     assert plan.grain == plan.micro or plan.batch < plan.micro * plan.ranks, "cut finer without need"
 
@@ -96,7 +99,7 @@ def test_every_rank_takes_part_in_every_step_with_its_share_or_one_that_does_not
         for keys in here:
             assert [key.first for key in keys] == [True] + [False] * (len(keys) - 1)
             assert [key.last for key in keys] == [False] * (len(keys) - 1) + [True]
-            assert all(key.of == size and key.indices for key in keys)
+            assert all(key.of == size and 0 < len(key.indices) <= plan.micro for key in keys)
             assert all(key.count == len(key.indices) for key in keys if key.count)
         assert len({len(keys) for keys in here}) == 1, "a sharded model needs all ranks in every forward pass"
 
@@ -125,6 +128,7 @@ def test_evaluation_counts_each_sample_once_and_the_ranks_take_equally_many_turn
     worlds = [World(rank=rank, size=ranks) for rank in range(ranks)]
     shares = [list(loader.get_loaders(splits, plan, world, args)["val"].epoch(0)) for world in worlds]
     assert sorted(n for share in shares for key, values in share if key.count for n in values.tolist()) == [*range(n)]
+    assert max(len(values) for share in shares for _, values in share) <= batch
     assert len({sum(key.last for key, _ in share) for share in shares}) == 1
 
 

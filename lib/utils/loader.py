@@ -46,13 +46,14 @@ class Plan:
     def cut(self, step: int) -> list[tuple[int, int]]:
         """The micro-batches of an epoch's step: (start, stop) positions in the epoch's order.
 
-        A short last batch is spread over as many micro-batches as leave two samples in each: BatchNorm needs two.
+        A short last batch is spread over as many micro-batches as leave two samples in each, as BatchNorm needs two;
+        none holds more than `micro`, what a device has memory for.
         """
         start, grain = step * self.batch, self.grain
         count = min(self.batch, self.samples - start)
         if count == self.batch:
             return [(start + at, start + at + grain) for at in range(0, count, grain)]
-        parts = max(1, min(self.batch // grain, count // 2))
+        parts = max(math.ceil(count / self.micro), min(self.batch // grain, count // 2))
         edges = [start + part * count // parts for part in range(parts + 1)]
         return list(itertools.pairwise(edges))
 
@@ -122,7 +123,9 @@ class ShardLoader(Loader):
             cuts = [Plan(count, each, micro).cut(0) if count else [] for count in counts]
             parts = [(start + begin, start + end) for begin, end in cuts[self.world.rank]]
             first = self.world.rank * math.ceil(each / micro)
-            yield from turns(step, parts, first, (0, 2), order, of=sum(counts), number=max(map(len, cuts)))
+            yield from turns(
+                step, parts, first, (0, min(2, micro)), order, of=sum(counts), number=max(map(len, cuts))
+            )
 
     def indices(self, epoch: int, step: int) -> list[int]:
         """This rank's samples of one step, by their index in its own shard."""
@@ -139,9 +142,9 @@ def in_blocks(items: Iterator, size: int) -> Iterator:
 def share(step: int, parts: list, order, world: World) -> Iterator[Key]:
     """The keys of this rank's share of a step's micro-batches."""
     low, high = (rank * len(parts) // world.size for rank in (world.rank, world.rank + 1))
-    start, of = parts[0][0], parts[-1][1] - parts[0][0]
-    number = math.ceil(len(parts) / world.size)
-    yield from turns(step, parts[low:high], low, (start, start + min(2, of)), order, of=of, number=number)
+    of, number = parts[-1][1] - parts[0][0], math.ceil(len(parts) / world.size)
+    begin, end = parts[-1]  # the largest: two of its samples are enough for BatchNorm
+    yield from turns(step, parts[low:high], low, (begin, min(begin + 2, end)), order, of=of, number=number)
 
 
 def turns(step: int, parts: list, first: int, spare: tuple, order, *, of: int, number: int) -> Iterator[Key]:
