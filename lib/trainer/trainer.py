@@ -80,7 +80,7 @@ class Trainer:
 
     def fit(self) -> str:
         """Trains from where the run is to its end, or to a stop with the state saved: what `finish` says."""
-        with self.stop.listening(), speed.quiet():
+        with self.stop.listening(), speed.frozen():
             self.resume()
             self.warm_up()
             watch = watched(self.state, self.ballot, self.world, self.args.hang_minutes, self.folder)
@@ -96,7 +96,7 @@ class Trainer:
             return False
         self.model.train()
         batches = self.loaders["train"].epoch(self.state.epoch, self.state.step - self.state.epoch * self.plan.steps)
-        for key, batch in speed.swept(self.report.waiting(batches), self.world.device):
+        for key, batch in speed.throttle(self.report.waiting(batches), self.world.device):
             self.micro_batch(key, batch)
             if key.last:
                 self.step(key.of)
@@ -220,7 +220,7 @@ class Trainer:
         self.stop.trained = self.state.step == self.total_steps
         model, totals = unwrap(self.model).eval(), metrics.MetricsTracker()
         self.answers.reset()
-        for key, batch in speed.swept(self.loaders[split].epoch(0), self.world.device):
+        for key, batch in speed.throttle(self.loaders[split].epoch(0), self.world.device):
             with self.precision:
                 sums = self.evaluation_step(model, batch, key.count)
             if key.count:

@@ -15,7 +15,6 @@ from lib.utils.distributed import World
 KEPT = {-1: -1, -4: 0}  # of <malloc.h>: M_TRIM_THRESHOLD never, M_MMAP_MAX no block
 FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, beside the plain one
 LAUNCHED = 4  # micro-batches that a GPU has still to compute while the next is made ready: each holds memory
-SWEPT = 100  # batches between two collections of garbage: what it may pile up to, whatever -log_every is
 WORKERS = 8  # at most, where -workers leaves it open
 
 
@@ -43,33 +42,27 @@ def keep_memory():
 
 
 @contextlib.contextmanager
-def quiet():
-    """Garbage is collected by `swept` only, on all ranks at the same batch, and not what is there already."""
-    was = gc.isenabled()
+def frozen():
+    """Python's garbage collector passes over what is there already: it then takes microseconds, and in loader
+    processes that are forked copies no memory."""
     gc.collect()
     gc.freeze()
-    gc.disable()
     try:
         yield
     finally:
         gc.unfreeze()
-        if was:
-            gc.enable()
 
 
-def swept(batches: Iterable, device: torch.device) -> Iterator:
-    """The same batches; after each so many is freed what refers to itself in a circle, of the objects that are new
-    since `quiet`. A GPU is waited for where it is LAUNCHED batches behind, which it never notices."""
+def throttle(batches: Iterable, device: torch.device) -> Iterator:
+    """The same batches. A GPU is waited for where it is LAUNCHED batches behind, which it never notices."""
     launched = collections.deque()
-    for number, batch in enumerate(batches, 1):
+    for batch in batches:
         yield batch
         if device.type == "cuda":
             launched.append(torch.cuda.Event(blocking=True))
             launched[-1].record()
             if len(launched) > LAUNCHED:
                 launched.popleft().synchronize()
-        if number % SWEPT == 0:
-            gc.collect()
 
 
 def workers(asked: int | None, dataset: Dataset, world: World) -> int:

@@ -104,7 +104,7 @@ def timed(trainer, clock=time.perf_counter) -> Callable[[], float]:
     """A function that trains an epoch and returns its seconds per step; the last log line waits for the device."""
 
     def run():
-        with speed.quiet():  # as in fit
+        with speed.frozen():  # as in fit
             began = clock()
             trainer.train_epoch()
             seconds = clock() - began
