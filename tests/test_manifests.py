@@ -33,7 +33,7 @@ def test_a_newer_format_is_refused_with_its_version_and_left_where_it_is(copy, r
     ("change", "told"),
     [
         (lambda m: {**m, "schedule": 3}, "schedule"),
-        (lambda m: {k: v for k, v in m.items() if k != "bad_steps"}, "bad_steps"),
+        (lambda m: {k: v for k, v in m.items() if k != "scaler"}, "scaler"),
         (lambda m: {**m, "state": {**m["state"], "tokens": 9}}, "tokens"),
         (lambda m: {**m, "state": {"epoch": 1, "step": 4}}, "samples"),
     ],

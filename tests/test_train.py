@@ -1,5 +1,6 @@
 """Training against the truth: the same trajectory on any number of processes, and after any stop."""
 
+import json
 import math
 import random
 
@@ -183,7 +184,8 @@ def test_a_finished_run_is_not_trained_again(undisturbed):
 
 def test_a_manifest_does_not_grow_with_the_epochs(undisturbed):
     folders = stored.listed(undisturbed[1] / "checkpoints")
-    assert [set(checkpoint.read_manifest(folder)["metrics"]) for folder in folders] == [{"agg"}] * 2
+    states = [checkpoint.read_manifest(folder)["state"] for folder in folders]
+    assert [(state["epoch"], state["sums"], state["unlogged"]) for state in states] == [(3, {}, {}), (2, {}, {})]
 
 
 def test_reset_moves_the_old_run_aside_once(tmp_path, monkeypatch):
@@ -207,11 +209,6 @@ def test_reset_moves_the_old_run_aside_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_batch_that_is_not_finite_is_skipped_and_counted(tmp_path, size):
-    def poisoned(args):
-        parts = few(args)
-        parts["train"].tensors[0][11] = math.nan
-        return parts
-
     with plugins(dataset={"poisoned": poisoned}):
         words = SMALL.replace("-dataset few", "-dataset poisoned")
         folder = run(tmp_path, f"{words} -cpu {size} -model skips")
@@ -220,9 +217,6 @@ def test_a_batch_that_is_not_finite_is_skipped_and_counted(tmp_path, size):
 
 
 def test_too_many_bad_steps_end_the_run_with_the_samples_named(tmp_path):
-    def hopeless(args):
-        return Tensors(torch.full((40, 64), math.inf), torch.zeros(40, dtype=torch.int64))
-
     with (
         plugins(dataset={"hopeless": hopeless}),
         pytest.raises(RuntimeError, match=r"10 steps in a row.*samples") as error,
@@ -354,3 +348,55 @@ def test_a_step_that_breaks_a_buffer_is_skipped_and_counted(words, tmp_path):
         folder = run(tmp_path, f"{SMALL} -dataset spiked -arch overflows {words} -model skips")
     assert all(torch.isfinite(value).all() for value in weights(folder).values())
     assert [line["train/bad_steps"] for line in lines(folder) if "train/bad_steps" in line][-1] == 3
+
+
+# Stops between two log lines
+
+
+def poisoned(args):
+    parts = few(args)
+    parts["train"].tensors[0][11] = math.nan
+    return parts
+
+
+def hopeless(args):
+    return Tensors(torch.full((40, 64), math.inf), torch.zeros(40, dtype=torch.int64))
+
+
+class Spread(trainer.Trainer):
+    """Has a figure of its own."""
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.metrics.update({"squares": loss.detach().nan_to_num().square()})
+        return loss
+
+
+def told_of_training(folder) -> list[str]:
+    """The log lines as they stand in metrics.jsonl, but for their figures of speed."""
+    return [
+        json.dumps({name: value for name, value in line.items() if not name.startswith("perf/")})
+        for line in lines(folder)
+    ]
+
+
+@pytest.mark.parametrize("cpu", [1, 2])
+def test_a_stop_between_two_log_lines_changes_no_letter_of_them(cpu, tmp_path):
+    words = (
+        f"{SMALL} -cpu {cpu} -epochs 2 -dataset poisoned -trainer spread -batch_size 4 -micro_batch 2 -log_every 5"
+    )
+    with plugins(dataset={"poisoned": poisoned}, trainer={"spread": Spread}):
+        whole = run(tmp_path, f"{words} -model whole")
+        for limit in (3, 4, 12, 19):
+            run(tmp_path, f"{words} -model parts -limit_steps {limit} -save_every 1steps", wanted=75)
+        parts = run(tmp_path, f"{words} -model parts")
+    assert told_of_training(parts) == told_of_training(whole)
+    assert '"train/bad_steps": 2' in told_of_training(whole)[-3]
+
+
+def test_bad_steps_in_a_row_are_counted_over_a_stop(tmp_path):
+    words = f"{SMALL} -cpu 1 -dataset hopeless -epochs 9 -log_every 5 -max_bad_steps 10"
+    with plugins(dataset={"hopeless": hopeless}):
+        run(tmp_path, f"{words} -limit_steps 4", wanted=75)
+        with pytest.raises(RuntimeError, match=r"10 steps in a row.* step 9 "):
+            run(tmp_path, words)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import math
 
 import torch
 
@@ -10,6 +11,7 @@ from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.core import parallel, running, scheduler
 from lib.utils import (
+    bad_steps,
     checkpoint,
     distributed,
     metrics,
@@ -23,7 +25,7 @@ from lib.utils import (
     weights,
 )
 from lib.utils.about import about
-from lib.utils.bad_steps import BadSteps, Counter
+from lib.utils.bad_steps import BadSteps
 from lib.utils.data import zeros
 from lib.utils.errors import UsageError
 from lib.utils.hangs import watched
@@ -49,11 +51,11 @@ class Trainer:
             "end": args.lr_end * scale,
         }
         self.state, self.saved = State(), None  # saved: the (step, epoch) of the last checkpoint
-        self.best, self.bad = None, Counter(args.max_bad_steps)
-        self.metrics, self.logged = metrics.MetricsTracker(), {}  # the epoch's sums; as of the last log line
+        self.best, self.metrics = None, metrics.MetricsTracker()
         shown = loaders.get("val", loaders["train"]).dataset
         self.answers = Answers(loss, args.num_classes, getattr(shown, "classes", None), world)
         self.window, self.norms = [], []  # losses and gradient norms not yet read from the device
+        self.last_norm = math.nan  # the last one that was read
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16)
         self.precision = parallel.autocast(args, world.device)
@@ -159,33 +161,34 @@ class Trainer:
 
     def log(self):
         """Reduces and reports the interval since the last line; ends the run after too many bad steps in a row."""
-        self.bad.count(self.norms)
-        self.gather()
-        interval = {name: total - self.logged.get(name, 0) for name, total in self.metrics.agg.items()}
+        self.read_figures()
+        interval = self.metrics.reduce()
         figures = {
             "loss": metrics.mean(interval, "loss"),
             "loss_mean": metrics.mean(self.metrics.agg, "loss"),
             "lr": self.optimizer.param_groups[0]["lr"],
-            "grad_norm": float(self.norms[-1]),
+            "grad_norm": self.last_norm,
             **{name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")},
-            **({"bad_steps": self.bad.total} if self.bad.total else {}),
+            **({"bad_steps": self.state.bad_steps} if self.state.bad_steps else {}),
         }
-        self.report.training(self.state, steps=len(self.norms), samples=interval.get("samples", 0), figures=figures)
-        self.logged, self.norms = dict(self.metrics.agg), []
-        if self.bad.too_many:
+        self.report.training(self.state, figures)
+        if self.state.bad_row >= self.args.max_bad_steps:
             self.give_up()
 
-    def gather(self):
-        """Adds the losses since the last call, over all ranks, to the epoch's sums. Waits for the device."""
-        self.metrics.update(report.window_sums(self.window)).reduce()
-        self.window = []
+    def read_figures(self):
+        """Takes in the losses and gradient norms since the last call. Waits for the device."""
+        bad_steps.count(self.norms, self.state)
+        self.last_norm = float(self.norms[-1]) if self.norms else self.last_norm
+        self.metrics.update(report.window_sums(self.window))
+        self.window, self.norms = [], []
 
     def give_up(self):
         """Raises BadSteps with the step, its samples, and where the last good state lies."""
         self.checkpoints.finish()
         epoch, step = self.state.epoch, self.state.step - 1
         samples = self.loaders["train"].indices(epoch, step - epoch * self.plan.steps)
-        raise BadSteps(self.bad.told(step, samples, self.checkpoints.newest()))
+        newest = self.checkpoints.newest()
+        raise BadSteps(bad_steps.too_many(self.state, self.args.max_bad_steps, samples, newest))
 
     def end_epoch(self) -> bool:
         """Evaluates, tells, keeps the best, saves. False if the run is to stop first.
@@ -205,7 +208,6 @@ class Trainer:
             raise
         self.state.epoch += 1
         self.metrics.end_epoch()
-        self.logged = {}
         self.report.evaluated(self.state, "val", figures, self.answers)
         if best and self.write_weights("best", must=self.args.save_strict):
             self.best = best
@@ -253,9 +255,9 @@ class Trainer:
         resume.load(found, parts_of(self), self.world, allowed)
         own = found.folder.parent == self.checkpoints.folder
         self.state, self.best = resume.state(manifest, self.plan), manifest["best"] if own else None
-        self.bad.total = manifest["bad_steps"]
-        self.metrics.load_state_dict(manifest["metrics"])
-        self.logged = dict(self.metrics.agg)  # or the next log line would tell the epoch's steps as its own
+        self.metrics.load_state_dict({"agg": self.state.sums})
+        if self.world.is_main:
+            self.metrics.update(self.state.unlogged)
         if self.args.fp16 and manifest["scaler"]:
             self.scaler.load_state_dict(manifest["scaler"])
         self.saved = (self.state.step, self.state.epoch) if own else None
@@ -279,13 +281,12 @@ class Trainer:
         """Begins a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
         if self.saved == (self.state.step, self.state.epoch) and not self.checkpoints.failures:
             return
-        self.gather()
+        self.read_figures()
+        self.state.sums, self.state.unlogged = dict(self.metrics.agg), self.metrics.pending()
         facts = {
             "state": dataclasses.asdict(self.state),
             "asked": resume.asked(self.args, self.plan),
             "best": self.best,
-            "bad_steps": self.bad.total,
-            "metrics": {"agg": dict(self.metrics.agg)},
             "scaler": self.scaler.state_dict(),
             "about": about(self.world),
         }

@@ -4,31 +4,25 @@ from pathlib import Path
 
 import torch
 
+from lib.utils.state import State
+
 
 class BadSteps(RuntimeError):
-    """Too many steps in a row had no finite gradient."""
+    """Too many steps in a row were skipped."""
 
 
-class Counter:
-    """How many steps were bad: `total` in the run, `row` in a row until now. `most` in a row are too many."""
+def count(norms: list, state: State):
+    """Counts the bad ones of the steps with these gradient norms (0-d tensors) in the state. Waits for the device."""
+    finite = torch.isfinite(torch.stack(norms)).tolist() if norms else []
+    state.bad_row = next((i for i, good in enumerate(reversed(finite)) if good), len(finite) + state.bad_row)
+    state.bad_steps += finite.count(False)
 
-    def __init__(self, most: int):
-        self.most, self.total, self.row = most, 0, 0
 
-    def count(self, norms: list):
-        """Takes in the gradient norms (0-d tensors) of the steps since the last call. Waits for the device."""
-        finite = torch.isfinite(torch.stack(norms)).tolist() if norms else []
-        self.row = next((i for i, good in enumerate(reversed(finite)) if good), len(finite) + self.row)
-        self.total += finite.count(False)
-
-    @property
-    def too_many(self) -> bool:
-        return self.row >= self.most
-
-    def told(self, step: int, samples: list[int], good: Path | None) -> str:
-        """Why the run ends at a step of these samples, and what may help; `good`: its last checkpoint."""
-        return (
-            f"{self.row} steps in a row without a finite gradient (-max_bad_steps {self.most}), the last of them "
-            f"step {step} with the samples {samples[:64]}; last good checkpoint: {good or 'none'}; a lower "
-            f"-lr_start, -clip_grad or -bf16 for -fp16 may help"
-        )
+def too_many(state: State, most: int, samples: list[int], good: Path | None) -> str:
+    """Why the run ends after more than `most` bad steps in a row, the last of them of these samples, and what may
+    help; `good`: its last checkpoint."""
+    return (
+        f"{state.bad_row} steps in a row without a finite gradient (-max_bad_steps {most}), the last of them "
+        f"step {state.step - 1} with the samples {samples[:64]}; last good checkpoint: {good or 'none'}; a lower "
+        f"-lr_start, -clip_grad or -bf16 for -fp16 may help"
+    )

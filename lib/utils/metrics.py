@@ -65,16 +65,21 @@ class MetricsTracker:
         Waits for the device and, with more than one rank, for the others: one exchange of some hundred
         bytes. Raises ValueError for a tensor that is not a single value.
         """
-        reduced = {}
-        world = distributed.world_in(self._group)
-        for sums in distributed.gather_json(self._local_sums(), world, self._group):
-            for name, value in sums.items():
-                reduced[name] = reduced.get(name, 0.0) + value
+        reduced = self.pending()
         self.reset_local()
         self._reduced = reduced
         for name, value in reduced.items():
             self.agg[name] += value
         return dict(reduced)
+
+    def pending(self) -> dict[str, float]:
+        """What `reduce` would give, on every rank; the interval goes on."""
+        totals = {}
+        world = distributed.world_in(self._group)
+        for sums in distributed.gather_json(self._local_sums(), world, self._group):
+            for name, value in sums.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
 
     @property
     def local(self) -> dict[str, float]:

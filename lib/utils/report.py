@@ -1,7 +1,6 @@
 """What a run says of itself: the terminal, the logs, metrics.jsonl and TensorBoard. Silent off rank 0."""
 
 import contextlib
-import dataclasses
 import logging
 from pathlib import Path
 
@@ -52,6 +51,7 @@ class Report:
         self.rate = pace.Rate(total_steps, start.step, pace.starving(world.device))
         self.own = pace.OwnTime(world, args.parallel == "fsdp")
         self.told, self.started, self.begun = set(), False, start.step
+        self.timed = start.step, start.samples  # as of the last log line of this process
 
     def waiting(self, batches):
         """The keys and batches, the time spent waiting for each measured. What the first step trained on is shown
@@ -72,8 +72,10 @@ class Report:
         if pictures.is_picture(images):
             self.board.picture("train/samples", pictures.grid(images), self.begun + 1)
 
-    def training(self, state, *, steps: int, samples: float, figures: dict):
-        """One log interval of `steps` steps and, over all ranks, `samples` samples."""
+    def training(self, state, figures: dict):
+        """A log line, of what was trained since the one before."""
+        steps, samples = state.step - self.timed[0], state.samples - self.timed[1]
+        self.timed = state.step, state.samples
         shown = {**figures, **self.rate.interval(steps, samples), "memory": pace.memory(self.world.device)}
         text = console.line(
             {"epoch": (state.epoch + 1, self.epochs), "step": (state.step, self.total_steps), **shown}
@@ -129,7 +131,8 @@ class Report:
         """Writes outcome.json, if this rank `leads` those of its disk, and says how it ended ("finished", "stopped"),
         where everything lies, what to type next."""
         self.close(outcome == "finished")
-        outcome = {"state": outcome, **dataclasses.asdict(state), **facts}
+        done = {"epoch": state.epoch, "step": state.step, "samples": state.samples}
+        outcome = {"state": outcome, **done, **facts}
         if leads:
             run_folder.write_outcome(self.folder, self.world, **outcome)
         if self.world.is_main:

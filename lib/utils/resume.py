@@ -15,7 +15,7 @@ from lib.utils.loader import Plan, divisor
 from lib.utils.state import Parts, State, prepare
 
 log = logging.getLogger(__name__)
-FACTS = {"state", "asked", "best", "bad_steps", "metrics", "scaler", "about"}  # what the trainer adds to a manifest
+FACTS = {"state", "asked", "best", "scaler", "about"}  # what the trainer adds to a manifest
 # What begins anew where one of these flags may change, by how the names of its tensors begin.
 ANEW = {"optim.": ("optimizer", "momentum"), "trainer.": ("trainer",)}
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class State:
-    """How far the run is, over all processes."""
+    """How far the run is, over all processes, and what it has counted."""
 
     epoch: int = 0  # epochs finished, their evaluation included
     step: int = 0  # optimizer steps
     samples: int = 0  # training samples
+    bad_steps: int = 0  # steps that were skipped, as far as they were read from the device
+    bad_row: int = 0  # of these, in a row until now
+    sums: dict[str, float] = field(default_factory=dict)  # the epoch's training metrics up to its last log line
+    unlogged: dict[str, float] = field(default_factory=dict)  # what came since; both as of the last save
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
