@@ -13,7 +13,7 @@ import torch
 from runs import few, lines, outcome, plugins, run, same
 from saves import SMALL, everything, log_of, names, save, saver
 
-from lib.utils import checkpoint, copies, disks, distributed, metrics, search, shards, stored
+from lib.utils import checkpoint, copies, disks, distributed, metrics, search, shards, stored, weights
 from lib.utils.distributed import World
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -228,6 +228,24 @@ def test_the_best_without_a_val_split_is_refused_before_anything_is_written(refu
     with plugins(dataset={"trained": lambda args: few(args)["train"]}):
         assert "-best loss: there is no val split" in refused(f"{SMALL} -dataset trained -best loss -model alone")
     assert not (tmp_path / "alone").exists()
+
+
+class Ungatherable:
+    """A tensor that fails on this rank alone, as where memory runs out."""
+
+    def detach(self):
+        raise RuntimeError("out of memory")
+
+
+def test_only_what_rank_0_does_with_gathered_weights_may_fail_without_ending_the_run(tmp_path, caplog):
+    with pytest.raises(RuntimeError, match="out of memory"):
+        weights.keep(tmp_path / "best", {"a": Ungatherable()}, World(), must=False)
+    (tmp_path / "best").touch()  # where a folder is to be
+    tensors = {"a": torch.ones(2)}
+    assert not weights.keep(tmp_path / "best", tensors, World(), must=False)
+    assert "could not be written" in caplog.text
+    with pytest.raises(OSError):
+        weights.keep(tmp_path / "best", tensors, World())
 
 
 def test_best_is_the_highest_score_and_never_one_that_is_not_a_number(caplog):

@@ -1,5 +1,6 @@
 """Training against the truth: the same trajectory on any number of processes, and after any stop."""
 
+import contextlib
 import json
 import math
 import random
@@ -16,7 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from lib.trainer import trainer
-from lib.utils import checkpoint, preemption, report, stored
+from lib.utils import checkpoint, preemption, report, shards, stored
+from lib.utils.bad_steps import BadSteps
 from lib.utils.data import Tensors
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -400,3 +402,39 @@ def test_bad_steps_in_a_row_are_counted_over_a_stop(tmp_path):
         run(tmp_path, f"{words} -limit_steps 4", wanted=75)
         with pytest.raises(RuntimeError, match=r"10 steps in a row.* step 9 "):
             run(tmp_path, words)
+
+
+# Runs that have nothing to show
+
+
+def test_a_run_of_nothing_but_nan_has_failed_at_each_start_and_keeps_no_weights(tmp_path):
+    def never_finite(args):
+        return {name: hopeless(args) for name in ("train", "val", "test")}
+
+    with plugins(dataset={"never": never_finite}):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"none of the 6 steps had a finite gradient.*-lr_start"):
+                run(tmp_path, f"{SMALL} -cpu 1 -dataset never -epochs 2 -model nan")
+    ended = outcome(tmp_path / "nan")
+    assert ended["state"] == "failed" and "BadSteps: none of the 6 steps" in ended["reason"]
+    assert not (tmp_path / "nan" / "best").exists() and not (tmp_path / "nan" / "final").exists()
+
+
+class Breaks(trainer.Trainer):
+    """Its last step writes NaN into a weight."""
+
+    def step(self, samples):
+        super().step(samples)
+        if self.state.step == self.total_steps:
+            shards.local(self.parameters[0])[-1:] = math.nan  # sharded: of what this rank has
+
+
+@pytest.mark.parametrize("words", ["-cpu 1", "-cpu 2 -parallel fsdp"])
+def test_weights_that_are_not_finite_are_neither_best_nor_final(words, tmp_path):
+    words = f"{SMALL} {words} -trainer breaks -epochs 1 -model breaks"
+    with plugins(trainer={"breaks": Breaks}):
+        with contextlib.suppress(BadSteps):  # raised here where there is but this process
+            run(tmp_path, words, wanted=1)
+        assert "1.weight (1 in all) is not finite" in outcome(tmp_path / "breaks")["reason"]
+        assert not (tmp_path / "breaks" / "best").exists() and not (tmp_path / "breaks" / "final").exists()
+        run(tmp_path, f"{words} -reset -allow_change nan")

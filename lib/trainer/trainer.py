@@ -209,12 +209,21 @@ class Trainer:
         self.state.epoch += 1
         self.metrics.end_epoch()
         self.report.evaluated(self.state, "val", figures, self.answers)
-        if best and self.write_weights("best", must=self.args.save_strict):
+        if best and not self.failure() and self.write_weights("best", must=self.args.save_strict):
             self.best = best
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
         if milestone or self.every.epoch_due(self.state.epoch) or self.state.epoch == self.args.epochs:
             self.save(keep=bool(milestone))
         return True
+
+    def failure(self) -> str:
+        """Why the weights are not worth keeping, "" if they are; the same on all ranks."""
+        if "nan" in self.args.allow_change:
+            return ""
+        if self.state.bad_steps >= self.state.step > 0:
+            return f"none of the {self.state.step} steps had a finite gradient"
+        odd = weights.not_finite(unwrap(self.model), self.world)
+        return f"the parameter {odd[0]} ({len(odd)} in all) is not finite" if odd else ""
 
     @torch.no_grad()
     def evaluate(self, split: str) -> dict | None:
@@ -305,6 +314,8 @@ class Trainer:
         "failed" where a node of torchrun's is gone: the others then start the run again, with whoever is left."""
         self.checkpoints.finish()  # the state is safe, however long the evaluation takes
         trained = self.state.epoch >= self.args.epochs
+        if trained and (why := self.failure()):
+            raise BadSteps(f"{why}: no final weights are written; {bad_steps.HELP}")
         figures = self.evaluate("test") if trained and "test" in self.loaders else {}
         finished = trained and figures is not None
         distributed.together(self.stop.check_folder, self.world)

@@ -6,9 +6,11 @@ import torch
 
 from lib.utils.state import State
 
+HELP = "a lower -lr_start, -clip_grad or -bf16 for -fp16 may help"
+
 
 class BadSteps(RuntimeError):
-    """Too many steps in a row were skipped."""
+    """Too many steps in a row were skipped, or all of them."""
 
 
 def count(norms: list, state: State):
@@ -23,6 +25,5 @@ def too_many(state: State, most: int, samples: list[int], good: Path | None) -> 
     help; `good`: its last checkpoint."""
     return (
         f"{state.bad_row} steps in a row without a finite gradient (-max_bad_steps {most}), the last of them "
-        f"step {state.step - 1} with the samples {samples[:64]}; last good checkpoint: {good or 'none'}; a lower "
-        f"-lr_start, -clip_grad or -bf16 for -fp16 may help"
+        f"step {state.step - 1} with the samples {samples[:64]}; last good checkpoint: {good or 'none'}; {HELP}"
     )

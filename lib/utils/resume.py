@@ -162,9 +162,7 @@ def _fill(found, tensors, world):
 
 
 def _check_finite(found, model, world, allowed):
-    local = {name: shards.local(value) for name, value in model.named_parameters()}
-    mine = [name for name, value in local.items() if not torch.isfinite(value).all()]
-    odd = [name for names in distributed.gather_json(mine, world) for name in names]
+    odd = weights.not_finite(model, world)
     if odd and "nan" not in allowed:
-        raise UsageError(f"{found.folder}: {odd[0]} and {len({*odd}) - 1} more are not finite; remove it to go on "
+        raise UsageError(f"{found.folder}: {odd[0]} and {len(odd) - 1} more are not finite; remove it to go on "
                          f"from an older checkpoint, or take it as it is with -allow_change nan")  # fmt: skip

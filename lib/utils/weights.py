@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 
 def keep(folder: Path, tensors: dict[str, Tensor], world: World, must: bool = True) -> bool:
-    """Rank 0 writes folder/weights.safetensors, all ranks wait. False, with a warning, if that failed and need not
-    be (`must`)."""
+    """Rank 0 writes folder/weights.safetensors, all ranks wait. False, with a warning, if writing failed and need not
+    succeed (`must`). An error before that is one rank's own, and is always raised: the others would wait for it."""
+    whole = _gathered(tensors, world)
     try:
-        whole = _gathered(tensors, world)
         distributed.main_does(lambda: write(folder, whole), world)
     except (OSError, RuntimeError) as error:
         if must:
@@ -37,6 +37,13 @@ def _gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
         full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
         whole[name] = full.cpu() if world.is_main else full.new_empty(0)
     return whole
+
+
+def not_finite(model: torch.nn.Module, world: World) -> list[str]:
+    """The names of the parameters that hold NaN or infinity on any rank; called by all ranks, the same on all."""
+    local = {name: shards.local(value) for name, value in model.named_parameters()}
+    mine = [name for name, value in local.items() if not torch.isfinite(value).all()]
+    return sorted({name for names in distributed.gather_json(mine, world) for name in names})
 
 
 def write(folder: Path, tensors: dict[str, Tensor]):
