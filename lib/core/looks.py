@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 import time
 
 import torch
@@ -117,6 +118,9 @@ def debug(trainer) -> str:
         for loss, norm in steps(trainer, trainer.args.limit_steps or FEW):
             log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss, norm)
             _check("after a step, the parameter", model.named_parameters())
+            if not math.isfinite(norm):
+                raise BadTensor(f"step {trainer.state.step}: its gradients are finite, but not their norm or what "
+                                "a buffer of the model became")  # fmt: skip
     log.info("-debug: no bad tensor in %d steps; nothing was written", trainer.state.step - first)
     return "finished"
 
