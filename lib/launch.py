@@ -27,11 +27,13 @@ def launch(args, target: str) -> int:
     if args.nnodes > 1 and (launched() or slurm_job.is_task()):
         raise UsageError(f"-nnodes {args.nnodes} under torchrun or srun: they start the processes of all machines")
     if launched():
-        code = call(target, args)
+        with exported(narrowed(args.gpus)):
+            code = call(target, args)
         # torchrun restarts whatever does not exit 0; outcome.json tells a stopped run from a finished one.
         return FINISHED if code == STOPPED and "TORCHELASTIC_MAX_RESTARTS" in os.environ else code
     if slurm_job.is_task():
-        return slurm_job.step(args, target)
+        with exported(narrowed(args.gpus)):
+            return slurm_job.step(args, target)
     if args.slurm or args.slurm_dry:
         from lib import slurm
 
@@ -105,6 +107,18 @@ def processes(args) -> int:
         return len(chosen(args.gpus))
     # NVIDIA's and AMD's are counted by the driver's library; torch.accelerator would initialise the device here.
     return torch.cuda.device_count() or max(1, torch.accelerator.device_count())
+
+
+def narrowed(gpus: str | None) -> dict[str, str]:
+    """The variable that leaves this process, which another launcher started, the GPUs of -gpus alone: its local rank
+    counts among them. Raises UsageError where it is too late for that."""
+    if not gpus:
+        return {}
+    names = ",".join(chosen(gpus))
+    if not fork_is_safe():  # the driver was started to count the GPUs, and does not look at the variable again
+        raise UsageError(f"-gpus {gpus}: here the GPUs must be chosen before the start: set {visible()}={names} for "
+                         "torchrun or srun, and leave -gpus out")  # fmt: skip
+    return {visible(): names}
 
 
 def chosen(gpus: str) -> list[str]:

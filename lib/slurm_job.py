@@ -240,7 +240,7 @@ def begin_by_hand(words: list[str]) -> int:
             args = config.parse_args(words)
     except UsageError as error:
         return launch.refused(error)
-    processes = args.cpu or os.environ.get("SLURM_GPUS_ON_NODE", 1)
+    processes = len(args.gpus.split(",")) if args.gpus else args.cpu or os.environ.get("SLURM_GPUS_ON_NODE", 1)
     history = begin(args)
     told = {"history": history, "suffix": variables.suffix_of(args.master_suffix), "processes": processes}
     new[requeue.HISTORY] = str(history)

@@ -2,8 +2,8 @@
 
 The head by its name on the fast network, whether it is this machine, and this machine's address on the way there
 (torchrun guesses both from names, and errs where a host has two: pytorch issue 73656); the interface of that address
-for gloo; what -debug_dist and -cache_dir of the words set, as the agent reads some of it too; and -cpu's processes.
-What is wrong with the words is one line, here: torchrun would start again and again.
+for gloo; what -debug_dist and -cache_dir of the words set, as the agent reads some of it too; and how many processes
+-cpu or -gpus ask for. What is wrong with the words is one line, here: torchrun would start again and again.
 """
 
 import contextlib
@@ -39,7 +39,8 @@ def main(head: str, *words: str) -> int:
     own, is_host = toward(host)
     interface = variables.fast_interface() or (nodes.interface_of(own) if own else None)
     new |= {"PET_LOCAL_ADDR": own} if own else {}
-    told = {"head": f"{host}:{port}", "is_host": int(is_host), "processes": args.cpu or ""}
+    processes = len(args.gpus.split(",")) if args.gpus else args.cpu or ""
+    told = {"head": f"{host}:{port}", "is_host": int(is_host), "processes": processes}
     print(variables.shell(told, new, interface), end="")
     return FINISHED
 

@@ -4,7 +4,7 @@
 #
 #   HEAD         host:port where the nodes meet; the first machine, which must stay   (this machine:29400)
 #   NODES        how many, at least:at most                                          (1:4)
-#   PER_NODE     processes a node, or gpu                             (-cpu's, else gpu where there is one, else 1)
+#   PER_NODE     processes a node, or gpu            (-cpu's or -gpus's, else gpu where there is one, else 1)
 #   RUN_ID       what all nodes of one run share; with -reset, one that no start had before   (baton)
 #   RESTARTS     how often lost processes are replaced                               (100)
 #   RENDEZVOUS   c10d, or etcd-v2 with HEAD the etcd server                          (c10d)

@@ -93,7 +93,7 @@ print("torchrun listens there")
 @pytest.mark.parametrize(
     ("variables", "words", "head", "interface", "processes"),
     [
-        ({}, "-cpu=2", "jwb0001", None, 2),
+        ({"SLURM_GPUS_ON_NODE": "4"}, "-gpus=2,3", "jwb0001", None, 2),
         ({"SYSTEMNAME": "juwels", "SLURM_GPUS_ON_NODE": "4"}, "-cfg two.yaml", "jwb0001i", "ib0", 2),
         (
             {"SYSTEMNAME": "jurecadc", "GLOO_SOCKET_IFNAME": "ib1", "SLURM_GPUS_ON_NODE": "4"},
@@ -144,7 +144,8 @@ def test_an_elastic_agent_is_told_its_address_on_the_way_to_the_head(there):
     said = bash(there, words, HEAD="127.0.0.1:29400", PER_NODE="1")
     assert "word --rdzv_endpoint=127.0.0.1:29400\n" in said and "\nPET_LOCAL_ADDR=127.0.0.1\n" in said
     assert "\nGLOO_SOCKET_IFNAME=lo\n" in said and "TORCH_LOGS" not in said and "is_host=1" in said
-    said = bash(there, f"{words} -debug_dist", HEAD="nowhere.invalid:1", PER_NODE="1", SYSTEMNAME="jusuf")
+    said = bash(there, f"{words} -debug_dist -gpus 2,3", HEAD="nowhere.invalid:1", SYSTEMNAME="jusuf")
+    assert "word --nproc_per_node=2\n" in said
     assert (
         "word --rdzv_endpoint=nowherei.invalid:1\n" in said and "PET_LOCAL_ADDR" not in said and "is_host=0" in said
     )

@@ -17,7 +17,7 @@ import yaml
 from command_line import parsed, told
 
 from lib import check, children, launch, nodes
-from lib.utils.errors import FAILED, STOPPED
+from lib.utils.errors import FAILED, STOPPED, UsageError
 
 pytest_plugins = ("processes",)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
@@ -276,6 +276,28 @@ def test_gpus_are_counted_among_the_visible_ones_and_exported_to_the_run_alone(
     assert launch.processes(args) == again.size == len(wanted.split(","))
     assert launch.launch(again.args, "train:run") == launch.launch(args, "train:run") == 0
     assert seen == [exported] * 2 and os.environ == before
+
+
+@pytest.mark.parametrize("task", [
+    {"RANK": "0", "WORLD_SIZE": "2"},
+    {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"},
+])  # fmt: skip
+def test_a_process_of_torchrun_or_srun_counts_its_local_rank_among_the_chosen_gpus(task, monkeypatch):
+    seen, args = [], parsed("-gpus 2,3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(launch, "fork_is_safe", lambda: True)
+    monkeypatch.setattr(launch, "call", lambda *words: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 0)
+    monkeypatch.setattr(launch.slurm_job, "step", launch.call)
+    for name, value in {**task, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch.launch(args, "train:run") == 0
+    assert seen == ["6,7"] and os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    with pytest.raises(UsageError, match="-gpus 4: 4 is not one of the GPUs here: 0,1,2,3"):
+        launch.launch(parsed("-gpus 4"), "train:run")
+    monkeypatch.setattr(launch, "fork_is_safe", lambda: False)
+    with pytest.raises(UsageError, match=r"-gpus 2,3: .* set CUDA_VISIBLE_DEVICES=6,7 for torchrun or srun"):
+        launch.launch(args, "train:run")
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("safe", [True, False])

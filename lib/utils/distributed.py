@@ -68,7 +68,9 @@ def joined(args):
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=max(START_MINUTES, args.hang_minutes)))
     dist.set_debug_level(level)
     try:
-        yield agreed(args, world)
+        world = agreed(args, world)
+        _check_devices(world)
+        yield world
     except BaseException:
         if world.device.type == "cpu":  # NCCL's farewell waits for the others, who may wait for this rank
             _leave()
@@ -121,6 +123,16 @@ def pick_device(args, local_rank: int) -> torch.device:
             f"local rank {local_rank} has no device: {count} are visible; start fewer processes, or -cpu N"
         )
     return torch.device(torch.accelerator.current_accelerator().type, local_rank % count)
+
+
+def _check_devices(world: World):
+    """Raises UsageError where several ranks have one GPU, which NCCL cannot use."""
+    name = str(torch.cuda.get_device_properties(world.device).uuid) if world.device.type == "cuda" else None
+    names = gather_json(name, world)
+    same = [str(rank) for rank in range(world.size) if name and names[rank] == name]
+    if len(same) > 1:
+        raise UsageError(f"ranks {' and '.join(same)} have one GPU, {name}: start one process for each GPU, as with "
+                         "srun --gpus-per-task=1, or -cpu N")  # fmt: skip
 
 
 def _backend(device):

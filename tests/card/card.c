@@ -57,7 +57,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *facts, int device) {
     facts->maxGridSize[0] = 2147483647;
     facts->maxGridSize[1] = facts->maxGridSize[2] = 65535;
     facts->l2CacheSize = 1 << 25;
-    facts->pciBusID = device;
+    facts->pciBusID = facts->uuid.bytes[0] = device;
     return cudaSuccess;
 }
 
