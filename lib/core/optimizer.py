@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from lib.utils import shards
 from lib.utils.errors import UsageError
+from lib.utils.shards import local
 
 BY_NAME = {
     "sgd": torch.optim.SGD,
@@ -15,6 +16,9 @@ BY_NAME = {
     "adamw": torch.optim.AdamW,
     "adagrad": torch.optim.Adagrad,
 }
+# Without a fused kernel, their steps can be undone on the device: no result depends on what they count on the host
+# (Adagrad's steps, the bad ones too), and all their memory is there before the first step.
+UNDONE = (torch.optim.SGD, torch.optim.Adagrad)
 
 
 def get_optimizer(model: nn.Module, args, batch_size: int) -> torch.optim.Optimizer:
@@ -99,17 +103,34 @@ def clip(parameters: list, limit: float) -> torch.Tensor:
 
 
 def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: torch.Tensor):
-    """One step of the optimizer, left out where the gradient is not finite. On a GPU nobody waits for the answer."""
-    if scaler.is_enabled():
-        scaler.step(optimizer)  # leaves the step out itself
-        scaler.update()
-    elif norm.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
+    """Takes one step, or none if the gradient is not finite. On a GPU nobody waits for the answer."""
+    if norm.device.type == "cuda" and (_has_switch(optimizer) or type(optimizer) in UNDONE):
         step_if_finite(optimizer, norm)
+    elif scaler.is_enabled():
+        scaler.step(optimizer)  # takes no step itself if the gradient is not finite
     elif math.isfinite(norm.item()):
         optimizer.step()
+    scaler.update()
 
 
+@torch.no_grad()
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor):
-    """The same by the fused kernels' own switch, as GradScaler uses it."""
-    optimizer.found_inf = (~torch.isfinite(norm)).float()
+    """Takes one step if the gradient's norm is finite. The device decides: by the fused kernels' own switch, as
+    GradScaler uses it, or else the step is taken, and undone where it was a bad one."""
+    good = torch.isfinite(norm)
+    if _has_switch(optimizer):
+        optimizer.found_inf = (~good).float()
+        optimizer.step()
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    memory = [value for parameter in parameters for value in optimizer.state.get(parameter, {}).values()]
+    tensors = [local(one) for one in (*parameters, *memory) if isinstance(one, torch.Tensor)]
+    changing = [tensor for tensor in tensors if tensor.device == norm.device]
+    before = [tensor.clone() for tensor in changing]
     optimizer.step()
+    for tensor, values in zip(changing, before, strict=True):
+        torch.where(good, tensor, values, out=tensor)
+
+
+def _has_switch(optimizer):
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
