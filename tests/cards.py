@@ -42,7 +42,12 @@ def built(folder: Path) -> dict[str, str]:
     driver = {name for name in _names(TORCH / "libcaffe2_nvrtc.so", "U") if name.startswith("cu")}
     _compile("-shared", _stubs(folder / "driver.c", driver), "-o", folder / "libcuda.so.1")
     (folder / "libnvidia-ml.so.1").symlink_to("libcard.so")
-    found = {"LD_PRELOAD": folder / "libcard.so", "LD_LIBRARY_PATH": folder, "PYTHONPATH": HERE}
+    found = {
+        "LD_PRELOAD": folder / "libcard.so",
+        "LD_LIBRARY_PATH": folder,
+        "PYTHONPATH": HERE,
+        "CARD_FOLDER": folder,
+    }
     return {**os.environ, **{name: str(path) for name, path in found.items()}}
 
 

@@ -90,6 +90,20 @@ def test_on_a_card_that_computes_nothing_runs_go_on_to_their_end_and_no_step_wai
     assert code == 0 and "going on from" in said, said
 
 
+@pytest.mark.parametrize(("words", "ranks", "wanted"), [
+    ("-gpus 0,1 -sync_bn -arch resnet -limit_steps 2", 2, 20),  # BatchNorms
+    ("-gpus 0,1,2,3 -parallel fsdp -fsdp_replicas 2 -limit_steps 2", 2, 1),
+], ids=["sync_bn", "replicas"])  # fmt: skip
+def test_on_a_card_that_computes_nothing_as_many_ranks_exchange_as_belong_together(
+    card, words, ranks, wanted, tmp_path
+):
+    """Each rank gathers the statistics of every BatchNorm in every step, and parameters from its replica's ranks."""
+    words = ["-W", "ignore", "train.py", *words.split(), "-epochs", "1", "-out", str(tmp_path)]
+    code, said = python(*words, "-allow_change", "nan", env={**card, "CARDS": "4", "CARD_GATHERS": "1"})
+    assert code == 75, said
+    assert said.count("card: gathered") == said.count(f"gathered from {ranks} ranks") >= 2 * 2 * wanted, said
+
+
 def test_the_gpu_benchmark_runs_in_its_smallest_form_and_says_that_it_measured_no_gpu(tmp_path):
     code, said = python("scripts/bench/gpu.py", "-smoke", "-json", str(tmp_path / "found.json"))
     assert code == 0 and "GPU figures were not measured" in said, said

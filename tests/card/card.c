@@ -3,12 +3,15 @@
    is copied from memory that is not pinned, is told on stderr. All that is not here answers 0 (see cards.py). */
 
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <cuda_runtime_api.h>
 #undef cudaGetDeviceProperties
@@ -253,16 +256,46 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *product, void *a, void *b
     return 0;
 }
 
-/* NCCL: every rank is answered as if the others had what it has */
+/* NCCL: every rank is answered as if the others had what it has. Groups alone are known to all, by a file each in
+   CARD_FOLDER. */
 
-struct group { int size; };
+struct id { unsigned long number; char rest[120]; };
+struct group { struct id id; int size, rank, splits; };
 static const size_t WIDTH[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1}; /* by ncclDataType_t */
 
-static int join(void **group, int size) {
-    struct group *made = malloc(sizeof *made);
-    made->size = size;
-    *group = made;
+int ncclGetUniqueId(struct id *id) {
+    memset(id, 0, sizeof *id);
+    return getrandom(id, sizeof id->number, 0) < 0;
+}
+
+int ncclCommInitRankConfig(struct group **group, int size, struct id id, int rank, void *config) {
+    *group = malloc(sizeof **group);
+    **group = (struct group){id, size, rank, 0};
     return 0;
+}
+
+/* Those of one color are a new group; all of the old one must come. */
+int ncclCommSplit(struct group *of, int color, int key, struct group **group, void *config) {
+    char path[4096];
+    long own = color + 2l, *colors = calloc(of->size, sizeof own); /* 0: has not come */
+    snprintf(path, sizeof path, "%s/%lx_%d", getenv("CARD_FOLDER"), of->id.number, of->splits++);
+    int file = open(path, O_RDWR | O_CREAT, 0600), size = 0, rank = 0, there = 0;
+    pwrite(file, &own, sizeof own, of->rank * sizeof own);
+    for (int tries = 0; there < of->size && tries < 60000; tries++) {
+        usleep(1000);
+        pread(file, colors, of->size * sizeof own, 0);
+        for (there = 0; there < of->size && colors[there];) there++;
+    }
+    close(file);
+    for (int other = 0; other < of->size; other++) {
+        rank += other < of->rank && colors[other] == own;
+        size += colors[other] == own;
+    }
+    free(colors);
+    if (there < of->size) return 1;
+    if (color < 0) { *group = NULL; return 0; } /* in none of the new ones */
+    struct id id = {of->id.number * 1000003 + of->splits * 31 + color};
+    return ncclCommInitRankConfig(group, size, id, rank, config);
 }
 
 static int same(const void *from, void *to, size_t count, int type) {
@@ -271,9 +304,6 @@ static int same(const void *from, void *to, size_t count, int type) {
 }
 
 int ncclGetVersion(int *version) { *version = 22800; return 0; }
-int ncclGetUniqueId(void *id) { memset(id, 1, 128); return 0; }
-int ncclCommInitRankConfig(void **group, int size, ...) { return join(group, size); }
-int ncclCommSplit(struct group *of, int color, int key, void **group) { return join(group, of->size); }
 int ncclCommCount(struct group *group, int *count) { *count = group->size; return 0; }
 int ncclCommGetAsyncError(void *group, int *error) { *error = 0; return 0; }
 const char *ncclGetErrorString(int error) { return "what this NCCL does not have"; }
@@ -283,6 +313,7 @@ int ncclAllReduce(const void *from, void *to, size_t count, int type) { return s
 int ncclBroadcast(const void *from, void *to, size_t count, int type) { return same(from, to, count, type); }
 
 int ncclAllGather(const char *from, char *to, size_t count, int type, struct group *group) {
+    if (getenv("CARD_GATHERS")) TELL("gathered from %d ranks\n", group->size);
     for (int rank = 0; rank < group->size; rank++) same(from, to + rank * count * WIDTH[type], count, type);
     return 0;
 }
