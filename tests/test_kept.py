@@ -1,6 +1,7 @@
 """What a trainer keeps beside the model, weights averaged over steps among them: saved, and gone on with exactly."""
 
 import json
+import math
 import time
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lib.trainer import trainer
 from lib.trainer.ema import Average
-from lib.utils import copies, shards
+from lib.utils import checkpoint, copies, distributed, shards
 from lib.utils.state import unwrap
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -205,6 +206,8 @@ def test_what_does_not_go_on_exactly_is_told_and_rank_0_decides(tmp_path, capfd)
     one, other = held(whole), held(part)
     norm = [name for name in one if name.startswith("trainer.norm.")]
     assert len(norm) == 7 and all(torch.equal(one[name], other[name]) for name in norm), "as DDP has it"
+    pieces = checkpoint.read_manifest(whole / "checkpoints" / names(whole)[0])["pieces"]
+    assert {pieces[f"trainer.plain.{name}"][0][0] for name in ("weight", "bias")} == {"shard_0000.safetensors"}
     assert all(0 < line["train/spread"] < 9 for line in lines(whole) if "train/loss" in line)
 
 
@@ -232,6 +235,14 @@ def test_the_average_is_that_of_the_weights_after_each_step(averaged):
     assert not torch.equal(final["5.weight"], tensors["model.5.weight"])
 
 
+def test_the_average_is_shared_out_among_the_ranks_like_the_model(averaged):
+    manifest = checkpoint.read_manifest(averaged / "checkpoints" / names(averaged)[0])
+    files = {name: blocks[0][0] for name, blocks in manifest["pieces"].items()}
+    assert len({file for name, file in files.items() if name.startswith("trainer.average.")}) == 2
+    sizes = [shard["bytes"] for shard in manifest["shards"].values()]
+    assert len(sizes) == 2 and min(sizes) > 0.4 * sum(sizes)
+
+
 @pytest.mark.parametrize("words", ["-cpu 2 -save_every 1steps -keep_last 99", "-cpu 2 -parallel fsdp"])
 def test_averaged_weights_go_on_exactly_and_are_the_same_on_other_processes(averaged, slowly, words, tmp_path):
     folder = through(tmp_path, f"{EMA} {words}", 5)
@@ -255,6 +266,18 @@ def test_a_run_takes_up_another_trainer_where_that_is_allowed(tmp_path):
     assert held(folder)["trainer.average.steps"] == 4
     run(tmp_path, f"{SMALL} -cpu 2 -allow_change trainer")
     assert not [name for name in held(folder) if name.startswith("trainer.")]
+
+
+def test_tensors_of_other_bytes_have_another_fingerprint():
+    long = torch.arange(3 << 20, dtype=torch.int32)
+    turned = torch.cat([long[1 << 20 :], long[: 1 << 20]])
+    alike = [[0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0], [math.nan, 0, 0, 0], [-0.0, 1.0, 1.0, 0.0], [0.0] * 4]
+    flags, numbers = torch.eye(9).bool(), [torch.tensor(3), torch.tensor(4)]
+    for tensors in ([long, turned], [torch.tensor(one) for one in alike], [flags, flags.flip(0)], numbers):
+        found = {distributed.fingerprint(one).item() for one in tensors}
+        assert len(found) == len(tensors)
+        assert distributed.fingerprint(tensors[0].clone()).item() in found
+    assert distributed.fingerprint(torch.zeros(0)).item() == 0
 
 
 def test_an_average_is_swapped_in_and_out_without_a_trace():

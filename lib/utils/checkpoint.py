@@ -91,7 +91,7 @@ class Checkpoints:
         removal.
 
         Returns at once. The tensors named in `early` may change as soon as this returns, the others after `staged`;
-        where ranks do not have the same of the early ones, it is the first rank's that is saved. A save that is still
+        of an early one that is not the same on all ranks, the first rank's is saved. A save that is still
         in flight is waited for. Raises SaveError when saving fails for good.
         """
         self.finish()
@@ -103,7 +103,8 @@ class Checkpoints:
         except OSError as error:
             self._failed(f"{error}, {disks.free_there(self.folder)}")
             return
-        mine = shards.pieces(tensors, self.disk.share, early)
+        whole = {name: tensors[name] for name in sorted(early) if not isinstance(tensors[name], shards.DTensor)}
+        mine = shards.pieces(tensors, self.disk.share, {*distributed.differing(whole, self.world)})
         mine = [piece._replace(values=piece.values.clone()) if piece.name in early else piece for piece in mine]
         self.copies.ask()
         self.phase = "writing" if self.world.size > 1 else "publishing"

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ CPU = torch.device("cpu")
 PARENT = os.getppid()
 ROOM = 1000  # bytes of JSON that ranks exchange in one go
 FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # what `together` passes on; of several the first
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # as many bytes as a number
 LEFT = []  # the process groups that were left
 START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read
 
@@ -229,6 +231,32 @@ def gather_json(value, world: World, group=None) -> list:
     longest = max(int(row[:12]) for row in rows)
     rows = [row[12:] for row in rows] if longest <= ROOM else _exchanged(text.ljust(longest), world.size, group)
     return [json.loads(row) for row in rows]
+
+
+def differing(tensors: dict[str, torch.Tensor], world: World) -> list[str]:
+    """The names of those tensors, each on every rank, that do not have the same bytes on all ranks. Waits for the
+    device."""
+    if world.size == 1 or not tensors:
+        return []
+    mine = torch.stack([fingerprint(one).to(world.device) for one in tensors.values()])  # read in one go
+    first, *others = gather_json(mine.tolist(), world)
+    return [name for place, name in enumerate(tensors) if any(other[place] != first[place] for other in others)]
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """A number (0-d, 64 bits) that tensors with other bytes, or the same ones in another order, do not share but by
+    a chance of about 1 in 2**62."""
+    words = tensor.detach().contiguous().reshape(-1).view(WORDS[tensor.element_size()])
+    weights = _weights(tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in words.split(len(weights)):
+        total = total * 1_000_003 + (part.long() * weights[: len(part)]).sum()
+    return total
+
+
+@functools.cache
+def _weights(device):
+    return torch.randint(1 << 62, (1 << 20,), generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def _exchanged(data, size, group):

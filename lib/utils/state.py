@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.utils import distributed, shards
+from lib.utils import distributed
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -114,15 +114,13 @@ def warn_of_differing(trainer):
     would begin with rank 0's. Buffers of a module under DDP are rank 0's anyhow."""
     if trainer.world.size == 1 or trainer.state.epoch:
         return
-    sums = {}
+    tensors = {}
     for name, module in vars(trainer).items():
         if isinstance(module, nn.Module) and module is not trainer.model and module is not trainer.loss:
             buffers = {} if isinstance(module, DistributedDataParallel) else dict(module.named_buffers())
-            for word, tensor in {**dict(unwrap(module).named_parameters()), **buffers}.items():
-                whole = not isinstance(tensor, DTensor)
-                sums[f"{name}.{word}"] = shards.checksum([shards.raw(tensor.detach().cpu())]) if whole else 0
-    first, *others = distributed.gather_json(sums, trainer.world)
-    odd = [name for name in first if any(other.get(name) != first[name] for other in others)]
+            named = {**dict(unwrap(module).named_parameters()), **buffers}
+            tensors |= {f"{name}.{word}": one for word, one in named.items() if not isinstance(one, DTensor)}
+    odd = distributed.differing(tensors, trainer.world)
     if odd and trainer.world.is_main:
         log.warning("the trainer's %s and %d more are not the same on all processes, a resumed run has rank 0's: "
                     "what is trained goes into DistributedDataParallel", odd[0], len(odd) - 1)  # fmt: skip
