@@ -1,10 +1,13 @@
 """CPU copies of tensors that go on changing: made by another thread, on a GPU in a stream beside what is computed."""
 
+import logging
 import threading
 
 import torch
 
 from lib.utils.shards import Piece
+
+log = logging.getLogger(__name__)
 
 
 class Copies:
@@ -16,6 +19,7 @@ class Copies:
     def __init__(self, device: torch.device):
         self.device, self.stream = device, None
         self.values: dict[str, torch.Tensor] = {}
+        self.layout: list[tuple] = []  # of the pieces that `values` has room for
         self.made = threading.Event()
         self.made.set()
         self.asked = self.queued = None  # on a GPU: events of the device
@@ -56,8 +60,29 @@ class Copies:
         self.queued = self.stream.record_event()
 
     def _copy(self, pieces):
+        layout = [(name, values.shape, values.dtype, values.is_cuda) for name, values, _ in pieces]
+        if layout != self.layout:
+            self._make_room(pieces)
+            self.layout = layout
         for name, values, _ in pieces:
-            if name not in self.values or self.values[name].shape != values.shape:
-                pin = values.device.type == "cuda"
-                self.values[name] = torch.empty(values.shape, dtype=values.dtype, pin_memory=pin)
-            self.values[name].copy_(values, non_blocking=values.device.type == "cuda")
+            self.values[name].copy_(values, non_blocking=values.is_cuda)
+
+    def _make_room(self, pieces):
+        """One buffer for all values of a dtype: pinned memory costs a call of the driver each time."""
+        self.values, kinds = {}, {}
+        for piece in pieces:
+            kinds.setdefault((piece.values.dtype, piece.values.is_cuda), []).append(piece)
+        for (dtype, pinned), alike in kinds.items():
+            sizes = [piece.values.numel() for piece in alike]
+            for piece, room in zip(alike, _memory(sum(sizes), dtype, pinned).split(sizes), strict=True):
+                self.values[piece.name] = room.view(piece.values.shape)
+
+
+def _memory(count, dtype, pinned):
+    if pinned:
+        try:
+            return torch.empty(count, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:  # a container may not lock so much memory
+            size = f"{count * dtype.itemsize:,}"
+            log.warning("saves are slower: %s bytes cannot be pinned (%s)", size, str(error).partition("\n")[0])
+    return torch.empty(count, dtype=dtype)
