@@ -1,4 +1,7 @@
-"""A trainer that misbehaves when a test tells it to: the variable DEED says how, when, and on which rank."""
+"""A trainer that misbehaves when a test tells it to: the variable DEED says how, when, and on which rank.
+
+`faulty.py WORDS` is train.py that knows it as `-trainer faulty`.
+"""
 
 import json
 import os
@@ -100,3 +103,12 @@ def register():
     there = config.plugins
     config.plugins = lambda kind: [*there(kind), "faulty"] if kind == "trainer" else there(kind)
     sys.modules["lib.trainer.faulty"] = sys.modules[__name__]
+
+
+if __name__ == "__main__":
+    import faulty
+
+    import train
+
+    faulty.register()
+    sys.exit(train.main())

@@ -82,7 +82,7 @@ class Trainer:
 
     def fit(self) -> str:
         """Trains from where the run is to its end, or to a stop with the state saved: what `finish` says."""
-        with self.stop.listening(), speed.frozen():
+        with self.stop.listening(self.checkpoints.writing), speed.frozen():
             self.resume()
             self.warm_up()
             watch = watched(self.state, self.ballot, self.world, self.args.hang_minutes, self.folder)
@@ -99,6 +99,8 @@ class Trainer:
         self.model.train()
         batches = self.loaders["train"].epoch(self.state.epoch, self.state.step - self.state.epoch * self.plan.steps)
         for key, batch in speed.throttle(self.report.waiting(batches), self.world.device):
+            if key.first:
+                self.stop.step_begins()
             self.micro_batch(key, batch)
             if key.last:
                 self.step(key.of)
@@ -151,6 +153,7 @@ class Trainer:
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
         stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.stop.at_limit(step)
+        self.stop.step_ends()
         if self.ballot.voted:
             self.checkpoints.poll()
         if stop and step < self.total_steps:  # a stop on the very last step finishes the run

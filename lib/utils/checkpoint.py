@@ -54,7 +54,7 @@ class Every:
 
 
 class Checkpoints:
-    """The checkpoints of a run. Its methods are called by all ranks at the same steps, `staged` apart."""
+    """The checkpoints of a run. All ranks call its methods at the same steps, but for `staged` and `writing`."""
 
     def __init__(self, folder: Path, world: World, *, keep_last: int = 2, strict: bool = False):
         self.folder, self.world, self.disk = folder, world, disks.one(world)
@@ -115,12 +115,17 @@ class Checkpoints:
         next."""
         self.copies.wait()
 
+    def writing(self) -> bool:
+        """Whether this rank is at work on a save; any thread may ask."""
+        job = self.job
+        return job is not None and not job.done()
+
     def poll(self):
         """Moves the save in flight on, once every rank is ready for it. Raises SaveError when saving fails for
         good."""
         if self.phase is None:
             return
-        pending = torch.tensor([float(self.job is not None and not self.job.done())])
+        pending = torch.tensor([float(self.writing())])
         if distributed.max_(pending, self.world).item():
             return
         answers = distributed.gather_json(self._answer(), self.world)

@@ -118,7 +118,7 @@ def pick_device(args, local_rank: int) -> torch.device:
     count = torch.accelerator.device_count()
     there = int(os.environ.get("SLURM_GPUS_ON_NODE") or count)  # of the job; a task may see only its own part of them
     alone = count == 1
-    if "TORCHELASTIC_MAX_RESTARTS" in os.environ:  # all processes of an agent see the same ones
+    if has_agent():  # all processes of an agent see the same ones
         there, alone = count, False
     if not alone and local_rank >= max(count, there):
         raise UsageError(
@@ -168,15 +168,20 @@ def launch_id() -> str:
     return given if given != "none" else f"{socket.gethostname()}-{os.getppid()}"
 
 
+def has_agent() -> bool:
+    """Whether a torchrun agent started this process."""
+    return "TORCHELASTIC_MAX_RESTARTS" in os.environ
+
+
 def orphaned() -> bool:
     """Whether the torchrun agent that started this process is gone: nobody would restart it, or end it."""
-    return "TORCHELASTIC_MAX_RESTARTS" in os.environ and os.getppid() != PARENT
+    return has_agent() and os.getppid() != PARENT
 
 
 def elastic() -> bool:
     """Whether torchrun's nodes come and go, or are made anew when they go: started by scripts/elastic.sh, as in a
     pod."""
-    return {"PET_NNODES", "TORCHELASTIC_MAX_RESTARTS"} <= os.environ.keys()
+    return has_agent() and "PET_NNODES" in os.environ
 
 
 def ngrok_password() -> str | None:

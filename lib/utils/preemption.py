@@ -23,13 +23,14 @@ import torch
 
 from lib.utils import distributed, stored
 from lib.utils.distributed import World
-from lib.utils.errors import ABORTED, STOPPING
+from lib.utils.errors import ABORTED, FAILED, STOPPING
 
 log = logging.getLogger(__name__)
 TWICE_S = 1.0  # a terminal's Ctrl-C and a dying parent's signal each arrive twice: nearer together they are one
 ASK_EVERY_S = 1.0  # between votes
 LAST_S = 5.0  # that a stop leaves to the last evaluation, which finishes the run: the next start would cost as much
 AGENT_GONE = "a torchrun agent is gone"
+STUCK_S = 5.0  # and twice the longest step: then a step that does not end waits for a process that is gone
 MOST_STEPS = 100  # between votes, so that steps that grow slow are noticed
 
 
@@ -50,6 +51,8 @@ class Stop:
         self.ends = time.monotonic() + max_hours * 3600 if max_hours else None
         self.looked = 0.0
         self.since = None  # monotonic time of the first signal
+        self.step_since: float | None = None  # monotonic time at which the step under way began
+        self.longest_s: float | None = None  # of the steps that this process finished
         self.trained = False  # nothing is left but an evaluation: the wish waits LAST_S for the run to finish
         self.wished_at = None
 
@@ -106,14 +109,24 @@ class Stop:
             self.reason = self.reason or f"-limit_steps {self.limit_steps} is reached"
         return reached
 
+    def step_begins(self):
+        """Notes that a step begins."""
+        self.step_since = time.monotonic()
+
+    def step_ends(self):
+        """Notes that it is over, as is the vote behind it."""
+        self.longest_s = max(self.longest_s or 0.0, time.monotonic() - self.step_since)
+        self.step_since = None
+
     @contextlib.contextmanager
-    def listening(self):
-        """Signals raise the wish while the block runs; afterwards they do again what they did before."""
+    def listening(self, saving=lambda: False):
+        """Signals raise the wish while the block runs; afterwards they do again what they did before. `saving()`:
+        whether this process writes its part of a checkpoint."""
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         before_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         before = {number: signal.signal(number, _handler(number)) for number in STOPPING}
-        thread = threading.Thread(target=self._watch, args=(ours,), name="stop", daemon=True)
+        thread = threading.Thread(target=self._watch, args=(ours, saving), name="stop", daemon=True)
         thread.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # a task of a Slurm job kept them waiting until now
         try:
@@ -128,10 +141,33 @@ class Stop:
             theirs.close()
             ours.close()
 
-    def _watch(self, pipe):
-        while data := pipe.recv(64):
+    def _watch(self, pipe, saving):
+        while True:
+            try:
+                data = pipe.recv(64)
+            except TimeoutError:
+                self._leave_if_stuck(saving)
+                continue
+            if not data:
+                return
             for number in data:
                 self._heard(number)
+            if self.signal == "SIGTERM" and distributed.has_agent():
+                pipe.settimeout(STUCK_S / 10)
+
+    def _leave_if_stuck(self, saving):
+        """Ends this process where a step does not end after torchrun's SIGTERM. If a process is lost, torchrun sends
+        it to the others; they wait for the lost one in NCCL, which does not notice, and torchrun for them, 30 s. The
+        first step of a process may take any time."""
+        begun, longest_s = self.step_since, self.longest_s
+        if begun is None or longest_s is None or saving():
+            return
+        stuck_s = time.monotonic() - max(begun, self.since)
+        if stuck_s > STUCK_S + 2 * longest_s:
+            faulthandler.dump_traceback(file=2)
+            log.error("the step has not ended %.0f s after SIGTERM, the longest one took %.1f s: this process leaves "
+                      "without a save, as another one is gone or hangs", stuck_s, longest_s)  # fmt: skip
+            os._exit(FAILED)
 
     def _heard(self, number):
         if number not in STOPPING:
