@@ -1,6 +1,7 @@
 """The -cfg file: `flag: value` lines in YAML, read as text. Whatever else a file holds is refused, and at once."""
 
 import re
+import stat
 from pathlib import Path
 
 import yaml
@@ -15,6 +16,8 @@ def read(path: str) -> dict[str, list[str]]:
     """The values of each key in a YAML file of flags, as text; the key `about`, which a run writes for people, is
     passed over."""
     try:
+        if not stat.S_ISREG(Path(path).stat().st_mode):  # a pipe may never end, and is read twice
+            raise UsageError(f"-cfg {path!r}: cannot be read (it is no regular file)")
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(SIZE + 1)
     except (OSError, ValueError) as error:

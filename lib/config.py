@@ -88,10 +88,17 @@ def load_plugin(parser, kind: str, argv: list[str], entries: dict, cfg: str | No
     if name not in there:
         names = f"there are {', '.join(there)}{close(name, there)}"
         raise UsageError(f"{source}-{kind} {name!r}: no such file in lib/{kind}; {names}")
-    with no_exit():
-        module = importlib.import_module(f"lib.{kind}.{name}")
-    if not hasattr(module, BUILDERS[kind]):
-        raise UsageError(f"-{kind} {name}: lib/{kind}/{name}.py has no {BUILDERS[kind]}")
+    file = f"lib/{kind}/{name}.py"
+    try:
+        with no_exit():
+            module = importlib.import_module(f"lib.{kind}.{name}")
+    except SyntaxError as error:
+        place = f"{error.filename}, line {error.lineno}" if error.lineno else file
+        raise UsageError(f"-{kind} {name}: syntax error in {place}: {error.msg}") from None
+    except ModuleNotFoundError as error:
+        raise UsageError(f"-{kind} {name}: {file} needs what is not installed here: {error}") from None
+    if not callable(getattr(module, BUILDERS[kind], None)):
+        raise UsageError(f"-{kind} {name}: {file} has no {BUILDERS[kind]} that can be called")
     if hasattr(module, "add_args"):
         parser.add_own(module, f"{kind} {name}")
     return module
@@ -209,8 +216,9 @@ def early(argv: list[str] | None) -> tuple[str | None, bool]:
     entries = cfg_file.read(cfg) if cfg is not None else {}
     given = {word.partition("=")[0].lstrip("-") for word in words if word.startswith("-")}
     asked = {name: [value_of(words, name) or ""] for name in given}
-    debug = {**entries, **asked}.get("debug_dist", ["no"])[-1].lower() not in ("no", "false", "0")
-    return {**entries, **asked}.get("cache_dir", [None])[-1], debug
+    both = {**entries, **asked}
+    debug = (both.get("debug_dist") or ["no"])[-1].lower() not in ("no", "false", "0")
+    return (both.get("cache_dir") or [None])[-1], debug
 
 
 def _parse(parser, from_file, words, cfg):

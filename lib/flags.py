@@ -132,7 +132,7 @@ def _optimization(group):
                        help="scale the learning rate by -batch_size over -lr_batch")  # fmt: skip
     group.add_argument("-lr_batch", type=whole(1), default=256, metavar="N", help="the batch -lr_start is meant for")
     group.add_argument("-weight_decay", type=real(0), default=0.01, metavar="X", help="not on biases and norms")
-    group.add_argument("-momentum", type=real(0, 1), default=0.9, metavar="X", help="of sgd")
+    group.add_argument("-momentum", type=real(0, 1, below=True), default=0.9, metavar="X", help="of sgd")
     group.add_argument(
         "-clip_grad", type=real(0), default=0.0, metavar="X", help="largest gradient norm; 0: no limit"
     )
@@ -167,12 +167,12 @@ def _saving(group):
     group.add_argument(
         "-max_hours", type=real(0, above=True), metavar="X", help="stop, with the state saved, after X hours"
     )
-    group.add_argument("-grace_s", type=real(0, above=True), default=60.0, metavar="X",
+    group.add_argument("-grace_s", type=real(0, 10**6, above=True), default=60.0, metavar="X",
                        help="seconds a stop may take before the process ends all the same")  # fmt: skip
     group.add_argument("-limit_steps", type=whole(1), metavar="N",
                        help="stop, with the state saved, once N optimizer steps are done")  # fmt: skip
     _switch(group, "-check_resume", "kill and resume this run a few times, -limit_steps or 20 long, and compare")
-    group.add_argument("-hang_minutes", type=real(0, above=True), default=10.0, metavar="X",
+    group.add_argument("-hang_minutes", type=real(0, 10**6, above=True), default=10.0, metavar="X",
                        help="fail when a step or an answer of another process takes X minutes")  # fmt: skip
 
 

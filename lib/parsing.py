@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._AppendAction) and action.nargs is None:
                 words += [f"{flag}={value}" for value in values]
             elif action.nargs in (None, "?", 0) and len(values) != 1:
-                raise UsageError(f"{path}: -{key} takes one value and not the list {', '.join(values[:9])}")
+                raise UsageError(f"{path}: -{key} takes one value and not the list [{', '.join(values[:9])}]")
             elif any(value.startswith("-") and not NEGATIVE.match(value) for value in values[1:]):
                 raise UsageError(
                     f"{path}: -{key}: values in a list cannot begin with a dash: {', '.join(values[:9])}"
@@ -102,10 +102,17 @@ class Listing(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None):
         for kind in ("arch", "dataset", "trainer"):
             files = sorted((Path(__file__).parent / kind).glob("[!_]*.py"))
-            told = {file.stem: ast.get_docstring(ast.parse(file.read_text())) or "" for file in files}
-            rows = (f"  {name:20} {text.partition(chr(10))[0]}\n" for name, text in told.items())
+            rows = (f"  {file.stem:20} {summary(file)}\n" for file in files)
             parser._print_message(f"-{kind} NAME\n{''.join(rows)}", sys.stdout)
         parser.exit()
+
+
+def summary(file: Path) -> str:
+    """The first line of a Python file's docstring."""
+    try:
+        return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+    except (SyntaxError, ValueError) as error:
+        return f"cannot be read: {error}"
 
 
 def _file(module):

@@ -21,14 +21,15 @@ def whole(low: int):
     return read
 
 
-def real(low: float, high: float = math.inf, above: bool = False):
-    """A reader of finite numbers from `low` (or above it) to `high`."""
+def real(low: float, high: float = math.inf, above: bool = False, below: bool = False):
+    """A reader of finite numbers from `low` (or above it) to `high` (or below it)."""
 
     def read(text):
         value = float(text) if REAL.fullmatch(text) else math.nan
-        if not (low <= value <= high) or math.isinf(value) or (above and value == low):
+        excluded = (above and value == low) or (below and value == high)
+        if not (low <= value <= high) or math.isinf(value) or excluded:
             bottom = f" {'above' if above else 'from'} {low}" if low > -math.inf else ""
-            top = f" up to {high}" if high < math.inf else ""
+            top = f" {'to below' if below else 'up to'} {high}" if high < math.inf else ""
             raise argparse.ArgumentTypeError(f"{text!r} is not a number{bottom}{top}")
         return value
 
@@ -78,6 +79,8 @@ def text(value: str) -> str:
     """Text that is not empty and fits on a line."""
     if not value or any(ord(letter) < 32 or ord(letter) == 127 for letter in value):
         raise argparse.ArgumentTypeError(f"{value!r} is empty or holds control characters")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):  # how Python keeps bytes that it cannot decode
+        raise argparse.ArgumentTypeError(f"{value!r} is not UTF-8: rename it")
     return value
 
 

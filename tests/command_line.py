@@ -1,5 +1,6 @@
 """Command lines, -cfg files and plugin files for tests."""
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -90,6 +91,15 @@ def plugin_file(monkeypatch, folder, kind, name, text):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(config, "plugins", lambda of: sorted(there(of) + [name] * (of == kind)))
+
+
+def plugin_folder(monkeypatch, folder, kind, name, text):
+    """Makes lib/KIND/NAME.py with this text for one test, not imported yet."""
+    package, there = importlib.import_module(f"lib.{kind}"), config.plugins
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+    monkeypatch.delitem(sys.modules, f"lib.{kind}.{name}", raising=False)
     monkeypatch.setattr(config, "plugins", lambda of: sorted(there(of) + [name] * (of == kind)))
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import command_line
 import pytest
 import torch
-from command_line import cfg_file, parsed, plugin_file, shared
+from command_line import cfg_file, parsed, plugin_file, plugin_folder, shared
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib import config
+from lib import config, parsing
 from lib.utils.errors import UsageError
 
 RELAXED = settings(deadline=None, derandomize=True)
@@ -157,6 +157,36 @@ def test_what_is_no_number_is_refused_for_the_flags_of_plugins(kind, name, flag,
         )
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-hang_minutes 1e308", "'1e308' is not a number above 0 up to 1000000"),
+        ("-grace_s 1e308", "'1e308' is not a number above 0 up to 1000000"),
+        ("-momentum 1", "'1' is not a number from 0 to below 1"),
+        ("-trainer contrastive -contrastive_heat 0", "'0' is not a number above 0"),
+        ("-trainer contrastive -contrastive_heat inf", "'inf' is not a number above 0"),
+        ("-trainer contrastive -contrastive_crop nan", "'nan' is not a number from 0 to 1"),
+        ("-trainer contrastive -contrastive_crop 1.1", "'1.1' is not a number from 0 to 1"),
+        ("-trainer contrastive -contrastive_noise -1", "'-1' is not a number from 0 to 1"),
+        ("-trainer contrastive -contrastive_noise 2", "'2' is not a number from 0 to 1"),
+    ],
+)
+def test_a_number_outside_of_what_makes_sense_is_refused(words, said, told):
+    assert told(words) == f"argument {words.split()[-2]}: {said}"
+
+
+@pytest.mark.parametrize("flag", ["-random_samples", "-fake_samples"])
+def test_more_samples_than_fit_into_memory_are_refused(flag, told):
+    line = told(["-cpu", "1", "-dataset", flag[1:].partition("_")[0], flag, "999999999999999"])
+    assert line == f"{flag} 999999999999999: they do not fit into memory, take fewer"
+
+
+def test_a_path_that_is_not_utf_8_is_refused(told, tmp_path):
+    for flag in ("out", "data", "resume", "weights"):
+        path = str(tmp_path / os.fsdecode(b"\xff"))
+        assert told([f"-{flag}", path]) == f"argument -{flag}: {path!r} is not UTF-8: rename it"
+
+
 # What does not go together
 
 
@@ -197,11 +227,43 @@ def test_slurm_where_there_is_none_is_refused(told, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", [None, "", "a: [", "epochs: 3\nepochs: 4", "epohcs: 3", "epochs: 0", "arch: nope", "model: ../x"]
-)
+    "text", [None, "", "a: [", "epochs: 3\nepochs: 4", "epohcs: 3", "epochs: 0", "arch: nope", "model: ../x",
+             "cache_dir: []", "debug_dist: []"],
+)  # fmt: skip
 def test_a_wrong_cfg_file_is_refused_by_name(text, told, tmp_path):
     file = str(tmp_path / "missing.yaml") if text is None else cfg_file(tmp_path, text)
     assert file in told(["-cfg", file])
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_no_cfg_file(told, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert told(["-cfg", str(tmp_path / "pipe")]).endswith("cannot be read (it is no regular file)")
+
+
+BROKEN = {
+    "syntax": ("def get_model(args:\n    return 5\n", ["syntax error in ", "syntax.py, line 1: "]),
+    "nul": ("get_model = 5\n\0", ["syntax error in ", "nul.py"]),
+    "missing": ("import no_such_package.part\n", ["lib/arch/missing.py needs", "'no_such_package'"]),
+    "five": ("get_model = 5\n", ["lib/arch/five.py has no get_model that can be called"]),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_plugin_that_cannot_be_imported_is_refused_with_the_place(name, told, monkeypatch, tmp_path, capsys):
+    text, parts = BROKEN[name]
+    plugin_folder(monkeypatch, tmp_path, "arch", name, text)
+    line = told(["-arch", name])
+    assert line.startswith(f"-arch {name}: ") and all(part in line for part in parts), line
+
+
+def test_the_list_of_plugins_shows_those_that_cannot_be_read(tmp_path):
+    files = {"nul.py": "\0", "syntax.py": "def (", "bytes.py": b"\xff", "good.py": '"""Good."""\n'}
+    for name, text in files.items():
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert parsing.summary(tmp_path / "good.py") == "Good."
+    for name in ("nul.py", "syntax.py", "bytes.py"):
+        assert parsing.summary(tmp_path / name).startswith("cannot be read: ")
 
 
 def test_a_plugin_flag_that_clashes_is_refused(told, monkeypatch, tmp_path):

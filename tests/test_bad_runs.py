@@ -71,8 +71,11 @@ def test_a_dataset_of_the_wrong_kind_or_size_is_refused(given, parts, told):
 
 
 def test_a_model_without_anything_to_train_is_refused(told):
-    with runs.plugins(arch={"still": lambda args: nn.Flatten()}):
-        assert told([*FAST, "-arch", "still"]) == "-arch still: the model has no parameters that can be trained"
+    frozen = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).requires_grad_(False)
+    with runs.plugins(arch={"empty": lambda args: nn.Flatten(), "frozen": lambda args: frozen}):
+        for arch, count in (("empty", 1), ("empty", 2), ("frozen", 1), ("frozen", 2)):
+            said = f"-arch {arch}: the model has no parameters that can be trained"
+            assert told(["-cpu", str(count), "-arch", arch]) == said
 
 
 @pytest.mark.parametrize(
@@ -258,6 +261,16 @@ def test_an_output_folder_that_cannot_be_written_is_refused(told, tmp_path):
         assert tree(tmp_path) == before
     for out in ("", "a\0b", "a\nb"):
         assert told([f"-out={out}", "-out", out]).startswith(f"argument -out: {out!r} is empty or holds control")
+
+
+@pytest.mark.parametrize("name", ["STOP", "outcome.json", "metrics.jsonl", "config.yaml"])
+def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused(name, told, tmp_path):
+    folder = tmp_path / "out" / "odd"
+    (folder / name).mkdir(parents=True)
+    for count in ("1", "2"):
+        line = told(["-cpu", count, "-model", "odd"])
+        assert line == f"-model odd: {folder / name} must be a file and is a folder: move it away"
+    runs.run(tmp_path / "out", "-cpu 1 -epochs 1 -model odd -reset")
 
 
 def test_a_start_that_is_refused_leaves_an_old_run_as_it_was(told, tmp_path):

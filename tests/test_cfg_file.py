@@ -119,8 +119,8 @@ def test_numbers_booleans_and_lists_are_read_as_they_stand(tmp_path):
         ("arch: nope", "-arch 'nope': no such file in lib/arch; there are convnet"),
         ("arch: ../x", "-arch '../x': no such file"),
         ("trainer: [trainer, trainer]", "-trainer 'trainer,trainer': no such file"),
-        ("epochs: [3, 4]", "-epochs takes one value and not the list 3, 4"),
-        ("epochs: []", "-epochs takes one value and not the list"),
+        ("epochs: [3, 4]", "-epochs takes one value and not the list [3, 4]"),
+        ("epochs: []", "-epochs takes one value and not the list []"),
         ("epochs: {a: 3}", "'epochs' must be a plain value"),
         ("epochs: [[3]]", "'epochs' must be a plain value"),
         ("epochs:", "'epochs' has no value"),
@@ -164,8 +164,8 @@ def test_a_wrong_file_is_refused_at_once_with_its_name_and_what_is_wrong(text, s
 def test_files_that_cannot_be_read_are_refused_by_name(tmp_path):
     for path in (str(tmp_path / "missing.yaml"), str(tmp_path), "", "a\0b", "x" * 300):
         assert refusal(["-cfg", path]).startswith(f"-cfg {path!r}: cannot be read")
-    assert "larger than" in refusal(["-cfg", "/dev/zero"])
-    assert refusal(["-cfg", "/dev/null"]).startswith("-cfg /dev/null: empty")
+    for path in ("/dev/zero", "/dev/null"):
+        assert refusal(["-cfg", path]) == f"-cfg {path!r}: cannot be read (it is no regular file)"
     assert refusal(["-cfg"]) == "argument -cfg: expected one argument"
 
 
@@ -221,7 +221,7 @@ def test_config_yaml_repeats_any_command_line(tmp_path, data):
         if action.type is values.text
         else st.integers(1, 10**18 - 1).map(str)
         if action.metavar == "N"
-        else st.floats(1e-300, 1, allow_subnormal=False).map(repr)
+        else st.floats(1e-300, 1, exclude_max=True, allow_subnormal=False).map(repr)
         if action.metavar == "X"
         else st.just(other_value(action))
         for name, action in shared().items()

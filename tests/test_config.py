@@ -61,7 +61,7 @@ def test_a_negative_number_is_no_flag(number):
 @pytest.mark.parametrize("number", ["-1e-3", "-5", "-.5", "-1_0", "-inf", "-nan", "-1e400"])
 def test_a_negative_number_where_none_fits_is_refused_as_other_value(number):
     for form in (["-momentum", number], [f"--momentum={number}"]):
-        assert refusal(form) == f"argument -momentum: {number!r} is not a number from 0 up to 1"
+        assert refusal(form) == f"argument -momentum: {number!r} is not a number from 0 to below 1"
     assert f"-epochs: {number!r} is not a whole number of at least 1" in refusal(["-epochs", number])
 
 

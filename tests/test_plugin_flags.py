@@ -15,7 +15,7 @@ def test_a_negative_number_is_a_number_in_any_form(number, monkeypatch, tmp_path
         tmp_path,
         "arch",
         "cold",
-        text + " parser.add_argument('-cold_many', type=float, nargs='+')\nget_model = None\n",
+        text + " parser.add_argument('-cold_many', type=float, nargs='+')\nget_model = print\n",
     )
     for words in (["-cold_x", number], [f"-cold_x={number}"], ["--cold_x", number], [f"--cold_x={number}"]):
         assert parsed(["-arch", "cold", *words, "-seed", "3"]).cold_x == float(number)
@@ -29,7 +29,7 @@ def test_a_plugin_flag_that_clashes_with_a_shared_one_is_refused(flag, monkeypat
         tmp_path,
         "arch",
         "clash",
-        f"def add_args(parser): parser.add_argument({flag!r})\nget_model = None\n",
+        f"def add_args(parser): parser.add_argument({flag!r})\nget_model = print\n",
     )
     said = refusal("-arch clash")
     assert said.startswith("lib/arch/clash.py: its flag") and "clashes" in said and flag.lstrip("-") in said
@@ -47,12 +47,12 @@ def test_a_plugin_flag_that_clashes_with_a_shared_one_is_refused(flag, monkeypat
     ],
 )
 def test_a_plugin_whose_flags_no_config_yaml_could_hold_is_refused(line, said, monkeypatch, tmp_path):
-    plugin_file(monkeypatch, tmp_path, "arch", "odd", f"def add_args(parser): parser.{line}\nget_model = None\n")
+    plugin_file(monkeypatch, tmp_path, "arch", "odd", f"def add_args(parser): parser.{line}\nget_model = print\n")
     assert refusal("-arch odd").startswith("lib/arch/odd.py: ") and said in refusal("-arch odd")
 
 
 def test_two_plugins_with_one_flag_are_refused(monkeypatch, tmp_path):
-    text = "def add_args(parser): parser.add_argument('-same_x')\nget_model = get_dataset = None\n"
+    text = "def add_args(parser): parser.add_argument('-same_x')\nget_model = get_dataset = print\n"
     plugin_file(monkeypatch, tmp_path, "arch", "one", text)
     plugin_file(monkeypatch, tmp_path, "dataset", "two", text)
     assert parsed("-arch one").same_x is None is parsed("-dataset two -arch mlp").same_x
@@ -61,13 +61,13 @@ def test_two_plugins_with_one_flag_are_refused(monkeypatch, tmp_path):
 
 def test_a_plugin_without_its_builder_or_loaded_too_late_is_named(monkeypatch, tmp_path):
     plugin_file(monkeypatch, tmp_path, "arch", "empty", "x = 3\n")
-    assert refusal("-arch empty") == "-arch empty: lib/arch/empty.py has no get_model"
+    assert refusal("-arch empty") == "-arch empty: lib/arch/empty.py has no get_model that can be called"
     plugin_file(
         monkeypatch,
         tmp_path,
         "arch",
         "late",
-        "def add_args(parser): parser.set_defaults(dataset='random')\nget_model = None\n",
+        "def add_args(parser): parser.set_defaults(dataset='random')\nget_model = print\n",
     )
     assert refusal("-arch late").startswith("-dataset random is a default that a plugin set too late")
     assert parsed("-arch late -dataset random").random_samples > 0
@@ -114,7 +114,7 @@ def get_dataset(args): pass
 
 def test_a_description_with_an_unknown_flag_is_refused(monkeypatch, tmp_path):
     plugin_file(
-        monkeypatch, tmp_path, "dataset", "wrong", "def describe(args): return {'classes': 3}\nget_dataset = None\n"
+        monkeypatch, tmp_path, "dataset", "wrong", "def describe(args): return {'classes': 3}\nget_dataset = print\n"
     )
     said = refusal("-dataset wrong")
     assert said.startswith(

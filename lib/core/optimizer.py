@@ -24,8 +24,6 @@ UNDONE = (torch.optim.SGD, torch.optim.Adagrad)
 def get_optimizer(model: nn.Module, args, batch_size: int) -> torch.optim.Optimizer:
     """The optimizer of a model that is wrapped and on its device. Its learning rate is set anew at every step."""
     groups = decay_groups(model, args.weight_decay)
-    if not any(group["params"] for group in groups):
-        raise UsageError(f"-arch {args.arch}: the model has no parameters that can be trained")
     options = {"lr": args.lr_start, **_own_options(args, batch_size)}
     fused = _may_fuse([parameter for group in groups for parameter in group["params"]], args.optimizer) or None
     try:

@@ -35,6 +35,8 @@ def _made(arch, args):
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise UsageError(f"-arch {args.arch}: get_model gives {kind}; a model, an nn.Module, is needed")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(f"-arch {args.arch}: the model has no parameters that can be trained")
     return model
 
 

@@ -4,6 +4,9 @@ Chen et al., A Simple Framework for Contrastive Learning of Visual Representatio
 trainer with steps of its own: all else, also that a run goes on exactly, is lib/trainer/trainer.py's.
 """
 
+import argparse
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -12,12 +15,28 @@ from lib.trainer import trainer
 
 
 def add_args(parser):
-    parser.add_argument("-contrastive_heat", type=float, default=0.2, metavar="X", help="temperature of the softmax")
+    parser.add_argument("-contrastive_heat", type=heat, default=0.2, metavar="X", help="temperature of the softmax")
     parser.add_argument(
-        "-contrastive_crop", type=float, default=0.4, metavar="X", help="most a view leaves out, 0 to 1"
+        "-contrastive_crop", type=share, default=0.4, metavar="X", help="most a view leaves out, 0 to 1"
     )
-    parser.add_argument("-contrastive_noise", type=float, default=0.1, metavar="X", help="noise added to each pixel")
+    parser.add_argument(
+        "-contrastive_noise", type=share, default=0.1, metavar="X", help="noise added to each pixel, 0 to 1"
+    )
     parser.set_defaults(num_classes=64)  # outputs are coordinates, no classes
+
+
+def heat(text: str) -> float:
+    """A finite number above 0."""
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return float(text)
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return float(text)
 
 
 class Trainer(trainer.Trainer):

@@ -108,7 +108,11 @@ def _open(folder, lock, args, world):
     lock.truncate(0)
     lock.write(json.dumps(owner))
     lock.flush()
-    if starts_anew(args, world):
+    anew = starts_anew(args, world)
+    for path in (folder / name for name in ("STOP", "outcome.json", "metrics.jsonl", "config.yaml")):
+        if path.is_dir() and not anew:
+            raise UsageError(f"-model {folder.name}: {path} must be a file and is a folder: move it away")
+    if anew:
         _move_aside(folder)
     write_outcome(folder, world, "running")
 
