@@ -9,10 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kubernetes_validate
 import ports
 import pytest
 import yaml
 from command_line import parsed
+from kubeflow_trainer_api import models as trainer_api
 from processes import CLEAN, until
 
 from lib.utils import stored
@@ -21,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "scripts" / "kubernetes"
 DOCUMENTS = {
     (name, document["kind"]): document
-    for name in ("runs", "trainjob", "pytorchjob", "etcd")
+    for name in ("runs", "network", "trainjob", "pytorchjob", "etcd")
     for document in yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text())
 }
 RUNTIME, JOB = DOCUMENTS["trainjob", "TrainingRuntime"]["spec"], DOCUMENTS["trainjob", "TrainJob"]["spec"]
@@ -45,7 +47,7 @@ def test_each_file_is_of_the_interface_that_the_operators_serve():
     assert versions == {
         "PersistentVolumeClaim": "v1", "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
         "TrainJob": "trainer.kubeflow.org/v1alpha1", "PyTorchJob": "kubeflow.org/v1", "Service": "v1",
-        "Deployment": "apps/v1",
+        "Deployment": "apps/v1", "NetworkPolicy": "networking.k8s.io/v1",
     }  # fmt: skip
     runtime = DOCUMENTS["trainjob", "TrainingRuntime"]
     assert (JOB["runtimeRef"]["kind"], JOB["runtimeRef"]["name"]) == (runtime["kind"], runtime["metadata"]["name"])
@@ -56,6 +58,34 @@ def test_each_file_is_of_the_interface_that_the_operators_serve():
     assert replicated["name"] == PODS["v2"]["containers"][0]["name"] == "node"
     assert PODS["v1"]["containers"][0]["name"] == "pytorch"
     assert not any(one["name"].startswith("PET_") for one in JOB["trainer"]["env"]), "reserved for the operator"
+
+
+@pytest.mark.parametrize("kind", ["TrainingRuntime", "TrainJob"])
+def test_kubeflow_trainer_knows_every_key_of_its_files(kind):
+    document = DOCUMENTS["trainjob", kind]
+    known = getattr(trainer_api, f"TrainerV1alpha1{kind}").from_dict(document)
+    assert known.to_dict() == document, "it leaves out what it does not know"
+
+
+def test_kubernetes_knows_every_key_of_its_files():
+    own = [document for document in DOCUMENTS.values() if "kubeflow" not in document["apiVersion"]]
+    pods = [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec} for spec in PODS.values()]
+    assert len(own) == 5
+    for document in own + pods:
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_only_the_pods_of_runs_reach_them_and_etcd():
+    rules = DOCUMENTS["network", "NetworkPolicy"]["spec"]
+    assert rules["policyTypes"] == ["Ingress"]
+    [chosen], [peers] = rules["podSelector"]["matchExpressions"], [rule["from"] for rule in rules["ingress"]]
+    runs = [
+        RUNTIME["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"]["labels"],
+        OPERATOR["pytorchReplicaSpecs"]["Worker"]["template"]["metadata"]["labels"],
+    ]
+    etcd = DOCUMENTS["etcd", "Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert chosen["operator"] == "In" and all(labels["app"] in chosen["values"] for labels in [*runs, etcd])
+    assert all(peers == [{"podSelector": {"matchLabels": labels}}] for labels in runs)
 
 
 @pytest.mark.parametrize("kind", PODS)
@@ -86,8 +116,9 @@ def test_processes_pods_and_gpus_agree():
 
 
 @pytest.mark.parametrize("pod", [*PODS.values(), DOCUMENTS["etcd", "Deployment"]["spec"]["template"]["spec"]])
-def test_no_pod_runs_as_root_or_with_capabilities(pod):
+def test_no_pod_runs_as_root_or_with_capabilities_or_a_token(pod):
     rights = pod["securityContext"]
+    assert pod["automountServiceAccountToken"] is False
     assert rights["runAsNonRoot"] and rights["runAsUser"] == rights["fsGroup"] == 1000
     assert rights["seccompProfile"] == {"type": "RuntimeDefault"}
     own = pod["containers"][0]["securityContext"]
@@ -100,6 +131,8 @@ def test_etcd_is_where_the_job_would_look_for_it():
     etcd = deployment["template"]["spec"]["containers"][0]
     port, address = etcd["ports"][0]["containerPort"], service["metadata"]["name"]
     assert f"--advertise-client-urls=http://{address}:{port}" in etcd["command"] and "--enable-v2" in etcd["command"]
+    claim = deployment["template"]["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"]
+    assert claim == DOCUMENTS["etcd", "PersistentVolumeClaim"]["metadata"]["name"], "its data outlives its pod"
     told = (FOLDER / "README.md").read_text() + (FOLDER / "pytorchjob.yaml").read_text()
     assert told.count(f"rdzvHost: {address}") == 2 and f"HEAD={address}:{port}" in told
 
@@ -116,6 +149,10 @@ def test_the_image_starts_the_default_run_from_the_files_that_are_sent(tmp_path)
     words = [sys.executable, *words[1:3], str(tmp_path / "runs"), "-epochs", "1"]
     run = subprocess.run(words, cwd=tmp_path / "image", env=CLEAN, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and "finished:" in run.stdout, run.stderr
+    words = [sys.executable, "scripts/status.py", str(tmp_path / "runs")]
+    table = subprocess.run(words, cwd=tmp_path / "image", env=CLEAN, capture_output=True, text=True, timeout=60)
+    assert "digits_convnet  finished" in table.stdout, table.stderr
+    assert any(line.startswith("RUN apt-get") and " g++ " in line for line in lines), "-compile needs a compiler"
 
 
 def context(target: Path) -> list[Path]:
