@@ -47,7 +47,7 @@ class BlocksNet(nn.Module):
 @pytest.fixture(scope="module", autouse=True)
 def _plugins():
     made = {"blocks_net": lambda args: BlocksNet(), "unused_net": lambda args: BlocksNet(unused=True),
-            "still_net": lambda args: BlocksNet(dropout=0.0)}  # fmt: skip
+            "whole_net": whole_net, "still_net": lambda args: BlocksNet(dropout=0.0)}  # fmt: skip
     with plugins(arch={**made, "norm_net": norm_net}, dataset={"few": few}):
         yield
 
@@ -88,11 +88,23 @@ def test_a_run_changes_between_ddp_sharded_and_one_process(ddp, tmp_path):
 
 
 def test_half_precision_is_the_same_sharded_or_not(tmp_path):
-    """The scaler skips the same steps; half precision rounds to three digits."""
+    """The scaler skips the same steps; blocks get inputs of the same type."""
     for flag in ("-bf16", "-fp16"):
-        runs = [weights(run(tmp_path, f"{NET} {flag} -epochs 5 -cpu 2 -parallel {kind} -model {kind}{flag}"))
-                for kind in ("ddp", "fsdp")]  # fmt: skip
-        assert far(*runs) < 0.05
+        words = f"{NET} {flag} -arch whole_net -epochs 5 -cpu 2"
+        runs = [weights(run(tmp_path, f"{words} -parallel {kind} -model {kind}{flag}")) for kind in ("ddp", "fsdp")]
+        assert far(*runs) < 1e-5
+
+
+def whole_net(args):
+    """Its blocks take inputs of 32 bits alone, which is what autocast gives them."""
+    net = BlocksNet()
+    for block in net.blocks:
+        block.register_forward_pre_hook(_whole)
+    return net
+
+
+def _whole(block, inputs):
+    assert inputs[0].dtype is torch.float32
 
 
 def test_weights_of_a_file_reach_the_shards(tmp_path):

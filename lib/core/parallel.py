@@ -133,8 +133,10 @@ def _sharded(model, parts, args, world, values):
     pinned = world.device.type != "cpu"
     words = {"mesh": mesh, "reshard_after_forward": True}
     words |= {"offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned)} if args.offload else {}
-    for part in [*_independent(model, parts), model]:
+    groups = _independent(model, parts)  # the rest, as embeddings, gives them inputs of 32 bits, as under DDP
+    for part in groups:
         fsdp.fully_shard(part, mp_policy=_policy(part, args), **words)
+    fsdp.fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy() if groups else _policy(model, args), **words)
     if values is None:  # fully_shard has brought it where it belongs
         return model
     _give_memory(model, torch.device("cpu") if args.offload else world.device, world.device)
@@ -154,10 +156,11 @@ def _independent(model, parts):
 
 
 def _policy(part, args):
-    """Half precision also between the processes, where autocast computes in it; BatchNorm wants its weights whole."""
+    """Half precision also between the processes, where autocast computes in it; BatchNorm wants its weights whole.
+    Inputs stay what they are, as under DDP, where autocast alone decides."""
     if not (args.fp16 or args.bf16) or any(isinstance(module, Norm) for module in part.modules()):
         return fsdp.MixedPrecisionPolicy()
-    return fsdp.MixedPrecisionPolicy(_half(args), reduce_dtype=torch.float32)
+    return fsdp.MixedPrecisionPolicy(_half(args), reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def _half(args):
