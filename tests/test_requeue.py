@@ -18,8 +18,9 @@ from processes import until
 from lib import launch, requeue, slurm_job
 from lib.utils import distributed, hangs, run_folder
 from lib.utils.distributed import World
-from lib.utils.errors import UsageError
+from lib.utils.errors import FINISHED, STOPPED, UsageError
 
+ROOT = Path(__file__).resolve().parent.parent
 START = {"restart": 0, "checkpoint": "step_00000020", "outcome": "1-1"}
 RUNNING = {"JobState": "RUNNING", "StartTime": "2026-11-21T03:22:53", "PreemptTime": "None"}
 PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T03:22:56"}
@@ -299,3 +300,23 @@ def test_the_tasks_of_this_node_are_counted(monkeypatch):
         monkeypatch.setenv("SLURM_NODEID", str(node))
         counts.append(slurm_job.local())
     assert counts == [4, 4, 3]
+
+
+def test_what_meets_a_signal_first_imports_without_torch():
+    """A job's task, the requeue, the table of runs: a signal must have where to go from the first moment."""
+    for modules in ("lib.slurm_job, lib.requeue, lib.utils.stored, lib.utils.atomic", "scripts.status"):
+        probe = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT).returncode == 0, modules
+
+
+def test_only_rank_0_of_a_stopped_job_exits_with_75(monkeypatch, tmp_path):
+    """srun would kill the tasks of the others where they stand."""
+    monkeypatch.setattr(slurm_job, "meet", lambda *words: ({}, None))
+    monkeypatch.setattr(launch, "call", lambda target, args: STOPPED)
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    codes = []
+    for rank in range(3):
+        monkeypatch.setenv("SLURM_PROCID", str(rank))
+        codes.append(slurm_job.step(parsed(f"-out {tmp_path}"), "train:run"))
+    assert codes == [STOPPED, FINISHED, FINISHED]
