@@ -72,7 +72,7 @@ class Trainer(trainer.Trainer):
         return self.loss(outputs, targets) + self.args.NAME_price * outputs.square().mean()
 '''
 TEXTS = {"arch": ARCH, "dataset": DATASET, "trainer": TRAINER}
-NOT_THEIRS = ("What is different here", "Figures", "When not to use it")  # sections of the README that a fork drops
+NOT_THEIRS = ("Why not Lightning?", "Status")  # sections of the README that a fork drops
 INTRODUCTION = (
     "Trains models with PyTorch: put a file into `lib/arch` or `lib/dataset`, and start it with one command."
 )
@@ -138,9 +138,8 @@ def adapted(file: str, content: bytes, name: str) -> bytes:
 
 def trimmed(readme: str) -> str:
     """The README without what it says of the template itself."""
-    title, _, rest = readme.partition("\n\n")
-    rest = rest[rest.index("```sh") :]
-    sections = re.split(r"^(?=## )", rest, flags=re.M)
+    first, *sections = re.split(r"^(?=## )", readme, flags=re.M)
+    title = first.partition("\n\n")[0]
     kept = [section for section in sections if section.splitlines()[0].removeprefix("## ") not in NOT_THEIRS]
     return f"{title}\n\n{INTRODUCTION}\n\n{''.join(kept)}"
 

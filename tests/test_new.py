@@ -46,9 +46,7 @@ def test_a_project_has_its_own_name_everywhere_and_no_history(fork):
 def test_a_projects_readme_has_what_it_needs_and_no_more(fork):
     ours, theirs = ((folder / "README.md").read_text() for folder in (ROOT, fork))
     titles = [re.findall("^## (.*)", text, re.M) for text in (ours, theirs)]
-    assert [title for title in titles[0] if title not in titles[1]] == [
-        "What is different here", "Figures", "When not to use it",
-    ]  # fmt: skip
+    assert [title for title in titles[0] if title not in titles[1]] == ["Why not Lightning?", "Status"]
     assert theirs.startswith("# my-net\n") and "./scripts/test.sh" in theirs
 
 

@@ -1,0 +1,75 @@
+"""Writes docs/flags.md from the help of train.py: python scripts/flags_page.py."""
+
+import contextlib
+import io
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib import config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "flags.md"
+PLUGINS = ("arch ", "dataset ", "trainer ")  # groups of flags that belong to one plugin: a fork has others
+INTRODUCTION = """# Which flags are there?
+
+These are the flags that all runs share, from the output of `python train.py -h`. This page is written by
+`python scripts/flags_page.py`. A value in parentheses is the default.
+
+- A flag may be written `-x v`, `-x=v` or `--x v`. None may be shortened.
+- `-h` next to `-arch`, `-dataset` or `-trainer` shows the flags of that plugin, and `-list` shows all plugins.
+- `-cfg FILE` reads flags from YAML (`batch_size: 128`). The command line wins over the file. If it names another
+  plugin, the file's entries for the old plugin are left out.
+- `eval "$(python scripts/completion.py bash)"` completes flags in the shell (or zsh). It needs
+  `uv pip install --group completion`.
+- [What may change between two starts of a run](resume.md#what-may-change-between-two-starts).
+"""
+
+
+def main() -> int:
+    PAGE.write_text(page())
+    print(f"{PAGE.relative_to(ROOT)}: written")
+    return 0
+
+
+def page() -> str:
+    """The whole page."""
+    shared = [group for group in groups(help_text()) if not group[0].startswith(PLUGINS)]
+    return "\n".join([INTRODUCTION, *(table(title, flags) for title, flags in shared)])
+
+
+def help_text() -> str:
+    """What train.py prints for -h."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        config.parse_args(["-h"])
+    return printed.getvalue()
+
+
+def groups(text: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The groups of a help text: their titles, each with its flags and what they do."""
+    found = []
+    for line in text.splitlines():
+        if title := re.fullmatch(r"(\S.*):", line):
+            found.append((title[1], []))
+        elif flag := re.fullmatch(r"  (-\S.*?)(?:  +(.*))?", line):
+            found[-1][1].append((flag[1], flag[2] or ""))
+        elif found and found[-1][1] and line.startswith("   "):
+            name, told = found[-1][1][-1]
+            found[-1][1][-1] = name, f"{told} {line.strip()}".strip()
+    return found
+
+
+def table(title: str, flags: list[tuple[str, str]]) -> str:
+    """A group as a table of Markdown."""
+    rows = [f"| `{escaped(name)}` | {escaped(told)} |\n" for name, told in flags]
+    return f"## {title}\n\n| flag | what it does |\n| --- | --- |\n{''.join(rows)}"
+
+
+def escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
