@@ -19,6 +19,7 @@ from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE
 log = logging.getLogger(__name__)
 CODE = "code_"  # the beginning of a snapshot's name
 HISTORY = "BATON_HISTORY"  # the variable that tells a run's processes where their job's history lies
+RUNNING = ("RUNNING", "SIGNALING")  # the states of a job that runs; the second while it is sent a signal
 COUNTED = ("time limit", "a process was lost")  # by -slurm_requeues; preemptions are not
 
 
@@ -92,7 +93,7 @@ def verdict(facts: dict, start: dict, outcome: dict, checkpoint: str | None, job
     state, reason = outcome.get("state"), outcome.get("reason")
     if state == "finished":
         return "", ""
-    if job.get("JobState", "RUNNING") != "RUNNING":
+    if job.get("JobState", "RUNNING") not in RUNNING:
         return "", f"it was ended from outside ({job['JobState']}); the state is saved"
     if not outcome and "refused" in start:
         return "", f"the run was refused ({start['refused']})"
@@ -116,7 +117,7 @@ def verdict(facts: dict, start: dict, outcome: dict, checkpoint: str | None, job
 def preempted(job: dict) -> bool:
     """Whether this start of the job runs and has to make room."""
     since, start = job.get("PreemptTime", "None"), job.get("StartTime", "~")
-    return job.get("JobState") == "RUNNING" and since[0].isdigit() and since >= start
+    return job.get("JobState") in RUNNING and since[0].isdigit() and since >= start
 
 
 def restart() -> int:
@@ -173,7 +174,7 @@ def tidy(folder: Path, job: dict):
     Does nothing if the job does not end by itself: somebody may have typed `scontrol requeue`."""
     with contextlib.suppress(OSError):
         here = Path.cwd()
-        if job.get("JobState") == "RUNNING":
+        if job.get("JobState") in RUNNING:
             pickle_of(folder, os.environ["SLURM_JOB_ID"]).unlink(missing_ok=True)
             if here.name.startswith(CODE) and here.parent.samefile(folder):
                 shutil.rmtree(here)

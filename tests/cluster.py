@@ -151,7 +151,7 @@ class Cluster:
 
     def ended(self, job: str) -> dict[str, str]:
         """The job, once it is over."""
-        lasting = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
+        lasting = ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED")
         until(lambda: self.job(job)["JobState"] not in lasting, what=self.told(job), pause=0.2)
         return self.job(job)
 

@@ -37,6 +37,7 @@ def decided(state="stopped", *, job=RUNNING, gained=True, done=(), requeues=3, r
 
 def test_preemptions_are_told_from_cancellations():
     assert decided(job=PREEMPTED) == ("preempted", "")
+    assert decided(job={**PREEMPTED, "JobState": "SIGNALING"}) == ("preempted", ""), "sent another signal"
     assert decided(job=PREEMPTED, gained=False, done=["preempted"] * 9) == ("preempted", "")
     assert "told to stop" in decided(signal="SIGTERM")[1]
     for state in ("CANCELLED", "COMPLETING"):
