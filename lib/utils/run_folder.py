@@ -86,6 +86,8 @@ def starts_anew(args, world: World) -> bool:
 
 def _claim(folder, args, world):
     try:
+        if not starts_anew(args, world):
+            _check_files(folder)
         lock = _lock(folder, world.launch, max(LEAVING_S, args.grace_s + PATIENCE_S))
         _open(folder, lock, args, world)
     except OSError as error:
@@ -94,6 +96,12 @@ def _claim(folder, args, world):
             f"-out {folder.parent} -model {folder.name}: cannot be written ({error.strerror}{free})"
         ) from None
     return lock
+
+
+def _check_files(folder):
+    for path in (folder / name for name in ("STOP", "outcome.json", "metrics.jsonl", "config.yaml")):
+        if path.is_dir():
+            raise UsageError(f"-model {folder.name}: {path} must be a file and is a folder: move it away")
 
 
 def _open(folder, lock, args, world):
@@ -108,11 +116,7 @@ def _open(folder, lock, args, world):
     lock.truncate(0)
     lock.write(json.dumps(owner))
     lock.flush()
-    anew = starts_anew(args, world)
-    for path in (folder / name for name in ("STOP", "outcome.json", "metrics.jsonl", "config.yaml")):
-        if path.is_dir() and not anew:
-            raise UsageError(f"-model {folder.name}: {path} must be a file and is a folder: move it away")
-    if anew:
+    if starts_anew(args, world):
         _move_aside(folder)
     write_outcome(folder, world, "running")
 
