@@ -109,10 +109,10 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_old_checkpoint_is_good(moun
 def test_a_failure_that_cannot_be_written_down_is_told_all_the_same(tmp_path, monkeypatch, caplog):
     real = run_folder.write_outcome
 
-    def write_outcome(folder, state, **facts):
+    def write_outcome(folder, world, state, **facts):
         if state == "failed":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(folder, state, **facts)
+        real(folder, world, state, **facts)
 
     def fail():
         raise ValueError("the first cause")
