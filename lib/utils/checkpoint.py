@@ -19,7 +19,7 @@ from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
-FORMAT = 1
+FORMAT = 2
 SEAL = b',\n"crc32": %d\n}\n'  # the end of every manifest, whatever its format: the checksum of all before it
 LONGEST = 1 << 30  # bytes of a manifest
 FAILURES = 3  # saves in a row that may fail before the run ends
