@@ -82,6 +82,24 @@ def test_a_single_process_that_waits_in_c_code_is_ended(tmp_path, monkeypatch):
         assert "rank 0 waits at step 3" in watch.report
 
 
+def test_a_process_that_was_suspended_and_goes_on_is_no_hang(tmp_path):
+    """As by SIGSTOP, or where Slurm or a container freezes it: the clock went on meanwhile."""
+    state, ballot = types.SimpleNamespace(step=3), types.SimpleNamespace(ticks=0, since=0.0)
+    watch = hangs.Watch(state, ballot, World(), 60.0, tmp_path / "log")
+    watch.mark()
+    watch.since -= 61.0  # what the thread finds when it wakes up first
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        state.step += len(waits) == 2  # the main thread goes on
+        return len(waits) == 3
+
+    watch.over = types.SimpleNamespace(wait=wait)
+    watch.tell = lambda text: pytest.fail(text)
+    watch.look()
+
+
 def test_the_first_step_may_take_longer_than_hang_minutes(start, undisturbed):
     import processes  # a plugin, which pytest is to import first
 

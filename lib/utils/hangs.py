@@ -85,7 +85,8 @@ class Watch:
                 self.told.clear()
             elif not self.told.is_set() and not self.over.wait(1.5 * self.pulse_s):
                 again = _heard(store, self.world, {"step": self.state.step, "pulse": pulse + 1}, read=True)
-                self.tell(told(heard, again))
+                if self.stalled_s() >= self.patience_s:  # else it was suspended, as by SIGSTOP, and goes on
+                    self.tell(told(heard, again))
 
     def tell(self, text: str):
         """Logs the report, and in this rank's own log the stacks of its threads."""
