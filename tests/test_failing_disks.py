@@ -19,6 +19,7 @@ from saves import SMALL, everything, log_of, names
 import train
 from lib.trainer import trainer
 from lib.utils import checkpoint, preemption, run_folder, shards, weights
+from lib.utils.distributed import World
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 WIDE = (
@@ -122,6 +123,15 @@ def test_a_failure_that_cannot_be_written_down_is_told_all_the_same(tmp_path, mo
     with pytest.raises(ValueError, match="the first cause"):
         run(tmp_path, SMALL)
     assert "outcome.json could not be written ([Errno 5]" in caplog.text
+
+
+def test_an_outcome_that_is_not_there_yet_fails_with_the_disk_s_own_reason(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_folder.atomic, "write_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        run_folder.write_outcome(tmp_path, World(), "running")
 
 
 def test_final_weights_that_do_not_fit_are_named_with_the_room_there_is(mount, monkeypatch):

@@ -221,6 +221,8 @@ def write_outcome(folder: Path, world: World, state: str, **facts):
     try:
         atomic.write_file(path, text)
     except OSError:  # a disk that is full has room for what takes the old one's place
+        if not path.exists():
+            raise
         with path.open("r+") as file:
             file.write(text)
             file.truncate()
