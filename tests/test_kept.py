@@ -273,7 +273,8 @@ def test_tensors_of_other_bytes_have_another_fingerprint():
     turned = torch.cat([long[1 << 20 :], long[: 1 << 20]])
     alike = [[0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0], [math.nan, 0, 0, 0], [-0.0, 1.0, 1.0, 0.0], [0.0] * 4]
     flags, numbers = torch.eye(9).bool(), [torch.tensor(3), torch.tensor(4)]
-    for tensors in ([long, turned], [torch.tensor(one) for one in alike], [flags, flags.flip(0)], numbers):
+    signs = [torch.tensor([one, two], dtype=torch.float64) for one in (1.0, -1.0) for two in (2.0, -2.0)]
+    for tensors in ([long, turned], [torch.tensor(one) for one in alike], [flags, flags.flip(0)], numbers, signs):
         found = {distributed.fingerprint(one).item() for one in tensors}
         assert len(found) == len(tensors)
         assert distributed.fingerprint(tensors[0].clone()).item() in found

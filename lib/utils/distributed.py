@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 PARENT = os.getppid()
 ROOM = 1000  # bytes of JSON that ranks exchange in one go
 FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # what `together` passes on; of several the first
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # as many bytes as a number
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # of `fingerprint`, by the bytes of a number
 LEFT = []  # the process groups that were left
 START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read
 
@@ -250,7 +250,7 @@ def differing(tensors: dict[str, torch.Tensor], world: World) -> list[str]:
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """A number (0-d, 64 bits) that tensors with other bytes, or the same ones in another order, do not share but by
-    a chance of about 1 in 2**62."""
+    a chance of 1 in 2**32 at most: the words have 32 bits, so that no change of them is lost in 64."""
     words = tensor.detach().contiguous().reshape(-1).view(WORDS[tensor.element_size()])
     weights = _weights(tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
