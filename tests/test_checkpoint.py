@@ -237,7 +237,7 @@ class Ungatherable:
         raise RuntimeError("out of memory")
 
 
-def test_only_what_rank_0_does_with_gathered_weights_may_fail_without_ending_the_run(tmp_path, caplog):
+def test_only_what_rank_0_does_with_gathered_weights_may_fail_without_ending_the_run(tmp_path, caplog, monkeypatch):
     with pytest.raises(RuntimeError, match="out of memory"):
         weights.keep(tmp_path / "best", {"a": Ungatherable()}, World(), must=False)
     (tmp_path / "best").touch()  # where a folder is to be
@@ -246,6 +246,10 @@ def test_only_what_rank_0_does_with_gathered_weights_may_fail_without_ending_the
     assert "could not be written" in caplog.text
     with pytest.raises(OSError):
         weights.keep(tmp_path / "best", tensors, World())
+    lost = RuntimeError("[gloo] Connection closed by peer")
+    monkeypatch.setattr(weights, "write", lambda *_: (_ for _ in ()).throw(lost))
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        weights.keep(tmp_path / "best", tensors, World(), must=False)
 
 
 def test_best_is_the_highest_score_and_never_one_that_is_not_a_number(caplog):

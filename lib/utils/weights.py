@@ -22,7 +22,7 @@ def keep(folder: Path, tensors: dict[str, Tensor], world: World, must: bool = Tr
     whole = _gathered(tensors, world)
     try:
         distributed.main_does(lambda: write(folder, whole), world)
-    except (OSError, RuntimeError) as error:
+    except OSError as error:  # and no other: a lost process is a RuntimeError
         if must:
             raise
         log.warning("%s: the run goes on without", error)
