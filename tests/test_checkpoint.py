@@ -257,6 +257,7 @@ def test_best_is_the_highest_score_and_never_one_that_is_not_a_number(caplog):
     for epoch, loss in enumerate((float("nan"), 3.0, 2.0, float("nan"), 2.5)):
         best = metrics.better(best, {"loss": loss}, None, epoch) or best
     assert (best["value"], best["epoch"]) == (2.0, 2)
+    assert metrics.better(None, {"loss": float("nan"), "accuracy": 0.1}, None, 1) is None
     best = metrics.better(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 5)
     assert (best["metric"], best["value"]) == ("accuracy", 0.1)
     assert metrics.better(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 6) is None

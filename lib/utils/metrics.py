@@ -127,7 +127,7 @@ def mean(totals: dict, name: str) -> float:
 
 def better(best: dict | None, figures: dict, asked: str | None, epoch: int) -> dict | None:
     """The best validation so far if these figures are it, else None. By the metric that was asked for, as `rec` or
-    `rec:min`, or accuracy, or loss; of LESS and of a NAME:min, less is better.
+    `rec:min`, or accuracy, or loss; of LESS and of a NAME:min, less is better. None, too, where the loss is NaN.
 
     Raises UsageError if the metric that was asked for is not there.
     """
@@ -138,6 +138,8 @@ def better(best: dict | None, figures: dict, asked: str | None, epoch: int) -> d
         log.warning("no weights are kept as the best: the evaluation gives %s; name one by -best NAME, or NAME:min",
                     ", ".join(figures) or "nothing")  # fmt: skip
     score = figures.get(name, math.nan) * (-1 if way == "min" or (name in LESS and not way) else 1)
+    if math.isnan(figures.get("loss", 0.0)):  # outputs that are NaN have an accuracy, too
+        return None
     last = best["score"] if best and best["metric"] == name else -math.inf
     return {"metric": name, "value": figures[name], "score": score, "epoch": epoch} if score > last else None
 
