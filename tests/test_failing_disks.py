@@ -242,6 +242,18 @@ def test_a_slow_disk_stops_no_loop_and_no_collective_runs_out_of_time(tmp_path, 
     assert names(folder) == ["step_00000012"] and distance(folder, done) < 1e-5
 
 
+def test_a_slow_disk_is_no_hang_of_a_single_process(tmp_path, monkeypatch, done):
+    real = os.fsync
+
+    def fsync(fd):
+        if threading.current_thread().name.startswith("checkpoint"):
+            time.sleep(1)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert distance(run(tmp_path, f"{SMALL} -save_every 99epochs -hang_minutes 0.01"), done) == 0.0
+
+
 def test_the_loop_goes_on_while_the_disk_is_slow(tmp_path, monkeypatch):
     go_on, real = threading.Event(), os.fsync
     checkpoints = saves.saver(tmp_path)

@@ -85,7 +85,8 @@ class Trainer:
         with self.stop.listening(self.checkpoints.writing), speed.frozen():
             self.resume()
             self.warm_up()
-            watch = watched(self.state, self.ballot, self.world, self.args.hang_minutes, self.folder)
+            minutes, saving = self.args.hang_minutes, self.checkpoints.writing
+            watch = watched(self.state, self.ballot, self.world, minutes, self.folder, saving)
             reported = report.Report(self.folder, self.world, self.args, self.total_steps, self.state)
             with watch as self.hangs, contextlib.closing(reported) as self.report:
                 while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():

@@ -25,10 +25,11 @@ class Hang(RuntimeError):
 
 
 @contextlib.contextmanager
-def watched(state, ballot, world: World, minutes: float, folder: Path):
+def watched(state, ballot, world: World, minutes: float, folder: Path, saving=lambda: False):
     """A Watch over the run while the block lasts. Raises Hang, which names the ranks and steps, in place of what a
-    collective raises after such a wait. A single process, which has none, is interrupted."""
-    watch = Watch(state, ballot, world, minutes * 60, folder / "logs" / f"rank_{world.rank}.log")
+    collective raises after such a wait. A single process, which has none, is interrupted. `saving()`: whether this
+    process writes its part of a checkpoint, however slow the disk is."""
+    watch = Watch(state, ballot, world, minutes * 60, folder / "logs" / f"rank_{world.rank}.log", saving)
     before = signal.signal(signal.SIGALRM, watch.interrupt)
     thread = threading.Thread(target=watch.look, name="hangs", daemon=True)
     thread.start()
@@ -48,8 +49,9 @@ def watched(state, ballot, world: World, minutes: float, folder: Path):
 class Watch:
     """A rank's eye on the others: each leaves its step in the rendezvous store now and then."""
 
-    def __init__(self, state, ballot, world: World, patience_s: float, log_file: Path):
+    def __init__(self, state, ballot, world: World, patience_s: float, log_file: Path, saving=lambda: False):
         self.state, self.ballot, self.world, self.patience_s, self.file = state, ballot, world, patience_s, log_file
+        self.saving = saving
         self.pulse_s = min(MOST_PULSE_S, patience_s / 12)
         self.begun, self.place, self.since = state.step, self.where(), time.monotonic()
         self.settled = False
@@ -70,7 +72,7 @@ class Watch:
 
     def stalled_s(self) -> float:
         """Seconds since this rank last got on; 0 before its first step, which may compile or wait for data."""
-        if self.where() != self.place:
+        if self.where() != self.place or self.saving():
             self.place, self.since = self.where(), time.monotonic()
         return time.monotonic() - self.since if self.settled else 0.0
 
