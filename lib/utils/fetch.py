@@ -47,10 +47,7 @@ class Fetcher:
                 if isinstance(batch, UsageError):
                     raise batch
                 yield batch
-        except (
-            OSError,
-            EOFError,
-        ) as error:  # the dataset's, or of tensors that went with the worker which shared them
+        except (OSError, EOFError) as error:  # the dataset's, or of tensors that went with their worker
             workers = {worker.sentinel: str(worker.pid) for worker in self.loader._iterator._workers}
             ended = [workers[one] for one in connection.wait(workers, timeout=1.0)]
             if not ended:
