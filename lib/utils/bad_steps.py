@@ -21,8 +21,8 @@ def count(norms: list, state: State):
 
 
 def too_many(state: State, most: int, samples: list[int], good: Path | None) -> str:
-    """Why the run ends after more than `most` bad steps in a row, the last of them of these samples, and what may
-    help; `good`: its last checkpoint."""
+    """Why the run ends after `most` bad steps in a row or more, the last of them of these samples, and what may help;
+    `good`: its last checkpoint."""
     return (
         f"{state.bad_row} steps in a row without a finite gradient (-max_bad_steps {most}), the last of them "
         f"step {state.step - 1} with the samples {samples[:64]}; last good checkpoint: {good or 'none'}; {HELP}"
