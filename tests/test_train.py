@@ -420,6 +420,20 @@ def test_a_run_of_nothing_but_nan_has_failed_at_each_start_and_keeps_no_weights(
     assert not (tmp_path / "nan" / "best").exists() and not (tmp_path / "nan" / "final").exists()
 
 
+class Early(trainer.Trainer):
+    """Its first three steps are bad ones."""
+
+    def training_step(self, batch):
+        return super().training_step(batch) * (math.nan if self.state.step < 3 else 1.0)
+
+
+def test_bad_steps_before_a_larger_batch_are_not_taken_for_all_steps(tmp_path):
+    words = f"{SMALL} -cpu 1 -trainer early -epochs 1 -micro_batch 4"
+    with plugins(trainer={"early": Early}):
+        run(tmp_path, f"{words} -batch_size 4 -limit_steps 6", wanted=75)
+        run(tmp_path, f"{words} -batch_size 20 -allow_change batch_size")
+
+
 class Breaks(trainer.Trainer):
     """Its last step writes NaN into a weight."""
 

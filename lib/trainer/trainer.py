@@ -224,7 +224,7 @@ class Trainer:
         """Why the weights are not worth keeping, "" if they are; the same on all ranks."""
         if "nan" in self.args.allow_change:
             return ""
-        if self.state.bad_steps >= self.state.step > 0:
+        if self.state.bad_row >= self.state.step > 0:
             return f"none of the {self.state.step} steps had a finite gradient"
         odd = weights.not_finite(unwrap(self.model), self.world)
         return f"the parameter {odd[0]} ({len(odd)} in all) is not finite" if odd else ""
