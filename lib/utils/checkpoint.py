@@ -8,6 +8,7 @@ import concurrent.futures
 import json
 import logging
 import shutil
+import stat
 import time
 import zlib
 from pathlib import Path
@@ -232,7 +233,8 @@ def read_manifest(folder: Path) -> dict:
     """
     path = folder / "manifest.json"
     try:
-        if path.stat().st_size > LONGEST:
+        file = path.stat()
+        if not stat.S_ISREG(file.st_mode) or file.st_size > LONGEST:
             raise shards.Damaged(f"{path}: is no file of a sensible size")
         data = path.read_bytes()
         manifest = json.loads(data)
