@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import re
+import signal
 import threading
 import time
 import types
@@ -20,6 +21,7 @@ from lib.utils.distributed import World
 pytest_plugins = ("processes",)
 MINUTES = 0.1
 SOON_S = 30  # after the patience is over
+PATIENCE_S = 0.6  # of a run whose steps are counted by hand
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -98,6 +100,52 @@ def test_a_process_that_was_suspended_and_goes_on_is_no_hang(tmp_path):
     watch.over = types.SimpleNamespace(wait=wait)
     watch.tell = lambda text: pytest.fail(text)
     watch.look()
+
+
+def test_a_process_that_is_suspended_does_not_hang(tmp_path):
+    """SIGSTOP, as from a scheduler that suspends a job for longer than -hang_minutes."""
+    import processes  # a plugin, which pytest is to import first
+
+    (tmp_path / "logs").mkdir()
+    reader, writer = multiprocessing.get_context("fork").Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=steps_until_told, args=(tmp_path, reader))
+    process.start()
+    processes.until(lambda: (tmp_path / "begun").exists())
+    for _ in range(3):
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(2 * PATIENCE_S)
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(PATIENCE_S / 4)
+    writer.send("end")
+    process.join(SOON_S)
+    assert process.exitcode == 0
+
+
+def steps_until_told(folder, reader):
+    """A run of steps that take a third of the patience."""
+    ballot = types.SimpleNamespace(ticks=0, since=0.0)
+    with hangs.watched(types.SimpleNamespace(step=3), ballot, World(), PATIENCE_S / 60, folder) as watch:
+        watch.mark()
+        (folder / "begun").touch()
+        while not reader.poll():
+            for _ in range(10):  # one sleep would be over as soon as the process is woken
+                time.sleep(PATIENCE_S / 30)
+            ballot.ticks += 1
+
+
+def test_a_step_that_ends_while_its_rank_is_looked_at_again_is_no_hang(tmp_path):
+    ballot = types.SimpleNamespace(ticks=0, since=0.0)
+    watch = hangs.Watch(types.SimpleNamespace(step=3), ballot, World(), 60, tmp_path / "rank_0.log")
+    watch.settled, watch.since = True, time.monotonic() - 61
+    waits = iter([False, False, True])  # until the first look, until the second one, and the run is over
+
+    def wait(seconds):
+        ballot.ticks += seconds > watch.pulse_s
+        return next(waits)
+
+    watch.over = types.SimpleNamespace(wait=wait)
+    watch.look()
+    assert not watch.told.is_set()
 
 
 def test_the_first_step_may_take_longer_than_hang_minutes(start, undisturbed):

@@ -79,7 +79,7 @@ class Watch:
     def look(self):
         """Leaves signs of life, and when nothing has moved for too long, reports."""
         store, pulse = distributed.store_of_own(self.pulse_s) if self.world.size > 1 else None, 0
-        while not self.over.wait(self.pulse_s):
+        while not self.rest():
             pulse += 1
             stalled = self.stalled_s() >= self.patience_s
             heard = _heard(store, self.world, {"step": self.state.step, "pulse": pulse}, read=stalled)
@@ -87,8 +87,16 @@ class Watch:
                 self.told.clear()
             elif not self.told.is_set() and not self.over.wait(1.5 * self.pulse_s):
                 again = _heard(store, self.world, {"step": self.state.step, "pulse": pulse + 1}, read=True)
-                if self.stalled_s() >= self.patience_s:  # else it was suspended, as by SIGSTOP, and goes on
+                if self.stalled_s() >= self.patience_s:
                     self.tell(told(heard, again))
+
+    def rest(self) -> bool:
+        """Waits for the next pulse. Whether the run is over."""
+        begun = time.monotonic()
+        over = self.over.wait(self.pulse_s)
+        if time.monotonic() - begun > 3 * self.pulse_s:  # this process was stopped, as where Slurm suspends a job
+            self.since = time.monotonic()
+        return over
 
     def tell(self, text: str):
         """Logs the report, and in this rank's own log the stacks of its threads."""
