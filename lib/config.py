@@ -100,7 +100,8 @@ def load_plugin(parser, kind: str, argv: list[str], entries: dict, cfg: str | No
     if not callable(getattr(module, BUILDERS[kind], None)):
         raise UsageError(f"-{kind} {name}: {file} has no {BUILDERS[kind]} that can be called")
     if hasattr(module, "add_args"):
-        parser.add_own(module, f"{kind} {name}")
+        with no_exit():
+            parser.add_own(module, f"{kind} {name}")
     return module
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import tiny_data
-from command_line import cfg_file, help_of, lasting, parsed, plugin_file, refusal, repeated
+from command_line import cfg_file, help_of, lasting, parsed, plugin_file, plugin_folder, refusal, repeated
 
 import train
 
@@ -49,6 +49,13 @@ def test_a_plugin_flag_that_clashes_with_a_shared_one_is_refused(flag, monkeypat
 def test_a_plugin_whose_flags_no_config_yaml_could_hold_is_refused(line, said, monkeypatch, tmp_path):
     plugin_file(monkeypatch, tmp_path, "arch", "odd", f"def add_args(parser): parser.{line}\nget_model = print\n")
     assert refusal("-arch odd").startswith("lib/arch/odd.py: ") and said in refusal("-arch odd")
+
+
+@pytest.mark.parametrize("place", ["", "def add_args(parser): "])
+def test_a_plugin_that_calls_sys_exit_while_flags_are_read_fails_the_run(place, monkeypatch, tmp_path):
+    plugin_folder(monkeypatch, tmp_path, "arch", "quits", f"import sys\n{place}sys.exit(0)\nget_model = print\n")
+    with pytest.raises(RuntimeError, match=r"quits.py, line 2: sys.exit\(0\) was called"):
+        parsed("-arch quits")
 
 
 def test_two_plugins_with_one_flag_are_refused(monkeypatch, tmp_path):
