@@ -65,7 +65,7 @@ def launched() -> bool:
 def leaving():
     """A signal that stops a run ends this process at once while the block lasts, but for the training, which listens
     itself. There is nothing to save, and the exit code is that of a stop."""
-    before = children.handle(_leave)
+    before = children.handle(functools.partial(_leave, os.getpid()))
     try:
         yield
     finally:
@@ -73,7 +73,10 @@ def leaving():
             signal.signal(number, handler)
 
 
-def _leave(number, frame):
+def _leave(pid, number, frame):
+    if os.getpid() != pid:  # a process that a plugin forked, as multiprocessing.Pool does
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
     with contextlib.suppress(OSError):
         os.write(2, f"train.py: {children.OUTSIDE.format(signal.Signals(number).name)}\n".encode())
     os._exit(STOPPED)  # an exception might be lost in an import

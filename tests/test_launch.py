@@ -324,6 +324,20 @@ def test_a_process_of_a_run_has_a_rank_that_fits_its_world(rank, size, is_one, m
     assert launch.launched() == is_one
 
 
+def test_a_pool_of_a_plugin_ends_without_a_word_of_the_run(capfd):
+    """multiprocessing.Pool ends its processes, which are forked from the run's, by SIGTERM."""
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
+    with launch.leaving():
+        process = context.Process(target=lambda: (begun.set(), time.sleep(60)))
+        process.start()
+        assert begun.wait(60)
+        process.terminate()
+        process.join()
+    assert process.exitcode == -signal.SIGTERM
+    assert "SIGTERM" not in capfd.readouterr().err
+
+
 def test_a_rank_that_leaked_from_elsewhere_is_passed_over(start, undisturbed):
     run = start("leaked", env={"RANK": "1", "TORCHELASTIC_MAX_RESTARTS": "3"})
     assert run.ends() == 0, run.text()
