@@ -63,6 +63,20 @@ def stopped(run, reason) -> int:
     return outcome["step"]
 
 
+def test_a_pool_of_a_plugin_ends_without_stopping_the_run(tmp_path):
+    """multiprocessing.Pool ends its processes, which are forked from the run's, by SIGTERM."""
+    stop, context = preemption.Stop(tmp_path, None, 60, None), multiprocessing.get_context("fork")
+    begun = context.Event()
+    with stop.listening():
+        process = context.Process(target=lambda: (begun.set(), time.sleep(SOON_S)))
+        process.start()
+        assert begun.wait(SOON_S)
+        process.terminate()
+        process.join()
+    assert process.exitcode == -signal.SIGTERM
+    assert stop.reason is None
+
+
 def goes_on(start, name, undisturbed, *words, **how):
     """The next start of a run goes on, and ends as if nothing had been."""
     run = start(name, *words, **how)

@@ -8,6 +8,7 @@ of all stacks.
 import atexit
 import contextlib
 import faulthandler
+import functools
 import logging
 import multiprocessing.resource_tracker
 import multiprocessing.util
@@ -128,6 +129,7 @@ class Stop:
         before = {number: signal.signal(number, _handler(number)) for number in STOPPING}
         thread = threading.Thread(target=self._watch, args=(ours, saving), name="stop", daemon=True)
         thread.start()
+        os.register_at_fork(after_in_child=functools.partial(_forked, theirs))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # a task of a Slurm job kept them waiting until now
         try:
             yield self
@@ -260,6 +262,14 @@ def _handler(number):
     at_terminal = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
     deaf = signal.Signals(number).name == "SIGHUP" and (signal.getsignal(number) == signal.SIG_IGN or not at_terminal)
     return signal.SIG_IGN if deaf else _left_to_the_thread
+
+
+def _forked(pipe):
+    """In a process that a plugin forks while this one listens, as multiprocessing.Pool does and ends by SIGTERM: no
+    signal that it gets is this one's."""
+    if pipe.fileno() >= 0:  # else nobody listens any more
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _left_to_the_thread(number, frame):
