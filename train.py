@@ -4,9 +4,10 @@ import gc
 import importlib
 import sys
 
-from lib import config, launch, variables
-from lib.utils import timing
+from lib import config, launch
+from lib.launch import environment, local
 from lib.utils.errors import EXIT_CODES, UsageError
+from lib.utils.monitoring import timing
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,16 +16,16 @@ def main(argv: list[str] | None = None) -> int:
     timing.begin()
     gc.disable()  # until all is imported: it would look through that again and again, a fifth of the time
     try:
-        with launch.leaving():
-            variables.export(*config.early(argv))
+        with local.leaving():
+            environment.export(*config.early(argv))
             args = config.parse_args(argv)
         if args.check_resume:
-            from lib import check
+            from scripts import check_resume
 
-            return check.check(args)
+            return check_resume.check(args)
         return launch.launch(args, "train:run")
     except UsageError as error:
-        return launch.refused(error)
+        return local.refused(error)
     finally:
         gc.unfreeze()
         gc.enable()
@@ -32,9 +33,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args) -> int:
     """One process of the run: join the others, build the parts, fit."""
-    from lib.core import looks, loss, parallel
+    from lib.core import loss, modes, parallel
     from lib.core import optimizer as optimizers
-    from lib.utils import about, distributed, fits, loader, resume, run_folder, seeding, speed, state
+    from lib.utils import about, distributed, fits, runtime, seeding
+    from lib.utils.checkpoint import resume, run_folder, state
+    from lib.utils.data import loader
 
     importlib.import_module("torch._dynamo")  # as every optimizer does
     gc.freeze()  # nothing of it is garbage
@@ -46,7 +49,7 @@ def run(args) -> int:
     timing.startup.report("data")
     with distributed.joined(args) as world:
         timing.startup.report("processes")
-        speed.kernels(world, args.deterministic)
+        runtime.kernels(world, args.deterministic)
         seeding.for_building(args.seed)  # whatever the data drew
         model, values = parallel.build(arch, args, world)
         splits, samples = loader.sharded(splits, world)
@@ -58,13 +61,13 @@ def run(args) -> int:
         model = parallel.wrap(model, args, world, arch=arch, values=values)
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
         timing.startup.report("model")
-        hold = run_folder.left_alone if looks.asked(args) else run_folder.claimed
+        hold = run_folder.left_alone if modes.asked(args) else run_folder.claimed
         with hold(args, world) as folder, loader.opened(splits, plan, world, args) as loaders:
             parts = (args, world, loaders, model, criterion, optimizer)
             trainer = plugin("trainer", args.trainer).Trainer(*parts)
             state.warn_of_lost(trainer)
-            if looks.asked(args):
-                return EXIT_CODES[looks.look(trainer)]
+            if modes.asked(args):
+                return EXIT_CODES[modes.look(trainer)]
             text = config.to_yaml(args, about.about(world), batch_size=plan.batch, micro_batch=plan.micro)
             run_folder.write_config(folder, world, text)
             return EXIT_CODES[trainer.fit()]

@@ -16,7 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib import config, launch, nodes, variables
+from lib import config
+from lib.launch import environment, local, multinode
 from lib.utils.errors import FINISHED, UsageError
 
 
@@ -25,7 +26,7 @@ def main(head: str, *words: str) -> int:
     name, _, port = head.rpartition(":")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # -h is not for the shell
-            new = variables.export(*config.early(list(words)))
+            new = environment.export(*config.early(list(words)))
             args = config.parse_args(list(words))
         if args.reset and not os.environ.get("RUN_ID") and not os.environ.get("PET_RDZV_ID"):
             raise UsageError("-reset without RUN_ID: a second -reset would be taken for a restart of the first; give "
@@ -34,14 +35,14 @@ def main(head: str, *words: str) -> int:
         if place.startswith("etcd") and importlib.util.find_spec("etcd") is None:
             raise UsageError(f"RENDEZVOUS={place} needs a package that is not installed: pip install python-etcd")
     except UsageError as error:
-        return launch.refused(error)
-    host = variables.fast_name(name, args.master_suffix)
+        return local.refused(error)
+    host = environment.fast_name(name, args.master_suffix)
     own, is_host = toward(host)
-    interface = variables.fast_interface() or (nodes.interface_of(own) if own else None)
+    interface = environment.fast_interface() or (multinode.interface_of(own) if own else None)
     new |= {"PET_LOCAL_ADDR": own} if own else {}
     processes = len(args.gpus.split(",")) if args.gpus else args.cpu or ""
     told = {"head": f"{host}:{port}", "is_host": int(is_host), "processes": processes}
-    print(variables.shell(told, new, interface), end="")
+    print(environment.shell(told, new, interface), end="")
     return FINISHED
 
 
@@ -49,7 +50,7 @@ def toward(host: str) -> tuple[str | None, bool]:
     """The address of this machine on the way to a host, None where it cannot be told or no other could use it; and
     whether the host is this machine."""
     try:
-        family, place = nodes.addresses(host, 9)[0]
+        family, place = multinode.addresses(host, 9)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as wire:  # nothing is sent
             wire.connect(place)
             own = wire.getsockname()[0]

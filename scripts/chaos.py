@@ -32,9 +32,12 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from lib import check, children, config, launch
-from lib.utils import ledger, permutation, preemption
+from lib import config
+from lib.launch import environment, local
+from lib.utils import preemption
+from lib.utils.data import permutation
 from lib.utils.errors import FINISHED
+from scripts import check_resume, ledger
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 STRIKES = {  # what is struck -> how often
@@ -129,7 +132,7 @@ def undisturbed(way: Way) -> Way:
     with started(way, way.name) as start:
         code = start.ends()
     if code:
-        raise check.Broken(start.last_words())
+        raise check_resume.Broken(start.last_words())
     return way._replace(span=time.monotonic() - began)
 
 
@@ -152,7 +155,7 @@ def disturbed(ways, draw, tally, most) -> list[str]:
         tally.late += bool(struck) and code == FINISHED
         before = way
         if code != FINISHED and not struck:
-            raise check.Broken("\n".join([*story, start.last_words()]))
+            raise check_resume.Broken("\n".join([*story, start.last_words()]))
     tally.runs += 1
     return story
 
@@ -173,7 +176,7 @@ def judge(truth: Way, story: list[str], tally: Tally):
     first = ledger.first_difference(ledger.read(book(truth, truth.name)), starts, truth.exact)
     tally.first = tally.first or first
     tally.share = max(tally.share, share)
-    tally.differing += first is not None or not (same if truth.exact else share <= check.CLOSE)
+    tally.differing += first is not None or not (same if truth.exact else share <= check_resume.CLOSE)
     count(starts, truth.args, tally)
     tally.left += sum(file.suffix in (".partial", ".removed") for file in (out / "run").rglob("*"))
     if tally.faults > bad:
@@ -197,10 +200,10 @@ def count(starts, args, tally):
         tally.disordered += got != wanted
 
 
-def started(way: Way, name: str) -> check.Start:
+def started(way: Way, name: str) -> check_resume.Start:
     """In single precision; in double where only rounding may differ, so that it cannot grow to more."""
-    target = "lib.check:recorded" if way.exact else "lib.check:doubled"
-    return check.Start(check.changed(way.args, model=name), target, Path(way.args.out) / f"{name}.log")
+    target = "scripts.check_resume:recorded" if way.exact else "scripts.check_resume:doubled"
+    return check_resume.Start(check_resume.changed(way.args, model=name), target, Path(way.args.out) / f"{name}.log")
 
 
 def book(way: Way, name: str) -> Path:
@@ -211,16 +214,16 @@ def book(way: Way, name: str) -> Path:
 def haste() -> Iterator[None]:
     """One thread for every process, and short waits, for the time of the block: votes after milliseconds, the other
     ranks of a failed run ended at once."""
-    before = preemption.ASK_EVERY_S, children.SETTLE_S, children.END_S
-    preemption.ASK_EVERY_S, children.SETTLE_S, children.END_S = 0.01, 0.05, 0.3
+    before = preemption.ASK_EVERY_S, local.SETTLE_S, local.END_S
+    preemption.ASK_EVERY_S, local.SETTLE_S, local.END_S = 0.01, 0.05, 0.3
     torch.set_num_threads(1)
     gc.freeze()  # or the collector of every child would touch, and so copy, all that it inherits
     try:
-        with launch.exported({"OMP_NUM_THREADS": "1"}):
+        with environment.exported({"OMP_NUM_THREADS": "1"}):
             yield
     finally:
         gc.unfreeze()
-        preemption.ASK_EVERY_S, children.SETTLE_S, children.END_S = before
+        preemption.ASK_EVERY_S, local.SETTLE_S, local.END_S = before
 
 
 SAMPLES = 200

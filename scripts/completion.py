@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lib import config, parsing
+from lib import config
+from lib.config import parser
 
 PYTHON = """
 _python_train_py() {
@@ -36,7 +37,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def parser() -> parsing.Parser:
+def parser() -> parser.Parser:
     """All flags that there are, every plugin's own among them."""
     made = config.new_parser()
     made.formatter_class = argparse.HelpFormatter  # without the defaults, which are those of the plugin loaded last
@@ -46,7 +47,7 @@ def parser() -> parsing.Parser:
             config.load_plugin(made, kind, [f"-{kind}", name], {}, None)
         made._option_string_actions[f"-{kind}"].choices = names
     for action in made._actions:
-        if isinstance(action, parsing.Switch):
+        if isinstance(action, parser.Switch):
             action.choices = ["yes", "no"]
     return made
 

@@ -24,9 +24,12 @@ try:
     import torch.distributed as dist
 
     import train
-    from lib import config, launch, nodes
+    from lib import config
     from lib.core import optimizer as optimizers
-    from lib.utils import disks, distributed, loader, shards, state, stored
+    from lib.launch import environment, local, multinode
+    from lib.utils import distributed
+    from lib.utils.checkpoint import shards, shared_disk, state, stored
+    from lib.utils.data import loader
     from lib.utils.errors import UsageError
 except ModuleNotFoundError as error:
     sys.exit(f"bad   {error.name} is missing: ./scripts/train.sh makes .venv with all that is needed")
@@ -44,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = config.parse_args(words)
     except UsageError as error:
-        return launch.refused(error)
+        return local.refused(error)
     bad = 0
     for check in CHECKS:
         for level, text in guarded(check, args):
@@ -86,10 +89,10 @@ def numbers(version: str) -> list[int]:
 def reduction(args) -> Findings:
     """Two processes, started as a run's are, add up a tensor: before anything here touches a device."""
     numbers = ",".join(str(number) for number in range(torch.cuda.device_count()))
-    gpus = [] if args.cpu or not numbers else launch.chosen(args.gpus or numbers)[:2]
+    gpus = [] if args.cpu or not numbers else local.chosen(args.gpus or numbers)[:2]
     words = ["-gpus", "0,1"] if len(gpus) > 1 else ["-cpu", "2"]
-    with launch.exported({launch.visible(): ",".join(gpus)} if gpus else {}):
-        code = launch.spawn(config.parse_args(words), "scripts.doctor:added", 2)
+    with environment.exported({local.visible(): ",".join(gpus)} if gpus else {}):
+        code = local.spawn(config.parse_args(words), "scripts.doctor:added", 2)
     where = "two GPUs by NCCL" if words[0] == "-gpus" else "two processes on the CPU by gloo"
     yield (BAD, f"an all-reduce over {where} failed: see above; NCCL_DEBUG=INFO tells more") if code else (
         OK, f"an all-reduce over {where} adds up")  # fmt: skip
@@ -116,7 +119,7 @@ def devices(args) -> Findings:
             NOTE,
             f"torch is built for CUDA {torch.version.cuda} and sees no GPU: look at nvidia-smi, or train on the CPU",
         )
-    processes = args.cpu or 1 if args.slurm else launch.processes(args)
+    processes = args.cpu or 1 if args.slurm else local.processes(args)
     yield OK, f"{processes} process{'es' * (processes > 1)} here, {os.cpu_count()} CPU cores"
     have = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     needed = ["gloo", *(["nccl"] if count > 1 and not args.cpu else [])]
@@ -127,7 +130,7 @@ def devices(args) -> Findings:
 def limits(args) -> Findings:
     """What loader processes need: shared memory and open files."""
     shm = Path("/dev/shm")
-    size = disks.free_bytes(shm) if shm.exists() else 0
+    size = shared_disk.free_bytes(shm) if shm.exists() else 0
     little = args.workers and size < SHM_BYTES
     advice = ": little for -workers; docker run --shm-size=8g, a pod's emptyDir with medium: Memory" if little else ""
     yield NOTE if little else OK, f"shared memory: {size / 1e9:.1f} GB free{advice}"
@@ -156,7 +159,7 @@ def room(args) -> Findings:
     except OSError as error:
         yield BAD, f"-out {args.out}: {there} cannot be written ({error.strerror}): take another folder"
         return
-    free, wanted = disks.free_bytes(folder), size * (args.keep_last + 1)
+    free, wanted = shared_disk.free_bytes(folder), size * (args.keep_last + 1)
     level = BAD if free < size else NOTE if free < wanted else OK
     yield level, (f"-out {args.out}: {free / 1e9:.1f} GB free; a checkpoint takes {size / 1e6:.1f} MB, of which "
                   f"-keep_last {args.keep_last} and one being written")  # fmt: skip
@@ -174,7 +177,7 @@ def network(args) -> Findings:
     except OSError:
         yield NOTE, f"{host} has no address: fine on one machine; for several, put it into DNS or /etc/hosts"
         return
-    mine = nodes.interface_of(address) or "no interface of this machine"
+    mine = multinode.interface_of(address) or "no interface of this machine"
     told = f"several machines would meet at {host}, {address}, {mine}; processes of one use lo"
     alone = address.startswith("127.") or mine.startswith("no ")
     advice = "; others cannot reach that: mend /etc/hosts or name it by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"

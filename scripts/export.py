@@ -15,7 +15,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from lib import config
-from lib.utils import ahead, atomic, checkpoint, distributed, fetch, loader, shards, state, stored, weights
+from lib.utils import distributed
+from lib.utils.checkpoint import atomic, manager, shards, state, stored, weights
+from lib.utils.data import fetch, loader, prefetch
 from lib.utils.errors import UsageError
 
 
@@ -62,7 +64,7 @@ def read(source: Path) -> dict[str, Tensor]:
     """The model's tensors by name. Raises shards.Damaged for a checkpoint that is not what was written."""
     if source.is_file():
         return weights.read(source)
-    manifest = checkpoint.read_manifest(source)
+    manifest = manager.read_manifest(source)
     for file, facts in manifest["shards"].items():
         shards.verify(source / file, facts)
     tensors = shards.whole(source, manifest, "model.")
@@ -116,7 +118,7 @@ def samples(args) -> Tensor:
         part = loader.splits(train.plugin("dataset", args.dataset).get_dataset(args), args.dataset)["train"]
     except UsageError as error:
         raise UsageError(f"{error}; -shape tells what one input is, where the data is not at hand") from None
-    return ahead.Finish(part, args.seed, distributed.CPU)(0, [0, 1], fetch.Fetch(part, args.seed)[0, [0, 1]])[0]
+    return prefetch.Finish(part, args.seed, distributed.CPU)(0, [0, 1], fetch.Fetch(part, args.seed)[0, [0, 1]])[0]
 
 
 def numbers(text: str) -> list[int]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lib import values
+from lib.config import types
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCH = '''"""NAME: two convolutions, to be changed as you like."""
@@ -36,7 +36,7 @@ DATASET = '''"""NAME: made-up images until you read your own here; each class ha
 
 import torch
 
-from lib.utils.data import Tensors
+from lib.utils.data.tensors import Tensors
 
 
 def add_args(parser):
@@ -83,7 +83,7 @@ def main() -> int:
     what = parser.add_subparsers(dest="what", required=True)
     for kind in TEXTS:
         what.add_parser(kind, help=f"a file lib/{kind}/NAME.py that runs").add_argument(
-            "name", type=values.plugin_name
+            "name", type=types.plugin_name
         )
     project = what.add_parser("project", help="a copy of this project, with its own name and no history")
     project.add_argument("folder", type=Path, metavar="DIR")

@@ -17,7 +17,8 @@ from runs import lines
 
 import lib.dataset
 import train
-from lib import config, slurm
+from lib import config
+from lib.launch import slurm
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "slurm" / "mini_cluster.sh"
@@ -34,7 +35,7 @@ import time
 from pathlib import Path
 
 from lib.dataset import digits
-from lib.utils.data import Tensors
+from lib.utils.data.tensors import Tensors
 
 
 def add_args(parser):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import train
-from lib import config, parsing
+from lib import config
+from lib.config import parser
 from lib.utils import bending
 from lib.utils.errors import UsageError
 
@@ -66,7 +67,7 @@ def shared() -> dict:
 
 def other_value(action) -> str:
     """A value that the flag takes and that is not its default."""
-    if isinstance(action, parsing.Switch):
+    if isinstance(action, parser.Switch):
         return "no" if action.default else "yes"
     return OTHERS.get(action.dest, "7" if action.metavar in ("N", "X") else "some")
 

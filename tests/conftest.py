@@ -9,8 +9,8 @@ import runs
 import saves
 import torch
 
-from lib import check
-from lib.utils import console
+from lib.utils.monitoring import console
+from scripts import check_resume
 
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
@@ -46,8 +46,8 @@ def no_fsync(monkeypatch):
 @pytest.fixture
 def only_kills(monkeypatch):
     """Of what -check_resume compares, only the kills on the same number of processes."""
-    real = check.Check.planned
-    monkeypatch.setattr(check.Check, "planned", lambda self, facts: real(self, facts)[:1])
+    real = check_resume.Check.planned
+    monkeypatch.setattr(check_resume.Check, "planned", lambda self, facts: real(self, facts)[:1])
 
 
 @pytest.fixture(scope="module")

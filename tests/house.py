@@ -12,35 +12,67 @@ ROOT = Path(__file__).resolve().parents[1]
 STARTERS = ("launch", "children", "nodes", "variables", "slurm", "slurm_job", "requeue")  # launch and its other half
 STARTERS = tuple(f"lib/{name}.py" for name in STARTERS)
 ENVIRONMENT = ("lib/utils/distributed.py", *STARTERS)  # read here, written by the starters
-TERMINAL = (*STARTERS, "lib/check.py")  # speak to the person at the terminal
+TERMINAL = (*STARTERS, "scripts/check_resume.py")  # speak to the person at the terminal
 ENVIRON = ("environ", "environb", "getenv", "putenv", "unsetenv")  # ways to it, in the module os
 LAZY = ("submitit", "tensorboard", "torch.utils.tensorboard", "pyngrok", "tqdm")  # imported where they are used
-DATA = ("lib.utils.augment", "lib.utils.data", "lib.utils.sampler", "lib.utils.permutation", "lib.utils.seeding")
+DATA = (
+    "lib.utils.data.transforms",
+    "lib.utils.data.tensors",
+    "lib.utils.compat.samplers",
+    "lib.utils.data.permutation",
+    "lib.utils.seeding",
+)
 IMPORTS = {  # who may import whom: the longest name that fits counts; all may import lib.utils.errors
-    "train": ("lib.config", "lib.launch", "lib.variables", "lib.check", "lib.core", "lib.utils"),
+    "train": (
+        "lib.config.args",
+        "lib.launch",
+        "lib.launch.environment",
+        "scripts.check_resume",
+        "lib.core",
+        "lib.utils",
+    ),
     "lib.trainer": ("lib.core", "lib.utils", "lib.trainer"),  # one may extend another
     "lib.core": ("lib.core", "lib.utils"),
     "lib.utils": ("lib.utils",),
     "lib.arch": (),
     "lib.dataset": DATA,
-    "lib.config": ("lib.flags", "lib.parsing", "lib.values", "lib.cfg_file", "lib.utils.bending"),
-    "lib.flags": ("lib.parsing", "lib.values"),
-    "lib.parsing": ("lib.values",),
-    "lib.requeue": ("lib.utils.atomic", "lib.utils.stored"),
-    "lib.launch": ("lib.children", "lib.nodes", "lib.requeue", "lib.slurm", "lib.slurm_job", "lib.variables"),
-    "lib.children": ("lib.nodes",),
-    "lib.variables": ("lib.utils.stored",),
-    "lib.nodes": ("lib.variables",),
-    "lib.slurm": ("lib.slurm_job", "lib.requeue", "lib.launch", "lib.utils.console", "lib.utils.stored"),
-    "lib.slurm_job": (  # reads a batch script's command line
-        "lib.requeue",
-        "lib.launch",
-        "lib.variables",
-        "lib.config",
-        "lib.utils.atomic",
-        "lib.utils.stored",
+    "lib.config.args": (
+        "lib.config.flags",
+        "lib.config.parser",
+        "lib.config.types",
+        "lib.config.cfg_file",
+        "lib.utils.bending",
     ),
-    "lib.check": ("lib.launch", "lib.utils"),  # starts runs and compares what they leave
+    "lib.config.flags": ("lib.config.parser", "lib.config.types"),
+    "lib.config.parser": ("lib.config.types",),
+    "lib.launch.requeue": ("lib.utils.checkpoint.atomic", "lib.utils.checkpoint.stored"),
+    "lib.launch": (
+        "lib.launch.local",
+        "lib.launch.multinode",
+        "lib.launch.requeue",
+        "lib.launch.slurm",
+        "lib.launch.slurm_task",
+        "lib.launch.environment",
+    ),
+    "lib.launch.local": ("lib.launch.multinode",),
+    "lib.launch.environment": ("lib.utils.checkpoint.stored",),
+    "lib.launch.multinode": ("lib.launch.environment",),
+    "lib.launch.slurm": (
+        "lib.launch.slurm_task",
+        "lib.launch.requeue",
+        "lib.launch",
+        "lib.utils.monitoring.console",
+        "lib.utils.checkpoint.stored",
+    ),
+    "lib.launch.slurm_task": (  # reads a batch script's command line
+        "lib.launch.requeue",
+        "lib.launch",
+        "lib.launch.environment",
+        "lib.config.args",
+        "lib.utils.checkpoint.atomic",
+        "lib.utils.checkpoint.stored",
+    ),
+    "scripts.check_resume": ("lib.launch", "lib.utils"),  # starts runs and compares what they leave
     "lib": (),
 }
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -154,7 +186,7 @@ def print_is_for_the_terminal(file: File):
 
 
 def args_are_never_written_to(file: File):
-    if file.path == "lib/config.py" or file.path.startswith("tests/"):
+    if file.path == "lib/config/args.py" or file.path.startswith("tests/"):
         return
     args = r"(\w+\.)*args"
     for node in file.nodes:

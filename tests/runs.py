@@ -12,8 +12,8 @@ from torch import nn
 
 import train
 from lib import config
-from lib.utils import stored
-from lib.utils.data import Tensors
+from lib.utils.checkpoint import stored
+from lib.utils.data.tensors import Tensors
 
 
 def run(out: Path, words: str, wanted: int = 0) -> Path:

@@ -7,7 +7,8 @@ import torch
 from runs import few, norm_net, run, same
 
 from lib.trainer import trainer
-from lib.utils import checkpoint, preemption, search, shards, stored
+from lib.utils import preemption
+from lib.utils.checkpoint import manager, search, shards, stored
 from lib.utils.distributed import World
 
 SMALL = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 3 -lr_start 1e-3"
@@ -25,14 +26,14 @@ def state(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def saver(folder: Path, **words) -> checkpoint.Checkpoints:
+def saver(folder: Path, **words) -> manager.Checkpoints:
     """The checkpoints of a run that has this folder, ready for saves."""
-    made = checkpoint.Checkpoints(folder / "checkpoints", World(), **words)
+    made = manager.Checkpoints(folder / "checkpoints", World(), **words)
     made.open()
     return made
 
 
-def save(checkpoints: checkpoint.Checkpoints, step: int, **words):
+def save(checkpoints: manager.Checkpoints, step: int, **words):
     """A save of `state(step)` from begin to end."""
     checkpoints.save(state(step), {"state": {"step": step}}, step=step, early=set(), **words)
     checkpoints.staged()
@@ -53,7 +54,7 @@ def newest(folder: Path) -> int | None:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All that a checkpoint holds."""
-    return shards.whole(folder, checkpoint.read_manifest(folder))
+    return shards.whole(folder, manager.read_manifest(folder))
 
 
 def names(folder: Path) -> list[str]:
@@ -74,8 +75,8 @@ def log_of(folder: Path, rank: int = 0) -> str:
 def rewrite(folder: Path, change):
     """Writes a checkpoint's manifest anew, as an attacker or another version might: its seal is right."""
     path = folder / "manifest.json"
-    manifest = {name: value for name, value in checkpoint.read_manifest(folder).items() if name != "crc32"}
-    path.write_bytes(checkpoint.sealed(change(manifest) or manifest))
+    manifest = {name: value for name, value in manager.read_manifest(folder).items() if name != "crc32"}
+    path.write_bytes(manager.sealed(change(manifest) or manifest))
 
 
 def refused(out: Path, words: str, capfd) -> str:

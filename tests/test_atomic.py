@@ -17,7 +17,8 @@ import house
 import pytest
 import torch
 
-from lib.utils import atomic, atomic_directory
+from lib.utils.checkpoint import atomic
+from lib.utils.compat import atomic_directory
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 OLD, NEW, NEWER = 8, 9, 10  # steps; as strings, the last comes first
@@ -248,5 +249,5 @@ def test_a_folder_that_cannot_be_synced_is_no_error_but_a_broken_disk_is(code, t
 
 
 def test_files_are_written_without_torch():
-    probe = "import sys; from lib.utils import atomic; sys.exit('torch' in sys.modules)"
+    probe = "import sys; from lib.utils.checkpoint import atomic; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", probe], cwd=house.ROOT, check=True, timeout=120)

@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lib.utils import atomic, atomic_directory, distributed
-from lib.utils.atomic_directory import AtomicDirectory, atomic_torch_save
+from lib.utils import distributed
+from lib.utils.checkpoint import atomic
+from lib.utils.compat import atomic_directory
+from lib.utils.compat.atomic_directory import AtomicDirectory, atomic_torch_save
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 

@@ -8,9 +8,10 @@ from runs import distance, norm_net, plugins, run
 
 from lib import config
 from lib.dataset import cifar10, folder
-from lib.utils import loader, seeding
-from lib.utils.augment import Pixels
-from lib.utils.data import Tensors
+from lib.utils import seeding
+from lib.utils.data import loader
+from lib.utils.data.tensors import Tensors
+from lib.utils.data.transforms import Pixels
 from lib.utils.distributed import World
 
 

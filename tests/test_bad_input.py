@@ -14,7 +14,8 @@ from command_line import cfg_file, parsed, plugin_file, plugin_folder, shared
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib import config, parsing
+from lib import config
+from lib.config.parser import summary
 from lib.utils.errors import UsageError
 
 RELAXED = settings(deadline=None, derandomize=True)
@@ -261,9 +262,9 @@ def test_the_list_of_plugins_shows_those_that_cannot_be_read(tmp_path):
     files = {"nul.py": "\0", "syntax.py": "def (", "bytes.py": b"\xff", "good.py": '"""Good."""\n'}
     for name, text in files.items():
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert parsing.summary(tmp_path / "good.py") == "Good."
+    assert summary(tmp_path / "good.py") == "Good."
     for name in ("nul.py", "syntax.py", "bytes.py"):
-        assert parsing.summary(tmp_path / name).startswith("cannot be read: ")
+        assert summary(tmp_path / name).startswith("cannot be read: ")
 
 
 def test_a_plugin_flag_that_clashes_is_refused(told, monkeypatch, tmp_path):

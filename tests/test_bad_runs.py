@@ -19,8 +19,9 @@ from torch.utils.data import Dataset, IterableDataset
 import train
 from lib import config
 from lib.trainer.trainer import Trainer
-from lib.utils import distributed, run_folder, stored
-from lib.utils.data import Tensors
+from lib.utils import distributed
+from lib.utils.checkpoint import run_folder, stored
+from lib.utils.data.tensors import Tensors
 
 FAST = ["-cpu", "1", "-epochs", "1"]
 

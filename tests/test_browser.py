@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from processes import until
 
-from lib.utils import serving
+from lib.utils.monitoring import tensorboard_server
 
 pytest_plugins = ("processes",)
 STEPS = 60  # of a run of the nursery
@@ -29,7 +29,7 @@ def board(start, tmp_path):
     assert start("killed", "-log_every", 1, "-save_every", "7steps", "-log_histograms", 20, cpu=1).ends() == 0
     assert start("whole", "-log_every", 1, cpu=1).ends() == 0
     told = []
-    server = serving.serve(tmp_path / "out", lambda _, address: told.append(address))
+    server = tensorboard_server.serve(tmp_path / "out", lambda _, address: told.append(address))
     until(lambda: told, what="TensorBoard's address")
     until(lambda: len(data(told[0], "runs")) == 2, what="both runs")
     yield told[0]

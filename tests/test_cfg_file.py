@@ -8,7 +8,8 @@ from command_line import ALONE, MACHINES, cfg_file, lasting, other_value, parsed
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from lib import config, values
+from lib import config
+from lib.config import types
 from lib.utils import bending
 from lib.utils.errors import UsageError
 
@@ -141,7 +142,7 @@ def test_numbers_booleans_and_lists_are_read_as_they_stand(tmp_path):
         (b"\xff\xfe\x00e", "cannot be read"),
         ("epochs: !!int 3", "tags"),
         ("epochs: !!python/object/apply:os.system ['touch /tmp/x']", "tags"),
-        ("!!python/object:lib.config.Args {}", "tags"),
+        ("!!python/object:lib.config.args.Args {}", "tags"),
         ("epochs: &a 3\nseed: *a", "aliases"),
         ("a: &a [x, x]\n" + "".join(f"k{n}: &k{n} [*a, *a]\n" for n in range(99)), "aliases"),
         ("a: [[[[3]]]]", "nests"),
@@ -218,7 +219,7 @@ def test_config_yaml_repeats_any_command_line(tmp_path, data):
     text = line | st.sampled_from(["null", "~", "yes", "1e3", "- a", "a: b", "'", '"', "#x", " x ", "!t", "*a", "%"])
     strategies = {
         name: text
-        if action.type is values.text
+        if action.type is types.text
         else st.integers(1, 10**18 - 1).map(str)
         if action.metavar == "N"
         else st.floats(1e-300, 1, exclude_max=True, allow_subnormal=False).map(repr)

@@ -10,8 +10,8 @@ from runs import few, norm_net, plugins
 from torch import nn
 
 import train
-from lib import check
-from lib.utils import ledger, permutation
+from lib.utils.data import permutation
+from scripts import check_resume, ledger
 
 pytest_plugins = ("processes",)
 STEPS, BATCH = 8, 8
@@ -40,7 +40,9 @@ def test_the_default_run_keeps_the_promise(checked):
     assert [line[:44].strip() for line in lines[2:-1]] == ROWS
     assert [line[44:56].strip() for line in lines[2:-1]] == ["2", "2", "1", "1, 2"]
     assert lines[3].endswith("the same bits") and not [line for line in lines if "!" in line]
-    assert all(float(share) <= check.CLOSE for share in re.findall(r"\((\S+) of the largest\)", "\n".join(lines)))
+    assert all(
+        float(share) <= check_resume.CLOSE for share in re.findall(r"\((\S+) of the largest\)", "\n".join(lines))
+    )
 
 
 # What breaks the promise
@@ -126,7 +128,7 @@ def test_a_model_that_is_another_on_other_numbers_of_processes_is_told(checked):
 
 def test_what_is_only_rounding_is_told_from_what_is_not(checked, monkeypatch):
     """Nothing may differ by more than double precision rounds; so all in single precision is looked at twice."""
-    monkeypatch.setattr(check, "CLOSE", 1e-12)
+    monkeypatch.setattr(check_resume, "CLOSE", 1e-12)
     monkeypatch.setattr(ledger, "ROUNDING", 1e-12)
     with plugins(dataset={"few": few}):
         code, lines, _ = checked(f"{SMALL} -dataset few -arch mlp -image_size 8 -batch_size 12")

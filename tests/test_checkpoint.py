@@ -13,8 +13,10 @@ import torch
 from runs import few, lines, outcome, plugins, run, same
 from saves import SMALL, everything, log_of, names, save, saver
 
-from lib.utils import checkpoint, copies, disks, distributed, metrics, search, shards, stored, weights
+from lib.utils import distributed
+from lib.utils.checkpoint import manager, search, shards, shared_disk, staging, stored, weights
 from lib.utils.distributed import World
+from lib.utils.monitoring import metrics
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
@@ -23,13 +25,13 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
 def test_a_save_returns_at_once_and_holds_the_moment_it_began(tmp_path, monkeypatch):
-    go_on, real = threading.Event(), copies.Copies._copy
+    go_on, real = threading.Event(), staging.Copies._copy
 
     def copy(self, *words):
         assert go_on.wait(30)
         real(self, *words)
 
-    monkeypatch.setattr(copies.Copies, "_copy", copy)
+    monkeypatch.setattr(staging.Copies, "_copy", copy)
     checkpoints, live, now = saver(tmp_path), saves.state(3), saves.state(3)
     checkpoints.save(live, {"state": {"step": 3}}, step=3, early={"model.bias"})
     live["model.bias"].zero_()
@@ -46,17 +48,17 @@ def test_a_save_returns_at_once_and_holds_the_moment_it_began(tmp_path, monkeypa
 
 def test_a_trainer_steps_only_after_the_copy(done, tmp_path, monkeypatch):
     """Dropout, BatchNorm and accumulation go on beside a slow copy; each checkpoint is that of an easy run."""
-    real = copies.Copies._make
+    real = staging.Copies._make
 
     def make(self, *words):
         time.sleep(0.03)
         real(self, *words)
 
-    monkeypatch.setattr(copies.Copies, "_make", make)
+    monkeypatch.setattr(staging.Copies, "_make", make)
     slow = run(tmp_path, f"{SMALL} -cpu 2 -save_every 1steps -keep_last 99")
     assert names(slow) == names(done) and len(names(slow)) == 13
     for name in names(slow):
-        manifests = [checkpoint.read_manifest(folder / "checkpoints" / name) for folder in (slow, done)]
+        manifests = [manager.read_manifest(folder / "checkpoints" / name) for folder in (slow, done)]
         assert manifests[0]["shards"] == manifests[1]["shards"], name
 
 
@@ -100,8 +102,8 @@ def test_buffers_are_made_once_and_shapes_may_change(tmp_path):
 
 def test_copies_that_a_save_asked_for_at_once_are_gone_while_the_disk_is_busy(tmp_path, monkeypatch):
     early, left = [], []
-    make, write = copies.Copies._make, shards.write
-    monkeypatch.setattr(copies.Copies, "_make", lambda self, mine: (early.extend(map(seen, mine)), make(self, mine)))
+    make, write = staging.Copies._make, shards.write
+    monkeypatch.setattr(staging.Copies, "_make", lambda self, mine: (early.extend(map(seen, mine)), make(self, mine)))
     monkeypatch.setattr(shards, "write", lambda *words: left.extend(one() for one in early) or write(*words))
     checkpoints = saver(tmp_path)
     live = {"model.bias": torch.ones(5)}
@@ -148,7 +150,7 @@ def test_only_rank_0_asks_git_and_once(tmp_path, monkeypatch):
     folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 4steps")
     assert (tmp_path / "asked").read_text().splitlines() == ["0 rev-parse", "0 status"]
     newest = folder / "checkpoints" / names(folder)[0]
-    assert checkpoint.read_manifest(newest)["about"]["git"] == real("rev-parse", "HEAD")
+    assert manager.read_manifest(newest)["about"]["git"] == real("rev-parse", "HEAD")
 
 
 def test_to_ask_git_takes_no_lock_that_a_kill_would_leave_behind(tmp_path, monkeypatch):
@@ -276,10 +278,10 @@ def test_best_is_the_highest_score_and_never_one_that_is_not_a_number(caplog):
 def test_a_disk_without_room_for_one_checkpoint_is_refused_with_figures(refused, tmp_path, monkeypatch):
     size = 4 * (64 * 24 + 24 * 4 + 4 + 48) * 3 + 4 * 5 + 4 * 48 + 8  # weights and moments, AdamW's steps, BatchNorm
     for cpu in (1, 2):
-        monkeypatch.setattr(disks, "free_bytes", lambda folder: size - 1)
+        monkeypatch.setattr(shared_disk, "free_bytes", lambda folder: size - 1)
         line = refused(f"{SMALL} -cpu {cpu}")
         assert f"a checkpoint takes {size:,} bytes, and {size - 1:,} are free" in line
-        monkeypatch.setattr(disks, "free_bytes", lambda folder: size)
+        monkeypatch.setattr(shared_disk, "free_bytes", lambda folder: size)
         folder = run(tmp_path, f"{SMALL} -cpu {cpu} -model enough_{cpu}")
         assert f"may take {3 * size:,} bytes more" in log_of(folder)
 

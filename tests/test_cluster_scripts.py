@@ -15,8 +15,8 @@ import pytest
 from command_line import parsed
 
 import train
-from lib import requeue, slurm, slurm_job
-from lib.utils import atomic
+from lib.launch import requeue, slurm, slurm_task
+from lib.utils.checkpoint import atomic
 from lib.utils.errors import UsageError
 from scripts import agent
 
@@ -349,9 +349,9 @@ def test_a_followed_job_ends_as_itself_and_not_as_the_run_before_it(there, monke
 
 def test_a_job_folder_that_is_not_shared_is_one_line(tmp_path, monkeypatch):
     """Seen from a node, which waits for rank 0's word, and from the login node, which waits for the log."""
-    monkeypatch.setattr(slurm_job, "MEET_S", 0.2)
+    monkeypatch.setattr(slurm_task, "MEET_S", 0.2)
     with pytest.raises(UsageError, match=r"-slurm_dir .*: rank 0's word did not come .* all nodes share"):
-        slurm_job.wait_for(tmp_path / "5.0.0.place")
+        slurm_task.wait_for(tmp_path / "5.0.0.place")
     monkeypatch.setattr(slurm, "LATE_S", 0.0)
     monkeypatch.setattr(slurm, "state_of", lambda job: "RUNNING")
     with pytest.raises(UsageError, match=r"-slurm_dir .*: job 5 runs, but its log does not appear here"):

@@ -9,7 +9,8 @@ from command_line import ALONE, cfg_file, help_of, other_value, parsed, refusal,
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lib import config, flags, parsing
+from lib import config
+from lib.config import flags, parser
 from lib.utils.errors import UsageError
 
 TEMPLATE = """data out model reset tb gpus cfg dataset batch_per_gpu shuffle workers arch trainer epochs save_every
@@ -37,7 +38,7 @@ def test_a_flag_reads_the_same_in_all_its_forms(name):
     assert str(first[name]).lower() in (value, f"['{value}']", "true", "false", f"{value}.0", "1e-05")
 
 
-@pytest.mark.parametrize("name", [name for name in ALONE if isinstance(shared()[name], parsing.Switch)])
+@pytest.mark.parametrize("name", [name for name in ALONE if isinstance(shared()[name], parser.Switch)])
 def test_a_switch_stands_alone_or_has_yes_or_no_behind_it(name):
     for word, value in {"yes": True, "True": True, "1": True, "no": False, "FALSE": False, "0": False}.items():
         assert vars(parsed(f"-{name} {word}"))[name] is value is vars(parsed(f"-{name}={word}"))[name]
@@ -209,7 +210,7 @@ def test_args_are_read_only_and_travel_to_other_processes():
 def test_every_flag_says_what_it_is_and_names_its_attribute():
     for name, action in shared().items():
         assert action.option_strings == [f"-{name}"] and action.dest == name
-        assert action.metavar or action.choices or isinstance(action, parsing.Switch)
+        assert action.metavar or action.choices or isinstance(action, parser.Switch)
     plain = argparse.ArgumentParser(add_help=False)
     flags.add_shared(plain)
     assert {action.dest for action in plain._actions} == {*shared(), "h", "list"}

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lib.utils import console, pace
+from lib.utils.monitoring import console, throughput
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 RUN = """
 import logging, sys, time, warnings
-from lib.utils import console, pace
+from lib.utils.monitoring import console, throughput as pace
 folder, rank = sys.argv[1], int(sys.argv[2])
 console.setup_logging(folder, rank, main=rank == 0)
 log = logging.getLogger("lib.trainer")
@@ -102,7 +102,7 @@ def test_elsewhere_there_are_plain_lines_and_each_rank_has_its_log(tmp_path):
 
 
 def test_an_uncaught_exception_is_whole_in_the_log_and_once_on_the_terminal(tmp_path):
-    code = "import sys\nfrom lib.utils import console\n"
+    code = "import sys\nfrom lib.utils.monitoring import console\n"
     code += "for _ in range(2):\n    console.setup_logging(sys.argv[1], 0, main=True)\nraise ValueError('broken')\n"
     ended = run_code(code, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 1 and ended.stdout == "" and ended.stderr.count("ValueError: broken") == 1
@@ -157,14 +157,14 @@ def test_a_log_line_reads_as_a_person_would_write_it():
 
 def test_speed_waiting_and_time_left_follow_the_clock(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(pace.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(throughput.time, "monotonic", lambda: clock[0])
 
     def batches():
         for number in range(8):
             clock[0] += 0.5
             yield number
 
-    rate, seen = pace.Rate(total_steps=24, start_step=4), []
+    rate, seen = throughput.Rate(total_steps=24, start_step=4), []
     clock[0] += 10  # a slow start
     for batch in rate.waiting(batches()):
         seen.append(batch)
@@ -181,6 +181,6 @@ def test_speed_waiting_and_time_left_follow_the_clock(monkeypatch):
 
 
 def test_memory_is_counted_in_bytes():
-    before = pace.memory("cpu")
+    before = throughput.memory("cpu")
     held = torch.ones(50_000_000 // 4)
-    assert 1e7 < before <= pace.memory(torch.device("cpu")) < 1e12 and held.sum() > 0
+    assert 1e7 < before <= throughput.memory(torch.device("cpu")) < 1e12 and held.sum() > 0

@@ -9,7 +9,7 @@ import disk
 import pytest
 import saves
 
-from lib.utils import shards
+from lib.utils.checkpoint import shards
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 OLD, NEW, NEWER = 8, 9, 10  # as strings, the last comes first

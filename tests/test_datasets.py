@@ -15,7 +15,7 @@ from torchvision.datasets import cifar
 
 from lib import config
 from lib.dataset import cifar10, digits, folder
-from lib.utils import loader
+from lib.utils.data import loader
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from lib import config
 from lib.arch import convnet
-from lib.utils import checkpoint, shards, stored
+from lib.utils.checkpoint import manager, shards, stored
 from scripts import export
 
 
@@ -62,7 +62,7 @@ def test_a_sharded_run_is_exported_whole(tmp_path):
     words = f"-cpu 2 -parallel fsdp -epochs 1 -convnet_width 8 -model sharded -data {config.ROOT / 'data'}"
     folder = run(tmp_path, words)
     newest = stored.listed(folder / "checkpoints")[0]
-    assert max(map(len, checkpoint.read_manifest(newest)["pieces"].values())) == 2, "its tensors are in two blocks"
+    assert max(map(len, manager.read_manifest(newest)["pieces"].values())) == 2, "its tensors are in two blocks"
     exported(folder, "-from", newest, "-o", tmp_path / "out.safetensors")
     assert same(load_file(tmp_path / "out.safetensors"), load_file(folder / "final" / "weights.safetensors"))
 
@@ -78,8 +78,8 @@ def test_tensors_in_blocks_are_put_together_and_the_optimizer_is_not_read(tmp_pa
         "optim.a.exp_avg": [[names[1], [0, 0], [5, 3]]],
     }
     files = {name: shards.write(tmp_path / name, part) for name, part in zip(names, halves)}
-    facts = {"format": checkpoint.FORMAT, "tensors": checkpoint.schema(whole), "shards": files, "pieces": pieces}
-    (tmp_path / "manifest.json").write_bytes(checkpoint.sealed(facts))
+    facts = {"format": manager.FORMAT, "tensors": manager.schema(whole), "shards": files, "pieces": pieces}
+    (tmp_path / "manifest.json").write_bytes(manager.sealed(facts))
     asked, real = [], shards.read
     monkeypatch.setattr(shards, "read", lambda *words: (asked.extend(words[2]), real(*words)))
     assert same(export.read(tmp_path), {"a": whole["model.a"], "b": whole["model.b"]})

@@ -18,7 +18,8 @@ from saves import SMALL, everything, log_of, names
 
 import train
 from lib.trainer import trainer
-from lib.utils import checkpoint, preemption, run_folder, shards, weights
+from lib.utils import preemption
+from lib.utils.checkpoint import manager, run_folder, shards, weights
 from lib.utils.distributed import World
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -97,7 +98,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_old_checkpoint_is_good(moun
     disk = mount("8m")
     with monkeypatch.context() as patch:
         at_steps(patch, {5: lambda: fill(disk)})
-        with pytest.raises(checkpoint.SaveError, match=r"could not be saved .*No space left .* 0 bytes free"):
+        with pytest.raises(manager.SaveError, match=r"could not be saved .*No space left .* 0 bytes free"):
             run(disk, f"{SMALL} -save_every 1steps -log_every 1")
     folder = disk / done.name
     assert names(folder)[0] == "step_00000004"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lib.utils import data
-from lib.utils.fetch import Fetcher
-from lib.utils.loader import Key
+from lib.utils.data import tensors
+from lib.utils.data.fetch import Fetcher
+from lib.utils.data.loader import Key
 
 
 class Holed(Dataset):
@@ -38,9 +38,9 @@ def test_a_batch_of_any_form_is_changed_to_its_last_tensor(change):
     Pair, Own = collections.namedtuple("Pair", "image label"), type("Own", (dict,), {})
     one = torch.ones(2)
     batch = {"pair": Pair(one, [one, (one, "name")]), "own": Own(x=one)}
-    now = data.each(batch, change)
-    assert [tensor.tolist() for _, tensor in data.tensors(now)] == [change(one).tolist()] * 4
-    assert all(tensor.dtype == change(one).dtype for _, tensor in data.tensors(now))
+    now = tensors.each(batch, change)
+    assert [tensor.tolist() for _, tensor in tensors.tensors(now)] == [change(one).tolist()] * 4
+    assert all(tensor.dtype == change(one).dtype for _, tensor in tensors.tensors(now))
     assert type(now["pair"]) is Pair and type(now["pair"].label) is list and now["pair"].label[1][1] == "name"
 
 

@@ -16,9 +16,9 @@ from lib import config
 
 AHEAD = """
 import torch
-from lib.utils import loader
-from lib.utils.augment import Pixels
-from lib.utils.data import Tensors
+from lib.utils.data import loader
+from lib.utils.data.transforms import Pixels
+from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
 
 images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
@@ -44,8 +44,8 @@ for batches in seen[1:]:
 COPIES = """
 import sys
 import torch
-from lib.utils.copies import Copies
-from lib.utils.shards import Piece
+from lib.utils.checkpoint.staging import Copies
+from lib.utils.checkpoint.shards import Piece
 
 copies, cuda = Copies(torch.device("cuda", 0)), torch.device("cuda", 0)
 kinds = [torch.float32, torch.int64] * 20

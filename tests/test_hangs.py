@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lib.utils import distributed, hangs
+from lib.utils import distributed, watchdog
 from lib.utils.distributed import World
 
 pytest_plugins = ("processes",)
@@ -72,12 +72,12 @@ def test_a_single_process_that_hangs_fails_and_shows_where(start):
 
 def test_a_single_process_that_waits_in_c_code_is_ended(tmp_path, monkeypatch):
     ended, ballot = threading.Event(), types.SimpleNamespace(ticks=0, since=0.0)
-    monkeypatch.setattr(hangs.signal, "pthread_kill", lambda *words: None)
-    monkeypatch.setattr(hangs.os, "_exit", lambda code: ended.set())
-    monkeypatch.setattr(hangs.sys, "stdin", None)
+    monkeypatch.setattr(watchdog.signal, "pthread_kill", lambda *words: None)
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(watchdog.sys, "stdin", None)
     (tmp_path / "logs").mkdir()
     state = types.SimpleNamespace(step=3)
-    with hangs.watched(state, ballot, World(), 0.1 / 60, tmp_path) as watch:
+    with watchdog.watched(state, ballot, World(), 0.1 / 60, tmp_path) as watch:
         assert not ended.wait(0.3), "before its first step it may take longer"
         watch.mark()
         assert ended.wait(SOON_S)
@@ -87,7 +87,7 @@ def test_a_single_process_that_waits_in_c_code_is_ended(tmp_path, monkeypatch):
 def test_a_process_that_was_suspended_and_goes_on_is_no_hang(tmp_path):
     """As by SIGSTOP, or where Slurm or a container freezes it: the clock went on meanwhile."""
     state, ballot = types.SimpleNamespace(step=3), types.SimpleNamespace(ticks=0, since=0.0)
-    watch = hangs.Watch(state, ballot, World(), 60.0, tmp_path / "log")
+    watch = watchdog.Watch(state, ballot, World(), 60.0, tmp_path / "log")
     watch.mark()
     watch.since -= 61.0  # what the thread finds when it wakes up first
     waits = []
@@ -124,7 +124,7 @@ def test_a_process_that_is_suspended_does_not_hang(tmp_path):
 def steps_until_told(folder, reader):
     """A run of steps that take a third of the patience."""
     ballot = types.SimpleNamespace(ticks=0, since=0.0)
-    with hangs.watched(types.SimpleNamespace(step=3), ballot, World(), PATIENCE_S / 60, folder) as watch:
+    with watchdog.watched(types.SimpleNamespace(step=3), ballot, World(), PATIENCE_S / 60, folder) as watch:
         watch.mark()
         (folder / "begun").touch()
         while not reader.poll():
@@ -135,7 +135,7 @@ def steps_until_told(folder, reader):
 
 def test_a_step_that_ends_while_its_rank_is_looked_at_again_is_no_hang(tmp_path):
     ballot = types.SimpleNamespace(ticks=0, since=0.0)
-    watch = hangs.Watch(types.SimpleNamespace(step=3), ballot, World(), 60, tmp_path / "rank_0.log")
+    watch = watchdog.Watch(types.SimpleNamespace(step=3), ballot, World(), 60, tmp_path / "rank_0.log")
     watch.settled, watch.since = True, time.monotonic() - 61
     waits = iter([False, False, True])  # until the first look, until the second one, and the run is over
 
@@ -232,19 +232,19 @@ def words(*pairs):
 def test_a_report_names_the_silent_and_those_behind_first():
     before = words((7, 1), (7, 1), (6, 1), (7, 1), (None, 0))
     after = words((7, 2), (7, 1), (6, 2), (7, 2), (None, 0))
-    assert hangs.told(before, after) == (
+    assert watchdog.told(before, after) == (
         "rank 4 gave no sign of life, and was last heard of before its first step; "
         "rank 1 gave no sign of life, and was last heard of at step 7; "
         "rank 2 waits at step 6; ranks 0, 3 wait at step 7"
     )
     many = [{"step": 3, "pulse": 1}] * 20
-    assert hangs.told(many, many).startswith(f"ranks {', '.join(map(str, range(16)))} and 4 more gave no sign")
+    assert watchdog.told(many, many).startswith(f"ranks {', '.join(map(str, range(16)))} and 4 more gave no sign")
 
 
 def test_a_failure_that_is_no_hang_stays_what_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(distributed, "store_of_own", lambda seconds: None)
     state, ballot = types.SimpleNamespace(step=3), types.SimpleNamespace(ticks=0, since=0.0)
-    watched = hangs.watched(state, ballot, World(size=2), 10, tmp_path)
+    watched = watchdog.watched(state, ballot, World(size=2), 10, tmp_path)
     with pytest.raises(RuntimeError, match="out of memory") as caught, watched as watch:
         watch.settled = True
         raise RuntimeError("out of memory")

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lib.trainer import trainer
 from lib.trainer.ema import Average
-from lib.utils import checkpoint, copies, distributed, shards
-from lib.utils.state import unwrap
+from lib.utils import distributed
+from lib.utils.checkpoint import manager, shards, staging
+from lib.utils.checkpoint.state import unwrap
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 SLOW = f"{SMALL} -lr_start 1e-4"  # rounding stays small
@@ -88,8 +89,8 @@ def held(folder, name=None):
 @pytest.fixture
 def slowly(monkeypatch):
     """Copies of tensors that are being saved take their time, in this test's next runs, and evaluations more."""
-    real, swap = copies.Copies._make, Average.swap
-    monkeypatch.setattr(copies.Copies, "_make", lambda *words: (time.sleep(0.03), real(*words)))
+    real, swap = staging.Copies._make, Average.swap
+    monkeypatch.setattr(staging.Copies, "_make", lambda *words: (time.sleep(0.03), real(*words)))
     monkeypatch.setattr(Average, "swap", lambda *words: (swap(*words), time.sleep(0.05)))
 
 
@@ -206,7 +207,7 @@ def test_what_does_not_go_on_exactly_is_told_and_rank_0_decides(tmp_path, capfd)
     one, other = held(whole), held(part)
     norm = [name for name in one if name.startswith("trainer.norm.")]
     assert len(norm) == 7 and all(torch.equal(one[name], other[name]) for name in norm), "as DDP has it"
-    pieces = checkpoint.read_manifest(whole / "checkpoints" / names(whole)[0])["pieces"]
+    pieces = manager.read_manifest(whole / "checkpoints" / names(whole)[0])["pieces"]
     assert {pieces[f"trainer.plain.{name}"][0][0] for name in ("weight", "bias")} == {"shard_0000.safetensors"}
     assert all(0 < line["train/spread"] < 9 for line in lines(whole) if "train/loss" in line)
 
@@ -236,7 +237,7 @@ def test_the_average_is_that_of_the_weights_after_each_step(averaged):
 
 
 def test_the_average_is_shared_out_among_the_ranks_like_the_model(averaged):
-    manifest = checkpoint.read_manifest(averaged / "checkpoints" / names(averaged)[0])
+    manifest = manager.read_manifest(averaged / "checkpoints" / names(averaged)[0])
     files = {name: blocks[0][0] for name, blocks in manifest["pieces"].items()}
     assert len({file for name, file in files.items() if name.startswith("trainer.average.")}) == 2
     sizes = [shard["bytes"] for shard in manifest["shards"].values()]

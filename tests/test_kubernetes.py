@@ -17,7 +17,7 @@ from command_line import parsed
 from kubeflow_trainer_api import models as trainer_api
 from processes import CLEAN, until
 
-from lib.utils import stored
+from lib.utils.checkpoint import stored
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "scripts" / "kubernetes"

@@ -16,8 +16,10 @@ import torch
 import yaml
 from command_line import parsed, told
 
-from lib import check, children, launch, nodes
+from lib import launch
+from lib.launch import local, multinode
 from lib.utils.errors import FAILED, STOPPED, UsageError
+from scripts import check_resume
 
 pytest_plugins = ("processes",)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
@@ -131,7 +133,7 @@ def test_an_abort_that_follows_anothers_failure_does_not_hide_it(lost, last):
     said = {"error": "CUDA out of memory\n", "time": 1.0, "lost": lost}
     ranks = [types.SimpleNamespace(rank=rank, code=code, said=said if rank == 0 else {}, failed=True)
              for rank, code in ((0, 1), (1, -signal.SIGABRT))]  # fmt: skip
-    code, trace, text = children.verdict(ranks, [], [])
+    code, trace, text = local.verdict(ranks, [], [])
     assert code == FAILED and text.startswith(last)
     assert trace == ("" if lost else "CUDA out of memory\n")
 
@@ -142,21 +144,21 @@ def test_a_rank_that_lost_another_does_not_hide_why_though_it_reports_first(true
     said = {"error": "gloo: Connection closed\n", "time": 1.0, "lost": True}
     ranks = [types.SimpleNamespace(rank=rank, code=1, said=one, failed=True)
              for rank, one in enumerate((said, {**true, "time": 2.0, "lost": False}))]  # fmt: skip
-    assert not children.explained(ranks[:1]) and children.explained(ranks)
-    code, trace, text = children.verdict(ranks, [], [])
+    assert not local.explained(ranks[:1]) and local.explained(ranks)
+    code, trace, text = local.verdict(ranks, [], [])
     assert (code, trace, text) == (
         (2, "", "-epochs 3: not today") if "usage" in true
         else (1, "no memory\n", "rank 1 failed with exit code 1; the others are ended")
     )  # fmt: skip
     elsewhere = types.SimpleNamespace(failed=True, said={"code": 1, "told": "node 1: rank 2 failed"})
-    assert children.verdict(ranks[:1], [elsewhere], [])[2] == "node 1: rank 2 failed"
-    assert children.verdict(ranks, [elsewhere], [])[2] == text, "its own cause is nearer"
+    assert local.verdict(ranks[:1], [elsewhere], [])[2] == "node 1: rank 2 failed"
+    assert local.verdict(ranks, [elsewhere], [])[2] == text, "its own cause is nearer"
 
 
 def test_a_rank_that_a_signal_ends_before_it_listens_is_no_failure():
     ranks = [types.SimpleNamespace(rank=0, code=-signal.SIGTERM, said={}, failed=True)]
-    assert children.verdict(ranks, [], [signal.SIGTERM])[0] == STOPPED
-    assert children.verdict(ranks, [], [])[0] == FAILED
+    assert local.verdict(ranks, [], [signal.SIGTERM])[0] == STOPPED
+    assert local.verdict(ranks, [], [])[0] == FAILED
 
 
 def test_what_all_ranks_refuse_is_one_line(start):
@@ -173,8 +175,8 @@ def test_what_all_ranks_refuse_is_one_line(start):
 def test_more_processes_than_the_machine_or_the_batch_has_work_for_are_refused_before_the_first_starts(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(children, "start", lambda *words: pytest.fail("a process was started"))
-    monkeypatch.setattr(launch, "cores", lambda: 4)
+    monkeypatch.setattr(local, "start", lambda *words: pytest.fail("a process was started"))
+    monkeypatch.setattr(local, "cores", lambda: 4)
     said = told("-cpu 100000", tmp_path, capsys)
     assert said == "-cpu 100000: this machine has 4 cores for its processes: at most 32"
     said = told("-cpu 32 -batch_size 16", tmp_path, capsys)
@@ -190,7 +192,7 @@ def test_a_failed_rank_that_does_not_end_is_ended(start):
 
 
 def test_a_rank_that_dies_while_nobody_looks_is_noticed(monkeypatch):
-    real, context = children.wait, multiprocessing.get_context("fork")
+    real, context = local.wait, multiprocessing.get_context("fork")
     processes = [context.Process(target=signal.pause) for _ in range(2)]
     for process in processes:
         process.start()
@@ -200,11 +202,11 @@ def test_a_rank_that_dies_while_nobody_looks_is_noticed(monkeypatch):
         processes[1].join()
         return real(ranks, *words)
 
-    monkeypatch.setattr(children, "wait", wait)
-    monkeypatch.setattr(children, "END_S", 0.0)
+    monkeypatch.setattr(local, "wait", wait)
+    monkeypatch.setattr(local, "END_S", 0.0)
     pipes = [context.Pipe(duplex=False) for _ in processes]
-    ranks = [children.Child(rank, processes[rank], pipes[rank][0]) for rank in range(2)]
-    assert children.watch(ranks, nodes.Others(0, 2, "run", ("127.0.0.1", 0), None), []) == FAILED
+    ranks = [local.Child(rank, processes[rank], pipes[rank][0]) for rank in range(2)]
+    assert local.watch(ranks, multinode.Others(0, 2, "run", ("127.0.0.1", 0), None), []) == FAILED
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
 
@@ -227,7 +229,7 @@ def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, undisturbed
         sys.path.insert(0, {str(ROOT)!r})
         import train
         from lib import launch
-        launch.fork_is_safe = lambda: False
+        local.fork_is_safe = lambda: False
         if __name__ == "__main__":
             sys.exit(train.main())
     """))  # fmt: skip
@@ -249,7 +251,7 @@ def test_children_are_forked_only_where_counting_gpus_touched_none(gpus, counted
         monkeypatch.delattr(torch.cuda, f"_device_count_{name}")
     for name, number in counted.items():
         monkeypatch.setattr(torch.cuda, f"_device_count_{name}", lambda number=number: number, raising=False)
-    assert launch.fork_is_safe() is safe
+    assert local.fork_is_safe() is safe
 
 
 @pytest.mark.parametrize(("visible", "wanted", "exported"), [
@@ -264,16 +266,16 @@ def test_gpus_are_counted_among_the_visible_ones_and_exported_to_the_run_alone(
     seen = []
     monkeypatch.setattr(torch.version, "hip", "7.0" if vendor == "HIP" else None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(launch, "spawn", lambda *words: seen.append(os.environ[name]) or 0)
-    monkeypatch.setattr(launch, "call", launch.spawn)
+    monkeypatch.setattr(local, "spawn", lambda *words: seen.append(os.environ[name]) or 0)
+    monkeypatch.setattr(local, "call", local.spawn)
     for one in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(one, raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "another's")
         monkeypatch.setenv(name, visible)
     args, before = parsed(["-gpus", wanted]), dict(os.environ)
-    again = check.Check(args, tmp_path)  # counts the processes, and starts the run in a child
-    assert launch.processes(args) == again.size == len(wanted.split(","))
+    again = check_resume.Check(args, tmp_path)  # counts the processes, and starts the run in a child
+    assert local.processes(args) == again.size == len(wanted.split(","))
     assert launch.launch(again.args, "train:run") == launch.launch(args, "train:run") == 0
     assert seen == [exported] * 2 and os.environ == before
 
@@ -285,16 +287,16 @@ def test_gpus_are_counted_among_the_visible_ones_and_exported_to_the_run_alone(
 def test_a_process_of_torchrun_or_srun_counts_its_local_rank_among_the_chosen_gpus(task, monkeypatch):
     seen, args = [], parsed("-gpus 2,3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(launch, "fork_is_safe", lambda: True)
-    monkeypatch.setattr(launch, "call", lambda *words: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 0)
-    monkeypatch.setattr(launch.slurm_job, "step", launch.call)
+    monkeypatch.setattr(local, "fork_is_safe", lambda: True)
+    monkeypatch.setattr(local, "call", lambda *words: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 0)
+    monkeypatch.setattr(launch.slurm_job, "step", local.call)
     for name, value in {**task, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}.items():
         monkeypatch.setenv(name, value)
     assert launch.launch(args, "train:run") == 0
     assert seen == ["6,7"] and os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
     with pytest.raises(UsageError, match="-gpus 4: 4 is not one of the GPUs here: 0,1,2,3"):
         launch.launch(parsed("-gpus 4"), "train:run")
-    monkeypatch.setattr(launch, "fork_is_safe", lambda: False)
+    monkeypatch.setattr(local, "fork_is_safe", lambda: False)
     with pytest.raises(UsageError, match=r"-gpus 2,3: .* set CUDA_VISIBLE_DEVICES=6,7 for torchrun or srun"):
         launch.launch(args, "train:run")
     assert len(seen) == 1
@@ -304,9 +306,9 @@ def test_a_process_of_torchrun_or_srun_counts_its_local_rank_among_the_chosen_gp
 def test_one_process_is_this_one_unless_its_gpu_is_chosen_too_late(safe, monkeypatch):
     """Once the driver was asked for its GPUs it does not look at the variable again."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(launch, "fork_is_safe", lambda: safe)
-    monkeypatch.setattr(launch, "spawn", lambda args, target, count: ("a child", count))
-    monkeypatch.setattr(launch, "call", lambda target, args: "here")
+    monkeypatch.setattr(local, "fork_is_safe", lambda: safe)
+    monkeypatch.setattr(local, "spawn", lambda args, target, count: ("a child", count))
+    monkeypatch.setattr(local, "call", lambda target, args: "here")
     assert launch.launch(parsed(["-gpus", "1"]), "train:run") == ("here" if safe else ("a child", 1))
     assert launch.launch(parsed(["-gpus", "0,1", "-debug"]), "train:run") == ("here" if safe else ("a child", 1))
     assert launch.launch(parsed(["-cpu", "1"]), "train:run") == "here"
@@ -328,7 +330,7 @@ def test_a_pool_of_a_plugin_ends_without_a_word_of_the_run(capfd):
     """multiprocessing.Pool ends its processes, which are forked from the run's, by SIGTERM."""
     context = multiprocessing.get_context("fork")
     begun = context.Event()
-    with launch.leaving():
+    with local.leaving():
         process = context.Process(target=lambda: (begun.set(), time.sleep(60)))
         process.start()
         assert begun.wait(60)

@@ -9,8 +9,9 @@ import torch
 from runs import few, norm_net, plugins, run
 
 from lib.trainer import trainer
-from lib.utils import ledger, permutation
-from lib.utils.ledger import Difference
+from lib.utils.data import permutation
+from scripts import ledger
+from scripts.ledger import Difference
 
 SAMPLES, BATCH, MICRO, STEPS = 50, 16, 4, 4  # of an epoch: 16 + 16 + 16 + 2 samples
 

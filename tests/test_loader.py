@@ -14,10 +14,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, default_collate
 
-from lib.utils import loader
-from lib.utils.data import Tensors
+from lib.utils.data import loader
+from lib.utils.data.loader import Loader, Plan, ShardLoader
+from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
-from lib.utils.loader import Loader, Plan, ShardLoader
 
 STEADY = settings(deadline=None, derandomize=True, max_examples=200)
 FEW = settings(deadline=None, derandomize=True, max_examples=4)

@@ -9,11 +9,12 @@ from runs import few, lines, norm_net, outcome, plugins, run
 from torch import nn
 
 import train
-from lib.core import looks
+from lib.core import modes
 from lib.trainer.trainer import Trainer
-from lib.utils import data, profiling
-from lib.utils.data import Tensors
+from lib.utils.data import tensors
+from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
+from lib.utils.monitoring import profiler
 
 WORDS = "-dataset few -arch norm_net -image_size 8 -num_classes 4 -batch_size 16 -epochs 3 -log_every 1 -model looked"
 
@@ -86,15 +87,19 @@ def test_dry_tries_an_evaluation_and_needs_not_be_like_the_run_that_is_there(par
     ("-dataset sick -batch_size 50", r"in the batch of the samples .*, the tensor 0: 1 of 3200 values"),
 ])  # fmt: skip
 def test_debug_names_the_first_bad_tensor(parts, tmp_path, words, told):
-    with pytest.raises(looks.BadTensor, match=told):  # here, in this process, whatever -cpu says
+    with pytest.raises(modes.BadTensor, match=told):  # here, in this process, whatever -cpu says
         train.main([*f"{WORDS} {words} -debug -cpu 2 -out {tmp_path / 'out'}".split()])
     assert not list(tmp_path.iterdir())
 
 
 def test_a_tensor_of_a_batch_is_named_by_its_place_however_deep():
     batch = {"pair": (torch.zeros(1), [torch.ones(2)]), "number": 3, "row": torch.zeros(4)}
-    assert [(name, len(part)) for name, part in data.tensors(batch)] == [("pair.0", 1), ("pair.1.0", 2), ("row", 4)]
-    assert [name for name, _ in data.tensors(torch.zeros(3))] == ["0"] and data.tensors("text") == []
+    assert [(name, len(part)) for name, part in tensors.tensors(batch)] == [
+        ("pair.0", 1),
+        ("pair.1.0", 2),
+        ("row", 4),
+    ]
+    assert [name for name, _ in tensors.tensors(torch.zeros(3))] == ["0"] and tensors.tensors("text") == []
 
 
 def test_debug_finds_a_gradient_that_is_not_finite(parts, tmp_path):
@@ -181,7 +186,7 @@ def test_a_profile_that_cannot_be_written_or_never_began_records_no_allocations_
     told = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **words: told.append(words))
     (tmp_path / "file").touch()
-    profile = profiling.Profile(tmp_path / "file" / "profile", World(device=torch.device("cuda", 0)), 2)
+    profile = profiler.Profile(tmp_path / "file" / "profile", World(device=torch.device("cuda", 0)), 2)
     for _ in range(steps):
         profile.step()
     assert ("cannot be written" in caplog.text) == (steps == 8) == ({"enabled": None} in told)

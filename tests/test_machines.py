@@ -13,7 +13,7 @@ import ports
 import pytest
 from command_line import told
 
-from lib import nodes
+from lib.launch import multinode
 
 pytest_plugins = ("processes",)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
@@ -232,8 +232,8 @@ def test_torchrun_and_srun_say_who_takes_part(tmp_path, capsys, monkeypatch):
 
 
 def test_the_interface_of_an_address_is_found():
-    assert nodes.interface_of("127.0.0.1") == "lo"
-    assert nodes.interface_of("192.0.2.7") is None
+    assert multinode.interface_of("127.0.0.1") == "lo"
+    assert multinode.interface_of("192.0.2.7") is None
     if Path("/proc/net/if_inet6").exists():
         names = [line.split()[-1] for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-        assert (nodes.interface_of("::1") == "lo") == ("lo" in names)
+        assert (multinode.interface_of("::1") == "lo") == ("lo" in names)

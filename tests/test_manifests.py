@@ -12,8 +12,8 @@ from saves import SMALL, names
 
 from lib import config
 from lib.core import optimizer as optimizers
-from lib.utils import checkpoint, shards
-from lib.utils import state as states
+from lib.utils.checkpoint import manager, shards
+from lib.utils.checkpoint import state as states
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
@@ -25,7 +25,7 @@ def test_a_newer_format_is_refused_with_its_version_and_left_where_it_is(copy, r
     before = names(copy)
     saves.rewrite(copy / "checkpoints" / before[0], lambda manifest: {**manifest, "format": 9})
     line = refused(f"{SMALL} -cpu 2 -model few_norm_net", out=copy.parent)
-    assert "is of format 9" in line and f"reads format {checkpoint.FORMAT}" in line
+    assert "is of format 9" in line and f"reads format {manager.FORMAT}" in line
     assert names(copy) == before
 
 
@@ -53,7 +53,7 @@ def test_weights_that_are_not_finite_are_refused_unless_it_is_allowed(copy, refu
         if "model.5.bias" in held:
             held["model.5.bias"][2] = float("inf")
             save_file(held, shard)
-            facts = {"bytes": shard.stat().st_size, "crc32": checkpoint.zlib.crc32(shard.read_bytes())}
+            facts = {"bytes": shard.stat().st_size, "crc32": manager.zlib.crc32(shard.read_bytes())}
             saves.rewrite(newest, lambda m, f=facts, s=shard: {**m, "shards": {**m["shards"], s.name: f}})
     for cpu in (1, 2):
         line = refused(f"{SMALL} -cpu {cpu} -model few_norm_net", out=copy.parent)
@@ -219,7 +219,7 @@ def test_files_whose_checksum_is_right_but_not_their_content_are_refused_and_run
         lambda: shard.write_bytes((2**60).to_bytes(8, "little") + b"{}"),
     ):
         write()
-        facts = {"bytes": shard.stat().st_size, "crc32": checkpoint.zlib.crc32(shard.read_bytes())}
+        facts = {"bytes": shard.stat().st_size, "crc32": manager.zlib.crc32(shard.read_bytes())}
         saves.rewrite(newest, lambda m, f=facts: {**m, "shards": {**m["shards"], FILE: f}})
         with pytest.raises(shards.Damaged, match=FILE):
             run(copy.parent, f"{SMALL} -cpu 1 -model few_norm_net")

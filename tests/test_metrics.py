@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from disks import full_disk
 
-from lib.utils import metrics
-from lib.utils.metrics import MetricsTracker
+from lib.utils.monitoring import metrics
+from lib.utils.monitoring.metrics import MetricsTracker
 
 
 def test_sums_are_exact_over_numbers_and_tensors_of_any_kind():

@@ -17,7 +17,10 @@ from runs import few, norm_net, plugins
 import train
 from lib.core import scheduler
 from lib.trainer import trainer
-from lib.utils import atomic, checkpoint, loader, sampler, seeding, shards, stored
+from lib.utils import seeding
+from lib.utils.checkpoint import atomic, manager, shards, stored
+from lib.utils.compat import samplers
+from lib.utils.data import loader
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
@@ -64,7 +67,7 @@ FILE, LINK, SAVE, DIRECTORY = (
     test_atomic.Checkpoint(),
     test_atomic.Directory(),
 )
-ATOMIC = [  # what of lib.utils.atomic is broken, and who saves with it
+ATOMIC = [  # what of lib.utils.checkpoint.atomic is broken, and who saves with it
     *[("os", Unsynced(), kind) for kind in (FILE, LINK, SAVE, DIRECTORY)],
     ("write_file", in_place, FILE),
     *[("swap_link", link_anew, kind) for kind in (LINK, SAVE, DIRECTORY)],
@@ -93,7 +96,7 @@ def test_two_writers_that_share_a_temporary_name_mix(tmp_path, monkeypatch):
     assert test_atomic.mixed(tmp_path, monkeypatch)
 
 
-def remove_before(self, answers, real=checkpoint.Checkpoints._publish):
+def remove_before(self, answers, real=manager.Checkpoints._publish):
     for folder in stored.listed(self.folder):
         atomic.remove_folder(folder)
     real(self, answers)
@@ -104,7 +107,7 @@ SAVES = {
     "no fsync of folders and manifest": (atomic, "os", Unsynced()),
     "copied to its name": (atomic, "publish", lambda partial, final: shutil.copytree(partial, final)),
     "a removal that is not renamed first": (atomic, "remove_folder", shutil.rmtree),
-    "the old one removed first": (checkpoint.Checkpoints, "_publish", remove_before),
+    "the old one removed first": (manager.Checkpoints, "_publish", remove_before),
     "a manifest written in place": (atomic, "write_file", in_place),
     "nothing swept": (atomic, "sweep", lambda folder: None),
 }
@@ -178,12 +181,12 @@ def test_a_run_that_goes_on_otherwise_is_found_out(name, tmp_path, capfd, only_k
     assert code == 1 and "! step" in line and why in line, line
 
 
-def after_one_more(self, state, real=sampler.InterruptableDistributedSampler.load_state_dict):
+def after_one_more(self, state, real=samplers.InterruptableDistributedSampler.load_state_dict):
     real(self, state)
     self.progress = min(self.progress + 1, self.num_samples)
 
 
-def from_one_later(self, real=sampler.InterruptableDistributedSampler._places):
+def from_one_later(self, real=samplers.InterruptableDistributedSampler._places):
     return ((places + 1) % len(self.dataset) for places in real(self))
 
 
@@ -196,6 +199,6 @@ SAMPLERS = {  # what is broken, and the test that must see it
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_sampler_off_by_one_is_found_out(name, monkeypatch):
     attribute, mutant, test = SAMPLERS[name]
-    monkeypatch.setattr(sampler.InterruptableDistributedSampler, attribute, mutant)
+    monkeypatch.setattr(samplers.InterruptableDistributedSampler, attribute, mutant)
     with pytest.raises(AssertionError):
         getattr(test_sampler, test)()

@@ -12,7 +12,7 @@ from saves import SMALL, everything, log_of, names
 import train
 from lib import config
 from lib.trainer import trainer
-from lib.utils import run_folder
+from lib.utils.checkpoint import run_folder
 from lib.utils.distributed import World
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 
 def _on_nodes(monkeypatch, patience=0.0):
     """Every process a node, with a folder OUT/nodeR of its own."""
-    from lib.utils import disks
+    from lib.utils.checkpoint import shared_disk
 
     real = train.run
 
@@ -35,7 +35,7 @@ def _on_nodes(monkeypatch, patience=0.0):
         return real(mine)
 
     monkeypatch.setattr(train, "run", at)
-    monkeypatch.setattr(disks, "PATIENCE_S", patience)
+    monkeypatch.setattr(shared_disk, "PATIENCE_S", patience)
 
 
 def _nodes(out, words, wanted=0):

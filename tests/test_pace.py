@@ -8,8 +8,8 @@ import torch
 from runs import few, plugins, run
 
 from lib.trainer import trainer
-from lib.utils import pace, timing
 from lib.utils.distributed import World
+from lib.utils.monitoring import throughput, timing
 
 FINE = {"taken": 100.0, "waited": 1.0, "own": 50.0, "memory": None}
 
@@ -27,7 +27,7 @@ FINE = {"taken": 100.0, "waited": 1.0, "own": 50.0, "memory": None}
     ([{"waited": 4.0, "taken": 4.0, "own": 1.0}, {"taken": 4.0, "own": 3.0}], 0, []),  # a short epoch
 ])  # fmt: skip
 def test_advice_names_what_holds_an_epoch_up(ranks, workers, told):
-    words = list(pace.advice([{**FINE, **rank} for rank in ranks], workers, cores=8).values())
+    words = list(throughput.advice([{**FINE, **rank} for rank in ranks], workers, cores=8).values())
     assert len(words) == len(told) and all(word.startswith(start) for word, start in zip(words, told))
 
 
@@ -42,7 +42,7 @@ class Slow(trainer.Trainer):
 @pytest.mark.parametrize(("parallel", "times"), [("ddp", 1), ("fsdp", 0)])
 def test_a_slow_rank_is_named_and_the_start_accounted_for(parallel, times, tmp_path, monkeypatch):
     """Under FSDP the others wait for it in their forward pass: nobody's time is his own."""
-    monkeypatch.setattr(pace, "SHORT_S", 0.0)
+    monkeypatch.setattr(throughput, "SHORT_S", 0.0)
     words = (
         "-dataset few -arch mlp -image_size 8 -num_classes 4 -batch_size 8 -epochs 3 -trainer slow -cpu 2 -model x "
         f"-parallel {parallel}"
@@ -60,8 +60,8 @@ def test_a_slow_rank_is_named_and_the_start_accounted_for(parallel, times, tmp_p
 
 def test_what_lies_between_two_epochs_is_no_ranks_own_time(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(pace.time, "monotonic", lambda: clock[0])
-    own = pace.OwnTime(World(size=2))
+    monkeypatch.setattr(throughput.time, "monotonic", lambda: clock[0])
+    own = throughput.OwnTime(World(size=2))
     for began in (0.0, 100.0):  # an epoch, and another after an evaluation
         clock[0] = began
         own.begin(anew=True)
@@ -77,18 +77,18 @@ def test_what_lies_between_two_epochs_is_no_ranks_own_time(monkeypatch):
 @pytest.mark.parametrize("starving", [True, False])
 def test_a_batch_is_waited_for_only_by_a_device_that_has_nothing_to_do(starving, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(pace.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(throughput.time, "monotonic", lambda: clock[0])
 
     def slow():
         for _ in range(3):
             clock[0] += 2
             yield
 
-    rate = pace.Rate(3, starving=lambda: starving)
+    rate = throughput.Rate(3, starving=lambda: starving)
     for _ in rate.waiting(slow()):
         clock[0] += 1
     assert rate.interval(3, 3)["data_share"] == pytest.approx(6 / 9 if starving else 0)
-    assert pace.starving(torch.device("cpu"))()
+    assert throughput.starving(torch.device("cpu"))()
 
 
 def test_a_timer_tells_each_part_and_their_sum(monkeypatch):

@@ -10,7 +10,7 @@ from torch import nn
 
 from lib.core import parallel
 from lib.trainer.trainer import Trainer
-from lib.utils import state
+from lib.utils.checkpoint import state
 from lib.utils.distributed import World
 from train import main
 

@@ -12,9 +12,9 @@ import truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.utils import permutation
-from lib.utils.permutation import KeyedPermutation, order
-from lib.utils.sampler import InterruptableDistributedSampler
+from lib.utils.compat.samplers import InterruptableDistributedSampler
+from lib.utils.data import permutation
+from lib.utils.data.permutation import KeyedPermutation, order
 from scripts.bench import samplers as samplers_bench
 
 

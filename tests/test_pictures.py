@@ -5,8 +5,8 @@ import math
 import torch
 from torch import nn
 
-from lib.utils import pictures
 from lib.utils.distributed import World
+from lib.utils.monitoring import images as pictures
 
 BLUE = torch.tensor([8, 48, 107], dtype=torch.uint8)
 

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 import train
-from lib import config, flags
+from lib import config
+from lib.config import flags
 from lib.core import loss
-from lib.utils import ahead, fetch, loader
+from lib.utils.data import fetch, loader, prefetch
 from lib.utils.errors import UsageError
 
 ARCHS, DATASETS = config.plugins("arch"), config.plugins("dataset")
@@ -123,7 +124,7 @@ def test_an_arch_of_a_fork_trains_a_step_on_digits_if_it_is_for_images(arch, tmp
 @pytest.mark.parametrize("arch", SHIPPED["arch"])
 def test_an_arch_learns_from_a_dataset_or_refuses_in_one_line(arch, name, tmp_path, monkeypatch):
     args, parts = made(name, tmp_path, monkeypatch)
-    finish = ahead.Finish(parts["train"], 0, torch.device("cpu"))
+    finish = prefetch.Finish(parts["train"], 0, torch.device("cpu"))
     inputs, targets = finish(0, [0, 1], fetch.Fetch(parts["train"], seed=0)[0, [0, 1]])
     if inputs.ndim != 4 and arch != args.arch:
         return  # what is no image is for the dataset's own choice of an arch

@@ -15,8 +15,9 @@ import torch
 from command_line import parsed
 from processes import until
 
-from lib import launch, requeue, slurm_job
-from lib.utils import distributed, hangs, run_folder
+from lib.launch import local, requeue, slurm_task
+from lib.utils import distributed, watchdog
+from lib.utils.checkpoint import run_folder
 from lib.utils.distributed import World
 from lib.utils.errors import FINISHED, STOPPED, UsageError
 
@@ -95,7 +96,7 @@ def test_facts_decide_and_not_the_sentence_beside_them():
         (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5"), True),
         (torch.distributed.DistBackendError("NCCL communicator was aborted on rank 1"), True),
         (torch.distributed.DistNetworkError("The client socket has timed out"), True),
-        (hangs.Hang("nothing moved for 600 s"), True),
+        (watchdog.Hang("nothing moved for 600 s"), True),
         (ConnectionResetError(104, "Connection reset by peer"), True),
         (ValueError("no such class: Broken pipe"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
@@ -109,7 +110,7 @@ def test_a_refused_start_says_nothing_of_what_others_wrote(stopped, monkeypatch,
     """A second job for a run that is in use, which saves meanwhile; one with a changed flag after a stopped one."""
     says(stopped.parent, "JobState=RUNNING PreemptTime=None")
     monkeypatch.setenv(requeue.HISTORY, str(stopped))
-    assert launch.refused(UsageError("-model run:\nin use by job 11")) == 2
+    assert local.refused(UsageError("-model run:\nin use by job 11")) == 2
     assert capsys.readouterr().err == "train.py: -model run: in use by job 11\n"
     run = stopped.parent / "run"
     for other in ({"state": "running"}, {"state": "stopped", "signal": "SIGUSR2"}, {"state": "finished"}):
@@ -118,7 +119,7 @@ def test_a_refused_start_says_nothing_of_what_others_wrote(stopped, monkeypatch,
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     (run / "outcome.json").write_text(json.dumps({"state": "stopped", "signal": "SIGUSR2", "launch": "12.0"}))
     requeue.begin(stopped, run, 3)
-    launch.refused(UsageError("-epochs 3"))
+    local.refused(UsageError("-epochs 3"))
     assert requeue.after(stopped, 2) == 2, "stopped by the start before it"
     assert "requeue" not in (stopped.parent / "said").read_text()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
@@ -178,7 +179,7 @@ def says(folder: Path, job: str, *others: str):
 
 
 def test_without_scontrol_the_state_is_kept_and_the_command_is_told(stopped):
-    code = [sys.executable, "-m", "lib.slurm_job", "after", str(stopped), "0"]
+    code = [sys.executable, "-m", "lib.launch.slurm_task", "after", str(stopped), "0"]
     said = subprocess.run(code, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
     assert said.returncode == 75 and "type: scontrol requeue 12" in said.stdout
     assert "requeued" not in json.loads(stopped.read_text())["starts"][-1]
@@ -269,29 +270,29 @@ def test_a_shell_in_an_allocation_is_no_task(monkeypatch):
     for name, value in {**step, "SLURM_JOB_NAME": "mine", "SLURM_TASK_PID": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SLURM_PTY_PORT", raising=False)
-    assert slurm_job.is_task()
+    assert slurm_task.is_task()
     monkeypatch.setenv("SLURM_JOB_NAME", "bash")
-    assert slurm_job.is_task(), "srun bash -c 'module load X; python train.py'"
+    assert slurm_task.is_task(), "srun bash -c 'module load X; python train.py'"
     monkeypatch.setenv("SLURM_PTY_PORT", "4711")
     shell, terminal = pty.fork()
     if not shell:
         time.sleep(600)
     try:
-        until(lambda: slurm_job.has_terminal(str(shell)), limit=10)
+        until(lambda: slurm_task.has_terminal(str(shell)), limit=10)
         for name in ("bash", "zsh", "mine"):
             monkeypatch.setenv("SLURM_JOB_NAME", name)
             monkeypatch.setenv("SLURM_TASK_PID", str(shell))
-            assert not slurm_job.is_task(), "typed in srun --pty zsh"
+            assert not slurm_task.is_task(), "typed in srun --pty zsh"
             monkeypatch.setenv("SLURM_TASK_PID", "1")
-            assert slurm_job.is_task(), "srun bash -c 'module load X; python train.py', typed there"
+            assert slurm_task.is_task(), "srun bash -c 'module load X; python train.py', typed there"
     finally:
         os.kill(shell, signal.SIGKILL)
         os.waitpid(shell, 0)
         os.close(terminal)
     monkeypatch.setenv("SLURM_TASK_PID", str(os.getpid()))
-    assert slurm_job.is_task(), "srun python train.py, typed there"
+    assert slurm_task.is_task(), "srun python train.py, typed there"
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert not slurm_job.is_task(), "one task starts its own processes"
+    assert not slurm_task.is_task(), "one task starts its own processes"
 
 
 def test_the_tasks_of_this_node_are_counted(monkeypatch):
@@ -299,25 +300,28 @@ def test_the_tasks_of_this_node_are_counted(monkeypatch):
     counts = []
     for node in range(3):
         monkeypatch.setenv("SLURM_NODEID", str(node))
-        counts.append(slurm_job.local())
+        counts.append(slurm_task.tasks_here())
     assert counts == [4, 4, 3]
 
 
 def test_what_meets_a_signal_first_imports_without_torch():
     """A job's task, the requeue, the table of runs: a signal must have where to go from the first moment."""
-    for modules in ("lib.slurm_job, lib.requeue, lib.utils.stored, lib.utils.atomic", "scripts.status"):
+    for modules in (
+        "lib.launch.slurm_task, lib.launch.requeue, lib.utils.checkpoint.stored, lib.utils.checkpoint.atomic",
+        "scripts.status",
+    ):
         probe = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT).returncode == 0, modules
 
 
 def test_only_rank_0_of_a_stopped_job_exits_with_75(monkeypatch, tmp_path):
     """srun would kill the tasks of the others where they stand."""
-    monkeypatch.setattr(slurm_job, "meet", lambda *words: ({}, None))
-    monkeypatch.setattr(launch, "call", lambda target, args: STOPPED)
+    monkeypatch.setattr(slurm_task, "meet", lambda *words: ({}, None))
+    monkeypatch.setattr(local, "call", lambda target, args: STOPPED)
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     codes = []
     for rank in range(3):
         monkeypatch.setenv("SLURM_PROCID", str(rank))
-        codes.append(slurm_job.step(parsed(f"-out {tmp_path}"), "train:run"))
+        codes.append(slurm_task.step(parsed(f"-out {tmp_path}"), "train:run"))
     assert codes == [STOPPED, FINISHED, FINISHED]

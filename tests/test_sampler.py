@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lib.utils.sampler import (
+from lib.utils.compat.samplers import (
     AdvancedTooFarError,
     HasNotResetProgressError,
     InterruptableDistributedGroupedBatchSampler,

@@ -11,10 +11,10 @@ from torchvision.transforms.functional import pil_to_tensor
 from lib import config
 from lib.dataset import sharded
 from lib.dataset.sharded import DistributedShardedDataset, shard_places
-from lib.utils import fetch, loader
+from lib.utils.compat.samplers import InterruptableSampler, InterruptibleSampler
+from lib.utils.data import fetch, loader
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
-from lib.utils.sampler import InterruptableSampler, InterruptibleSampler
 
 COUNT = 23  # training images: no number of ranks below divides it
 

@@ -18,10 +18,10 @@ from torch.utils.data import Dataset, Subset
 
 from lib import config
 from lib.trainer import trainer
-from lib.utils import seeding, speed
-from lib.utils.data import Tensors
+from lib.utils import runtime, seeding
+from lib.utils.data.loader import Loader, Plan
+from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
-from lib.utils.loader import Loader, Plan
 
 
 def test_a_gpu_has_only_so_many_batches_to_compute_at_a_time(monkeypatch):
@@ -39,14 +39,14 @@ def test_a_gpu_has_only_so_many_batches_to_compute_at_a_time(monkeypatch):
             assert asked.pop(0) is self, "in their order"
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    for _ in speed.throttle(range(20), torch.device("cuda")):
+    for _ in runtime.throttle(range(20), torch.device("cuda")):
         behind.append(len(asked))
-    assert behind == [*range(speed.LAUNCHED + 1), *[speed.LAUNCHED] * (19 - speed.LAUNCHED)]
+    assert behind == [*range(runtime.LAUNCHED + 1), *[runtime.LAUNCHED] * (19 - runtime.LAUNCHED)]
 
 
 FAULTS = """
 import resource, sys, torch
-from lib.utils import speed
+from lib.utils import runtime as speed
 from lib.utils.distributed import World
 if sys.argv[1] == "kept":
     speed.kernels(World(), deterministic=False)
@@ -176,33 +176,33 @@ def test_loader_processes_are_those_asked_for_or_a_share_of_the_cores(monkeypatc
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     memory, files = Tensors(torch.zeros(4)), [(0, 0)] * 4
     gpu = World(device=torch.device("cuda", 0), size=2, local_size=2)
-    assert [speed.workers(None, files, World(device=gpu.device, local_size=n)) for n in (1, 2, 4, 8, 16)] == [
+    assert [runtime.workers(None, files, World(device=gpu.device, local_size=n)) for n in (1, 2, 4, 8, 16)] == [
         8,
         7,
         3,
         1,
         1,
     ]
-    assert speed.workers(None, memory, gpu) == speed.workers(None, Subset(memory, [0, 1]), gpu) == 0
-    assert speed.workers(None, files, World()) == 0
-    assert [speed.workers(asked, data, world) for asked in (0, 3) for data in (memory, files)
+    assert runtime.workers(None, memory, gpu) == runtime.workers(None, Subset(memory, [0, 1]), gpu) == 0
+    assert runtime.workers(None, files, World()) == 0
+    assert [runtime.workers(asked, data, world) for asked in (0, 3) for data in (memory, files)
             for world in (gpu, World())] == [0] * 4 + [3] * 4  # fmt: skip
 
 
 def test_the_same_bits_every_time_are_asked_of_torch():
     try:
-        speed.kernels(World(), deterministic=False)
+        runtime.kernels(World(), deterministic=False)
         assert not torch.are_deterministic_algorithms_enabled()
-        speed.kernels(World(), deterministic=True)
+        runtime.kernels(World(), deterministic=True)
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
-        speed.kernels(World(), deterministic=False)
+        runtime.kernels(World(), deterministic=False)
         assert torch.are_deterministic_algorithms_enabled(), "what the user's own code asked for stays"
         fast = (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled)
         assert all(each() for each in fast)
-        speed.kernels(World(device=torch.device("cuda", 0)), deterministic=True)
+        runtime.kernels(World(device=torch.device("cuda", 0)), deterministic=True)
         assert not any(each() for each in fast) and torch.backends.cuda.math_sdp_enabled()
     finally:
-        for kernel in speed.FAST_ATTENTION:
+        for kernel in runtime.FAST_ATTENTION:
             getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(True)
         torch.set_float32_matmul_precision("highest")
         torch.use_deterministic_algorithms(False)

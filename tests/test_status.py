@@ -12,7 +12,7 @@ import pytest
 from processes import CLEAN, until
 from runs import run
 
-from lib import requeue
+from lib.launch import requeue
 from scripts import reading, status
 
 pytest_plugins = ("processes",)

@@ -11,7 +11,7 @@ import saves
 from runs import distance, outcome, run
 from saves import SMALL, everything, log_of, names
 
-from lib.utils import atomic, checkpoint, disks, search, shards
+from lib.utils.checkpoint import atomic, manager, search, shards, shared_disk
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -29,7 +29,7 @@ def done(tmp_path_factory):
 def whole(folder: Path) -> bool:
     """Whether a checkpoint is what was written."""
     try:
-        for file, wanted in checkpoint.read_manifest(folder)["shards"].items():
+        for file, wanted in manager.read_manifest(folder)["shards"].items():
             shards.verify(folder / file, wanted)
     except shards.Damaged:
         return False
@@ -150,7 +150,7 @@ def _failing(monkeypatch, method, name, code, times):
         return real(self, *words, **more)
 
     monkeypatch.setattr(Path, method, fails)
-    monkeypatch.setattr(disks, "RETRY_S", (0.0, 0.0))
+    monkeypatch.setattr(shared_disk, "RETRY_S", (0.0, 0.0))
     return failures
 
 
@@ -199,7 +199,7 @@ def test_a_rank_that_does_not_see_the_newest_checkpoint_looks_again_before_an_ol
             return len(looks) > blind and real(folder)
         return real(folder)
 
-    monkeypatch.setattr(disks, "RETRY_S", (0.0, 0.0))
+    monkeypatch.setattr(shared_disk, "RETRY_S", (0.0, 0.0))
     with monkeypatch.context() as patch:
         patch.setattr(search, "_is_listed", lambda folder: is_listed(folder, blind=2))
         run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9")
@@ -304,7 +304,7 @@ def test_a_last_save_that_fails_is_tried_again_and_a_run_never_says_it_saved_whe
 def _fails(out, words, cpu, told):
     """A run that ends with exit code 1 and these words."""
     if cpu == 1:
-        with pytest.raises(checkpoint.SaveError, match=told):
+        with pytest.raises(manager.SaveError, match=told):
             run(out, words)
     else:
         folder = run(out, words, wanted=1)

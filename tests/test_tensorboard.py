@@ -22,7 +22,7 @@ from processes import until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from lib.utils import pictures, serving, tensorboard
+from lib.utils.monitoring import images, tensorboard, tensorboard_server
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -55,7 +55,7 @@ def test_a_board_holds_scalars_text_configuration_hparams_and_images_in_one_file
     board = tensorboard.Board(tmp_path, main=True)
     board.config({"lr_start": 0.1, "note": "a|b\nc"})
     board.hparams({"lr_start": 0.1, "fp16": False, "arch": "mlp", "sizes": [1, 2]}, ["val/accuracy"])
-    board.picture("samples", pictures.grid(torch.rand(5, 3, 8, 6)))
+    board.picture("samples", images.grid(torch.rand(5, 3, 8, 6)))
     board.histogram("weights", torch.tensor([1.0, 2.0, 2.0, math.nan, math.inf]), 3)
     board.histogram("none", torch.tensor([math.nan]), 3)
     assert not list(tmp_path.iterdir()), "nothing is imported or written before the first scalars"
@@ -146,7 +146,7 @@ def held_by_children(pid):
 
 SERVE = """
 import signal, sys
-from lib.utils import serving
+from lib.utils.monitoring import tensorboard_server as serving
 signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
 serving.serve(sys.argv[1], lambda name, address: print(address, flush=True))
 while True:
@@ -163,7 +163,7 @@ def test_servers_answer_each_on_a_port_of_its_own_and_end_with_their_run(tmp_pat
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     request.addfinalizer(run.kill)
     told = []
-    server = serving.serve(tmp_path, lambda _, address: told.append(address))
+    server = tensorboard_server.serve(tmp_path, lambda _, address: told.append(address))
     other = run.stdout.readline().strip()
     until(lambda: told)
     assert told == [server.address] and server.address.startswith("http://127.0.0.1:6")
@@ -200,7 +200,7 @@ def test_training_does_not_wait_for_a_server_that_keeps_silent(tmp_path, monkeyp
     silent.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(silent))
     before, told = time.monotonic(), []
-    server = serving.serve(tmp_path, lambda _, address: told.append(address))
+    server = tensorboard_server.serve(tmp_path, lambda _, address: told.append(address))
     assert time.monotonic() - before < 30
     server.close()
     assert time.monotonic() - before < 30 and not told
@@ -210,11 +210,11 @@ def test_a_server_that_cannot_start_is_one_warning(tmp_path, monkeypatch, caplog
     (tmp_path / "tensorboard.py").write_text("raise ImportError('there is no tensorboard')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     told = []
-    server = serving.serve(tmp_path, lambda _, address: told.append(address))
+    server = tensorboard_server.serve(tmp_path, lambda _, address: told.append(address))
     until(lambda: caplog.records)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
-    serving.serve(tmp_path, lambda _, address: told.append(address)).close()
-    serving.serve(tmp_path, lambda _, address: told.append(address), enabled=False).close()
+    tensorboard_server.serve(tmp_path, lambda _, address: told.append(address)).close()
+    tensorboard_server.serve(tmp_path, lambda _, address: told.append(address), enabled=False).close()
     server.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert "there is no tensorboard" in caplog.text and not told

@@ -17,9 +17,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from lib.trainer import trainer
-from lib.utils import checkpoint, preemption, report, shards, stored
-from lib.utils.bad_steps import BadSteps
-from lib.utils.data import Tensors
+from lib.utils import preemption
+from lib.utils.checkpoint import manager, shards, stored
+from lib.utils.data.tensors import Tensors
+from lib.utils.monitoring import logger
+from lib.utils.monitoring.bad_steps import BadSteps
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
@@ -186,7 +188,7 @@ def test_a_finished_run_is_not_trained_again(undisturbed):
 
 def test_a_manifest_does_not_grow_with_the_epochs(undisturbed):
     folders = stored.listed(undisturbed[1] / "checkpoints")
-    states = [checkpoint.read_manifest(folder)["state"] for folder in folders]
+    states = [manager.read_manifest(folder)["state"] for folder in folders]
     assert [(state["epoch"], state["sums"], state["unlogged"]) for state in states] == [(3, {}, {}), (2, {}, {})]
 
 
@@ -272,7 +274,7 @@ def test_a_stop_during_evaluation_evaluates_again(tmp_path, monkeypatch, undistu
 @pytest.mark.parametrize(("split", "epoch"), [("val", 1), ("test", 3)])
 def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, monkeypatch, split, epoch):
     """Ended when they are told, and the newest checkpoint is that of the epoch's last step, before its evaluation."""
-    real = report.Report.evaluated
+    real = logger.Report.evaluated
 
     def evaluated(self, state, which, figures, answers):
         real(self, state, which, figures, answers)
@@ -281,7 +283,7 @@ def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, m
 
     words = f"{SMALL} -save_every 1steps"
     with monkeypatch.context() as patch:
-        patch.setattr(report.Report, "evaluated", evaluated)
+        patch.setattr(logger.Report, "evaluated", evaluated)
         with pytest.raises(MemoryError, match="killed"):
             run(tmp_path, words)
     folder = run(tmp_path, words)

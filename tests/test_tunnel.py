@@ -16,8 +16,8 @@ import pytest
 from processes import ROOT, until
 
 from lib import config
-from lib.utils import serving, tunnel
 from lib.utils.errors import UsageError
+from lib.utils.monitoring import tensorboard_server, tunnel
 
 pytest_plugins = ("processes",)
 TOKEN, PASSWORD = "2secretTokenOfTheUser", "correct-horse-9"
@@ -118,7 +118,7 @@ def test_a_tunnel_that_fails_is_one_warning_without_secrets(agent, tmp_path, mon
         monkeypatch.setenv("PYNGROK_NGROK_PATH", str(tmp_path / "nothing"))
     heard = []
     policy = locked("-ngrok").policy
-    server = serving.serve(tmp_path, lambda *words: heard.append(words), policy=policy)
+    server = tensorboard_server.serve(tmp_path, lambda *words: heard.append(words), policy=policy)
     until(lambda: caplog.records, what="a warning")
     assert [name for name, _ in heard] == ["address"], "-tb's server is there all the same"
     assert "TensorBoard" in fetched(server.address)
@@ -135,7 +135,7 @@ def test_a_sign_in_lets_in_those_who_were_named(agent):
     first, then = policy["on_http_request"]
     assert first == {"actions": [{"type": "oauth", "config": {"provider": "google"}}]}
     assert then["actions"] == [{"type": "deny"}] and "['ann@b.c', 'd@e.f']" in then["expressions"][0]
-    code = ("import sys, json; from lib.utils import tunnel; "
+    code = ("import sys, json; from lib.utils.monitoring import tunnel; "
             "print(tunnel.opened('http://127.0.0.1:9/word/', json.loads(sys.argv[1])))")  # fmt: skip
     told = subprocess.run([sys.executable, "-c", code, json.dumps(policy)], cwd=ROOT, capture_output=True, text=True)
     assert told.stdout.startswith("http://127.0.0.1:") and told.stdout.endswith("/word/\n"), told.stderr

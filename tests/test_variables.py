@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from command_line import cfg_file, parsed
 
-from lib import config, requeue, slurm_job, variables
+from lib import config
+from lib.launch import environment, requeue, slurm_task
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def bare(monkeypatch, tmp_path):
     """An environment without any of these variables."""
     before = dict(os.environ)
-    for name in (*variables.CACHES, *variables.DEBUG, *variables.RECORDS, "SCRATCH", "SYSTEMNAME"):
+    for name in (*environment.CACHES, *environment.DEBUG, *environment.RECORDS, "SCRATCH", "SYSTEMNAME"):
         os.environ.pop(name, None)
     os.environ["USER"] = "ann"
     yield monkeypatch
@@ -28,16 +29,16 @@ def bare(monkeypatch, tmp_path):
 
 
 def test_caches_lie_in_the_folder_that_was_asked_for_or_in_scratch(bare, tmp_path):
-    variables.export(None, False)
-    assert not variables.CACHES.keys() & os.environ.keys()
+    environment.export(None, False)
+    assert not environment.CACHES.keys() & os.environ.keys()
     bare.setenv("SCRATCH", str(tmp_path / "scratch"))
     bare.setenv("HF_HOME", "/mine")
-    variables.export(None, False)
+    environment.export(None, False)
     assert os.environ["TORCH_HOME"] == f"{tmp_path}/scratch/cache_ann/torch"
-    for name in variables.CACHES.keys() - {"HF_HOME"}:
+    for name in environment.CACHES.keys() - {"HF_HOME"}:
         bare.delenv(name)
-    variables.export(f"{tmp_path}/mine", False)
-    assert {name: os.environ[name] for name in variables.CACHES} == {
+    environment.export(f"{tmp_path}/mine", False)
+    assert {name: os.environ[name] for name in environment.CACHES} == {
         "TORCH_HOME": f"{tmp_path}/mine/torch",
         "TORCH_EXTENSIONS_DIR": f"{tmp_path}/mine/torch_extensions",
         "TRITON_CACHE_DIR": f"{tmp_path}/mine/triton",
@@ -61,8 +62,8 @@ def test_debugging_and_caches_are_there_before_torch_is_imported(bare, tmp_path)
     assert not re.search(r"\[I\d", quiet.stderr) and "TORCH_DISTRIBUTED_DEBUG" not in quiet.stdout
     for told in ("TCPStore", "Reducer"):
         assert any(told in line and "[I" in line for line in loud.stderr.splitlines()), told
-    caches = {name: f"{tmp_path}/{part}" for name, part in variables.CACHES.items()}
-    for name, value in {**variables.DEBUG, **caches, "NCCL_DEBUG": "WARN"}.items():
+    caches = {name: f"{tmp_path}/{part}" for name, part in environment.CACHES.items()}
+    for name, value in {**environment.DEBUG, **caches, "NCCL_DEBUG": "WARN"}.items():
         assert f"'{name}': '{value}'" in loud.stdout
 
 
@@ -80,29 +81,29 @@ def test_what_is_read_early_is_read_alike_later(words, on, tmp_path):
 
 
 def test_the_flight_recorder_writes_into_the_folder_of_the_run(tmp_path):
-    told = variables.of_run(parsed(f"-debug_dist -out {tmp_path} -model x"))
+    told = environment.of_run(parsed(f"-debug_dist -out {tmp_path} -model x"))
     assert told["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == f"{tmp_path}/x/logs/flight_rank_"
-    assert variables.of_run(parsed("")) == {}
-    assert variables.of_run(parsed("-deterministic")) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert environment.of_run(parsed("")) == {}
+    assert environment.of_run(parsed("-deterministic")) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 @pytest.mark.parametrize("system", ["juwels", "juwelsbooster", "jurecadc", "jusuf"])
 def test_some_machines_have_another_name_on_their_fast_network(bare, system):
     bare.setenv("SYSTEMNAME", system)
-    assert variables.fast_name("jwb0001", None) == "jwb0001i"
-    assert variables.fast_name("jwb0001.juwels", None) == "jwb0001i.juwels"
-    assert variables.fast_name("jwb0001i.juwels", None) == "jwb0001i.juwels"
-    assert variables.fast_name("10.13.23.64", None) == "10.13.23.64"
-    assert variables.fast_name("fe80::1", None) == "fe80::1"
-    assert variables.fast_name("jwb0001", "") == "jwb0001"
-    assert variables.fast_interface() == "ib0"
+    assert environment.fast_name("jwb0001", None) == "jwb0001i"
+    assert environment.fast_name("jwb0001.juwels", None) == "jwb0001i.juwels"
+    assert environment.fast_name("jwb0001i.juwels", None) == "jwb0001i.juwels"
+    assert environment.fast_name("10.13.23.64", None) == "10.13.23.64"
+    assert environment.fast_name("fe80::1", None) == "fe80::1"
+    assert environment.fast_name("jwb0001", "") == "jwb0001"
+    assert environment.fast_interface() == "ib0"
 
 
 def test_any_other_machine_is_called_by_its_name_unless_a_suffix_is_given(bare):
     bare.setenv("SYSTEMNAME", "elsewhere")
-    assert variables.fast_name("gpu17", None) == "gpu17"
-    assert variables.fast_name("gpu17.site", "-ib") == "gpu17-ib.site"
-    assert variables.fast_interface() is None
+    assert environment.fast_name("gpu17", None) == "gpu17"
+    assert environment.fast_name("gpu17.site", "-ib") == "gpu17-ib.site"
+    assert environment.fast_interface() is None
 
 
 def test_a_task_of_slurm_meets_the_others_in_the_fast_network_alone(bare, monkeypatch):
@@ -119,12 +120,12 @@ def test_a_task_of_slurm_meets_the_others_in_the_fast_network_alone(bare, monkey
     for suffix, name in ((None, "jwb0002i.juwels"), ("", "jwb0002.juwels"), ("x", "jwb0002x.juwels")):
         with monkeypatch.context() as patched:
             patched.setattr(socket, "getaddrinfo", addresses)
-            place, store = slurm_job.open_store(4, 2, suffix)
+            place, store = slurm_task.open_store(4, 2, suffix)
         assert asked.pop(0) == name and place["MASTER_ADDR"] == "127.0.0.1"
         socket.create_connection(("127.0.0.1", place["MASTER_PORT"]), timeout=5).close()
         with pytest.raises(OSError):
             socket.create_connection(("127.0.0.2", place["MASTER_PORT"]), timeout=5)
         del store
-    place, store = slurm_job.open_store(4, 1, "x")
+    place, store = slurm_task.open_store(4, 1, "x")
     assert place["MASTER_ADDR"] == "127.0.0.1", "a node alone needs no network"
     del store

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lib.utils import shards
+from lib.utils.checkpoint import shards
 
 log = logging.getLogger(__name__)
 DRAWS = torch.Tag.nondeterministic_seeded

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lib.utils import shards
+from lib.utils.checkpoint import shards
+from lib.utils.checkpoint.shards import local
 from lib.utils.errors import UsageError
-from lib.utils.shards import local
 
 BY_NAME = {
     "sgd": torch.optim.SGD,

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lib.core import deferred
+from lib.utils.checkpoint.state import unwrap
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
-from lib.utils.state import unwrap
 
 log = logging.getLogger(__name__)
 COMPILED = 64  # graphs of one forward method

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torchvision.datasets import CIFAR10
 
-from lib.utils.augment import Pixels
-from lib.utils.data import Tensors, check_flags
+from lib.utils.data.tensors import Tensors, check_flags
+from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training pixels, 0 to 1

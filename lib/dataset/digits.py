@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lib.utils.data import Tensors, check_flags
+from lib.utils.data.tensors import Tensors, check_flags
 from lib.utils.errors import UsageError
 
 TURN, ZOOM, SHEAR, SHIFT = 0.15, 0.1, 0.1, 0.5  # most a training image is changed: radians, share, share, pixels

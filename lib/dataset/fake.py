@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lib.utils.augment import Pixels
+from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError
 
 STRIDE = 4093  # bytes of noise from one image to the next: a prime, so that rows of pixels do not repeat

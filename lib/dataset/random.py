@@ -2,7 +2,7 @@
 
 import torch
 
-from lib.utils.data import Tensors
+from lib.utils.data.tensors import Tensors
 from lib.utils.errors import UsageError
 
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from torchvision.datasets import DatasetFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset, pil_loader
 
-from lib.utils.augment import Pixels
-from lib.utils.data import Tensors
+from lib.utils.data.permutation import order
+from lib.utils.data.tensors import Tensors
+from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError
-from lib.utils.permutation import order
 
 SCALED = Pixels((0.5,), (0.5,))  # from -1 to 1
 # What Pillow raises for damaged files.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lib.trainer import trainer
-from lib.utils.shards import local
-from lib.utils.state import model_tensors, unwrap
+from lib.utils.checkpoint.shards import local
+from lib.utils.checkpoint.state import model_tensors, unwrap
 
 
 def add_args(parser):

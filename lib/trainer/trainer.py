@@ -7,30 +7,19 @@ import math
 
 import torch
 
+from lib.core import batchnorm, parallel, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
-from lib.core import parallel, running, scheduler
-from lib.utils import (
-    bad_steps,
-    checkpoint,
-    distributed,
-    metrics,
-    preemption,
-    report,
-    resume,
-    search,
-    seeding,
-    speed,
-    stored,
-    weights,
-)
+from lib.utils import distributed, preemption, runtime, seeding
 from lib.utils.about import about
-from lib.utils.bad_steps import BadSteps
-from lib.utils.data import zeros
+from lib.utils.checkpoint import manager, resume, search, stored, weights
+from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, untouched, unwrap, warn_of_differing
+from lib.utils.data.tensors import zeros
 from lib.utils.errors import UsageError
-from lib.utils.hangs import watched
-from lib.utils.pictures import Answers
-from lib.utils.state import State, model_tensors, parts_of, prepared, untouched, unwrap, warn_of_differing
+from lib.utils.monitoring import bad_steps, logger, metrics
+from lib.utils.monitoring.bad_steps import BadSteps
+from lib.utils.monitoring.images import Answers
+from lib.utils.watchdog import watched
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +49,12 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16)
         self.precision = parallel.autocast(args, world.device)
         self.draws = type(self).training_step is not Trainer.training_step or None  # not by torch; None: not known
-        self.statistics = running.Statistics(model, world, world.size == 1 and self.plan.grain == self.plan.batch)
+        self.statistics = batchnorm.Statistics(model, world, world.size == 1 and self.plan.grain == self.plan.batch)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
-        self.ballot, self.every = preemption.Ballot(self.stop, world), checkpoint.Every(args.save_every)
+        self.ballot, self.every = preemption.Ballot(self.stop, world), manager.Every(args.save_every)
         kept = {"keep_last": args.keep_last, "strict": args.save_strict}
-        self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", world, **kept)
+        self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, **kept)
 
     def training_step(self, batch):
         """The mean loss over a micro-batch (collated as the dataset gives it, on the device), ready for backward."""
@@ -82,12 +71,12 @@ class Trainer:
 
     def fit(self) -> str:
         """Trains from where the run is to its end, or to a stop with the state saved: what `finish` says."""
-        with self.stop.listening(self.checkpoints.writing), speed.frozen():
+        with self.stop.listening(self.checkpoints.writing), runtime.frozen():
             self.resume()
             self.warm_up()
             minutes, saving = self.args.hang_minutes, self.checkpoints.writing
             watch = watched(self.state, self.ballot, self.world, minutes, self.folder, saving)
-            reported = report.Report(self.folder, self.world, self.args, self.total_steps, self.state)
+            reported = logger.Report(self.folder, self.world, self.args, self.total_steps, self.state)
             with watch as self.hangs, contextlib.closing(reported) as self.report:
                 while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():
                     pass
@@ -99,7 +88,7 @@ class Trainer:
             return False
         self.model.train()
         batches = self.loaders["train"].epoch(self.state.epoch, self.state.step - self.state.epoch * self.plan.steps)
-        for key, batch in speed.throttle(self.report.waiting(batches), self.world.device):
+        for key, batch in runtime.throttle(self.report.waiting(batches), self.world.device):
             if key.first:
                 self.stop.step_begins()
             self.micro_batch(key, batch)
@@ -183,7 +172,7 @@ class Trainer:
         """Takes in the losses and gradient norms since the last call. Waits for the device."""
         bad_steps.count(self.norms, self.state)
         self.last_norm = float(self.norms[-1]) if self.norms else self.last_norm
-        self.metrics.update(report.window_sums(self.window))
+        self.metrics.update(logger.window_sums(self.window))
         self.window, self.norms = [], []
 
     def give_up(self):
@@ -235,7 +224,7 @@ class Trainer:
         self.stop.trained = self.state.step == self.total_steps
         model, totals = unwrap(self.model).eval(), metrics.MetricsTracker()
         self.answers.reset()
-        for key, batch in speed.throttle(self.loaders[split].epoch(0), self.world.device):
+        for key, batch in runtime.throttle(self.loaders[split].epoch(0), self.world.device):
             with self.precision:
                 sums = self.evaluation_step(model, batch, key.count)
             if key.count:

@@ -5,7 +5,8 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from lib.utils import ahead, distributed, fetch, speed
+from lib.utils import distributed, runtime
+from lib.utils.data import fetch, prefetch
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -18,10 +19,10 @@ def check(splits: dict, model: nn.Module, loss, args, world: World):
     """
     for name, part in splits.items():
         dataset = fetch.inner(part)
-        if speed.workers(args.workers, part, world) and not hasattr(dataset, "tensors"):
+        if runtime.workers(args.workers, part, world) and not hasattr(dataset, "tensors"):
             continue
         ends = [0, len(part) - 1]
-        batch = ahead.Finish(part, args.seed, distributed.CPU)(0, ends, fetch.Fetch(part, args.seed)[0, ends])
+        batch = prefetch.Finish(part, args.seed, distributed.CPU)(0, ends, fetch.Fetch(part, args.seed)[0, ends])
         if not (isinstance(batch, (tuple, list)) and list(map(torch.is_tensor, batch)) == [True, True]):
             continue
         inputs, targets = (values.cpu().clone() for values in batch)

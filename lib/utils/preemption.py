@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from lib.utils import distributed, stored
+from lib.utils import distributed
+from lib.utils.checkpoint import stored
 from lib.utils.distributed import World
 from lib.utils.errors import ABORTED, FAILED, STOPPING
 

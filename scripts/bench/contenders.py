@@ -27,8 +27,11 @@ from lib import config
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.core import parallel
-from lib.utils import ahead, fetch, hangs, loader, report, seeding, speed, stored
+from lib.utils import runtime, seeding, watchdog
+from lib.utils.checkpoint import stored
+from lib.utils.data import fetch, loader, prefetch
 from lib.utils.distributed import World
+from lib.utils.monitoring import logger
 
 
 @dataclass
@@ -69,7 +72,7 @@ class Plain(Dataset):
     """The samples one at a time, as most data sets give them; images as floats."""
 
     def __init__(self, dataset):
-        finish, rows = ahead.Finish(dataset, 0, torch.device("cpu")), list(range(len(dataset)))
+        finish, rows = prefetch.Finish(dataset, 0, torch.device("cpu")), list(range(len(dataset)))
         self.tensors = finish(0, rows, fetch.Fetch(dataset, 0)[0, rows])
 
     def __len__(self):
@@ -88,15 +91,15 @@ def trainer_of(case: Case):
     parts = (loader.get_loaders(splits, plan, world, args), model, losses.get_loss(args), optimizer)
     trainer = train.plugin("trainer", args.trainer).Trainer(args, world, *parts)
     stored.run_of(args).mkdir(parents=True, exist_ok=True)
-    trainer.report = report.Report(stored.run_of(args), world, args, trainer.total_steps, trainer.state)
-    watch = hangs.watched(trainer.state, trainer.ballot, world, args.hang_minutes, trainer.folder)
+    trainer.report = logger.Report(stored.run_of(args), world, args, trainer.total_steps, trainer.state)
+    watch = watchdog.watched(trainer.state, trainer.ballot, world, args.hang_minutes, trainer.folder)
     trainer.hangs = contextlib.ExitStack().enter_context(watch)  # to the end of the process
     return trainer
 
 
 def ours(case: Case) -> Callable[[], float]:
     """Baton."""
-    speed.kernels(case.world, deterministic=False)
+    runtime.kernels(case.world, deterministic=False)
     return timed(trainer_of(case), case.clock)
 
 
@@ -104,7 +107,7 @@ def timed(trainer, clock=time.perf_counter) -> Callable[[], float]:
     """A function that trains an epoch and returns its seconds per step; the last log line waits for the device."""
 
     def run():
-        with speed.frozen():  # as in fit
+        with runtime.frozen():  # as in fit
             began = clock()
             trainer.train_epoch()
             seconds = clock() - began

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lib import config
-from lib.utils import speed
+from lib.utils import runtime
 from lib.utils.distributed import World
 
 FULL = {
@@ -63,7 +63,7 @@ def main() -> int:
         torch.set_num_threads(1)
         print("on the CPU, in its smallest form: GPU figures were not measured")
     found = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
-    speed.kernels(World(device=device), deterministic=False)
+    runtime.kernels(World(device=device), deterministic=False)
     with contenders.hushed():
         found |= {"matrix_tflops": matrix_rate(sizes["matrix"], device), "nccl": collective(device)}
         found["images"] = images(sizes, World(device=device))

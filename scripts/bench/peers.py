@@ -28,9 +28,9 @@ from contenders import Case
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
-from lib.utils import loader
-from lib.utils.augment import Pixels
-from lib.utils.data import Tensors
+from lib.utils.data import loader
+from lib.utils.data.tensors import Tensors
+from lib.utils.data.transforms import Pixels
 from lib.utils.distributed import World
 
 CASES = {

@@ -27,7 +27,7 @@ BATCH = 1000  # samples of a StatefulDataLoader's batch
 
 
 def ours(n, done, _state):
-    from lib.utils.sampler import InterruptableDistributedSampler
+    from lib.utils.compat.samplers import InterruptableDistributedSampler
 
     sampler = InterruptableDistributedSampler(range(n), num_replicas=1, rank=0)
     sampler.load_state_dict({"epoch": 0, "progress": done})

@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import contenders
 import torch
 
-from lib.utils import fetch, seeding
+from lib.utils import seeding
+from lib.utils.data import fetch
 from lib.utils.distributed import World
 
 MLP = (

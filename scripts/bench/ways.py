@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from lib.utils.checkpoint import Checkpoints
+from lib.utils.checkpoint.manager import Checkpoints
+from lib.utils.checkpoint.state import Parts, prepare
 from lib.utils.distributed import World
-from lib.utils.state import Parts, prepare
 
 BATCH = 512
 LAYERS = 24
@@ -166,7 +166,7 @@ class ByAccelerate(Save):
 
 
 class Ours(Save):
-    """Baton: lib/utils/checkpoint.py."""
+    """Baton: lib/utils/checkpoint/manager.py."""
 
     def __init__(self, run, folder):
         super().__init__(run, folder)

@@ -1,0 +1,24 @@
+"""The command line: machinery, you need not read it.
+
+    args.py      parse_args: the command line over a -cfg file over the plugins' defaults
+    flags.py     every shared flag
+    parser.py    the ArgumentParser
+    types.py     argparse types: positive numbers, lists of GPUs, ...
+
+A new shared flag goes into flags.py; a flag of a model, dataset or trainer goes into its own file, by
+add_args(parser).
+"""
+
+from lib.config.args import BUILDERS, ROOT, Args, early, load_plugin, new_parser, parse_args, plugins, to_yaml
+
+__all__ = [
+    "BUILDERS",
+    "ROOT",
+    "Args",
+    "early",
+    "load_plugin",
+    "new_parser",
+    "parse_args",
+    "plugins",
+    "to_yaml",
+]

@@ -1,0 +1,12 @@
+"""Saving, finding, loading: machinery, you need not read it.
+
+manager.py      when a checkpoint is saved, the save in the background, how many are kept
+state.py        what is saved: the run's progress, models, optimizers
+staging.py      copies tensors next to the running step
+shards.py       one safetensors file for each process, with checksums
+resume.py       finds the newest good checkpoint, checks that the run may continue from it, loads it
+run_folder.py   out/NAME: its lock, its checkpoints' names, outcome.json; imports no torch
+atomic.py       files and folders that are whole or absent; imports no torch
+shared_disk.py  which processes see the same folder
+weights.py      weights.safetensors of `best` and `final`
+"""

@@ -1,0 +1,238 @@
+"""Tensors in safetensors files, each rank its own share, and back on any number of ranks.
+
+The file format is safetensors' (https://github.com/huggingface/safetensors, "Format"): the length of a JSON header,
+the header, the bytes. Written here, in one pass with its checksum and in pieces that let other threads run; read by
+the library.
+"""
+
+import concurrent.futures
+import json
+import logging
+import math
+import os
+import re
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lib.utils.checkpoint import stored
+from lib.utils.distributed import World
+
+log = logging.getLogger(__name__)
+CHUNK = 1 << 20  # bytes
+NAMED = re.compile(r"shard_\d{4,9}\.safetensors")
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+class Piece(NamedTuple):
+    """A block of a tensor that one rank holds and writes: its values, and where in the whole it begins."""
+
+    name: str
+    values: Tensor
+    start: tuple[int, ...]
+
+
+class Damaged(Exception):
+    """A checkpoint that is not what was written; the message names the file and the reason."""
+
+
+def pieces(tensors: dict[str, Tensor], world: World, first: set[str] = frozenset()) -> list[Piece]:
+    """This rank's share of the tensors: its own blocks of sharded ones, and of those that every rank has whole about
+    an equal number of bytes, the same division on every rank; those named in `first` are rank 0's."""
+    mine, load = [], [0] * world.size
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
+        if isinstance(tensor, DTensor):
+            mine += _block(name, tensor)
+            continue
+        rank = 0 if name in first else load.index(min(load))
+        load[rank] += tensor.nbytes
+        if rank == world.rank:
+            mine.append(Piece(name, tensor.detach(), (0,) * tensor.ndim))
+    return mine
+
+
+def _block(name, tensor):
+    """A DTensor's local block, from one rank of those that hold copies of it."""
+    copies = [i for i, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    if any(tensor.device_mesh.get_coordinate()[i] for i in copies):
+        return []
+    local, start = _local(tensor)
+    return [Piece(name, local, start)] if local.numel() else []
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor, sharded or not."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _local(tensor):
+    """The same, and where in the whole it begins: by torch's own arithmetic."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), (0,) * tensor.ndim
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return local(tensor), tuple(start)
+
+
+def write(path: Path, blocks: list[tuple[str, Tensor]]) -> dict:
+    """Writes CPU tensors to a safetensors file, on disk when this returns. Returns {"bytes": n, "crc32": n}."""
+    header, at = {}, 0
+    for name, values in blocks:
+        header[name] = {
+            "dtype": DTYPES[values.dtype],
+            "shape": list(values.shape),
+            "data_offsets": [at, at + values.nbytes],
+        }
+        at += values.nbytes
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    parts = [len(head).to_bytes(8, "little"), head, *(raw(values) for _, values in blocks)]
+    with concurrent.futures.ThreadPoolExecutor(1) as beside:  # on another core, while the disk is busy
+        crc = beside.submit(checksum, _chunks(parts))
+        with path.open("wb", buffering=0) as file:
+            size = sum(_write_all(file, chunk) for chunk in _chunks(parts))
+            os.fsync(file.fileno())
+    return {"bytes": size, "crc32": crc.result()}
+
+
+def _chunks(parts):
+    for data in parts:
+        for begin in range(0, len(data), CHUNK):
+            yield memoryview(data)[begin : begin + CHUNK]
+
+
+def checksum(chunks) -> int:
+    """The CRC-32 of these pieces of bytes, one after the other."""
+    crc = 0
+    for chunk in chunks:
+        crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def raw(values: Tensor) -> memoryview | bytes:
+    """The bytes of a tensor on the CPU."""
+    return memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy()) if values.numel() else b""
+
+
+def _write_all(file, data):
+    done = 0
+    while done < len(data):
+        done += file.write(data[done:])
+    return done
+
+
+def verify(path: Path, wanted: dict):
+    """Raises Damaged unless the file is, byte for byte, what `write` said it wrote, and OSError where it cannot be
+    read, which says nothing of what is in it."""
+    try:
+        size = path.stat().st_size
+        if size != wanted["bytes"]:
+            raise Damaged(f"{path}: {size:,} bytes instead of {wanted['bytes']:,}")
+        with path.open("rb") as file:
+            crc = checksum(iter(lambda: file.read(CHUNK), b""))
+    except OSError as error:
+        if error.errno not in stored.MISSING:
+            raise
+        raise Damaged(f"{path}: is missing ({error.strerror})") from None
+    if crc != wanted["crc32"]:
+        raise Damaged(f"{path}: its checksum is {crc:08x} instead of {wanted['crc32']:08x}")
+
+
+def check(folder: Path, manifest: dict):
+    """Raises Damaged unless a manifest names files of its own folder only, and blocks that make each tensor whole."""
+    try:
+        kinds = set(DTYPES.values())
+        for file, facts in manifest["shards"].items():
+            _hold(NAMED.fullmatch(file) and _counts(facts["bytes"], facts["crc32"]), f"the file {file!r}")
+        for name, (kind, shape) in manifest["tensors"].items():
+            _hold(kind in kinds and _counts(*shape), f"the tensor {name!r}")
+            blocks = manifest["pieces"].get(name, [])
+            sizes = [_block_size(block, shape, manifest["shards"]) for block in blocks]
+            _hold(sum(sizes) == math.prod(shape), f"the blocks of {name!r}")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Damaged(f"{folder / 'manifest.json'}: makes no sense ({type(error).__name__}: {error})") from None
+
+
+def _hold(truth, what):
+    if not truth:
+        raise ValueError(f"{what} cannot be")
+
+
+def _counts(*numbers):
+    return all(type(number) is int and number >= 0 for number in numbers)
+
+
+def _block_size(block, shape, files):
+    file, start, size = block
+    inside = len(start) == len(size) == len(shape) and all(a + n <= m for a, n, m in zip(start, size, shape))
+    _hold(file in files and _counts(*start, *size) and inside, f"a block in {file!r}")
+    return math.prod(size)
+
+
+def whole(folder: Path, manifest: dict, start: str = "") -> dict[str, Tensor]:
+    """The tensors of a checkpoint, of those only whose names start so, in one piece on the CPU.
+
+    Raises Damaged where a file holds something else than the manifest, which was checked.
+    """
+    kinds = {word: kind for kind, word in DTYPES.items()}
+    facts = {name: about for name, about in manifest["tensors"].items() if name.startswith(start)}
+    tensors = {name: torch.empty(shape, dtype=kinds[kind]) for name, (kind, shape) in facts.items()}
+    read(folder, manifest["pieces"], tensors)
+    return tensors
+
+
+def read(folder: Path, table: dict[str, list], tensors: dict[str, Tensor]):
+    """Fills the tensors, whole or sharded, in place. `table`: name -> [[file, start, shape], ...], blocks of the
+    whole, from a manifest that was checked, of files that were verified.
+
+    Raises Damaged where a file holds something else.
+    """
+    files = {}
+    for name, tensor in tensors.items():
+        target, origin = _local(tensor)
+        for file, start, shape in table.get(name, []):
+            try:
+                if file not in files:
+                    files[file] = safe_open(folder / file, framework="pt")
+                block = files[file].get_slice(name)
+            except SafetensorError as error:
+                raise Damaged(f"{folder / file}: cannot be read ({error})") from None
+            if block.get_shape() != shape or block.get_dtype() != DTYPES[tensor.dtype]:
+                raise Damaged(f"{folder / file}: {name} is {block.get_dtype()} {block.get_shape()} there")
+            _fill(target, origin, block, start, shape)
+
+
+def _fill(target, origin, block, start, shape):
+    """Copies what a block and the target, both somewhere in the whole tensor, have in common."""
+    if not shape:
+        target.copy_(block[...])
+        return
+    low = [max(a, b) for a, b in zip(origin, start)]
+    high = [min(a + n, b + m) for a, n, b, m in zip(origin, target.shape, start, shape)]
+    if any(a >= b for a, b in zip(low, high)):
+        return
+    source = block[tuple(slice(a - b, c - b) for a, b, c in zip(low, start, high))]
+    target[tuple(slice(a - b, c - b) for a, b, c in zip(low, origin, high))].copy_(source)
+
+
+@torch.no_grad()
+def put(tensor: Tensor, whole: Tensor):
+    """Gives a tensor, or the local block of a sharded one, the values of a whole one."""
+    target, start = _local(tensor)
+    target.copy_(whole[tuple(slice(a, a + n) for a, n in zip(start, target.shape))] if whole.ndim else whole)
+
+
+def total_bytes(tensors: dict[str, Tensor]) -> int:
+    """Bytes of all tensors, each counted whole."""
+    return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors.values())

@@ -1,0 +1,5 @@
+"""cycling_utils' classes under their own names, for code that was written for it. Nothing in lib imports them.
+
+samplers.py          InterruptableDistributedSampler, InterruptableSampler and kin
+atomic_directory.py  AtomicDirectory, atomic_torch_save
+"""

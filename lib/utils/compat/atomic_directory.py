@@ -1,0 +1,147 @@
+"""The atomic saving of cycling_utils, under its names: torch.save in one instant, and folders that ranks write
+together."""
+
+import re
+import time
+from pathlib import Path
+
+import torch
+
+from lib.utils import distributed
+from lib.utils.checkpoint import atomic
+from lib.utils.distributed import World
+
+STALE = 3600  # seconds since a writer that is alive has written
+STRATEGIES = ("sync_any", "sync_all", "async", "mono", "offline")  # offline: another name that mono has had
+PATIENCE = 60  # seconds until a new folder has to be seen by every rank
+
+
+def atomic_torch_save(obj, f: str | Path):
+    """torch.save, but f is in one instant the new file, whole and on disk: cycling_utils' function of this name.
+
+    Removes what saves of f that were killed more than an hour ago left beside it. Raises OSError.
+    """
+    path = Path(f)
+    with atomic.replacing(path) as file:
+        torch.save(obj, file)
+    atomic.sweep(path.parent, f"{path.name}.", before=path.stat().st_mtime - STALE)  # all by the file server's clock
+
+
+class AtomicDirectory:
+    """Checkpoint folders NAME_checkpoint_0, _1, ... and a link NAME.latest_checkpoint to the newest complete one.
+
+    The interface of cycling_utils (https://github.com/StrongResearch/cycling_utils), on any device, and without a
+    process group if there is one process. Every rank makes one, with the same strategy; one passes is_master=True.
+    "sync_any", "sync_all": all ranks share a folder; it is kept for good (suffix _force) if any, or all, force it.
+    "async": each rank has its own NAME_rank_R_checkpoint_0, ... and link, and waits for nobody.
+    "mono": one process, which talks to no other even if there is a group.
+
+    keep_last: how many complete folders to keep, besides those kept for good; -1: all. The newest is always kept.
+    The link's target is an absolute path, for os.readlink from any working directory. In a tree that was moved or
+    copied, with links, without, or with folders in their place, making an AtomicDirectory mends the link.
+    An OSError of one rank is raised on all. Raises ValueError if strategies, name or masters do not fit.
+    """
+
+    def __init__(self, output_directory, is_master=False, name="AtomicDirectory", keep_last=-1, strategy="sync_any"):
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy {strategy!r}: one of {', '.join(STRATEGIES)} is needed")
+        if Path(name).name != name:
+            raise ValueError(f"name {name!r}: a plain file name is needed")
+        self.world = World() if strategy in ("mono", "offline") else distributed.world_in()
+        self._compare(strategy, is_master)
+        if strategy == "async":
+            name, self.world = f"{name}_rank_{self.world.rank}", World(rank=self.world.rank)
+        self.output_directory = Path(output_directory).absolute()
+        self.name, self.keep_last, self.strategy = name, keep_last, strategy
+        self.is_master = is_master or self.world.size == 1
+        self.symlink_name = f"{name}.latest_checkpoint"
+        self._link = self.output_directory / self.symlink_name
+        self._writing = self.output_directory / f"{self.symlink_name}.partial"  # names a folder that is incomplete
+        self._together(self._mend)
+
+    def prepare_checkpoint_directory(self, force_save: bool = False) -> str:
+        """The absolute path of a new, empty folder, one for all ranks that share it. Removes unfinished ones."""
+        forces = self._together(lambda: bool(force_save))
+        forced = all(forces) if self.strategy == "sync_all" else any(forces)
+        names = self._together(lambda: self._make(forced) if self.is_master else None)
+        path = self.output_directory / next(name for name in names if name)
+        self._together(lambda: _await(path))
+        return str(path)
+
+    def symlink_latest(self, checkpoint_directory: str | Path):
+        """Makes a folder the latest once all ranks have come here: all in it on disk, link swapped, old ones removed.
+
+        Raises OSError; the link is then still the old one, unless it was the removal that failed.
+        """
+        path = self.output_directory / Path(checkpoint_directory).name
+        self._together(lambda: None)  # all have finished writing
+        self._together(lambda: self._settle(path, checkpoint_directory))
+        self._together(lambda: self._finish(path) if self.is_master else None)
+
+    def _compare(self, strategy, is_master):
+        answers = distributed.gather_json([strategy, bool(is_master)], self.world)
+        if len({answer[0] for answer in answers}) > 1:
+            raise ValueError(f"strategies differ, by rank: {', '.join(answer[0] for answer in answers)}")
+        masters = sum(answer[1] for answer in answers)
+        if self.world.size > 1 and strategy != "async" and masters != 1:
+            raise ValueError(f"is_master=True on {masters} of {self.world.size} ranks: exactly one is needed")
+
+    def _mend(self):
+        self.output_directory.mkdir(parents=True, exist_ok=True)
+        latest = self._latest() if self.is_master else None
+        if latest and not (self._link.is_symlink() and atomic.read_link(self._link) == str(latest)):
+            atomic.swap_link(self._link, str(latest))
+
+    def _make(self, forced):
+        latest, folders = self._latest(), self._folders()
+        for path, number in folders.items():
+            unlinked = number > folders.get(latest, -1) and not path.name.endswith("_force")
+            if path != latest and (unlinked or path == self._unfinished()):
+                atomic.remove_folder(path)
+        atomic.sweep(self.output_directory, (f"{self.name}_checkpoint_", f"{self.symlink_name}."))
+        number = 1 + max(self._folders().values(), default=-1)
+        path = self.output_directory / f"{self.name}_checkpoint_{number}{'_force' if forced else ''}"
+        atomic.write_file(self._writing, path.name)
+        path.mkdir()
+        return path.name
+
+    def _settle(self, path, given):
+        if path not in self._folders() or not path.samefile(given):
+            raise FileNotFoundError(f"{given}: is no checkpoint folder of {self.output_directory}")
+        for entry in (*path.rglob("*"), path):  # by every rank: on a network disk the writer's host must
+            if not entry.is_symlink():
+                (atomic.fsync_folder if entry.is_dir() else atomic.fsync_file)(entry)
+
+    def _finish(self, path):
+        atomic.fsync_folder(self.output_directory)
+        atomic.swap_link(self._link, str(path))
+        self._writing.unlink(missing_ok=True)
+        folders = self._folders()
+        for folder, number in folders.items() if self.keep_last > 0 else ():
+            if number <= folders[path] - self.keep_last and not folder.name.endswith("_force"):
+                atomic.remove_folder(folder)
+
+    def _latest(self):
+        """The newest complete folder: the link's target, or where that is lost, the last that nobody was writing."""
+        path = self.output_directory / Path(atomic.read_link(self._link) or "lost").name
+        folders = self._folders()
+        return path if path in folders else next((f for f in reversed(folders) if f != self._unfinished()), None)
+
+    def _unfinished(self):
+        return self.output_directory / (atomic.read_link(self._writing) or "none")
+
+    def _folders(self):  # and their numbers, ascending
+        match = re.compile(re.escape(self.name) + r"_checkpoint_(\d+)(_force)?").fullmatch
+        entries = [entry for entry in self.output_directory.iterdir() if match(entry.name) and entry.is_dir()]
+        return dict(sorted(((entry, int(match(entry.name)[1])) for entry in entries), key=lambda item: item[1]))
+
+    def _together(self, action):
+        return distributed.together(action, self.world)
+
+
+def _await(folder):
+    end = time.monotonic() + PATIENCE  # a network disk may show a host the folder of another a little later
+    while not folder.is_dir() and time.monotonic() < end:
+        time.sleep(0.05)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: not seen for {PATIENCE} s; is it on a disk that all ranks share?")

@@ -1,0 +1,11 @@
+"""From a dataset to a batch on the device: machinery, you need not read it.
+
+In the order of a sample's way:
+    permutation.py  the order of an epoch's samples: to shuffle otherwise, change this
+    plan.py         how an epoch is cut into steps and micro-batches
+    loader.py       which micro-batches are this process's
+    fetch.py        reads and collates samples, in worker processes
+    prefetch.py     copies a batch to the device while the step before it runs
+    tensors.py      a dataset of tensors in memory; functions over all tensors of a batch
+    transforms.py   uint8 images to floats on the device, random crops and flips
+"""

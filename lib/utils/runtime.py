@@ -1,0 +1,76 @@
+"""What makes a run faster and changes no result but in its last bits: kernels, Python's garbage, loader processes."""
+
+import collections
+import contextlib
+import ctypes
+import gc
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.utils.data import Dataset
+
+from lib.utils import distributed
+from lib.utils.data import fetch
+from lib.utils.distributed import World
+
+KEPT = {-1: -1, -4: 0}  # of <malloc.h>: M_TRIM_THRESHOLD never, M_MMAP_MAX no block
+FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, beside the plain one
+LAUNCHED = 4  # micro-batches that a GPU has still to compute while the next is made ready: each holds memory
+WORKERS = 8  # at most, where -workers leaves it open
+
+
+def kernels(world: World, deterministic: bool):
+    """Has matrices multiplied in TF32 and convolutions tried out for the fastest way; or, as no trial ends the same
+    way twice, the same bits every time (torch.use_deterministic_algorithms), where torch has such a kernel. The
+    memory that a step frees on the CPU is kept for the next."""
+    keep_memory()
+    if deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+    if world.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = not deterministic
+        for kernel in FAST_ATTENTION if deterministic else ():  # which warn_only leaves as they are
+            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
+
+
+def keep_memory():
+    """Has glibc's malloc give nothing back to the system, which would be asked for it again at the next step, page by
+    page (mallopt(3)). Other C libraries stay as they are."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+    for option, value in KEPT.items():
+        mallopt(option, value)
+
+
+@contextlib.contextmanager
+def frozen():
+    """Python's garbage collector passes over what is there already: it then takes microseconds, and in loader
+    processes that are forked copies no memory."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def throttle(batches: Iterable, device: torch.device) -> Iterator:
+    """The same batches. A GPU is waited for where it is LAUNCHED batches behind, which it never notices."""
+    launched = collections.deque()
+    for batch in batches:
+        yield batch
+        if device.type == "cuda":
+            launched.append(torch.cuda.Event(blocking=True))
+            launched[-1].record()
+            if len(launched) > LAUNCHED:
+                launched.popleft().synchronize()
+
+
+def workers(asked: int | None, dataset: Dataset, world: World) -> int:
+    """-workers; where that is left open none for data that is fetched by whole batches, nor beside a model on the
+    CPU, which they would only slow down, else this process's share of the cores but one."""
+    if asked is not None:
+        return asked
+    if world.device.type == "cpu" or callable(getattr(fetch.inner(dataset), "__getitems__", None)):
+        return 0
+    return max(1, min(WORKERS, distributed.cores_each(world) - 1))

@@ -1,0 +1,241 @@
+"""A ledger of a run, for comparing runs: which samples, as they were drawn, and to which losses and weights they led.
+
+Every rank appends to a file of its own, and what was written outlives a kill -9. -check_resume and scripts/chaos.py
+keep one; a usual run does not.
+"""
+
+import contextlib
+import json
+import math
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lib.utils.checkpoint import manager, shards, stored
+from lib.utils.data import loader, tensors
+
+HOLD = "hold"  # the file that says where a start is to wait
+ROUNDING = 1e-5  # largest share by which a loss differs on another number of processes
+
+
+class Record(NamedTuple):
+    """One micro-batch that was trained on."""
+
+    epoch: int
+    step: int  # of the run, from 0
+    micro: int  # of the step, over all ranks
+    indices: list[int]
+    rows: list[int]  # a checksum of each sample as it was drawn
+    loss: float
+
+
+@dataclass
+class Start:
+    """What one start of a run did, over all its ranks."""
+
+    facts: dict  # of its first line: size, batch, micro, samples, ...
+    records: dict[tuple[int, int], Record] = field(default_factory=dict)  # by (step, micro-batch)
+    weights: dict[tuple[int, int], int] = field(default_factory=dict)  # checksum after a step, by (step, rank)
+
+    @property
+    def first_step(self) -> float:
+        return min((step for step, _ in self.records), default=math.inf)
+
+
+class Difference(NamedTuple):
+    """Where two runs first differ."""
+
+    step: int  # from 0
+    sample: int | None  # its index in the dataset
+    why: str
+
+    def __str__(self):
+        return f"step {self.step}{'' if self.sample is None else f', sample {self.sample}'}: {self.why}"
+
+
+class Ledger:
+    """The ledger of one rank."""
+
+    def __init__(self, folder: Path, rank: int, **facts):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.rank = rank
+        self.file = os.open(folder / f"rank_{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.write(session=os.getsid(0), time=time.monotonic_ns(), **facts)  # one session for one start
+
+    def write(self, **facts):
+        """One line, in one call; it begins with the line's end, for the line before may be torn."""
+        os.write(self.file, ("\n" + json.dumps(facts)).encode())
+
+    def micro_batch(self, state, key, batch, loss: Tensor):
+        """A micro-batch, trained on at this state."""
+        rows = [checksum(row) for row in _rows(batch, key.count)]
+        place = [state.epoch, state.step, key.micro]
+        self.write(at=place, indices=key.indices, rows=rows, loss=float(loss).hex())
+
+    def step(self, step: int, parameters: list[Tensor]):
+        """The weights, this rank's part of them, after a step."""
+        self.write(step=step, rank=self.rank, weights=checksum(parameters))
+
+
+def keeping(chosen: type, folder: Path) -> type:
+    """A trainer class that is `chosen`, but for keeping a ledger in a folder."""
+
+    class Keeper(chosen):
+        def fit(self):
+            train = self.loaders["train"]
+            facts = {"size": self.world.size, "batch": self.plan.batch, "micro": self.plan.micro}
+            self.ledger = Ledger(folder, self.world.rank, **facts, local=loader.is_local(train.dataset))
+            self.held = float((folder / HOLD).read_text()) if (folder / HOLD).exists() else math.inf
+            return super().fit()
+
+        def training_step(self, batch):
+            loss = super().training_step(batch)
+            self.lately = loss.detach()
+            return loss
+
+        def micro_batch(self, key, batch):
+            while self.state.step >= self.held:
+                time.sleep(0.01)
+            super().micro_batch(key, batch)
+            if key.count:
+                self.ledger.micro_batch(self.state, key, batch, self.lately)
+
+        def step(self, samples):
+            super().step(samples)
+            self.ledger.step(self.state.step - 1, self.parameters)
+
+    return Keeper
+
+
+def hold(folder: Path, step: int | None):
+    """The next start of the run waits, once so many steps are done, until it is killed; None: it does not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / HOLD).write_text(str(math.inf if step is None else step))
+
+
+def in_double(chosen: type) -> type:
+    """A trainer class that is `chosen`, but for batches in double precision."""
+
+    class Double(chosen):
+        def training_step(self, batch):
+            return super().training_step(_double(batch))
+
+        def evaluation_step(self, model, batch, count):
+            return super().evaluation_step(model, _double(batch), count)
+
+    return Double
+
+
+def checksum(tensors: list[Tensor]) -> int:
+    """CRC-32 of the bytes of tensors, one after the other; of sharded ones, what this rank has."""
+    return shards.checksum(shards.raw(shards.local(tensor).cpu()) for tensor in tensors)
+
+
+def _rows(batch, count: int) -> list[list[Tensor]]:
+    """The tensors of each sample of a collated batch."""
+    whole = [part for _, part in tensors.tensors(batch) if part.ndim and len(part) == count]
+    return [[part[row] for part in whole] for row in range(count)]
+
+
+def _double(batch):
+    return tensors.each(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+
+
+def progress(folder: Path, session: int) -> int | None:
+    """How many steps a run has done, by the ledger of the start that is this session; None before its first sample,
+    0 until a step is done."""
+    file, mine, done = folder / "rank_0.jsonl", False, None
+    for facts in _lines(file) if file.exists() else ():
+        mine = facts.get("session", session if mine else None) == session
+        if mine and "session" not in facts:
+            done = facts["step"] + 1 if "weights" in facts else done or 0
+    return done
+
+
+def read(folder: Path) -> list[Start]:
+    """The starts of a run, in their order."""
+    starts: dict[int, Start] = {}
+    for file in sorted(folder.glob("rank_*.jsonl")):
+        for facts in _lines(file):
+            if "session" in facts:
+                start = starts.setdefault(facts["session"], Start(facts))
+            elif "at" in facts:
+                record = Record(*facts["at"], facts["indices"], facts["rows"], float.fromhex(facts["loss"]))
+                start.records[record.step, record.micro] = record
+            else:
+                start.weights[facts["step"], facts["rank"]] = facts["weights"]
+    return sorted(starts.values(), key=lambda start: start.facts["time"])
+
+
+def _lines(file):
+    """What the lines say, but for those that a kill tore."""
+    for line in file.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
+
+
+def trained_on(starts: list[Start]) -> dict[tuple[int, int], list[int]]:
+    """The samples, in their order, of each (epoch, step) that led to where the run is: where a later start did a step
+    again, its own."""
+    lasting: dict[tuple[int, int], Record] = {}
+    for start in starts:
+        lasting = {at: record for at, record in lasting.items() if at[0] < start.first_step} | start.records
+    steps: dict[tuple[int, int], list[int]] = {}
+    for _, record in sorted(lasting.items()):
+        steps.setdefault((record.epoch, record.step), []).extend(record.indices)
+    return steps
+
+
+def first_difference(truth: list[Start], other: list[Start], exact: bool) -> Difference | None:
+    """Where any start of a run first did other than the true run did, None if nowhere.
+
+    `exact`: to the bit; else only the samples are compared so, and losses up to rounding.
+    """
+    wanted = {at: record for start in truth for at, record in start.records.items()}
+    weights = {at: value for start in truth for at, value in start.weights.items()}
+    found = []
+    for start in other:
+        pairs = [(wanted.get(at), record) for at, record in start.records.items()]
+        found += [difference for one, record in pairs if (difference := _difference(one, record, exact))]
+        if exact:
+            odd = [step for (step, rank), value in start.weights.items() if weights.get((step, rank)) != value]
+            found += [Difference(step, None, "the same losses, other weights after it") for step in odd]
+    return min(found, key=lambda one: (one.step, one.sample is None), default=None)
+
+
+def _difference(wanted, record, exact):
+    step, first = record.step, record.indices[0]
+    if wanted is None or wanted.indices != record.indices:
+        return Difference(step, first, "other samples, or in another order")
+    for index, row, wanted_row in zip(record.indices, record.rows, wanted.rows):
+        if row != wanted_row:
+            return Difference(step, index, "the same sample, drawn otherwise")
+    near = ROUNDING * max(1.0, abs(wanted.loss))
+    same = record.loss == wanted.loss if exact else abs(record.loss - wanted.loss) <= near
+    if same or (math.isnan(record.loss) and math.isnan(wanted.loss)):
+        return None
+    return Difference(step, first, "the same samples, another loss")
+
+
+def distance(one: Path, other: Path) -> tuple[float, float, bool]:
+    """How far the newest checkpoints of two folders are apart: the largest difference of a weight; the same as a
+    share of the largest weight of its tensor; and whether all bits are the same, the optimizer's memory too."""
+    a, b = _newest(one), _newest(other)
+    if {name: value.shape for name, value in a.items()} != {name: value.shape for name, value in b.items()}:
+        return math.inf, math.inf, False
+    most = share = 0.0
+    for name in a:
+        if name.startswith("model.") and a[name].numel():
+            gap = torch.nan_to_num((a[name].double() - b[name].double()).abs(), nan=math.inf).max().item()
+            most, share = max(most, gap), max(share, gap / max(a[name].double().abs().max().item(), 1e-30))
+    return most, share, all(checksum([a[name]]) == checksum([b[name]]) for name in a)
+
+
+def _newest(folder):
+    newest = stored.newest(folder)
+    return shards.whole(newest, manager.read_manifest(newest))
