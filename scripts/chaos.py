@@ -33,6 +33,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lib import config
+from lib.config import args as args_module
 from lib.launch import environment, local
 from lib.utils import preemption
 from lib.utils.data import permutation
@@ -265,11 +266,11 @@ def plugins() -> Iterator[None]:
     for kind, (name, builder) in made.items():
         sys.modules[f"lib.{kind}.chaos"] = module = types.ModuleType(f"lib.{kind}.chaos")
         setattr(module, name, builder)
-    config.plugins = lambda kind: [*there(kind), "chaos"] if kind in made else there(kind)
+    args_module.plugins = lambda kind: [*there(kind), "chaos"] if kind in made else there(kind)
     try:
         yield
     finally:
-        config.plugins = there
+        args_module.plugins = there
         for kind in made:
             del sys.modules[f"lib.{kind}.chaos"]
 

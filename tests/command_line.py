@@ -92,7 +92,7 @@ def plugin_file(monkeypatch, folder, kind, name, text):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(config, "plugins", lambda of: sorted(there(of) + [name] * (of == kind)))
+    monkeypatch.setattr("lib.config.args.plugins", lambda of: sorted(there(of) + [name] * (of == kind)))
 
 
 def plugin_folder(monkeypatch, folder, kind, name, text):

@@ -9,72 +9,10 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-STARTERS = ("launch", "children", "nodes", "variables", "slurm", "slurm_job", "requeue")  # launch and its other half
-STARTERS = tuple(f"lib/{name}.py" for name in STARTERS)
+STARTERS = tuple(str(path.relative_to(ROOT)) for path in sorted((ROOT / "lib" / "launch").glob("*.py")))
 ENVIRONMENT = ("lib/utils/distributed.py", *STARTERS)  # read here, written by the starters
-TERMINAL = (*STARTERS, "scripts/check_resume.py")  # speak to the person at the terminal
 ENVIRON = ("environ", "environb", "getenv", "putenv", "unsetenv")  # ways to it, in the module os
 LAZY = ("submitit", "tensorboard", "torch.utils.tensorboard", "pyngrok", "tqdm")  # imported where they are used
-DATA = (
-    "lib.utils.data.transforms",
-    "lib.utils.data.tensors",
-    "lib.utils.compat.samplers",
-    "lib.utils.data.permutation",
-    "lib.utils.seeding",
-)
-IMPORTS = {  # who may import whom: the longest name that fits counts; all may import lib.utils.errors
-    "train": (
-        "lib.config.args",
-        "lib.launch",
-        "lib.launch.environment",
-        "scripts.check_resume",
-        "lib.core",
-        "lib.utils",
-    ),
-    "lib.trainer": ("lib.core", "lib.utils", "lib.trainer"),  # one may extend another
-    "lib.core": ("lib.core", "lib.utils"),
-    "lib.utils": ("lib.utils",),
-    "lib.arch": (),
-    "lib.dataset": DATA,
-    "lib.config.args": (
-        "lib.config.flags",
-        "lib.config.parser",
-        "lib.config.types",
-        "lib.config.cfg_file",
-        "lib.utils.bending",
-    ),
-    "lib.config.flags": ("lib.config.parser", "lib.config.types"),
-    "lib.config.parser": ("lib.config.types",),
-    "lib.launch.requeue": ("lib.utils.checkpoint.atomic", "lib.utils.checkpoint.stored"),
-    "lib.launch": (
-        "lib.launch.local",
-        "lib.launch.multinode",
-        "lib.launch.requeue",
-        "lib.launch.slurm",
-        "lib.launch.slurm_task",
-        "lib.launch.environment",
-    ),
-    "lib.launch.local": ("lib.launch.multinode",),
-    "lib.launch.environment": ("lib.utils.checkpoint.stored",),
-    "lib.launch.multinode": ("lib.launch.environment",),
-    "lib.launch.slurm": (
-        "lib.launch.slurm_task",
-        "lib.launch.requeue",
-        "lib.launch",
-        "lib.utils.monitoring.console",
-        "lib.utils.checkpoint.stored",
-    ),
-    "lib.launch.slurm_task": (  # reads a batch script's command line
-        "lib.launch.requeue",
-        "lib.launch",
-        "lib.launch.environment",
-        "lib.config.args",
-        "lib.utils.checkpoint.atomic",
-        "lib.utils.checkpoint.stored",
-    ),
-    "scripts.check_resume": ("lib.launch", "lib.utils"),  # starts runs and compares what they leave
-    "lib": (),
-}
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -132,22 +70,6 @@ FILES = tracked("*.py")
 # The rules: each gives a line for what breaks it
 
 
-def who_imports_whom(file: File):
-    if not file.ours:
-        return
-    home = max((name for name in IMPORTS if f"{file.module}.".startswith(f"{name}.")), key=len)
-    allowed = (*IMPORTS[home], "lib.utils.errors")
-    for name, node in file.imports():
-        inside = any(f"{name}.".startswith(f"{other}.") for other in allowed)
-        above = any(f"{other}.".startswith(f"{name}.") for other in allowed)  # `from lib import x` names x as well
-        if re.match(r"(lib|train|tests|scripts|\.+)\b|\.", name) and not inside and not (above and names(node)):
-            yield f"{node.lineno}: imports {name}; {home} may import {', '.join(allowed)}"
-
-
-def names(node) -> bool:
-    return isinstance(node, ast.ImportFrom)
-
-
 def optional_packages_are_imported_where_they_are_used(file: File):
     later = file.later() if file.ours else ()
     for name, node in file.imports():
@@ -181,7 +103,7 @@ def writes_environment(statement) -> bool:
 def print_is_for_the_terminal(file: File):
     for node in file.nodes:
         called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-        if called and file.ours and file.path not in TERMINAL:
+        if called and file.ours and file.path not in STARTERS:
             yield f"{node.lineno}: print; log = logging.getLogger(__name__) is for this file"
 
 

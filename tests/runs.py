@@ -12,6 +12,7 @@ from torch import nn
 
 import train
 from lib import config
+from lib.config import args as args_module
 from lib.utils.checkpoint import stored
 from lib.utils.data.tensors import Tensors
 
@@ -62,11 +63,11 @@ def plugins(**files):
             module = types.ModuleType(f"lib.{kind}.{name}")
             setattr(module, names[kind], builder)
             sys.modules[module.__name__] = module
-    config.plugins = lambda kind: there(kind) + list(files.get(kind, {}))
+    args_module.plugins = lambda kind: there(kind) + list(files.get(kind, {}))
     try:
         yield
     finally:
-        config.plugins = there
+        args_module.plugins = there
         for name in set(sys.modules) - set(before):
             if name.startswith("lib."):
                 del sys.modules[name]

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, Subset
 from lib import config
 from lib.trainer import trainer
 from lib.utils import runtime, seeding
+from lib.utils.data import fetch
 from lib.utils.data.loader import Loader, Plan
 from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
@@ -176,16 +177,16 @@ def test_loader_processes_are_those_asked_for_or_a_share_of_the_cores(monkeypatc
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     memory, files = Tensors(torch.zeros(4)), [(0, 0)] * 4
     gpu = World(device=torch.device("cuda", 0), size=2, local_size=2)
-    assert [runtime.workers(None, files, World(device=gpu.device, local_size=n)) for n in (1, 2, 4, 8, 16)] == [
+    assert [fetch.workers(None, files, World(device=gpu.device, local_size=n)) for n in (1, 2, 4, 8, 16)] == [
         8,
         7,
         3,
         1,
         1,
     ]
-    assert runtime.workers(None, memory, gpu) == runtime.workers(None, Subset(memory, [0, 1]), gpu) == 0
-    assert runtime.workers(None, files, World()) == 0
-    assert [runtime.workers(asked, data, world) for asked in (0, 3) for data in (memory, files)
+    assert fetch.workers(None, memory, gpu) == fetch.workers(None, Subset(memory, [0, 1]), gpu) == 0
+    assert fetch.workers(None, files, World()) == 0
+    assert [fetch.workers(asked, data, world) for asked in (0, 3) for data in (memory, files)
             for world in (gpu, World())] == [0] * 4 + [3] * 4  # fmt: skip
 
 

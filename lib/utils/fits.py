@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from lib.utils import distributed, runtime
+from lib.utils import distributed
 from lib.utils.data import fetch, prefetch
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -19,7 +19,7 @@ def check(splits: dict, model: nn.Module, loss, args, world: World):
     """
     for name, part in splits.items():
         dataset = fetch.inner(part)
-        if runtime.workers(args.workers, part, world) and not hasattr(dataset, "tensors"):
+        if fetch.workers(args.workers, part, world) and not hasattr(dataset, "tensors"):
             continue
         ends = [0, len(part) - 1]
         batch = prefetch.Finish(part, args.seed, distributed.CPU)(0, ends, fetch.Fetch(part, args.seed)[0, ends])

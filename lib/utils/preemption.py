@@ -5,13 +5,10 @@ collective, raises the wish and sets the clock: a stop that takes longer than th
 of all stacks.
 """
 
-import atexit
 import contextlib
 import faulthandler
 import functools
 import logging
-import multiprocessing.resource_tracker
-import multiprocessing.util
 import os
 import signal
 import socket
@@ -231,31 +228,6 @@ class Ballot:
             told = distributed.gather_json([self.stop.reason, self.stop.signal, self.stop.by_file], self.world)
             self.stop.reason, self.stop.signal, self.stop.by_file = next(one for one in told if one[0])
         return wished > 0
-
-
-@contextlib.contextmanager
-def shielded():
-    """Child processes started in the block never get the signals that stop a run; they are killed at its end.
-
-    The resource tracker is started first, with its own signals open: it must not outlive the run.
-    """
-    multiprocessing.resource_tracker.ensure_running()
-    there = multiprocessing.active_children()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOPPING))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        started = [one for one in multiprocessing.active_children() if one not in there]
-        if started:  # multiprocessing would end them with SIGTERM, and wait for ever
-            multiprocessing.util.Finalize(None, _kill, args=(started,), exitpriority=0)
-            atexit.register(_kill, started)  # before torch's, which waits too; a forked process has no atexit
-
-
-def _kill(children):
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or torch's handler raises what it takes for a failure
-    for one in children:
-        one.kill()
 
 
 def _handler(number):

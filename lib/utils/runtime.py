@@ -7,16 +7,12 @@ import gc
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch.utils.data import Dataset
 
-from lib.utils import distributed
-from lib.utils.data import fetch
 from lib.utils.distributed import World
 
 KEPT = {-1: -1, -4: 0}  # of <malloc.h>: M_TRIM_THRESHOLD never, M_MMAP_MAX no block
 FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, beside the plain one
 LAUNCHED = 4  # micro-batches that a GPU has still to compute while the next is made ready: each holds memory
-WORKERS = 8  # at most, where -workers leaves it open
 
 
 def kernels(world: World, deterministic: bool):
@@ -64,13 +60,3 @@ def throttle(batches: Iterable, device: torch.device) -> Iterator:
             launched[-1].record()
             if len(launched) > LAUNCHED:
                 launched.popleft().synchronize()
-
-
-def workers(asked: int | None, dataset: Dataset, world: World) -> int:
-    """-workers; where that is left open none for data that is fetched by whole batches, nor beside a model on the
-    CPU, which they would only slow down, else this process's share of the cores but one."""
-    if asked is not None:
-        return asked
-    if world.device.type == "cpu" or callable(getattr(fetch.inner(dataset), "__getitems__", None)):
-        return 0
-    return max(1, min(WORKERS, distributed.cores_each(world) - 1))

@@ -1,6 +1,11 @@
 """Collated samples, fetched by key: here, or in worker processes."""
 
+import atexit
+import contextlib
 import multiprocessing
+import multiprocessing.resource_tracker
+import multiprocessing.util
+import signal
 import sys
 from collections.abc import Iterator
 from multiprocessing import connection
@@ -8,8 +13,11 @@ from multiprocessing import connection
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate, get_worker_info
 
-from lib.utils import preemption, seeding
-from lib.utils.errors import UsageError, no_exit
+from lib.utils import distributed, seeding
+from lib.utils.distributed import World
+from lib.utils.errors import STOPPING, UsageError, no_exit
+
+WORKERS = 8  # loader processes at most, where -workers does not say
 
 
 class Fetcher:
@@ -38,7 +46,7 @@ class Fetcher:
         if self.loader is None:
             return map(self.fetch.__getitem__, keys)
         self.source.keys = keys
-        with preemption.shielded():
+        with shielded():
             return self._taken(iter(self.loader))
 
     def _taken(self, batches) -> Iterator:
@@ -130,3 +138,38 @@ def _one_thread(_worker):
 
 def _short(indices):
     return f"{indices[:8]} and {len(indices) - 8} more" if len(indices) > 8 else str(indices)
+
+
+@contextlib.contextmanager
+def shielded():
+    """Child processes started in the block never get the signals that stop a run; they are killed at its end.
+
+    The resource tracker is started first, with its own signals open: it must not outlive the run.
+    """
+    multiprocessing.resource_tracker.ensure_running()
+    there = multiprocessing.active_children()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOPPING))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        started = [one for one in multiprocessing.active_children() if one not in there]
+        if started:  # multiprocessing would end them with SIGTERM, and wait for ever
+            multiprocessing.util.Finalize(None, _kill, args=(started,), exitpriority=0)
+            atexit.register(_kill, started)  # before torch's, which waits too; a forked process has no atexit
+
+
+def _kill(children):
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or torch's handler raises what it takes for a failure
+    for one in children:
+        one.kill()
+
+
+def workers(asked: int | None, dataset: Dataset, world: World) -> int:
+    """-workers; where that is left open none for data that is fetched by whole batches, nor beside a model on the
+    CPU, which they would only slow down, else this process's share of the cores but one."""
+    if asked is not None:
+        return asked
+    if world.device.type == "cpu" or callable(getattr(inner(dataset), "__getitems__", None)):
+        return 0
+    return max(1, min(WORKERS, distributed.cores_each(world) - 1))

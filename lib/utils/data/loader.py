@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from lib.utils import distributed, runtime
+from lib.utils import distributed
 from lib.utils.data import fetch, permutation, prefetch
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -234,7 +234,7 @@ def get_loaders(splits: dict[str, Dataset], plan: Plan, world: World, args) -> d
             world,
             seed=args.seed,
             shuffle=args.shuffle and trained,
-            workers=runtime.workers(0 if args.debug else args.workers, part, world),
+            workers=fetch.workers(0 if args.debug else args.workers, part, world),
             **own,
         )
     return loaders

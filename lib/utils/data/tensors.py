@@ -11,7 +11,7 @@ class Tensors(Dataset):
     """Tensors that share their first dimension: item i is a tuple of their i-th rows, a batch one gather each.
 
     `transform`, if given, changes a whole batch: a tuple of tensors (B, ...) in, the same out. A dataset with a
-    random transform is not `fixed`: its batches are drawn under their own seed. `on_device`: see lib.utils.data.prefetch.
+    random transform is not `fixed`: its batches are drawn under their own seed. `on_device`: see prefetch.py.
     """
 
     def __init__(self, *tensors: Tensor, transform=None, on_device=None):

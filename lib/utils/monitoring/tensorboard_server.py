@@ -72,7 +72,7 @@ def serve(folder: Path, heard, enabled: bool = True, policy: dict | None = None)
     """Start TensorBoard over `folder` on 127.0.0.1, on the first free port from 6006 on; returns at once.
 
     heard("address", ...) is called from a thread when it answers, after seconds; if it never does, there is one
-    warning. With a `policy` (of lib.utils.monitoring.tunnel) a tunnel is opened to it, and heard("tunnel", ...) called.
+    warning. With a `policy` (of tunnel.py) a tunnel is opened to it, and heard("tunnel", ...) called.
     TensorBoard knows no password, so a random word in the address keeps the machine's other users out: the word goes
     through a pipe, as command lines are public, and the data server, which would ask for no word, stays off.
     The server is in a session of its own (Ctrl-C goes to the run) and ends with this process, even after kill -9.
