@@ -52,9 +52,8 @@ def run(args) -> int:
         runtime.kernels(world, args.deterministic)
         seeding.for_building(args.seed)  # whatever the data drew
         model, values = parallel.build(arch, args, world)
-        splits, samples = loader.sharded(splits, world)
         before = resume.remembered(args, world)
-        plan = resume.plan(args, samples, world, before)
+        plan = resume.plan(args, len(splits["train"]), world, before)
         resume.check_start(args, plan, before, model, splits)
         criterion = loss.get_loss(args)
         fits.check(splits, model, criterion, args, world)

@@ -103,7 +103,7 @@ class Check:
         batch, micro = facts["batch"], facts["micro"]
         cut = micro if micro < batch else divisor(batch, math.ceil(batch / 4))
         most = min(batch // cut, max(SIZES) if self.cpu else self.size)
-        others = [size for size in SIZES if size <= most and size != self.size and not facts["local"]]
+        others = [size for size in SIZES if size <= most and size != self.size]
         if not others:
             return [killed]
         truth = {"truth": "undisturbed" if cut == micro else "cut", "micro": cut}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lib.utils.checkpoint import manager, shards, stored
-from lib.utils.data import loader, tensors
+from lib.utils.data import tensors
 
 HOLD = "hold"  # the file that says where a start is to wait
 ROUNDING = 1e-5  # largest share by which a loss differs on another number of processes
@@ -87,9 +87,8 @@ def keeping(chosen: type, folder: Path) -> type:
 
     class Keeper(chosen):
         def fit(self):
-            train = self.loaders["train"]
             facts = {"size": self.world.size, "batch": self.plan.batch, "micro": self.plan.micro}
-            self.ledger = Ledger(folder, self.world.rank, **facts, local=loader.is_local(train.dataset))
+            self.ledger = Ledger(folder, self.world.rank, **facts)
             self.held = float((folder / HOLD).read_text()) if (folder / HOLD).exists() else math.inf
             return super().fit()
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, default_collate
 
 from lib.utils.data import loader
-from lib.utils.data.loader import Loader, Plan, ShardLoader
+from lib.utils.data.loader import Loader, Plan
 from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
 
@@ -130,23 +130,6 @@ def test_evaluation_counts_each_sample_once_and_the_ranks_take_equally_many_turn
     assert sorted(n for share in shares for key, values in share if key.count for n in values.tolist()) == [*range(n)]
     assert max(len(values) for share in shares for _, values in share) <= batch
     assert len({sum(key.last for key, _ in share) for share in shares}) == 1
-
-
-@STEADY
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4), each=st.integers(1, 8), seed=SEEDS)
-def test_ranks_with_samples_of_their_own_see_each_once_and_agree_on_the_size_of_a_step(lengths, each, seed):
-    ranks, shares = len(lengths), []
-    plan = Plan(max(lengths) * ranks, each * ranks, each, False, ranks)
-    for rank, length in enumerate(lengths):
-        words = (range(length), plan, World(rank=rank, size=ranks))
-        one = ShardLoader(*words, seed=seed, shuffle=True, workers=0, lengths=lengths)
-        shares.append(list(one.keys(0)))
-        assert [index for key in shares[-1] if key.count for index in key.indices] == truth.order(length, seed=seed)
-        assert one.indices(0, 0) == shares[-1][0].indices
-    for step in range(plan.steps):
-        here = [key for share in shares for key in share if key.step == step]
-        assert {key.of for key in here} == {sum(key.count for key in here)}
-        assert len({key.micro for key in here if key.count}) == len([key for key in here if key.count])
 
 
 # What is fetched

@@ -27,7 +27,7 @@ ARCHS, DATASETS = config.plugins("arch"), config.plugins("dataset")
 # for other data: a data set is tried with the arch and trainer it asks for, those where they get along with ours.
 SHIPPED = {
     "arch": ["convnet", "gpt", "mlp", "resnet", "vit"],
-    "dataset": ["cifar10", "digits", "fake", "folder", "random", "sharded", "text"],
+    "dataset": ["cifar10", "digits", "fake", "folder", "random", "text"],
     "trainer": ["contrastive", "ema", "trainer"],
 }
 PLUGINS = [(kind, name) for kind in config.BUILDERS for name in config.plugins(kind)]
@@ -35,7 +35,6 @@ SMALL = {  # flags that make a shipped dataset small
     "random": ["-random_samples", "6"],
     "fake": ["-fake_samples", "3", "-image_size", "32", "-num_classes", "5"],
     "folder": ["-image_size", "32"],
-    "sharded": ["-image_size", "32", "-num_classes", "2"],
     "text": ["-text_length", "16", "-text_samples", "40"],
 }
 PROBE = """

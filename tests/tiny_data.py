@@ -37,9 +37,6 @@ def make_folder(root, _monkeypatch=None):
                 image(root / split / name / f"{number}.jpg")
 
 
-make_sharded = make_folder
-
-
 def image(file):
     pixels = np.random.default_rng(len(str(file))).integers(0, 256, (40, 30, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(file)

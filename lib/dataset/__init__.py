@@ -10,5 +10,4 @@ describe(args) -> dict, for defaults that only the data can tell, such as the nu
     text.py     the bytes of text files
     random.py   random regression data
     fake.py     random images, to measure speed
-    sharded.py  image folders of which each process holds its own share
 """

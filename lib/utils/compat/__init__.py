@@ -1,5 +1,6 @@
 """cycling_utils' classes under their own names, for code that was written for it. Nothing in lib imports them.
 
 samplers.py          InterruptableDistributedSampler, InterruptableSampler and kin
+sharded_dataset.py   DistributedShardedDataset
 atomic_directory.py  AtomicDirectory, atomic_torch_save
 """

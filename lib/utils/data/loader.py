@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from lib.utils import distributed
 from lib.utils.data import fetch, permutation, prefetch
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -104,35 +103,6 @@ class Loader:
         return order[parts[0][0] : parts[-1][1]].tolist()
 
 
-class ShardLoader(Loader):
-    """Training samples of which each rank holds its own: a step takes an equal number from each rank while they last.
-
-    `lengths`: how many each rank holds. Goes on exactly on the same number of ranks.
-    """
-
-    def __init__(self, *words, lengths: list[int], **options):
-        super().__init__(*words, **options)
-        self.lengths = lengths
-
-    def keys(self, epoch: int, first_step: int = 0) -> Iterator[Key]:
-        order = permutation.order(len(self.dataset), self.seed, epoch, self.shuffle)
-        each = self.plan.batch // self.world.size
-        micro = min(each, self.plan.grain)
-        for step in range(first_step, self.plan.steps):
-            start = step * each
-            counts = [max(0, min(each, length - start)) for length in self.lengths]
-            cuts = [Plan(count, each, micro).cut(0) if count else [] for count in counts]
-            parts = [(start + begin, start + end) for begin, end in cuts[self.world.rank]]
-            first = self.world.rank * math.ceil(each / micro)
-            yield from turns(
-                step, parts, first, (0, min(2, micro)), order, of=sum(counts), number=max(map(len, cuts))
-            )
-
-    def indices(self, epoch: int, step: int) -> list[int]:
-        """This rank's samples of one step, by their index in its own shard."""
-        return [index for key in self.keys(epoch, step) if key.step == step for index in key.indices]
-
-
 def in_blocks(items: Iterator, size: int) -> Iterator:
     """The same items, made `size` at once: a processor forgets code that runs once a step, and is slow to take it up
     again."""
@@ -162,22 +132,6 @@ def divisor(number: int, at_most: int) -> int:
     return next(part for part in range(at_most, 0, -1) if number % part == 0)
 
 
-def is_local(dataset) -> bool:
-    """Whether the indices of a dataset are this rank's own: each rank holds other samples."""
-    return getattr(dataset, "local", False)
-
-
-def sharded(splits: dict[str, Dataset], world: World) -> tuple[dict[str, Dataset], int]:
-    """The splits with the training samples of this rank in memory, where a dataset shares itself out by
-    `shard(world)`, and the number of samples in an epoch."""
-    train = splits["train"]
-    train = train.shard(world) if hasattr(train, "shard") else train
-    count = len(train)
-    if is_local(train):
-        count = max(distributed.gather_json(count, world)) * world.size
-    return {**splits, "train": train}, count
-
-
 def splits(dataset, name: str, overfit: int | None = None) -> dict[str, Dataset]:
     """What get_dataset gave as {"train": ..., "val": ..., "test": ...}; to `overfit` the first so many training
     samples, evaluated on as well. Raises UsageError for what cannot be trained on."""
@@ -199,8 +153,6 @@ def splits(dataset, name: str, overfit: int | None = None) -> dict[str, Dataset]
             raise UsageError(f"-dataset {name}: its {split} split is empty")
     if overfit is None:
         return parts
-    if hasattr(parts["train"], "shard"):
-        raise UsageError(f"-overfit {overfit}: -dataset {name} shares its samples out before they are counted")
     few = Subset(parts["train"], range(min(overfit, len(parts["train"]))))
     return {"train": few, "val": few}
 
@@ -227,14 +179,12 @@ def get_loaders(splits: dict[str, Dataset], plan: Plan, world: World, args) -> d
     loaders = {}
     for name, part in splits.items():
         trained = name == "train"
-        own = {"lengths": distributed.gather_json(len(part), world)} if trained and is_local(part) else {}
-        loaders[name] = (ShardLoader if own else Loader)(
+        loaders[name] = Loader(
             part,
             plan if trained else Plan(len(part), plan.micro * world.size, plan.micro),
             world,
             seed=args.seed,
             shuffle=args.shuffle and trained,
             workers=fetch.workers(0 if args.debug else args.workers, part, world),
-            **own,
         )
     return loaders

@@ -1,4 +1,4 @@
-"""Sharded image folders: who holds what, in which form, and what the trainer's loader is given."""
+"""cycling_utils' dataset of which each process holds a share: which samples, in which form."""
 
 import numpy as np
 import pytest
@@ -8,25 +8,18 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
-from lib import config
-from lib.dataset import sharded
-from lib.dataset.sharded import DistributedShardedDataset, shard_places
 from lib.utils.compat.samplers import InterruptableSampler, InterruptibleSampler
-from lib.utils.data import fetch, loader
-from lib.utils.distributed import World
-from lib.utils.errors import UsageError
+from lib.utils.compat.sharded_dataset import DistributedShardedDataset, shard_places
 
 COUNT = 23  # training images: no number of ranks below divides it
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """DATA with train/ (2 classes), val/ (1 of them); the value of an image's pixels is its number."""
+    """DATA with train/ (2 classes); the value of an image's pixels is its number."""
     folder = tmp_path_factory.mktemp("data")
     for number in range(COUNT):
         draw(folder / "train" / ("ant" if number < 9 else "bee") / f"{number:03}.png", number)
-    for number in range(100, 103):
-        draw(folder / "val" / "bee" / f"{number}.png", number)
     return folder
 
 
@@ -42,9 +35,6 @@ def numbers(samples):
 def load(data, rank, world_size, pct, **options):
     options = {"device_id": "cpu", "sample_load_transform": pil_to_tensor, **options}
     return DistributedShardedDataset(data / "train", rank, world_size, pct, **options)
-
-
-# The dataset of cycling_utils
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, COUNT])
@@ -136,95 +126,3 @@ def test_a_plain_loader_goes_through_a_shard_stops_and_goes_on(data, device_id, 
     for batch in batches(second):
         seen += batch
     assert len(seen) == 11 and sorted(seen) == sorted(numbers(shard.samples))
-
-
-# -dataset sharded
-
-
-def words(data, *more):
-    return ["-dataset", "sharded", "-data", str(data), *more]
-
-
-def parts_of(data, *more):
-    args = config.parse_args(words(data, *more))
-    return args, loader.splits(sharded.get_dataset(args), "sharded")
-
-
-def test_classes_and_image_size_come_from_the_data(data):
-    args, _ = parts_of(data)
-    assert (args.num_classes, args.image_size, args.channels) == (2, 4, 3)
-    args, parts = parts_of(data, "-image_size", "9", "-channels", "1")
-    assert parts["train"][0][0].shape == parts["val"][0][0].shape == (1, 9, 9)
-
-
-def test_the_training_folder_reads_the_same_items_by_index_as_torchvision(data):
-    _, parts = parts_of(data)
-    reference = ImageFolder(data / "train")
-    assert len(parts["train"]) == len(reference) == COUNT and fetch.is_fixed(parts["train"])
-    for (pixels, label), (image, wanted) in zip((parts["train"][i] for i in range(COUNT)), reference, strict=True):
-        assert label == wanted and torch.equal(pixels, pil_to_tensor(image)[:, :, :4])
-    pixels, _ = parts["train"].on_device((torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8), None), None)
-    assert torch.allclose(pixels, torch.tensor([-1.0, -0.6, 1.0]))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_shards_of_all_processes_hold_each_sample_once_and_fetch_whole_batches(data, world_size):
-    _, parts = parts_of(data)
-    shards = [parts["train"].shard(World(rank=rank, size=world_size)) for rank in range(world_size)]
-    seen = []
-    for shard in shards:
-        assert shard.local and fetch.is_fixed(shard)
-        rows = list(range(len(shard)))
-        pixels, labels = shard.__getitems__(rows)
-        assert pixels.shape == (len(shard), 3, 4, 4) and pixels.dtype == torch.uint8 and labels.dtype == torch.int64
-        assert shard.on_device == parts["train"].on_device
-        assert torch.equal(pixels[-1], shard[rows[-1]][0])
-        seen += pixels[:, 0, 0, 0].tolist()
-    assert sorted(seen) == list(range(COUNT))
-
-
-def test_a_share_of_all_keeps_the_global_indices(data):
-    _, parts = parts_of(data, "-sharded_pct", "1")
-    alone = parts_of(data)[1]["train"].shard(World())
-    for shard in (parts["train"].shard(World(rank=1, size=3)), alone):
-        assert not shard.local and len(shard) == COUNT
-        assert all(torch.equal(shard[i][0], parts["train"][i][0]) for i in range(COUNT))
-
-
-def test_a_larger_share_of_the_flag_is_held(data):
-    _, parts = parts_of(data, "-sharded_pct", "0.6", "-sharded_in", "device")
-    shard = parts["train"].shard(World(rank=2, size=3))
-    assert shard.local and len(shard) == 14 and shard.tensors[0].device == World().device
-
-
-def test_other_splits_are_whole_and_number_their_classes_as_training_does(data):
-    _, parts = parts_of(data)
-    pixels, labels = parts["val"].__getitems__([0, 1, 2])
-    assert set(parts) == {"train", "val"} and not parts["val"].local and labels.tolist() == [1, 1, 1]
-    assert pixels[:, 0, 0, 0].tolist() == [100, 101, 102]
-
-
-def test_what_does_not_fit_is_one_line_that_names_it(data, tmp_path):
-    def refused(text, folder, *more):
-        with pytest.raises(UsageError, match=text) as caught:
-            parts_of(folder, *more)
-        assert "\n" not in str(caught.value)
-
-    refused(f"-data {tmp_path}: .*train.*DATA/train/CLASS", tmp_path)
-    (tmp_path / "train" / "ant").mkdir(parents=True)
-    refused(f"-data {tmp_path}: .*ant.*DATA/train/CLASS", tmp_path)
-    refused("-sharded_pct 1.5: .*from 0 to 1", data, "-sharded_pct", "1.5")
-    refused("-num_classes 1: .* 2 class folders", data, "-num_classes", "1")
-    refused("-channels 2:", data, "-channels", "2")
-    refused("-sharded_in device goes with -workers 0, not 2", data, "-sharded_in", "device", "-workers", "2")
-    draw(tmp_path / "train" / "ant" / "0.png", 1)
-    draw(tmp_path / "test" / "cow" / "0.png", 1)
-    refused("test/cow is a class that train has not", tmp_path)
-    _, parts = parts_of(data)
-    with pytest.raises(UsageError, match=r"24 processes: .*has 23 images"):
-        parts["train"].shard(World(rank=23, size=24))
-    (tmp_path / "test").rename(tmp_path / "elsewhere")
-    (tmp_path / "train" / "ant" / "1.png").write_bytes(b"no image")
-    _, parts = parts_of(tmp_path)
-    with pytest.raises(UsageError, match=r"1\.png: not a readable image"):
-        parts["train"].shard(World())
