@@ -21,7 +21,7 @@ import torch
 
 from lib import launch
 from lib.launch import local
-from lib.utils.data.loader import divisor
+from lib.utils.data.plan import divisor
 from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE, UsageError
 from scripts import ledger
 

@@ -10,6 +10,7 @@ from lib import config
 from lib.dataset import cifar10, folder
 from lib.utils import seeding
 from lib.utils.data import loader
+from lib.utils.data.plan import Plan
 from lib.utils.data.tensors import Tensors
 from lib.utils.data.transforms import Pixels
 from lib.utils.distributed import World
@@ -57,7 +58,7 @@ def test_a_sample_is_changed_alike_in_any_batch_on_any_number_of_processes():
         samples = {}
         for rank in range(size):
             world = World(rank=rank, size=size)
-            plan = loader.Plan(23, 6, micro, ranks=size)
+            plan = Plan(23, 6, micro, ranks=size)
             one = loader.Loader(dataset, plan, world, seed=1, shuffle=True, workers=workers)
             for key, (inputs, labels) in one.epoch(epoch, first):
                 samples.update(zip(labels[: key.count].tolist(), inputs))

@@ -16,6 +16,7 @@ from torchvision.datasets import cifar
 from lib import config
 from lib.dataset import cifar10, digits, folder
 from lib.utils.data import loader
+from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -145,7 +146,7 @@ def test_a_damaged_image_is_one_line_whoever_reads_it(tmp_path, workers):
     cut = tmp_path / "train" / "ant" / "1.jpg"
     cut.write_bytes(b"")
     train = folder.get_dataset(config.parse_args(folder_words(tmp_path)))["train"]
-    one = loader.Loader(train, loader.Plan(4, 4, 4), World(), seed=0, shuffle=False, workers=workers)
+    one = loader.Loader(train, Plan(4, 4, 4), World(), seed=0, shuffle=False, workers=workers)
     with pytest.raises(UsageError) as caught:
         next(iter(one.epoch(0)))
     one.fetched.close()

@@ -16,6 +16,7 @@ from lib import config
 
 AHEAD = """
 import torch
+from lib.utils.data.plan import Plan
 from lib.utils.data import loader
 from lib.utils.data.transforms import Pixels
 from lib.utils.data.tensors import Tensors
@@ -23,7 +24,7 @@ from lib.utils.distributed import World
 
 images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
 dataset = Tensors(images, torch.arange(64), on_device=Pixels((0.5,), (0.3,), pad=4, mirror=True))
-plan, seen = loader.Plan(64, 8, 8), []
+plan, seen = Plan(64, 8, 8), []
 for device in ("cpu", "cuda"):
     for workers in (0, 1):
         world = World(device=torch.device(device))

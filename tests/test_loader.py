@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, default_collate
 
 from lib.utils.data import loader
-from lib.utils.data.loader import Loader, Plan
+from lib.utils.data.loader import Loader
+from lib.utils.data.plan import Plan
 from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
 

@@ -20,7 +20,8 @@ from lib import config
 from lib.trainer import trainer
 from lib.utils import runtime, seeding
 from lib.utils.data import fetch
-from lib.utils.data.loader import Loader, Plan
+from lib.utils.data.loader import Loader
+from lib.utils.data.plan import Plan
 from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
 

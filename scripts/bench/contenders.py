@@ -30,6 +30,7 @@ from lib.core import parallel
 from lib.utils import runtime, seeding, watchdog
 from lib.utils.checkpoint import stored
 from lib.utils.data import fetch, loader, prefetch
+from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
 from lib.utils.monitoring import logger
 
@@ -85,7 +86,7 @@ class Plain(Dataset):
 def trainer_of(case: Case):
     """Baton's trainer, ready to train, which logs as it does by default."""
     args, world, splits = case.args(), case.world, case.splits()
-    plan = loader.Plan(len(splits["train"]), args.batch_size, args.batch_size // world.size, ranks=world.size)
+    plan = Plan(len(splits["train"]), args.batch_size, args.batch_size // world.size, ranks=world.size)
     model = parallel.wrap(case.model(), args, world, arch=train.plugin("arch", args.arch))
     optimizer = optimizers.get_optimizer(model, args, plan.batch)
     parts = (loader.get_loaders(splits, plan, world, args), model, losses.get_loss(args), optimizer)

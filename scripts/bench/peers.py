@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 
 from lib.utils.data import loader
+from lib.utils.data.plan import Plan
 from lib.utils.data.tensors import Tensors
 from lib.utils.data.transforms import Pixels
 from lib.utils.distributed import World
@@ -116,7 +117,7 @@ def images(rounds: int, clock) -> dict:
     pixels, labels = torch.randint(256, (2560, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (2560,))
     mean, deviation = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
     held = Tensors(pixels, labels, on_device=Pixels(mean, deviation, pad=4, mirror=True))
-    plan = loader.Plan(len(held), 128, 128)
+    plan = Plan(len(held), 128, 128)
     mine = loader.Loader(held, plan, World(), seed=0, shuffle=True, workers=0)
     steps = [transforms.ToPILImage(), transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
     one_by_one = transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(mean, deviation)])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lib.utils import bending, distributed
 from lib.utils.checkpoint import manager, run_folder, search, shards, shared_disk, stored, weights
 from lib.utils.checkpoint.state import Parts, State, prepare
-from lib.utils.data.loader import Plan, divisor
+from lib.utils.data.plan import Plan, divisor
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
