@@ -35,7 +35,7 @@ def run(args) -> int:
     """One process of the run: join the others, build the parts, fit."""
     from lib.core import loss, modes, parallel
     from lib.core import optimizer as optimizers
-    from lib.utils import about, distributed, fits, runtime, seeding
+    from lib.utils import distributed, fits, runtime, seeding
     from lib.utils.checkpoint import resume, run_folder, state
     from lib.utils.data import loader
 
@@ -67,7 +67,7 @@ def run(args) -> int:
             state.warn_of_lost(trainer)
             if modes.asked(args):
                 return EXIT_CODES[modes.look(trainer)]
-            text = config.to_yaml(args, about.about(world), batch_size=plan.batch, micro_batch=plan.micro)
+            text = config.to_yaml(args, runtime.about(world), batch_size=plan.batch, micro_batch=plan.micro)
             run_folder.write_config(folder, world, text)
             return EXIT_CODES[trainer.fit()]
 

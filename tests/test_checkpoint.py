@@ -124,29 +124,29 @@ def test_a_stray_manifest_beside_the_checkpoints_is_none_of_them(copy):
 
 
 def test_a_save_starts_no_process(monkeypatch):
-    from lib.utils import about
+    from lib.utils import runtime
 
     started, alone = [], World(launch="a test")
-    real = about.subprocess.run
+    real = runtime.subprocess.run
     monkeypatch.setattr(
-        about.subprocess, "run", lambda *args, **more: started.append(args[0][2]) or real(*args, **more)
+        runtime.subprocess, "run", lambda *args, **more: started.append(args[0][2]) or real(*args, **more)
     )
-    before = about.about(alone)
-    assert started == ["rev-parse", "status"] and before["git"] == about.about(alone)["git"]
+    before = runtime.about(alone)
+    assert started == ["rev-parse", "status"] and before["git"] == runtime.about(alone)["git"]
     assert started == ["rev-parse", "status"]
 
 
 def test_only_rank_0_asks_git_and_once(tmp_path, monkeypatch):
-    from lib.utils import about
+    from lib.utils import runtime
 
-    real = about._git
+    real = runtime._git
 
     def noted(*words):
         with (tmp_path / "asked").open("a") as file:
             file.write(f"{os.environ['RANK']} {words[0]}\n")
         return real(*words)
 
-    monkeypatch.setattr(about, "_git", noted)
+    monkeypatch.setattr(runtime, "_git", noted)
     folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 4steps")
     assert (tmp_path / "asked").read_text().splitlines() == ["0 rev-parse", "0 status"]
     newest = folder / "checkpoints" / names(folder)[0]
@@ -154,7 +154,7 @@ def test_only_rank_0_asks_git_and_once(tmp_path, monkeypatch):
 
 
 def test_to_ask_git_takes_no_lock_that_a_kill_would_leave_behind(tmp_path, monkeypatch):
-    from lib.utils import about
+    from lib.utils import runtime
 
     source = tmp_path / "lib" / "utils" / "code.py"
     source.parent.mkdir(parents=True)
@@ -164,8 +164,8 @@ def test_to_ask_git_takes_no_lock_that_a_kill_would_leave_behind(tmp_path, monke
         subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
     os.utime(source, (1, 1))  # git would note that it is unchanged, in its index, under a lock
     before = (tmp_path / ".git" / "index").read_bytes()
-    monkeypatch.setattr(about, "__file__", str(source))
-    assert about._git("status", "--porcelain") == ""
+    monkeypatch.setattr(runtime, "__file__", str(source))
+    assert runtime._git("status", "--porcelain") == ""
     assert (tmp_path / ".git" / "index").read_bytes() == before
     subprocess.run(["git", "status"], cwd=tmp_path, check=True, capture_output=True)
     assert (tmp_path / ".git" / "index").read_bytes() != before, "the test could not tell"

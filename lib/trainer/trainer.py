@@ -11,7 +11,6 @@ from lib.core import batchnorm, parallel, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding
-from lib.utils.about import about
 from lib.utils.checkpoint import manager, resume, search, stored, weights
 from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, untouched, unwrap, warn_of_differing
 from lib.utils.data.tensors import zeros
@@ -290,7 +289,7 @@ class Trainer:
             "asked": resume.asked(self.args, self.plan),
             "best": self.best,
             "scaler": self.scaler.state_dict(),
-            "about": about(self.world),
+            "about": runtime.about(self.world),
         }
         parts = parts_of(self)
         self.checkpoints.save(parts.tensors(), facts, step=self.state.step, early=parts.early(), keep=keep)

@@ -1,13 +1,22 @@
-"""What makes a run faster and changes no result but in its last bits: kernels, Python's garbage, loader processes."""
+"""Settings of torch and Python for speed, and what config.yaml says of the machine and the code."""
 
 import collections
 import contextlib
 import ctypes
+import functools
 import gc
+import importlib.metadata
+import platform
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 
+from lib.utils import distributed
 from lib.utils.distributed import World
 
 KEPT = {-1: -1, -4: 0}  # of <malloc.h>: M_TRIM_THRESHOLD never, M_MMAP_MAX no block
@@ -60,3 +69,35 @@ def throttle(batches: Iterable, device: torch.device) -> Iterator:
             launched[-1].record()
             if len(launched) > LAUNCHED:
                 launched.popleft().synchronize()
+
+
+def about(world: World) -> dict:
+    """For config.yaml and every checkpoint; for people. Called by all ranks."""
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        **_code(world),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "torchvision": importlib.metadata.version("torchvision"),
+        "threads": torch.get_num_threads(),
+        "host": socket.gethostname(),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+@functools.cache  # a save tells it too, and starts no process
+def _code(world):
+    """What git says on rank 0: a shared disk would hear every rank's question."""
+    return distributed.main_does(
+        lambda: {"git": _git("rev-parse", "HEAD"), "changed_files": _git("status", "--porcelain")}, world
+    )
+
+
+def _git(*words):
+    root = Path(__file__).resolve().parents[2]
+    try:
+        words = ("git", "--no-optional-locks", *words)  # or a kill -9 here leaves a lock in the user's repository
+        asked = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() if asked.returncode == 0 else None
