@@ -1,6 +1,8 @@
 """Holds the house rules over every file that git knows, and proves that each of them can be broken."""
 
+import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -137,6 +139,22 @@ def test_a_forkers_own_model_may_import_what_it_likes(tmp_path):
         "from lib.utils import distributed\nfrom lib.utils.checkpoint import manager\n"
     )
     assert imports_are_kept(tmp_path)
+
+
+# The maps
+
+MAPPED = ["lib/config", "lib/launch", "lib/core", "lib/utils", *(f"lib/utils/{part}" for part in
+          ("checkpoint", "compat", "data", "monitoring"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", MAPPED)
+def test_the_map_of_a_folder_names_its_files(folder):
+    folder = house.ROOT / folder
+    map_of = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    named = re.findall(r"^ *(\w+\.py|\w+/) ", map_of, re.M)
+    there = [file.name for file in folder.glob("*.py")]
+    there += [f"{part.parent.name}/" for part in folder.glob("*/__init__.py")]
+    assert sorted({*named, "__init__.py"}) == sorted(there) and len(named) == len({*named})
 
 
 # Importing does nothing

@@ -1,6 +1,7 @@
 """The command line: machinery, you need not read it.
 
     args.py      parse_args: the command line over a -cfg file over the plugins' defaults
+    cfg_file.py  reads a -cfg file
     flags.py     every shared flag
     parser.py    the ArgumentParser
     types.py     argparse types: positive numbers, lists of GPUs, ...

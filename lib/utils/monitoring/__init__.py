@@ -2,11 +2,13 @@
 
 logger.py              one place that feeds the terminal, metrics.jsonl and TensorBoard
 console.py             log files, and the progress bar
-metrics.py             sums over samples and processes, the best evaluation, steps without a finite gradient
+metrics.py             sums over samples and processes, the best evaluation, metrics.jsonl
+bad_steps.py           steps without a finite gradient
 throughput.py          samples per second, waiting for data, memory
 tensorboard.py         writes event files
-tensorboard_server.py  -tb and -ngrok: shows them in a browser
+tensorboard_server.py  -tb: shows them in a browser
+tunnel.py              -ngrok: shows them to others
 images.py              sample pictures and the confusion matrix
 profiler.py            -profile
-timing.py              how long the start takes
+timing.py              how long the start takes; cycling_utils' timer
 """
