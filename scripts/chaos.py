@@ -32,8 +32,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from lib import config
-from lib.config import args as args_module
+from lib.config import args as config
 from lib.launch import environment, local
 from lib.utils import preemption
 from lib.utils.data import permutation
@@ -266,11 +265,11 @@ def plugins() -> Iterator[None]:
     for kind, (name, builder) in made.items():
         sys.modules[f"lib.{kind}.chaos"] = module = types.ModuleType(f"lib.{kind}.chaos")
         setattr(module, name, builder)
-    args_module.plugins = lambda kind: [*there(kind), "chaos"] if kind in made else there(kind)
+    config.plugins = lambda kind: [*there(kind), "chaos"] if kind in made else there(kind)
     try:
         yield
     finally:
-        args_module.plugins = there
+        config.plugins = there
         for kind in made:
             del sys.modules[f"lib.{kind}.chaos"]
 

@@ -17,7 +17,7 @@ from runs import lines
 
 import lib.dataset
 import train
-from lib import config
+from lib.config import args as config
 from lib.launch import slurm
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import train
-from lib import config
+from lib.config import args as config
 from lib.config import parser
 from lib.utils import bending
 from lib.utils.errors import UsageError
@@ -92,7 +92,7 @@ def plugin_file(monkeypatch, folder, kind, name, text):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("lib.config.args.plugins", lambda of: sorted(there(of) + [name] * (of == kind)))
+    monkeypatch.setattr(config, "plugins", lambda of: sorted(there(of) + [name] * (of == kind)))
 
 
 def plugin_folder(monkeypatch, folder, kind, name, text):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lib import config
+from lib.config import args as config
 from lib.trainer import trainer
 from lib.utils import preemption
 from lib.utils.errors import STOPPING, UsageError

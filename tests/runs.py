@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import train
-from lib import config
-from lib.config import args as args_module
+from lib.config import args as config
 from lib.utils.checkpoint import stored
 from lib.utils.data.tensors import Tensors
 
@@ -63,11 +62,11 @@ def plugins(**files):
             module = types.ModuleType(f"lib.{kind}.{name}")
             setattr(module, names[kind], builder)
             sys.modules[module.__name__] = module
-    args_module.plugins = lambda kind: there(kind) + list(files.get(kind, {}))
+    config.plugins = lambda kind: there(kind) + list(files.get(kind, {}))
     try:
         yield
     finally:
-        args_module.plugins = there
+        config.plugins = there
         for name in set(sys.modules) - set(before):
             if name.startswith("lib."):
                 del sys.modules[name]
