@@ -4,21 +4,18 @@ import gc
 import itertools
 import os
 import platform
-import random
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 import truth
 from runs import few, plugins, run
-from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from lib import config
 from lib.trainer import trainer
-from lib.utils import runtime, seeding
+from lib.utils import runtime
 from lib.utils.data import fetch
 from lib.utils.data.loader import Loader
 from lib.utils.data.plan import Plan
@@ -157,21 +154,6 @@ def test_keys_are_made_many_at_once_but_for_no_more_samples_than_it_takes(micro,
     monkeypatch.setattr(one, "keys", lambda *words: (key for key in keys(*words) if next(count) >= 0))
     key, (batch,) = next(one.epoch(0))
     assert next(count) == made and batch.tolist() == key.indices == truth.order(1 << 16)[:micro]
-
-
-@pytest.mark.parametrize("drawn", [random.random, np.random.rand, np.random.randn, lambda: random.gauss(0, 1), None])
-def test_generators_outside_torch_are_seeded_only_where_the_first_pass_draws_from_them(drawn, tmp_path, monkeypatch):
-    seeded, seed = [], seeding.for_micro_batch
-    monkeypatch.setattr(seeding, "for_micro_batch", lambda *words: seeded.append(words[-1]) or seed(*words))
-
-    class Draws(nn.Dropout):
-        def forward(self, inputs):
-            return super().forward(inputs) * (1 if drawn is None or not self.training else 1 + 0.1 * drawn())
-
-    draws = {"draws": lambda args: nn.Sequential(nn.Flatten(), Draws(), nn.Linear(64, args.num_classes))}
-    with plugins(dataset={"few": few}, arch=draws):
-        run(tmp_path, "-dataset few -arch draws -image_size 8 -num_classes 4 -batch_size 2 -epochs 1 -cpu 1")
-    assert seeded == [True, *[drawn is not None] * 24]
 
 
 def test_loader_processes_are_those_asked_for_or_a_share_of_the_cores(monkeypatch):

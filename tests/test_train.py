@@ -118,10 +118,17 @@ class Draws(nn.Module):
         return scale * self.net(inputs)
 
 
-@pytest.mark.parametrize("words", ["-trainer mixes", "-arch draws"])
+class DrawsSometimes(Draws):
+    """Draws for some micro-batches only, those whose first value is above zero."""
+
+    def forward(self, inputs):
+        return super().forward(inputs) if inputs.flatten()[0] > 0 else 1.5 * self.net(inputs)
+
+
+@pytest.mark.parametrize("words", ["-trainer mixes", "-arch draws", "-arch sometimes"])
 def test_a_trainer_or_model_may_draw_from_python_and_numpy_and_goes_on_bit_for_bit(words, tmp_path, monkeypatch):
     words = f"{SMALL} {words}"
-    with plugins(trainer={"mixes": Mixes}, arch={"draws": Draws}):
+    with plugins(trainer={"mixes": Mixes}, arch={"draws": Draws, "sometimes": DrawsSometimes}):
         whole = run(tmp_path, f"{words} -cpu 2 -model whole")
         with monkeypatch.context() as patch:
             saves.stop_at(patch, 6)

@@ -47,7 +47,6 @@ class Trainer:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16)
         self.precision = parallel.autocast(args, world.device)
-        self.draws = type(self).training_step is not Trainer.training_step or None  # not by torch; None: not known
         self.statistics = batchnorm.Statistics(model, world, world.size == 1 and self.plan.grain == self.plan.batch)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
@@ -99,8 +98,7 @@ class Trainer:
 
     def micro_batch(self, key, batch):
         """Forward and backward pass of one micro-batch under its own seed; gradients add up to the step's mean."""
-        place = self.args.seed, self.state.step, key.micro
-        seeding.for_micro_batch(*place, self.world.device, self.draws is not False)
+        seeding.for_micro_batch(self.args.seed, self.state.step, key.micro, self.world.device)
         parallel.set_sync(self.model, key.last)
         self.statistics.before(key.first)
         with self.precision:
@@ -109,7 +107,6 @@ class Trainer:
             self.report.own.end()
         weight = key.count * self.world.size / key.of  # DDP divides by the number of processes
         self.scaler.scale(loss if weight == 1 else loss * weight).backward()
-        self.draws = seeding.host_drawn(*place) if self.draws is None else self.draws
         self.statistics.after(key.count / key.of)
         self.window.append((loss.detach(), key.count))
 

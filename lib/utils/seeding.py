@@ -50,28 +50,12 @@ def for_sample(seed: int, epoch: int, index: int):
     _seed_host(mix(SAMPLE, seed, epoch, index))
 
 
-def for_micro_batch(seed: int, step: int, micro: int, device: torch.device, host: bool = False):
-    """Seeds torch's generators for the forward and backward pass of micro-batch `micro` of step `step`.
-
-    `host`: Python's and NumPy's too, which takes twice as long as all else here; `host_drawn` tells whether it is
-    needed.
-    """
+def for_micro_batch(seed: int, step: int, micro: int, device: torch.device):
+    """Seeds Python, NumPy and torch for the forward and backward pass of micro-batch `micro` of step `step`."""
     value = mix(MICRO_BATCH, seed, step, micro)
-    if host:
-        _seed_host(value)
-    else:
-        torch.default_generator.manual_seed(value)
+    _seed_host(value)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(value)
-
-
-def host_drawn(seed: int, step: int, micro: int) -> bool:
-    """Whether Python's or NumPy's generator was drawn from since `for_micro_batch` seeded it for this micro-batch."""
-    value = mix(MICRO_BATCH, seed, step, micro)
-    _, keys, place, *rest = np.random.get_state()
-    _, keys_then, place_then, *rest_then = np.random.RandomState(value & 0xFFFFFFFF).get_state()
-    untouched = place == place_then and rest == rest_then and np.array_equal(keys, keys_then)
-    return not untouched or random.getstate() != random.Random(value).getstate()
 
 
 def _seed_host(value):
