@@ -7,13 +7,13 @@ import sys
 from lib import config, launch
 from lib.launch import environment, local
 from lib.utils.errors import EXIT_CODES, UsageError
-from lib.utils.monitoring import timing
+from lib.utils.monitoring import startup
 
 
 def main(argv: list[str] | None = None) -> int:
     """Reads the command line, starts the processes, returns the exit code: 0 finished, 75 stopped, 1 failed, 2 bad
     usage."""
-    timing.begin()
+    startup.begin()
     gc.disable()  # until all is imported: it would look through that again and again, a fifth of the time
     try:
         with local.leaving():
@@ -42,13 +42,13 @@ def run(args) -> int:
     importlib.import_module("torch._dynamo")  # as every optimizer does
     gc.freeze()  # nothing of it is garbage
     gc.enable()
-    timing.startup.report("imports")
+    startup.report("imports")
     seeding.for_building(args.seed)
     splits = loader.splits(plugin("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
     arch = plugin("arch", args.arch)
-    timing.startup.report("data")
+    startup.report("data")
     with distributed.joined(args) as world:
-        timing.startup.report("processes")
+        startup.report("processes")
         runtime.kernels(world, args.deterministic)
         seeding.for_building(args.seed)  # whatever the data drew
         model, values = parallel.build(arch, args, world)
@@ -59,7 +59,7 @@ def run(args) -> int:
         fits.check(splits, model, criterion, args, world)
         model = parallel.wrap(model, args, world, arch=arch, values=values)
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
-        timing.startup.report("model")
+        startup.report("model")
         hold = run_folder.left_alone if modes.asked(args) else run_folder.claimed
         with hold(args, world) as folder, loader.opened(splits, plan, world, args) as loaders:
             parts = (args, world, loaders, model, criterion, optimizer)

@@ -8,8 +8,9 @@ import torch
 from runs import few, plugins, run
 
 from lib.trainer import trainer
+from lib.utils.compat import timer as timers
 from lib.utils.distributed import World
-from lib.utils.monitoring import throughput, timing
+from lib.utils.monitoring import startup, throughput
 
 FINE = {"taken": 100.0, "waited": 1.0, "own": 50.0, "memory": None}
 
@@ -93,8 +94,8 @@ def test_a_batch_is_waited_for_only_by_a_device_that_has_nothing_to_do(starving,
 
 def test_a_timer_tells_each_part_and_their_sum(monkeypatch):
     clock, said = [100.0], []
-    monkeypatch.setattr(timing.time, "monotonic", lambda: clock[0])
-    timer = timing.TimestampedTimer(start_time=99.0, running=5.0, say=said.append)
+    monkeypatch.setattr(timers.time, "monotonic", lambda: clock[0])
+    timer = timers.TimestampedTimer(start_time=99.0, running=5.0, say=said.append)
     clock[0] += 1
     timer.report("sleeping")
     timer.report("nothing")
@@ -102,4 +103,14 @@ def test_a_timer_tells_each_part_and_their_sum(monkeypatch):
     assert timer.reports == [("sleeping", 2.0), ("nothing", 0.0)]
     assert re.fullmatch(r"\[ [\d: -]+ \] Start {65,} 0\.000 ms, +5\.00 s total", said[0]), said[0]
     assert re.search(r"\] sleeping +2,000\.000 ms, +7\.00 s total$", said[1])
-    assert timer.summary() == "7.0 s: sleeping 2.0, nothing 0.0"
+
+
+def test_the_parts_of_a_start_are_told_in_one_line_and_forgotten_by_the_next_run(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(startup.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(startup, "parts", [("an old one", 9.0)])
+    startup.begin()
+    for part, seconds in (("imports", 2.0), ("data", 0.5)):
+        clock[0] += seconds
+        startup.report(part)
+    assert startup.summary() == "2.5 s: imports 2.0, data 0.5"

@@ -2,5 +2,6 @@
 
 samplers.py          InterruptableDistributedSampler, InterruptableSampler and kin
 sharded_dataset.py   DistributedShardedDataset
+timer.py             TimestampedTimer
 atomic_directory.py  AtomicDirectory, atomic_torch_save
 """

@@ -10,5 +10,5 @@ tensorboard_server.py  -tb: shows them in a browser
 tunnel.py              -ngrok: shows them to others
 images.py              sample pictures and the confusion matrix
 profiler.py            -profile
-timing.py              how long the start takes; cycling_utils' timer
+startup.py             how long the start takes
 """

@@ -14,10 +14,10 @@ from lib.utils.monitoring import (
     console,
     metrics,
     profiler,
+    startup,
     tensorboard,
     tensorboard_server,
     throughput,
-    timing,
     tunnel,
 )
 from lib.utils.monitoring.images import Answers, grid, is_picture
@@ -31,7 +31,7 @@ class Report:
     """The figures of a run as it goes."""
 
     def __init__(self, folder: Path, world: World, args, total_steps: int, start: State):
-        timing.startup.report("resume")
+        startup.report("resume")
         self.folder, self.world, self.total_steps, self.epochs = folder, world, total_steps, args.epochs
         # What was logged after the checkpoint comes again. An evaluation at its very step may be logged already.
         self.logged = metrics.cut_back(folder / "metrics.jsonl", start.step) if world.is_main else set()
@@ -60,8 +60,8 @@ class Report:
             yield key, batch
             if not self.started:
                 self.started = True
-                timing.startup.report("first step")
-                log.info("start-up %s", timing.startup.summary())
+                startup.report("first step")
+                log.info("start-up %s", startup.summary())
                 self._samples(batch)
             self.own.begin()
 

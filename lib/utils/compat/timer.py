@@ -1,4 +1,4 @@
-"""Where time goes, from one point to the next."""
+"""cycling_utils' timer: where the time of a script goes, from one point to the next."""
 
 import logging
 import time
@@ -32,20 +32,6 @@ class TimestampedTimer:
         self.reports.append((annot, seconds))
         self._line(annot, seconds)
 
-    def summary(self) -> str:
-        """All reports in one line: "3.2 s: imports 2.1, data 0.1, ..."."""
-        return f"{self.running:.1f} s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in self.reports)}"
-
     def _line(self, name, seconds):
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         self.say(f"[ {stamp} ] {name:<70}{1000 * seconds:>12,.3f} ms, {self.running:>12,.2f} s total")
-
-
-startup = TimestampedTimer(say=log.debug)  # of this run: from here to the end of its first step
-
-
-def begin():
-    """A run begins here: `startup` goes on from the import, or for a second run of this process starts anew."""
-    global startup
-    if startup.reports:
-        startup = TimestampedTimer(say=log.debug)
