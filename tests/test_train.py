@@ -17,11 +17,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from lib.trainer import trainer
+from lib.trainer.trainer import BadSteps
 from lib.utils import preemption
 from lib.utils.checkpoint import manager, shards, stored
 from lib.utils.data.tensors import Tensors
 from lib.utils.monitoring import logger
-from lib.utils.monitoring.bad_steps import BadSteps
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 

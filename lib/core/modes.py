@@ -31,7 +31,9 @@ def asked(args) -> bool:
 def look(trainer) -> str:
     """What was asked for, with this trainer that has not begun: "finished", or an exception."""
     args = trainer.args
-    trainer.report = logger.Report(trainer.folder, World(rank=1), args, trainer.total_steps, trainer.state)  # silent
+    trainer.report = logger.Report(
+        trainer.folder, World(rank=1), args, trainer.total_steps, step=0, samples=0
+    )  # silent
     trainer.stop.file = None  # it was meant for the run
     if args.eval:
         return evaluate(trainer)

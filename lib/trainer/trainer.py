@@ -11,16 +11,20 @@ from lib.core import batchnorm, parallel, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding
-from lib.utils.checkpoint import manager, resume, search, stored, weights
+from lib.utils.checkpoint import manager, resume, run_folder, search, stored, weights
 from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, untouched, unwrap, warn_of_differing
 from lib.utils.data.tensors import zeros
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import bad_steps, logger, metrics
-from lib.utils.monitoring.bad_steps import BadSteps
+from lib.utils.monitoring import logger, metrics
 from lib.utils.monitoring.images import Answers
 from lib.utils.watchdog import watched
 
 log = logging.getLogger(__name__)
+AGAINST_BAD_STEPS = "a lower -lr_start, -clip_grad or -bf16 for -fp16 may help"
+
+
+class BadSteps(RuntimeError):
+    """Too many steps in a row were skipped, or all of them: their gradients or buffers were not finite."""
 
 
 class Trainer:
@@ -74,7 +78,8 @@ class Trainer:
             self.warm_up()
             minutes, saving = self.args.hang_minutes, self.checkpoints.writing
             watch = watched(self.state, self.ballot, self.world, minutes, self.folder, saving)
-            reported = logger.Report(self.folder, self.world, self.args, self.total_steps, self.state)
+            done = {"step": self.state.step, "samples": self.state.samples}
+            reported = logger.Report(self.folder, self.world, self.args, self.total_steps, **done)
             with watch as self.hangs, contextlib.closing(reported) as self.report:
                 while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():
                     pass
@@ -166,7 +171,7 @@ class Trainer:
 
     def read_figures(self):
         """Takes in the losses and gradient norms since the last call. Waits for the device."""
-        bad_steps.count(self.norms, self.state)
+        self.state.count_bad(self.norms)
         self.last_norm = float(self.norms[-1]) if self.norms else self.last_norm
         self.metrics.update(logger.window_sums(self.window))
         self.window, self.norms = [], []
@@ -177,7 +182,12 @@ class Trainer:
         epoch, step = self.state.epoch, self.state.step - 1
         samples = self.loaders["train"].indices(epoch, step - epoch * self.plan.steps)
         newest = self.checkpoints.newest()
-        raise BadSteps(bad_steps.too_many(self.state, self.args.max_bad_steps, samples, newest))
+        raise BadSteps(
+            f"{self.state.bad_row} steps in a row without a finite gradient (-max_bad_steps "
+            f"{self.args.max_bad_steps}), the last of them step {step} with the samples {samples[:64]}; "
+            f"last good checkpoint: {newest or 'none'}; "
+            f"{AGAINST_BAD_STEPS}"
+        )
 
     def end_epoch(self) -> bool:
         """Evaluates, tells, keeps the best, saves. False if the run is to stop first.
@@ -304,7 +314,7 @@ class Trainer:
         self.checkpoints.finish()  # the state is safe, however long the evaluation takes
         trained = self.state.epoch >= self.args.epochs
         if trained and (why := self.failure()):
-            raise BadSteps(f"{why}: no final weights are written; {bad_steps.HELP}")
+            raise BadSteps(f"{why}: no final weights are written; {AGAINST_BAD_STEPS}")
         figures = self.evaluate("test") if trained and "test" in self.loaders else {}
         finished = trained and figures is not None
         distributed.together(self.stop.check_folder, self.world)
@@ -313,9 +323,17 @@ class Trainer:
             self.write_weights("final")
         self.save()
         self.checkpoints.close()
-        outcome = "finished" if finished else "stopped"
-        facts = {**self.stop.why(), "best": self.best, "test": figures}
-        self.report.finish(outcome, self.state, self.args, self.checkpoints.disk.leads, **facts)
-        if self.checkpoints.disk.leads and (finished or self.stop.by_file):
-            self.stop.remove_file()
-        return "failed" if self.stop.is_another_nodes() and not finished else outcome
+        self.report.close(finished)
+        outcome = {
+            "state": "finished" if finished else "stopped",
+            **{name: getattr(self.state, name) for name in ("epoch", "step", "samples")},
+            **self.stop.why(),
+            "best": self.best,
+            "test": figures,
+        }
+        if self.checkpoints.disk.leads:
+            run_folder.write_outcome(self.folder, self.world, **outcome)
+            if finished or self.stop.by_file:
+                self.stop.remove_file()
+        self.report.last_words(outcome, self.args)
+        return "failed" if self.stop.is_another_nodes() and not finished else outcome["state"]

@@ -92,7 +92,7 @@ def trainer_of(case: Case):
     parts = (loader.get_loaders(splits, plan, world, args), model, losses.get_loss(args), optimizer)
     trainer = train.plugin("trainer", args.trainer).Trainer(args, world, *parts)
     stored.run_of(args).mkdir(parents=True, exist_ok=True)
-    trainer.report = logger.Report(stored.run_of(args), world, args, trainer.total_steps, trainer.state)
+    trainer.report = logger.Report(stored.run_of(args), world, args, trainer.total_steps, step=0, samples=0)
     watch = watchdog.watched(trainer.state, trainer.ballot, world, args.hang_minutes, trainer.folder)
     trainer.hangs = contextlib.ExitStack().enter_context(watch)  # to the end of the process
     return trainer

@@ -27,6 +27,12 @@ class State:
     sums: dict[str, float] = field(default_factory=dict)  # the epoch's training metrics up to its last log line
     unlogged: dict[str, float] = field(default_factory=dict)  # what came since; both as of the last save
 
+    def count_bad(self, norms: list[Tensor]):
+        """Count the steps whose gradient norm (0-d tensors) is not finite. Waits for the device."""
+        finite = torch.isfinite(torch.stack(norms)).tolist() if norms else []
+        self.bad_row = next((i for i, good in enumerate(reversed(finite)) if good), len(finite) + self.bad_row)
+        self.bad_steps += finite.count(False)
+
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and saved buffers by name, a tied one once, under its first name."""

@@ -3,7 +3,6 @@
 logger.py              one place that feeds the terminal, metrics.jsonl and TensorBoard
 console.py             log files, and the progress bar
 metrics.py             sums over samples and processes, the best evaluation, metrics.jsonl
-bad_steps.py           steps without a finite gradient
 throughput.py          samples per second, waiting for data, memory
 tensorboard.py         writes event files
 tensorboard_server.py  -tb: shows them in a browser

@@ -7,8 +7,6 @@ from pathlib import Path
 import torch
 
 from lib.utils import bending, distributed
-from lib.utils.checkpoint import run_folder, shards
-from lib.utils.checkpoint.state import State
 from lib.utils.distributed import World
 from lib.utils.monitoring import (
     console,
@@ -30,13 +28,14 @@ PERF = ("samples_per_s", "data_share", "memory")  # figures of speed, shown as p
 class Report:
     """The figures of a run as it goes."""
 
-    def __init__(self, folder: Path, world: World, args, total_steps: int, start: State):
+    def __init__(self, folder: Path, world: World, args, total_steps: int, *, step: int, samples: int):
+        """`step` and `samples`: how far the run is already."""
         startup.report("resume")
         self.folder, self.world, self.total_steps, self.epochs = folder, world, total_steps, args.epochs
         # What was logged after the checkpoint comes again. An evaluation at its very step may be logged already.
-        self.logged = metrics.cut_back(folder / "metrics.jsonl", start.step) if world.is_main else set()
+        self.logged = metrics.cut_back(folder / "metrics.jsonl", step) if world.is_main else set()
         self.lines = metrics.Lines(folder / "metrics.jsonl", world.is_main)
-        self.board = tensorboard.Board(folder / "tensorboard", world.is_main, start.step + 1)
+        self.board = tensorboard.Board(folder / "tensorboard", world.is_main, step + 1)
         self.board.config(vars(args))
         self.board.hparams(bending.of(vars(args)), METRICS)
         self.histogram_every = args.log_histograms
@@ -45,11 +44,11 @@ class Report:
         self.addresses, self.address_file = "", folder / "tensorboard_address.txt"
         self.server = tensorboard_server.serve(folder.parent, self._heard, serves, self.lock and self.lock.policy)
         self.profile = profiler.Profile(folder / "profile", world, args.profile)
-        self.bar = console.Progress(total_steps, start.step, world.is_main)
-        self.rate = throughput.Rate(total_steps, start.step, throughput.starving(world.device))
+        self.bar = console.Progress(total_steps, step, world.is_main)
+        self.rate = throughput.Rate(total_steps, step, throughput.starving(world.device))
         self.own = throughput.OwnTime(world, args.parallel == "fsdp")
-        self.told, self.started, self.begun = set(), False, start.step
-        self.timed = start.step, start.samples  # as of the last log line of this process
+        self.told, self.started, self.begun = set(), False, step
+        self.timed = step, samples  # as of the last log line of this process
 
     def waiting(self, batches):
         """The keys and batches, the time spent waiting for each measured. What the first step trained on is shown
@@ -109,7 +108,8 @@ class Report:
         for name, parameter in model.named_parameters():
             for kind, values in (("weights", parameter.detach()), ("gradients", parameter.grad)):
                 if values is not None:
-                    self.board.histogram(f"{kind}/{name}", shards.local(values), step)
+                    local = values.to_local() if hasattr(values, "to_local") else values  # of a sharded tensor
+                    self.board.histogram(f"{kind}/{name}", local.detach(), step)
 
     def evaluated(self, state, split: str, figures: dict, answers: Answers):
         """The metrics of a split and the model's answers, after the epochs that the state has. For all ranks."""
@@ -125,14 +125,8 @@ class Report:
                 self.board.picture(f"{split}/{name}", picture, state.step)
             self._write(state, tagged)
 
-    def finish(self, outcome: str, state, args, leads: bool, **facts):
-        """Writes outcome.json, if this rank `leads` those of its disk, and says how it ended ("finished", "stopped"),
-        where everything lies, what to type next."""
-        self.close(outcome == "finished")
-        done = {"epoch": state.epoch, "step": state.step, "samples": state.samples}
-        outcome = {"state": outcome, **done, **facts}
-        if leads:
-            run_folder.write_outcome(self.folder, self.world, **outcome)
+    def last_words(self, outcome: dict, args):
+        """How the run ended, where everything lies, what to type next. `outcome`: what outcome.json says."""
         if self.world.is_main:
             for text in last_words(self.folder, outcome, args):
                 log.info("%s", text)
