@@ -9,8 +9,7 @@ import pytest
 
 import train
 from lib.config import args as config
-from lib.config import parser
-from lib.utils import bending
+from lib.config import flags, parser
 from lib.utils.errors import UsageError
 
 OTHERS = {"loss": "mse", "optimizer": "sgd", "scale_lr": "sqrt", "save_every": "5steps", "gpus": "0,1"}
@@ -109,9 +108,9 @@ def repeated(args, folder, **settled) -> dict:
     file = folder / "config.yaml"
     file.write_text(config.to_yaml(args, {"command": "python train.py 'x: y'\n- z", "git": None}, **settled))
     again = vars(parsed(["-cfg", str(file)]))
-    return {name: value for name, value in again.items() if name not in bending.ONCE}
+    return {name: value for name, value in again.items() if name not in flags.rules().forgotten}
 
 
 def lasting(args) -> dict:
     """What config.yaml holds of these args: all but the words of one start."""
-    return {name: value for name, value in vars(args).items() if name not in bending.ONCE}
+    return {name: value for name, value in vars(args).items() if name not in flags.rules().forgotten}

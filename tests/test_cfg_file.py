@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from lib import config
-from lib.config import types
-from lib.utils import bending
+from lib.config import flags, types
 from lib.utils.errors import UsageError
 
 NOT_DRAWN = ("cfg", "gpus", "bf16", "offload", "micro_batch", "lr_end", "batch_per_gpu", "trainer", "ngrok")
@@ -207,7 +206,7 @@ def test_config_yaml_repeats_the_command_line(words, tmp_path):
     args = parsed(words)
     assert repeated(args, tmp_path) == lasting(args)
     kept = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert not set(bending.ONCE) & set(kept) and list(kept)[-1] == "about"
+    assert not flags.rules().forgotten & set(kept) and list(kept)[-1] == "about"
     settled = repeated(args, tmp_path, batch_size=96, micro_batch=48)
     assert settled == {**lasting(args), "batch_size": 96, "micro_batch": 48}
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lib.config import flags
 from lib.utils import distributed, watchdog
 from lib.utils.distributed import World
 
@@ -196,7 +197,7 @@ def test_groups_are_taken_down_with_the_process_only(tmp_path):
 
 def _joined(rank, port, folder):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with distributed.joined(types.SimpleNamespace(cpu=2, hang_minutes=1)) as world:
+    with distributed.joined(types.SimpleNamespace(cpu=2, hang_minutes=1, flag_rules=flags.rules())) as world:
         assert distributed.gather_json(rank, world) == [0, 1]
     assert not dist.is_initialized()
     gc.collect()

@@ -2,7 +2,7 @@
 
     args.py      parse_args: the command line over a -cfg file over the plugins' defaults
     cfg_file.py  reads a -cfg file
-    flags.py     every shared flag
+    flags.py     every shared flag, marked with what a resume makes of a change
     parser.py    the ArgumentParser
     types.py     argparse types: positive numbers, lists of GPUs, ...
 

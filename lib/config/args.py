@@ -13,7 +13,6 @@ import yaml
 
 from lib.config import cfg_file, flags, types
 from lib.config.parser import NEGATIVE, Help, Parser, Switch
-from lib.utils import bending
 from lib.utils.errors import UsageError, close, no_exit
 
 log = logging.getLogger(__name__)
@@ -29,6 +28,11 @@ class Args(argparse.Namespace):
 
     def __setattr__(self, name, value):
         raise AttributeError(f"args is read-only: args.{name} cannot be set to {value!r} after parse_args")
+
+    @property
+    def flag_rules(self) -> flags.Rules:
+        """Which flags may change in a run, and which may differ between its machines."""
+        return flags.rules()
 
     def __delattr__(self, name):
         raise AttributeError(f"args is read-only: args.{name} cannot be deleted")
@@ -131,7 +135,11 @@ def to_yaml(args: Args, about: dict, **settled) -> str:
     """The flags as a -cfg file that repeats the run: `settled` numbers in their place, `about`, for people, at the
     end."""
     asked = {**vars(args), **settled}
-    kept = {name: _plain(value) for name, value in asked.items() if name not in bending.ONCE and value is not None}
+    kept = {
+        name: _plain(value)
+        for name, value in asked.items()
+        if name not in args.flag_rules.forgotten and value is not None
+    }
     return yaml.safe_dump({**kept, "about": about}, sort_keys=False, width=118)
 
 

@@ -258,9 +258,9 @@ class Trainer:
 
     def go_on(self, found):
         """Takes up a verified checkpoint."""
-        manifest, allowed = found.manifest, self.args.allow_change
-        resume.check_found(found, resume.asked(self.args, self.plan), allowed)
-        resume.load(found, parts_of(self), self.world, allowed)
+        manifest = found.manifest
+        resume.check_found(found, resume.asked(self.args, self.plan), self.args)
+        resume.load(found, parts_of(self), self.world, self.args.allow_change)
         own = found.folder.parent == self.checkpoints.folder
         self.state, self.best = resume.state(manifest, self.plan), manifest["best"] if own else None
         self.metrics.load_state_dict({"agg": self.state.sums})

@@ -11,7 +11,6 @@ import socket
 import torch
 import torch.distributed as dist
 
-from lib.utils import bending
 from lib.utils.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -86,7 +85,7 @@ def agreed(args, world: World) -> World:
     torchrun starts each node with words of its own, and what differs would train replicas in different ways. Raises
     UsageError, on all ranks, that names the flag and both values.
     """
-    flags = {name: str(value) for name, value in sorted(vars(args).items()) if name not in bending.OWN}
+    flags = {name: str(value) for name, value in sorted(vars(args).items()) if name not in args.flag_rules.per_node}
     (launch, first), *others = gather_json([launch_id(), flags], world)
     for rank, (_, theirs) in enumerate(others, 1):
         for name in {**first, **theirs}:

@@ -8,15 +8,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lib.utils import bending, distributed
+from lib.utils import distributed
 from lib.utils.checkpoint import manager, run_folder, search, shards, shared_disk, stored, weights
 from lib.utils.checkpoint.state import Parts, State, prepare
 from lib.utils.data.plan import Plan, divisor
 from lib.utils.distributed import World
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, close
 
 log = logging.getLogger(__name__)
 FACTS = {"state", "asked", "best", "scaler", "about"}  # what the trainer adds to a manifest
+OTHERS = {"samples", "nan"}  # what -allow_change may name besides flags: the dataset's length, weights not finite
 # What begins anew where one of these flags may change, by how the names of its tensors begin.
 ANEW = {"optim.": ("optimizer", "momentum"), "trainer.": ("trainer",)}
 
@@ -57,11 +58,11 @@ def _asked_there(folder):
 def check_start(args, plan: Plan, before: dict, model: torch.nn.Module, splits: dict):
     """Raises UsageError, while nothing has been written, for what could not go on from where it is to, and for -best
     of a run without a val split."""
-    bending.check_allowed(args.allow_change, {*vars(args), *before})
+    _check_allowed(args.allow_change, {*vars(args), *before})
     if args.best and "val" not in splits:
         raise UsageError(f"-best {args.best}: there is no val split to choose by")
     if before and not (args.eval or args.dry):
-        bending.changes(before, asked(args, plan), args.allow_change)
+        changes(before, asked(args, plan), args)
     elif args.weights and not before:
         weights.fitting(args.weights, model, "meta")
 
@@ -92,7 +93,32 @@ def asked(args, plan: Plan) -> dict:
     return json.loads(json.dumps(settled, default=str))
 
 
-def check_found(found, now: dict, allowed: list[str]):
+def _check_allowed(allowed: list[str], known: set[str]):
+    """Raises UsageError for an -allow_change that names nothing known."""
+    known = known | OTHERS
+    for name in {*allowed} - known:
+        raise UsageError(f"-allow_change {name}: there is no such flag{close(name, sorted(known))}")
+
+
+def changes(before: dict, now: dict, args) -> str:
+    """Describe the allowed differences between what a run was started with and what is asked now; "" for none.
+
+    A flag that only one side knows, as after a change of the code, is allowed to differ. Raises UsageError for a
+    difference that changes the result and that -allow_change does not name.
+    """
+    fixed = {*before, *now} - args.flag_rules.free
+    changed = [name for name in sorted(fixed) if before.get(name) != now.get(name)]
+    told = {name: f"-{name} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}" for name in changed}
+    refused = [name for name in changed if name in before and name in now and name not in args.allow_change]
+    if refused:
+        words = " ".join(f"-allow_change {name}" for name in refused)
+        raise UsageError(f"-model {now['model']} would go on with other settings: "
+                         f"{', '.join(told[name] for name in refused)}; keep them, or add {words}, or start anew "
+                         f"with -reset or another -model")  # fmt: skip
+    return ", ".join(told.values())
+
+
+def check_found(found, now: dict, args):
     """Raises UsageError for a checkpoint that what is asked `now` cannot go on from, or whose entries are not those
     that this code writes. Tells what is allowed to differ."""
     wanted = FACTS | {"format", "tensors", "shards", "pieces", "crc32"}
@@ -101,8 +127,8 @@ def check_found(found, now: dict, allowed: list[str]):
         raise UsageError(f"{found.folder}: written by another version of the code ({found.manifest.get('about')}): "
                          f"{', '.join(sorted(odd))} is missing there or unknown here; take that version, or "
                          f"-weights, or -reset")  # fmt: skip
-    if changes := bending.changes(found.manifest["asked"], now, allowed):
-        log.warning("going on with other settings: %s", changes)
+    if others := changes(found.manifest["asked"], now, args):
+        log.warning("going on with other settings: %s", others)
 
 
 def state(manifest: dict, plan: Plan) -> State:

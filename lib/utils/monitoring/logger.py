@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lib.utils import bending, distributed
+from lib.utils import distributed
 from lib.utils.distributed import World
 from lib.utils.monitoring import (
     console,
@@ -37,7 +37,9 @@ class Report:
         self.lines = metrics.Lines(folder / "metrics.jsonl", world.is_main)
         self.board = tensorboard.Board(folder / "tensorboard", world.is_main, step + 1)
         self.board.config(vars(args))
-        self.board.hparams(bending.of(vars(args)), METRICS)
+        self.board.hparams(
+            {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}, METRICS
+        )
         self.histogram_every = args.log_histograms
         serves = (args.tb or args.ngrok) and world.is_main
         self.lock = tunnel.Lock(args) if serves else None
