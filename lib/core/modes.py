@@ -133,7 +133,7 @@ def steps(trainer, count: int):
     """Takes optimizer steps from where the trainer is, at most to the end of the epoch; gives each one's last loss
     and gradient norm."""
     trainer.model.train()
-    done, wanted = trainer.state.step - trainer.state.epoch * trainer.plan.steps, trainer.state.step + count
+    done, wanted = trainer.plan.step_in_epoch(trainer.state), trainer.state.step + count
     for key, batch in trainer.loaders["train"].epoch(trainer.state.epoch, done):
         if trainer.args.debug:
             _check(f"in the batch of the samples {key.indices[:8]}..., the tensor", data.tensors(batch))

@@ -90,7 +90,7 @@ class Trainer:
         if self.stop.at_limit(self.state.step):
             return False
         self.model.train()
-        batches = self.loaders["train"].epoch(self.state.epoch, self.state.step - self.state.epoch * self.plan.steps)
+        batches = self.loaders["train"].epoch(self.state.epoch, self.plan.step_in_epoch(self.state))
         for key, batch in runtime.throttle(self.report.waiting(batches), self.world.device):
             if key.first:
                 self.stop.step_begins()
@@ -179,14 +179,12 @@ class Trainer:
     def give_up(self):
         """Raises BadSteps with the step, its samples, and where the last good state lies."""
         self.checkpoints.finish()
-        epoch, step = self.state.epoch, self.state.step - 1
-        samples = self.loaders["train"].indices(epoch, step - epoch * self.plan.steps)
+        samples = self.loaders["train"].indices(self.state.epoch, self.plan.step_in_epoch(self.state) - 1)
         newest = self.checkpoints.newest()
         raise BadSteps(
             f"{self.state.bad_row} steps in a row without a finite gradient (-max_bad_steps "
-            f"{self.args.max_bad_steps}), the last of them step {step} with the samples {samples[:64]}; "
-            f"last good checkpoint: {newest or 'none'}; "
-            f"{AGAINST_BAD_STEPS}"
+            f"{self.args.max_bad_steps}), the last of them step {self.state.step - 1} with the samples "
+            f"{samples[:64]}; last good checkpoint: {newest or 'none'}; {AGAINST_BAD_STEPS}"
         )
 
     def end_epoch(self) -> bool:

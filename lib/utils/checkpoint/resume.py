@@ -138,7 +138,7 @@ def state(manifest: dict, plan: Plan) -> State:
     old = Plan(before["samples"], before["batch_size"], before["micro_batch"], before["drop_last"])
     if (old.batch, old.steps) == (plan.batch, plan.steps):
         return saved
-    done = saved.step - saved.epoch * old.steps
+    done = old.step_in_epoch(saved)
     now = plan.steps if done == old.steps else min(done * old.batch // plan.batch, plan.steps)
     log.warning("step %d is step %d of this -batch_size", saved.step, saved.epoch * plan.steps + now)
     saved.step = saved.epoch * plan.steps + now

@@ -34,6 +34,10 @@ class Plan:
         """Optimizer steps in an epoch."""
         return self.samples // self.batch if self.drop_last else math.ceil(self.samples / self.batch)
 
+    def step_in_epoch(self, state) -> int:
+        """Return how many steps of its epoch a run has done; `state` holds its epoch and step."""
+        return state.step - state.epoch * self.steps
+
     def cut(self, step: int) -> list[tuple[int, int]]:
         """The micro-batches of an epoch's step: (start, stop) positions in the epoch's order.
 
