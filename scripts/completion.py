@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config
-from lib.config import parser
+from lib.config.parser import Parser, Switch
 
 PYTHON = """
 _python_train_py() {
@@ -32,12 +32,12 @@ def main(words: list[str]) -> int:
         told = "completion.py: needs shtab: uv pip install -r pyproject.toml --group completion"
         print(told, file=sys.stderr)
         return 2
-    text = shtab.complete(parser(), words[0], root_prefix="train_py")
+    text = shtab.complete(flags(), words[0], root_prefix="train_py")
     print(text + PYTHON if words == ["bash"] else text)
     return 0
 
 
-def parser() -> parser.Parser:
+def flags() -> Parser:
     """All flags that there are, every plugin's own among them."""
     made = config.new_parser()
     made.formatter_class = argparse.HelpFormatter  # without the defaults, which are those of the plugin loaded last
@@ -47,7 +47,7 @@ def parser() -> parser.Parser:
             config.load_plugin(made, kind, [f"-{kind}", name], {}, None)
         made._option_string_actions[f"-{kind}"].choices = names
     for action in made._actions:
-        if isinstance(action, parser.Switch):
+        if isinstance(action, Switch):
             action.choices = ["yes", "no"]
     return made
 

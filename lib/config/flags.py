@@ -304,17 +304,17 @@ def _group(parser, title: str, mark: str):
     """A function that adds a flag to a group: its name, its help, argparse's options, its marks."""
     group = parser.add_argument_group(title)
 
-    def add(name: str, text: str, metavar=None, *, on_resume: str = mark, per_node: bool = False, **options):
+    def add(name: str, help_text: str, metavar=None, *, on_resume: str = mark, per_node: bool = False, **options):
         names = ("-h", "-help") if name == "-h" else (name,)
         options = options if metavar is None else {**options, "metavar": metavar}
-        action = group.add_argument(*names, help=text, **options)
+        action = group.add_argument(*names, help=help_text, **options)
         action.on_resume, action.per_node = on_resume, per_node
 
     return add
 
 
-def _switch(add, name: str, text: str, default: bool = False, **marks):
-    add(name, text, action=Switch, default=default, **marks)
+def _switch(add, name: str, help_text: str, default: bool = False, **marks):
+    add(name, help_text, action=Switch, default=default, **marks)
 
 
 @functools.cache
