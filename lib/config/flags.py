@@ -321,7 +321,6 @@ def _switch(add, name: str, help_text: str, default: bool = False, **marks):
 def rules() -> Rules:
     """The marks of the shared flags; a plugin's own flags are all refused."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.register("action", "store_true", Switch)
     add_shared(parser)
     return Rules(
         forgotten=frozenset(flag.dest for flag in parser._actions if flag.on_resume == "forget"),
