@@ -177,7 +177,7 @@ class Cluster:
             with contextlib.suppress(OSError):
                 if (
                     wanted <= set((entry / "environ").read_text().split("\0"))
-                    and b"slurm_job" in (entry / "cmdline").read_bytes()
+                    and b"slurm_task" in (entry / "cmdline").read_bytes()
                 ):
                     return int(entry.name)
         raise AssertionError(f"no process of rank {rank} of job {job}")

@@ -17,7 +17,7 @@ import yaml
 from command_line import parsed, told
 
 from lib import launch
-from lib.launch import local, multinode
+from lib.launch import local, multinode, slurm_task
 from lib.utils.errors import FAILED, STOPPED, UsageError
 from scripts import check_resume
 
@@ -289,7 +289,7 @@ def test_a_process_of_torchrun_or_srun_counts_its_local_rank_among_the_chosen_gp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(local, "fork_is_safe", lambda: True)
     monkeypatch.setattr(local, "call", lambda *words: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 0)
-    monkeypatch.setattr(launch.slurm_job, "step", local.call)
+    monkeypatch.setattr(slurm_task, "step", local.call)
     for name, value in {**task, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}.items():
         monkeypatch.setenv(name, value)
     assert launch.launch(args, "train:run") == 0

@@ -1,6 +1,6 @@
 """A run on a Slurm cluster, submitted with Submitit: one task a GPU, or with -cpu N, N tasks a node.
 
-What the job does then is in slurm_job.py.
+What the job does then is in slurm_task.py.
 """
 
 import contextlib
