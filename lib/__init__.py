@@ -12,8 +12,8 @@ You need not read these:
     utils/     sampling, checkpoints, logs, stopping
 
 To follow a run from its start to its end, read in this order: train.py, config/args.py, launch/__init__.py,
-launch/local.py, utils/distributed.py, utils/data/loader.py, core/, trainer/trainer.py, utils/preemption.py,
-utils/checkpoint/manager.py.
+launch/local.py, utils/distributed.py, utils/data/plan.py and loader.py, core/, trainer/trainer.py,
+utils/preemption.py, utils/checkpoint/manager.py.
 
 Who may import whom is a contract in pyproject.toml (import-linter): train, launch, config, trainer, core, utils, each
 only what comes after it.

@@ -120,7 +120,6 @@ def test_imports_keep_to_the_contracts():
         ("lib/core/loss.py", "from lib import launch"),
         ("lib/core/loss.py", "def f():\n    import lib.trainer.trainer"),
         ("lib/utils/data/tensors.py", "from lib.core import loss"),
-        ("lib/arch/mlp.py", "from lib.utils.checkpoint import manager"),
         ("lib/launch/environment.py", "from lib.launch import slurm"),
     ],
 )
@@ -139,6 +138,23 @@ def test_a_forkers_own_model_may_import_what_it_likes(tmp_path):
         "from lib.utils import distributed\nfrom lib.utils.checkpoint import manager\n"
     )
     assert imports_are_kept(tmp_path)
+
+
+SHIPPED = [house.ROOT / "lib" / name for name in (
+    "arch/convnet.py", "arch/gpt.py", "arch/mlp.py", "arch/resnet.py", "arch/vit.py", "dataset/cifar10.py",
+    "dataset/digits.py", "dataset/fake.py", "dataset/folder.py", "dataset/random.py", "dataset/text.py",
+)]  # fmt: skip
+PLUGINS_MAY = ("lib.utils.errors", "lib.utils.seeding", "lib.utils.data.tensors", "lib.utils.data.transforms")
+
+
+def test_the_models_and_data_that_are_shipped_import_little_of_lib():
+    """A forker's own may import what they like, and any of these may be deleted."""
+    for path in SHIPPED:
+        file = house.File(path.name, path.read_text() if path.exists() else "")
+        names = {name for name, _ in file.imports() if f"{name}.".startswith("lib.")}
+        odd = [name for name in names if not any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.")
+                                                 for one in PLUGINS_MAY)]  # fmt: skip
+        assert not odd, f"{path}: {odd}"
 
 
 # The maps

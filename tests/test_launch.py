@@ -17,7 +17,7 @@ import yaml
 from command_line import parsed, told
 
 from lib import launch
-from lib.launch import local, multinode, slurm_task
+from lib.launch import environment, local, multinode, slurm_task
 from lib.utils.errors import FAILED, STOPPED, UsageError
 from scripts import check_resume
 
@@ -175,8 +175,8 @@ def test_what_all_ranks_refuse_is_one_line(start):
 def test_more_processes_than_the_machine_or_the_batch_has_work_for_are_refused_before_the_first_starts(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(local, "start", lambda *words: pytest.fail("a process was started"))
-    monkeypatch.setattr(local, "cores", lambda: 4)
+    monkeypatch.setattr(local, "start_child", lambda *words: pytest.fail("a process was started"))
+    monkeypatch.setattr(environment, "cores", lambda: 4)
     said = told("-cpu 100000", tmp_path, capsys)
     assert said == "-cpu 100000: this machine has 4 cores for its processes: at most 32"
     said = told("-cpu 32 -batch_size 16", tmp_path, capsys)
@@ -228,7 +228,7 @@ def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, undisturbed
         import sys
         sys.path.insert(0, {str(ROOT)!r})
         import train
-        from lib import launch
+        from lib.launch import local
         local.fork_is_safe = lambda: False
         if __name__ == "__main__":
             sys.exit(train.main())

@@ -29,13 +29,14 @@ class Args(argparse.Namespace):
     def __setattr__(self, name, value):
         raise AttributeError(f"args is read-only: args.{name} cannot be set to {value!r} after parse_args")
 
-    @property
-    def flag_rules(self) -> flags.Rules:
-        """Which flags may change in a run, and which may differ between its machines."""
-        return flags.rules()
-
     def __delattr__(self, name):
         raise AttributeError(f"args is read-only: args.{name} cannot be deleted")
+
+    @property
+    def flag_rules(self) -> flags.Rules:
+        """Which flags may change in a run, and which may differ between its machines: for modules that
+        do not know of the flags."""
+        return flags.rules()
 
 
 def parse_args(argv: list[str] | None = None) -> Args:

@@ -1,4 +1,4 @@
-"""The shared flags: their names, groups and defaults."""
+"""The shared flags: their names, groups and defaults, and what a resume makes of a change."""
 
 import argparse
 import functools

@@ -1,4 +1,4 @@
-"""Looks at a run without training it: -dry, -debug and -eval. None of them touches the run's checkpoints."""
+"""The modes -dry, -debug and -eval: a look at a run. None of them touches the run's checkpoints."""
 
 import contextlib
 import json

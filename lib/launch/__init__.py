@@ -3,12 +3,13 @@
     __init__.py     which launcher a command line asks for
     local.py        processes on this machine: started, watched, ended
     multinode.py    -nnodes by hand: the machines meet, and stay in touch
-    environment.py  torchrun's variables, caches, debug switches; nobody else writes the environment
+    environment.py  torchrun's variables, caches, debug switches
     slurm.py        submits a job with Submitit
     slurm_task.py   a process of a Slurm job
     requeue.py      whether an interrupted Slurm job is requeued
 
-Launchers write torchrun's variables and call `run` in train.py, which reads them: one worker serves every launcher.
+Only this folder writes the environment: launchers write torchrun's variables and call `run` in train.py, which reads
+them. So one worker serves every launcher.
 """
 
 import contextlib

@@ -1,5 +1,7 @@
-"""Variables that torch and its kin read: caches, what to tell when something is wrong, the fast network of some
-machines. A variable that the user has set is left as it is.
+"""The environment of a run's processes.
+
+torchrun's variables are overwritten. Of caches, debug switches and names on fast networks, a variable that the user
+has set stays as it is.
 """
 
 import contextlib

@@ -1,5 +1,7 @@
-"""The processes of a run on this machine as their parent sees them: started, sent its signals, watched, and ended
-when one of them fails, here or on another machine.
+"""The processes of a run on this machine: how many, and on which GPUs.
+
+They are started, sent the signals of their parent, watched, and ended when one of them fails, here or on another
+machine.
 """
 
 import contextlib

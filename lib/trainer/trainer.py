@@ -80,7 +80,7 @@ class Trainer:
             watch = watched(self.state, self.ballot, self.world, minutes, self.folder, saving)
             done = {"step": self.state.step, "samples": self.state.samples}
             reported = logger.Report(self.folder, self.world, self.args, self.total_steps, **done)
-            with watch as self.hangs, contextlib.closing(reported) as self.report:
+            with watch as self.watchdog, contextlib.closing(reported) as self.report:
                 while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():
                     pass
                 return self.finish()
@@ -139,7 +139,7 @@ class Trainer:
     def boundary(self) -> bool:
         """What is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
         step = self.state.step
-        self.hangs.mark()
+        self.watchdog.mark()
         self.report.profile.step()
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()

@@ -31,7 +31,7 @@ def watched(state, ballot, world: World, minutes: float, folder: Path, saving=la
     process writes its part of a checkpoint, however slow the disk is."""
     watch = Watch(state, ballot, world, minutes * 60, folder / "logs" / f"rank_{world.rank}.log", saving)
     before = signal.signal(signal.SIGALRM, watch.interrupt)
-    thread = threading.Thread(target=watch.look, name="hangs", daemon=True)
+    thread = threading.Thread(target=watch.look, name="watchdog", daemon=True)
     thread.start()
     try:
         yield watch
@@ -121,9 +121,9 @@ def _heard(store, world: World, word: dict, read: bool) -> list[dict | None]:
     if world.size == 1:
         return [word]
     try:
-        store.set(f"hangs/{world.rank}", json.dumps(word))
+        store.set(f"watchdog/{world.rank}", json.dumps(word))
         for rank in range(world.size if read else 0):
-            key = f"hangs/{rank}"
+            key = f"watchdog/{rank}"
             words[rank] = json.loads(store.get(key)) if store.check([key]) else None
     except RuntimeError as error:  # the process that holds the store is one of those that hang, or gone
         log.debug("the rendezvous store does not answer: %s", error)

@@ -94,7 +94,7 @@ def trainer_of(case: Case):
     stored.run_of(args).mkdir(parents=True, exist_ok=True)
     trainer.report = logger.Report(stored.run_of(args), world, args, trainer.total_steps, step=0, samples=0)
     watch = watchdog.watched(trainer.state, trainer.ballot, world, args.hang_minutes, trainer.folder)
-    trainer.hangs = contextlib.ExitStack().enter_context(watch)  # to the end of the process
+    trainer.watchdog = contextlib.ExitStack().enter_context(watch)  # to the end of the process
     return trainer
 
 

@@ -1,4 +1,4 @@
-"""What a run remembers: the numbers it was first started with, and what may not change without a word."""
+"""Whether a run may continue from a checkpoint, with which numbers, and loading it."""
 
 import json
 import logging

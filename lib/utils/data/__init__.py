@@ -2,8 +2,8 @@
 
 In the order of a sample's way:
     permutation.py  the order of an epoch's samples: to shuffle otherwise, change this
-    plan.py         how an epoch is cut into steps and micro-batches
-    loader.py       which micro-batches are this process's
+    plan.py         how an epoch is cut into steps and micro-batches, and which are this process's
+    loader.py       the samples of a split, fetched and put on the device; checks what get_dataset gives
     fetch.py        reads and collates samples, in worker processes
     prefetch.py     copies a batch to the device while the step before it runs
     tensors.py      a dataset of tensors in memory; functions over all tensors of a batch
