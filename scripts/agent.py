@@ -41,8 +41,8 @@ def main(head: str, *words: str) -> int:
     interface = environment.fast_interface() or (multinode.interface_of(own) if own else None)
     new |= {"PET_LOCAL_ADDR": own} if own else {}
     processes = len(args.gpus.split(",")) if args.gpus else args.cpu or ""
-    told = {"head": f"{host}:{port}", "is_host": int(is_host), "processes": processes}
-    print(environment.shell(told, new, interface), end="")
+    own = {"head": f"{host}:{port}", "is_host": int(is_host), "processes": processes}
+    print(environment.shell(own, new, interface), end="")
     return FINISHED
 
 

@@ -150,7 +150,7 @@ def test_a_rank_that_lost_another_does_not_hide_why_though_it_reports_first(true
         (2, "", "-epochs 3: not today") if "usage" in true
         else (1, "no memory\n", "rank 1 failed with exit code 1; the others are ended")
     )  # fmt: skip
-    elsewhere = types.SimpleNamespace(failed=True, said={"code": 1, "told": "node 1: rank 2 failed"})
+    elsewhere = types.SimpleNamespace(failed=True, said={"code": 1, "message": "node 1: rank 2 failed"})
     assert local.verdict(ranks[:1], [elsewhere], [])[2] == "node 1: rank 2 failed"
     assert local.verdict(ranks, [elsewhere], [])[2] == text, "its own cause is nearer"
 

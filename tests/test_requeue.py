@@ -40,13 +40,13 @@ def test_preemptions_are_told_from_cancellations():
     assert decided(job=PREEMPTED) == ("preempted", "")
     assert decided(job={**PREEMPTED, "JobState": "SIGNALING"}) == ("preempted", ""), "sent another signal"
     assert decided(job=PREEMPTED, gained=False, done=["preempted"] * 9) == ("preempted", "")
-    assert "told to stop" in decided(signal="SIGTERM")[1]
+    assert "asked to stop" in decided(signal="SIGTERM")[1]
     for state in ("CANCELLED", "COMPLETING"):
         for why in ("SIGTERM", "SIGUSR2"):
             assert "ended from outside" in decided(signal=why, job={**RUNNING, "JobState": state})[1]
     before = {**RUNNING, "PreemptTime": "2026-11-21T03:11:00"}
-    assert "told to stop" in decided(job=before)[1], "a preemption before this start is past"
-    assert "told to stop" in decided(job={})[1], "Slurm does not answer, and nothing says that it was a preemption"
+    assert "asked to stop" in decided(job=before)[1], "a preemption before this start is past"
+    assert "asked to stop" in decided(job={})[1], "Slurm does not answer, and nothing says that it was a preemption"
 
 
 def test_a_preempted_run_that_could_not_save_in_time_goes_on():
@@ -85,8 +85,8 @@ def test_the_second_start_in_a_row_that_gains_nothing_is_the_last():
 
 def test_facts_decide_and_not_the_sentence_beside_them():
     """A file may be called so, and an error tell of the other; older runs have the sentence alone."""
-    assert "told to stop" in decided(reason="the file out/SIGUSR2/STOP is there", signal=None)[1]
-    assert "told to stop" in decided(reason="signal SIGUSR2")[1]
+    assert "asked to stop" in decided(reason="the file out/SIGUSR2/STOP is there", signal=None)[1]
+    assert "asked to stop" in decided(reason="signal SIGUSR2")[1]
     assert "the run failed" in decided("failed", reason="rank 1: ValueError: NCCL, gloo, Connection closed")[1]
 
 

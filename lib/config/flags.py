@@ -52,7 +52,7 @@ def add_shared(parser):
 
 def _run(add):
     add("-h", "show this help, with the chosen plugins' own flags", action="help")
-    add("-list", "show all plugins, and what each says of itself", action=Listing)
+    add("-list", "list all plugins, with the first line of each one's docstring", action=Listing)
     add("-data", "folder of the data sets", "DIR", type=text, default="data", per_node=True)
     add("-out", "folder of all runs", "DIR", type=text, default="out", per_node=True)
     add("-model", "name of the run: it lives in out/NAME (DATASET_ARCH)", "NAME", type=run_name)
@@ -64,13 +64,13 @@ def _run(add):
         on_resume="forget",
         per_node=True,
     )
-    _switch(add, "-reset", "start anew: an old run of this name is moved to out/.old", on_resume="forget")
+    _switch(add, "-reset", "start from scratch; the old run of this name is moved to out/.old", on_resume="forget")
     _switch(add, "-tb", "serve TensorBoard on 127.0.0.1 while the run lasts", per_node=True)
     _switch(add, "-ngrok", "open a tunnel to it for others, locked by a password (NGROK_PASSWORD, or made up)")
-    add("-ngrok_auth", "the user it asks for", "USER", type=run_name, default="baton")
+    add("-ngrok_auth", "user name that goes with the password", "USER", type=run_name, default="baton")
     add(
         "-ngrok_oauth",
-        "let it ask for a sign-in there instead, by those of -ngrok_allow",
+        "ask for a sign-in there instead of a password; -ngrok_allow says who may",
         choices=("google", "github", "gitlab", "linkedin", "microsoft", "twitch"),
     )
     add("-ngrok_allow", "an address that may sign in; repeatable", "EMAIL", type=email, action="append", default=[])
@@ -100,16 +100,22 @@ def _machine(add):
         const="blocks",
         choices=("blocks", "model"),
     )
-    _switch(add, "-find_unused", "ddp: look in each step for parameters that took no part in it")
-    _switch(add, "-deterministic", "the same bits every time on a GPU, too, at some cost of speed")
+    _switch(add, "-find_unused", "ddp: allow parameters that take no part in a step, and search for them")
+    _switch(add, "-deterministic", "use deterministic algorithms on a GPU, too, at some cost of speed")
     _switch(add, "-sync_bn", "BatchNorm over the micro-batches of all processes (not on the CPU)", on_resume="refuse")
 
 
 def _data(add):
     add("-dataset", "lib/dataset/NAME.py", "NAME", type=plugin_name, default="digits")
     add("-batch_size", "samples a step, over all processes", "N", type=whole(1), default=64)
-    add("-batch_per_gpu", "-batch_size as N x processes at the first start", "N", type=whole(1), on_resume="forget")
-    add("-micro_batch", "most samples a pass (one process's share)", "N", type=whole(1))
+    add(
+        "-batch_per_gpu",
+        "samples a step for each process, instead of -batch_size",
+        "N",
+        type=whole(1),
+        on_resume="forget",
+    )
+    add("-micro_batch", "most samples in a forward and backward pass (one process's share)", "N", type=whole(1))
     _switch(add, "-shuffle", "a new order of the training samples every epoch", default=True)
     _switch(add, "-augment", "change training images at random, where the data set does so", default=True)
     _switch(add, "-drop_last", "leave out an epoch's short last batch")
@@ -122,12 +128,12 @@ def _training(add):
     add("-arch", "lib/arch/NAME.py", "NAME", type=plugin_name, default="convnet")
     add("-trainer", "lib/trainer/NAME.py", "NAME", type=plugin_name, default="trainer")
     add("-epochs", "passes over the training samples", "N", type=whole(1), default=10)
-    add("-loss", "lib/core/loss.py", choices=table("loss"), default="cross_entropy")
-    add("-label_smoothing", "of cross_entropy, 0 to 1", "X", type=real(0, 1), default=0.0)
+    add("-loss", "loss function, of lib/core/loss.py", choices=table("loss"), default="cross_entropy")
+    add("-label_smoothing", "label smoothing of cross_entropy, 0 to 1", "X", type=real(0, 1), default=0.0)
     add("-log_every", "steps between log lines", "N", type=whole(1), default=50, on_resume="allow")
     add(
         "-log_histograms",
-        "every N steps, show TensorBoard how weights and gradients are spread",
+        "every N steps, write histograms of weights and gradients to TensorBoard",
         "N",
         type=whole(1),
         on_resume="allow",
@@ -144,21 +150,19 @@ def _training(add):
 
 def _finding_out(add):
     _switch(
-        add, "-dry", "build all, train one step, evaluate one batch; tell shapes, parameters, memory; write nothing"
+        add, "-dry", "build all, train one step, evaluate one batch; show shapes, parameters, memory; write nothing"
     )
-    _switch(
-        add, "-debug", "a few steps (-limit_steps, 10) in one process that name the first bad tensor; write nothing"
-    )
+    _switch(add, "-debug", "train -limit_steps (10) in one process and name the first bad tensor; write nothing")
     _switch(add, "-eval", "only evaluate the best weights, or those of -weights, into out/NAME/eval.json")
     add("-overfit", "train and evaluate on the same N samples", "N", type=whole(1), on_resume="refuse")
     add("-profile", "record N steps with torch's profiler", "N", type=whole(1))
 
 
 def _optimization(add):
-    add("-optimizer", "lib/core/optimizer.py", choices=table("optimizer"), default="adamw")
-    add("-lr_start", "learning rate at its height", "X", type=real(0, above=True), default=0.001)
+    add("-optimizer", "optimizer, of lib/core/optimizer.py", choices=table("optimizer"), default="adamw")
+    add("-lr_start", "peak learning rate", "X", type=real(0, above=True), default=0.001)
     add("-lr_end", "learning rate after the last step", "X", type=real(-math.inf), default=1e-06)
-    add("-lr_warmup", "epochs of linear rise, fractions too", "X", type=real(0), default=0.0)
+    add("-lr_warmup", "epochs of linear warm-up; fractions are allowed", "X", type=real(0), default=0.0)
     add(
         "-scale_lr",
         "scale the learning rate by -batch_size over -lr_batch",
@@ -166,9 +170,9 @@ def _optimization(add):
         default="none",
     )
     add("-lr_batch", "the batch -lr_start is meant for", "N", type=whole(1), default=256)
-    add("-weight_decay", "not on biases and norms", "X", type=real(0), default=0.01)
-    add("-momentum", "of sgd", "X", type=real(0, 1, below=True), default=0.9)
-    add("-clip_grad", "largest gradient norm; 0: no limit", "X", type=real(0), default=0.0)
+    add("-weight_decay", "weight decay, not applied to biases and norms", "X", type=real(0), default=0.01)
+    add("-momentum", "momentum of sgd", "X", type=real(0, 1, below=True), default=0.9)
+    add("-clip_grad", "clip the gradient's norm at X; 0: do not clip", "X", type=real(0), default=0.0)
 
 
 def _saving(add):
@@ -249,7 +253,7 @@ def _several_machines(add):
         per_node=True,
     )
     add("-cache_dir", "for the caches of torch and others (in $SCRATCH, if set)", "DIR", type=text, per_node=True)
-    _switch(add, "-debug_dist", "have torch, torchrun and NCCL tell all they do between processes")
+    _switch(add, "-debug_dist", "turn on verbose logging in torch.distributed, torchrun and NCCL")
 
 
 def _slurm(add):
@@ -264,7 +268,7 @@ def _slurm(add):
     add("-slurm_constraint", "features that the nodes must have", "WORDS", type=text)
     add("-slurm_timeout", "time limit in minutes (the partition's)", "N", type=whole(1))
     add("-slurm_mem_gb", "memory of a node in GB", "X", type=real(0, above=True))
-    add("-slurm_cpus", "CPUs of a task (-workers, or 8, and 2)", "N", type=whole(1))
+    add("-slurm_cpus", "CPUs of a task (2, plus -workers or 8)", "N", type=whole(1))
     add(
         "-slurm_setup",
         "a line of shell to begin the job with, as 'module load CUDA'; repeatable",
@@ -283,7 +287,7 @@ def _slurm(add):
     )
     add(
         "-slurm_requeues",
-        "requeues after time limits and crashes, as long as the run gets on",
+        "most requeues after time limits and crashes, as long as the run makes progress",
         "N",
         type=whole(0),
         default=20,
@@ -291,7 +295,7 @@ def _slurm(add):
     add("-slurm_signal_s", "seconds of warning before the time limit", "N", type=whole(1), default=120)
     add("-slurm_dir", "the job's files, on a shared disk (OUT/NAME/slurm)", "DIR", type=text)
     _switch(add, "-slurm_follow", "stay, and show the job's log; Ctrl-C leaves the job running")
-    _switch(add, "-slurm_dry", "show what would be submitted, and what sbatch --test-only says to it")
+    _switch(add, "-slurm_dry", "show what would be submitted, and the answer of sbatch --test-only")
     _switch(add, "-slurm_live", "let the job run the code as it is when it starts, not a snapshot of it")
 
 

@@ -31,7 +31,7 @@ def launch(args, target: str) -> int:
     if launched():
         with environment.exported(local.narrowed(args.gpus)):
             code = local.call(target, args)
-        # torchrun restarts whatever does not exit 0; outcome.json tells a stopped run from a finished one.
+        # torchrun restarts whatever does not exit 0; outcome.json says whether the run is stopped or finished.
         return FINISHED if code == STOPPED and "TORCHELASTIC_MAX_RESTARTS" in os.environ else code
     if slurm_task.is_task():
         with environment.exported(local.narrowed(args.gpus)):

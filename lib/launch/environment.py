@@ -38,7 +38,7 @@ RECORDS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # the 
 
 def export(cache_dir: str | None, debug: bool) -> dict[str, str]:
     """Sets what torch reads when it is imported: where packages keep what they compile and download (-cache_dir, or
-    the user's own folder in $SCRATCH), and for -debug_dist who tells what. Returns what it set."""
+    the user's own folder in $SCRATCH), and for -debug_dist what is logged. Returns what it set."""
     scratch = os.environ.get("SCRATCH")
     own = Path(scratch) / f"cache_{os.environ.get('USER') or os.getuid()}" if scratch else None
     folder = Path(cache_dir) if cache_dir else own
@@ -65,10 +65,10 @@ def of_run(args) -> dict[str, str]:
     return records | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if args.deterministic else {})
 
 
-def shell(told: dict, exported: dict[str, str], interface: str | None) -> str:
-    """Lines for a script to evaluate: what it is told, and what it exports to torchrun, with gloo's interface."""
+def shell(own: dict, exported: dict[str, str], interface: str | None) -> str:
+    """Lines for a script to evaluate: its own variables, and those it exports to torchrun, with gloo's interface."""
     gloo = {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
-    lines = [f"{name}={shlex.quote(str(value))}\n" for name, value in told.items()]
+    lines = [f"{name}={shlex.quote(str(value))}\n" for name, value in own.items()]
     lines += [f"export {name}={shlex.quote(value)}\n" for name, value in {**exported, **gloo}.items()]
     return "".join(lines)
 
@@ -88,7 +88,7 @@ def fast_name(host: str, asked: str | None) -> str:
 
 
 def fast_interface() -> str | None:
-    """The interface that gloo must be told of, None where it finds out."""
+    """The network interface to set for gloo; None where gloo finds it."""
     return "ib0" if on_infiniband() else None
 
 

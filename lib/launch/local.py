@@ -135,7 +135,7 @@ def visible() -> str:
 
 def spawn(args, target: str, count: int) -> int:
     """Runs `count` processes of the run and waits for them, as torchrun's agent would: the store is here, or on node
-    0, on a port that nobody can take meanwhile. The first failure is told, and ends the others.
+    0, on a port that nobody can take meanwhile. The first failure is printed, and ends the others.
 
     Where it is safe the children are forked, torch imported already; else they are spawned and import it themselves.
     """
@@ -216,9 +216,9 @@ def child(local_rank: int, work: Work, writer):
         writer.send({"usage": str(error), "time": time.monotonic()})
     except Exception as error:
         code = FAILED
-        told = {"error": traceback.format_exc(), "time": time.monotonic()}
-        writer.send({**told, "lost": importlib.import_module("lib.utils.checkpoint.run_folder").lost_peer(error)})
-    handle(signal.SIG_IGN)  # told again to stop, it would end with another code
+        report = {"error": traceback.format_exc(), "time": time.monotonic()}
+        writer.send({**report, "lost": importlib.import_module("lib.utils.checkpoint.run_folder").lost_peer(error)})
+    handle(signal.SIG_IGN)  # at a second signal it would end with another code
     writer.close()
     sys.exit(code)
 
@@ -265,14 +265,16 @@ def handle(handler) -> dict:
 
 
 def watch(children, others: multinode.Others, passed: list[int]) -> int:
-    """Waits for the children; the first that fails is told, also to the other machines, and the rest is ended. So it
-    is when another machine fails. Returns the run's exit code."""
+    """Wait for the children. Returns the run's exit code.
+
+    The first failure, here or on another machine, is printed and sent to the other machines, and ends the rest.
+    """
     everybody = [*children, *others.links]
     while not any(one.failed for one in everybody) and wait(children, others.links):
         pass
     if not any(one.failed for one in everybody):
         code = max(one.code for one in children)
-        others.tell(code)
+        others.report(code)
         return code
     settled = time.monotonic() + (SETTLE_S if not others.links else 3 * SETTLE_S)
     while time.monotonic() < settled + (0.0 if explained(everybody) else END_S):
@@ -280,7 +282,7 @@ def watch(children, others: multinode.Others, passed: list[int]) -> int:
             break
     code, trace, text = verdict(children, others.links, passed)
     print(f"{trace}train.py: {text}", file=sys.stderr, flush=True)
-    others.tell(FAILED if code == STOPPED else code, text)  # they are not to wait for this one
+    others.report(FAILED if code == STOPPED else code, text)  # they are not to wait for this one
     end(children, END_S)
     return code
 
@@ -303,8 +305,11 @@ def explained(everybody) -> bool:
 
 
 def verdict(children, links, passed: list[int]) -> tuple[int, str, str]:
-    """The exit code of a failed run, a traceback and what to tell: the rank that was killed, or else the one that
-    failed first, here or on another machine. Those that failed because they lost another come last."""
+    """The exit code of a failed run, a traceback, and a message.
+
+    They are those of the rank that was killed, or else of the one that failed first, here or on another machine.
+    Ranks that failed because they lost another come last.
+    """
     if any(one.code == ABORTED for one in children):
         return ABORTED, "", "ended at the second Ctrl-C; the last checkpoint is good"
     reported = any(one.said and not one.said.get("lost") for one in children)
@@ -322,7 +327,7 @@ def verdict(children, links, passed: list[int]) -> tuple[int, str, str]:
         return USAGE, "", " ".join(mine[0].said["usage"].split())
     theirs = [one for one in links if one.failed]
     if theirs and not explained(mine):
-        return FAILED, "", theirs[0].said["told"]
+        return FAILED, "", theirs[0].said["message"]
     code = mine[0].code or FAILED
     return (
         FAILED,
@@ -364,7 +369,7 @@ def _leave(pid, number, frame):
 
 
 def refused(error) -> int:
-    """Tells what the user is to mend, in one line. Returns the exit code."""
+    """Print what the user has to change, in one line. Returns the exit code."""
     text = " ".join(str(error).split())
     print(f"train.py: {text}", file=sys.stderr, flush=True)
     requeue.refuse(text)

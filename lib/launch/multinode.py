@@ -35,7 +35,7 @@ class Link:
 
     wire: socket.socket
     name: str  # what to call it
-    said: dict = field(default_factory=dict)  # its last word: exit code, and what it told
+    said: dict = field(default_factory=dict)  # its last word: exit code and message
     rest: bytes = b""  # what came and was not read yet
 
     def __post_init__(self):
@@ -59,7 +59,7 @@ class Link:
     def listen(self):
         """Takes its last word, if it has come or the connection is lost."""
         while not self.over and (b"\n" in self.rest or connection.wait([self], 0)):
-            self.said = self.word(HELLO_S) or {"code": FAILED, "told": f"{self.name} is gone"}
+            self.said = self.word(HELLO_S) or {"code": FAILED, "message": f"{self.name} is gone"}
 
     def word(self, seconds: float) -> dict | None:
         """The next thing it says; None if that does not come, or is none of ours."""
@@ -76,7 +76,7 @@ class Link:
             return None
         return said if isinstance(said, dict) else None
 
-    def tell(self, **word):
+    def send(self, **word):
         with contextlib.suppress(OSError):  # it is gone: that is seen where it is listened to
             self.wire.sendall(json.dumps(word).encode() + b"\n")
 
@@ -95,11 +95,11 @@ class Others:
     listener: socket.socket | None = None  # for the store, on node 0
     links: list[Link] = field(default_factory=list)
 
-    def tell(self, code: int, text: str = ""):
+    def report(self, code: int, text: str = ""):
         """Says how this machine ended, or passes on which other one failed."""
-        passed_on = any(text == link.said.get("told") for link in self.links)
+        passed_on = any(text == link.said.get("message") for link in self.links)
         for link in self.links:
-            link.tell(code=code, told=text if passed_on else f"{self.name}: {text}")
+            link.send(code=code, message=text if passed_on else f"{self.name}: {text}")
 
     def leave(self):
         """Closes the connections. Node 0, which has the store, waits until the others are done with it."""
@@ -135,7 +135,7 @@ def meet(args, count: int) -> Others:
 
 
 def gather(host: str, port: int, mine: dict, until: float) -> Others:
-    """Node 0's part: hears who the others are, and tells each its place."""
+    """Node 0's part: hears who the others are, and sends each its place."""
     listener, wanted = listening(host, port), mine["nnodes"]
     address, port = listener.getsockname()[:2]
     nodes, links = {0: mine}, {}
@@ -154,7 +154,7 @@ def gather(host: str, port: int, mine: dict, until: float) -> Others:
     size, run = sum(node["count"] for node in nodes.values()), uuid.uuid4().hex
     for rank, link in links.items():
         first = sum(nodes[other]["count"] for other in range(rank))
-        link.tell(first=first, size=size, run=run, host=mine["host"])
+        link.send(first=first, size=size, run=run, host=mine["host"])
     return Others(0, size, run, (address, port), interface_of(address), listener=listener, links=[*links.values()])
 
 
@@ -169,7 +169,7 @@ def greet(listener: socket.socket, nodes: dict, links: dict):
     fault = unfit(hello, nodes)
     say(f"{link.name} {'is refused: ' + fault if fault else 'is there'}")
     if fault:
-        link.tell(refused=fault)
+        link.send(refused=fault)
         link.wire.close()
         return
     nodes[hello["rank"]], links[hello["rank"]] = hello, link
@@ -189,7 +189,7 @@ def join(host: str, port: int, mine: dict, until: float) -> Others:
     """The part of the other nodes: finds node 0 and hears its place."""
     link = Link(reached(host, port, until), "node 0")
     address = link.wire.getpeername()[0]
-    link.tell(**mine)
+    link.send(**mine)
     place = link.word(max(1.0, until - time.monotonic())) or {}
     if "refused" in place:
         raise UsageError(place["refused"])
@@ -251,7 +251,7 @@ def addresses(host: str, port: int) -> list[tuple]:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of this machine's network interface with that address; None where it cannot be told."""
+    """The name of this machine's network interface with that address; None where it cannot be found."""
     if not sys.platform.startswith("linux"):
         return None
     if ":" in address:

@@ -18,7 +18,7 @@ from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE
 
 log = logging.getLogger(__name__)
 CODE = "code_"  # the beginning of a snapshot's name
-HISTORY = "BATON_HISTORY"  # the variable that tells a run's processes where their job's history lies
+HISTORY = "BATON_HISTORY"  # the variable with the path of the job's history
 RUNNING = ("RUNNING", "SIGNALING")  # the states of a job that runs; the second while it is sent a signal
 COUNTED = ("time limit", "a process was lost")  # by -slurm_requeues; preemptions are not
 
@@ -44,7 +44,7 @@ def refuse(reason: str):
     for start in facts.get("starts", []):
         if start["restart"] == restart():
             start["refused"] = reason
-            with contextlib.suppress(OSError):  # the reason was told already
+            with contextlib.suppress(OSError):  # the reason was printed already
                 write(history, facts)
 
 
@@ -102,7 +102,7 @@ def verdict(facts: dict, start: dict, outcome: dict, checkpoint: str | None, job
     if preempted(job):
         return "preempted", ""
     if state == "stopped" and outcome.get("signal") != "SIGUSR2":
-        return "", f"it was told to stop ({reason}); the state is saved"
+        return "", f"it was asked to stop ({reason}); the state is saved"
     why = COUNTED[0] if state == "stopped" else COUNTED[1]
     before = facts["starts"][-2] if len(facts["starts"]) > 1 else {}
     in_vain = before.get("requeued") in COUNTED and before["checkpoint"] == start["checkpoint"]
@@ -132,7 +132,7 @@ def asked_of_slurm(job: str) -> dict:
         said = subprocess.run(words, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    # The last task of an array has the array's own id, under which Slurm tells of all of them: of that one first.
+    # The last task of an array has the array's own id, for which Slurm shows all of them: that one first.
     first = said.stdout.partition("\n")[0]
     return dict(re.findall(r"(?:^| )(\w+)=(\S*)", first)) if said.returncode == 0 else {}
 

@@ -204,7 +204,7 @@ def unallocated():
 
 
 def snapshot(target: Path, args):
-    """Copies the code as it is now: the files git knows, and plugins that it is yet to be told of."""
+    """Copies the code as it is now: the files git knows, and plugins that were not added to it yet."""
     for name in known(Path(args.out).resolve()):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, target / name)
@@ -230,7 +230,7 @@ def git(*words) -> list[str] | None:
 
 
 def refused(args, error: str) -> UsageError:
-    """What sbatch said against the job, and the flag that would mend it, in one line."""
+    """What sbatch said against the job, and the flag to change, in one line."""
     said = " ".join(re.findall(r"sbatch: (?:error: )?(.*)", error) or [error]).strip()
     for word, (flags, hint) in HINTS.items():
         if word in said:

@@ -89,7 +89,7 @@ def step(args, target: str) -> int:
     """The run as a task of a job step, submitted or under srun: torchrun's variables from Slurm's. Returns the exit
     code.
 
-    A stopped run is rank 0's to tell: a task that exits with 75 would have the others killed where they stand.
+    Only rank 0 exits with 75 for a stopped run: srun kills the other tasks when one exits with 75.
     """
     rank, folder = int(os.environ["SLURM_PROCID"]), folder_of(args)
     environment.export(args.cache_dir, args.debug_dist)
@@ -243,11 +243,11 @@ def begin_by_hand(words: list[str]) -> int:
         return local.refused(error)
     processes = len(args.gpus.split(",")) if args.gpus else args.cpu or os.environ.get("SLURM_GPUS_ON_NODE", 1)
     history = begin(args)
-    told = {"history": history, "suffix": environment.suffix_of(args.master_suffix), "processes": processes}
+    own = {"history": history, "suffix": environment.suffix_of(args.master_suffix), "processes": processes}
     new[requeue.HISTORY] = str(history)
     if "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:  # after which torchrun kills its workers; unset, 30 s
         new["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(args.grace_s) + AGENT_S)
-    sys.stdout.write(environment.shell(told, new, environment.fast_interface()))
+    sys.stdout.write(environment.shell(own, new, environment.fast_interface()))
     return FINISHED
 
 

@@ -18,7 +18,7 @@ PATH="$PATH:/usr/sbin:/sbin"
 choose() {
     [ "$(id -u)" = 0 ] || fail "slurmd must be started by root"
     case "$1:$2" in
-        start:) folder="$(mktemp -d /tmp/baton_slurm_XXXXXX)" ;;
+        start:) folder="$(mktemp -dt baton_slurm_XXXXXX)" ;;
         *:) [ -n "${SLURM_CONF:-}" ] || fail "which cluster? $0 $1 FOLDER, or export SLURM_CONF=FOLDER/slurm.conf"
             folder="$(realpath -m "$(dirname "$SLURM_CONF")")" ;;
         *) folder="$(realpath -m "$2")" ;;

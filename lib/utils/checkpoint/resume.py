@@ -18,7 +18,7 @@ from lib.utils.errors import UsageError, close
 log = logging.getLogger(__name__)
 FACTS = {"state", "asked", "best", "scaler", "about"}  # what the trainer adds to a manifest
 OTHERS = {"samples", "nan"}  # what -allow_change may name besides flags: the dataset's length, weights not finite
-# What begins anew where one of these flags may change, by how the names of its tensors begin.
+# What starts from scratch where one of these flags may change, by how the names of its tensors begin.
 ANEW = {"optim.": ("optimizer", "momentum"), "trainer.": ("trainer",)}
 
 
@@ -51,7 +51,7 @@ def _peek(args, world):
 def _asked_there(folder):
     try:
         return shared_disk.retry(lambda: manager.read_manifest(folder)).get("asked")
-    except (shards.Damaged, UsageError):  # told when it is its turn to be taken
+    except (shards.Damaged, UsageError):  # reported when it is its turn to be loaded
         return None
 
 
@@ -108,14 +108,14 @@ def changes(before: dict, now: dict, args) -> str:
     """
     fixed = {*before, *now} - args.flag_rules.free
     changed = [name for name in sorted(fixed) if before.get(name) != now.get(name)]
-    told = {name: f"-{name} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}" for name in changed}
+    texts = {name: f"-{name} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}" for name in changed}
     refused = [name for name in changed if name in before and name in now and name not in args.allow_change]
     if refused:
         words = " ".join(f"-allow_change {name}" for name in refused)
         raise UsageError(f"-model {now['model']} would go on with other settings: "
-                         f"{', '.join(told[name] for name in refused)}; keep them, or add {words}, or start anew "
-                         f"with -reset or another -model")  # fmt: skip
-    return ", ".join(told.values())
+                         f"{', '.join(texts[name] for name in refused)}; keep them, or add {words}, or start "
+                         f"from scratch with -reset or another -model")  # fmt: skip
+    return ", ".join(texts.values())
 
 
 def check_found(found, now: dict, args):

@@ -1,4 +1,4 @@
-"""The folder of a run, out/NAME: who owns it, starting anew, and how the run ended."""
+"""The folder of a run, out/NAME: who owns it, starting from scratch, and how the run ended."""
 
 import contextlib
 import errno
@@ -50,7 +50,7 @@ def claimed(args, world: World):
         try:
             if stored.has_lock(folder, lock_id):  # else it may be another run's by now
                 _failed(folder, world, error)
-        except OSError as second:  # the first is what is to be told
+        except OSError as second:  # the first one is the cause
             log.warning("%s could not be written (%s)", folder / "outcome.json", second)
         raise
     finally:
@@ -70,9 +70,9 @@ def _failed(folder, world, error):
     before, lost = stored.outcome(folder), lost_peer(error)
     known = before.get("state") == "failed" and before.get("launch") == world.launch
     if not known or (before.get("lost_peer") and not lost):
-        told = f"{type(error).__name__}: {error}"
-        told = told.strip().splitlines()[-1] if "\nOriginal Traceback" in told else told  # a loader process's
-        reason = f"rank {world.rank}: {told}"
+        text = f"{type(error).__name__}: {error}"
+        text = text.strip().splitlines()[-1] if "\nOriginal Traceback" in text else text  # a loader process's
+        reason = f"rank {world.rank}: {text}"
         write_outcome(folder, world, "failed", reason=reason, lost_peer=lost)
 
 
@@ -128,7 +128,7 @@ def _lock(folder, launch, leaving_s):
     seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = (folder / ".lock").open("a+")
-    begun, told = time.monotonic(), False
+    begun, said = time.monotonic(), False
     while not _take(lock):
         owner = _owner(lock)
         named = ", ".join(f"{name} {owner[name]}" for name in ("host", "pid", "job") if owner.get(name))
@@ -137,8 +137,8 @@ def _lock(folder, launch, leaving_s):
         if time.monotonic() - begun > (leaving_s if why else PATIENCE_S):
             lock.close()
             raise UsageError(f"-model {folder.name}: {used}; take another name or wait")
-        if why and not told:
-            told = True
+        if why and not said:
+            said = True
             log.warning("%s, and %s: waiting up to %.0f s until it is gone", used, why, leaving_s)
         time.sleep(0.05)
     return lock
@@ -189,7 +189,7 @@ def _parent(pid) -> int | None:
 
 
 def _move_aside(folder):
-    """All but the lock and what Slurm's jobs live from: the one that starts anew has its own files there."""
+    """All but the lock and what Slurm's jobs live from: a job that carries out -reset has its own files there."""
     entries = [entry for entry in folder.iterdir() if entry.name not in (".lock", "slurm")]
     stamp = time.strftime("%Y%m%d-%H%M%S")
     names = (f"{folder.name}-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
