@@ -21,7 +21,7 @@ from lib.utils.checkpoint import run_folder
 from lib.utils.distributed import World
 from lib.utils.errors import FINISHED, STOPPED, UsageError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 START = {"restart": 0, "checkpoint": "step_00000020", "outcome": "1-1"}
 RUNNING = {"JobState": "RUNNING", "StartTime": "2026-11-21T03:22:53", "PreemptTime": "None"}
 PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T03:22:56"}
@@ -180,7 +180,7 @@ def says(folder: Path, job: str, *others: str):
 
 def test_without_scontrol_the_state_is_kept_and_the_command_is_told(stopped):
     code = [sys.executable, "-m", "lib.launch.slurm_task", "after", str(stopped), "0"]
-    said = subprocess.run(code, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    said = subprocess.run(code, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert said.returncode == 75 and "type: scontrol requeue 12" in said.stdout
     assert "requeued" not in json.loads(stopped.read_text())["starts"][-1]
 

@@ -16,7 +16,7 @@ import torch
 
 from lib.utils.monitoring import console, throughput
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 RUN = """

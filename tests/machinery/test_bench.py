@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts" / "bench"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 import compare
 import contenders
 import peers

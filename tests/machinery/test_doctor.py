@@ -11,7 +11,7 @@ from processes import CLEAN
 
 from scripts import doctor
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LISTED = "general: 2 nodes up, each 16 CPUs, 64000 MB, gpu:4; limit infinite"
 
 

@@ -19,7 +19,7 @@ from processes import CLEAN, until
 
 from lib.utils.checkpoint import stored
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "scripts" / "kubernetes"
 DOCUMENTS = {
     (name, document["kind"]): document

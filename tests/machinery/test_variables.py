@@ -13,7 +13,7 @@ from command_line import cfg_file, parsed
 from lib import config
 from lib.launch import environment, requeue, slurm_task
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

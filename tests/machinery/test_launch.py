@@ -23,7 +23,7 @@ from scripts import check_resume
 
 pytest_plugins = ("processes",)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60  # of three epochs
 SOON_S = 30  # until a failed run is over, on a machine that has much else to do
 

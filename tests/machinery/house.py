@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STARTERS = tuple(str(path.relative_to(ROOT)) for path in sorted((ROOT / "lib" / "launch").glob("*.py")))
 ENVIRONMENT = ("lib/utils/distributed.py", *STARTERS)  # read here, written by the starters
 ENVIRON = ("environ", "environb", "getenv", "putenv", "unsetenv")  # ways to it, in the module os

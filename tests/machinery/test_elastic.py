@@ -16,7 +16,7 @@ from cluster import needed
 from processes import CLEAN, until
 from runs import distance, lines, outcome, run
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WORDS = "-cpu 1 -micro_batch 16 -epochs 200 -save_every 500epochs -log_every 10 -model elastic "
 WORDS += "-arch mlp -mlp_depth 0 -optimizer sgd -lr_start 0.05"  # convex: what differs in rounding does not grow
 

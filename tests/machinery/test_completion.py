@@ -17,7 +17,7 @@ import train
 from lib import config
 from scripts import completion
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # At TAB the line goes to a file, completed, and is gone before zsh could run it.
 ZSH = """autoload -U compinit; compinit -u; eval "$(<{script})"; unsetopt beep
 tell() {{ zle expand-or-complete; print -r -- "$BUFFER" >> {told}; BUFFER= }}; zle -N tell; bindkey '^I' tell

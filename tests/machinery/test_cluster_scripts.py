@@ -20,7 +20,7 @@ from lib.utils.checkpoint import atomic
 from lib.utils.errors import UsageError
 from scripts import agent
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODULE = 'module() { echo "module $*"; }; export -f module; '
 
 

@@ -27,7 +27,7 @@ TOKEN, PASSWORD = "2secretTokenOfTheUser", "correct-horse-9"
 def agent(tmp_path, monkeypatch):
     """Sets the stand-in up: agent(fault) gives the file of its notes."""
     program = tmp_path / "agent"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT / "tests" / "ngrok_agent.py"} "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT / "tests" / "machinery" / "ngrok_agent.py"} "$@"\n')
     program.chmod(0o700)
     notes = tmp_path / "notes.json"
 

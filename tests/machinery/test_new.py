@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import CLEAN
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OLD = re.search(r'^name = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
 
 
@@ -31,7 +31,7 @@ def fork(tmp_path_factory):
 
 def test_a_project_has_its_own_name_everywhere_and_no_history(fork):
     listed = subprocess.run(["git", "ls-files"], cwd=fork, capture_output=True, text=True, check=True).stdout.split()
-    assert {"train.py", "lib/config/args.py", "tests/test_house.py", "LICENSE"} <= set(listed)
+    assert {"train.py", "lib/config/args.py", "tests/machinery/test_house.py", "LICENSE"} <= set(listed)
     known = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert set(known) <= {*listed, *(name for name in known if not (ROOT / name).exists())}
     assert subprocess.run(["git", "rev-parse", "HEAD"], cwd=fork, capture_output=True).returncode, (
@@ -68,7 +68,9 @@ def test_the_tests_of_a_project_are_collected_and_hold_its_own_rules_and_readme(
     theirs = said(fork, "-m", "pytest", "--collect-only", "tests")
     assert int(re.search(r"(\d+) tests collected", theirs)[1]) > 500
     chosen = "rule or every_command or every_flag or every_path or plugins_that or project"
-    assert "failed" not in said(fork, "-m", "pytest", "tests/test_house.py", "tests/test_readme.py", "-k", chosen)
+    assert "failed" not in said(
+        fork, "-m", "pytest", "tests/machinery/test_house.py", "tests/machinery/test_readme.py", "-k", chosen
+    )
 
 
 def test_what_cannot_be_begun_is_refused_in_words(fork, tmp_path):

@@ -24,7 +24,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from lib.utils.monitoring import images, tensorboard, tensorboard_server
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_full_disk_leaves_event_files_readable(tmp_path, caplog):

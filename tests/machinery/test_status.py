@@ -16,7 +16,7 @@ from lib.launch import requeue
 from scripts import reading, status
 
 pytest_plugins = ("processes",)
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WORDS = "-cpu 1 -arch mlp -epochs 2 -log_every 5"
 
 

@@ -19,7 +19,7 @@ import train
 from lib import config
 from scripts import flags_page
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = {
     str(file.relative_to(ROOT)): file.read_text()
@@ -395,7 +395,7 @@ def test_gpus_and_slurm_that_are_not_there_are_one_line(capsys):
 
 def test_every_flag_that_the_pages_name_exists():
     """A flag of train.py, of one of the plugins, or of a script."""
-    files = [*ROOT.glob("lib/*/*.py"), *ROOT.glob("scripts/**/*.py"), *ROOT.glob("tests/test_readme.py")]
+    files = [*ROOT.glob("lib/*/*.py"), *ROOT.glob("scripts/**/*.py"), *ROOT.glob("tests/machinery/test_readme.py")]
     others = set(re.findall(r'"(-\w+)"', "".join(file.read_text() for file in files)))
     there = {option for action in config.new_parser()._actions for option in action.option_strings} | others
     codes = [code for page in PAGES.values() for code in re.findall(r"`([^`\n]+)`", FENCE.sub("", page))]

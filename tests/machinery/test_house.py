@@ -88,7 +88,7 @@ def test_what_keeps_a_rule_is_left_alone(rule, path, text):
 
 def test_every_file_of_the_project_is_looked_at():
     paths = {file.path for file in house.FILES}
-    assert {"train.py", "lib/config/args.py", "lib/arch/mlp.py", "tests/test_house.py"} <= paths
+    assert {"train.py", "lib/config/args.py", "lib/arch/mlp.py", "tests/machinery/test_house.py"} <= paths
     assert len(paths) > 40 and not [path for path in paths if ".venv" in path]
     assert {rule for rule, _, _ in KEEPS} <= set(RULES)
 

@@ -20,7 +20,7 @@ import train
 from lib.config import args as config
 from lib.launch import slurm
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "slurm" / "mini_cluster.sh"
 MISSING = next(
     (tool for tool in ("slurmctld", "slurmd", "munged") if not shutil.which(tool, path="/usr/sbin:/usr/bin")), ""
