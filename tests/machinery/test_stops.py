@@ -16,7 +16,6 @@ from processes import until
 from lib.utils import preemption
 from lib.utils.distributed import World
 
-pytest_plugins = ("processes",)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
 EPOCH, STEPS = 20, 60  # steps of an epoch, and of the run
 PAUSE = {"do": "pause", "step": 25}
@@ -277,7 +276,7 @@ def test_a_stop_that_takes_longer_than_the_grace_shows_where_and_ends(start, und
 def test_torchruns_workers_leave_a_step_that_does_not_end(start, undisturbed):
     """As in NCCL, which waits for ever for a process that is gone; torchrun would kill them after 30 s."""
     words = ("-trainer", "faulty", "-arch", "mlp", "-epochs", 3)
-    command = ["-m", "torch.distributed.run", "--nproc_per_node=2", "tests/faulty.py"]
+    command = ["-m", "torch.distributed.run", "--nproc_per_node=2", "tests/machinery/faulty.py"]
     run = start("blocked", *words, deed={**PAUSE, "rank": 1}, command=command, env={"PYTHONPATH": str(Path.cwd())})
     run.noted(1)
     to_parent(run, signal.SIGTERM)
