@@ -294,7 +294,6 @@ def _slurm(add):
     )
     add("-slurm_signal_s", "seconds of warning before the time limit", "N", type=whole(1), default=120)
     add("-slurm_dir", "the job's files, on a shared disk (OUT/NAME/slurm)", "DIR", type=text)
-    _switch(add, "-slurm_follow", "stay, and show the job's log; Ctrl-C leaves the job running")
     _switch(add, "-slurm_dry", "show what would be submitted, and the answer of sbatch --test-only")
     _switch(add, "-slurm_live", "let the job run the code as it is when it starts, not a snapshot of it")
 
