@@ -200,16 +200,6 @@ def test_bad_combinations_say_what_to_do(tmp_path, capfd):
         assert told in capfd.readouterr().err
 
 
-def test_compiling_without_a_compiler_is_refused(monkeypatch, capfd):
-    monkeypatch.setenv("PATH", "")
-    assert main(["-compile"]) == 2
-    assert "C++ compiler" in capfd.readouterr().err
-    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/c++")
-    monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
-    assert main(["-compile"]) == 2
-    assert "no /nowhere/Python.h: install python3-dev" in capfd.readouterr().err
-
-
 def test_recomputing_a_model_without_blocks_is_refused():
     with pytest.raises(parallel.UsageError, match="get_blocks"):
         parallel.wrap(nn.Linear(2, 2), RECOMPUTE, World())
