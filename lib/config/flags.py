@@ -100,6 +100,9 @@ def _machine(add):
         const="blocks",
         choices=("blocks", "model"),
     )
+    _switch(
+        add, "-channels_last", "convolutions keep channels last in a GPU's memory, which is faster; not under fsdp"
+    )
     _switch(add, "-find_unused", "ddp: allow parameters that take no part in a step, and search for them")
     _switch(add, "-deterministic", "use deterministic algorithms on a GPU, too, at some cost of speed")
     _switch(add, "-sync_bn", "BatchNorm over the micro-batches of all processes (not on the CPU)", on_resume="refuse")
