@@ -32,6 +32,7 @@ class Args(argparse.Namespace):
     offload: bool
     recompute: bool
     compile: str | None
+    channels_last: bool
     find_unused: bool
     deterministic: bool
     sync_bn: bool
