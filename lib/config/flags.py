@@ -96,7 +96,9 @@ def _machine(add):
     add("-offload", SWITCH, "fsdp: parameters and optimizer in the CPU's memory, where the optimizer runs, too")
     add("-recompute", SWITCH, "keep no activations of a block, compute them again in the backward pass")
     add("-compile", one_of("blocks", "model"), "torch.compile, by blocks or in one", nargs="?", const="blocks")
-    add("-channels_last", SWITCH, "convolutions keep channels last in a GPU's memory, which is faster; not under fsdp")
+    add(
+        "-channels_last", SWITCH, "convolutions keep channels last in a GPU's memory, which is faster; not under fsdp"
+    )
     add("-find_unused", SWITCH, "ddp: allow parameters that take no part in a step, and search for them")
     add("-deterministic", SWITCH, "use deterministic algorithms on a GPU, too, at some cost of speed")
     add("-sync_bn", SWITCH, "BatchNorm over the micro-batches of all processes (GPU only)", on_resume="refuse")
