@@ -44,7 +44,7 @@ def flags() -> Parser:
     for kind in config.BUILDERS:
         names = config.plugins(kind)
         for name in names:
-            config.load_plugin(made, kind, [f"-{kind}", name], {}, None)
+            config.load_plugin(made, kind, [f"-{kind}", name], {})
         made._option_string_actions[f"-{kind}"].choices = names
     for action in made._actions:
         if isinstance(action, Switch):

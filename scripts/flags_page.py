@@ -1,16 +1,18 @@
-"""Writes docs/flags.md from the help of train.py: python scripts/flags_page.py."""
+"""Writes docs/flags.md and lib/config/namespace.pyi from the flags of train.py: python scripts/flags_page.py."""
 
+import argparse
 import contextlib
 import io
 import re
 import sys
+import typing
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "flags.md"
+PAGE, STUB = ROOT / "docs" / "flags.md", ROOT / "lib" / "config" / "namespace.pyi"
 PLUGINS = ("arch ", "dataset ", "trainer ")  # groups of flags that belong to one plugin: a fork has others
 INTRODUCTION = """# Which flags are there?
 
@@ -20,17 +22,49 @@ These are the flags that all runs share, from the output of `python train.py -h`
 - A flag may be written `-x v`, `-x=v` or `--x v`. None may be shortened.
 - `-h` next to `-arch`, `-dataset` or `-trainer` shows the flags of that plugin, and `-list` shows all plugins.
 - `-cfg FILE` reads flags from YAML (`batch_size: 128`). The command line wins over the file. If it names another
-  plugin, the file's entries for the old plugin are left out.
+  plugin, the file's entries that begin with the old plugin's name are left out.
 - `eval "$(python scripts/completion.py bash)"` completes flags in the shell (or zsh). It needs
   `uv pip install --group completion`.
 - [What may change between two starts of a run](resume.md#what-may-change-between-two-starts).
 """
 
 
+STUB_HEAD = '''"""Written by scripts/flags_page.py: the types of the shared flags, so that an editor completes `args.`
+
+A plugin's own flags are of type Any.
+"""
+
+import argparse
+
+from lib.config import flags
+
+class Args(argparse.Namespace):
+    def __init__(self, **values) -> None: ...
+    @property
+    def flag_rules(self) -> flags.Rules: ...
+'''
+
+
 def main() -> int:
-    PAGE.write_text(page())
-    print(f"{PAGE.relative_to(ROOT)}: written")
+    for path, text in ((PAGE, page()), (STUB, stub())):
+        path.write_text(text)
+        print(f"{path.relative_to(ROOT)}: written")
     return 0
+
+
+def stub() -> str:
+    """The whole stub of lib/config/namespace.py."""
+    actions = [action for action in config.new_parser()._actions if action.dest not in ("h", "list")]
+    return STUB_HEAD + "".join(f"    {action.dest}: {type_of(action)}\n" for action in actions)
+
+
+def type_of(action: argparse.Action) -> str:
+    """The type of a flag's value, as an annotation."""
+    kind = typing.get_type_hints(action.type)["return"].__name__ if action.type else "str"
+    if isinstance(action, argparse._AppendAction):
+        return f"list[{kind}]"
+    never_missing = action.default is not None or action.dest == "model"  # which parse_args makes up
+    return kind if never_missing else f"{kind} | None"
 
 
 def page() -> str:

@@ -201,5 +201,3 @@ def get_model(args): pass
     file = tmp_path / "config.yaml"
     file.write_text("arch: many\n")
     assert parsed(["-cfg", str(file), "-many_needed", "a"]).many_needed == "a"
-    file.write_text("arch: many\nmany_widths: [3, -reset]\n")
-    assert "cannot begin with a dash" in refusal(["-cfg", str(file), "-many_needed", "a"])

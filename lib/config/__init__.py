@@ -1,25 +1,16 @@
 """The command line: machinery, you need not read it.
 
-    args.py      parse_args: the command line over a -cfg file over the plugins' defaults
-    cfg_file.py  reads a -cfg file
-    flags.py     every shared flag, marked with what a resume makes of a change
-    parser.py    the ArgumentParser
-    types.py     argparse types: positive numbers, lists of GPUs, ...
+    args.py       parse_args: the command line over a -cfg file over the plugins' defaults
+    flags.py      every shared flag, with its default, and whether a resumed run may change it
+    namespace.py  Args, the class of `args`, and its stub for editors
+    parser.py     the ArgumentParser
+    types.py      argparse types: positive numbers, names, lists of GPUs
 
 A new shared flag goes into flags.py; a flag of a model, dataset or trainer goes into its own file, by
-add_args(parser).
+add_args(parser). Then `python scripts/flags_page.py` renews docs/flags.md and the stub.
 """
 
-from lib.config.args import BUILDERS, ROOT, Args, early, load_plugin, new_parser, parse_args, plugins, to_yaml
+from lib.config.args import BUILDERS, ROOT, early, load_plugin, new_parser, parse_args, plugins, to_yaml
+from lib.config.namespace import Args
 
-__all__ = [
-    "BUILDERS",
-    "ROOT",
-    "Args",
-    "early",
-    "load_plugin",
-    "new_parser",
-    "parse_args",
-    "plugins",
-    "to_yaml",
-]
+__all__ = ["BUILDERS", "ROOT", "Args", "early", "load_plugin", "new_parser", "parse_args", "plugins", "to_yaml"]

@@ -1,4 +1,4 @@
-"""argparse as the command line here is read: -x as --x, nothing shortened, errors raised and told in one line."""
+"""argparse for this command line: -x is --x, nothing is shortened, errors are one line."""
 
 import argparse
 import ast
@@ -9,17 +9,17 @@ from pathlib import Path
 from lib.config.types import yes_no
 from lib.utils.errors import UsageError, close
 
-NEGATIVE = re.compile(r"-(\.?[0-9].*|inf(inity)?|nan)$", re.IGNORECASE | re.DOTALL)  # meant as a number, no flag
+NEGATIVE = re.compile(r"-(\.?[0-9].*|inf|nan)$")  # a number and not a flag
 
 
 class Parser(argparse.ArgumentParser):
     """argparse with -x as --x, no abbreviations, and errors that are raised."""
 
     def error(self, message):
-        raise UsageError(message if len(message) < 2000 else f"{message[:1000]} ... {message[-900:]}")
+        raise UsageError(message)
 
     def exact(self, word: str, source: str = "") -> str:
-        """The word as argparse reads it without guessing. Raises UsageError for a flag that there is not."""
+        """Return the word with its flag spelt as argparse knows it. Raise UsageError for an unknown flag."""
         if not word.startswith("-") or NEGATIVE.match(word):
             return word
         name, equals, value = word.partition("=")
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{source}unknown flag {name}{close(name, self._option_string_actions)}")
 
     def words_of(self, entries: dict[str, list[str]], path: str) -> list[str]:
-        """What the entries of a -cfg file would be on the command line."""
+        """Return the entries of a -cfg file as words of a command line."""
         words = []
         for key, values in entries.items():
             flag = self.exact(f"-{key}", f"{path}: ")
@@ -38,33 +38,31 @@ class Parser(argparse.ArgumentParser):
                 words += [f"{flag}={value}" for value in values]
             elif action.nargs in (None, "?", 0) and len(values) != 1:
                 raise UsageError(f"{path}: -{key} takes one value and not the list [{', '.join(values[:9])}]")
-            elif any(value.startswith("-") and not NEGATIVE.match(value) for value in values[1:]):
-                raise UsageError(
-                    f"{path}: -{key}: values in a list cannot begin with a dash: {', '.join(values[:9])}"
-                )
+            elif len(values) == 1:
+                words += [f"{flag}={values[0]}"]
             else:
-                words += [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
+                words += [flag, *values]
         return words
 
     def add_own(self, module, title: str):
-        """Lets a plugin add its flags. Raises UsageError for one that is there already or that no file can hold."""
-        file, shared = _file(module), list(self._actions)
+        """Add a plugin's flags. Raise UsageError for one that exists already or that config.yaml cannot keep."""
+        shared = list(self._actions)
         taken = {option.lstrip("-") for action in shared for option in action.option_strings}
         try:
             module.add_args(self.add_argument_group(title))
         except argparse.ArgumentError as error:
-            raise UsageError(f"{file}: its flag clashes with a shared one ({error})") from None
+            raise UsageError(f"{_file(module)}: its flag clashes with a shared one ({error})") from None
         for action in self._actions[len(shared) :]:
             own = {option.lstrip("-") for option in action.option_strings}
             if taken & {*own, action.dest}:
-                raise UsageError(f"{file}: its flag -{action.dest} clashes with a shared one")
+                raise UsageError(f"{_file(module)}: its flag -{action.dest} clashes with a shared one")
             if action.dest not in own or action.nargs == 0:
-                raise UsageError(f"{file}: {action.dest}: config.yaml needs a flag -{action.dest} with a value, or "
-                                 "store_true")  # fmt: skip
+                wanted = f"config.yaml needs a flag -{action.dest} with a value, or store_true"
+                raise UsageError(f"{_file(module)}: {action.dest}: {wanted}")
         self.set_known({}, module)
 
     def set_known(self, defaults: dict, module):
-        """Sets defaults for a plugin. Raises UsageError where they, or those it set itself, are of unknown flags."""
+        """Set a plugin's defaults. Raise UsageError for a default, here or in its add_args, of an unknown flag."""
         self.set_defaults(**defaults)
         names = [action.dest for action in self._actions]
         for name in sorted(set(self._defaults) - set(names)):
@@ -86,15 +84,15 @@ class Switch(argparse.Action):
     """A flag that stands alone for yes, or has yes or no behind it."""
 
     def __init__(self, option_strings, dest, default=False, required=False, help=None):
-        super().__init__(option_strings, dest, nargs="?", const=True, default=default, type=yes_no, required=required,
-                         help=help, metavar="yes|no")  # fmt: skip
+        options = {"nargs": "?", "const": True, "type": yes_no, "metavar": "yes|no"}
+        super().__init__(option_strings, dest, default=default, required=required, help=help, **options)
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, values)
 
 
 class Listing(argparse.Action):
-    """A flag that shows the plugins, each with the first line of its docstring, and ends, as -h does."""
+    """A flag that shows the plugins, each with the first line of its docstring, and exits, as -h does."""
 
     def __init__(self, option_strings, dest, help=None):
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -108,7 +106,7 @@ class Listing(argparse.Action):
 
 
 def summary(file: Path) -> str:
-    """The first line of a Python file's docstring."""
+    """Return the first line of a Python file's docstring."""
     try:
         return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
     except (SyntaxError, ValueError) as error:

@@ -261,7 +261,7 @@ def test_an_output_folder_that_cannot_be_written_is_refused(told, tmp_path):
         assert line.startswith(f"-out {out} -model digits_convnet: cannot be written (")
         assert tree(tmp_path) == before
     for out in ("", "a\0b", "a\nb"):
-        assert told([f"-out={out}", "-out", out]).startswith(f"argument -out: {out!r} is empty or holds control")
+        assert told([f"-out={out}", "-out", out]).startswith(f"argument -out: {out!r} is not a line of text")
 
 
 @pytest.mark.parametrize("name", ["STOP", "outcome.json", "metrics.jsonl", "config.yaml"])

@@ -51,8 +51,8 @@ README_WORDS = 1800
 
 def tracked(*patterns: str) -> set[str]:
     """The files that git tracks, or will after the next commit, and that match one of the patterns."""
-    options = ["--cached", "--others", "--exclude-standard", "--", *(f":(glob){one}" for one in patterns)]
-    words = ["git", "ls-files", *options]
+    words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--"]
+    words += [f":(glob){one}" for one in patterns]
     listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
     return {line for line in listed.splitlines() if (ROOT / line).is_file()}
 

@@ -182,7 +182,7 @@ def test_the_same_rank_twice_is_refused_and_who_leaves_may_come_back(start):
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("-nnodes 2 -node_rank 2 -master_addr here", "-node_rank 2 of -nnodes 2: they count from 0 to 1"),
+        ("-nnodes 2 -node_rank 2 -master_addr here", "-node_rank 2 of -nnodes 2: 0 to 1 are wanted"),
         ("-nnodes 2 -node_rank 0", "-nnodes 2 needs -master_addr"),
         ("-nnodes 2 -master_addr here", "-nnodes 2 needs -node_rank"),
         ("-node_rank 0 -master_addr here", "-node_rank and -master_addr without -nnodes"),

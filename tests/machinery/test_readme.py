@@ -159,6 +159,11 @@ def _anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def test_the_stub_of_args_names_every_flag_with_its_type():
+    assert flags_page.STUB.read_text() == flags_page.stub(), "run python scripts/flags_page.py"
+    assert "    max_hours: float | None\n    grace_s: float\n" in flags_page.stub()
+
+
 def test_the_page_of_flags_is_what_help_says():
     page = PAGES["docs/flags.md"]
     assert page == flags_page.page(), "run python scripts/flags_page.py"

@@ -1,0 +1,23 @@
+"""The class of `args`. Its stub, namespace.pyi, tells editors the flags; scripts/flags_page.py writes it."""
+
+import argparse
+
+from lib.config import flags
+
+
+class Args(argparse.Namespace):
+    """The values of all flags, by name. Read-only: values that follow from them live elsewhere."""
+
+    def __init__(self, **values):
+        vars(self).update(values)
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"args is read-only: args.{name} cannot be set to {value!r} after parse_args")
+
+    def __delattr__(self, name):
+        raise AttributeError(f"args is read-only: args.{name} cannot be deleted")
+
+    @property
+    def flag_rules(self) -> flags.Rules:
+        """Return which flags may change in a run, or differ between its machines, for modules below lib.config."""
+        return flags.rules()

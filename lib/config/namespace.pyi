@@ -1,0 +1,109 @@
+"""Written by scripts/flags_page.py: the types of the shared flags, so that an editor completes `args.`
+
+A plugin's own flags are of type Any.
+"""
+
+import argparse
+
+from lib.config import flags
+
+class Args(argparse.Namespace):
+    def __init__(self, **values) -> None: ...
+    @property
+    def flag_rules(self) -> flags.Rules: ...
+    data: str
+    out: str
+    model: str
+    cfg: str | None
+    reset: bool
+    tb: bool
+    ngrok: bool
+    ngrok_auth: str
+    ngrok_oauth: str | None
+    ngrok_allow: list[str]
+    seed: int
+    gpus: str | None
+    cpu: int | None
+    workers: int | None
+    fp16: bool
+    bf16: bool
+    parallel: str
+    fsdp_replicas: int
+    offload: bool
+    recompute: bool
+    compile: str | None
+    channels_last: bool
+    find_unused: bool
+    deterministic: bool
+    sync_bn: bool
+    dataset: str
+    batch_size: int
+    batch_per_gpu: int | None
+    micro_batch: int | None
+    shuffle: bool
+    augment: bool
+    drop_last: bool
+    num_classes: int
+    channels: int
+    image_size: int
+    arch: str
+    trainer: str
+    epochs: int
+    loss: str
+    label_smoothing: float
+    log_every: int
+    log_histograms: int | None
+    max_bad_steps: int
+    dry: bool
+    debug: bool
+    eval: bool
+    overfit: int | None
+    profile: int | None
+    optimizer: str
+    lr_start: float
+    lr_end: float
+    lr_warmup: float
+    scale_lr: str
+    lr_batch: int
+    weight_decay: float
+    momentum: float
+    clip_grad: float
+    save_every: str
+    keep_last: int
+    keep_every: int
+    best: str | None
+    save_strict: bool
+    resume: str | None
+    weights: str | None
+    allow_change: list[str]
+    max_hours: float | None
+    grace_s: float
+    limit_steps: int | None
+    check_resume: bool
+    hang_minutes: float
+    nnodes: int
+    node_rank: int | None
+    master_addr: str | None
+    master_port: int
+    master_suffix: str | None
+    cache_dir: str | None
+    debug_dist: bool
+    slurm: bool
+    slurm_nnodes: int
+    slurm_ngpus: int
+    slurm_nodelist: str | None
+    slurm_exclude: str | None
+    slurm_partition: str | None
+    slurm_account: str | None
+    slurm_qos: str | None
+    slurm_constraint: str | None
+    slurm_timeout: int | None
+    slurm_mem_gb: float | None
+    slurm_cpus: int | None
+    slurm_setup: list[str]
+    slurm_arg: list[str]
+    slurm_requeues: int
+    slurm_signal_s: int
+    slurm_dir: str | None
+    slurm_dry: bool
+    slurm_live: bool
