@@ -139,7 +139,6 @@ NOT_COPIED = (  # what is about the template itself; a path that ends with / is 
     "docs/compat.md",
     "docs/terminal.png",
     "scripts/bench/",
-    "scripts/flags_page.py",
     "tests/machinery/",
 )
 TEMPLATE_ONLY = ("import-linter", "kubernetes-validate", "kubeflow-trainer-api", "pytest-xdist")  # packages
