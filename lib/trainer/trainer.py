@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 
@@ -53,7 +54,9 @@ class Trainer:
         self.precision = parallel.autocast(args, world.device)
         self.statistics = batchnorm.Statistics(model, world, world.size == 1 and self.plan.grain == self.plan.batch)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
-        self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
+        lock = stored.lock_id(self.folder)
+        owned = functools.partial(stored.has_lock, self.folder, lock)
+        self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit, owned)
         self.ballot, self.every = preemption.Ballot(self.stop, world), manager.Every(args.save_every)
         kept = {"keep_last": args.keep_last, "strict": args.save_strict}
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, **kept)
@@ -73,7 +76,7 @@ class Trainer:
 
     def fit(self) -> str:
         """Trains from where the run is to its end, or to a stop with the state saved: what `finish` says."""
-        with self.stop.listening(self.checkpoints.writing), runtime.frozen():
+        with self.stop.listening(), runtime.frozen():
             self.resume()
             self.warm_up()
             minutes, saving = self.args.hang_minutes, self.checkpoints.writing
@@ -92,8 +95,6 @@ class Trainer:
         self.model.train()
         batches = self.loaders["train"].epoch(self.state.epoch, self.plan.step_in_epoch(self.state))
         for key, batch in runtime.throttle(self.report.waiting(batches), self.world.device):
-            if key.first:
-                self.stop.step_begins()
             self.micro_batch(key, batch)
             if key.last:
                 self.step(key.of)
@@ -144,7 +145,6 @@ class Trainer:
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
         stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.stop.at_limit(step)
-        self.stop.step_ends()
         if self.ballot.voted:
             self.checkpoints.poll()
         if stop and step < self.total_steps:  # a stop on the very last step finishes the run
@@ -334,4 +334,4 @@ class Trainer:
             if finished or self.stop.by_file:
                 self.stop.remove_file()
         self.report.last_words(outcome, self.args)
-        return "failed" if self.stop.is_another_nodes() and not finished else outcome["state"]
+        return "failed" if self.stop.only_other_nodes_leave() and not finished else outcome["state"]
