@@ -50,14 +50,13 @@ def run(args) -> int:
     with distributed.joined(args) as world:
         startup.report("processes")
         runtime.kernels(world, args.deterministic)
-        seeding.for_building(args.seed)  # whatever the data drew
-        model, values = parallel.build(arch, args, world)
+        model = parallel.build(arch, args, world)
         before = resume.remembered(args, world)
         plan = resume.plan(args, len(splits["train"]), world, before)
         resume.check_start(args, plan, before, model, splits)
         criterion = loss.get_loss(args)
         fits.check(splits, model, criterion, args, world)
-        model = parallel.wrap(model, args, world, arch=arch, values=values)
+        model = parallel.wrap(model, args, world, arch=arch)
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
         startup.report("model")
         hold = run_folder.left_alone if modes.asked(args) else run_folder.claimed

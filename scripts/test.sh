@@ -1,9 +1,19 @@
 #!/usr/bin/env bash
-# Sets up .venv if need be, then checks the code's form and runs the tests: ./scripts/test.sh [tests/test_x.py -k name ...]
+# Sets up .venv if need be and runs the tests:
+#   ./scripts/test.sh                  those that are not marked slow
+#   ./scripts/test.sh --all            all
+#   ./scripts/test.sh [--all] tests/test_x.py -k name ...      other arguments are passed to pytest
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/set_up.sh dev
 unset PYTHONDONTWRITEBYTECODE
-.venv/bin/ruff format --check .
-.venv/bin/ruff check .
+if [ -d tests/machinery ]; then # in the template, not in a project made by scripts/new.py
+    .venv/bin/ruff format --check .
+    .venv/bin/ruff check .
+fi
+if [ "${1:-}" = --all ]; then
+    shift
+else
+    set -- -m "not slow" "$@"
+fi
 exec .venv/bin/python -m pytest "$@"

@@ -10,7 +10,6 @@ import saves
 import torch
 
 from lib.utils.monitoring import console
-from scripts import check_resume
 
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
@@ -35,19 +34,6 @@ def _logging_as_before():
     for handler in [one for one in root.handlers if isinstance(one, (console.LogFile, console.Terminal))]:
         root.removeHandler(handler)
         handler.close()
-
-
-@pytest.fixture
-def no_fsync(monkeypatch):
-    """No waiting for the disk: what fsync is good for is tested on a model of one."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-@pytest.fixture
-def only_kills(monkeypatch):
-    """Of what -check_resume compares, only the kills on the same number of processes."""
-    real = check_resume.Check.planned
-    monkeypatch.setattr(check_resume.Check, "planned", lambda self, facts: real(self, facts)[:1])
 
 
 @pytest.fixture(scope="module")

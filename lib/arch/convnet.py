@@ -10,6 +10,7 @@ from lib.utils.errors import UsageError
 def add_args(parser):
     parser.add_argument("-convnet_width", type=int, default=24, metavar="N", help="channels of the first layer")
     parser.add_argument("-convnet_dropout", type=float, default=0.1, metavar="P", help="share of features dropped")
+    parser.set_defaults(channels_last=True)
 
 
 def get_model(args) -> nn.Module:

@@ -96,6 +96,9 @@ def _machine(add):
     add("-offload", SWITCH, "fsdp: parameters and optimizer in the CPU's memory, where the optimizer runs, too")
     add("-recompute", SWITCH, "keep no activations of a block, compute them again in the backward pass")
     add("-compile", one_of("blocks", "model"), "torch.compile, by blocks or in one", nargs="?", const="blocks")
+    add(
+        "-channels_last", SWITCH, "convolutions keep channels last in a GPU's memory, which is faster; not under fsdp"
+    )
     add("-find_unused", SWITCH, "ddp: allow parameters that take no part in a step, and search for them")
     add("-deterministic", SWITCH, "use deterministic algorithms on a GPU, too, at some cost of speed")
     add("-sync_bn", SWITCH, "BatchNorm over the micro-batches of all processes (GPU only)", on_resume="refuse")
@@ -190,7 +193,6 @@ def _slurm(add):
     add("-slurm_requeues", COUNT_OR_0, "most requeues after time limits and crashes of a run that advances", 20)
     add("-slurm_signal_s", COUNT, "seconds of warning before the time limit", 120)
     add("-slurm_dir", DIR, "the job's files, on a shared disk (OUT/NAME/slurm)")
-    add("-slurm_follow", SWITCH, "stay, and show the job's log; Ctrl-C leaves the job running")
     add("-slurm_dry", SWITCH, "show what would be submitted, and the answer of sbatch --test-only")
     add("-slurm_live", SWITCH, "let the job run the code as it is when it starts, not a snapshot of it")
 

@@ -32,6 +32,7 @@ class Args(argparse.Namespace):
     offload: bool
     recompute: bool
     compile: str | None
+    channels_last: bool
     find_unused: bool
     deterministic: bool
     sync_bn: bool
@@ -104,6 +105,5 @@ class Args(argparse.Namespace):
     slurm_requeues: int
     slurm_signal_s: int
     slurm_dir: str | None
-    slurm_follow: bool
     slurm_dry: bool
     slurm_live: bool

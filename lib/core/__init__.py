@@ -4,7 +4,6 @@ loss.py       the losses of -loss
 optimizer.py  the optimizers of -optimizer
 scheduler.py  the learning rate as a function of the step
 parallel.py   DDP and FSDP2, precision, torch.compile, recomputation
-deferred.py   builds a model without memory, for FSDP
 batchnorm.py  running statistics that do not depend on which process saw which sample
 modes.py      -dry, -debug and -eval: a look at a run instead of a run
 """

@@ -10,10 +10,10 @@ import random
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import crash
 import disk
-import house
 import pytest
 import torch
 
@@ -21,6 +21,7 @@ from lib.utils.checkpoint import atomic
 from lib.utils.compat import atomic_directory
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
+ROOT = Path(__file__).resolve().parents[2]
 OLD, NEW, NEWER = 8, 9, 10  # steps; as strings, the last comes first
 
 
@@ -250,4 +251,4 @@ def test_a_folder_that_cannot_be_synced_is_no_error_but_a_broken_disk_is(code, t
 
 def test_files_are_written_without_torch():
     probe = "import sys; from lib.utils.checkpoint import atomic; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", probe], cwd=house.ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True, timeout=120)

@@ -13,7 +13,6 @@ from processes import until
 
 from lib.utils.monitoring import tensorboard_server
 
-pytest_plugins = ("processes",)
 STEPS = 60  # of a run of the nursery
 # The paths that are drawn through as many points as there are steps, as TensorBoard does where there is no WebGL.
 PATHS = "[...document.querySelectorAll('path')].map(path => path.getAttribute('d'))"

@@ -13,7 +13,6 @@ import train
 from lib.utils.data import permutation
 from scripts import check_resume, ledger
 
-pytest_plugins = ("processes",)
 STEPS, BATCH = 8, 8
 SMALL = f"-num_classes 4 -batch_size {BATCH} -micro_batch 4 -lr_start 1e-2 -epochs 9 -cpu 2 -limit_steps {STEPS}"
 ROWS = ["undisturbed", "killed 3 times, gone on with each time", "undisturbed", "killed, gone on with on others"]

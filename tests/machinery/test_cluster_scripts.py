@@ -12,7 +12,6 @@ from pathlib import Path
 
 import cluster
 import pytest
-from command_line import parsed
 
 import train
 from lib.launch import requeue, slurm, slurm_task
@@ -211,37 +210,16 @@ def test_the_mini_cluster_refuses_a_folder_that_others_may_have_filled(tmp_path)
     assert said.returncode == 1 and "which cluster? " in said.stderr
 
 
-SAID = "sbatch: error: Batch job submission failed: "  # by sbatch 22.05, with these words behind
-SBATCH = [  # what it says, the words that it says it to, and what the user is told
-    ("Invalid partition name specified", "-slurm_partition gpus",
-     "-slurm_partition gpus: the partitions here are general, urgent (sbatch said: "),
-    ("Requested node configuration is not available", "-slurm_ngpus 9",
-     "-slurm_ngpus 9: a node has gpu:4 and 16 CPUs; a task takes -slurm_cpus 10 (sbatch said: "),
-    ("Invalid account or account/partition combination specified", "-slurm_account me",
-     "-slurm_account me: sacctmgr show associations user=$USER lists yours (sbatch said: "),
-    ("Requested time limit is invalid (missing or exceeds some limit)", "-slurm_timeout 90",
-     "-slurm_timeout 90: the partitions allow general 1:00:00, urgent infinite (sbatch said: "),
-    ("Requested time limit is invalid (missing or exceeds some limit)", "",
-     "-slurm_timeout: the partitions allow general 1:00:00, urgent infinite (sbatch said: "),
-    ("No partition specified or system default partition", "",
-     "-slurm_partition: the partitions here are general, urgent (sbatch said: "),
-    ("Something else", "", "-slurm: sbatch refused the job: Batch job submission failed: Something else"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("said", "words", "told"), SBATCH)
-def test_what_sbatch_says_is_told_in_one_line_with_what_to_do(said, words, told, there, monkeypatch, capsys):
-    stand_in(there, "sbatch", f"echo '{SAID}{said}' >&2; exit 1")
-    stand_in(there, "sinfo", 'case "$3" in %R) printf "general\\nurgent\\n" ;; %c) echo 16 ;; %G) echo gpu:4 ;; '
-             '*) printf "general 1:00:00\\nurgent infinite\\n" ;; esac')  # fmt: skip
+def test_what_sbatch_says_against_a_job_is_one_line(there, monkeypatch, capsys):
+    error = "sbatch: error: Batch job submission failed: Invalid partition name specified"
+    stand_in(there, "sbatch", f"echo '{error}' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{there / 'bin'}:{os.environ['PATH']}")
-    assert train.main(["-slurm", *words.split(), "-out", str(there / "out")]) == 2
-    heard = capsys.readouterr().err
-    assert heard.startswith(f"train.py: {told}") and len(heard.splitlines()) == 1
+    assert train.main(["-slurm", "-slurm_partition", "gpus", "-out", str(there / "out")]) == 2
+    assert capsys.readouterr().err == f"train.py: -slurm: sbatch refused the job: {error}\n"
     assert not list((there / "out" / "digits_convnet" / "slurm").iterdir()), "no pickle and no snapshot is left"
     (there / "bin" / "sbatch").unlink()
     monkeypatch.setenv("PATH", str(there / "bin"))
-    assert train.main(["-slurm", *words.split(), "-out", str(there / "out")]) == 2
+    assert train.main(["-slurm", "-out", str(there / "out")]) == 2
     assert "-slurm: there is no sbatch on this machine: start on a login node, or" in capsys.readouterr().err
 
 
@@ -253,18 +231,12 @@ def test_what_fails_before_sbatch_is_not_put_to_its_account(there, monkeypatch, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(slurm, "snapshot", full)
+        patched.setattr(slurm, "copy_code", full)
         assert train.main(["-slurm", "-out", str(there / "out")]) == 2
         assert "No space left on device" in (heard := capsys.readouterr().err) and "-slurm_dir" in heard
-        patched.setattr(slurm, "snapshot", lambda *words: 1 / 0)
+        patched.setattr(slurm, "copy_code", lambda *words: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train.main(["-slurm", "-out", str(there / "out")])
-    monkeypatch.setitem(sys.modules, "submitit", None)
-    assert train.main(["-slurm", "-out", str(there / "out")]) == 2
-    heard = capsys.readouterr().err
-    assert "uv pip install submitit" in heard and "sbatch" not in heard
-    monkeypatch.undo()
-    monkeypatch.setenv("PATH", f"{there / 'bin'}:{os.environ['PATH']}")
     assert train.main(["-slurm", "-out", str(there / "out")]) == 2
     assert "-slurm: sbatch names no job: it says nothing" in capsys.readouterr().err
 
@@ -277,17 +249,16 @@ def test_an_array_is_refused_in_one_line(tmp_path, capsys):
         assert heard.count("\n") == 1
 
 
-def test_a_dry_run_shows_the_script_also_where_slurm_does_not_answer(there, monkeypatch, capsys):
-    stand_in(there, "sbatch", "echo 'allocation failure: Unable to contact slurm controller' >&2; exit 1")
-    stand_in(there, "sinfo", "exit 1")
-    monkeypatch.setenv("PATH", f"{there / 'bin'}:{os.environ['PATH']}")
+def test_a_dry_run_shows_the_script_and_what_sbatch_says_to_it(there, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(there / "bin"))
     assert train.main(["-slurm_dry", "-out", str(there / "out")]) == 0
     said = capsys.readouterr().out
-    assert "#SBATCH --job-name=digits_convnet\n" in said and "Slurm does not answer: nothing was tested (" in said
+    assert "#SBATCH --job-name=digits_convnet\n" in said and "no sbatch here: not tested" in said
     assert "--time" not in said, "the partition's limit, unless -slurm_timeout says another"
-    stand_in(there, "sinfo", "echo general")
+    stand_in(there, "sbatch", "echo 'allocation failure: Unable to contact slurm controller' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{there / 'bin'}:/usr/bin:/bin")
     assert train.main(["-slurm_dry", "-out", str(there / "out")]) == 2
-    assert "-slurm: sbatch refused the job: allocation failure: " in capsys.readouterr().err
+    assert "-slurm: sbatch refused the job: allocation failure: Unable" in capsys.readouterr().err
 
 
 def test_a_job_folder_is_private_if_it_is_made_for_the_job(there, monkeypatch):
@@ -330,32 +301,11 @@ def test_an_ended_job_leaves_neither_its_pickle_nor_its_snapshot(tmp_path, monke
     assert not code.exists() and other.exists() and pickles[1].exists()
 
 
-@pytest.mark.parametrize(("state", "code"), [("COMPLETED", 0), ("CANCELLED", 1), ("FAILED", 1)])
-def test_a_followed_job_ends_as_itself_and_not_as_the_run_before_it(there, monkeypatch, capsys, state, code):
-    """Cancelled while it waits, or -eval: neither writes an outcome."""
-    stand_in(there, "scontrol", f"echo JobId=5 JobState={state}")
-    monkeypatch.setenv("PATH", f"{there / 'bin'}:{os.environ['PATH']}")
-    states = iter(["PENDING (Priority)", "PENDING (Priority)", "RUNNING (None)"])
-    monkeypatch.setattr(slurm, "state_of", lambda job: next(states, None))
-    args, outcome = parsed(f"-out {there} -model run"), there / "run" / "outcome.json"
-    outcome.parent.mkdir()
-    outcome.write_text('{"state": "finished", "launch": "4.0"}')
-    assert slurm.follow(args, "5", there / "5.out") == code
-    assert capsys.readouterr().out == "job 5: PENDING (Priority)\n", "why it waits, once"
-    for end, wanted in (("stopped", 75), ("failed", 1), ("finished", 0)):
-        atomic.write_file(outcome, json.dumps({"state": end, "launch": "5.0"}))
-        assert slurm.follow(args, "5", there / "5.out") == wanted
-
-
 def test_a_job_folder_that_is_not_shared_is_one_line(tmp_path, monkeypatch):
-    """Seen from a node, which waits for rank 0's word, and from the login node, which waits for the log."""
+    """A node waits for rank 0's address."""
     monkeypatch.setattr(slurm_task, "MEET_S", 0.2)
     with pytest.raises(UsageError, match=r"-slurm_dir .*: rank 0's word did not come .* all nodes share"):
         slurm_task.wait_for(tmp_path / "5.0.0.place")
-    monkeypatch.setattr(slurm, "LATE_S", 0.0)
-    monkeypatch.setattr(slurm, "state_of", lambda job: "RUNNING")
-    with pytest.raises(UsageError, match=r"-slurm_dir .*: job 5 runs, but its log does not appear here"):
-        slurm.follow(None, "5", tmp_path / "5.out")
 
 
 def test_slurm_is_required_on_ci_and_elsewhere_its_absence_is_told(monkeypatch):

@@ -21,7 +21,6 @@ from lib.launch import environment, local, multinode, slurm_task
 from lib.utils.errors import FAILED, STOPPED, UsageError
 from scripts import check_resume
 
-pytest_plugins = ("processes",)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60  # of three epochs

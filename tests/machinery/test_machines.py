@@ -15,7 +15,6 @@ from command_line import told
 
 from lib.launch import multinode
 
-pytest_plugins = ("processes",)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
 GONE_S = 40  # a machine without power is gone after 20
 NETWORKS = {"baton_a": "10.77.0.1", "baton_b": "10.77.0.2"}

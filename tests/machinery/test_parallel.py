@@ -1,10 +1,14 @@
 """DDP, FSDP2 and one process: the same run, each other's checkpoints, and any honest model."""
 
 import itertools
+import math
+import multiprocessing
 import types
 
 import pytest
 import torch
+import torchvision
+from processes import in_a_child
 from runs import few, norm_net, plugins, run, same, weights
 from torch import nn
 
@@ -17,7 +21,9 @@ from train import main
 NET = "-dataset few -arch blocks_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 13 -clip_grad 0.5"
 NORM = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 8 -epochs 2 -cpu 1"
 
-RECOMPUTE = types.SimpleNamespace(sync_bn=False, recompute=True, compile=None, parallel="ddp", arch="line")
+RECOMPUTE = types.SimpleNamespace(
+    sync_bn=False, recompute=True, compile=None, parallel="ddp", arch="line", channels_last=False
+)
 
 
 class BlocksNet(nn.Module):
@@ -213,42 +219,109 @@ def test_an_architecture_may_name_its_own_blocks():
     assert [module for module in net.modules() if module.forward != before[module]] == [net.inner, net.head]
 
 
-class Viewing(nn.Module):
-    """Flattens by view, which takes no channels that lie last; or else in training only."""
-
-    def __init__(self, always=True):
-        super().__init__()
-        self.always = always
-        self.fold, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4 * 6 * 6, 2)
-        self.other = nn.Conv3d(1, 1, 1)
-
-    def forward(self, images):
-        features = self.fold(images)
-        return self.head(features.view(len(images), -1) if self.always or self.training else features.flatten(1))
-
-
-def test_channels_are_tried_before_anything_is_compiled(monkeypatch):
-    seen, model = [], BlocksNet()
-    part = model.blocks[0]
+@pytest.mark.parametrize("asked", [True, False])
+def test_channels_lie_last_on_a_gpu_if_the_flag_says_so(asked, monkeypatch):
     monkeypatch.setattr(nn.Module, "to", lambda self, *words: self)
-    monkeypatch.setattr(
-        parallel, "channels_last", lambda *_: seen.append("forward" in vars(model.blocks[0])) or model
-    )
-    args = types.SimpleNamespace(**{**vars(RECOMPUTE), "compile": "blocks"})
-    assert parallel.wrap(model, args, World(device=torch.device("cuda"))) is model
-    assert seen == [False] and "forward" in vars(part)
+    args = types.SimpleNamespace(**{**vars(RECOMPUTE), "recompute": False, "channels_last": asked})
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3))
+    for device, last in (("cpu", False), ("cuda", asked)):
+        parallel.wrap(model, args, World(device=torch.device(device)))
+        assert all(model[i].weight.is_contiguous(memory_format=torch.channels_last) == last for i in (0, 2))
 
 
-def test_channels_lie_last_where_the_model_can_do_with_it():
-    args = types.SimpleNamespace(channels=3, image_size=8)
-    folds = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.Flatten())
-    images = torch.randn(2, 3, 8, 8)
-    before = folds(images)
-    assert torch.allclose(parallel.channels_last(folds, args)(images), before, atol=1e-5)
-    assert all(folds[number].weight.is_contiguous(memory_format=torch.channels_last) for number in (0, 2))
-    assert folds[1].num_batches_tracked == 2, "the trial left no trace"
-    for model in (Viewing(), Viewing(always=False), nn.Sequential(nn.Conv3d(1, 1, 1))):
-        values = {name: value.clone() for name, value in model.state_dict().items()}
-        assert parallel.channels_last(model, args) is model
-        assert all(value.is_contiguous() and torch.equal(value, values[name]) for name, value in
-                   model.state_dict().items())  # fmt: skip
+# A model that is to be sharded starts with the values that it has when it is built as usual
+
+
+class Odd(nn.Module):
+    """Tied, frozen, scaled afterwards, with constants, a padding row, an orthogonal matrix, a half-precision part."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6, padding_idx=2)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.tokens.weight
+        self.register_buffer("constant", torch.tensor([1.0, math.pi]))
+        self.register_buffer("table", torch.outer(torch.arange(5).float(), torch.ones(3)).cos(), persistent=False)
+        self.register_buffer("empty", torch.zeros(0, 3))
+        self.square = nn.Linear(4, 4)
+        nn.init.orthogonal_(self.square.weight)
+        self.scale = nn.Parameter(torch.randn(3) * 0.1, requires_grad=False)
+        self.norm = nn.BatchNorm2d(7)
+        self.mixed = nn.Linear(5, 5, dtype=torch.bfloat16)
+        self.apply(lambda m: nn.init.normal_(m.weight, std=0.02) if isinstance(m, nn.Embedding) else None)
+        with torch.no_grad():
+            self.square.weight.mul_(1 / math.sqrt(2))
+            self.head.weight[3:5] += 1
+
+
+class Depths(nn.Module):
+    """Reads numbers from tensors, as stochastic depth does."""
+
+    def __init__(self):
+        super().__init__()
+        self.drops = nn.ModuleList(nn.Dropout(rate.item()) for rate in torch.linspace(0, 0.3, 4))
+        self.last = nn.Linear(3, 3)
+
+
+class Hidden(nn.Linear):
+    """Keeps a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.hidden = torch.arange(3)
+
+
+def all_tensors(model):
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("make", "in_full"), [
+    (Odd, ""),
+    (torchvision.models.resnet18, ""),
+    (lambda: nn.TransformerEncoderLayer(8, 2), ""),
+    (lambda: torchvision.models.VisionTransformer(16, 8, 2, 2, 32, 32), ""),
+    (Depths, "item()"),
+    (Hidden, "the tensor hidden is neither a parameter nor a buffer"),
+], ids=["odd", "resnet", "transformer", "vit", "depths", "hidden"])  # fmt: skip
+def test_a_sharded_model_starts_with_the_values_of_the_model_built_as_usual(make, in_full, offload, tmp_path):
+    context = multiprocessing.get_context("fork")
+    other = context.Process(target=starts_as_usual, args=(1, make, in_full, offload, tmp_path / "store"))
+    other.start()
+    in_a_child(lambda: starts_as_usual(0, make, in_full, offload, tmp_path / "store"))
+    other.join()
+    assert other.exitcode == 0
+
+
+def starts_as_usual(rank, make, in_full, offload, store):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    args = types.SimpleNamespace(**{**vars(RECOMPUTE), "parallel": "fsdp", "recompute": False, "offload": offload,
+                                    "fsdp_replicas": 1, "seed": 5, "fp16": False, "bf16": False})  # fmt: skip
+    seen, arch = [], types.SimpleNamespace(get_model=lambda args: make())
+    parallel.log.warning = lambda text, *values: seen.append(text % values)
+    usual, after = parallel.build(arch, args, World()), torch.get_rng_state()
+    world = World(rank=rank, size=2)
+    model = parallel.build(arch, args, world)
+    assert torch.equal(torch.get_rng_state(), after), "what is drawn next is the same, too"
+    on_meta = {tensor.is_meta for tensor in all_tensors(model).values()}
+    assert on_meta == {rank == 1 and not in_full} and str(model) == str(usual)
+    assert len(seen) == (1 if in_full and rank == 0 else 0) and all(in_full in text for text in seen)
+
+    model = parallel.wrap(model, args, world)
+    wanted, found = all_tensors(usual), all_tensors(model)
+    assert wanted.keys() == found.keys()
+    for name, value in wanted.items():
+        whole = (
+            found[name].full_tensor() if isinstance(found[name], torch.distributed.tensor.DTensor) else found[name]
+        )
+        assert torch.equal(whole, value) and found[name].requires_grad == value.requires_grad, name
+    assert not isinstance(usual, Odd) or model.head.weight is model.tokens.weight
+
+
+def test_what_the_constructor_refuses_is_refused(tmp_path, capfd):
+    def refuses(args):
+        raise parallel.UsageError(f"-arch refuses: not on {torch.empty(0).device}")
+
+    with plugins(arch={"refuses": refuses}):
+        run(tmp_path, f"{NET} -arch refuses -cpu 2 -parallel fsdp", wanted=2)
+    assert "-arch refuses: not on" in capfd.readouterr().err

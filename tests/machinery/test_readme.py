@@ -78,9 +78,8 @@ def fork(tmp_path_factory):
     return folder
 
 
-def test_the_readme_is_short_enough_to_be_read():
-    assert len(README.splitlines()) <= 220 and len(README.split()) <= 1800
-    assert "## Status" not in README or "No GPU was at hand" in README[:900], "on the first screen"
+def test_the_readme_says_on_the_first_screen_what_was_not_tried():
+    assert "No GPU was at hand" in README[:900]
 
 
 def test_every_command_of_the_pages_is_held_by_a_test():
@@ -189,7 +188,8 @@ def test_workflows_run_what_is_there_and_a_bug_report_asks_for_what_it_needs():
     assert {"scripts/set_up.sh", "scripts/test.sh", ".ci/run"} == set(started)
     assert all((ROOT / name).is_file() for name in started)
     oldest = re.findall(r'"(torch\w*==[\d.]+)\.\*"', runs)
-    assert all(f'"{one.replace("==", ">=")}"' in (ROOT / "pyproject.toml").read_text() for one in oldest) and oldest
+    project = (ROOT / "pyproject.toml").read_text()
+    assert oldest and all(re.search(rf'"{one.replace("==", ">=")}[",]', project) for one in oldest)
     form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())["body"]
     needed = {field["attributes"]["label"] for field in form if field.get("validations", {}).get("required")}
     assert {"out/NAME/outcome.json", "out/NAME/config.yaml", "out/NAME/logs"} <= needed

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
@@ -55,10 +54,10 @@ def limited(code, out):
 @pytest.fixture(scope="module")
 def undisturbed(slurm, out):
     """A run that nothing disturbs."""
-    said = slurm.train(f"-slurm -slurm_nnodes 2 -cpu 2 -slurm_cpus 1 -slurm_follow -dataset slow {LONG} -model calm")
-    assert (
-        "submitted:   job" in said and "cancel:      scancel" in said and "step 60/60" in said and "finished:" in said
-    )
+    said = slurm.train(f"-slurm -slurm_nnodes 2 -cpu 2 -slurm_cpus 1 -dataset slow {LONG} -model calm")
+    job = re.search(r"submitted: +job (\d+)", said)[1]
+    assert f"{job}_0_log.out" in said and f"scancel {job}" in said
+    assert slurm.ended(job)["JobState"] == "COMPLETED", slurm.told("calm")()
     return out / "calm"
 
 
@@ -107,17 +106,8 @@ def test_preempted_runs_are_requeued_once_where_two_signals_tell(telling, out):
 
 
 def test_a_cancelled_run_is_saved_and_stays_cancelled(slurm, out):
-    """It is followed until then; Ctrl-C ends no more than that."""
-    words = (
-        f"-slurm -slurm_follow -slurm_nnodes 2 -cpu 1 -slurm_cpus 1 -dataset slow {LONG} -model given_up -out {out}"
-    )
-    command = [sys.executable, "train.py", *words.split()]
-    with subprocess.Popen(command, cwd=slurm.code, env=slurm.env(), stdout=subprocess.PIPE, text=True) as following:
-        slurm.trains("given_up", step=2)
-        following.send_signal(signal.SIGINT)
-        said = following.communicate()[0]
-    assert following.returncode == 0 and "goes on; scancel" in said
-    job = re.search(r"submitted: +job (\d+)", said)[1]
+    job = slurm.submit(f"-model given_up -cpu 1 {LONG}")
+    slurm.trains("given_up", step=2)
     assert slurm.job(job)["JobState"] == "RUNNING"
     slurm.do("scancel", job)
     ends = slurm.ended(job)
@@ -202,16 +192,13 @@ def test_a_dry_run_shows_the_script_and_leaves_nothing(slurm, out):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("-slurm_partition gpus", "-slurm_partition gpus: the partitions here are general, urgent"),
-        ("-slurm_ngpus 9", "-slurm_ngpus 9: a node has gpu:4"),
-        ("-slurm_nodelist n7", "-slurm_nodelist n7: sinfo -N lists the nodes"),
+        ("-slurm_partition gpus", "-slurm: sbatch refused the job: sbatch: error: invalid partition specified: gpus"),
         ("-gpus 0", "-gpus 0 with -slurm: Slurm says which GPUs"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(slurm, words, told):
     said = slurm.here(f"-slurm -slurm_cpus 1 -model none {words}", wanted=2)
     assert told in said and said.count("\n") == 1
-    assert ("sbatch said: " in said) == ("-gpus" not in words)
 
 
 def test_no_sbatch_is_one_line(slurm):

@@ -15,7 +15,6 @@ from runs import run
 from lib.launch import requeue
 from scripts import reading, status
 
-pytest_plugins = ("processes",)
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "-cpu 1 -arch mlp -epochs 2 -log_every 5"
 

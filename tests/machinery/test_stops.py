@@ -16,7 +16,6 @@ from processes import until
 from lib.utils import preemption
 from lib.utils.distributed import World
 
-pytest_plugins = ("processes",)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
 EPOCH, STEPS = 20, 60  # steps of an epoch, and of the run
 PAUSE = {"do": "pause", "step": 25}

@@ -24,6 +24,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from lib.utils.monitoring import images, tensorboard, tensorboard_server
 
+pytest_plugins = ("processes",)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -98,6 +99,21 @@ def test_a_resumed_run_draws_one_line(tmp_path):
     points = [(point.step, pytest.approx(point.value, rel=1e-6)) for point in events.Scalars("train/loss")]
     assert points == expected and len({step for step, _ in points}) == len(points)
     assert [entry.step for entry in events.Tensors("config/text_summary")] == [1, 41, 71]
+
+
+def test_a_killed_run_has_its_last_log_line_in_the_event_file_and_draws_one_line_after_a_resume(start):
+    words = ("killed", "-log_every", 1, "-save_every", "7steps")
+    run = start(*words, cpu=1, deed={"do": "strike", "signal": "SIGKILL", "step": 33})
+    assert run.ends() == -signal.SIGKILL
+    logged = {line["step"]: line["train/loss"] for line in runs.lines(run.folder) if "train/loss" in line}
+    drawn = {point.step: point.value for point in loaded(run.folder / "tensorboard").Scalars("train/loss")}
+    assert list(logged) == [*range(1, 34)] and drawn == pytest.approx(logged, rel=1e-6)
+
+    assert start(*words, cpu=1).ends() == 0
+    logged = {line["step"]: line["train/loss"] for line in runs.lines(run.folder) if "train/loss" in line}
+    points = loaded(run.folder / "tensorboard").Scalars("train/loss")
+    assert [point.step for point in points] == [*range(1, 61)] == list(logged), "no tooth, no gap, no double"
+    assert {point.step: point.value for point in points} == pytest.approx(logged, rel=1e-6)
 
 
 def test_a_clock_that_is_behind_does_not_put_the_newer_file_first(tmp_path, monkeypatch):

@@ -19,7 +19,6 @@ from lib import config
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import tensorboard_server, tunnel
 
-pytest_plugins = ("processes",)
 TOKEN, PASSWORD = "2secretTokenOfTheUser", "correct-horse-9"
 
 

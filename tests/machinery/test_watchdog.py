@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import ports
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from lib.config import flags
 from lib.utils import distributed, watchdog
 from lib.utils.distributed import World
 
-pytest_plugins = ("processes",)
 MINUTES = 0.1
 SOON_S = 30  # after the patience is over
 PATIENCE_S = 0.6  # of a run whose steps are counted by hand
@@ -57,8 +57,6 @@ def test_a_rank_that_is_busy_with_something_else_shows_what(start):
 
 def test_a_single_process_that_hangs_fails_and_shows_where(start):
     """Interrupted, it says so itself. It does not where somebody may sit at a breakpoint."""
-    import processes  # a plugin, which pytest is to import first
-
     run = start("alone", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45}, cpu=1)
     there = start("there", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45}, cpu=1, terminal=("stdin",))
     assert run.ends() == 1, run.text()
@@ -87,8 +85,6 @@ def test_a_single_process_that_waits_in_c_code_is_ended(tmp_path, monkeypatch):
 
 def test_a_process_that_is_suspended_does_not_hang(tmp_path):
     """SIGSTOP, as from a scheduler that suspends a job for longer than -hang_minutes."""
-    import processes  # a plugin, which pytest is to import first
-
     (tmp_path / "logs").mkdir()
     reader, writer = multiprocessing.get_context("fork").Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=steps_until_told, args=(tmp_path, reader))
@@ -134,8 +130,6 @@ def test_a_step_that_ends_between_the_two_exchanges_is_no_hang(tmp_path):
 
 
 def test_the_first_step_may_take_longer_than_hang_minutes(start, undisturbed):
-    import processes  # a plugin, which pytest is to import first
-
     run = start("slow", "-hang_minutes", 0.05, deed={"do": "pause", "step": 0, "rank": 1})
     paused = run.noted(1)[0]["time"]
     processes.until(lambda: time.monotonic() - paused > 5)
