@@ -14,7 +14,7 @@ from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding
 from lib.utils.checkpoint import manager, resume, run_folder, search, stored, weights
 from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, untouched, unwrap, warn_of_differing
-from lib.utils.data.tensors import zeros
+from lib.utils.data.tensors import shapes_in_errors, zeros
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import logger, metrics
 from lib.utils.monitoring.images import Answers
@@ -107,7 +107,7 @@ class Trainer:
         seeding.for_micro_batch(self.args.seed, self.state.step, key.micro, self.world.device)
         parallel.set_sync(self.model, key.last)
         self.statistics.before(key.first)
-        with self.precision:
+        with self.precision, shapes_in_errors(batch, self.args):
             loss = losses.checked(self.training_step(batch), self.args.trainer)
         if key.last:
             self.report.own.end()
@@ -229,7 +229,7 @@ class Trainer:
         model, totals = unwrap(self.model).eval(), metrics.MetricsTracker()
         self.answers.reset()
         for key, batch in runtime.throttle(self.loaders[split].epoch(0), self.world.device):
-            with self.precision:
+            with self.precision, shapes_in_errors(batch, self.args):
                 sums = self.evaluation_step(model, batch, key.count)
             if key.count:
                 totals.update({**sums, "samples": key.count})
