@@ -35,7 +35,7 @@ def run(args) -> int:
     """One process of the run: join the others, build the parts, fit."""
     from lib.core import loss, modes, parallel
     from lib.core import optimizer as optimizers
-    from lib.utils import distributed, fits, runtime, seeding
+    from lib.utils import distributed, runtime, seeding
     from lib.utils.checkpoint import resume, run_folder, state
     from lib.utils.data import loader
 
@@ -55,7 +55,6 @@ def run(args) -> int:
         plan = resume.plan(args, len(splits["train"]), world, before)
         resume.check_start(args, plan, before, model, splits)
         criterion = loss.get_loss(args)
-        fits.check(splits, model, criterion, args, world)
         model = parallel.wrap(model, args, world, arch=arch)
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
         startup.report("model")

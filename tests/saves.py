@@ -94,7 +94,7 @@ def stop_at(patch, step: int):
 
     def boundary(self):
         if self.state.step >= step:
-            self.stop.reason = "a test"
+            self.stop.ask("a test")
         return real(self)
 
     patch.setattr(trainer.Trainer, "boundary", boundary)

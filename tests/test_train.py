@@ -265,7 +265,7 @@ def test_a_stop_during_evaluation_evaluates_again(tmp_path, monkeypatch, undistu
         real = trainer.Trainer.evaluate
 
         def evaluate(self, split):
-            self.stop.reason = "a test"
+            self.stop.ask("a test")
             return real(self, split)
 
         patch.setattr(trainer.Trainer, "evaluate", evaluate)

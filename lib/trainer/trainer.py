@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 
@@ -13,7 +14,7 @@ from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding
 from lib.utils.checkpoint import manager, resume, run_folder, search, stored, weights
 from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, untouched, unwrap, warn_of_differing
-from lib.utils.data.tensors import zeros
+from lib.utils.data.tensors import shapes_in_errors, zeros
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import logger, metrics
 from lib.utils.monitoring.images import Answers
@@ -53,7 +54,9 @@ class Trainer:
         self.precision = parallel.autocast(args, world.device)
         self.statistics = batchnorm.Statistics(model, world, world.size == 1 and self.plan.grain == self.plan.batch)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
-        self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
+        lock = stored.lock_id(self.folder)
+        owned = functools.partial(stored.has_lock, self.folder, lock)
+        self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit, owned)
         self.ballot, self.every = preemption.Ballot(self.stop, world), manager.Every(args.save_every)
         kept = {"keep_last": args.keep_last, "strict": args.save_strict}
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, **kept)
@@ -73,7 +76,7 @@ class Trainer:
 
     def fit(self) -> str:
         """Trains from where the run is to its end, or to a stop with the state saved: what `finish` says."""
-        with self.stop.listening(self.checkpoints.writing), runtime.frozen():
+        with self.stop.listening(), runtime.frozen():
             self.resume()
             self.warm_up()
             minutes, saving = self.args.hang_minutes, self.checkpoints.writing
@@ -92,8 +95,6 @@ class Trainer:
         self.model.train()
         batches = self.loaders["train"].epoch(self.state.epoch, self.plan.step_in_epoch(self.state))
         for key, batch in runtime.throttle(self.report.waiting(batches), self.world.device):
-            if key.first:
-                self.stop.step_begins()
             self.micro_batch(key, batch)
             if key.last:
                 self.step(key.of)
@@ -106,7 +107,7 @@ class Trainer:
         seeding.for_micro_batch(self.args.seed, self.state.step, key.micro, self.world.device)
         parallel.set_sync(self.model, key.last)
         self.statistics.before(key.first)
-        with self.precision:
+        with self.precision, shapes_in_errors(batch, self.args):
             loss = losses.checked(self.training_step(batch), self.args.trainer)
         if key.last:
             self.report.own.end()
@@ -144,7 +145,6 @@ class Trainer:
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
         stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.stop.at_limit(step)
-        self.stop.step_ends()
         if self.ballot.voted:
             self.checkpoints.poll()
         if stop and step < self.total_steps:  # a stop on the very last step finishes the run
@@ -229,7 +229,7 @@ class Trainer:
         model, totals = unwrap(self.model).eval(), metrics.MetricsTracker()
         self.answers.reset()
         for key, batch in runtime.throttle(self.loaders[split].epoch(0), self.world.device):
-            with self.precision:
+            with self.precision, shapes_in_errors(batch, self.args):
                 sums = self.evaluation_step(model, batch, key.count)
             if key.count:
                 totals.update({**sums, "samples": key.count})
@@ -334,4 +334,4 @@ class Trainer:
             if finished or self.stop.by_file:
                 self.stop.remove_file()
         self.report.last_words(outcome, self.args)
-        return "failed" if self.stop.is_another_nodes() and not finished else outcome["state"]
+        return "failed" if self.stop.only_other_nodes_leave() and not finished else outcome["state"]

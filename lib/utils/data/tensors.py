@@ -1,5 +1,7 @@
 """Data in memory, fetched by whole batches."""
 
+import contextlib
+
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -39,6 +41,22 @@ def check_flags(args, **facts: int):
     for name, value in facts.items():
         if getattr(args, name) != value:
             raise UsageError(f"-{name} {getattr(args, name)}: it is {value} in -dataset {args.dataset}")
+
+
+@contextlib.contextmanager
+def shapes_in_errors(batch, args):
+    """Add the shapes of the batch, and the flags that a model is built by, to an error in the block.
+
+    Errors of torch's own kinds, as of memory or a lost process, stay as they are.
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if type(error) in (RuntimeError, TypeError, ValueError, IndexError) and len(error.args) == 1:
+            shapes = ", ".join(f"{name}: {tuple(one.shape)} {one.dtype}" for name, one in tensors(batch))
+            flags = " ".join(f"-{name} {getattr(args, name)}" for name in ("channels", "image_size", "num_classes"))
+            error.args = (f"{error}\nIn a batch of -dataset {args.dataset} with {shapes}; the flags are {flags}",)
+        raise
 
 
 def to_device(batch, device: torch.device):
