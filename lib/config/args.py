@@ -177,8 +177,6 @@ def check(args: Args, given: set[str], modules: dict):
         fits = math.gcd(args.batch_size, args.micro_batch)
         raise UsageError(f"-batch_size {args.batch_size} cannot be cut into micro-batches of -micro_batch "
                          f"{args.micro_batch}: try -batch_size {near} or -micro_batch {fits}")  # fmt: skip
-    if args.ngrok and bool(args.ngrok_oauth) != bool(args.ngrok_allow):
-        raise UsageError("-ngrok_oauth and -ngrok_allow belong together: who is to sign in where")
     if args.lr_end > args.lr_start:
         raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from lib.config.parser import Listing, Switch
 from lib.config.types import (
-    email,
     every,
     gpu_list,
     key_value,
@@ -66,14 +65,8 @@ def _run(add):
     )
     _switch(add, "-reset", "start from scratch; the old run of this name is moved to out/.old", on_resume="forget")
     _switch(add, "-tb", "serve TensorBoard on 127.0.0.1 while the run lasts", per_node=True)
-    _switch(add, "-ngrok", "open a tunnel to it for others, locked by a password (NGROK_PASSWORD, or made up)")
+    _switch(add, "-ngrok", "open a tunnel to it for others, who need the password in NGROK_PASSWORD")
     add("-ngrok_auth", "user name that goes with the password", "USER", type=run_name, default="baton")
-    add(
-        "-ngrok_oauth",
-        "ask for a sign-in there instead of a password; -ngrok_allow says who may",
-        choices=("google", "github", "gitlab", "linkedin", "microsoft", "twitch"),
-    )
-    add("-ngrok_allow", "an address that may sign in; repeatable", "EMAIL", type=email, action="append", default=[])
     add("-seed", "the seed of all randomness", "N", type=whole(0), default=0, on_resume="refuse")
 
 

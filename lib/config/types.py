@@ -63,7 +63,6 @@ def matching(pattern: str, wanted: str):
 
 every = matching(r"(?=0*[1-9])[0-9]{1,18}(epochs?|steps?|min|)", "an interval like 5epochs, 500steps or 10min")
 run_name = matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", "a name of letters, digits, dots, dashes and underscores")
-email = matching(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+", "an e-mail address")
 suffix = matching(r"[A-Za-z0-9-]*", "the end of a host name: letters, digits, dashes")
 key_value = matching(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?", "an option of sbatch like reservation=school or exclusive")
 
