@@ -13,7 +13,6 @@ from lib.config import flags, parser
 from lib.utils.errors import UsageError
 
 OTHERS = {"loss": "mse", "optimizer": "sgd", "scale_lr": "sqrt", "save_every": "5steps", "gpus": "0,1"}
-OTHERS |= {"ngrok_allow": "a@b.c", "ngrok_oauth": "github"}
 OTHERS |= {"compile": "model", "parallel": "fsdp"}
 OTHERS |= {"dataset": "random", "arch": "mlp", "micro_batch": "16", "lr_end": "1e-5", "momentum": "0.5"}
 OTHERS |= {"label_smoothing": "0.5", "trainer": "contrastive"}

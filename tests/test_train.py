@@ -281,7 +281,7 @@ def test_a_stop_during_evaluation_evaluates_again(tmp_path, monkeypatch, undistu
 @pytest.mark.parametrize(("split", "epoch"), [("val", 1), ("test", 3)])
 def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, monkeypatch, split, epoch):
     """Ended when they are told, and the newest checkpoint is that of the epoch's last step, before its evaluation."""
-    real = logger.Report.evaluated
+    real = logger.Logger.evaluated
 
     def evaluated(self, state, which, figures, answers):
         real(self, state, which, figures, answers)
@@ -290,7 +290,7 @@ def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, m
 
     words = f"{SMALL} -save_every 1steps"
     with monkeypatch.context() as patch:
-        patch.setattr(logger.Report, "evaluated", evaluated)
+        patch.setattr(logger.Logger, "evaluated", evaluated)
         with pytest.raises(MemoryError, match="killed"):
             run(tmp_path, words)
     folder = run(tmp_path, words)

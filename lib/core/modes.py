@@ -11,7 +11,6 @@ import torch
 from lib.utils.checkpoint import atomic, search, shards, shared_disk, stored, weights
 from lib.utils.checkpoint.state import parts_of, prepared, unwrap
 from lib.utils.data import tensors as data
-from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import logger, throughput
 
@@ -31,9 +30,7 @@ def asked(args) -> bool:
 def look(trainer) -> str:
     """What was asked for, with this trainer that has not begun: "finished", or an exception."""
     args = trainer.args
-    trainer.report = logger.Report(
-        trainer.folder, World(rank=1), args, trainer.total_steps, step=0, samples=0
-    )  # silent
+    trainer.logger = logger.Silent()
     trainer.stop.file = None  # it was meant for the run
     if args.eval:
         return evaluate(trainer)

@@ -16,7 +16,7 @@ from lib.utils.checkpoint import manager, resume, run_folder, search, stored, we
 from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, untouched, unwrap, warn_of_differing
 from lib.utils.data.tensors import shapes_in_errors, zeros
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import logger, metrics
+from lib.utils.monitoring import logger, metrics, throughput
 from lib.utils.monitoring.images import Answers
 from lib.utils.watchdog import watched
 
@@ -44,7 +44,7 @@ class Trainer:
             "end": args.lr_end * scale,
         }
         self.state, self.saved = State(), None  # saved: the (step, epoch) of the last checkpoint
-        self.best, self.metrics = None, metrics.MetricsTracker()
+        self.best, self.metrics = None, metrics.Sums()
         shown = loaders.get("val", loaders["train"]).dataset
         self.answers = Answers(loss, args.num_classes, getattr(shown, "classes", None), world)
         self.window, self.norms = [], []  # losses and gradient norms not yet read from the device
@@ -81,9 +81,11 @@ class Trainer:
             self.warm_up()
             minutes, saving = self.args.hang_minutes, self.checkpoints.writing
             watch = watched(self.state, self.ballot, self.world, minutes, self.folder, saving)
-            done = {"step": self.state.step, "samples": self.state.samples}
-            reported = logger.Report(self.folder, self.world, self.args, self.total_steps, **done)
-            with watch as self.watchdog, contextlib.closing(reported) as self.report:
+            self.rate = throughput.Rate(self.total_steps, self.state, self.world.device)
+            reporter = logger.Logger(
+                self.folder, self.world, self.args, total_steps=self.total_steps, state=self.state
+            )
+            with watch as self.watchdog, contextlib.closing(reporter) as self.logger:
                 while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():
                     pass
                 return self.finish()
@@ -94,8 +96,9 @@ class Trainer:
             return False
         self.model.train()
         batches = self.loaders["train"].epoch(self.state.epoch, self.plan.step_in_epoch(self.state))
-        for key, batch in runtime.throttle(self.report.waiting(batches), self.world.device):
+        for key, batch in runtime.throttle(self.rate.waiting(batches), self.world.device):
             self.micro_batch(key, batch)
+            self.logger.first_batch(batch)
             if key.last:
                 self.step(key.of)
                 if self.boundary():
@@ -109,8 +112,6 @@ class Trainer:
         self.statistics.before(key.first)
         with self.precision, shapes_in_errors(batch, self.args):
             loss = losses.checked(self.training_step(batch), self.args.trainer)
-        if key.last:
-            self.report.own.end()
         weight = key.count * self.world.size / key.of  # DDP divides by the number of processes
         self.scaler.scale(loss if weight == 1 else loss * weight).backward()
         self.statistics.after(key.count / key.of)
@@ -125,7 +126,7 @@ class Trainer:
             optimizers.spoil(self.parameters, broken)
         self.scaler.unscale_(self.optimizer)
         norm = optimizers.clip(self.parameters, self.args.clip_grad)
-        self.report.histograms(self.state.step + 1, unwrap(self.model))
+        self.logger.histograms(self.state.step + 1, unwrap(self.model))
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -141,7 +142,7 @@ class Trainer:
         """What is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
         step = self.state.step
         self.watchdog.mark()
-        self.report.profile.step()
+        self.logger.profile.step()
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
         stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.stop.at_limit(step)
@@ -157,15 +158,16 @@ class Trainer:
         """Reduces and reports the interval since the last line; ends the run after too many bad steps in a row."""
         self.read_figures()
         interval = self.metrics.reduce()
+        metrics.add(self.state.sums, interval)
         figures = {
             "loss": metrics.mean(interval, "loss"),
-            "loss_mean": metrics.mean(self.metrics.agg, "loss"),
+            "loss_mean": metrics.mean(self.state.sums, "loss"),
             "lr": self.optimizer.param_groups[0]["lr"],
             "grad_norm": self.last_norm,
             **{name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")},
             **({"bad_steps": self.state.bad_steps} if self.state.bad_steps else {}),
         }
-        self.report.training(self.state, figures)
+        self.logger.training(self.state, {**figures, **self.rate.interval(self.state)})
         if self.state.bad_row >= self.args.max_bad_steps:
             self.give_up()
 
@@ -173,7 +175,7 @@ class Trainer:
         """Takes in the losses and gradient norms since the last call. Waits for the device."""
         self.state.count_bad(self.norms)
         self.last_norm = float(self.norms[-1]) if self.norms else self.last_norm
-        self.metrics.update(logger.window_sums(self.window))
+        self.metrics.update(metrics.window_sums(self.window))
         self.window, self.norms = [], []
 
     def give_up(self):
@@ -192,7 +194,6 @@ class Trainer:
 
         Told before the save: who goes on from an older checkpoint tells it anew; after it, a kill would lose it.
         """
-        self.report.advise(self.loaders["train"].fetched.workers)
         warn_of_differing(self)
         figures = self.evaluate("val") if "val" in self.loaders else {}
         if figures is None:
@@ -204,8 +205,8 @@ class Trainer:
             self.checkpoints.finish()
             raise
         self.state.epoch += 1
-        self.metrics.end_epoch()
-        self.report.evaluated(self.state, "val", figures, self.answers)
+        self.state.sums = {}
+        self.logger.evaluated(self.state, "val", figures, self.answers)
         if best and not self.failure() and self.write_weights("best", must=self.args.save_strict):
             self.best = best
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
@@ -226,7 +227,7 @@ class Trainer:
     def evaluate(self, split: str) -> dict | None:
         """Exact means over all samples of a split and all ranks. None if all ranks agreed to stop meanwhile."""
         self.stop.trained = self.state.step == self.total_steps
-        model, totals = unwrap(self.model).eval(), metrics.MetricsTracker()
+        model, totals = unwrap(self.model).eval(), metrics.Sums()
         self.answers.reset()
         for key, batch in runtime.throttle(self.loaders[split].epoch(0), self.world.device):
             with self.precision, shapes_in_errors(batch, self.args):
@@ -261,7 +262,6 @@ class Trainer:
         resume.load(found, parts_of(self), self.world, self.args.allow_change)
         own = found.folder.parent == self.checkpoints.folder
         self.state, self.best = resume.state(manifest, self.plan), manifest["best"] if own else None
-        self.metrics.load_state_dict({"agg": self.state.sums})
         if self.world.is_main:
             self.metrics.update(self.state.unlogged)
         if self.args.fp16 and manifest["scaler"]:
@@ -288,7 +288,7 @@ class Trainer:
         if self.saved == (self.state.step, self.state.epoch) and not self.checkpoints.failures:
             return
         self.read_figures()
-        self.state.sums, self.state.unlogged = dict(self.metrics.agg), self.metrics.pending()
+        self.state.unlogged = self.metrics.pending()
         facts = {
             "state": dataclasses.asdict(self.state),
             "asked": resume.asked(self.args, self.plan),
@@ -317,11 +317,11 @@ class Trainer:
         finished = trained and figures is not None
         distributed.together(self.stop.check_folder, self.world)
         if finished:
-            self.report.evaluated(self.state, "test", figures, self.answers)
+            self.logger.evaluated(self.state, "test", figures, self.answers)
             self.write_weights("final")
         self.save()
         self.checkpoints.close()
-        self.report.close(finished)
+        self.logger.close(finished)
         outcome = {
             "state": "finished" if finished else "stopped",
             **{name: getattr(self.state, name) for name in ("epoch", "step", "samples")},
@@ -333,5 +333,5 @@ class Trainer:
             run_folder.write_outcome(self.folder, self.world, **outcome)
             if finished or self.stop.by_file:
                 self.stop.remove_file()
-        self.report.last_words(outcome, self.args)
+        self.logger.last_words(outcome, self.args)
         return "failed" if self.stop.only_other_nodes_leave() and not finished else outcome["state"]

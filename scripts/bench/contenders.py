@@ -32,7 +32,7 @@ from lib.utils.checkpoint import stored
 from lib.utils.data import fetch, loader, prefetch
 from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
-from lib.utils.monitoring import logger
+from lib.utils.monitoring import logger, throughput
 
 
 @dataclass
@@ -92,7 +92,10 @@ def trainer_of(case: Case):
     parts = (loader.get_loaders(splits, plan, world, args), model, losses.get_loss(args), optimizer)
     trainer = train.plugin("trainer", args.trainer).Trainer(args, world, *parts)
     stored.run_of(args).mkdir(parents=True, exist_ok=True)
-    trainer.report = logger.Report(stored.run_of(args), world, args, trainer.total_steps, step=0, samples=0)
+    trainer.rate = throughput.Rate(trainer.total_steps, trainer.state, world.device)
+    trainer.logger = logger.Logger(
+        stored.run_of(args), world, args, total_steps=trainer.total_steps, state=trainer.state
+    )
     watch = watchdog.watched(trainer.state, trainer.ballot, world, args.hang_minutes, trainer.folder)
     trainer.watchdog = contextlib.ExitStack().enter_context(watch)  # to the end of the process
     return trainer
@@ -113,7 +116,7 @@ def timed(trainer, clock=time.perf_counter) -> Callable[[], float]:
             trainer.train_epoch()
             seconds = clock() - began
         trainer.state.epoch += 1
-        trainer.metrics.end_epoch()
+        trainer.state.sums = {}
         return seconds / trainer.plan.steps
 
     return run
