@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lib.utils import distributed
 from lib.utils.data import fetch, prefetch
+from lib.utils.data.options import whole_dataset
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -18,7 +19,7 @@ def check(splits: dict, model: nn.Module, loss, args, world: World):
     files that a dataset opens here would be open in all of them.
     """
     for name, part in splits.items():
-        dataset = fetch.inner(part)
+        dataset = whole_dataset(part)
         if fetch.workers(args.workers, part, world) and not hasattr(dataset, "tensors"):
             continue
         ends = [0, len(part) - 1]

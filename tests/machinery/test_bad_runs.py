@@ -56,11 +56,11 @@ WHOLE, EMPTY = Tensors(torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), Tensors(
         (EMPTY, ["train split is empty"]),
         (None, ["train split is a NoneType"]),
         (7, ["train split is a int"]),
-        ({}, ["train needed"]),
-        ((WHOLE, WHOLE), ["gives a tuple", "dict of splits"]),
-        ({"training": WHOLE}, ["training", "train needed"]),
-        ({"train": WHOLE, "dev": WHOLE}, ["dev", "train, val and test are known"]),
-        ({"val": WHOLE}, ["val", "train needed"]),
+        ({}, ["train is required"]),
+        ((WHOLE, WHOLE), ["returns a tuple", "dict of splits"]),
+        ({"training": WHOLE}, ["training", "train is required"]),
+        ({"train": WHOLE, "dev": WHOLE}, ["dev", "val and test may be there"]),
+        ({"val": WHOLE}, ["val", "train is required"]),
         ({"train": WHOLE, "val": EMPTY}, ["val split is empty"]),
         ({"train": WHOLE, "test": Stream()}, ["test split is a Stream"]),
     ],
@@ -84,7 +84,7 @@ def test_a_model_without_anything_to_train_is_refused(told):
 )
 def test_what_is_no_model_is_refused(made, kind, told):
     with runs.plugins(arch={"odd": lambda args: made}):
-        assert told([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model gives {kind}; a model")
+        assert told([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model returns {kind}; it must return a model")
 
 
 QUITS = """import argparse, sys
