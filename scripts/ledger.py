@@ -74,7 +74,7 @@ class Ledger:
     def micro_batch(self, state, key, batch, loss: Tensor):
         """A micro-batch, trained on at this state."""
         rows = [checksum(row) for row in _rows(batch, key.count)]
-        place = [state.epoch, state.step, key.micro]
+        place = [state.epoch, state.step, key.number]
         self.write(at=place, indices=key.indices, rows=rows, loss=float(loss).hex())
 
     def step(self, step: int, parameters: list[Tensor]):
@@ -142,7 +142,7 @@ def _rows(batch, count: int) -> list[list[Tensor]]:
 
 
 def _double(batch):
-    return tensors.each(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    return tensors.map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 def progress(folder: Path, session: int) -> int | None:

@@ -81,7 +81,7 @@ def dry(trainer) -> str:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     with prepared(parts_of(trainer)) as tensors:
         size = shards.total_bytes(tensors)
-    plan, key = trainer.plan, next(trainer.loaders["train"].keys(0))
+    plan, key = trainer.plan, next(trainer.loaders["train"].micro_batches(0))
     log.info("parameters:  %s, of which %s are trained", f"{count:,}", f"{trained:,}")
     log.info("a step:      %d samples in micro-batches of %d, %d for this process at once; the first took %.2f s",
              plan.batch, plan.grain, key.count, seconds)  # fmt: skip
@@ -140,7 +140,7 @@ def steps(trainer, count: int):
         if trainer.args.debug:
             named = unwrap(trainer.model).named_parameters()
             _check("the gradient of", ((name, p.grad) for name, p in named if p.grad is not None))
-        trainer.step(key.of)
+        trainer.step(key.step_samples)
         yield float(trainer.window[-1][0]), float(trainer.norms[-1])
         if trainer.state.step == wanted:
             return

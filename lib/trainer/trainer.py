@@ -14,6 +14,7 @@ from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding
 from lib.utils.checkpoint import manager, resume, run_folder, search, stored, weights
 from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, untouched, unwrap, warn_of_differing
+from lib.utils.data.options import options_of
 from lib.utils.data.tensors import shapes_in_errors, zeros
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import logger, metrics, throughput
@@ -46,7 +47,7 @@ class Trainer:
         self.state, self.saved = State(), None  # saved: the (step, epoch) of the last checkpoint
         self.best, self.metrics = None, metrics.Sums()
         shown = loaders.get("val", loaders["train"]).dataset
-        self.answers = Answers(loss, args.num_classes, getattr(shown, "classes", None), world)
+        self.answers = Answers(loss, args.num_classes, options_of(shown).classes, world)
         self.window, self.norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -100,21 +101,21 @@ class Trainer:
             self.micro_batch(key, batch)
             self.logger.first_batch(batch)
             if key.last:
-                self.step(key.of)
+                self.step(key.step_samples)
                 if self.boundary():
                     return False
         return True
 
     def micro_batch(self, key, batch):
         """Forward and backward pass of one micro-batch under its own seed; gradients add up to the step's mean."""
-        seeding.for_micro_batch(self.args.seed, self.state.step, key.micro, self.world.device)
+        seeding.for_micro_batch(self.args.seed, self.state.step, key.number, self.world.device)
         parallel.set_sync(self.model, key.last)
         self.statistics.before(key.first)
         with self.precision, shapes_in_errors(batch, self.args):
             loss = losses.checked(self.training_step(batch), self.args.trainer)
-        weight = key.count * self.world.size / key.of  # DDP divides by the number of processes
+        weight = key.count * self.world.size / key.step_samples  # DDP divides by the number of processes
         self.scaler.scale(loss if weight == 1 else loss * weight).backward()
-        self.statistics.after(key.count / key.of)
+        self.statistics.after(key.count / key.step_samples)
         self.window.append((loss.detach(), key.count))
 
     def step(self, samples: int):
