@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 
 from lib.launch import requeue, slurm_task
-from lib.utils.checkpoint import stored
+from lib.utils.checkpoint import run_folder
 from lib.utils.errors import EXIT_CODES, FAILED, FINISHED, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -271,7 +271,7 @@ def follow(args, job: str, log: Path) -> int:
     except KeyboardInterrupt:
         print(f"\njob {job} goes on; scancel {job} ends it, tail -F {shlex.quote(str(log))} follows it")
         return 0
-    if outcome := stored.outcome_of(stored.run_of(args), job):
+    if outcome := run_folder.outcome_of(run_folder.run_of(args), job):
         return EXIT_CODES.get(outcome.get("state"), FAILED)
     return FINISHED if requeue.asked_of_slurm(job).get("JobState") == "COMPLETED" else FAILED
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from lib.utils import distributed
-from lib.utils.checkpoint import stored
+from lib.utils.checkpoint import run_folder
 from lib.utils.distributed import World
 from lib.utils.errors import ABORTED, FAILED, STOPPING
 
@@ -43,7 +43,7 @@ class Stop:
         self.signal: str | None = None  # its name, where that is the reason
         self.by_file = False  # whether the file is the reason, on whichever node it lies
         self.limit_steps = limit_steps
-        self.folder, self.lock = folder, stored.lock_id(folder)
+        self.folder, self.lock = folder, run_folder.lock_id(folder)
         self.lost = False  # whether the run's folder is gone: no wish, as nothing could be saved
         self.file: Path | None = folder / "STOP"
         self.grace_s = grace_s
@@ -62,7 +62,7 @@ class Stop:
             self.reason = "-max_hours is over"
         if self.reason is None and now - self.looked >= ASK_EVERY_S:
             self.looked = now
-            self.lost = not stored.has_lock(self.folder, self.lock)
+            self.lost = not run_folder.has_lock(self.folder, self.lock)
             if self.file and self.file.exists():
                 self.reason, self.by_file = f"the file {self.file} is there", True
             elif distributed.orphaned():
@@ -82,7 +82,7 @@ class Stop:
 
     def check_folder(self):
         """Raises OSError where the run's folder is not the one that it began in."""
-        self.lost = not stored.has_lock(self.folder, self.lock)
+        self.lost = not run_folder.has_lock(self.folder, self.lock)
         self.raise_if(self.lost)
 
     def raise_if(self, lost: float):

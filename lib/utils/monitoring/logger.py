@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from lib.utils import distributed
 from lib.utils.distributed import World
 from lib.utils.monitoring import (
     console,
@@ -25,11 +24,30 @@ METRICS = ["train/loss", "val/loss", "val/accuracy", "test/loss", "test/accuracy
 PERF = ("samples_per_s", "data_share", "memory")  # figures of speed, shown as perf/*
 
 
-class Report:
+class Silent:
+    """Stands in for a Logger where nothing is to be shown or written: the same methods, without effect."""
+
+    def waited(self, seconds: float): ...
+
+    def stepped(self, batch): ...
+
+    def training(self, state, figures: dict): ...
+
+    def histograms(self, step: int, model): ...
+
+    def evaluated(self, state, split: str, figures: dict, answers): ...
+
+    def last_words(self, outcome: dict, args): ...
+
+    def close(self, finished: bool = False): ...
+
+
+class Logger:
     """The figures of a run as it goes."""
 
-    def __init__(self, folder: Path, world: World, args, total_steps: int, *, step: int, samples: int):
-        """`step` and `samples`: how far the run is already."""
+    def __init__(self, folder: Path, world: World, args, *, total_steps: int, state):
+        """`state`: how far the run is already."""
+        step, samples = state.step, state.samples
         startup.report("resume")
         self.folder, self.world, self.total_steps, self.epochs = folder, world, total_steps, args.epochs
         # What was logged after the checkpoint comes again. An evaluation at its very step may be logged already.
@@ -48,23 +66,21 @@ class Report:
         self.profile = profiler.Profile(folder / "profile", world, args.profile)
         self.bar = console.Progress(total_steps, step, world.is_main)
         self.rate = throughput.Rate(total_steps, step, throughput.starving(world.device))
-        self.own = throughput.OwnTime(world, args.parallel == "fsdp")
-        self.told, self.started, self.begun = set(), False, step
+        self.started, self.begun = False, step
         self.timed = step, samples  # as of the last log line of this process
 
-    def waiting(self, batches):
-        """The keys and batches, the time spent waiting for each measured. What the first step trained on is shown
-        after it, where it is images."""
-        waited = self.rate.waiting(batches)
-        self.own.begin(anew=True)
-        for key, batch in waited:
-            yield key, batch
-            if not self.started:
-                self.started = True
-                startup.report("first step")
-                log.info("start-up %s", startup.summary())
-                self._samples(batch)
-            self.own.begin()
+    def waited(self, seconds: float):
+        """Count the time that the loop waited for a batch."""
+        self.rate.waited(seconds)
+
+    def stepped(self, batch):
+        """Advance the profile after a step; show what the first one trained on, where it is images."""
+        self.profile.step()
+        if not self.started:
+            self.started = True
+            startup.report("first step")
+            log.info("start-up %s", startup.summary())
+            self._samples(batch)
 
     def _samples(self, batch):
         images = batch[0] if self.world.is_main and isinstance(batch, (tuple, list)) else None
@@ -79,7 +95,6 @@ class Report:
         text = console.line(
             {"epoch": (state.epoch + 1, self.epochs), "step": (state.step, self.total_steps), **shown}
         )
-        self.own.read()
         self.bar.advance(steps)
         self.bar.show(text)
         left_out = ("left_s",)
@@ -87,20 +102,6 @@ class Report:
             state,
             {f"{'perf' if name in PERF else 'train'}/{name}": shown[name] for name in shown if name not in left_out},
         )
-
-    def advise(self, workers: int):
-        """Says in plain words, once each, what held the epoch up that ends here, with so many workers a process.
-        For all ranks."""
-        self.own.read()
-        taken, waited = self.rate.end_epoch()
-        mine = {"taken": taken, "waited": waited, "own": self.own.seconds}
-        self.own.seconds = 0.0
-        ranks = distributed.gather_json({**mine, "memory": throughput.memory_share(self.world.device)}, self.world)
-        words = throughput.advice(ranks, workers, distributed.cores_each(self.world))
-        for kind in words if self.world.is_main else ():
-            if kind not in self.told:
-                log.info("%s", words[kind])
-        self.told.update(words)
 
     def histograms(self, step: int, model):
         """How this step's gradients and the weights are spread, as -log_histograms asks; of a sharded tensor rank 0's
