@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lib.utils.checkpoint import manager, shards, stored
+from lib.utils.checkpoint import manager, run_folder, shards
 from lib.utils.data import tensors
 
 HOLD = "hold"  # the file that says where a start is to wait
@@ -86,11 +86,11 @@ def keeping(chosen: type, folder: Path) -> type:
     """A trainer class that is `chosen`, but for keeping a ledger in a folder."""
 
     class Keeper(chosen):
-        def fit(self):
+        def fit(self, past=None):
             facts = {"size": self.world.size, "batch": self.plan.batch, "micro": self.plan.micro}
             self.ledger = Ledger(folder, self.world.rank, **facts)
             self.held = float((folder / HOLD).read_text()) if (folder / HOLD).exists() else math.inf
-            return super().fit()
+            return super().fit(past)
 
         def training_step(self, batch):
             loss = super().training_step(batch)
@@ -236,5 +236,5 @@ def distance(one: Path, other: Path) -> tuple[float, float, bool]:
 
 
 def _newest(folder):
-    newest = stored.newest(folder)
+    newest = run_folder.newest(folder)
     return shards.whole(newest, manager.read_manifest(newest))

@@ -45,8 +45,9 @@ def told(words, out: Path, capsys) -> str:
 
 
 def tree(folder: Path) -> dict:
-    """Everything below a folder, by path, files with what is in them."""
-    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+    """Everything below a folder, by path, files with what is in them; of a lock, not who held it last."""
+    paths = sorted(folder.rglob("*"))
+    return {str(path): path.read_bytes() if path.is_file() and path.name != ".lock" else None for path in paths}
 
 
 def help_of(words, capsys) -> str:

@@ -139,7 +139,7 @@ def tokens(words: str, rounds: int, world: World, limit: float) -> dict:
         run = contenders.timed(trainer)
         run()
         step = statistics.median(run() for _ in range(rounds))
-        trainer.resume()
+        trainer.resume(None)
         stalls = [stall(trainer, run, step) for _ in range(2)]  # the first makes its buffers
         trainer.checkpoints.close()
         trainer.logger.close()

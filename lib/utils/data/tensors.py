@@ -1,8 +1,7 @@
 """Data in memory, fetched by whole batches; functions over all tensors of a batch."""
 
-from collections.abc import Callable
-
 import contextlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
