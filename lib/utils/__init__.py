@@ -4,7 +4,6 @@ errors.py       UsageError, exit codes, the signals that stop a run
 distributed.py  World (which process am I), and the collectives
 seeding.py      random numbers as a function of (seed, step, micro-batch)
 runtime.py      settings of torch for speed, and what config.yaml says of the machine and the code
-fits.py         a first look at whether data and model fit
 preemption.py   requests to stop, and the vote on them at a step's end
 watchdog.py     ends a run that hangs, and names the process
 data/           which samples a step holds, and how they come to the device

@@ -49,7 +49,7 @@ class Trainer(trainer.Trainer):
             note(Path(deed["notes"]), self.world.rank)
             DEEDS[deed["do"]](deed)
             if deed.get("signal") in NAMES:
-                wait(lambda: self.stop.since is not None)
+                wait(lambda: self.stop.signalled_at is not None)
 
 
 def note(folder: Path, rank: int):

@@ -20,7 +20,7 @@ import train
 from lib import config
 from lib.trainer.trainer import Trainer
 from lib.utils import distributed
-from lib.utils.checkpoint import run_folder, stored
+from lib.utils.checkpoint import run_folder
 from lib.utils.data.tensors import Tensors
 
 FAST = ["-cpu", "1", "-epochs", "1"]
@@ -56,11 +56,11 @@ WHOLE, EMPTY = Tensors(torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), Tensors(
         (EMPTY, ["train split is empty"]),
         (None, ["train split is a NoneType"]),
         (7, ["train split is a int"]),
-        ({}, ["train needed"]),
-        ((WHOLE, WHOLE), ["gives a tuple", "dict of splits"]),
-        ({"training": WHOLE}, ["training", "train needed"]),
-        ({"train": WHOLE, "dev": WHOLE}, ["dev", "train, val and test are known"]),
-        ({"val": WHOLE}, ["val", "train needed"]),
+        ({}, ["train is required"]),
+        ((WHOLE, WHOLE), ["returns a tuple", "dict of splits"]),
+        ({"training": WHOLE}, ["training", "train is required"]),
+        ({"train": WHOLE, "dev": WHOLE}, ["dev", "val and test may be there"]),
+        ({"val": WHOLE}, ["val", "train is required"]),
         ({"train": WHOLE, "val": EMPTY}, ["val split is empty"]),
         ({"train": WHOLE, "test": Stream()}, ["test split is a Stream"]),
     ],
@@ -84,7 +84,7 @@ def test_a_model_without_anything_to_train_is_refused(told):
 )
 def test_what_is_no_model_is_refused(made, kind, told):
     with runs.plugins(arch={"odd": lambda args: made}):
-        assert told([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model gives {kind}; a model")
+        assert told([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model returns {kind}; it must")
 
 
 QUITS = """import argparse, sys
@@ -134,7 +134,7 @@ def test_a_plugin_that_calls_exit_fails_the_run_and_is_named(words, place, begun
             code, said = 1, str(error)
     assert code == 1 and place in said
     if begun:
-        ended = stored.outcome(tmp_path / "run")
+        ended = run_folder.outcome(tmp_path / "run")
         assert ended["state"] == "failed" and ended["reason"].startswith("rank 0: ") and place in ended["reason"]
 
 
@@ -193,47 +193,42 @@ def coloured(count, size=8, classes=4):
     return Tensors(torch.randn(count, 3, size, size), torch.arange(count) * classes // count)
 
 
-class Targets(Dataset):
-    """Read one by one, with torchvision's list of all class numbers."""
-
-    targets = (0, 1, 5, 0)
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return torch.zeros(1, 8, 8), 0
-
-
 ODD = {
     "colour": lambda args: coloured(20),
     "late": lambda args: {"train": coloured(20, classes=2), "val": coloured(90, classes=9)},
-    "listed": lambda args: Targets(),
-    "ignored": lambda args: Tensors(torch.randn(4, 1, 8, 8), torch.tensor([0, -1, 2, 3])),
     "floats": lambda args: Tensors(torch.randn(9, 5), torch.randn(9, 2)),
 }
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("words", "said"),
     [
-        ("digits -channels 3", ["-channels 3: it is 1 in -dataset digits"]),
-        ("digits -image_size 9", ["-image_size 9: it is 8 in -dataset digits"]),
-        ("digits -num_classes 3", ["-num_classes is 3", "class 9"]),
-        ("digits -loss mse", ["-loss is mse", "class numbers"]),
-        ("ignored -arch mlp -loss cross_entropy", ["there is a class -1: they are counted from 0"]),
-        ("colour", ["-dataset colour on -arch convnet", "-channels is 1", "3x8x8"]),
-        ("colour -arch mlp -channels 3 -image_size 6", ["on -arch mlp", "-image_size is 6", "3x8x8"]),
-        ("colour -channels 3 -num_classes 3", ["-num_classes is 3", "class 3"]),
-        ("late -channels 3 -num_classes 8", ["-num_classes is 8", "class 8", "val split"]),
-        ("listed -num_classes 5", ["-num_classes is 5", "class 5"]),
-        ("floats -arch mlp -loss mse", ["-channels 1 -image_size 8 are 64 numbers", "has 5", "-num_classes is 10"]),
+        ("digits -channels 3", "-channels 3: it is 1 in -dataset digits"),
+        ("digits -image_size 9", "-image_size 9: it is 8 in -dataset digits"),
+        ("digits -loss mse", "this -loss needs the same shape"),
     ],
 )
-def test_data_that_does_not_fit_the_flags_is_refused_before_anything_is_written(words, parts, told):
-    with runs.plugins(dataset=ODD):
-        line = told([*FAST, "-dataset", *words.split(), "-data", str(config.ROOT / "data")])
-    assert all(part in line for part in parts), line
+def test_flags_that_the_data_contradicts_are_refused(words, said, tmp_path, capfd):
+    words = [*FAST, "-dataset", *words.split(), "-data", str(config.ROOT / "data"), "-out", str(tmp_path)]
+    assert train.main(words) == 2
+    assert said in capfd.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("digits -num_classes 3", ["(64, 1, 8, 8)", "-num_classes 3"]),
+        ("colour", ["-dataset colour", "0: (20, 3, 8, 8) torch.float32, 1: (20,) torch.int64", "-channels 1"]),
+        ("colour -arch mlp -channels 3 -image_size 6", ["(20, 3, 8, 8)", "-image_size 6"]),
+        ("late -channels 3 -num_classes 8", ["out of range", "(26,) torch.int64", "-num_classes 8"]),
+        ("floats -arch mlp -loss mse", ["(9, 5)", "-channels 1 -image_size 8 -num_classes 10"]),
+    ],
+)
+def test_an_error_on_data_that_does_not_fit_names_its_shapes_and_the_flags(words, parts, tmp_path):
+    words = [*FAST, "-dataset", *words.split(), "-data", str(config.ROOT / "data"), "-out", str(tmp_path)]
+    with runs.plugins(dataset=ODD), pytest.raises((RuntimeError, IndexError)) as caught:
+        train.main(words)
+    assert all(part in str(caught.value) for part in parts), caught.value
 
 
 def test_a_model_that_takes_what_the_flags_do_not_say_is_trained(tmp_path):
@@ -262,16 +257,6 @@ def test_an_output_folder_that_cannot_be_written_is_refused(told, tmp_path):
         assert tree(tmp_path) == before
     for out in ("", "a\0b", "a\nb"):
         assert told([f"-out={out}", "-out", out]).startswith(f"argument -out: {out!r} is not a line of text")
-
-
-@pytest.mark.parametrize("name", ["STOP", "outcome.json", "metrics.jsonl", "config.yaml"])
-def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused(name, told, tmp_path):
-    folder = tmp_path / "out" / "odd"
-    (folder / name).mkdir(parents=True)
-    for count in ("1", "2"):
-        line = told(["-cpu", count, "-model", "odd"])
-        assert line == f"-model odd: {folder / name} must be a file and is a folder: move it away"
-    runs.run(tmp_path / "out", "-cpu 1 -epochs 1 -model odd -reset")
 
 
 def test_a_start_that_is_refused_leaves_an_old_run_as_it_was(told, tmp_path):

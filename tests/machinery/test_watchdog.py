@@ -83,24 +83,6 @@ def test_a_single_process_that_waits_in_c_code_is_ended(tmp_path, monkeypatch):
         assert "rank 0 waits at step 3" in watch.report
 
 
-def test_a_process_that_was_suspended_and_goes_on_is_no_hang(tmp_path):
-    """As by SIGSTOP, or where Slurm or a container freezes it: the clock went on meanwhile."""
-    state, ballot = types.SimpleNamespace(step=3), types.SimpleNamespace(ticks=0, since=0.0)
-    watch = watchdog.Watch(state, ballot, World(), 60.0, tmp_path / "log")
-    watch.mark()
-    watch.since -= 61.0  # what the thread finds when it wakes up first
-    waits = []
-
-    def wait(seconds):
-        waits.append(seconds)
-        state.step += len(waits) == 2  # the main thread goes on
-        return len(waits) == 3
-
-    watch.over = types.SimpleNamespace(wait=wait)
-    watch.tell = lambda text: pytest.fail(text)
-    watch.look()
-
-
 def test_a_process_that_is_suspended_does_not_hang(tmp_path):
     """SIGSTOP, as from a scheduler that suspends a job for longer than -hang_minutes."""
     (tmp_path / "logs").mkdir()
@@ -130,19 +112,21 @@ def steps_until_told(folder, reader):
             ballot.ticks += 1
 
 
-def test_a_step_that_ends_while_its_rank_is_looked_at_again_is_no_hang(tmp_path):
+def test_a_step_that_ends_between_the_two_exchanges_is_no_hang(tmp_path):
     ballot = types.SimpleNamespace(ticks=0, since=0.0)
     watch = watchdog.Watch(types.SimpleNamespace(step=3), ballot, World(), 60, tmp_path / "rank_0.log")
-    watch.settled, watch.since = True, time.monotonic() - 61
-    waits = iter([False, False, True])  # until the first look, until the second one, and the run is over
+    watch.mark()
+    pulses = iter(range(watch.patience + 6))
 
     def wait(seconds):
-        ballot.ticks += seconds > watch.pulse_s
-        return next(waits)
+        pulse = next(pulses, None)
+        ballot.ticks += pulse == watch.patience + 2  # the first pulse sees a new place, the next ones stand still
+        return pulse is None
 
     watch.over = types.SimpleNamespace(wait=wait)
-    watch.look()
-    assert not watch.told.is_set()
+    watch.end = lambda text: pytest.fail(text)
+    watch.run()
+    assert 0 < watch.stalled < watch.patience
 
 
 def test_the_first_step_may_take_longer_than_hang_minutes(start, undisturbed):
@@ -227,20 +211,19 @@ def words(*pairs):
 def test_a_report_names_the_silent_and_those_behind_first():
     before = words((7, 1), (7, 1), (6, 1), (7, 1), (None, 0))
     after = words((7, 2), (7, 1), (6, 2), (7, 2), (None, 0))
-    assert watchdog.told(before, after) == (
+    assert watchdog.describe(before, after) == (
         "rank 4 gave no sign of life, and was last heard of before its first step; "
         "rank 1 gave no sign of life, and was last heard of at step 7; "
         "rank 2 waits at step 6; ranks 0, 3 wait at step 7"
     )
-    many = [{"step": 3, "pulse": 1}] * 20
-    assert watchdog.told(many, many).startswith(f"ranks {', '.join(map(str, range(16)))} and 4 more gave no sign")
 
 
 def test_a_failure_that_is_no_hang_stays_what_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(distributed, "store_of_own", lambda seconds: None)
+    monkeypatch.setattr(distributed, "set_patience", lambda seconds: None)
     state, ballot = types.SimpleNamespace(step=3), types.SimpleNamespace(ticks=0, since=0.0)
     watched = watchdog.watched(state, ballot, World(size=2), 10, tmp_path)
     with pytest.raises(RuntimeError, match="out of memory") as caught, watched as watch:
-        watch.settled = True
+        watch.mark()
         raise RuntimeError("out of memory")
     assert type(caught.value) is RuntimeError
