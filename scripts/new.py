@@ -141,7 +141,7 @@ NOT_COPIED = (  # what is about the template itself; a path that ends with / is 
     "scripts/bench/",
     "tests/machinery/",
 )
-TEMPLATE_ONLY = ("import-linter", "kubernetes-validate", "kubeflow-trainer-api", "pytest-xdist")  # packages
+TEMPLATE_ONLY = ("import-linter", "kubernetes-validate", "kubeflow-trainer-api")  # packages
 
 
 def main() -> int:

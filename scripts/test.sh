@@ -3,6 +3,7 @@
 #   ./scripts/test.sh                  those that are not marked slow
 #   ./scripts/test.sh --all            all
 #   ./scripts/test.sh [--all] tests/test_x.py -k name ...      other arguments are passed to pytest
+# Without other arguments the files are shared out among two processes.
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/set_up.sh dev
@@ -11,9 +12,10 @@ if [ -d tests/machinery ]; then # in the template, not in a project made by scri
     .venv/bin/ruff format --check .
     .venv/bin/ruff check .
 fi
+chosen=(-m "not slow")
 if [ "${1:-}" = --all ]; then
+    chosen=()
     shift
-else
-    set -- -m "not slow" "$@"
 fi
-exec .venv/bin/python -m pytest "$@"
+[ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder
+exec .venv/bin/python -m pytest ${chosen[@]+"${chosen[@]}"} "$@"

@@ -23,7 +23,6 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from lib.utils.monitoring import images, tensorboard, tensorboard_server
 
-pytest_plugins = ("processes",)
 ROOT = Path(__file__).resolve().parents[2]
 
 
