@@ -1,8 +1,9 @@
 """Trains a model: the whole run on one page."""
 
-import gc
+import contextlib
 import importlib
 import sys
+from pathlib import Path
 
 from lib import config, launch
 from lib.launch import environment, local
@@ -11,10 +12,12 @@ from lib.utils.monitoring import startup
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Reads the command line, starts the processes, returns the exit code: 0 finished, 75 stopped, 1 failed, 2 bad
-    usage."""
+    """Read the command line, start the processes, and return the exit code.
+
+    Returns:
+        0 finished, 75 stopped, 1 failed, 2 bad usage.
+    """
     startup.begin()
-    gc.disable()  # until all is imported: it would look through that again and again, a fifth of the time
     try:
         with local.leaving():
             environment.export(*config.early(argv))
@@ -26,52 +29,59 @@ def main(argv: list[str] | None = None) -> int:
         return launch.launch(args, "train:run")
     except UsageError as error:
         return local.refused(error)
-    finally:
-        gc.unfreeze()
-        gc.enable()
 
 
 def run(args) -> int:
-    """One process of the run: join the others, build the parts, fit."""
+    """Be one process of the run: join the others, find the past, build the parts, train."""
     from lib.core import loss, modes, parallel
     from lib.core import optimizer as optimizers
     from lib.utils import distributed, runtime, seeding
-    from lib.utils.checkpoint import resume, run_folder, state
+    from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
     from lib.utils.data import loader
+    from lib.utils.monitoring import console, logger
 
-    importlib.import_module("torch._dynamo")  # as every optimizer does
-    gc.freeze()  # nothing of it is garbage
-    gc.enable()
     startup.report("imports")
+    mode = modes.chosen(args)
+    training = mode == "train"
     seeding.for_building(args.seed)
     splits = loader.splits(plugin("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
-    arch = plugin("arch", args.arch)
+    arch, trainers = plugin("arch", args.arch), plugin("trainer", args.trainer)
     startup.report("data")
-    with distributed.joined(args) as world:
+    with contextlib.ExitStack() as stack:
+        world = stack.enter_context(distributed.joined(args))
         startup.report("processes")
         runtime.kernels(world, args.deterministic)
+        disk = shared_disk.look(Path(args.out), world) if training else shared_disk.one(world)
+        hold = run_folder.held if training else run_folder.untouched
+        folder = stack.enter_context(hold(args, world, disk, distributed.job_id()))
+
+        past = resume.find(args, disk)
+        plan = resume.plan(args, len(splits["train"]), world, past)
+        resume.check(args, plan, past, splits)
+        startup.report("past")
+
         model = parallel.build(arch, args, world)
-        before = resume.remembered(args, world)
-        plan = resume.plan(args, len(splits["train"]), world, before)
-        resume.check_start(args, plan, before, model, splits)
+        if args.weights and past is None:
+            weights.fitting(args.weights, model, "meta")
         criterion = loss.get_loss(args)
         model = parallel.wrap(model, args, world, arch=arch)
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
         startup.report("model")
-        hold = run_folder.left_alone if modes.asked(args) else run_folder.claimed
-        with hold(args, world) as folder, loader.opened(splits, plan, world, args) as loaders:
-            parts = (args, world, loaders, model, criterion, optimizer)
-            trainer = plugin("trainer", args.trainer).Trainer(*parts)
-            state.warn_of_lost(trainer)
-            if modes.asked(args):
-                return EXIT_CODES[modes.look(trainer)]
-            text = config.to_yaml(args, runtime.about(world), batch_size=plan.batch, micro_batch=plan.micro)
-            run_folder.write_config(folder, world, text)
-            return EXIT_CODES[trainer.fit()]
+
+        folder.begin(config.to_yaml(args, runtime.about(world), batch_size=plan.batch, micro_batch=plan.micro))
+        console.setup_logging(folder.path, world.rank, world.is_main)
+        loaders = stack.enter_context(loader.opened(splits, plan, world, args))
+        log = logger.Silent()
+        if training:
+            total, state = args.epochs * plan.steps, resume.state(past, plan)
+            log = logger.Logger(folder.path, world, args, total_steps=total, state=state)
+        stack.callback(log.close)
+        trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, log)
+        return EXIT_CODES[modes.RUN[mode](trainer, past)]
 
 
 def plugin(kind: str, name: str):
-    """The module lib/KIND/NAME.py."""
+    """Return the module lib/KIND/NAME.py."""
     return importlib.import_module(f"lib.{kind}.{name}")
 
 

@@ -28,7 +28,7 @@ try:
     from lib.core import optimizer as optimizers
     from lib.launch import environment, local, multinode
     from lib.utils import distributed
-    from lib.utils.checkpoint import shards, shared_disk, state, stored
+    from lib.utils.checkpoint import run_folder, shards, state
     from lib.utils.data import loader
     from lib.utils.errors import UsageError
 except ModuleNotFoundError as error:
@@ -130,7 +130,7 @@ def devices(args) -> Findings:
 def limits(args) -> Findings:
     """What loader processes need: shared memory and open files."""
     shm = Path("/dev/shm")
-    size = shared_disk.free_bytes(shm) if shm.exists() else 0
+    size = run_folder.free_bytes(shm) if shm.exists() else 0
     little = args.workers and size < SHM_BYTES
     advice = ": little for -workers; docker run --shm-size=8g, a pod's emptyDir with medium: Memory" if little else ""
     yield NOTE if little else OK, f"shared memory: {size / 1e9:.1f} GB free{advice}"
@@ -152,14 +152,14 @@ def room(args) -> Findings:
     with state.prepared(parts) as tensors:
         size = shards.total_bytes(tensors)
     yield OK, f"-arch {args.arch}: {sum(p.numel() for p in model.parameters()):,} parameters"
-    folder = stored.run_of(args)
+    folder = run_folder.run_of(args)
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
         tempfile.TemporaryDirectory(dir=there).cleanup()
     except OSError as error:
         yield BAD, f"-out {args.out}: {there} cannot be written ({error.strerror}): take another folder"
         return
-    free, wanted = shared_disk.free_bytes(folder), size * (args.keep_last + 1)
+    free, wanted = run_folder.free_bytes(folder), size * (args.keep_last + 1)
     level = BAD if free < size else NOTE if free < wanted else OK
     yield level, (f"-out {args.out}: {free / 1e9:.1f} GB free; a checkpoint takes {size / 1e6:.1f} MB, of which "
                   f"-keep_last {args.keep_last} and one being written")  # fmt: skip

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from lib import config
 from lib.utils import distributed
-from lib.utils.checkpoint import atomic, manager, shards, state, stored, weights
+from lib.utils.checkpoint import atomic, manager, run_folder, shards, state, weights
 from lib.utils.data import fetch, loader, prefetch
 from lib.utils.errors import UsageError
 
@@ -50,7 +50,7 @@ def place(run: Path, asked: str | None) -> Path:
     if not (run / "config.yaml").is_file():
         raise UsageError(f"{run} is no run's folder: it has no config.yaml")
     files = {name: run / name / "weights.safetensors" for name in ("best", "final")}
-    newest = stored.listed(run / "checkpoints")[:1]
+    newest = run_folder.listed(run / "checkpoints")[:1]
     wanted = [files.get(asked, Path(asked))] if asked else [*files.values(), *newest]
     found = next((path for path in wanted if path.is_file() or (path / "manifest.json").is_file()), None)
     if found is None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lib.utils.checkpoint import manager, shards, stored
+from lib.utils.checkpoint import manager, run_folder, shards
 from lib.utils.data import tensors
 
 HOLD = "hold"  # the file that says where a start is to wait
@@ -74,7 +74,7 @@ class Ledger:
     def micro_batch(self, state, key, batch, loss: Tensor):
         """A micro-batch, trained on at this state."""
         rows = [checksum(row) for row in _rows(batch, key.count)]
-        place = [state.epoch, state.step, key.micro]
+        place = [state.epoch, state.step, key.number]
         self.write(at=place, indices=key.indices, rows=rows, loss=float(loss).hex())
 
     def step(self, step: int, parameters: list[Tensor]):
@@ -86,11 +86,11 @@ def keeping(chosen: type, folder: Path) -> type:
     """A trainer class that is `chosen`, but for keeping a ledger in a folder."""
 
     class Keeper(chosen):
-        def fit(self):
+        def fit(self, past=None):
             facts = {"size": self.world.size, "batch": self.plan.batch, "micro": self.plan.micro}
             self.ledger = Ledger(folder, self.world.rank, **facts)
             self.held = float((folder / HOLD).read_text()) if (folder / HOLD).exists() else math.inf
-            return super().fit()
+            return super().fit(past)
 
         def training_step(self, batch):
             loss = super().training_step(batch)
@@ -142,7 +142,7 @@ def _rows(batch, count: int) -> list[list[Tensor]]:
 
 
 def _double(batch):
-    return tensors.each(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    return tensors.map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 def progress(folder: Path, session: int) -> int | None:
@@ -236,5 +236,5 @@ def distance(one: Path, other: Path) -> tuple[float, float, bool]:
 
 
 def _newest(folder):
-    newest = stored.newest(folder)
+    newest = run_folder.newest(folder)
     return shards.whole(newest, manager.read_manifest(newest))

@@ -137,10 +137,8 @@ NOT_COPIED = (  # what is about the template itself; a path that ends with / is 
     "SECURITY.md",
     "docs/benchmarks.md",
     "docs/compat.md",
-    "docs/tensorboard.png",
     "docs/terminal.png",
     "scripts/bench/",
-    "scripts/flags_page.py",
     "tests/machinery/",
 )
 TEMPLATE_ONLY = ("import-linter", "kubernetes-validate", "kubeflow-trainer-api", "pytest-xdist")  # packages
@@ -204,6 +202,9 @@ def create_project(folder: Path, name: str | None) -> str:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(adapted(file, (ROOT / file).read_bytes(), name, files))
         target.chmod((ROOT / file).stat().st_mode)
+    ruff = Path(sys.executable).with_name("ruff")
+    if ruff.exists():  # a longer name makes longer lines
+        subprocess.run([ruff, "format", "--quiet", "--no-cache", "."], cwd=folder, check=True)
     git(folder, "init", "--quiet")
     git(folder, "add", "--all")
     return f"{folder} is there; try: cd {folder}; git commit -m 'Begin {name}'; ./scripts/train.sh; ./scripts/test.sh"

@@ -13,7 +13,6 @@ from lib.config import flags, parser
 from lib.utils.errors import UsageError
 
 OTHERS = {"loss": "mse", "optimizer": "sgd", "scale_lr": "sqrt", "save_every": "5steps", "gpus": "0,1"}
-OTHERS |= {"ngrok_allow": "a@b.c", "ngrok_oauth": "github"}
 OTHERS |= {"compile": "model", "parallel": "fsdp"}
 OTHERS |= {"dataset": "random", "arch": "mlp", "micro_batch": "16", "lr_end": "1e-5", "momentum": "0.5"}
 OTHERS |= {"label_smoothing": "0.5", "trainer": "contrastive"}
@@ -46,8 +45,9 @@ def told(words, out: Path, capsys) -> str:
 
 
 def tree(folder: Path) -> dict:
-    """Everything below a folder, by path, files with what is in them."""
-    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+    """Everything below a folder, by path, files with what is in them; of a lock, not who held it last."""
+    paths = sorted(folder.rglob("*"))
+    return {str(path): path.read_bytes() if path.is_file() and path.name != ".lock" else None for path in paths}
 
 
 def help_of(words, capsys) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 import train
 from lib.config import args as config
-from lib.utils.checkpoint import stored
+from lib.utils.checkpoint import run_folder
 from lib.utils.data.tensors import Tensors
 
 
@@ -20,8 +20,8 @@ def run(out: Path, words: str, wanted: int = 0) -> Path:
     """Runs train.py with these words and -out; its exit code must be `wanted`. Returns the run's folder."""
     argv = [*words.split(), "-out", str(out)]
     code = train.main(argv)
-    folder = stored.run_of(config.parse_args(argv))
-    assert code == wanted, f"exit code {code} instead of {wanted}: {stored.outcome(folder)}"
+    folder = run_folder.run_of(config.parse_args(argv))
+    assert code == wanted, f"exit code {code} instead of {wanted}: {run_folder.outcome(folder)}"
     return folder
 
 

@@ -8,7 +8,8 @@ from runs import few, norm_net, run, same
 
 from lib.trainer import trainer
 from lib.utils import preemption
-from lib.utils.checkpoint import manager, search, shards, stored
+from lib.utils.checkpoint import manager, resume, run_folder, shards
+from lib.utils.checkpoint.state import State
 from lib.utils.distributed import World
 
 SMALL = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 3 -lr_start 1e-3"
@@ -35,21 +36,52 @@ def saver(folder: Path, **words) -> manager.Checkpoints:
 
 def save(checkpoints: manager.Checkpoints, step: int, **words):
     """A save of `state(step)` from begin to end."""
-    checkpoints.save(state(step), {"state": {"step": step}}, step=step, early=set(), **words)
+    checkpoints.save(state(step), facts(step), step=step, early=set(), **words)
     checkpoints.staged()
     checkpoints.finish()
 
 
 def newest(folder: Path) -> int | None:
     """The step of the newest good checkpoint of a run, all its numbers looked at; None without any."""
-    checkpoints = saver(folder)
-    found = search.newest(checkpoints.folder, checkpoints.disk)
-    if found is None:
+    past = found(folder)
+    if past is None:
         return None
-    step = found.manifest["state"]["step"]
-    whole = tensors(found.folder)
+    step = past.manifest["state"]["step"]
+    whole = tensors(past.folder)
     assert same(whole, state(step))
     return step
+
+
+def found(folder: Path) -> resume.Past | None:
+    """The newest good checkpoint of a run; those that are damaged are set aside."""
+    checkpoints = saver(folder)
+    past, damaged = resume.newest_good(checkpoints.folder, checkpoints.disk)
+    if past:
+        past.damaged = damaged
+        resume.set_damaged_aside(past, checkpoints.disk)
+    return past
+
+
+def facts(step: int) -> dict:
+    """What joins the manifest of a little state."""
+    return {"state": State(step=step).to_dict()}
+
+
+def at_step(folder: Path, step: int) -> str:
+    """The name of a run's newest checkpoint of a step."""
+    return next(name for name in names(folder) if name.endswith(f"_step_{step}"))
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of a run's checkpoints, newest first."""
+    return [int(name.partition("_step_")[2]) for name in names(folder)]
+
+
+def kept(folder: Path) -> list[int]:
+    """The steps of those that are never removed."""
+    return [
+        step for step, name in zip(steps(folder), names(folder)) if (folder / "checkpoints" / name / "keep").exists()
+    ]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -59,7 +91,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def names(folder: Path) -> list[str]:
     """The checkpoints of a run, newest first."""
-    return [entry.name for entry in stored.listed(folder / "checkpoints")]
+    return [entry.name for entry in run_folder.listed(folder / "checkpoints")]
 
 
 def everything(folder: Path) -> list[str]:

@@ -21,6 +21,7 @@ from lib import config
 from lib.config import flags
 from lib.core import loss
 from lib.utils.data import fetch, loader, prefetch
+from lib.utils.data.options import options_of
 from lib.utils.errors import UsageError
 
 ARCHS, DATASETS = config.plugins("arch"), config.plugins("dataset")
@@ -95,11 +96,11 @@ def test_a_dataset_gives_splits_of_items_that_agree(name, tmp_path, monkeypatch)
             fit_the_flags(first, last, args)
         assert same(first, seeded(part, 0)), "an item may draw from the global generators only"
         assert same(first, seeded(again[split], 0)), "another process builds the same dataset"
-        assert not fetch.is_fixed(part) or same(first, seeded(part, 0, seed=1)), "fixed, and yet it changes"
+        assert not options_of(part).fixed or same(first, seeded(part, 0, seed=1)), "fixed, and yet it changes"
         copy = pickle.loads(pickle.dumps(part))  # as loader processes get it where there is no fork
         assert len(copy) == len(part) and same(first, seeded(copy, 0))
         if hasattr(part, "__getitems__") and name in SHIPPED["dataset"]:
-            agrees(part.__getitems__([len(part) - 1, 0]), default_collate([last, first]), fetch.is_fixed(part))
+            agrees(part.__getitems__([len(part) - 1, 0]), default_collate([last, first]), options_of(part).fixed)
 
 
 def fit_the_flags(first, last, args):

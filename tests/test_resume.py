@@ -22,12 +22,12 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 # Another run's state, or its weights
 
 
-@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step_00000006", "checkpoints/latest"])
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/000006_step_6", "checkpoints/latest"])
 def test_a_run_goes_on_from_another(done, tmp_path, place):
     before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
     folder = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {done / place}")
     assert distance(folder, done) == 0.0
-    wanted = {"checkpoints/step_00000006": "step 6"}.get(place, "step 12")
+    wanted = {"checkpoints/000006_step_6": "step 6"}.get(place, "step 12")
     assert f"going on from {done}/checkpoints/" in log_of(folder) and wanted in log_of(folder)
     assert before == {path: path.stat().st_mtime_ns for path in done.rglob("*")}
     best = outcome(folder)["best"]
@@ -41,7 +41,7 @@ def test_another_runs_damaged_checkpoint_is_passed_over_and_left_where_it_is(cop
     shard = copy / "checkpoints" / newest / "shard_0001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     folder = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {copy}")
-    assert "passed over" in log_of(folder) and "shard_0001" in log_of(folder)
+    assert f"passed over: {shard}" in log_of(folder)
     assert distance(folder, done) == 0.0 and names(copy)[0] == newest
 
 
@@ -50,7 +50,7 @@ def test_what_cannot_be_resumed_is_refused_and_nothing_in_it_is_executed(refused
     text.write_text("no checkpoint")
     empty.mkdir()
     foreign = saves.payload(tmp_path / "foreign.pt", mark)
-    for words in (tmp_path / "nowhere", text, empty, foreign, text / "below", tmp_path / ("x" * 300)):
+    for words in (tmp_path / "nowhere", text, empty, foreign, text / "below"):
         assert f"-resume {words}: there is no checkpoint" in refused(f"{SMALL} -resume {words}")
     for name in names(copy):
         saves.payload(copy / "checkpoints" / name / "manifest.json", mark)
@@ -61,7 +61,7 @@ def test_what_cannot_be_resumed_is_refused_and_nothing_in_it_is_executed(refused
 
 
 def test_an_older_checkpoint_of_the_same_run_is_for_another_name(copy, refused):
-    words = f"{SMALL} -cpu 2 -resume {copy / 'checkpoints' / 'step_00000006'}"
+    words = f"{SMALL} -cpu 2 -resume {copy / 'checkpoints' / '000006_step_6'}"
     assert "another -model" in refused(words, out=copy.parent)
     before = names(copy)
     run(copy.parent, f"{words} -model older")
@@ -157,7 +157,7 @@ def test_allowing_a_change_of_what_is_no_flag_is_refused(copy, refused, tmp_path
 
 
 def test_flags_that_another_version_of_the_code_had_are_told_and_pass(copy):
-    saves.rewrite(copy / "checkpoints" / names(copy)[0], lambda manifest: manifest["asked"].pop("momentum") and None)
+    saves.rewrite(copy / "checkpoints" / names(copy)[0], lambda manifest: manifest["config"].pop("momentum") and None)
     run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net")
     assert "-momentum was unknown and is 0.9" in log_of(copy)
 
@@ -190,11 +190,11 @@ def test_a_change_of_the_batch_goes_on_at_the_same_samples(tmp_path, monkeypatch
     assert len(set(epochs[0])) == len(epochs[0])
     steps = -(-50 // batch)
     assert seen[0][1] == steps + 16 // batch and seen[-1][1] == 3 * steps - 1
-    assert names(folder)[0].startswith(f"step_{3 * steps:08d}") and len(names(folder)) == 1
+    assert saves.steps(folder)[0] == 3 * steps and len(names(folder)) == 1
 
 
 def test_a_longer_dataset_goes_on_when_it_is_allowed(copy, monkeypatch):
-    for name in names(copy)[: names(copy).index("step_00000006")]:
+    for name in names(copy)[: names(copy).index("000006_step_6")]:
         shutil.rmtree(copy / "checkpoints" / name)
     monkeypatch.setattr(sys.modules["lib.dataset.few"], "get_dataset", lambda args: few(args, 70))
     folder = run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -allow_change samples")

@@ -19,7 +19,7 @@ from torch import nn
 from lib.trainer import trainer
 from lib.trainer.trainer import BadSteps
 from lib.utils import preemption
-from lib.utils.checkpoint import manager, shards, stored
+from lib.utils.checkpoint import manager, run_folder, shards
 from lib.utils.data.tensors import Tensors
 from lib.utils.monitoring import logger
 
@@ -194,7 +194,7 @@ def test_a_finished_run_is_not_trained_again(undisturbed):
 
 
 def test_a_manifest_does_not_grow_with_the_epochs(undisturbed):
-    folders = stored.listed(undisturbed[1] / "checkpoints")
+    folders = run_folder.listed(undisturbed[1] / "checkpoints")
     states = [manager.read_manifest(folder)["state"] for folder in folders]
     assert [(state["epoch"], state["sums"], state["unlogged"]) for state in states] == [(3, {}, {}), (2, {}, {})]
 
@@ -281,7 +281,7 @@ def test_a_stop_during_evaluation_evaluates_again(tmp_path, monkeypatch, undistu
 @pytest.mark.parametrize(("split", "epoch"), [("val", 1), ("test", 3)])
 def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, monkeypatch, split, epoch):
     """Ended when they are told, and the newest checkpoint is that of the epoch's last step, before its evaluation."""
-    real = logger.Report.evaluated
+    real = logger.Logger.evaluated
 
     def evaluated(self, state, which, figures, answers):
         real(self, state, which, figures, answers)
@@ -290,7 +290,7 @@ def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, m
 
     words = f"{SMALL} -save_every 1steps"
     with monkeypatch.context() as patch:
-        patch.setattr(logger.Report, "evaluated", evaluated)
+        patch.setattr(logger.Logger, "evaluated", evaluated)
         with pytest.raises(MemoryError, match="killed"):
             run(tmp_path, words)
     folder = run(tmp_path, words)

@@ -182,8 +182,6 @@ def check(args: Args, given: set[str], modules: dict):
             f"-batch_size {args.batch_size} cannot be cut into micro-batches of -micro_batch {args.micro_batch}: "
             f"try -batch_size {near} or -micro_batch {divisor}"
         )
-    if args.ngrok and bool(args.ngrok_oauth) != bool(args.ngrok_allow):
-        raise UsageError("-ngrok_oauth and -ngrok_allow belong together: who is to sign in where")
     if args.lr_end > args.lr_start:
         raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")
     check_machines(args)

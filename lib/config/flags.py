@@ -77,11 +77,8 @@ def _run(add):
     add("-cfg", FILE, "YAML file of flags; the command line wins over it", on_resume="forget", per_node=True)
     add("-reset", SWITCH, "start from scratch; move the old run of this name to out/.old", on_resume="forget")
     add("-tb", SWITCH, "serve TensorBoard on 127.0.0.1 while the run lasts", per_node=True)
-    add("-ngrok", SWITCH, "open a tunnel to it for others, locked by a password (NGROK_PASSWORD, or made up)")
+    add("-ngrok", SWITCH, "open a tunnel to it for others, who need the password in NGROK_PASSWORD")
     add("-ngrok_auth", value(types.run_name, "USER"), "user name that goes with the password", "baton")
-    providers = one_of("google", "github", "gitlab", "linkedin", "microsoft", "twitch")
-    add("-ngrok_oauth", providers, "ask for a sign-in there instead of a password")
-    add("-ngrok_allow", value(types.email, "EMAIL", **REPEATABLE), "an address that may sign in; repeatable")
     add("-seed", COUNT_OR_0, "the seed of all randomness", 0, on_resume="refuse")
 
 

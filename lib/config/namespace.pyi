@@ -19,8 +19,6 @@ class Args(argparse.Namespace):
     tb: bool
     ngrok: bool
     ngrok_auth: str
-    ngrok_oauth: str | None
-    ngrok_allow: list[str]
     seed: int
     gpus: str | None
     cpu: int | None

@@ -25,7 +25,6 @@ plugin_name = matching(r"(?!\d)\w+", "a plugin's name: a file's name without .py
 run_name = matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", "a name of letters, digits, dots, dashes and underscores")
 metric = matching(r"[^\x00-\x1f\x7f:]+(:min|:max)?", "a metric like accuracy, rec:min or f1:max")
 every = matching(r"(?=0*[1-9])[0-9]{1,18}(epochs?|steps?|min|)", "an interval like 5epochs, 500steps or 10min")
-email = matching(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+", "an e-mail address")
 suffix = matching(r"[A-Za-z0-9-]*", "the end of a host name: letters, digits, dashes")
 key_value = matching(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?", "an option of sbatch like reservation=school or exclusive")
 gpu_names = matching(

@@ -11,3 +11,35 @@ describe(args) -> dict, for defaults that only the data can tell, such as the nu
     random.py   random regression data
     fake.py     random images, to measure speed
 """
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Dataset(Protocol):
+    """All attributes of a dataset that Baton uses. Only `__len__` and `__getitem__` are required.
+
+    Nothing needs to inherit from this: any torch Dataset or list will do. Read by lib/utils/data/options.py.
+    """
+
+    fixed: bool = False  # items are the same every time; otherwise generators are seeded for each item
+    classes: Sequence[str] | None = None  # names for the pictures in TensorBoard
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int): ...
+
+    def __getitems__(self, indices: list[int]):
+        """Return a whole batch, or a list of items for `collate_fn`. Default: one item at a time."""
+
+    def collate_fn(self, items: list):
+        """Return the batch that these items make. Default: torch's default_collate."""
+
+    def on_device(self, batch: tuple, draws: Tensor) -> tuple:
+        """Return the batch as the model sees it, from one on the device that begins with a tensor (B, ...).
+
+        `draws` (B, 8) are random numbers from 0 to below 1, those of a sample a function of (seed, epoch, its index).
+        Default: the batch stays as it is.
+        """

@@ -14,6 +14,7 @@ them. So one worker serves every launcher.
 
 import contextlib
 import os
+import re
 
 from lib.launch import environment, local
 from lib.utils.errors import FINISHED, STOPPED, UsageError
@@ -26,6 +27,9 @@ def launch(args, target: str) -> int:
     """
     from lib.launch import slurm_task  # `python -m lib.launch.slurm_task` imports this file first
 
+    if args.ngrok and not re.fullmatch(r"[^\s:$]{12,128}", os.environ.get("NGROK_PASSWORD", "")):
+        raise UsageError("-ngrok opens no tunnel without a password: set NGROK_PASSWORD to 12 to 128 characters, "
+                         "without $, colon or space")  # fmt: skip
     if args.nnodes > 1 and (launched() or slurm_task.is_task()):
         raise UsageError(f"-nnodes {args.nnodes} under torchrun or srun: they start the processes of all machines")
     if launched():

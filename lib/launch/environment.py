@@ -10,7 +10,7 @@ import shlex
 import uuid
 from pathlib import Path
 
-from lib.utils.checkpoint import stored
+from lib.utils.checkpoint import run_folder
 
 # SYSTEMNAME where HOSTi is a host's name on InfiniBand, and nodes that are far apart have no other way to each other.
 INFINIBAND = ("juwels", "juwelsbooster", "jurecadc", "jusuf")
@@ -60,7 +60,7 @@ def of_run(args) -> dict[str, str]:
     """What a process of the run is to find set: for -debug_dist where NCCL's flight recorder writes after a hang,
     in the run's folder; for -deterministic what cuBLAS needs to end at the same bits (its manual, "Results
     Reproducibility")."""
-    beginning = stored.run_of(args).absolute() / "logs" / "flight_rank_"
+    beginning = run_folder.run_of(args).absolute() / "logs" / "flight_rank_"
     records = dict.fromkeys(RECORDS, str(beginning)) if args.debug_dist else {}
     return records | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if args.deterministic else {})
 

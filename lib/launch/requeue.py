@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from lib.utils.checkpoint import atomic, stored
+from lib.utils.checkpoint import atomic, run_folder
 from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def begin(history: Path, run: Path, requeues: int, looks: bool = False):
     start = {
         "restart": restart(),
         "checkpoint": newest(run),
-        "outcome": stored.outcome(run).get("written"),
+        "outcome": run_folder.outcome(run).get("written"),
         "looks": looks,
     }
     starts = [one for one in before if one["restart"] != restart()] + [start]
@@ -58,7 +58,7 @@ def after(history: Path, code: int) -> int:
         tidy(history.parent, job)
         return code or FAILED
     run, looks = Path(facts["run"]), mine[-1].get("looks")
-    outcome = stored.outcome_of(run, os.environ["SLURM_JOB_ID"])
+    outcome = run_folder.outcome_of(run, os.environ["SLURM_JOB_ID"])
     if outcome.get("written") == mine[-1]["outcome"]:  # an earlier start's
         outcome = {}
     if looks:
@@ -182,7 +182,7 @@ def tidy(folder: Path, job: dict):
 
 def newest(run: Path) -> str | None:
     """The name of the checkpoint that was saved last."""
-    found = stored.newest(run / "checkpoints")
+    found = run_folder.newest(run / "checkpoints")
     return found.name if found else None
 
 

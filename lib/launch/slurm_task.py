@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from lib.launch import environment, local, requeue
-from lib.utils.checkpoint import atomic, stored
+from lib.utils.checkpoint import atomic, run_folder
 from lib.utils.errors import FINISHED, STOPPED, UsageError
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -71,7 +71,7 @@ def begin(args) -> Path:
     """Notes a start of this job. Returns the path of its history."""
     history = history_of(args)
     history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    requeue.begin(history, stored.run_of(args), args.slurm_requeues, looks(args))
+    requeue.begin(history, run_folder.run_of(args), args.slurm_requeues, looks(args))
     return history
 
 
@@ -135,7 +135,7 @@ def tasks() -> int:
 
 def folder_of(args) -> Path:
     """Where the job's files lie: -slurm_dir, or slurm/ in the run's folder."""
-    return Path(args.slurm_dir).resolve() if args.slurm_dir else stored.run_of(args).resolve() / "slurm"
+    return Path(args.slurm_dir).resolve() if args.slurm_dir else run_folder.run_of(args).resolve() / "slurm"
 
 
 def leave_alone():

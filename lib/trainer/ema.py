@@ -28,8 +28,8 @@ def share(text: str) -> float:
 class Trainer(trainer.Trainer):
     """The usual trainer, whose evaluations, best and final weights are those of the average."""
 
-    def __init__(self, args, world, loaders, model, loss, optimizer):
-        super().__init__(args, world, loaders, model, loss, optimizer)
+    def __init__(self, args, world, loaders, model, loss, optimizer, logger):
+        super().__init__(args, world, loaders, model, loss, optimizer, logger)
         self.average = Average(model_tensors(unwrap(model)), args.ema_decay)
 
     def step(self, samples):

@@ -1,7 +1,5 @@
 """The usual way of training: epochs of steps, evaluation, checkpoints. For another, override `training_step`."""
 
-import contextlib
-import dataclasses
 import functools
 import logging
 import math
@@ -12,11 +10,12 @@ from lib.core import batchnorm, parallel, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding
-from lib.utils.checkpoint import manager, resume, run_folder, search, stored, weights
-from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, untouched, unwrap, warn_of_differing
+from lib.utils.checkpoint import manager, resume, run_folder, weights
+from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, untouched, unwrap
+from lib.utils.data.options import options_of
 from lib.utils.data.tensors import shapes_in_errors, zeros
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import logger, metrics
+from lib.utils.monitoring import metrics, throughput
 from lib.utils.monitoring.images import Answers
 from lib.utils.watchdog import watched
 
@@ -29,12 +28,12 @@ class BadSteps(RuntimeError):
 
 
 class Trainer:
-    """Trains a wrapped model on `loaders["train"]` and evaluates it on "val" and "test" where there are such."""
+    """Trains a wrapped model on `loaders["train"]` and evaluates it on "val" and "test" if they exist."""
 
-    def __init__(self, args, world, loaders, model, loss, optimizer):
+    def __init__(self, args, world, loaders, model, loss, optimizer, logger):
         self.args, self.world, self.loaders = args, world, loaders
-        self.model, self.loss, self.optimizer = model, loss, optimizer
-        self.folder, self.plan = stored.run_of(args), loaders["train"].plan
+        self.model, self.loss, self.optimizer, self.logger = model, loss, optimizer, logger
+        self.folder, self.plan = run_folder.run_of(args), loaders["train"].plan
         self.total_steps = args.epochs * self.plan.steps
         scale = scheduler.scale(args.scale_lr, self.plan.batch, args.lr_batch)
         self.schedule = {
@@ -43,89 +42,102 @@ class Trainer:
             "start": args.lr_start * scale,
             "end": args.lr_end * scale,
         }
-        self.state, self.saved = State(), None  # saved: the (step, epoch) of the last checkpoint
-        self.best, self.metrics = None, metrics.MetricsTracker()
+        self.state, self.metrics = State(), metrics.Sums()
+        self.saved = None  # the (step, epoch) of the last checkpoint
         shown = loaders.get("val", loaders["train"]).dataset
-        self.answers = Answers(loss, args.num_classes, getattr(shown, "classes", None), world)
+        self.answers = Answers(loss, args.num_classes, options_of(shown).classes, world)
         self.window, self.norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16)
+        # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
         self.statistics = batchnorm.Statistics(model, world, world.size == 1 and self.plan.grain == self.plan.batch)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
-        lock = stored.lock_id(self.folder)
-        owned = functools.partial(stored.has_lock, self.folder, lock)
+        owned = functools.partial(run_folder.has_lock, self.folder, run_folder.lock_id(self.folder))
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit, owned)
         self.ballot, self.every = preemption.Ballot(self.stop, world), manager.Every(args.save_every)
-        kept = {"keep_last": args.keep_last, "strict": args.save_strict}
-        self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, **kept)
+        self.votes = False  # on a stop: only in `fit`
+        self.checkpoints = manager.Checkpoints(
+            self.folder / "checkpoints", world, keep_last=args.keep_last, strict=args.save_strict
+        )
 
     def training_step(self, batch):
-        """The mean loss over a micro-batch (collated as the dataset gives it, on the device), ready for backward."""
+        """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
         inputs, targets = batch
         return self.loss(self.model(inputs), targets)
 
     def evaluation_step(self, model, batch, count):
-        """What a batch of `count` samples adds to each metric: sums over its samples, 0-d tensors. `model` is
-        unwrapped."""
+        """Return what a batch of `count` samples adds to each metric: sums over its samples, 0-d tensors.
+
+        `model` is unwrapped.
+        """
         inputs, targets = batch
         outputs = model(inputs)
         self.answers.add(inputs, targets, outputs, count)
         return {"loss": self.loss(outputs, targets) * count, **losses.metric_sums(self.loss, outputs, targets)}
 
-    def fit(self) -> str:
-        """Trains from where the run is to its end, or to a stop with the state saved: what `finish` says."""
+    def fit(self, past=None) -> str:
+        """Train from `past` (resume.find), or from step 0, to the end or to a stop with the state saved.
+
+        Returns:
+            What `finish` returns.
+        """
+        self.votes = True
         with self.stop.listening(), runtime.frozen():
-            self.resume()
+            self.resume(past)
             self.warm_up()
+            self.rate = throughput.Rate(self.total_steps, self.state, self.world.device)
             minutes, saving = self.args.hang_minutes, self.checkpoints.writing
-            watch = watched(self.state, self.ballot, self.world, minutes, self.folder, saving)
-            done = {"step": self.state.step, "samples": self.state.samples}
-            reported = logger.Report(self.folder, self.world, self.args, self.total_steps, **done)
-            with watch as self.watchdog, contextlib.closing(reported) as self.report:
+            with watched(self.state, self.ballot, self.world, minutes, self.folder, saving) as self.watchdog:
                 while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():
                     pass
                 return self.finish()
 
     def train_epoch(self) -> bool:
-        """Trains the rest of the epoch. False if the run is to stop first."""
+        """Train the rest of the epoch. False if the run is to stop first."""
         if self.stop.at_limit(self.state.step):
             return False
+        return not any(self.boundary() for _ in self.steps(self.rate.waiting(self.batches())))
+
+    def batches(self):
+        """Return the rest of the epoch's micro-batches of this rank: pairs of (key, batch)."""
+        return self.loaders["train"].epoch(self.state.epoch, self.plan.step_in_epoch(self.state))
+
+    def steps(self, batches):
+        """Train on these micro-batches; yield after each optimizer step."""
         self.model.train()
-        batches = self.loaders["train"].epoch(self.state.epoch, self.plan.step_in_epoch(self.state))
-        for key, batch in runtime.throttle(self.report.waiting(batches), self.world.device):
+        for key, batch in runtime.throttle(batches, self.world.device):
             self.micro_batch(key, batch)
+            self.logger.first_batch(batch)
             if key.last:
-                self.step(key.of)
-                if self.boundary():
-                    return False
-        return True
+                self.step(key.step_samples)
+                yield
 
     def micro_batch(self, key, batch):
-        """Forward and backward pass of one micro-batch under its own seed; gradients add up to the step's mean."""
-        seeding.for_micro_batch(self.args.seed, self.state.step, key.micro, self.world.device)
+        """Compute the gradients of one micro-batch under its own seed; they add up to the step's mean."""
+        seeding.for_micro_batch(self.args.seed, self.state.step, key.number, self.world.device)
         parallel.set_sync(self.model, key.last)
         self.statistics.before(key.first)
         with self.precision, shapes_in_errors(batch, self.args):
             loss = losses.checked(self.training_step(batch), self.args.trainer)
-        if key.last:
-            self.report.own.end()
-        weight = key.count * self.world.size / key.of  # DDP divides by the number of processes
+        weight = key.count * self.world.size / key.step_samples  # DDP divides by the number of processes
         self.scaler.scale(loss if weight == 1 else loss * weight).backward()
-        self.statistics.after(key.count / key.of)
+        self.statistics.after(key.count / key.step_samples)
         self.window.append((loss.detach(), key.count))
 
     def step(self, samples: int):
-        """The optimizer's step of `samples` samples, left out on all ranks alike if the gradient is not finite, or a
-        buffer of the model no longer is."""
+        """Take the optimizer's step of `samples` samples.
+
+        All ranks alike skip it if the gradient is not finite, or a buffer of the model no longer is.
+        """
         parallel.check_reduced(self.model, self.parameters)
         broken = self.statistics.reduce()
         if broken is not None:
             optimizers.spoil(self.parameters, broken)
         self.scaler.unscale_(self.optimizer)
         norm = optimizers.clip(self.parameters, self.args.clip_grad)
-        self.report.histograms(self.state.step + 1, unwrap(self.model))
+        self.logger.histograms(self.state.step + 1, unwrap(self.model))
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -138,10 +150,10 @@ class Trainer:
         self.state.samples += samples
 
     def boundary(self) -> bool:
-        """What is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
+        """Do what is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
         step = self.state.step
         self.watchdog.mark()
-        self.report.profile.step()
+        self.logger.profile.step()
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
         stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.stop.at_limit(step)
@@ -154,30 +166,31 @@ class Trainer:
         return False
 
     def log(self):
-        """Reduces and reports the interval since the last line; ends the run after too many bad steps in a row."""
+        """Log the interval since the last line; end the run after too many bad steps in a row."""
         self.read_figures()
         interval = self.metrics.reduce()
+        metrics.add(self.state.sums, interval)
         figures = {
             "loss": metrics.mean(interval, "loss"),
-            "loss_mean": metrics.mean(self.metrics.agg, "loss"),
+            "loss_mean": metrics.mean(self.state.sums, "loss"),
             "lr": self.optimizer.param_groups[0]["lr"],
             "grad_norm": self.last_norm,
             **{name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")},
             **({"bad_steps": self.state.bad_steps} if self.state.bad_steps else {}),
         }
-        self.report.training(self.state, figures)
+        self.logger.training(self.state, {**figures, **self.rate.interval(self.state)})
         if self.state.bad_row >= self.args.max_bad_steps:
             self.give_up()
 
     def read_figures(self):
-        """Takes in the losses and gradient norms since the last call. Waits for the device."""
+        """Count the losses and gradient norms since the last call. Waits for the device."""
         self.state.count_bad(self.norms)
         self.last_norm = float(self.norms[-1]) if self.norms else self.last_norm
-        self.metrics.update(logger.window_sums(self.window))
+        self.metrics.update(metrics.window_sums(self.window))
         self.window, self.norms = [], []
 
     def give_up(self):
-        """Raises BadSteps with the step, its samples, and where the last good state lies."""
+        """Raise BadSteps with the step, its samples, and the last good checkpoint."""
         self.checkpoints.finish()
         samples = self.loaders["train"].indices(self.state.epoch, self.plan.step_in_epoch(self.state) - 1)
         newest = self.checkpoints.newest()
@@ -188,33 +201,32 @@ class Trainer:
         )
 
     def end_epoch(self) -> bool:
-        """Evaluates, tells, keeps the best, saves. False if the run is to stop first.
+        """Evaluate, log, keep the best weights, save. False if the run is to stop first.
 
-        Told before the save: who goes on from an older checkpoint tells it anew; after it, a kill would lose it.
+        The log comes before the save: a run that continues from an older checkpoint logs again; after the save, a
+        kill would lose it.
         """
-        self.report.advise(self.loaders["train"].fetched.workers)
-        warn_of_differing(self)
         figures = self.evaluate("val") if "val" in self.loaders else {}
         if figures is None:
             return False
         try:
-            best = metrics.better(self.best, figures, self.args.best, self.state.epoch + 1)
+            best = metrics.better(self.state.best, figures, self.args.best, self.state.epoch + 1)
         except UsageError:
             self.save()  # the epoch's training: the next start begins with its evaluation
             self.checkpoints.finish()
             raise
         self.state.epoch += 1
-        self.metrics.end_epoch()
-        self.report.evaluated(self.state, "val", figures, self.answers)
+        self.state.sums = {}
+        self.logger.evaluated(self.state, "val", figures, self.answers)
         if best and not self.failure() and self.write_weights("best", must=self.args.save_strict):
-            self.best = best
+            self.state.best = best
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
         if milestone or self.every.epoch_due(self.state.epoch) or self.state.epoch == self.args.epochs:
             self.save(keep=bool(milestone))
         return True
 
     def failure(self) -> str:
-        """Why the weights are not worth keeping, "" if they are; the same on all ranks."""
+        """Return why the weights are not worth keeping, "" if they are; the same on all ranks."""
         if "nan" in self.args.allow_change:
             return ""
         if self.state.bad_row >= self.state.step > 0:
@@ -224,28 +236,28 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, split: str) -> dict | None:
-        """Exact means over all samples of a split and all ranks. None if all ranks agreed to stop meanwhile."""
+        """Return means over the samples of a split, of all ranks. None if all ranks agreed to stop meanwhile."""
         self.stop.trained = self.state.step == self.total_steps
-        model, totals = unwrap(self.model).eval(), metrics.MetricsTracker()
+        model, totals = unwrap(self.model).eval(), metrics.Sums()
         self.answers.reset()
         for key, batch in runtime.throttle(self.loaders[split].epoch(0), self.world.device):
             with self.precision, shapes_in_errors(batch, self.args):
                 sums = self.evaluation_step(model, batch, key.count)
             if key.count:
                 totals.update({**sums, "samples": key.count})
-            if key.last and self.ballot.tick():
+            if self.votes and key.last and self.ballot.tick():
                 return None
         sums = totals.reduce()
         return {name: metrics.mean(sums, name) for name in sums if name != "samples"}
 
-    def resume(self):
-        """Goes on from the newest good checkpoint, this run's own or that of -resume, or starts from -weights."""
+    def resume(self, past):
+        """Continue from a checkpoint, or start a new run, from -weights if they are given."""
         self.checkpoints.open()
-        found = search.newest(self.checkpoints.folder, self.checkpoints.disk, self.args.resume)
-        if found and self.args.weights:
-            log.info("-weights is not used: the run goes on from its checkpoint")
-        if found:
-            self.go_on(found)
+        if past:
+            resume.set_damaged_aside(past, self.checkpoints.disk)
+            if self.args.weights:
+                log.info("-weights is not used: the run goes on from its checkpoint")
+            self.load(past)
         elif self.args.weights:
             weights.start_from(self.args.weights, unwrap(self.model))
         parts = parts_of(self)
@@ -254,23 +266,21 @@ class Trainer:
         for optimizer in parts.optimizers.values():
             optimizer.register_step_pre_hook(lambda *_: self.checkpoints.staged())  # a save may be copying
 
-    def go_on(self, found):
-        """Takes up a verified checkpoint."""
-        manifest = found.manifest
-        resume.check_found(found, resume.asked(self.args, self.plan), self.args)
-        resume.load(found, parts_of(self), self.world, self.args.allow_change)
-        own = found.folder.parent == self.checkpoints.folder
-        self.state, self.best = resume.state(manifest, self.plan), manifest["best"] if own else None
-        self.metrics.load_state_dict({"agg": self.state.sums})
+    def load(self, past):
+        """Take the state and the tensors of a checkpoint."""
+        if different := resume.changes(past.config, resume.config(self.args, self.plan), self.args):
+            log.warning("going on with other settings: %s", different)
+        resume.load(past, parts_of(self), self.world, self.args.allow_change)
+        self.state = resume.state(past, self.plan)
         if self.world.is_main:
             self.metrics.update(self.state.unlogged)
-        if self.args.fp16 and manifest["scaler"]:
-            self.scaler.load_state_dict(manifest["scaler"])
-        self.saved = (self.state.step, self.state.epoch) if own else None
-        log.info("going on from %s: epoch %d, step %d", found.folder, self.state.epoch + 1, self.state.step)
+        if self.scaler.is_enabled() and self.state.scaler:
+            self.scaler.load_state_dict(self.state.scaler)
+        self.saved = (self.state.step, self.state.epoch) if past.own else None
+        log.info("going on from %s: epoch %d, step %d", past.folder, self.state.epoch + 1, self.state.step)
 
     def warm_up(self):
-        """Two passes on zeros where DDP would otherwise add up in another order in its first step than later on."""
+        """Do two passes on zeros where DDP would otherwise add up in another order in its first step than later."""
         if not parallel.reorders(self.model, self.world):
             return
         batch = zeros(self.loaders["train"].sample())
@@ -284,16 +294,15 @@ class Trainer:
             self.statistics.restore()
 
     def save(self, keep: bool = False):
-        """Begins a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
+        """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
         if self.saved == (self.state.step, self.state.epoch) and not self.checkpoints.failures:
             return
         self.read_figures()
-        self.state.sums, self.state.unlogged = dict(self.metrics.agg), self.metrics.pending()
+        self.state.unlogged = self.metrics.pending()
+        self.state.scaler = self.scaler.state_dict()
         facts = {
-            "state": dataclasses.asdict(self.state),
-            "asked": resume.asked(self.args, self.plan),
-            "best": self.best,
-            "scaler": self.scaler.state_dict(),
+            "state": self.state.to_dict(),
+            "config": resume.config(self.args, self.plan),
             "about": runtime.about(self.world),
         }
         parts = parts_of(self)
@@ -302,13 +311,17 @@ class Trainer:
         self.every.saved()
 
     def write_weights(self, name: str, must: bool = True) -> bool:
-        """Writes NAME/weights.safetensors, ready for safetensors' load_file. False if that failed and need not be."""
+        """Write NAME/weights.safetensors, ready for safetensors' load_file. False if that failed and need not be."""
         distributed.together(self.stop.check_folder, self.world)
         return weights.keep(self.folder / name, model_tensors(unwrap(self.model)), self.world, must)
 
     def finish(self) -> str:
-        """The last save; of a finished run also the test split and the final weights. "finished" or "stopped"; or
-        "failed" where a node of torchrun's is gone: the others then start the run again, with whoever is left."""
+        """Save for the last time; evaluate the test split and write the final weights of a finished run.
+
+        Returns:
+            "finished" or "stopped"; or "failed" where a node of torchrun's is gone: the others then start the run
+            again, with whoever is left.
+        """
         self.checkpoints.finish()  # the state is safe, however long the evaluation takes
         trained = self.state.epoch >= self.args.epochs
         if trained and (why := self.failure()):
@@ -317,21 +330,21 @@ class Trainer:
         finished = trained and figures is not None
         distributed.together(self.stop.check_folder, self.world)
         if finished:
-            self.report.evaluated(self.state, "test", figures, self.answers)
+            self.logger.evaluated(self.state, "test", figures, self.answers)
             self.write_weights("final")
         self.save()
         self.checkpoints.close()
-        self.report.close(finished)
+        self.logger.close(finished)
         outcome = {
             "state": "finished" if finished else "stopped",
             **{name: getattr(self.state, name) for name in ("epoch", "step", "samples")},
             **self.stop.why(),
-            "best": self.best,
+            "best": self.state.best,
             "test": figures,
         }
         if self.checkpoints.disk.leads:
             run_folder.write_outcome(self.folder, self.world, **outcome)
             if finished or self.stop.by_file:
                 self.stop.remove_file()
-        self.report.last_words(outcome, self.args)
+        self.logger.last_words(outcome, self.args)
         return "failed" if self.stop.only_other_nodes_leave() and not finished else outcome["state"]

@@ -169,13 +169,8 @@ def elastic() -> bool:
 
 
 def ngrok_password() -> str | None:
-    """What -ngrok's tunnel is to ask for, where the user chose it."""
+    """What the tunnel of -ngrok asks for."""
     return os.environ.get("NGROK_PASSWORD")
-
-
-def ngrok_token() -> str | None:
-    """The user's token for ngrok, which must stand in no message."""
-    return os.environ.get("NGROK_AUTHTOKEN")
 
 
 def job_id() -> str | None:

@@ -14,44 +14,42 @@ SAMPLE, MICRO_BATCH, MODEL, DRAWS = 1, 2, 3, 4  # one stream each
 
 
 def mix(*numbers: int) -> int:
-    """One 64-bit number from several, each bit of it depending on every bit of theirs."""
+    """Return one 64-bit number made of several, each bit of it depending on every bit of theirs."""
     state = 0
     for number in numbers:
-        state = (state + number + GOLDEN) & MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+        state = scramble((state + number + GOLDEN) & MASK)
         state ^= state >> 31
     return state
 
 
 def uniform(seed: int, epoch: int, indices: list[int], count: int = 8) -> torch.Tensor:
-    """Numbers from 0 to below 1 for each sample, (len(indices), count) float32: row i a function of (seed, epoch,
-    indices[i])."""
-    start = np.uint64(mix(DRAWS, seed, epoch))
-    states = _finalized(np.asarray(indices, np.int64).astype(np.uint64) + start)
-    turns = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
-    bits = _finalized(states[:, None] + turns)
-    return torch.from_numpy((bits >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24))
+    """Return numbers from 0 to below 1 for each sample, (len(indices), count) float32: row i is a function of (seed,
+    epoch, indices[i])."""
+    states = scramble(np.asarray(indices, np.int64).astype(np.uint64) + np.uint64(mix(DRAWS, seed, epoch)))
+    states ^= states >> 31
+    bits = scramble(states[:, None] + np.arange(1, count + 1, dtype=np.uint64) * GOLDEN)
+    bits ^= bits >> 31
+    return torch.from_numpy((bits >> 40).astype(np.float32) / np.float32(1 << 24))
 
 
-def _finalized(state):
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+def scramble(state: int | np.ndarray) -> int | np.ndarray:
+    """Return SplitMix64's mixture of the bits of a number, or of an array of uint64, but for its last shift."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    return (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
 
 
 def for_building(seed: int):
-    """Seeds Python, NumPy and torch, the same on every rank and at every start, for building a dataset or a model."""
+    """Seed Python, NumPy and torch, the same on every rank and at every start, for building a dataset or a model."""
     _seed_host(mix(MODEL, seed))
 
 
 def for_sample(seed: int, epoch: int, index: int):
-    """Seeds Python, NumPy and torch for drawing one sample (or one fetched batch that begins with it)."""
+    """Seed Python, NumPy and torch for drawing one sample (or one fetched batch that begins with it)."""
     _seed_host(mix(SAMPLE, seed, epoch, index))
 
 
 def for_micro_batch(seed: int, step: int, micro: int, device: torch.device):
-    """Seeds Python, NumPy and torch for the forward and backward pass of micro-batch `micro` of step `step`."""
+    """Seed Python, NumPy and torch for the forward and backward pass of micro-batch `micro` of step `step`."""
     value = mix(MICRO_BATCH, seed, step, micro)
     _seed_host(value)
     if device.type != "cpu":

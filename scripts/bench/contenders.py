@@ -28,11 +28,10 @@ from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.core import parallel
 from lib.utils import runtime, seeding, watchdog
-from lib.utils.checkpoint import stored
 from lib.utils.data import fetch, loader, prefetch
 from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
-from lib.utils.monitoring import logger
+from lib.utils.monitoring import logger, throughput
 
 
 @dataclass
@@ -89,10 +88,12 @@ def trainer_of(case: Case):
     plan = Plan(len(splits["train"]), args.batch_size, args.batch_size // world.size, ranks=world.size)
     model = parallel.wrap(case.model(), args, world, arch=train.plugin("arch", args.arch))
     optimizer = optimizers.get_optimizer(model, args, plan.batch)
-    parts = (loader.get_loaders(splits, plan, world, args), model, losses.get_loss(args), optimizer)
+    folder = run_folder.run_of(args)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = logger.Logger(folder, world, args, total_steps=args.epochs * plan.steps, state=State())
+    parts = (loader.get_loaders(splits, plan, world, args), model, losses.get_loss(args), optimizer, log)
     trainer = train.plugin("trainer", args.trainer).Trainer(args, world, *parts)
-    stored.run_of(args).mkdir(parents=True, exist_ok=True)
-    trainer.report = logger.Report(stored.run_of(args), world, args, trainer.total_steps, step=0, samples=0)
+    trainer.rate = throughput.Rate(trainer.total_steps, trainer.state, world.device)
     watch = watchdog.watched(trainer.state, trainer.ballot, world, args.hang_minutes, trainer.folder)
     trainer.watchdog = contextlib.ExitStack().enter_context(watch)  # to the end of the process
     return trainer
@@ -113,7 +114,7 @@ def timed(trainer, clock=time.perf_counter) -> Callable[[], float]:
             trainer.train_epoch()
             seconds = clock() - began
         trainer.state.epoch += 1
-        trainer.metrics.end_epoch()
+        trainer.state.sums = {}
         return seconds / trainer.plan.steps
 
     return run

@@ -102,7 +102,7 @@ def images(sizes: dict, world: World) -> dict:
         ours, other = contenders.timed(trainer), bare(case, trainer)
         pairs = [(ours(), other()) for _ in range(sizes["rounds"] + 1)][1:]
         size = trainer.plan.batch
-        trainer.report.close()
+        trainer.logger.close()
     return {
         "ours_per_s": size / statistics.median(a for a, _ in pairs),
         "bare_per_s": size / statistics.median(b for _, b in pairs),
@@ -139,10 +139,10 @@ def tokens(words: str, rounds: int, world: World, limit: float) -> dict:
         run = contenders.timed(trainer)
         run()
         step = statistics.median(run() for _ in range(rounds))
-        trainer.resume()
+        trainer.resume(None)
         stalls = [stall(trainer, run, step) for _ in range(2)]  # the first makes its buffers
         trainer.checkpoints.close()
-        trainer.report.close()
+        trainer.logger.close()
     count = sum(parameter.numel() for parameter in trainer.parameters)
     rate = trainer.plan.batch * args.text_length / step
     flops = 6 * count + 12 * args.gpt_depth * args.text_length * args.gpt_width
@@ -167,7 +167,7 @@ def half(words: str, world: World) -> dict:
         run = contenders.timed(trainer)
         run()
         step = run()
-        trainer.report.close()
+        trainer.logger.close()
     finite = all(bool(parameter.isfinite().all()) for parameter in trainer.parameters)
     return {"step_ms": 1e3 * step, "scale": trainer.scaler.get_scale(), "finite": finite}
 

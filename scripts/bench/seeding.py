@@ -61,7 +61,7 @@ def measure(words: str, changed, rounds: int) -> dict:
         fetched.fetch = fetch.Fetch(changed(fetched.fetch.dataset), trainer.args.seed)
         epoch = contenders.timed(trainer, time.process_time)
         pairs = [(epoch(), unseeded(epoch)) for _ in range(rounds + 1)][1:]
-        trainer.report.bar.close()
+        trainer.logger.bar.close()
     return {
         "step_us": 1e6 * statistics.median(without for _, without in pairs),
         "share": statistics.median(with_seeds / without - 1 for with_seeds, without in pairs),

@@ -1,6 +1,5 @@
 """The ways that save.py compares: torch's own, Baton's, and those of Lightning Fabric, its Trainer and Accelerate."""
 
-import concurrent.futures
 import os
 import shutil
 import sys
@@ -176,13 +175,12 @@ class Ours(Save):
     def begin(self):
         tensors = self.run.parts.tensors()  # as the trainer does
         self.step += 1
-        self.checkpoints.save(tensors, {"state": {"step": self.step}}, step=self.step, early=set())
+        self.checkpoints.save(tensors, {"state": {}}, step=self.step, early=set())
 
     def staged(self):
         self.checkpoints.staged()
 
     def finish(self):
-        concurrent.futures.wait([self.checkpoints.job])
         self.checkpoints.finish()
 
     def clear(self):

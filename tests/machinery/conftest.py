@@ -1,11 +1,37 @@
 """What the tests of the machinery share: runs as processes of their own, and disks that need no wait."""
 
 import os
+from pathlib import Path
 
 import pytest
 from processes import nursery, start, undisturbed  # noqa: F401
 
 from scripts import check_resume
+
+# Left to ./scripts/test.sh --all: files whose tests take long or need Slurm, etcd, Chromium or zsh; tests that start
+# runs as processes of their own, or make a fork; and single tests of other files.
+SLOW_FILES = """bench browser chaos check_resume cluster_scripts completion doctor elastic export failing_disks gpu
+    kubernetes machines multinode mutants plot slurm status stops tensorboard transformers tunnel""".split()
+SLOW_FIXTURES = {"start", "undisturbed", "fork"}
+SLOW_TESTS = """
+    test_a_terminal_that_is_gone_does_not_stop_the_run
+    test_any_call_of_a_save_may_fail_once_or_for_good
+    test_debugging_and_caches_are_there_before_torch_is_imported
+    test_every_permutation_of_a_few_is_drawn_equally_often
+    test_the_benchmark_shows_it_in_fresh_processes
+    test_what_loader_processes_fetch_ahead_does_not_count
+""".split()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent == Path(__file__).parent and is_slow(item):
+            item.add_marker(pytest.mark.slow)
+
+
+def is_slow(item) -> bool:
+    file, test = item.path.stem.removeprefix("test_"), item.name.partition("[")[0]
+    return file in SLOW_FILES or test in SLOW_TESTS or bool(SLOW_FIXTURES & set(item.fixturenames))
 
 
 @pytest.fixture

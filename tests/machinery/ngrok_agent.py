@@ -32,9 +32,6 @@ class Public(BaseHTTPRequestHandler):
             self.reply(error.code)
 
     def enters(self, action):
-        if action["type"] == "oauth":
-            self.reply(302, Location="https://idp.ngrok.com/oauth2")
-            return False
         pairs = [f"Basic {base64.b64encode(pair.encode()).decode()}" for pair in action["config"]["credentials"]]
         if self.headers.get("Authorization") not in pairs:
             self.reply(401, **{"WWW-Authenticate": "Basic"})

@@ -20,7 +20,7 @@ import train
 from lib import config
 from lib.trainer.trainer import Trainer
 from lib.utils import distributed
-from lib.utils.checkpoint import run_folder, stored
+from lib.utils.checkpoint import run_folder
 from lib.utils.data.tensors import Tensors
 
 FAST = ["-cpu", "1", "-epochs", "1"]
@@ -56,11 +56,11 @@ WHOLE, EMPTY = Tensors(torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), Tensors(
         (EMPTY, ["train split is empty"]),
         (None, ["train split is a NoneType"]),
         (7, ["train split is a int"]),
-        ({}, ["train needed"]),
-        ((WHOLE, WHOLE), ["gives a tuple", "dict of splits"]),
-        ({"training": WHOLE}, ["training", "train needed"]),
-        ({"train": WHOLE, "dev": WHOLE}, ["dev", "train, val and test are known"]),
-        ({"val": WHOLE}, ["val", "train needed"]),
+        ({}, ["train is required"]),
+        ((WHOLE, WHOLE), ["returns a tuple", "dict of splits"]),
+        ({"training": WHOLE}, ["training", "train is required"]),
+        ({"train": WHOLE, "dev": WHOLE}, ["dev", "val and test may be there"]),
+        ({"val": WHOLE}, ["val", "train is required"]),
         ({"train": WHOLE, "val": EMPTY}, ["val split is empty"]),
         ({"train": WHOLE, "test": Stream()}, ["test split is a Stream"]),
     ],
@@ -134,7 +134,7 @@ def test_a_plugin_that_calls_exit_fails_the_run_and_is_named(words, place, begun
             code, said = 1, str(error)
     assert code == 1 and place in said
     if begun:
-        ended = stored.outcome(tmp_path / "run")
+        ended = run_folder.outcome(tmp_path / "run")
         assert ended["state"] == "failed" and ended["reason"].startswith("rank 0: ") and place in ended["reason"]
 
 
@@ -257,16 +257,6 @@ def test_an_output_folder_that_cannot_be_written_is_refused(told, tmp_path):
         assert tree(tmp_path) == before
     for out in ("", "a\0b", "a\nb"):
         assert told([f"-out={out}", "-out", out]).startswith(f"argument -out: {out!r} is not a line of text")
-
-
-@pytest.mark.parametrize("name", ["STOP", "outcome.json", "metrics.jsonl", "config.yaml"])
-def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused(name, told, tmp_path):
-    folder = tmp_path / "out" / "odd"
-    (folder / name).mkdir(parents=True)
-    for count in ("1", "2"):
-        line = told(["-cpu", count, "-model", "odd"])
-        assert line == f"-model odd: {folder / name} must be a file and is a folder: move it away"
-    runs.run(tmp_path / "out", "-cpu 1 -epochs 1 -model odd -reset")
 
 
 def test_a_start_that_is_refused_leaves_an_old_run_as_it_was(told, tmp_path):

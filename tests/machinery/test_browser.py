@@ -27,11 +27,12 @@ def board(start, tmp_path):
     assert killed.ends() == -signal.SIGKILL
     assert start("killed", "-log_every", 1, "-save_every", "7steps", "-log_histograms", 20, cpu=1).ends() == 0
     assert start("whole", "-log_every", 1, cpu=1).ends() == 0
-    told = []
-    server = tensorboard_server.serve(tmp_path / "out", lambda _, address: told.append(address))
-    until(lambda: told, what="TensorBoard's address")
-    until(lambda: len(data(told[0], "runs")) == 2, what="both runs")
-    yield told[0]
+    run = tmp_path / "out" / "whole"
+    server = tensorboard_server.Server(run)
+    line = until((run / tensorboard_server.ADDRESS_FILE).read_text, what="TensorBoard's address")
+    address = line.partition(": ")[2].strip()
+    until(lambda: len(data(address, "runs")) == 2, what="both runs")
+    yield address
     server.close()
 
 

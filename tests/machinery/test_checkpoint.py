@@ -14,7 +14,7 @@ from runs import few, lines, outcome, plugins, run, same
 from saves import SMALL, everything, log_of, names, save, saver
 
 from lib.utils import distributed
-from lib.utils.checkpoint import manager, search, shards, shared_disk, staging, stored, weights
+from lib.utils.checkpoint import manager, resume, run_folder, shards, staging, weights
 from lib.utils.distributed import World
 from lib.utils.monitoring import metrics
 
@@ -33,16 +33,16 @@ def test_a_save_returns_at_once_and_holds_the_moment_it_began(tmp_path, monkeypa
 
     monkeypatch.setattr(staging.Copies, "_copy", copy)
     checkpoints, live, now = saver(tmp_path), saves.state(3), saves.state(3)
-    checkpoints.save(live, {"state": {"step": 3}}, step=3, early={"model.bias"})
+    checkpoints.save(live, saves.facts(3), step=3, early={"model.bias"})
     live["model.bias"].zero_()
     checkpoints.poll()
-    assert checkpoints.phase and not names(tmp_path)
+    assert checkpoints.saving and not names(tmp_path)
     threading.Timer(0.2, go_on.set).start()
     checkpoints.staged()
     assert go_on.is_set(), "the weights were let go before they were copied"
     live["model.weight"].zero_()
     checkpoints.close()
-    held = saves.tensors(tmp_path / "checkpoints" / "step_00000003")
+    held = saves.tensors(tmp_path / "checkpoints" / "000001_step_3")
     assert same(held, now)
 
 
@@ -79,12 +79,12 @@ def test_one_save_at_most_is_in_flight_and_the_loop_is_stopped_by_none_before(tm
     monkeypatch.setattr(shards, "write", write)
     checkpoints = saver(tmp_path, keep_last=9)
     for step in range(1, 5):
-        checkpoints.save(saves.state(step), {"state": {"step": step}}, step=step, early=set())
+        checkpoints.save(saves.state(step), saves.facts(step), step=step, early=set())
         told.append("begun")
         goes_on.release()
     checkpoints.close()
     assert most == [1] * 4 and told == ["begun", "written"] * 4
-    assert [stored.order(folder.name)[1] for folder in stored.listed(checkpoints.folder)] == [4, 3, 2, 1]
+    assert saves.steps(tmp_path) == [4, 3, 2, 1]
 
 
 def test_buffers_are_made_once_and_shapes_may_change(tmp_path):
@@ -96,7 +96,7 @@ def test_buffers_are_made_once_and_shapes_may_change(tmp_path):
     tensors = {"model.weight": torch.arange(6.0).reshape(2, 3).t(), "model.on": torch.tensor([True, False])}
     checkpoints.save(tensors, {}, step=3, early=set())
     checkpoints.close()
-    held = saves.tensors(tmp_path / "checkpoints" / "step_00000003")
+    held = saves.tensors(tmp_path / "checkpoints" / "000003_step_3")
     assert same(held, tensors)
 
 
@@ -176,7 +176,7 @@ def test_to_ask_git_takes_no_lock_that_a_kill_would_leave_behind(tmp_path, monke
 
 def test_retention_keeps_the_last_ones_and_milestones_and_all_of_them_are_whole(tmp_path):
     folder = run(tmp_path, f"{SMALL} -epochs 7 -keep_last 2 -keep_every 3 -save_every 1epoch")
-    assert names(folder) == ["step_00000028", "step_00000024_keep", "step_00000020", "step_00000012_keep"]
+    assert saves.steps(folder) == [28, 24, 20, 12] and saves.kept(folder) == [24, 12]
     assert everything(folder) == sorted([*names(folder), "latest"])
     assert (folder / "checkpoints" / "latest").resolve().name == names(folder)[0]
     for name in names(folder):
@@ -189,10 +189,10 @@ def test_what_was_saved_last_counts_as_newest_whatever_its_step_and_is_never_rem
     for step in (8, 8, 9, 3, 4, 4, 1):
         save(checkpoints, step)
         assert len(names(tmp_path)) == 1 and saves.newest(tmp_path) == step
-    assert names(tmp_path) == ["step_00000001_after2"]
+    assert names(tmp_path) == ["000007_step_1"]
     save(checkpoints, 2, keep=True)
     save(checkpoints, 1)
-    assert names(tmp_path) == ["step_00000001_after3", "step_00000002_after2_keep"]
+    assert names(tmp_path) == ["000009_step_1", "000008_step_2"] and saves.kept(tmp_path) == [2]
     checkpoints.close()
 
 
@@ -207,9 +207,9 @@ def test_a_removal_that_stops_half_way_leaves_nothing_that_looks_whole(tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", remove)
         save(checkpoints, 2)
-    assert names(tmp_path) == ["step_00000002"] and len(everything(tmp_path)) == 3
+    assert names(tmp_path) == ["000002_step_2"] and len(everything(tmp_path)) == 3
     assert saves.newest(tmp_path) == 2
-    assert everything(tmp_path) == ["latest", "step_00000002"]
+    assert everything(tmp_path) == ["000002_step_2", "latest"]
 
 
 def test_the_best_by_a_metric_that_is_not_there_is_one_clear_error_and_costs_no_epoch(refused, tmp_path):
@@ -218,7 +218,7 @@ def test_the_best_by_a_metric_that_is_not_there_is_one_clear_error_and_costs_no_
         f"the evaluation on val gives {names}" for names in ("accuracy, loss", "loss, accuracy")
     ]
     folder = tmp_path / "few_norm_net"
-    assert names(folder) == ["step_00000004"], "the epoch's training"
+    assert saves.steps(folder) == [4], "the epoch's training"
     run(tmp_path, f"{SMALL} -cpu 2 -best accuracy -save_every 9epochs")
     assert "going on from" in log_of(folder)
     scores = {line["epoch"]: line["val/accuracy"] for line in lines(folder) if "val/accuracy" in line}
@@ -278,12 +278,11 @@ def test_best_is_the_highest_score_and_never_one_that_is_not_a_number(caplog):
 def test_a_disk_without_room_for_one_checkpoint_is_refused_with_figures(refused, tmp_path, monkeypatch):
     size = 4 * (64 * 24 + 24 * 4 + 4 + 48) * 3 + 4 * 5 + 4 * 48 + 8  # weights and moments, AdamW's steps, BatchNorm
     for cpu in (1, 2):
-        monkeypatch.setattr(shared_disk, "free_bytes", lambda folder: size - 1)
+        monkeypatch.setattr(run_folder, "free_bytes", lambda folder: size - 1)
         line = refused(f"{SMALL} -cpu {cpu}")
         assert f"a checkpoint takes {size:,} bytes, and {size - 1:,} are free" in line
-        monkeypatch.setattr(shared_disk, "free_bytes", lambda folder: size)
-        folder = run(tmp_path, f"{SMALL} -cpu {cpu} -model enough_{cpu}")
-        assert f"may take {3 * size:,} bytes more" in log_of(folder)
+        monkeypatch.setattr(run_folder, "free_bytes", lambda folder: size)
+        run(tmp_path, f"{SMALL} -cpu {cpu} -model enough_{cpu}")
 
 
 def test_the_size_told_ahead_is_that_of_the_files(done):
@@ -296,16 +295,16 @@ def test_the_size_told_ahead_is_that_of_the_files(done):
 def test_a_folder_of_checkpoints_may_hold_other_things(tmp_path):
     checkpoints = saver(tmp_path)
     save(checkpoints, 4)
-    for name in ("step_9.txt", "step_", "steps_8", "step_00000009.partial2", "notes"):
+    for name in ("000009_step_9.txt", "9_step_9", "000008_steps_8", "000009_step_9.partial2", "notes"):
         (tmp_path / "checkpoints" / name).touch()
-    (tmp_path / "checkpoints" / "step_00000008_best").mkdir()
-    assert names(tmp_path) == ["step_00000004"] and saves.newest(tmp_path) == 4
+    (tmp_path / "checkpoints" / "000008_step_8_best").mkdir()
+    assert names(tmp_path) == ["000001_step_4"] and saves.newest(tmp_path) == 4
     save(checkpoints, 5)
     checkpoints.close()
-    assert {"notes", "step_00000008_best"} <= set(everything(tmp_path))
+    assert {"notes", "000008_step_8_best"} <= set(everything(tmp_path))
 
 
 def test_a_rank_alone_needs_no_group_and_finds_nothing_in_a_new_folder(tmp_path):
     checkpoints = saver(tmp_path / "new")
-    assert search.newest(checkpoints.folder, checkpoints.disk) is None
+    assert resume.newest_good(checkpoints.folder, checkpoints.disk) == (None, {})
     assert distributed.gather_json(1, World()) == [1]

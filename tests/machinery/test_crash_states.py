@@ -32,7 +32,7 @@ class Case:
 
     def save(self, folder, step):
         checkpoints = saves.saver(folder, **self.words)
-        checkpoints.save(saves.state(step), {"state": {"step": step}}, step=step % 5, early=set(), keep=self.keep)
+        checkpoints.save(saves.state(step), saves.facts(step), step=step % 5, early=set(), keep=self.keep)
         checkpoints.close()
 
     def wrong_after(self, cut, folder):
@@ -86,7 +86,7 @@ def test_starts_that_are_killed_while_sweeping_sweep_in_the_end(tmp_path):
     crash.kill_at(
         lambda: case.save(folder, NEW), folder, len(crash.points(lambda: case.save(folder, NEW), folder)) - 1
     )
-    for name in ("step_00000099.partial", "step_00000001.12.ab.removed"):
+    for name in ("000099_step_99.partial", "000001_step_1.12.ab.removed"):
         shutil.copytree(folder / "checkpoints" / saves.names(folder)[0], folder / "checkpoints" / name)
     for cut in crash.kills(lambda: saves.saver(folder), folder):
         assert not case.wrong_after(cut, folder)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from lib import config
 from lib.arch import convnet
-from lib.utils.checkpoint import manager, shards, stored
+from lib.utils.checkpoint import manager, run_folder, shards
 from scripts import export
 
 
@@ -44,7 +44,7 @@ def model_of(trained) -> torch.nn.Module:
 
 
 def test_every_source_gives_its_weights(trained, tmp_path):
-    last, first = stored.listed(trained / "checkpoints")
+    last, first = run_folder.listed(trained / "checkpoints")
     assert len(list(last.glob("*.safetensors"))) == 2
     final = load_file(trained / "final" / "weights.safetensors")
     for source in ("final", last, trained / "checkpoints" / "latest"):
@@ -61,7 +61,7 @@ def test_every_source_gives_its_weights(trained, tmp_path):
 def test_a_sharded_run_is_exported_whole(tmp_path):
     words = f"-cpu 2 -parallel fsdp -epochs 1 -convnet_width 8 -model sharded -data {config.ROOT / 'data'}"
     folder = run(tmp_path, words)
-    newest = stored.listed(folder / "checkpoints")[0]
+    newest = run_folder.listed(folder / "checkpoints")[0]
     assert max(map(len, manager.read_manifest(newest)["pieces"].values())) == 2, "its tensors are in two blocks"
     exported(folder, "-from", newest, "-o", tmp_path / "out.safetensors")
     assert same(load_file(tmp_path / "out.safetensors"), load_file(folder / "final" / "weights.safetensors"))
@@ -135,7 +135,7 @@ def test_what_cannot_be_exported_is_said_in_one_line(trained, tmp_path, capsys, 
     other = tmp_path / "weights.safetensors"
     shards.write(other, [("odd", torch.ones(3))])
     assert "other tensors" in refused(capsys, trained, "-format", "torchexport", "-from", other)
-    damaged = shutil.copytree(stored.listed(trained / "checkpoints")[1], tmp_path / "step_00000001")
+    damaged = shutil.copytree(run_folder.listed(trained / "checkpoints")[1], tmp_path / "000001_step_1")
     file = next(damaged.glob("*.safetensors"))
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

@@ -1,17 +1,22 @@
 """Batches: what goes wrong while one is fetched names the sample, and one of any form keeps it."""
 
 import collections
+import dataclasses
 import multiprocessing
 import signal
-import types
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset, default_collate
 
-from lib.utils.data import tensors
+import lib.dataset
+from lib.utils.data import options, tensors
 from lib.utils.data.fetch import Fetcher
-from lib.utils.data.loader import Key
+from lib.utils.data.plan import MicroBatch
+
+
+def of(indices):
+    return MicroBatch(0, 0, indices, len(indices), step_samples=8, first=True, last=True)
 
 
 class Holed(Dataset):
@@ -29,7 +34,7 @@ def test_the_sample_that_cannot_be_fetched_is_named(workers):
     for indices, said in (([3, 5, 4], r"\(while fetching the sample 5\)"), ([12, 13], r"the samples \[12, 13\]\)")):
         fetched = Fetcher(Holed(), 0, workers, pin=False)
         with pytest.raises((ZeroDivisionError, RuntimeError), match=said):
-            next(iter(fetched(0, [Key(0, 0, 2, 8, True, True, indices)])))
+            next(iter(fetched(0, [of(indices)])))
         fetched.close()
 
 
@@ -38,7 +43,7 @@ def test_a_batch_of_any_form_is_changed_to_its_last_tensor(change):
     Pair, Own = collections.namedtuple("Pair", "image label"), type("Own", (dict,), {})
     one = torch.ones(2)
     batch = {"pair": Pair(one, [one, (one, "name")]), "own": Own(x=one)}
-    now = tensors.each(batch, change)
+    now = tensors.map_tensors(batch, change)
     assert [tensor.tolist() for _, tensor in tensors.tensors(now)] == [change(one).tolist()] * 4
     assert all(tensor.dtype == change(one).dtype for _, tensor in tensors.tensors(now))
     assert type(now["pair"]) is Pair and type(now["pair"].label) is list and now["pair"].label[1][1] == "name"
@@ -61,27 +66,39 @@ class Ragged(Dataset):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_may_say_how_its_samples_make_a_batch(workers):
     fetched = Fetcher(torch.utils.data.Subset(Ragged(), range(9)), 0, workers, pin=False)
-    rows, count = next(iter(fetched(0, [Key(0, 0, 2, 8, True, True, [2, 3])])))
+    one, (rows, count) = next(iter(fetched(0, [of([2, 3])])))
+    assert one == of([2, 3])
     assert rows.tolist() == [[0, 1, 0], [0, 1, 2]] and count == 2
     fetched.close()
 
 
-@pytest.mark.parametrize("killed", [True, False])
-def test_a_tensor_that_went_with_its_worker_tells_of_the_worker(killed):
-    """Its file descriptor is asked of the worker, who does not answer. An error of the dataset stays what it is."""
+def test_the_protocol_names_all_that_is_read_of_a_dataset_with_its_default():
+    optional = {name for name in vars(lib.dataset.Dataset) | lib.dataset.Dataset.__annotations__
+                if name[0] != "_" or name == "__getitems__"}  # fmt: skip
+    names = {field.name for field in dataclasses.fields(options.Options)}
+    assert {name.replace("__getitems__", "whole_batches") for name in optional} == names
 
-    def batches():
-        yield 1
-        raise ConnectionResetError("by peer")
+    plain = options.options_of([1, 2])
+    assert plain == options.Options(
+        False, default_collate, lib.dataset.Dataset.fixed, None, lib.dataset.Dataset.classes
+    )
+    whole = Subset(Subset(tensors.Tensors(torch.zeros(4), on_device=len), [0, 1]), [1])
+    assert options.options_of(whole) == options.Options(True, default_collate, True, len, None)
 
-    worker = multiprocessing.get_context("fork").Process(target=signal.pause)
-    worker.start()
-    fetcher = Fetcher(range(3), 0, 0, pin=False)
-    fetcher.loader = types.SimpleNamespace(_iterator=types.SimpleNamespace(_workers=[worker]))
-    if killed:
-        worker.kill()
-    with pytest.raises(RuntimeError if killed else ConnectionResetError) as caught:
-        list(fetcher._taken(batches()))
-    worker.kill()
-    worker.join()
-    assert not killed or str(caught.value) == f"DataLoader worker (pid {worker.pid}) ended unexpectedly"
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_worker_processes_that_started_are_killed_if_not_all_can(monkeypatch):
+    started, start = [], multiprocessing.process.BaseProcess.start
+
+    def start_one(process):
+        if started:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        start(process)
+        started.append(process)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start_one)
+    with pytest.raises(BlockingIOError):
+        Fetcher(Ragged(), 0, workers=2, pin=False)(0, [of([1])])
+    started[0].join(timeout=60)
+    assert started[0].exitcode == -signal.SIGKILL
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -17,7 +17,7 @@ from command_line import parsed
 from kubeflow_trainer_api import models as trainer_api
 from processes import CLEAN, until
 
-from lib.utils.checkpoint import stored
+from lib.utils.checkpoint import run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "scripts" / "kubernetes"
@@ -204,12 +204,12 @@ def test_process_1_of_a_pod_stops_with_its_state_saved_and_a_pod_of_the_other_ki
         until(lambda: (folder / "metrics.jsonl").is_file() and (folder / "metrics.jsonl").read_text(), 120)
         os.kill(pod.first(), signal.SIGTERM)
         assert pod.ends() == 1  # which makes Kubernetes start it anew
-    stopped = stored.outcome(folder)
+    stopped = run_folder.outcome(folder)
     assert stopped["state"] == "stopped" and stopped["step"] > 0
 
     with Pod("v1", [*words, "-limit_steps", str(stopped["step"] + 1)], image) as pod:
         assert pod.ends() == 0
-    assert stored.outcome(folder)["step"] == stopped["step"] + 1
+    assert run_folder.outcome(folder)["step"] == stopped["step"] + 1
 
 
 class Pod:

@@ -40,15 +40,15 @@ def dealt(dataset, plan, rank, *, seed=0, shuffle=True, workers=0):
     return Loader(dataset, plan, World(rank=rank, size=plan.ranks), seed=seed, shuffle=shuffle, workers=workers)
 
 
-def all_keys(plan, epoch=0, first_step=0, **options):
-    """The keys of every rank."""
+def all_shares(plan, epoch=0, first_step=0, **options):
+    """The micro-batches of every rank."""
     data = range(plan.samples)
-    return [list(dealt(data, plan, rank, **options).keys(epoch, first_step)) for rank in range(plan.ranks)]
+    return [list(dealt(data, plan, rank, **options).micro_batches(epoch, first_step)) for rank in range(plan.ranks)]
 
 
 def counted(shares):
-    """The keys that count, of all ranks, in the order of the run."""
-    return sorted(key for share in shares for key in share if key.count)
+    """The micro-batches that count, of all ranks, in the order of the run."""
+    return sorted((one for share in shares for one in share if one.count), key=lambda one: (one.step, one.number))
 
 
 # Steps, micro-batches, shares
@@ -62,11 +62,11 @@ def counted(shares):
 @example(plan=Plan(7, 4, 2, False, 2))
 def test_a_step_is_cut_into_whole_micro_batches_and_a_short_one_into_parts_of_two_samples_or_more(plan):
     end = plan.steps * plan.batch if plan.drop_last else plan.samples
-    steps = [plan.cut(step) for step in range(plan.steps)]
-    edges = [edge for parts in steps for part in parts for edge in part]
+    steps = [plan.spans(step) for step in range(plan.steps)]
+    edges = [edge for parts in steps for part in parts for edge in (part.start, part.stop)]
     assert edges[0] == 0 and edges[-1] == end and edges[1:-1:2] == edges[2::2], "a gap, or a sample twice"
     for parts in steps:
-        sizes = [stop - start for start, stop in parts]
+        sizes = [len(part) for part in parts]
         if sum(sizes) == plan.batch:
             assert set(sizes) == {plan.grain} and len(parts) >= plan.ranks
         else:
@@ -80,7 +80,7 @@ def test_a_step_is_cut_into_whole_micro_batches_and_a_short_one_into_parts_of_tw
 @STEADY
 @given(plan=plans(), seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans())
 def test_all_ranks_together_see_each_sample_once_in_torchs_order(plan, seed, epoch, shuffle):
-    shares = all_keys(plan, epoch, seed=seed, shuffle=shuffle)
+    shares = all_shares(plan, epoch, seed=seed, shuffle=shuffle)
     seen = [index for key in counted(shares) for index in key.indices]
     wanted = truth.order(plan.samples, epoch=epoch, seed=seed, shuffle=shuffle)
     assert seen == (wanted[: plan.steps * plan.batch] if plan.drop_last else wanted)
@@ -91,7 +91,7 @@ def test_all_ranks_together_see_each_sample_once_in_torchs_order(plan, seed, epo
 @STEADY
 @given(plan=plans(), seed=SEEDS)
 def test_every_rank_takes_part_in_every_step_with_its_share_or_one_that_does_not_count(plan, seed):
-    shares = all_keys(plan, seed=seed)
+    shares = all_shares(plan, seed=seed)
     for step in range(plan.steps):
         here = [[key for key in share if key.step == step] for share in shares]
         size = sum(key.count for keys in here for key in keys)
@@ -100,7 +100,7 @@ def test_every_rank_takes_part_in_every_step_with_its_share_or_one_that_does_not
         for keys in here:
             assert [key.first for key in keys] == [True] + [False] * (len(keys) - 1)
             assert [key.last for key in keys] == [False] * (len(keys) - 1) + [True]
-            assert all(key.of == size and 0 < len(key.indices) <= plan.micro for key in keys)
+            assert all(key.step_samples == size and 0 < len(key.indices) <= plan.micro for key in keys)
             assert all(key.count == len(key.indices) for key in keys if key.count)
         assert len({len(keys) for keys in here}) == 1, "a sharded model needs all ranks in every forward pass"
 
@@ -109,16 +109,19 @@ def test_every_rank_takes_part_in_every_step_with_its_share_or_one_that_does_not
 @given(plan=plans(), seed=SEEDS, epoch=EPOCHS, data=st.data())
 def test_an_epoch_goes_on_from_any_step_on_any_number_of_ranks(plan, seed, epoch, data):
     first = data.draw(st.integers(0, plan.steps))
-    assert all_keys(plan, epoch, first, seed=seed) == [
-        [key for key in share if key.step >= first] for share in all_keys(plan, epoch, seed=seed)
+    assert all_shares(plan, epoch, first, seed=seed) == [
+        [key for key in share if key.step >= first] for share in all_shares(plan, epoch, seed=seed)
     ]
     other = Plan(plan.samples, plan.batch, plan.micro, plan.drop_last, data.draw(st.integers(1, plan.batch)))
-    before = counted(all_keys(plan, epoch, seed=seed))
-    after = counted(all_keys(other, epoch, first, seed=seed))
+    before = counted(all_shares(plan, epoch, seed=seed))
+    after = counted(all_shares(other, epoch, first, seed=seed))
     both = [[index for key in keys for index in key.indices] for keys in (before, after)]
     assert both[1] == both[0][first * plan.batch :], "a sample twice or missed after the change"
     if other.grain == plan.grain:  # the micro-batches themselves are the same, whoever has them
-        assert [key[:2] + key[6:] for key in after] == [key[:2] + key[6:] for key in before if key.step >= first]
+        where = [
+            [(one.step, one.number, one.indices) for one in ones if one.step >= first] for ones in (before, after)
+        ]
+        assert where[0] == where[1]
 
 
 @STEADY
@@ -164,10 +167,10 @@ def test_a_batch_holds_the_samples_of_its_key_however_the_dataset_gives_them(dat
         one = dealt(dataset, Plan(len(dataset), 8, 2, False, 2), rank, workers=workers)
         for epoch, first in ((0, 0), (1, 0), (1, 2)):
             fetched = list(one.epoch(epoch, first))
-            assert [key for key, _ in fetched] == list(one.keys(epoch, first))
+            assert [key for key, _ in fetched] == list(one.micro_batches(epoch, first))
             for key, batch in fetched:
                 assert same(batch, default_collate([dataset[index] for index in key.indices]))
-        assert same(one.sample(), default_collate([dataset[index] for index in next(one.keys(0)).indices]))
+        assert same(one.sample(), default_collate([dataset[index] for index in next(one.micro_batches(0)).indices]))
 
 
 def same(one, other) -> bool:

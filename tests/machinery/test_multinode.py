@@ -50,20 +50,20 @@ def test_nodes_that_share_no_disk_each_hold_all_and_send_it_to_those_that_lost_t
         one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
     assert [outcome(node)["state"] for node in (one, two)] == ["stopped"] * 2
     held = [saves.tensors(node / "checkpoints" / names(node)[0]) for node in (one, two)]
-    truth = saves.tensors(done / "checkpoints" / "step_00000005")
+    truth = saves.tensors(done / "checkpoints" / saves.at_step(done, 5))
     for whole in held:
         assert same(whole, truth)
     shutil.rmtree(one)
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 7)
         _nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
-    assert names(one)[0] == names(two)[0] == "step_00000007"
-    shard = next((two / "checkpoints" / "step_00000007").glob("shard_*"))
+    assert saves.steps(one)[0] == saves.steps(two)[0] == 7
+    shard = next((two / "checkpoints" / names(two)[0]).glob("shard_*"))
     shard.write_bytes(shard.read_bytes()[:-8])
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 9)
         _nodes(tmp_path, f"{SMALL} -cpu 3", wanted=75)
-    assert "step_00000007.corrupt" in everything(two) and "set aside" in log_of(two, 1)
+    assert f"{shard.parent.name}.corrupt" in everything(two) and "set aside" in log_of(two, 1)
     shutil.rmtree(one / "checkpoints" / names(one)[0])
     one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2")
     assert distance(one, done) < 1e-5 and "going on from" in log_of(one)
@@ -84,10 +84,10 @@ def test_a_node_replaced_by_an_empty_one_or_by_one_of_the_past_goes_on_to_the_sa
     shutil.rmtree(two.parent)
     for last, stop, node in ((3, 5, one), (5, 6, two), (6, 9, one)):
         assert start(stop) == [one, two]
-        truth = saves.tensors(done / "checkpoints" / f"step_{stop:08d}")
+        truth = saves.tensors(done / "checkpoints" / saves.at_step(done, stop))
         for rank, each in enumerate((one, two)):
-            assert f"step_{last:08d}: epoch" in log_of(each, rank).rpartition("going on from ")[2]
-            held = saves.tensors(each / "checkpoints" / f"step_{stop:08d}")
+            assert f"_step_{last}: epoch" in log_of(each, rank).rpartition("going on from ")[2]
+            held = saves.tensors(each / "checkpoints" / saves.at_step(each, stop))
             assert same(held, truth)
         shutil.rmtree(node.parent)  # the next start finds an empty machine in its place
         if node == two:
@@ -180,7 +180,7 @@ def test_a_restart_of_nodes_with_ids_of_their_own_does_not_reset_the_run_again(t
 
 
 def test_a_lost_peer_leaves_anothers_reason_as_it_is_whoever_writes_first(tmp_path):
-    ours, failed = World(launch="one"), run_folder._failed
+    ours, failed = World(launch="one"), run_folder.record_failure
     lost, true = RuntimeError("gloo: Connection closed by peer"), ValueError("a broken sample")
     for first, second in ((lost, true), (true, lost)):
         run_folder.write_outcome(tmp_path, ours, "running")

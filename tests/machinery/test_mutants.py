@@ -18,7 +18,7 @@ import train
 from lib.core import scheduler
 from lib.trainer import trainer
 from lib.utils import seeding
-from lib.utils.checkpoint import atomic, manager, shards, stored
+from lib.utils.checkpoint import atomic, manager, run_folder, shards
 from lib.utils.compat import samplers
 from lib.utils.data import loader
 
@@ -96,10 +96,10 @@ def test_two_writers_that_share_a_temporary_name_mix(tmp_path, monkeypatch):
     assert test_atomic.mixed(tmp_path, monkeypatch)
 
 
-def remove_before(self, answers, real=manager.Checkpoints._publish):
-    for folder in stored.listed(self.folder):
+def remove_before(self, save, answers, real=manager.Checkpoints._publish):
+    for folder in run_folder.listed(self.folder):
         atomic.remove_folder(folder)
-    real(self, answers)
+    real(self, save, answers)
 
 
 SAVES = {

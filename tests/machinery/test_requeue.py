@@ -20,7 +20,7 @@ from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, STOPPED, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
-START = {"restart": 0, "checkpoint": "step_00000020", "outcome": "1-1"}
+START = {"restart": 0, "checkpoint": "000002_step_20", "outcome": "1-1"}
 RUNNING = {"JobState": "RUNNING", "StartTime": "2026-11-21T03:22:53", "PreemptTime": "None"}
 PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T03:22:56"}
 
@@ -30,7 +30,7 @@ def decided(state="stopped", *, job=RUNNING, gained=True, done=(), requeues=3, r
     start = {**START, "refused": refused} if refused else START
     starts = [{**START, "restart": -1, "requeued": why} for why in done] + [start]
     outcome = {"state": state, "reason": "a sentence", **said} if state else {}
-    checkpoint = "step_00000030" if gained else START["checkpoint"]
+    checkpoint = "000003_step_30" if gained else START["checkpoint"]
     return requeue.verdict({"requeues": requeues, "starts": starts}, start, outcome, checkpoint, job)
 
 
@@ -164,7 +164,7 @@ def stopped(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}")
     run, history = tmp_path / "run", tmp_path / "12.json"
     requeue.begin(history, run, 3)
-    (run / "checkpoints" / "step_00000009").mkdir(parents=True)
+    (run / "checkpoints" / "000001_step_9").mkdir(parents=True)
     (run / "outcome.json").write_text(json.dumps({"state": "stopped", "signal": "SIGUSR2", "launch": "12.0"}))
     return history
 
@@ -199,20 +199,13 @@ def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
     assert requeue.after(stopped, 137) == 0
 
 
-@pytest.mark.parametrize("after", ["step_00000010_2_keep", "step_00000011", "step_00000003_after1"])
-def test_any_checkpoint_that_was_saved_since_is_a_gain(tmp_path, after):
+def test_any_checkpoint_that_was_saved_since_is_a_gain(tmp_path):
     """Also of an earlier step, as after a change of -batch_size."""
-    for name in (
-        "step_00000010",
-        "step_00000009_keep",
-        "step_00000010_1",
-        "step_00000012.partial",
-        "step_99.corrupt",
-    ):
+    for name in ("000001_step_10", "000002_step_10", "000003_step_12.partial", "000003_step_99.corrupt"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert requeue.newest(tmp_path) == "step_00000010_1"
-    (tmp_path / "checkpoints" / after).mkdir()
-    assert requeue.newest(tmp_path) == after
+    assert requeue.newest(tmp_path) == "000002_step_10"
+    (tmp_path / "checkpoints" / "000003_step_3").mkdir()
+    assert requeue.newest(tmp_path) == "000003_step_3"
     assert requeue.newest(tmp_path / "none") is None
 
 
@@ -294,7 +287,7 @@ def test_the_tasks_of_this_node_are_counted(monkeypatch):
 def test_what_meets_a_signal_first_imports_without_torch():
     """A job's task, the requeue, the table of runs: a signal must have where to go from the first moment."""
     for modules in (
-        "lib.launch.slurm_task, lib.launch.requeue, lib.utils.checkpoint.stored, lib.utils.checkpoint.atomic",
+        "lib.launch.slurm_task, lib.launch.requeue, lib.utils.checkpoint.run_folder, lib.utils.checkpoint.atomic",
         "scripts.status",
     ):
         probe = f"import {modules}, sys; sys.exit('torch' in sys.modules)"

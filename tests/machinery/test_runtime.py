@@ -1,12 +1,10 @@
 """What makes a run faster is there, is put back, and leaves alone what was asked for."""
 
 import gc
-import itertools
 import os
 
 import pytest
 import torch
-import truth
 from runs import few, plugins, run
 from torch.utils.data import Dataset, Subset
 
@@ -14,8 +12,6 @@ from lib import config
 from lib.trainer import trainer
 from lib.utils import runtime
 from lib.utils.data import fetch
-from lib.utils.data.loader import Loader
-from lib.utils.data.plan import Plan
 from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
 
@@ -112,16 +108,6 @@ def test_garbage_of_a_dataset_or_a_trainer_is_collected_however_short_the_epochs
         run(tmp_path, "-dataset littered -trainer litters -arch mlp -mlp_width 8 -image_size 8 -num_classes 4 -cpu 1 "
                       f"-batch_size 50 -epochs 60 -save_every 60epochs -workers {workers}")  # fmt: skip
     assert gc.isenabled() and gc.get_freeze_count() == 0
-
-
-@pytest.mark.parametrize(("micro", "made"), [(1, 4096), (64, 64), (8192, 1)])
-def test_keys_are_made_many_at_once_but_for_no_more_samples_than_it_takes(micro, made, monkeypatch):
-    count, plan = itertools.count(), Plan(1 << 16, 2 * micro, micro)
-    one = Loader(Tensors(torch.arange(1 << 16)), plan, World(), seed=0, shuffle=True, workers=0)
-    keys = one.keys
-    monkeypatch.setattr(one, "keys", lambda *words: (key for key in keys(*words) if next(count) >= 0))
-    key, (batch,) = next(one.epoch(0))
-    assert next(count) == made and batch.tolist() == key.indices == truth.order(1 << 16)[:micro]
 
 
 def test_loader_processes_are_those_asked_for_or_a_share_of_the_cores(monkeypatch):

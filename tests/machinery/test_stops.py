@@ -47,7 +47,9 @@ def heard(run, number):
 
 def saved_steps(run) -> list[int]:
     """The steps of the checkpoints, sorted."""
-    return sorted(int(folder.name[5:]) for folder in (run.folder / "checkpoints").glob("step_*[0-9]"))
+    return sorted(
+        int(folder.name.partition("_step_")[2]) for folder in (run.folder / "checkpoints").glob("*_step_*[0-9]")
+    )
 
 
 def stopped(run, reason) -> int:
@@ -253,7 +255,7 @@ def test_a_start_waits_for_the_ranks_that_still_save_after_their_launcher_was_ki
     assert new.ended() is None
     old.go()
     assert new.ends() == 0, new.text()
-    assert f"step_{NEXT:08d}: epoch" in new.text().partition("going on from")[2]
+    assert f"_step_{NEXT}: epoch" in new.text().partition("going on from")[2]
     assert new.weights() == undisturbed.weights()
 
 

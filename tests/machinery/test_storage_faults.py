@@ -11,7 +11,7 @@ import saves
 from runs import distance, outcome, run
 from saves import SMALL, everything, log_of, names
 
-from lib.utils.checkpoint import atomic, manager, search, shards, shared_disk
+from lib.utils.checkpoint import atomic, manager, resume, shards
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -72,7 +72,7 @@ def _appended(name):
 
 
 def _mixed(name):
-    return lambda folder: shutil.copy(folder.parent / "step_00000004" / name, folder / name)
+    return lambda folder: shutil.copy(folder.parent / "000001_step_4" / name, folder / name)
 
 
 def _replaced(make):
@@ -106,8 +106,7 @@ DAMAGE = {
 def test_a_damaged_checkpoint_is_set_aside_with_its_reason_and_the_one_before_is_taken(what, copy, caplog):
     newest, before = names(copy)[:2]
     DAMAGE[what](copy / "checkpoints" / newest)
-    checkpoints = saves.saver(copy)
-    found = saves.search.newest(checkpoints.folder, checkpoints.disk)
+    found = saves.found(copy)
     assert found.folder.name == before and newest not in names(copy) and f"{newest}.corrupt" in everything(copy)
     assert newest in caplog.text and "set aside" in caplog.text
 
@@ -120,8 +119,8 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, done, cpu)
     assert distance(folder, done) < (1e-5 if cpu == 1 else 1e-30)
     assert log_of(folder).count("set aside as") == 2 and "going on from" in log_of(folder).rpartition("set aside")[2]
     assert [name for name in everything(folder) if "corrupt" in name] == [
-        "step_00000008.corrupt",
-        "step_00000012.corrupt",
+        "000002_step_8.corrupt",
+        "000003_step_12.corrupt",
     ]
 
 
@@ -129,14 +128,15 @@ def test_a_run_with_only_damaged_checkpoints_never_starts_anew_by_itself(copy, d
     for name in names(copy):
         (copy / "checkpoints" / name / SHARD).unlink()
     for _ in range(2):
-        with pytest.raises(shards.Damaged, match="no good checkpoint is left: -reset starts anew, -resume"):
+        with pytest.raises(shards.Damaged, match="no good checkpoint is left: -reset starts from scratch, -resume"):
             run(copy.parent, f"{SMALL} -cpu 1")
         run(copy.parent, f"{SMALL} -cpu 2", wanted=1)
-    assert not names(copy) and everything(copy).count("step_00000004.corrupt") == 1
+    assert len(names(copy)) == 3, "nothing was moved"
     run(copy.parent, f"{SMALL} -cpu 2 -resume {done}")
+    assert everything(copy).count("000001_step_4.corrupt") == 1
     assert names(copy) and distance(copy, done) == 0.0
     run(copy.parent, f"{SMALL} -cpu 2 -reset -epochs 1")
-    assert names(copy) == ["step_00000004"]
+    assert saves.steps(copy) == [4]
 
 
 def _failing(monkeypatch, method, name, code, times):
@@ -150,7 +150,7 @@ def _failing(monkeypatch, method, name, code, times):
         return real(self, *words, **more)
 
     monkeypatch.setattr(Path, method, fails)
-    monkeypatch.setattr(shared_disk, "RETRY_S", (0.0, 0.0))
+    monkeypatch.setattr(resume, "RETRY_S", (0.0, 0.0))
     return failures
 
 
@@ -168,12 +168,12 @@ def test_a_read_error_is_no_damage_it_is_tried_again_and_raised_if_it_stays(copy
     before, checkpoints = everything(copy), saves.saver(copy)
     with monkeypatch.context() as patch:
         failures = _failing(patch, method, name, code, times=2)
-        found = search.newest(checkpoints.folder, checkpoints.disk)
+        found, _ = resume.newest_good(checkpoints.folder, checkpoints.disk)
         assert found.folder.name == names(copy)[0] and len(failures) == 2
     with monkeypatch.context() as patch:
         failures = _failing(patch, method, name, code, times=99)
         with pytest.raises(OSError, match=os.strerror(code)):
-            search.newest(checkpoints.folder, checkpoints.disk)
+            resume.newest_good(checkpoints.folder, checkpoints.disk)
         assert len(failures) == 3
     assert everything(copy) == before
 
@@ -191,7 +191,7 @@ def test_a_disk_that_cannot_be_read_ends_the_start_of_all_ranks_and_nothing_is_m
 
 
 def test_a_rank_that_does_not_see_the_newest_checkpoint_looks_again_before_an_older_one_is_taken(copy, monkeypatch):
-    before, real, looks = everything(copy), search._is_listed, []
+    before, real, looks = everything(copy), resume._is_listed, []
 
     def is_listed(folder, blind):
         if os.environ["RANK"] == "1" and folder.name == names(copy)[0]:
@@ -199,24 +199,24 @@ def test_a_rank_that_does_not_see_the_newest_checkpoint_looks_again_before_an_ol
             return len(looks) > blind and real(folder)
         return real(folder)
 
-    monkeypatch.setattr(shared_disk, "RETRY_S", (0.0, 0.0))
+    monkeypatch.setattr(resume, "RETRY_S", (0.0, 0.0))
     with monkeypatch.context() as patch:
-        patch.setattr(search, "_is_listed", lambda folder: is_listed(folder, blind=2))
+        patch.setattr(resume, "_is_listed", lambda folder: is_listed(folder, blind=2))
         run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9")
     assert f"going on from {copy}/checkpoints/{names(copy)[0]}:" in log_of(copy)
     with monkeypatch.context() as patch:
-        patch.setattr(search, "_is_listed", lambda folder: is_listed(folder, blind=9))
+        patch.setattr(resume, "_is_listed", lambda folder: is_listed(folder, blind=9))
         run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
     assert "rank 1 does not see it" in outcome(copy)["reason"] and everything(copy) == before
 
 
 LATEST = {
     "missing": lambda link: None,
-    "dangling": lambda link: link.symlink_to("step_00000099"),
+    "dangling": lambda link: link.symlink_to("000099_step_99"),
     "looping": lambda link: link.symlink_to("latest"),
-    "a folder": lambda link: shutil.copytree(link.parent / "step_00000008", link),
-    "a file": lambda link: link.write_text("step_00000004"),
-    "an older one": lambda link: link.symlink_to("step_00000004"),
+    "a folder": lambda link: shutil.copytree(link.parent / "000002_step_8", link),
+    "a file": lambda link: link.write_text("000001_step_4"),
+    "an older one": lambda link: link.symlink_to("000001_step_4"),
     "somewhere else": lambda link: link.symlink_to("/tmp"),
 }
 
@@ -228,8 +228,8 @@ def test_whatever_latest_is_the_newest_good_checkpoint_is_taken_and_latest_is_me
     link.unlink()
     LATEST[what](link)
     folder = run(copy.parent, f"{SMALL} -cpu 1")
-    assert f"going on from {folder}/checkpoints/step_00000008:" in log_of(folder)
-    assert atomic.read_link(link) == names(folder)[0] == "step_00000012"
+    assert f"going on from {folder}/checkpoints/000002_step_8:" in log_of(folder)
+    assert atomic.read_link(link) == names(folder)[0] == "000003_step_12"
 
 
 # Disks that fail
@@ -240,7 +240,9 @@ def fail_writes(monkeypatch, when, error=FULL):
     real = shards.write
 
     def write(path, blocks):
-        if "shard" in path.name and when(int(os.environ["RANK"]), int(path.parent.name[5:13])):
+        if "shard" in path.name and when(
+            int(os.environ["RANK"]), int(path.parent.name.removesuffix(".partial").partition("_step_")[2])
+        ):
             path.write_bytes(b"half")
             raise error
         return real(path, blocks)
@@ -255,14 +257,12 @@ def test_a_save_that_fails_on_one_rank_costs_itself_and_nothing_else(tmp_path, m
     error = OSError(code, os.strerror(code))
     fail_writes(monkeypatch, lambda rank, step: step in (4, 8) and rank == cpu - 1, error)
     folder = run(tmp_path, f"{SMALL} -cpu {cpu} -keep_last 9 -save_every 2steps")
-    assert names(folder) == [
-        f"step_{step:08d}{end}" for step, end in ((12, "_1"), (12, ""), (10, ""), (6, ""), (2, ""))
-    ]
+    assert saves.steps(folder) == [12, 12, 10, 6, 2]
     assert everything(folder) == sorted([*names(folder), "latest"])
     for rank in range(cpu):
         told = [line for line in log_of(folder, rank).splitlines() if "could not be saved" in line]
         assert len(told) == 2 and "WARNING" in told[0] and "the run goes on" in told[0]
-        assert f"step_00000004 could not be saved (rank {cpu - 1}: OSError: [Errno {code}]" in told[0]
+        assert f"000002_step_4 could not be saved (rank {cpu - 1}: OSError: [Errno {code}]" in told[0]
         assert "bytes free" in told[0]
 
 
@@ -272,7 +272,7 @@ def test_three_failed_saves_in_a_row_end_the_run_and_the_older_checkpoint_is_goo
         fail_writes(patch, lambda rank, step: step > 5 and rank == cpu - 1)
         _fails(tmp_path, f"{SMALL} -cpu {cpu} -save_every 1steps", cpu, "nor could the 2 before it")
     folder = tmp_path / done.name
-    assert names(folder) == ["step_00000005", "step_00000004"] and len(everything(folder)) == 3
+    assert saves.steps(folder) == [5, 4] and len(everything(folder)) == 3
     run(tmp_path, f"{SMALL} -cpu {cpu}")
     assert distance(folder, done) < (1e-5 if cpu == 1 else 1e-30)
 
@@ -281,7 +281,7 @@ def test_three_failed_saves_in_a_row_end_the_run_and_the_older_checkpoint_is_goo
 def test_strictly_one_failed_save_ends_the_run(tmp_path, monkeypatch, cpu):
     fail_writes(monkeypatch, lambda rank, step: step == 8 and rank == cpu - 1)
     _fails(tmp_path, f"{SMALL} -cpu {cpu} -save_strict", cpu, "-save_strict is on")
-    assert names(tmp_path / "few_norm_net") == ["step_00000004"]
+    assert saves.steps(tmp_path / "few_norm_net") == [4]
 
 
 @pytest.mark.parametrize("cpu", [1, 2])
@@ -292,13 +292,13 @@ def test_a_last_save_that_fails_is_tried_again_and_a_run_never_says_it_saved_whe
     with monkeypatch.context() as patch:
         fail_writes(patch, lambda rank, step: step == 12 and rank == 0 and (tries.append(step) or len(tries) == 1))
         folder = run(tmp_path, f"{words} -model again")
-    assert names(folder)[0] == "step_00000012" and "the run goes on" in log_of(folder)
+    assert names(folder)[0] == "000003_step_12" and "the run goes on" in log_of(folder)
     with monkeypatch.context() as patch:
         fail_writes(patch, lambda rank, step: step == 6)
         saves.stop_at(patch, 6)
         _fails(tmp_path, f"{words} -model never", cpu, "the last state could not be saved")
     outcome = (tmp_path / "never" / "outcome.json").read_text()
-    assert '"failed"' in outcome and names(tmp_path / "never") == ["step_00000004"]
+    assert '"failed"' in outcome and saves.steps(tmp_path / "never") == [4]
 
 
 def _fails(out, words, cpu, told):

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -28,15 +27,21 @@ pytest_plugins = ("processes",)
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_full_disk_leaves_event_files_readable(tmp_path, caplog):
-    board = tensorboard.Board(tmp_path, main=True)
-    with full_disk(300):
+def opened(folder, first_step=1, config=None, hparams=()):
+    return tensorboard.Board(folder, True, first_step, config or {}, list(hparams))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of SummaryWriter's thread
+def test_a_full_disk_leaves_event_files_readable_and_is_one_warning(tmp_path, caplog):
+    board = opened(tmp_path)
+    with full_disk(1000):
         for step in range(20):
             board.scalars(step, {"train/loss": step})
     board.scalars(20, {"train/loss": 20})
-    board.close()
+    board.close(finished=True)
+    opened(tmp_path, first_step=21).scalars(21, {"train/loss": 21})  # the next start
     points = [point.step for point in loaded(tmp_path).Scalars("train/loss")]
-    assert points == [*range(len(points) - 1), 20] and 2 < len(points) < 20
+    assert points == [*range(len(points) - 1), 21] and 2 < len(points) < 20
     assert len(caplog.records) == 1
 
 
@@ -52,17 +57,15 @@ def loaded(folder):
     return events.Reload()
 
 
-def test_a_board_holds_scalars_text_configuration_hparams_and_images_in_one_file(tmp_path):
-    board = tensorboard.Board(tmp_path, main=True)
-    board.config({"lr_start": 0.1, "note": "a|b\nc"})
-    board.hparams({"lr_start": 0.1, "fp16": False, "arch": "mlp", "sizes": [1, 2]}, ["val/accuracy"])
-    board.picture("samples", images.grid(torch.rand(5, 3, 8, 6)))
+def test_a_board_holds_scalars_configuration_hparams_and_images_in_one_file(tmp_path):
+    config = {"lr_start": 0.1, "note": "a|b\nc", "fp16": False, "arch": "mlp", "sizes": [1, 2]}
+    board = opened(tmp_path, config=config, hparams=["lr_start", "fp16", "arch", "sizes"])
+    assert not list(tmp_path.iterdir()), "nothing is imported or written before the first use"
+    board.image("samples", images.grid(torch.rand(5, 3, 8, 6)), 1)
     board.histogram("weights", torch.tensor([1.0, 2.0, 2.0, math.nan, math.inf]), 3)
     board.histogram("none", torch.tensor([math.nan]), 3)
-    assert not list(tmp_path.iterdir()), "nothing is imported or written before the first scalars"
     board.scalars(10, {"train/loss": torch.tensor(0.5), "val/accuracy": 0.9, "left": None, "bad": math.nan})
     events = loaded(tmp_path)  # before close: as after kill -9
-    board.text("summary", "done")
     board.close(finished=True)
 
     assert sorted(events.Tags()["scalars"]) == ["bad", "train/loss", "val/accuracy"]
@@ -77,28 +80,13 @@ def test_a_board_holds_scalars_text_configuration_hparams_and_images_in_one_file
     assert (spread.step, spread.histogram_value.num, spread.histogram_value.sum) == (3, 3, 5)
 
     events = loaded(tmp_path)
-    assert "summary/text_summary" in events.Tags()["tensors"] and len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.iterdir())) == 1
     content = events.PluginTagToContent("hparams")
     start = plugin_data_pb2.HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info
     assert start.hparams["lr_start"].number_value == 0.1 and start.hparams["sizes"].string_value == "[1, 2]"
     assert start.hparams["fp16"].string_value == "False"
     end = plugin_data_pb2.HParamsPluginData.FromString(content["_hparams_/session_end_info"]).session_end_info
     assert end.status == 1  # success
-
-
-def test_a_resumed_run_draws_one_line(tmp_path):
-    expected = []
-    for start in (0, 40, 70):  # killed at 60 and at 100, resumed at 40 and at 70
-        board = tensorboard.Board(tmp_path, main=True, purge_step=start + 1)
-        board.config({"seed": 1})
-        for step in range(start + 10, start + 65, 10):
-            board.scalars(step, {"train/loss": step + start / 1000})
-        expected = [point for point in expected if point[0] <= start]
-        expected += [(step, step + start / 1000) for step in range(start + 10, start + 65, 10)]
-    events = loaded(tmp_path)
-    points = [(point.step, pytest.approx(point.value, rel=1e-6)) for point in events.Scalars("train/loss")]
-    assert points == expected and len({step for step, _ in points}) == len(points)
-    assert [entry.step for entry in events.Tensors("config/text_summary")] == [1, 41, 71]
 
 
 def test_a_killed_run_has_its_last_log_line_in_the_event_file_and_draws_one_line_after_a_resume(start):
@@ -116,20 +104,11 @@ def test_a_killed_run_has_its_last_log_line_in_the_event_file_and_draws_one_line
     assert {point.step: point.value for point in points} == pytest.approx(logged, rel=1e-6)
 
 
-def test_a_clock_that_is_behind_does_not_put_the_newer_file_first(tmp_path, monkeypatch):
-    for clock, step in ((2_000_000_000, 1), (1_000_000_000, 2), (1_000_000_000, 3)):
-        monkeypatch.setattr(tensorboard.time, "time", lambda clock=clock: float(clock))
-        tensorboard.Board(tmp_path, main=True, purge_step=step).scalars(step, {"x": step})
-    assert [point.step for point in loaded(tmp_path).Scalars("x")] == [1, 2, 3]
-
-
 def test_a_board_off_rank_0_or_without_the_package_does_nothing(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.summary", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     for main in (False, True):
-        board = tensorboard.Board(tmp_path / "board", main=main)
-        board.config({"a": 1})
-        board.hparams({"a": 1}, ["loss"])
-        board.picture("samples", torch.zeros(1, 2, 2))
+        board = tensorboard.Board(tmp_path / "board", main, 1, {"a": 1}, ["a"])
+        board.image("samples", torch.zeros(1, 2, 2), 1)
         board.histogram("weights", torch.zeros(2), 1)
         board.scalars(1, {"loss": 1.0})
         board.scalars(2, {"loss": 1.0})
@@ -153,84 +132,55 @@ def refused(address):
         return probe.connect_ex((place.hostname, place.port)) == errno.ECONNREFUSED
 
 
-def held_by_children(pid):
-    """What the children of a process have open."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    assert children, "it has none"
-    return {fd.readlink() for child in children for fd in Path(f"/proc/{child}/fd").iterdir() if fd.is_symlink()}
+def addresses(run):
+    """The addresses that a server wrote into a run's folder, by name."""
+    text = (run / tensorboard_server.ADDRESS_FILE).read_text()
+    return dict(line.split(": ") for line in text.splitlines())
 
 
 SERVE = """
 import signal, sys
-from lib.utils.monitoring import tensorboard_server as serving
+from pathlib import Path
+from lib.utils.monitoring import tensorboard_server
 signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
-serving.serve(sys.argv[1], lambda name, address: print(address, flush=True))
+tensorboard_server.Server(Path(sys.argv[1]))
 while True:
     signal.pause()
 """
 
 
 def test_servers_answer_each_on_a_port_of_its_own_and_end_with_their_run(tmp_path, request):
-    board = tensorboard.Board(tmp_path, main=True)
-    board.hparams({"lr_start": 0.25}, ["train/loss"])
+    first, second = (tmp_path / name for name in ("first", "second"))
+    first.mkdir()
+    second.mkdir()
+    board = opened(first, config={"lr_start": 0.25}, hparams=["lr_start"])
     board.scalars(7, {"train/loss": 0.5})
     board.close(finished=True)
-    command = [sys.executable, "-c", SERVE, str(tmp_path)]
+    command = [sys.executable, "-c", SERVE, str(second)]
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     request.addfinalizer(run.kill)
-    told = []
-    server = tensorboard_server.serve(tmp_path, lambda _, address: told.append(address))
-    other = run.stdout.readline().strip()
-    until(lambda: told)
-    assert told == [server.address] and server.address.startswith("http://127.0.0.1:6")
-    assert server.address.split("/")[2] != other.split("/")[2], "one port each"
+    server = tensorboard_server.Server(first)
+    until(lambda: (second / tensorboard_server.ADDRESS_FILE).exists())
+    address, other = (until(lambda run=run: addresses(run))["TensorBoard"] for run in (first, second))
+    assert address.startswith("http://127.0.0.1:6") and address.split("/")[2] != other.split("/")[2]
     with pytest.raises(urllib.error.HTTPError):  # without the random word there is nothing to see
-        fetched(server.address.rsplit("/", 2)[0] + "/")
+        fetched(address.rsplit("/", 2)[0] + "/")
 
     os.killpg(run.pid, signal.SIGINT)  # as Ctrl-C
     assert run.stdout.readline() == "interrupted\n"
-    until(lambda: json.loads(fetched(server.address, "data/runs")) == ["."])
-    assert json.loads(fetched(server.address, "data/plugin/scalars/scalars?run=.&tag=train/loss"))[0][1:] == [7, 0.5]
-    experiment = asked(server.address, "data/plugin/hparams/experiment", {})
+    until(lambda: json.loads(fetched(address, "data/runs")) == ["first"])
+    assert json.loads(fetched(address, "data/plugin/scalars/scalars?run=first&tag=train/loss"))[0][1:] == [7, 0.5]
+    experiment = asked(address, "data/plugin/hparams/experiment", {})
     assert [one["name"] for one in experiment["hparamInfos"]] == ["lr_start"]
     assert experiment["hparamInfos"][0]["type"] == "DATA_TYPE_FLOAT64"
-    assert experiment["metricInfos"][0]["name"]["tag"] == "train/loss"
+    assert "train/loss" in [one["name"]["tag"] for one in experiment["metricInfos"]]
     columns = {"colParams": [{"hparam": "lr_start"}, {"metric": {"tag": "train/loss"}}], "sliceSize": 9}
     wish = {"allowedStatuses": ["STATUS_SUCCESS"], **columns}
-    (group,) = asked(server.address, "data/plugin/hparams/session_groups", wish)["sessionGroups"]
-    assert group["hparams"] == {"lr_start": 0.25} and group["metricValues"][0]["value"] == 0.5
+    (group,) = asked(address, "data/plugin/hparams/session_groups", wish)["sessionGroups"]
+    assert group["hparams"] == {"lr_start": 0.25} and 0.5 in [one["value"] for one in group["metricValues"]]
 
     assert "TensorBoard" in fetched(other), "Ctrl-C is the run's matter"
-    assert Path(f"/proc/{run.pid}/fd/1").readlink() not in held_by_children(run.pid), "the run's stdout is its own"
     run.kill()
-    assert run.communicate(timeout=60)[0] == ""
     until(lambda: refused(other))
     server.close()
-    assert refused(server.address)
-    server.close()
-
-
-def test_training_does_not_wait_for_a_server_that_keeps_silent(tmp_path, monkeypatch):
-    silent = tmp_path / "silent"
-    silent.write_text("#!/bin/sh\nexec sleep 60\n")
-    silent.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(silent))
-    before, told = time.monotonic(), []
-    server = tensorboard_server.serve(tmp_path, lambda _, address: told.append(address))
-    assert time.monotonic() - before < 30
-    server.close()
-    assert time.monotonic() - before < 30 and not told
-
-
-def test_a_server_that_cannot_start_is_one_warning(tmp_path, monkeypatch, caplog):
-    (tmp_path / "tensorboard.py").write_text("raise ImportError('there is no tensorboard')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    told = []
-    server = tensorboard_server.serve(tmp_path, lambda _, address: told.append(address))
-    until(lambda: caplog.records)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
-    tensorboard_server.serve(tmp_path, lambda _, address: told.append(address)).close()
-    tensorboard_server.serve(tmp_path, lambda _, address: told.append(address), enabled=False).close()
-    server.close()
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    assert "there is no tensorboard" in caplog.text and not told
+    assert refused(address) and not (first / tensorboard_server.ADDRESS_FILE).exists()

@@ -1,12 +1,10 @@
-"""The tunnel of -ngrok, with a stand-in for ngrok's agent: locked or closed, no secret told, gone with the run."""
+"""The tunnel of -ngrok, with a stand-in for ngrok's agent: behind a password or closed, and gone with the run."""
 
-import argparse
 import base64
 import json
 import os
 import signal
 import stat
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -15,9 +13,8 @@ from pathlib import Path
 import pytest
 from processes import ROOT, until
 
-from lib import config
-from lib.utils.errors import UsageError
-from lib.utils.monitoring import tensorboard_server, tunnel
+import train
+from lib.utils.monitoring import tensorboard_server
 
 TOKEN, PASSWORD = "2secretTokenOfTheUser", "correct-horse-9"
 
@@ -49,17 +46,13 @@ def fetched(address, user=None, password=None):
         return answer.read().decode()
 
 
-def locked(*words, **given):
-    """The Lock of these flags."""
-    return tunnel.Lock(argparse.Namespace(**vars(config.parse_args(list(words))), **given))
-
-
-def test_the_tunnel_of_a_run_is_locked_told_and_gone_with_it(agent, start, tmp_path):
+def test_the_tunnel_of_a_run_asks_for_the_password_and_is_gone_with_the_run(agent, start, tmp_path):
     notes = agent()
     run = start("shared", "-ngrok", "-ngrok_auth", "ann", cpu=2, deed={"do": "pause", "step": 25, "rank": 0},
                 env=dict(os.environ))  # fmt: skip
     file = run.folder / "tensorboard_address.txt"
-    run.says(f"TensorBoard for others: the address is in {file}")
+    run.says(f"TensorBoard: its address will be in {file}")
+    until(lambda: "TensorBoard for others: " in file.read_text(), what="the tunnel")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     local, address = (line.partition(": ")[2] for line in file.read_text().splitlines())
     word = local.rstrip("/").rpartition("/")[2]
@@ -85,80 +78,43 @@ def test_the_tunnel_of_a_run_is_locked_told_and_gone_with_it(agent, start, tmp_p
     assert len(texts) > 5 and not [text for text in texts if TOKEN in text or PASSWORD in text or word in text]
 
 
-def test_a_made_up_password_is_shown_on_a_terminal_only(agent, start, tmp_path):
+def test_on_a_terminal_the_addresses_are_shown_and_the_file_goes_with_the_run(agent, start):
     notes = agent()
-    env = {**os.environ, "NGROK_PASSWORD": None}
-    run = start("shown", "-ngrok", cpu=1, terminal=("stdout",), env=env, deed={"do": "pause", "step": 25})
-    run.says("its password, shown only here and now: ")
-    assert "TensorBoard: http://127.0.0.1:" in run.text()
-    said = run.text().partition("here and now: ")[2].split()[0]
+    run = start("shown", "-ngrok", cpu=1, terminal=("stdout", "stderr"), env=dict(os.environ),
+                deed={"do": "pause", "step": 25})  # fmt: skip
+    run.says("TensorBoard for others: http://127.0.0.1:")
+    assert "TensorBoard: http://127.0.0.1:" in run.text() and PASSWORD not in run.text()
     run.go()
-    assert len(said) >= 12 and run.ends() == 0
-    pairs = json.loads(notes.read_text())["asked"]["traffic_policy"]["on_http_request"][0]["actions"][0]["config"]
-    assert pairs["credentials"] == [f"baton:{said}"]
+    assert run.ends() == 0 and run.outcome()["state"] == "finished"
     until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the end of the agent")
-    assert run.outcome()["state"] == "finished" and not (run.folder / "tensorboard_address.txt").exists()
-    out = tmp_path / "out"
-    assert not [path for path in out.rglob("*") if path.is_file() and said in path.read_text(errors="ignore")]
-
-    run = start("unseen", "-ngrok", cpu=1, env=env)  # nobody could read it
-    assert run.ends() == 0 and run.text().count("set NGROK_PASSWORD; no tunnel") == 1
+    assert not (run.folder / "tensorboard_address.txt").exists()
 
 
 @pytest.mark.parametrize(("fault", "told"), [
-    ("open", "anybody could enter"),
-    ("refuse", "ERR_NGROK_105"),
+    ("open", "it asks for no password"),
+    ("refuse", "ngrok.com/docs/errors/err_ngrok_105"),
     ("deaf", "HTTPError"),
-    ("none", "not installed"),
 ])  # fmt: skip
-def test_a_tunnel_that_fails_is_one_warning_without_secrets(agent, tmp_path, monkeypatch, caplog, fault, told):
+def test_a_tunnel_that_fails_is_one_warning_without_secrets(agent, tmp_path, fault, told):
     notes = agent(fault)
-    if fault == "none":
-        monkeypatch.setenv("PYNGROK_NGROK_PATH", str(tmp_path / "nothing"))
-    heard = []
-    policy = locked("-ngrok").policy
-    server = tensorboard_server.serve(tmp_path, lambda *words: heard.append(words), policy=policy)
-    until(lambda: caplog.records, what="a warning")
-    assert [name for name, _ in heard] == ["address"], "-tb's server is there all the same"
-    assert "TensorBoard" in fetched(server.address)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert told in caplog.text and TOKEN not in caplog.text and PASSWORD not in caplog.text
-    if fault != "none":
-        until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the agent's end")
+    run = tmp_path / "out" / "run"
+    run.mkdir(parents=True)
+    server = tensorboard_server.Server(run, f"ann:{PASSWORD}")
+    log = run / "logs" / "rank_0.log"
+    until(lambda: log.exists() and "no tunnel" in log.read_text(), what="a warning")
+    text = log.read_text()
+    assert text.count("WARNING") == 1 and told in text and TOKEN not in text and PASSWORD not in text
+    (line,) = (run / tensorboard_server.ADDRESS_FILE).read_text().splitlines()
+    assert "TensorBoard" in fetched(line.partition(": ")[2]), "-tb's server is there all the same"
+    until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the agent's end")
     server.close()
 
 
-def test_a_sign_in_lets_in_those_who_were_named(agent):
-    agent()
-    policy = locked("-ngrok", "-ngrok_oauth", "google", "-ngrok_allow", "Ann@b.c", "-ngrok_allow", "d@e.f").policy
-    first, then = policy["on_http_request"]
-    assert first == {"actions": [{"type": "oauth", "config": {"provider": "google"}}]}
-    assert then["actions"] == [{"type": "deny"}] and "['ann@b.c', 'd@e.f']" in then["expressions"][0]
-    code = ("import sys, json; from lib.utils.monitoring import tunnel; "
-            "print(tunnel.opened('http://127.0.0.1:9/word/', json.loads(sys.argv[1])))")  # fmt: skip
-    told = subprocess.run([sys.executable, "-c", code, json.dumps(policy)], cwd=ROOT, capture_output=True, text=True)
-    assert told.stdout.startswith("http://127.0.0.1:") and told.stdout.endswith("/word/\n"), told.stderr
-
-
-@pytest.mark.parametrize("password", ["short", "with a space in it", "with:a:colon:inside", "with${cel}inside"])
-def test_a_weak_password_opens_no_tunnel(agent, monkeypatch, caplog, password):
-    agent()
-    monkeypatch.setenv("NGROK_PASSWORD", password)
-    assert locked("-ngrok").policy is None and "12 to 128" in caplog.text and password not in caplog.text
-
-
-def test_a_sign_in_needs_both_its_flags_and_no_token_is_one(agent):
-    for words in (["-ngrok_oauth", "google"], ["-ngrok_allow", "a@b.c"], ["-ngrok_token", "x"]):
-        with pytest.raises(UsageError, match="-ngrok_"):
-            config.parse_args(["-ngrok", *words])
-    assert locked().policy is None
-
-
-def test_the_script_that_would_download_an_agent_is_passed_over(tmp_path, monkeypatch):
-    (tmp_path / "ngrok").write_text("#!/bin/python\nfrom pyngrok.ngrok import main\n")
-    (tmp_path / "ngrok").chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="not installed"):
-        tunnel.agent(str(tmp_path / "nothing"))
-    (tmp_path / "ngrok").write_text("#!/bin/sh\n")
-    assert tunnel.agent(str(tmp_path / "nothing")) == str(tmp_path / "ngrok")
+@pytest.mark.parametrize("password", [None, "short", "with a space in it", "with:a:colon:inside", "with${cel}inside"])
+def test_without_a_good_password_there_is_no_run(password, tmp_path, monkeypatch, capfd):
+    monkeypatch.delenv("NGROK_PASSWORD", raising=False)
+    if password:
+        monkeypatch.setenv("NGROK_PASSWORD", password)
+    assert train.main(["-ngrok", "-out", str(tmp_path / "out")]) == 2
+    told = capfd.readouterr().err
+    assert "set NGROK_PASSWORD to 12 to 128 characters" in told and (not password or password not in told)

@@ -1,85 +1,213 @@
-"""Whether a run may continue from a checkpoint, with which numbers, and loading it."""
+"""The past of a run: finds its newest good checkpoint, checks that the run may continue from it, and loads it."""
 
 import json
 import logging
 import math
+import os
+import time
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from lib.utils import distributed
-from lib.utils.checkpoint import manager, run_folder, search, shards, shared_disk, stored, weights
+from lib.utils.checkpoint import manager, run_folder, shards, weights
+from lib.utils.checkpoint.shared_disk import Disk
 from lib.utils.checkpoint.state import Parts, State, prepare
 from lib.utils.data.plan import Plan, divisor
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError, close
 
 log = logging.getLogger(__name__)
-FACTS = {"state", "asked", "best", "scaler", "about"}  # what the trainer adds to a manifest
 OTHERS = {"samples", "nan"}  # what -allow_change may name besides flags: the dataset's length, weights not finite
+RETRY_S = (0.2, 1.0, 3.0)  # the waits before a read that failed is tried again
 # What starts from scratch where one of these flags may change, by how the names of its tensors begin.
-ANEW = {"optim.": ("optimizer", "momentum"), "trainer.": ("trainer",)}
+FROM_SCRATCH = {"optim.": ("optimizer", "momentum"), "trainer.": ("trainer",)}
 
 
-def remembered(args, world: World) -> dict:
-    """What the newest checkpoint on any node says was asked, {} for a run without one. Its files are not verified
-    yet.
+@dataclass
+class Past:
+    """A checkpoint to continue from, verified."""
 
-    Raises UsageError where -resume names no checkpoint, and is needed, OSError where the disk does not answer.
+    folder: Path
+    manifest: dict
+    reader: int | None = None  # the rank that reads it for all others, where nodes do not share a disk
+    own: bool = True  # or else that of another run
+    damaged: dict[Path, dict[int, str]] = field(default_factory=dict)  # newer ones of the run: what is wrong, by rank
+    passed_over: str = ""  # what is wrong with the newest one of another run
+
+    @property
+    def config(self) -> dict:
+        """The flags of the run, with the numbers that its first start settled."""
+        return self.manifest["config"]
+
+
+def find(args, disk: Disk) -> Past | None:
+    """Return the newest good checkpoint of the run, or else of -resume; None for a new run. It moves nothing.
+
+    Raises:
+        UsageError: -resume names no good checkpoint, or the newest one is of another format.
+        Damaged: no checkpoint of the run is good.
+        OSError: the disk does not answer, which says nothing about the checkpoints.
     """
-    answers = distributed.together((lambda: _peek(args, world)) if world.local_rank == 0 else None, world)
-    found = max((answer for answer in answers if answer), key=lambda answer: answer[0], default=None)
-    if found is None and args.resume:
-        raise search.nothing(args.resume)
-    return found[1] if found else {}
-
-
-def _peek(args, world):
-    own = stored.run_of(args) / "checkpoints"
-    there = [] if run_folder.starts_anew(args, world) else shared_disk.retry(lambda: stored.listed(own))
-    try:
-        there += shared_disk.retry(lambda: stored.meant(Path(args.resume))) if args.resume else []
-    except OSError as error:
-        log.warning("-resume %s: %s", args.resume, error)
-    for folder in there:
-        if asked := _asked_there(folder):
-            return [stored.order(folder.name), asked]
-    return [stored.order(""), {}] if there else []
-
-
-def _asked_there(folder):
-    try:
-        return shared_disk.retry(lambda: manager.read_manifest(folder)).get("asked")
-    except (shards.Damaged, UsageError):  # reported when it is its turn to be loaded
+    if args.dry or args.eval:
         return None
+    own = run_folder.run_of(args) / "checkpoints"
+    if args.resume and _real(own) in _real(args.resume).parents:
+        raise UsageError(f"-resume {args.resume}: this run goes on from its newest checkpoint by itself; to branch "
+                         f"off from an older one, give the new run another -model")  # fmt: skip
+    if any(disk.do(lambda: run_folder.restarts(args, disk.world))):
+        past, damaged = None, {}
+    else:
+        past, damaged = newest_good(own, disk)
+    if past is None and args.resume:
+        past = _of_another_run(args.resume, disk)
+    if past is None and damaged:
+        raise shards.Damaged(f"{_first_fault(damaged)}; no good checkpoint is left: -reset starts from scratch, "
+                             f"-resume takes another run's")  # fmt: skip
+    if past:
+        past.damaged = damaged
+    return past
 
 
-def check_start(args, plan: Plan, before: dict, model: torch.nn.Module, splits: dict):
-    """Raises UsageError, while nothing has been written, for what could not go on from where it is to, and for -best
-    of a run without a val split."""
-    _check_allowed(args.allow_change, {*vars(args), *before})
-    if args.best and "val" not in splits:
-        raise UsageError(f"-best {args.best}: there is no val split to choose by")
-    if before and not (args.eval or args.dry):
-        changes(before, asked(args, plan), args)
-    elif args.weights and not before:
-        weights.fitting(args.weights, model, "meta")
+def _of_another_run(path: str, disk: Disk) -> Past:
+    try:
+        past, damaged = newest_good(_real(path), disk, own=False)
+    except OSError as error:
+        raise UsageError(f"-resume {path}: {error}") from None
+    if past is None and damaged:
+        raise UsageError(f"-resume {path}: no good checkpoint is there: {_first_fault(damaged)}")
+    if past is None:
+        raise UsageError(f"-resume {path}: there is no checkpoint; give a run's folder, its checkpoints folder or "
+                         f"one checkpoint")  # fmt: skip
+    past.passed_over = _first_fault(damaged) if damaged else ""
+    return past
 
 
-def plan(args, samples: int, world: World, before: dict) -> Plan:
-    """How this run cuts its samples: the global batch and the micro-batch that it began with, or those asked for now.
+def _first_fault(damaged):
+    return next(text for faults in damaged.values() for text in faults.values())
 
-    Raises UsageError for a batch that cannot be shared out.
+
+def _real(path: str | Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def newest_good(folder: Path, disk: Disk, own: bool = True) -> tuple[Past | None, dict]:
+    """Return the newest checkpoint that is whole on some disk, the same for all ranks, and the damaged newer ones."""
+    damaged = {}
+    for name in _names(folder, disk, own):
+        reports, manifest = _inspect(folder / name, disk)
+        for kind, raised in (("unreadable", OSError), ("refused", UsageError)):
+            if texts := [text for found, text in reports if found == kind]:
+                raise raised(texts[0])
+        if faults := {rank: text for rank, (found, text) in enumerate(reports) if found == "damaged"}:
+            damaged[folder / name] = faults
+        readers = [ranks[0] for ranks in disk.groups if all(reports[rank][0] == "good" for rank in ranks)]
+        if readers and len(disk.groups) == 1:
+            return Past(folder / name, manifest, own=own), damaged
+        if readers:
+            manifests = distributed.gather_json(manifest if disk.world.rank == readers[0] else None, disk.world)
+            return Past(folder / name, manifests[readers[0]], readers[0], own), damaged
+    return None, damaged
+
+
+def _names(folder, disk, own):
+    """Return the names of checkpoints on any disk, newest first."""
+
+    def names():
+        found = _retry(lambda: run_folder.listed(folder) if own else run_folder.checkpoints_at(folder))
+        if own and not found and any(folder.glob("step_*")):
+            raise UsageError(f"{folder}: written by an older version of the code, which named checkpoints otherwise; "
+                             f"take that version, or -reset")  # fmt: skip
+        return [str(entry.relative_to(folder)) for entry in found]
+
+    return sorted({*chain(*disk.do(names))}, key=lambda name: run_folder.number(Path(name).name), reverse=True)
+
+
+def _inspect(folder, disk):
+    """Return what each rank finds of a checkpoint, [kind, text], and this rank's manifest.
+
+    A rank that does not see a checkpoint which others on its disk see looks again: a network disk may show it later.
     """
+    report, manifest = _verify(folder, disk.share)
+    for wait in (*RETRY_S, None):
+        reports = distributed.gather_json(report, disk.world)
+        seen_by = [{reports[rank][0] != "absent" for rank in ranks} for ranks in disk.groups]
+        if all(len(seen) == 1 for seen in seen_by):
+            break
+        if wait is None:
+            blind = next(rank for rank, (found, _) in enumerate(reports) if found == "absent")
+            raise OSError(f"{folder}: rank {blind} does not see it, others on the same disk do; nothing was moved")
+        time.sleep(wait)
+        if report[0] == "absent":
+            report, manifest = _verify(folder, disk.share)
+    return reports, manifest
+
+
+def _verify(folder, share):
+    """Return what this rank finds of a checkpoint, and its manifest; each rank checks its share of the files."""
+    try:
+        if not _retry(lambda: _is_listed(folder)):
+            return ["absent", ""], None
+        manifest = _retry(lambda: manager.read_manifest(folder))
+        _check_version(manifest)
+        for file, wanted in sorted(manifest["shards"].items())[share.rank :: share.size]:
+            _retry(lambda file=file, wanted=wanted: shards.verify(folder / file, wanted))
+    except OSError as error:
+        return ["unreadable", f"{folder} cannot be read ({error}): this may pass, so nothing was moved; start again "
+                f"when the disk answers, or remove it to go on from an older checkpoint"], None  # fmt: skip
+    except shards.Damaged as error:
+        return ["damaged", str(error)], None
+    except UsageError as error:
+        return ["refused", f"{folder}: {error}"], None
+    return ["good", ""], manifest
+
+
+def _check_version(manifest):
+    try:
+        State.from_dict(manifest.get("state", {}))
+    except TypeError as error:
+        raise UsageError(f"written by another version of the code ({manifest.get('about')}): {error}; take that "
+                         f"version, or -weights, or -reset") from None  # fmt: skip
+
+
+def _is_listed(folder):
+    """Whether it is there. A network file system may remember that a name was not, so its folder is listed."""
+    try:
+        return folder in folder.parent.iterdir()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _retry(read):
+    """Return `read()`, tried again for some seconds where the disk does not answer (EIO, ESTALE, EMFILE)."""
+    for wait in RETRY_S:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno in run_folder.MISSING:
+                raise
+            log.warning("%s: tried again in %g s", error, wait)
+            time.sleep(wait)
+    return read()
+
+
+def plan(args, samples: int, world: World, past: Past | None) -> Plan:
+    """Return how this run cuts its samples: by the batch and micro-batch that it began with, or those of new flags.
+
+    Raises:
+        UsageError: the batch cannot be shared out.
+    """
+    before = past.config if past else {}
     if args.batch_per_gpu and args.batch_per_gpu == before.get("batch_per_gpu"):
         batch = before["batch_size"]
     else:
         batch = args.batch_per_gpu * world.size if args.batch_per_gpu else args.batch_size
     if batch < world.size:
         raise UsageError(f"-batch_size {batch} has not a sample for each of {world.size} processes: try {world.size}")
-    kept = before.get("micro_batch") or batch + 1
-    micro = args.micro_batch or (divisor(batch, math.ceil(batch / world.size)) if batch % kept else kept)
+    micro = _micro_batch_size(args, batch, world, before.get("micro_batch"))
     if batch % micro:
         raise UsageError(f"-batch_size {batch} cannot be cut into micro-batches of -micro_batch {micro}")
     if args.drop_last and samples < batch:
@@ -87,109 +215,128 @@ def plan(args, samples: int, world: World, before: dict) -> Plan:
     return Plan(samples, batch, micro, args.drop_last, world.size)
 
 
-def asked(args, plan: Plan) -> dict:
-    """What was asked, as JSON has it, with the numbers that the first start settled."""
+def _micro_batch_size(args, batch: int, world: World, saved: int | None) -> int:
+    """Return the flag's; else as the run began, if that divides the batch; else one rank's share."""
+    if args.micro_batch:
+        return args.micro_batch
+    if saved and batch % saved == 0:
+        return saved
+    return divisor(batch, math.ceil(batch / world.size))
+
+
+def config(args, plan: Plan) -> dict:
+    """Return all flags as JSON has them, with the numbers that the first start settled."""
     settled = {**vars(args), "batch_size": plan.batch, "micro_batch": plan.micro, "samples": plan.samples}
     return json.loads(json.dumps(settled, default=str))
 
 
-def _check_allowed(allowed: list[str], known: set[str]):
-    """Raises UsageError for an -allow_change that names nothing known."""
-    known = known | OTHERS
-    for name in {*allowed} - known:
+def check(args, plan: Plan, past: Past | None, splits: dict):
+    """Raise UsageError, before anything is written, for flags that the run may not continue with."""
+    known = {*vars(args), *(past.config if past else ())} | OTHERS
+    for name in {*args.allow_change} - known:
         raise UsageError(f"-allow_change {name}: there is no such flag{close(name, sorted(known))}")
+    if args.best and "val" not in splits:
+        raise UsageError(f"-best {args.best}: there is no val split to choose by")
+    if past:
+        changes(past.config, config(args, plan), args)
 
 
 def changes(before: dict, now: dict, args) -> str:
-    """Describe the allowed differences between what a run was started with and what is asked now; "" for none.
+    """Describe the allowed differences between the saved and the current flags; "" for none.
 
-    A flag that only one side knows, as after a change of the code, is allowed to differ. Raises UsageError for a
-    difference that changes the result and that -allow_change does not name.
+    A flag that only one side knows, as after a change of the code, is allowed to differ.
+
+    Raises:
+        UsageError: a difference changes the result, and -allow_change does not name it.
     """
     fixed = {*before, *now} - args.flag_rules.free
     changed = [name for name in sorted(fixed) if before.get(name) != now.get(name)]
     texts = {name: f"-{name} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}" for name in changed}
     refused = [name for name in changed if name in before and name in now and name not in args.allow_change]
     if refused:
-        words = " ".join(f"-allow_change {name}" for name in refused)
+        allow = " ".join(f"-allow_change {name}" for name in refused)
         raise UsageError(f"-model {now['model']} would go on with other settings: "
-                         f"{', '.join(texts[name] for name in refused)}; keep them, or add {words}, or start "
+                         f"{', '.join(texts[name] for name in refused)}; keep them, or add {allow}, or start "
                          f"from scratch with -reset or another -model")  # fmt: skip
     return ", ".join(texts.values())
 
 
-def check_found(found, now: dict, args):
-    """Raises UsageError for a checkpoint that what is asked `now` cannot go on from, or whose entries are not those
-    that this code writes. Tells what is allowed to differ."""
-    wanted = FACTS | {"format", "tensors", "shards", "pieces", "crc32"}
-    odd = {*found.manifest} ^ wanted or {*found.manifest["state"]} ^ {*vars(State())}
-    if odd:
-        raise UsageError(f"{found.folder}: written by another version of the code ({found.manifest.get('about')}): "
-                         f"{', '.join(sorted(odd))} is missing there or unknown here; take that version, or "
-                         f"-weights, or -reset")  # fmt: skip
-    if others := changes(found.manifest["asked"], now, args):
-        log.warning("going on with other settings: %s", others)
+def state(past: Past | None, plan: Plan) -> State:
+    """Return how far the run is, in steps of this plan.
 
-
-def state(manifest: dict, plan: Plan) -> State:
-    """How far the run is, in steps of this plan: the same share of the epoch is done if -batch_size or the number of
-    samples was allowed to change."""
-    saved, before = State(**manifest["state"]), manifest["asked"]
+    If -batch_size or the number of samples was allowed to change, the same share of the epoch counts as done. The
+    best metric of another run does not count: its weights are not here.
+    """
+    if past is None:
+        return State()
+    saved, before = State.from_dict(past.manifest["state"]), past.config
+    saved.best = saved.best if past.own else None
     old = Plan(before["samples"], before["batch_size"], before["micro_batch"], before["drop_last"])
-    if (old.batch, old.steps) == (plan.batch, plan.steps):
-        return saved
-    done = old.step_in_epoch(saved)
-    now = plan.steps if done == old.steps else min(done * old.batch // plan.batch, plan.steps)
-    log.warning("step %d is step %d of this -batch_size", saved.step, saved.epoch * plan.steps + now)
-    saved.step = saved.epoch * plan.steps + now
+    if (old.batch, old.steps) != (plan.batch, plan.steps):
+        done = old.step_in_epoch(saved)
+        now = plan.steps if done == old.steps else min(done * old.batch // plan.batch, plan.steps)
+        saved.step = saved.epoch * plan.steps + now
     return saved
 
 
-def load(found, parts: Parts, world: World, allowed=()):
-    """Fills the parts of a run from a verified checkpoint, whatever number of ranks wrote it.
+def set_damaged_aside(past: Past, disk: Disk):
+    """Rename damaged checkpoints of the run to NAME.corrupt, on the disks where they are damaged."""
+    if past.passed_over:
+        log.warning("passed over: %s", past.passed_over)
+    for folder, faults in past.damaged.items():
+        fault = next((faults[rank] for rank in disk.ranks if rank in faults), None)
+        if fault:
+            log.warning("%s: set aside as %s.corrupt; an older checkpoint is taken", fault, folder.name)
+        disk.do(lambda folder=folder, fault=fault: _rename(folder) if fault else None)
 
-    `allowed`, of -allow_change: with "optimizer" or "momentum" an optimizer of another kind begins anew, with
-    "trainer" what a trainer keeps of its own, with "nan" weights may be what they are. Raises UsageError where the
-    tensors are not those of the run, or a weight is not finite.
+
+def _rename(folder):
+    target = folder.with_name(f"{folder.name}.corrupt")
+    while os.path.lexists(target):
+        target = target.with_name(f"{target.name}_")
+    folder.rename(target)
+
+
+def load(past: Past, parts: Parts, world: World, allowed=()):
+    """Fill the parts of a run from a checkpoint, whatever number of ranks wrote it.
+
+    `allowed`, of -allow_change: with "optimizer" or "momentum" an optimizer of another kind starts from scratch, with
+    "trainer" what a trainer keeps of its own, with "nan" weights may be what they are.
+
+    Raises:
+        UsageError: the tensors are not those of the run, or a weight is not finite.
     """
     fresh = prepare(parts)
     tensors = parts.tensors()
-    there, here = found.manifest["tensors"], manager.schema(tensors)
+    there, here = past.manifest["tensors"], manager.schema(tensors)
     memory = tuple(f"{part}." for part in parts.optimizers)
     here = {name: facts for name, facts in here.items() if name in there or not name.startswith(memory)}
-    for part, flags in ANEW.items():
-        if {*flags} & {*allowed} and _of(part, there) != _of(part, here):
-            log.warning("%s: its %s is another one: this one begins without memory", found.folder, flags[0])
+    for part, flags in FROM_SCRATCH.items():
+        others = [name for name in {**there, **here} if name.startswith(part) and there.get(name) != here.get(name)]
+        if others and {*flags} & {*allowed}:
+            log.warning("%s: its %s is another one: this one begins without memory", past.folder, flags[0])
             there, here = ({name: facts for name, facts in names.items() if not name.startswith(part)}
                            for names in (there, here))  # fmt: skip
     if there != here:
         odd = sorted(name for name in {**there, **here} if there.get(name) != here.get(name))
-        told = ", ".join(f"{name} was {there.get(name)} and is {here.get(name)}" for name in odd[:4])
-        kept = all(name.startswith("trainer.") for name in odd)
-        hint = "; what its trainer keeps begins anew with -allow_change trainer" if kept else ""
-        raise UsageError(f"{found.folder} is of another {'trainer' if kept else 'model or optimizer'}: {told}"
+        shown = ", ".join(f"{name} was {there.get(name)} and is {here.get(name)}" for name in odd[:4])
+        trainers = all(name.startswith("trainer.") for name in odd)
+        hint = "; -allow_change trainer starts what its trainer keeps from scratch" if trainers else ""
+        raise UsageError(f"{past.folder} is of another {'trainer' if trainers else 'model or optimizer'}: {shown}"
                          f"{', ...' if len(odd) > 4 else ''}{hint}")  # fmt: skip
-    _fill(found, {name: tensors[name] for name in here}, world)
-    _check_finite(found, parts.modules["model"], world, allowed)
+    _fill(past, {name: tensors[name] for name in here}, world)
+    odd = weights.not_finite(parts.modules["model"], world)
+    if odd and "nan" not in allowed:
+        raise UsageError(f"{past.folder}: {odd[0]} and {len(odd) - 1} more are not finite; remove it to go on "
+                         f"from an older checkpoint, or take it as it is with -allow_change nan")  # fmt: skip
     parts.forget_all_but(here, fresh)
 
 
-def _of(part, schema):
-    return {name: facts for name, facts in schema.items() if name.startswith(part)}
-
-
 @torch.no_grad()
-def _fill(found, tensors, world):
-    if found.source in (None, world.rank):
-        shards.read(found.folder, found.manifest["pieces"], tensors)
-    for name in sorted(tensors) if found.source is not None else ():
+def _fill(past, tensors, world):
+    if past.reader in (None, world.rank):
+        shards.read(past.folder, past.manifest["pieces"], tensors)
+    for name in sorted(tensors) if past.reader is not None else ():
         values = tensors[name].detach().contiguous()
-        dist.broadcast(values.reshape(-1).view(torch.uint8), found.source)
+        dist.broadcast(values.reshape(-1).view(torch.uint8), past.reader)
         tensors[name].copy_(values)
-
-
-def _check_finite(found, model, world, allowed):
-    odd = weights.not_finite(model, world)
-    if odd and "nan" not in allowed:
-        raise UsageError(f"{found.folder}: {odd[0]} and {len(odd) - 1} more are not finite; remove it to go on "
-                         f"from an older checkpoint, or take it as it is with -allow_change nan")  # fmt: skip

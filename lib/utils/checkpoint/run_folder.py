@@ -1,4 +1,9 @@
-"""The folder of a run, out/NAME: who owns it, starting from scratch, and how the run ended."""
+"""The folder of a run, out/NAME: its checkpoints' names, who holds it, starting from scratch, how the run ended.
+
+Imports no torch: the launchers and what handles a Slurm job's first signals need it at once.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import errno
@@ -6,226 +11,339 @@ import fcntl
 import json
 import logging
 import os
+import re
+import shutil
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import OutOfMemoryError
-from torch.distributed import DistError
-
-from lib.utils import distributed
-from lib.utils.checkpoint import atomic, shared_disk, stored
-from lib.utils.distributed import World
+from lib.utils.checkpoint import atomic
 from lib.utils.errors import UsageError, no_exit
-from lib.utils.monitoring import console
-from lib.utils.watchdog import Hang
+
+if TYPE_CHECKING:
+    from lib.utils.checkpoint.shared_disk import Disk
+    from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
+NAME = re.compile(r"(\d{6,})_step_(\d+)")
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # there is no such file
 LESS_MEMORY = ("a smaller -micro_batch takes less, for the same steps but for BatchNorm and dropout; so do "
                "-recompute, -bf16 and -parallel fsdp")  # fmt: skip
-PATIENCE_S = 3.0  # for an owner that was killed and is not quite gone
-NEEDED_FILES = 16  # by a run, and one for each of its processes
-LEAVING_S = 180.0  # for one that may be ending; the lock of a host that is lost stays 90 s on NFS
+LOST_PEER = {"DistError", "Hang"}  # classes of torch.distributed and of watchdog, by name
+PATIENCE_S = 3.0  # for a holder of the lock that was killed and is not quite gone
+LEAVING_S = 180.0  # for one that may be ending; NFS keeps the lock of a lost host for 90 s
+
+
+# Checkpoints by name: a number that grows with every save, and the step for people
+
+
+def run_of(args) -> Path:
+    """Return the run's folder, out/NAME."""
+    return Path(args.out) / args.model
+
+
+def listed(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, newest first; none where it is missing.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    try:
+        checkpoints = [entry for entry in folder.iterdir() if NAME.fullmatch(entry.name)]
+    except OSError as error:
+        if error.errno not in MISSING:
+            raise
+        return []
+    return sorted(checkpoints, key=lambda entry: number(entry.name), reverse=True)
+
+
+def newest(folder: Path) -> Path | None:
+    """Return the newest checkpoint in a folder."""
+    return next(iter(listed(folder)), None)
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """Return the checkpoints at a path, newest first: of a run's folder or checkpoints folder, or itself."""
+    if (path / "manifest.json").is_file():
+        return [path]
+    return listed(path) or listed(path / "checkpoints")
+
+
+def number(name: str) -> int:
+    """Return the running number in a checkpoint's name, 0 for another name."""
+    match = NAME.fullmatch(name)
+    return int(match[1]) if match else 0
+
+
+def last_number(folder: Path) -> int:
+    """Return the number of the newest checkpoint in a folder, 0 without any."""
+    return max((number(entry.name) for entry in listed(folder)), default=0)
+
+
+# The lock
+
+
+def restarts(args, world: World) -> bool:
+    """Whether -reset is still to be carried out: once in a launch, whatever restarts and requeues follow."""
+    return args.reset and outcome(run_of(args)).get("launch") != world.launch
 
 
 @contextlib.contextmanager
-def claimed(args, world: World):
-    """The run's folder, held by this run alone while the block lasts; under -reset an old one is moved aside first.
+def held(args, world: World, disk: Disk, job: str | None = None) -> Iterator[RunFolder]:
+    """Hold the run's folder for this run alone during the block. All ranks call this together.
 
-    Logging goes there, and outcome.json says "running" until the run says how it ended; an exception makes it
-    "failed". Raises UsageError where the folder cannot be written or another run holds it.
+    A start that is refused before `begin` leaves the folder as it was. Another exception makes the outcome "failed".
+
+    Raises:
+        UsageError: the folder cannot be written, or another run holds it.
     """
-    folder = stored.run_of(args)
-    locks = []
-    shared_disk.look(folder.parent, world).do(lambda: locks.append(_claim(folder, args, world)))
-    lock_id = stored.lock_id(folder)
-    console.setup_logging(folder, world.rank, world.is_main)
+    folder = RunFolder(args, world, disk, job)
     try:
+        disk.do(folder.lock)
         with no_exit():
             yield folder
     except Exception as error:
-        if isinstance(error, OutOfMemoryError):
-            error.args = (f"{error} ({LESS_MEMORY})",)
-        log.critical("failed", exc_info=True)
-        try:
-            if stored.has_lock(folder, lock_id):  # else it may be another run's by now
-                _failed(folder, world, error)
-        except OSError as second:  # the first one is the cause
-            log.warning("%s could not be written (%s)", folder / "outcome.json", second)
+        folder.fail(error)
         raise
     finally:
-        for lock in locks:
-            lock.close()
+        folder.unlock()
 
 
 @contextlib.contextmanager
-def left_alone(args, world: World):
-    """The run's folder, neither held nor written to: for who only looks at the run. Logging goes to the terminal."""
-    console.setup_logging(None, world.rank, world.is_main)
-    yield stored.run_of(args)
+def untouched(args, world: World, disk: Disk, job: str | None = None) -> Iterator[Untouched]:
+    """Stand in for `held` where nothing is to be locked or written."""
+    yield Untouched()
 
 
-def _failed(folder, world, error):
-    """The first rank that fails says why; those that fail because it is gone leave that as it is, in any order."""
-    before, lost = stored.outcome(folder), lost_peer(error)
-    known = before.get("state") == "failed" and before.get("launch") == world.launch
-    if not known or (before.get("lost_peer") and not lost):
-        text = f"{type(error).__name__}: {error}"
-        text = text.strip().splitlines()[-1] if "\nOriginal Traceback" in text else text  # a loader process's
-        reason = f"rank {world.rank}: {text}"
-        write_outcome(folder, world, "failed", reason=reason, lost_peer=lost)
+class Untouched:
+    """The folder of a run that is only looked at."""
+
+    path = None
+
+    def begin(self, config: str):
+        """Do nothing."""
 
 
-def lost_peer(error: Exception) -> bool:
-    """Whether this is how a process fails when another one is gone. gloo's errors have no type of their own."""
-    return isinstance(error, (DistError, ConnectionError, Hang)) or "gloo" in str(error)
+class RunFolder:
+    """The folder of a run; the first rank of each disk holds its lock."""
 
+    def __init__(self, args, world: World, disk: Disk, job: str | None):
+        self.args, self.world, self.disk, self.job = args, world, disk, job
+        self.path = run_of(args)
+        self.locked = self.id = None
+        self.begun = False
 
-def starts_anew(args, world: World) -> bool:
-    """Whether -reset is still to be carried out: once for a launch, whatever restarts and requeues follow."""
-    return args.reset and stored.outcome(stored.run_of(args)).get("launch") != world.launch
+    def begin(self, config: str):
+        """Make room for a new run under -reset, and write config.yaml and the outcome "running"."""
+        self.disk.do(lambda: self._begin(config))
+        self.id, self.begun = lock_id(self.path), True
 
+    def _begin(self, config: str):
+        with self._writing():
+            if restarts(self.args, self.world):
+                _move_away(self.path)
+            if self.world.is_main:
+                atomic.write_file(self.path / "config.yaml", config)
+            write_outcome(self.path, self.world, "running")
 
-def _claim(folder, args, world):
-    try:
-        if not starts_anew(args, world):
-            _check_files(folder)
-        lock = _lock(folder, world.launch, max(LEAVING_S, args.grace_s + PATIENCE_S))
-        _open(folder, lock, args, world)
-    except OSError as error:
-        free = f", {shared_disk.free_there(folder)}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise UsageError(
-            f"-out {folder.parent} -model {folder.name}: cannot be written ({error.strerror}{free})"
-        ) from None
-    return lock
+    def lock(self):
+        """Take the lock. Wait a moment for a holder that was killed, longer for one that may be ending.
 
+        A record lock belongs to the process: no child inherits it, and the kernel frees it after kill -9.
+        """
+        started, warned = time.monotonic(), False
+        patience_s = max(LEAVING_S, self.args.grace_s + PATIENCE_S)
+        while not self._take():
+            owner = _read_json(self.path / ".lock")
+            named = ", ".join(f"{name} {owner[name]}" for name in ("host", "pid", "job") if owner.get(name))
+            used = f"{self.path} is in use by {named or 'another process'}"
+            leaving = _may_be_leaving(owner, self.world.launch)
+            if time.monotonic() - started > (patience_s if leaving else PATIENCE_S):
+                raise UsageError(f"-model {self.path.name}: {used}; take another name or wait")
+            if leaving and not warned:
+                warned = True
+                log.warning("%s, and %s: waiting up to %.0f s until it is gone", used, leaving, patience_s)
+            time.sleep(0.05)
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": self.job,
+                 "launcher": os.getppid() if self.world.size > 1 else None, "launch": self.world.launch}  # fmt: skip
+        with self._writing():
+            self.locked.truncate(0)
+            self.locked.write(json.dumps(owner))
+            self.locked.flush()
 
-def _check_files(folder):
-    for path in (folder / name for name in ("STOP", "outcome.json", "metrics.jsonl", "config.yaml")):
-        if path.is_dir():
-            raise UsageError(f"-model {folder.name}: {path} must be a file and is a folder: move it away")
+    def _take(self) -> bool:
+        with self._writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / ".lock").open("a+")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return False
+        except OSError as error:
+            log.warning("%s: this file system has no locks (%s): a second run is not noticed", file.name, error)
+        if os.fstat(file.fileno()).st_ino != (lock_id(self.path) or (0, 0))[1]:  # its last holder has removed it
+            file.close()
+            return False
+        self.locked = file
+        return True
 
+    def unlock(self):
+        """Release the lock; remove what a start that was refused has made."""
+        if self.locked is None:
+            return
+        with contextlib.suppress(OSError):
+            if [entry.name for entry in self.path.iterdir()] == [".lock"]:
+                (self.path / ".lock").unlink()
+                self.path.rmdir()
+        with contextlib.suppress(OSError):  # a full disk
+            self.locked.close()
 
-def _open(folder, lock, args, world):
-    """What the owner of the lock does first: says who it is, and makes room for a new run."""
-    free = shared_disk.free_files(folder)
-    if free < NEEDED_FILES + world.size:
-        raise UsageError(f"-out {folder.parent}: its disk has inodes for {free} more files, which is too few; remove "
-                         f"files there, or take another disk")  # fmt: skip
-    launcher = os.getppid() if world.size > 1 else None
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": distributed.job_id(), "launcher": launcher,
-             "launch": world.launch}  # fmt: skip
-    lock.truncate(0)
-    lock.write(json.dumps(owner))
-    lock.flush()
-    if starts_anew(args, world):
-        _move_aside(folder)
-    write_outcome(folder, world, "running")
+    def fail(self, error: Exception):
+        """Write why the run failed, unless the start was refused or the folder may be another run's by now."""
+        if type(error).__name__ == "OutOfMemoryError":
+            error.args = (f"{error} ({LESS_MEMORY})",)
+        if self.begun:
+            log.critical("failed", exc_info=error)
+        elif isinstance(error, UsageError) or not self.path.is_dir() or restarts(self.args, self.world):
+            return
+        try:
+            if has_lock(self.path, self.id):
+                record_failure(self.path, self.world, error)
+        except OSError as second:  # the first one is the cause
+            log.warning("%s could not be written (%s)", self.path / "outcome.json", second)
 
-
-def _lock(folder, launch, leaving_s):
-    """The lock of a run's folder, taken: an open file. An owner that may be ending is waited for up to so many
-    seconds."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / ".lock").open("a+")
-    begun, said = time.monotonic(), False
-    while not _take(lock):
-        owner = _owner(lock)
-        named = ", ".join(f"{name} {owner[name]}" for name in ("host", "pid", "job") if owner.get(name))
-        used = f"{folder} is in use by {named or 'another process'}"
-        why = _may_be_leaving(owner, launch)
-        if time.monotonic() - begun > (leaving_s if why else PATIENCE_S):
-            lock.close()
-            raise UsageError(f"-model {folder.name}: {used}; take another name or wait")
-        if why and not said:
-            said = True
-            log.warning("%s, and %s: waiting up to %.0f s until it is gone", used, why, leaving_s)
-        time.sleep(0.05)
-    return lock
-
-
-def _take(lock) -> bool:
-    """A record lock is the process's own: no child inherits it, and the kernel frees it after kill -9, once a write
-    to disk that was under way is done: hence the patience."""
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        log.warning(
-            "%s: this file system has no locks (%s): a second run here would not be noticed", lock.name, error
-        )
-    return True
-
-
-def _owner(lock) -> dict:
-    """What the owner of a lock says of itself; {} of one that has said nothing yet."""
-    lock.seek(0)
-    try:
-        owner = json.loads(lock.read())
-    except ValueError:
-        return {}
-    return owner if isinstance(owner, dict) else {}
+    @contextlib.contextmanager
+    def _writing(self):
+        try:
+            yield
+        except OSError as error:
+            free = f", {free_there(self.path)}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            raise UsageError(f"-out {self.path.parent} -model {self.path.name}: cannot be written "
+                             f"({error.strerror}{free})") from error  # fmt: skip
 
 
 def _may_be_leaving(owner: dict, launch: str) -> str:
-    """Why the owner of a lock may be gone soon; "" for one of this machine that is well."""
+    """Return why the holder of a lock may be gone soon; "" for one of this machine that is well."""
     if owner.get("host", socket.gethostname()) != socket.gethostname():
         return "whether it runs cannot be seen from this machine"
     if owner.get("launch") == launch:
         return "it is an earlier start of this launch"
-    parent = _parent(owner.get("pid"))
-    if owner.get("launcher") and parent and parent != owner["launcher"]:
+    if owner.get("launcher") and _parent(owner.get("pid")) not in (None, owner["launcher"]):
         return "its launcher is gone, so it is saving"
     return ""
 
 
 def _parent(pid) -> int | None:
-    """The parent of a process, None where that cannot be known."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):
         return None
 
 
-def _move_aside(folder):
-    """All but the lock and what Slurm's jobs live from: a job that carries out -reset has its own files there."""
+def _move_away(folder: Path):
+    """Move an old run to out/.old, all but the lock and what a Slurm job that carries out -reset lives from."""
     entries = [entry for entry in folder.iterdir() if entry.name not in (".lock", "slurm")]
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    names = (f"{folder.name}-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
-    target = next(folder.parent / ".old" / name for name in names if not (folder.parent / ".old" / name).exists())
+    target = folder.parent / ".old" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     if entries:
-        target.mkdir(parents=True)
+        target.mkdir(parents=True, exist_ok=True)
     for entry in entries:
         entry.rename(target / entry.name)
 
 
-def write_config(folder: Path, world: World, text: str):
-    """config.yaml: what was asked. Raises UsageError where it cannot be written."""
+def lock_id(run: Path) -> tuple[int, int] | None:
+    """Return which file the lock of a run's folder is, None where there is none.
+
+    While its holder has it open no other file can be the same one, wherever the folder is moved to.
+    """
     try:
-        distributed.main_does(lambda: atomic.write_file(folder / "config.yaml", text), world)
-    except OSError as error:
-        raise UsageError(
-            f"-out {folder.parent}: {folder / 'config.yaml'} cannot be written ({error}, "
-            f"{shared_disk.free_there(folder)})"
-        ) from error
+        file = (run / ".lock").stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return file.st_dev, file.st_ino
+
+
+def has_lock(run: Path, lock: tuple[int, int] | None) -> bool:
+    """Whether the lock of a run's folder is still this one of `lock_id`; also where the disk does not answer."""
+    try:
+        return lock is None or lock_id(run) == lock
+    except OSError:
+        return True
+
+
+# How the run ended
+
+
+def outcome(run: Path) -> dict:
+    """Return what outcome.json says, and `written`, which tells this one from another; {} where there is none."""
+    path = run / "outcome.json"
+    facts = _read_json(path)
+    with contextlib.suppress(OSError):
+        file = path.stat()
+        return {**facts, "written": f"{file.st_ino}-{file.st_mtime_ns}"} if facts else {}
+    return {}
+
+
+def outcome_of(run: Path, job: str) -> dict:
+    """Return the outcome if a start of this Slurm job wrote it, else {}: its launches are called JOB or JOB.STEP."""
+    facts = outcome(run)
+    return facts if str(facts.get("launch")).partition(".")[0] == job else {}
 
 
 def write_outcome(folder: Path, world: World, state: str, **facts):
-    """outcome.json: running, finished, stopped or failed, and why. Launchers and people decide from it."""
-    facts = {
-        "state": state,
-        **facts,
-        "launch": world.launch,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-    }
-    path, text = folder / "outcome.json", json.dumps(facts, indent=2) + "\n"
+    """Write outcome.json: running, finished, stopped or failed, and why. Launchers and people decide from it."""
+    who = {"launch": world.launch, "host": socket.gethostname(), "pid": os.getpid()}
+    path, text = folder / "outcome.json", json.dumps({"state": state, **facts, **who}, indent=2) + "\n"
     try:
         atomic.write_file(path, text)
-    except OSError:  # a disk that is full has room for what takes the old one's place
+    except OSError:  # a full disk has room for what takes the old one's place
         if not path.exists():
             raise
         with path.open("r+") as file:
             file.write(text)
             file.truncate()
+
+
+def record_failure(folder: Path, world: World, error: Exception):
+    """Write the outcome "failed". The first rank gives the reason; one that fails because another is gone does not
+    replace that, in whatever order they write."""
+    before, lost = outcome(folder), lost_peer(error)
+    known = before.get("state") == "failed" and before.get("launch") == world.launch
+    if not known or (before.get("lost_peer") and not lost):
+        text = f"{type(error).__name__}: {error}"
+        text = text.strip().splitlines()[-1] if "\nOriginal Traceback" in text else text  # a loader process's
+        write_outcome(folder, world, "failed", reason=f"rank {world.rank}: {text}", lost_peer=lost)
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether this is how a process fails when another one is gone. gloo's errors have no class of their own."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, ConnectionError) or bool(kinds & LOST_PEER) or "gloo" in str(error)
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        facts = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+# Room
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes on the disk of a folder, whether it exists yet or not. Raises OSError."""
+    return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
+
+
+def free_there(folder: Path) -> str:
+    """Return the free bytes as words for a message."""
+    try:
+        space = os.statvfs(folder if folder.exists() else folder.parent)
+        inodes = ", no inodes free" if space.f_files and not space.f_favail else ""
+        return f"{free_bytes(folder):,} bytes free{inodes}"
+    except OSError as error:
+        return f"free bytes unknown: {error.strerror}"

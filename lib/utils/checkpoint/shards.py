@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lib.utils.checkpoint import stored
+from lib.utils.checkpoint import run_folder
 from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ def verify(path: Path, wanted: dict):
         with path.open("rb") as file:
             crc = checksum(iter(lambda: file.read(CHUNK), b""))
     except OSError as error:
-        if error.errno not in stored.MISSING:
+        if error.errno not in run_folder.MISSING:
             raise
         raise Damaged(f"{path}: is missing ({error.strerror})") from None
     if crc != wanted["crc32"]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lib.utils import distributed
-from lib.utils.checkpoint import atomic, shards, shared_disk
+from lib.utils.checkpoint import atomic, run_folder, shards
 from lib.utils.checkpoint.state import model_tensors
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -55,7 +55,7 @@ def write(folder: Path, tensors: dict[str, Tensor]):
         with atomic.staged(path) as partial:
             shards.write(partial, list(tensors.items()))
     except OSError as error:
-        raise OSError(f"{path} could not be written ({error}, {shared_disk.free_there(folder.parent)})") from error
+        raise OSError(f"{path} could not be written ({error}, {run_folder.free_there(folder.parent)})") from error
 
 
 def read(path: Path, device: str = "cpu") -> dict[str, Tensor]:

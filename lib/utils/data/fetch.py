@@ -1,19 +1,18 @@
-"""Collated samples, fetched by key: here, or in worker processes."""
+"""Reads and collates the samples of micro-batches, here or in worker processes."""
 
-import atexit
+import collections
 import contextlib
 import multiprocessing
-import multiprocessing.resource_tracker
-import multiprocessing.util
 import signal
 import sys
-from collections.abc import Iterator
-from multiprocessing import connection
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lib.utils import distributed, seeding
+from lib.utils.data.options import options_of
+from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import STOPPING, UsageError, no_exit
 
@@ -21,7 +20,7 @@ WORKERS = 8  # loader processes at most, where -workers does not say
 
 
 class Fetcher:
-    """Collated samples by key, here or in worker processes that live as long as the loader."""
+    """Collated samples of micro-batches, fetched here or in worker processes that live as long as the loader."""
 
     def __init__(self, dataset: Dataset, seed: int, workers: int, pin: bool):
         self.fetch = Fetch(dataset, seed)
@@ -37,139 +36,123 @@ class Fetcher:
                 persistent_workers=True,
                 generator=torch.Generator(),  # or iter() would draw from the global one
                 multiprocessing_context="fork" if sys.platform == "linux" else multiprocessing.get_start_method(),
-                worker_init_fn=_one_thread,
+                worker_init_fn=_use_one_thread,
             )
 
-    def __call__(self, epoch: int, keys) -> Iterator:
-        """The collated samples of each key, in order."""
-        keys = ((epoch, key.indices) for key in keys)
+    def __call__(self, epoch: int, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, object]]:
+        """Return the micro-batches in order, each with its collated samples."""
         if self.loader is None:
-            return map(self.fetch.__getitem__, keys)
-        self.source.keys = keys
-        with shielded():
-            return self._taken(iter(self.loader))
-
-    def _taken(self, batches) -> Iterator:
-        try:
-            for batch in batches:
-                if isinstance(batch, UsageError):
-                    raise batch
-                yield batch
-        except (OSError, EOFError) as error:  # the dataset's, or of tensors that went with their worker
-            workers = {worker.sentinel: str(worker.pid) for worker in self.loader._iterator._workers}
-            ended = [workers[one] for one in connection.wait(workers, timeout=1.0)]
-            if not ended:
-                raise
-            raise RuntimeError(f"DataLoader worker (pid {', '.join(ended)}) ended unexpectedly") from error
+            return ((one, self.fetch[epoch, one.indices]) for one in micro_batches)
+        requested = collections.deque()
+        self.source.keys = _requests(epoch, micro_batches, requested)
+        with _stop_signals_blocked():
+            batches = iter(self.loader)
+        return ((requested.popleft(), _unless_error(batch)) for batch in batches)
 
     def close(self):
-        """Ends the worker processes: those at rest by themselves, one that is busy all the same."""
+        """End the worker processes: idle ones by themselves, a busy one by force."""
         if self.loader is None or self.loader._iterator is None:
             return
         running, self.loader._iterator = self.loader._iterator, None
         running._shutdown_workers()
         for worker in running._workers:
-            worker.kill()  # it has no ear for SIGTERM
+            worker.kill()  # SIGTERM is blocked
             worker.join()
 
 
 class Fetch(Dataset):
     """A dataset of collated batches, looked up by (epoch, indices), each drawn under its own seed."""
 
-    def __init__(self, dataset, seed):
-        self.dataset, self.seed, self.fixed = dataset, seed, is_fixed(dataset)
-        self.at = None  # the sample that is being fetched
-        self.collate = getattr(inner(dataset), "collate_fn", default_collate)
-        self.whole = callable(getattr(inner(dataset), "__getitems__", None))
+    def __init__(self, dataset: Dataset, seed: int):
+        self.dataset, self.seed, self.options = dataset, seed, options_of(dataset)
+        self.index = None  # of the sample that is being fetched
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: tuple[int, list[int]]):
         epoch, indices = key
-        self.at = None
+        self.index = None
         try:
-            with no_exit():  # it would end a worker without a word
-                batch = self._whole(epoch, indices) if self.whole else self._one_by_one(epoch, indices)
-                return self.collate(batch) if isinstance(batch, list) else batch
+            with no_exit():  # it would end a worker without a message
+                batch = self._whole_batch(epoch, indices) if self.options.whole_batches else self._items(*key)
+                return self.options.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
-            where = f"samples {_short(indices)}" if self.at is None else f"sample {self.at}"
+            where = f"samples {_shorten(indices)}" if self.index is None else f"sample {self.index}"
             error.args = (f"{error} (while fetching the {where})",)
             if isinstance(error, UsageError) and get_worker_info():
-                return error  # raised here, it would come with the worker's traceback in its words
+                return error  # raised here, it would come with the worker's traceback in its message
             raise
 
-    def _whole(self, epoch, indices):
-        if not self.fixed:
+    def _whole_batch(self, epoch, indices):
+        if not self.options.fixed:
             seeding.for_sample(self.seed, epoch, indices[0])
         return self.dataset.__getitems__(indices)
 
-    def _one_by_one(self, epoch, indices):
-        batch = [self._sample(epoch, index) for index in indices]
-        self.at = None
-        return batch
-
-    def _sample(self, epoch, index):
-        self.at = index
-        if not self.fixed:
-            seeding.for_sample(self.seed, epoch, index)
-        return self.dataset[index]
+    def _items(self, epoch, indices):
+        items = []
+        for index in indices:
+            self.index = index
+            if not self.options.fixed:
+                seeding.for_sample(self.seed, epoch, index)
+            items.append(self.dataset[index])
+        self.index = None
+        return items
 
 
 class _Source:
+    """The sampler of a DataLoader, whose keys are given anew for each epoch."""
+
     keys = ()
 
     def __iter__(self):
         return iter(self.keys)
 
 
-def is_fixed(dataset) -> bool:
-    """Whether a dataset says that its items are the same every time, so that no generator needs a seed."""
-    return bool(getattr(inner(dataset), "fixed", False))
+def _requests(epoch, micro_batches, requested):
+    for one in micro_batches:
+        requested.append(one)
+        yield epoch, one.indices
 
 
-def inner(dataset):
-    """The dataset that a Subset, or a Subset of one, is a part of."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return dataset
+def _unless_error(batch):
+    if isinstance(batch, UsageError):
+        raise batch
+    return batch
 
 
-def _one_thread(_worker):
+def _use_one_thread(_worker):
     torch.set_num_threads(1)
 
 
-def _short(indices):
+def _shorten(indices):
     return f"{indices[:8]} and {len(indices) - 8} more" if len(indices) > 8 else str(indices)
 
 
 @contextlib.contextmanager
-def shielded():
-    """Child processes started in the block never get the signals that stop a run; they are killed at its end.
+def _stop_signals_blocked():
+    """Let child processes that start in the block never get the signals that stop a run; `close` ends them.
 
-    The resource tracker is started first, with its own signals open: it must not outlive the run.
+    If not all can start, those that did are killed: at its exit, Python would wait for them for ever.
     """
-    multiprocessing.resource_tracker.ensure_running()
-    there = multiprocessing.active_children()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOPPING))
+    before = multiprocessing.active_children()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOPPING))
     try:
         yield
+    except BaseException:
+        for child in multiprocessing.active_children():
+            if child not in before:
+                child.kill()
+        raise
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        started = [one for one in multiprocessing.active_children() if one not in there]
-        if started:  # multiprocessing would end them with SIGTERM, and wait for ever
-            multiprocessing.util.Finalize(None, _kill, args=(started,), exitpriority=0)
-            atexit.register(_kill, started)  # before torch's, which waits too; a forked process has no atexit
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _kill(children):
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or torch's handler raises what it takes for a failure
-    for one in children:
-        one.kill()
+def workers(flag: int | None, dataset: Dataset, world: World) -> int:
+    """Return the number of loader processes: -workers, else a default.
 
-
-def workers(asked: int | None, dataset: Dataset, world: World) -> int:
-    """-workers; where that is left open none for data that is fetched by whole batches, nor beside a model on the
-    CPU, which they would only slow down, else this process's share of the cores but one."""
-    if asked is not None:
-        return asked
-    if world.device.type == "cpu" or callable(getattr(inner(dataset), "__getitems__", None)):
+    The default is 0 for datasets that fetch whole batches and for models on the CPU, which workers would only slow
+    down; else this process's share of the cores but one.
+    """
+    if flag is not None:
+        return flag
+    if world.device.type == "cpu" or options_of(dataset).whole_batches:
         return 0
     return max(1, min(WORKERS, distributed.cores_each(world) - 1))

@@ -1,23 +1,22 @@
 """The samples of a split, fetched and put on the device: this rank's micro-batches, in their order."""
 
 import contextlib
-import itertools
 import logging
+import math
 from collections.abc import Iterator
 
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from lib.utils.data import fetch, permutation, prefetch
-from lib.utils.data.plan import Key, Plan, share
+from lib.utils.data.plan import MicroBatch, Plan, rank_share
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
-AHEAD = 4096  # samples that keys are made for at once
 
 
 class Loader:
-    """The samples of a split, dealt out to the ranks micro-batch by micro-batch; all take equally many turns."""
+    """The samples of a split, shared out to the ranks by whole micro-batches."""
 
     def __init__(self, dataset: Dataset, plan: Plan, world: World, *, seed: int, shuffle: bool, workers: int):
         self.dataset, self.plan, self.world = dataset, plan, world
@@ -25,54 +24,64 @@ class Loader:
         self.fetched = fetch.Fetcher(dataset, seed, workers, pin=world.device.type == "cuda")
         self.finish = prefetch.Finish(dataset, seed, world.device)
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[Key, object]]:
-        """This rank's micro-batches of an epoch from a step on, in order, on the device."""
-        made = in_blocks(self.keys(epoch, first_step), max(1, AHEAD // self.plan.grain))
-        keys, wanted = itertools.tee(made)
-        return prefetch.ready(zip(keys, self.fetched(epoch, wanted), strict=True), epoch, self.finish)
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[MicroBatch, object]]:
+        """Return this rank's micro-batches of an epoch, in order, each with its batch on the device."""
+        pairs = self.fetched(epoch, self.micro_batches(epoch, first_step))
+        return prefetch.prefetch(pairs, epoch, self.finish)
 
-    def keys(self, epoch: int, first_step: int = 0) -> Iterator[Key]:
-        """What `epoch` will fetch, without fetching it."""
+    def micro_batches(self, epoch: int, first_step: int = 0) -> Iterator[MicroBatch]:
+        """Return what `epoch` will fetch, without fetching it."""
         order = permutation.order(self.plan.samples, self.seed, epoch, self.shuffle)
         for step in range(first_step, self.plan.steps):
-            yield from share(step, self.plan.cut(step), order, self.world)
+            yield from self._share(step, order)
+
+    def _share(self, step, order):
+        spans = self.plan.spans(step)
+        mine = rank_share(len(spans), self.world)
+        rounds = math.ceil(len(spans) / self.world.size)  # the same on all ranks: each joins every collective
+        for number in range(mine.start, mine.start + rounds):
+            padding = number not in mine  # computed like the others, counted as 0 samples
+            span = spans[-1][:2] if padding else spans[number]  # BatchNorm needs two samples
+            yield MicroBatch(
+                step=step,
+                number=number,
+                indices=order[span.start : span.stop].tolist(),
+                count=0 if padding else len(span),
+                step_samples=spans[-1].stop - spans[0].start,
+                first=number == mine.start,
+                last=number == mine.start + rounds - 1,
+            )
 
     def sample(self):
-        """The first micro-batch of the run: what training data looks like."""
-        key = next(self.keys(0))
-        return self.finish(0, key.indices, next(iter(self.fetched(0, [key]))))
+        """Return the first micro-batch of the run: what training data looks like."""
+        one, batch = next(iter(self.fetched(0, [next(self.micro_batches(0))])))
+        return self.finish(0, one.indices, batch)
 
     def indices(self, epoch: int, step: int) -> list[int]:
-        """The samples of one step over all ranks, by their index in the dataset."""
-        parts = self.plan.cut(step)
+        """Return the samples of one step over all ranks, by their index in the dataset."""
+        spans = self.plan.spans(step)
         order = permutation.order(self.plan.samples, self.seed, epoch, self.shuffle)
-        return order[parts[0][0] : parts[-1][1]].tolist()
-
-
-def in_blocks(items: Iterator, size: int) -> Iterator:
-    """The same items, made `size` at once: a processor forgets code that runs once a step, and is slow to take it up
-    again."""
-    while block := list(itertools.islice(items, size)):
-        yield from block
+        return order[spans[0].start : spans[-1].stop].tolist()
 
 
 def splits(dataset, name: str, overfit: int | None = None) -> dict[str, Dataset]:
-    """What get_dataset gave as {"train": ..., "val": ..., "test": ...}; to `overfit` the first so many training
-    samples, evaluated on as well. Raises UsageError for what cannot be trained on."""
+    """Return what get_dataset gave as {"train": ..., "val": ..., "test": ...}.
+
+    With `overfit`, these are the first so many training samples, evaluated on as well. Raises UsageError for what
+    cannot be trained on.
+    """
     if isinstance(dataset, (tuple, list)):
-        raise UsageError(f"-dataset {name}: get_dataset gives a {type(dataset).__name__}: a dataset or a dict of "
-                         "splits is needed, as {'train': ..., 'val': ...}")  # fmt: skip
+        raise UsageError(f"-dataset {name}: get_dataset returns a {type(dataset).__name__}: it must return a dataset "
+                         "or a dict of splits, as {'train': ..., 'val': ...}")  # fmt: skip
     parts = dataset if isinstance(dataset, dict) else {"train": dataset}
     if "train" not in parts or not set(parts) <= {"train", "val", "test"}:
         raise UsageError(
-            f"-dataset {name}: gives the splits {sorted(parts)}; train, val and test are known, train needed"
+            f"-dataset {name}: has the splits {sorted(parts)}; train is required, val and test may be there"
         )
     for split, part in parts.items():
         if isinstance(part, IterableDataset) or not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
             kind = type(part).__name__
-            raise UsageError(
-                f"-dataset {name}: its {split} split is a {kind}; a dataset with len() and [index] is needed"
-            )
+            raise UsageError(f"-dataset {name}: its {split} split is a {kind}; it must have len() and [index]")
         if len(part) == 0:
             raise UsageError(f"-dataset {name}: its {split} split is empty")
     if overfit is None:
@@ -83,7 +92,7 @@ def splits(dataset, name: str, overfit: int | None = None) -> dict[str, Dataset]
 
 @contextlib.contextmanager
 def opened(*parts):
-    """The loaders that `get_loaders` gives; their worker processes end with the block, however it ends."""
+    """The loaders that `get_loaders` returns; their worker processes end with the block, however it ends."""
     loaders = get_loaders(*parts)
     try:
         yield loaders
@@ -92,8 +101,8 @@ def opened(*parts):
             one.fetched.close()
 
 
-def get_loaders(splits: dict[str, Dataset], plan: Plan, world: World, args) -> dict:
-    """A Loader for each split: "train" by the plan, the others in their order, a micro-batch for each rank at a
+def get_loaders(splits: dict[str, Dataset], plan: Plan, world: World, args) -> dict[str, Loader]:
+    """Return a Loader for each split: "train" by the plan, the others in order, a micro-batch for each rank at a
     time."""
     if world.is_main and plan.grain < plan.micro:
         log.warning(
@@ -102,13 +111,13 @@ def get_loaders(splits: dict[str, Dataset], plan: Plan, world: World, args) -> d
         )  # fmt: skip
     loaders = {}
     for name, part in splits.items():
-        trained = name == "train"
+        training = name == "train"
         loaders[name] = Loader(
             part,
-            plan if trained else Plan(len(part), plan.micro * world.size, plan.micro),
+            plan if training else Plan(len(part), plan.micro * world.size, plan.micro),
             world,
             seed=args.seed,
-            shuffle=args.shuffle and trained,
+            shuffle=args.shuffle and training,
             workers=fetch.workers(0 if args.debug else args.workers, part, world),
         )
     return loaders

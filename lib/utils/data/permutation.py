@@ -1,12 +1,15 @@
-"""The order of an epoch, a pure function of (n, seed, epoch), of which any part is computed alone."""
+"""The order of an epoch: a pure function of (n, seed, epoch), of which any part can be computed alone."""
 
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lib.utils import seeding
 
 TORCH_UP_TO = 1 << 24  # samples: so far the order is torch's own, kept as a tensor of 4 bytes each
 BLOCK = 1 << 13  # places computed at once: the temporary arrays stay in the processor's cache
@@ -14,8 +17,23 @@ ROUNDS = 8
 SIDE = 8  # the least a and b: on fewer than 5 x 4 pairs, eight rounds do not draw every permutation equally often
 
 
-def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> "Order":
-    """The indices 0..n-1 in the order that one epoch draws them; `order(...)[start:stop]`: int64, (stop - start,).
+@dataclass(frozen=True)
+class Order:
+    """A sequence of n indices, on the CPU: `len(order)`, `order[start:stop:step]`, `order.take(places)`."""
+
+    n: int
+    take: Callable[[Tensor], Tensor]  # (k,) int64, places in 0..n-1, to the indices there: (k,) int64
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, part: slice) -> Tensor:
+        places = range(self.n)[part]
+        return self.take(torch.arange(len(places), device="cpu") * places.step + places.start)
+
+
+def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Order:
+    """Return the indices 0..n-1 in the order in which one epoch draws them.
 
     Up to 2^24 samples it is exactly what torch's DistributedSampler deals out, before its padding. Beyond, torch's
     would cost seconds and gigabytes and is not followed: a keyed permutation is, which starts anywhere at once.
@@ -26,36 +44,7 @@ def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> "Order":
         return Order(n, KeyedPermutation(n, seed, epoch).take)
     generator = torch.Generator().manual_seed(seed + epoch)
     drawn = torch.randperm(n, generator=generator, dtype=torch.int32, device="cpu")
-    return Drawn(drawn)
-
-
-class Order:
-    """A sequence of n indices: `len(order)`, `order[start:stop:step]`, `order.take(places)`; int64, on the CPU."""
-
-    def __init__(self, n: int, lookup: Callable[[Tensor], Tensor]):
-        self.n, self.lookup = n, lookup
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, part: slice) -> Tensor:
-        places = range(self.n)[part]
-        return self.take(torch.arange(len(places), device="cpu") * places.step + places.start)
-
-    def take(self, places: Tensor) -> Tensor:
-        """The indices at these places, each in 0..n-1: (k,) int64 in, (k,) int64 out."""
-        return self.lookup(places)
-
-
-class Drawn(Order):
-    """An order that is held as a whole."""
-
-    def __init__(self, drawn: Tensor):
-        super().__init__(len(drawn), lambda places: drawn[places].long())
-        self.drawn = drawn
-
-    def __getitem__(self, part: slice) -> Tensor:
-        return self.drawn[part].long()
+    return Order(n, lambda places: drawn[places].long())
 
 
 class KeyedPermutation:
@@ -65,10 +54,9 @@ class KeyedPermutation:
     functions", 1988) over pairs (left, right) in a x b, with a and b next to the square root of n and addition modulo
     a and b in place of xor; what falls outside 0..n-1 is sent through again until it falls inside (generalised
     Feistel and cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). From n = 64 on,
-    a * b - n is below a: hardly one index in the square root of n walks. The round function is the finaliser of
-    SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), brought below a or b
-    by a multiplication (Lemire, "Fast random integer generation in an interval", 2019); the keys are a BLAKE2b
-    digest. Good for drawing samples; no cipher.
+    a * b - n is below a: hardly one index in the square root of n walks. The round function is SplitMix64's, brought
+    below a or b by a multiplication (Lemire, "Fast random integer generation in an interval", 2019); the keys are a
+    BLAKE2b digest. Good for drawing samples; no cipher.
     """
 
     def __init__(self, n: int, seed: int, epoch: int):
@@ -81,41 +69,36 @@ class KeyedPermutation:
         self.keys = np.frombuffer(digest, "<u8").astype(np.uint64)
 
     def take(self, places: Tensor) -> Tensor:
-        """Where these places, each in 0..n-1, are sent: (k,) int64 in, (k,) int64 out, computed block by block."""
+        """Return where these places are sent, computed block by block: (k,) int64 in 0..n-1, in and out."""
         wanted = places.numpy().view(np.uint64)
         found = np.empty_like(wanted)
         for start in range(0, len(wanted), BLOCK):
             found[start : start + BLOCK] = self._walk(wanted[start : start + BLOCK])
         return torch.from_numpy(found.view(np.int64))
 
-    def _walk(self, places: np.ndarray) -> np.ndarray:
-        found = self._network(places)
+    def _walk(self, places):
+        found = self._encrypt(places)
         outside = np.flatnonzero(found >= np.uint64(self.n))
         while outside.size:
-            found[outside] = self._network(found[outside])
+            found[outside] = self._encrypt(found[outside])
             outside = outside[found[outside] >= np.uint64(self.n)]
         return found
 
-    def _network(self, places: np.ndarray) -> np.ndarray:
+    def _encrypt(self, places):
         left, right = np.divmod(places, np.uint64(self.right))
         for key in range(0, ROUNDS, 2):
-            left = _add(left, _scrambled(right, self.keys[key], self.left), self.left)
-            right = _add(right, _scrambled(left, self.keys[key + 1], self.right), self.right)
+            left = _add(left, _draw(right ^ self.keys[key], self.left), self.left)
+            right = _add(right, _draw(left ^ self.keys[key + 1], self.right), self.right)
         return left * np.uint64(self.right) + right
 
 
-def _add(half: np.ndarray, other: np.ndarray, size: int) -> np.ndarray:
+def _add(half, other, size):
+    """Their sum modulo `size`, both below it."""
     total = half + other
     return np.minimum(total, total - np.uint64(size))  # unsigned: below size the difference wraps to a huge number
 
 
-def _scrambled(half: np.ndarray, key: np.uint64, size: int) -> np.ndarray:
-    mixed = half ^ key
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
+def _draw(states, size):
+    """A number below `size` for each state."""
     bits = size.bit_length()  # the high 64 - bits of 64 are kept: times size they still fit into 64
-    mixed >>= np.uint64(bits)
-    mixed *= np.uint64(size)
-    return mixed >> np.uint64(64 - bits)
+    return (seeding.scramble(states) >> np.uint64(bits)) * np.uint64(size) >> np.uint64(64 - bits)

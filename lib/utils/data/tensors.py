@@ -1,6 +1,7 @@
-"""Data in memory, fetched by whole batches."""
+"""Data in memory, fetched by whole batches; functions over all tensors of a batch."""
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,10 +14,10 @@ class Tensors(Dataset):
     """Tensors that share their first dimension: item i is a tuple of their i-th rows, a batch one gather each.
 
     `transform`, if given, changes a whole batch: a tuple of tensors (B, ...) in, the same out. A dataset with a
-    random transform is not `fixed`: its batches are drawn under their own seed. `on_device`: see prefetch.py.
+    random transform is not `fixed`: its batches are drawn under their own seed. `on_device`: see lib/dataset.
     """
 
-    def __init__(self, *tensors: Tensor, transform=None, on_device=None):
+    def __init__(self, *tensors: Tensor, transform: Callable | None = None, on_device: Callable | None = None):
         lengths = {len(tensor) for tensor in tensors}
         if len(lengths) != 1:
             raise ValueError(f"tensors of one length are needed, these have {sorted(lengths)} rows")
@@ -30,14 +31,14 @@ class Tensors(Dataset):
         return tuple(tensor[0] for tensor in self.__getitems__([index]))
 
     def __getitems__(self, indices):
-        """The batch of these rows: a tuple of tensors (len(indices), ...)."""
+        """Return the batch of these rows: a tuple of tensors (len(indices), ...)."""
         rows = torch.tensor(indices, device=self.tensors[0].device)
         batch = tuple(tensor.index_select(0, rows) for tensor in self.tensors)
         return self.transform(batch) if self.transform else batch
 
 
 def check_flags(args, **facts: int):
-    """Raises UsageError where a flag says something else of the data than it is: `check_flags(args, channels=1)`."""
+    """Raise UsageError where a flag does not describe the data: `check_flags(args, channels=1)`."""
     for name, value in facts.items():
         if getattr(args, name) != value:
             raise UsageError(f"-{name} {getattr(args, name)}: it is {value} in -dataset {args.dataset}")
@@ -60,38 +61,38 @@ def shapes_in_errors(batch, args):
 
 
 def to_device(batch, device: torch.device):
-    """The batch (a tensor, or a tuple, list or dict of batches) on the device, in its queue. For the CPU: itself."""
-    return batch if device.type == "cpu" else each(batch, lambda tensor: _pinned(tensor, device))
+    """Return the batch (a tensor, or a tuple, list or dict of batches) on the device; the copy is queued there."""
+    return batch if device.type == "cpu" else map_tensors(batch, lambda tensor: _copy(tensor, device))
 
 
-def zeros(batch):
-    """A batch of the same form, all zeros."""
-    return each(batch, torch.zeros_like)
-
-
-def _pinned(tensor, device):
+def _copy(tensor, device):
     if device.type == "cuda" and tensor.device.type == "cpu" and not (tensor.is_pinned() and tensor.is_contiguous()):
         # Or the copy would wait. `pin_memory` keeps the gaps of a view, which go through memory that is not pinned.
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=device.type == "cuda")  # MPS would read memory that is another's by then
 
 
-def each(batch, change):
-    """The batch with its tensors changed."""
+def zeros(batch):
+    """Return a batch of the same form, all zeros."""
+    return map_tensors(batch, torch.zeros_like)
+
+
+def map_tensors(batch, change: Callable[[Tensor], Tensor]):
+    """Return the batch with `change` applied to each of its tensors."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, dict):
-        return {name: each(part, change) for name, part in batch.items()}
+        return {name: map_tensors(part, change) for name, part in batch.items()}
     if isinstance(batch, (tuple, list)):
-        parts = [each(part, change) for part in batch]
-        return (
-            type(batch)(*parts) if hasattr(batch, "_fields") else parts if isinstance(batch, list) else tuple(parts)
-        )
+        parts = [map_tensors(part, change) for part in batch]
+        if hasattr(batch, "_fields"):
+            return type(batch)(*parts)
+        return parts if isinstance(batch, list) else tuple(parts)
     return batch
 
 
 def tensors(batch, place: str = "") -> list[tuple[str, Tensor]]:
-    """The tensors in a batch, in its order, each with where it is in there: "0", "image", "pair.1"."""
+    """Return the tensors in a batch, in order, each with where it is in there: "0", "image", "pair.1"."""
     if isinstance(batch, Tensor):
         return [(place or "0", batch)]
     parts = batch.items() if isinstance(batch, dict) else enumerate(batch) if isinstance(batch, (tuple, list)) else ()

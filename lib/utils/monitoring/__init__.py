@@ -1,13 +1,12 @@
 """What a run shows: machinery, you need not read it.
 
-logger.py              one place that feeds the terminal, metrics.jsonl and TensorBoard
-console.py             log files, and the progress bar
+logger.py              reports to the terminal, metrics.jsonl and TensorBoard
+console.py             log files, the progress bar, and how a log line looks
 metrics.py             sums over samples and processes, the best evaluation, metrics.jsonl
-throughput.py          samples per second, waiting for data, memory
-tensorboard.py         writes event files
-tensorboard_server.py  -tb: shows them in a browser
-tunnel.py              -ngrok: shows them to others
-images.py              sample pictures and the confusion matrix
+throughput.py          samples per second, waiting for data, time left, memory
+tensorboard.py         TensorBoard's event file
+tensorboard_server.py  -tb: TensorBoard's server; -ngrok: a tunnel to it
+images.py              samples, the model's answers and the confusion matrix as images
 profiler.py            -profile
 startup.py             how long the start takes
 """

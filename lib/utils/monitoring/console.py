@@ -1,228 +1,129 @@
-"""What a person sees of a run: log lines, a progress bar, figures, and each rank's own log."""
+"""The terminal and the log files: log lines, the progress bar, and how a line of figures looks."""
 
 import contextlib
 import functools
 import logging
-import os
 import sys
 import threading
 from pathlib import Path
 
 log = logging.getLogger(__name__)
+OURS = ("lib", "train", "__main__", "root")  # the first part of our loggers' names
 
 
 def setup_logging(folder: Path | None, rank: int, main: bool):
-    """Send Python's logging to folder/logs/rank_N.log and, on rank 0 (main), in plain lines to stdout.
+    """Send Python's logging to folder/logs/rank_N.log and, on rank 0 (main), to stdout.
 
-    The file (none without a folder) gets time, level, message and tracebacks, also of warnings.warn and of an
-    uncaught exception. The terminal gets the messages alone: ours from INFO on, other packages' from WARNING on.
-    Nothing here stops the run: a full disk is one warning, a closed stdout is pointed to the null device. A second
-    call replaces the first.
+    The file (none without a folder) gets time, level, message and traceback, also of warnings.warn. The terminal gets
+    the messages alone: ours from INFO on, those of other packages from WARNING on. A second call replaces the first.
     """
     root = logging.getLogger()
     for handler in [one for one in root.handlers if isinstance(one, (LogFile, Terminal))]:
         root.removeHandler(handler)
         handler.close()
     root.setLevel(logging.INFO)
-    if folder is not None:
-        root.addHandler(LogFile(Path(folder) / "logs" / f"rank_{rank}.log"))
-    if main and sys.stdout is not None:
-        root.addHandler(Terminal(sys.stdout))
     logging.captureWarnings(True)
-    if getattr(sys.excepthook, "func", None) is not _log_uncaught:
-        sys.excepthook = functools.partial(_log_uncaught, sys.excepthook)
+    if folder is not None:
+        path = Path(folder) / "logs" / f"rank_{rank}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        root.addHandler(LogFile(path))
+    if main:
+        root.addHandler(Terminal(sys.stdout))
 
 
-def _log_uncaught(then, kind, error, trace):
-    details = (kind, error, trace)
-    log.critical("uncaught %s: %s", kind.__name__, error, exc_info=details, extra={"aside": True})
-    then(kind, error, trace)
-
-
-class LogFile(logging.Handler):
-    """A rank's own log, appended to, written through line by line."""
+class LogFile(logging.FileHandler):
+    """The log of one rank. If it cannot be written, one warning says so, and training continues."""
 
     def __init__(self, path: Path):
-        super().__init__()
-        self._file = Appender(path)
+        super().__init__(path, errors="backslashreplace")
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._warned = False
 
-    def emit(self, record):
-        try:
-            text = self.format(record) + "\n"
-        except (TypeError, ValueError, KeyError):  # a message and arguments that do not fit
-            self.handleError(record)
-            return
-        self._file.append(text.encode(errors="backslashreplace"))
-
-    def close(self):
-        self._file.close()
-        super().close()
+    def handleError(self, record):
+        """Handle what `emit` raises."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+        elif not self._warned:
+            self._warned = True
+            log.warning("cannot write %s (%s): training continues", self.baseFilename, sys.exc_info()[1])
 
 
 class Terminal(logging.StreamHandler):
-    """Plain lines on stdout, above the progress bar where there is one; records marked `aside` are not shown."""
+    """Messages on stdout, above the progress bar if there is one. Records marked `in_bar` are left out."""
 
     def filter(self, record):
-        ours = record.name.partition(".")[0] in ("lib", "train", "__main__", "root")
-        return (ours or record.levelno >= logging.WARNING) and not getattr(record, "aside", False)
+        """Whether the terminal shows this record."""
+        ours = record.name.partition(".")[0] in OURS
+        return (ours or record.levelno >= logging.WARNING) and not getattr(record, "in_bar", False)
 
     def format(self, record):
+        """The message alone: Python prints the traceback that ends a run."""
         return record.getMessage()
 
     def emit(self, record):
-        with _bar_lifted(self.stream):
+        """Write a record."""
+        with _tqdm().external_write_mode(file=self.stream) if self.stream.isatty() else contextlib.nullcontext():
             super().emit(record)
-
-    def handleError(self, record):
-        error = sys.exc_info()[1]
-        if isinstance(error, BlockingIOError):  # a slow reader: this line is lost, the next one may pass
-            return
-        if isinstance(error, OSError) or getattr(self.stream, "closed", False):
-            _silence(self.stream)
-            return
-        super().handleError(record)
-
-
-def terminal():
-    """The stream of ours that a person reads, None where neither stdout nor stderr is a terminal."""
-    return next((stream for stream in (sys.stdout, sys.stderr) if _is_terminal(stream)), None)
-
-
-def whisper(text: str):
-    """Show a line on the terminal, and in no log."""
-    stream = terminal()
-    with _bar_lifted(stream), contextlib.suppress(OSError):
-        stream.write(text + "\n")
-        stream.flush()
-
-
-def _bar_lifted(stream):
-    tqdm = sys.modules.get("tqdm")
-    return tqdm.tqdm.external_write_mode(file=stream) if tqdm else contextlib.nullcontext()
-
-
-def _silence(stream):
-    # The interpreter flushes stdout when it ends, and would turn a finished run's exit code into 120.
-    with contextlib.suppress(OSError, ValueError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
-
-
-class Appender:
-    """A file that grows by whole pieces. A piece that cannot be written is left out; one warning for all of them."""
-
-    def __init__(self, path: Path):
-        self._path, self._file, self._warned = Path(path), None, False
-
-    def append(self, piece: bytes) -> bool:
-        """Write the piece and say whether it is there; it survives the end of the process, if not of the machine."""
-        try:
-            self._write(memoryview(piece))
-        except OSError as error:
-            self.close()
-            self._warn(error)
-            return False
-        return True
-
-    def close(self):
-        """Close the file; another append opens it again."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
-
-    def _write(self, piece):
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab", buffering=0)
-        end = self._file.tell()
-        try:
-            while piece:
-                piece = piece[self._file.write(piece) :]
-        except OSError:
-            self._file.truncate(end)  # a full disk may have room for a part
-            raise
-
-    def _warn(self, error):
-        if not self._warned:
-            self._warned = True
-            log.warning("cannot write %s (%s): training goes on, what does not fit is left out", self._path, error)
 
 
 class Progress:
-    """The run's figures as they come: on a terminal a progress bar on stderr, elsewhere log lines; rank 0 only."""
+    """Show the figures of a run in a progress bar if stderr is a terminal, else in log lines; rank 0 (main) only."""
 
     def __init__(self, total_steps: int, start_step: int, main: bool):
-        self._main = main
-        self._bar = _bar(total_steps, start_step) if main and _is_terminal(sys.stderr) else None
-        self._aside = self._bar is not None and _is_terminal(sys.stdout)
+        self._main, self._bar = main, None
+        if main and sys.stderr.isatty():
+            layout = "{percentage:3.0f} %|{bar:20}| {desc}"
+            self._bar = _tqdm()(total=total_steps, initial=start_step, dynamic_ncols=True, bar_format=layout)
 
-    def advance(self, steps: int = 1):
+    def advance(self, steps: int):
         """Move the bar on by optimizer steps."""
         if self._bar is not None:
-            self._draw(self._bar.update, steps)
+            self._bar.update(steps)
 
     def show(self, figures: str):
-        """Log the figures of `line`; on a terminal they stand beside the bar instead, and in the log file."""
+        """Log a line of figures. If the terminal shows the bar, they stand there and in the log file only."""
         if self._main:
-            log.info("%s", figures, extra={"aside": self._aside})
+            log.info("%s", figures, extra={"in_bar": self._bar is not None and sys.stdout.isatty()})
         if self._bar is not None:
-            self._draw(self._bar.set_description_str, figures)
+            self._bar.set_description_str(figures)
 
     def close(self):
-        """Leave the bar as it stands, on a line of its own."""
+        """Leave the bar as it stands."""
         if self._bar is not None:
-            self._draw(self._bar.close)
-        self._bar = None
-
-    def _draw(self, draw, *values):
-        try:
-            draw(*values)
-            sys.stderr.flush()  # tqdm keeps silent about a terminal that is gone
-        except OSError:
-            _silence(sys.stderr)
-            self._bar.disable = True
-            self._bar, self._aside = None, False
+            self._bar.close()
 
 
-def _is_terminal(stream):
-    return stream is not None and not stream.closed and stream.isatty()
-
-
-def _bar(total_steps, start_step):
+@functools.cache
+def _tqdm():
     from tqdm import tqdm
 
-    # Neither tqdm's monitor thread nor its lock between processes (semaphores, a tracker process) is needed here.
-    tqdm.monitor_interval = 0
-    tqdm.set_lock(threading.RLock())
-    look = "{percentage:3.0f} %|{bar:20}| {desc}"
-    return tqdm(total=total_steps, initial=start_step, file=sys.stderr, dynamic_ncols=True, bar_format=look)
+    tqdm.monitor_interval = 0  # no thread that redraws
+    tqdm.set_lock(threading.RLock())  # the default is a lock between processes: a semaphore and a tracker process
+    return tqdm
 
 
 def line(figures: dict) -> str:
-    """The log line of these figures; any may be missing or None, and others come last, as `name value`.
+    """Return the log line of these figures.
 
-    epoch, step: (now, of how many) or now; loss, loss_mean, lr, grad_norm; samples_per_s; data_share: of the time,
-    0 to 1; memory: bytes; left_s: seconds. "epoch 3/12  step 400/1200  loss 0.123 (mean 0.150)  lr 1.0e-03
-    grad 0.52  12,345 samples/s  data 3 %  mem 1.2 GB  left 0:42"
+    "epoch 3/12  step 400/1200  loss 0.123 (mean 0.150)  lr 1.0e-03  grad 0.52  12,345 samples/s  data 3 %  mem 1.2 GB
+    left 0:42"
+
+    Args:
+        figures: any of those in FORMS: epoch and step as (now, of how many); data_share, the share of the time spent
+            waiting for data, from 0 to 1; memory in bytes; left_s in seconds. Others come last, as `name value`; None
+            is left out.
     """
-    figures = {name: value for name, value in figures.items() if value is not None}
-    if {"loss", "loss_mean"} <= figures.keys():
-        figures["loss"] = f"{_three(figures['loss'])} (mean {_three(figures.pop('loss_mean'))})"
-    known = [form(figures.pop(name)) for name, form in FORMS.items() if name in figures]
-    return "  ".join([*known, *(f"{name} {_three(value)}" for name, value in figures.items())])
+    known = {name: FORMS[name](figures[name]) for name in FORMS if figures.get(name) is not None}
+    others = {
+        name: f"{name} {_three_digits(value)}"
+        for name, value in figures.items()
+        if name not in FORMS and value is not None
+    }
+    return "  ".join([*known.values(), *others.values()]).replace("  (mean", " (mean")
 
 
-def _three(value):
-    return (
-        value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:#.3g}".rstrip(".")
-    )
-
-
-def _of(value):
-    return "/".join(str(part) for part in value) if isinstance(value, tuple) else str(value)
+def _three_digits(value):
+    return f"{value:,}" if isinstance(value, int) else f"{value:#.3g}".rstrip(".")
 
 
 def _bytes(count):
@@ -236,14 +137,14 @@ def _clock(seconds):
 
 
 FORMS = {
-    "epoch": lambda value: f"epoch {_of(value)}",
-    "step": lambda value: f"step {_of(value)}",
-    "loss": lambda value: f"loss {_three(value)}",
-    "loss_mean": lambda value: f"loss mean {_three(value)}",
+    "epoch": lambda value: "epoch {}/{}".format(*value),
+    "step": lambda value: "step {}/{}".format(*value),
+    "loss": lambda value: f"loss {_three_digits(value)}",
+    "loss_mean": lambda value: f"(mean {_three_digits(value)})",
     "lr": lambda value: f"lr {value:.1e}",
     "grad_norm": lambda value: f"grad {value:.3g}",
     "samples_per_s": lambda value: f"{value:,.0f} samples/s" if value >= 10 else f"{value:.2g} samples/s",
-    "data_share": lambda value: f"data {value:.0%}".replace("%", " %"),
+    "data_share": lambda value: f"data {100 * value:.0f} %",
     "memory": lambda value: f"mem {_bytes(value)}",
     "left_s": lambda value: f"left {_clock(value)}",
 }

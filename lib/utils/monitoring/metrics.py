@@ -1,222 +1,160 @@
-"""What a run measures: sums over micro-batches, epochs and ranks, and metrics.jsonl, where they are kept."""
+"""Figures of a run: sums over micro-batches and processes, the best evaluation, and metrics.jsonl."""
 
 import json
 import logging
 import math
-from collections import defaultdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lib.utils import distributed
-from lib.utils.checkpoint import atomic
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import console
 
 log = logging.getLogger(__name__)
-
-# Waiting tensors are folded into one when there are this many: a device's allocator spends 512 bytes on a 0-d tensor.
-FOLD = 256
-LESS = {"loss", "bits_per_byte"}  # what is to fall
+LESS_IS_BETTER = ("loss", "bits_per_byte")
 
 
-class MetricsTracker:
-    """Named sums: `update` gathers on this process, `reduce` adds up all ranks, `end_epoch` files the epoch away.
+class Sums:
+    """Named sums of this process; `reduce` adds up those of all ranks.
 
-        metrics.update({"loss": loss_sum, "samples": len(batch)})    # each micro-batch: nothing waits for the device
-        interval = metrics.reduce()                                  # at the log interval, on every rank
-        mean(interval, "loss"), mean(metrics.agg, "loss")            # of the interval, of the epoch so far
-        metrics.end_epoch()                                          # after a last reduce(); see epoch_reports
-
-    `local` is what this process gathered since the last `reduce()` or, while there is nothing new, what that reduce()
-    gave. `agg` holds the epoch's sums over all ranks, `epoch_reports` those of the epochs before. The interface
-    is that of cycling_utils (github.com/StrongResearch/cycling_utils), except that reduce() returns the sums and
-    begins a new interval by itself, so that nothing is counted twice.
-
-    Ranks may know different names, or none: names are matched by name. Values are added in float64 where the device
-    has it, and Python integers exactly. Every rank of `group` (default: all) must call reduce() equally often;
-    without a process group it only adds up. One tracker belongs to one process group.
+    Ranks may have different names, or none: sums are matched by name. Every rank calls `reduce` equally often.
     """
 
     def __init__(self, group=None):
-        self.agg = defaultdict(float)
-        self.epoch_reports: list[dict[str, float]] = []
         self._group = group
-        self.reset_local()
+        self._local = {}
 
-    def update(self, metrics: dict):
-        """Add to the local sums: numbers, or 0-d tensors on any device, which must not be changed in place later.
-
-        Tensors are kept and added up later: 0.4 us each instead of a kernel launch, and in float64.
-        """
-        for name, value in metrics.items():
-            if not isinstance(value, Tensor):
-                self._numbers[name] += value
-                continue
-            waiting = self._tensors[name]
-            waiting.append(value.detach() if value.requires_grad else value)
-            if len(waiting) == FOLD:
-                self._folded[name] = self._folded[name] + _sum(name, waiting)
-                waiting.clear()
-        return self
+    def update(self, values: dict):
+        """Add numbers or 0-d tensors, in float64 where the device has it. Does not wait for the device."""
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                value = value.detach()
+                if value.is_floating_point() and value.device.type != "mps":
+                    value = value.double()
+            self._local[name] = self._local.get(name, 0) + value
 
     def reduce(self) -> dict[str, float]:
-        """The sums of this interval over all ranks, as floats; they are added to `agg`, and a new interval begins.
-
-        Waits for the device and, with more than one rank, for the others: one exchange of some hundred
-        bytes. Raises ValueError for a tensor that is not a single value.
-        """
-        reduced = self.pending()
-        self.reset_local()
-        self._reduced = reduced
-        for name, value in reduced.items():
-            self.agg[name] += value
-        return dict(reduced)
-
-    def pending(self) -> dict[str, float]:
-        """What `reduce` would give, on every rank; the interval goes on."""
-        totals = {}
-        world = distributed.world_in(self._group)
-        for sums in distributed.gather_json(self._local_sums(), world, self._group):
-            for name, value in sums.items():
-                totals[name] = totals.get(name, 0.0) + value
+        """Return the sums over all ranks since the last call. Waits for the device and the other ranks."""
+        totals = self.pending()
+        self._local = {}
         return totals
 
-    @property
-    def local(self) -> dict[str, float]:
-        """The sums of this process since the last reduce(), or else what that gave. Waits for the device."""
-        return self._local_sums() or dict(self._reduced)
+    def pending(self) -> dict[str, float]:
+        """Return what `reduce` would, and keep it. Raises ValueError for a tensor of more than one value."""
+        totals = {}
+        world = distributed.world_in(self._group)
+        for sums in distributed.gather_json(self.floats(), world, self._group):
+            add(totals, sums)
+        return totals
 
-    def reset_local(self):
-        """Forget what was gathered since the last reduce()."""
-        self._numbers = defaultdict(int)
-        self._tensors = defaultdict(list)
-        self._folded = defaultdict(int)
-        self._reduced = {}
-        return self
+    def floats(self) -> dict[str, float]:
+        """Return the sums of this process alone. Waits for the device."""
+        for name, value in self._local.items():
+            if isinstance(value, Tensor) and value.ndim:
+                raise ValueError(f"metric {name!r} is a tensor of shape {tuple(value.shape)}: it must be one value")
+        return {name: float(value) for name, value in sorted(self._local.items())}
 
-    def end_epoch(self):
-        """File the epoch's sums in `epoch_reports` and begin a new epoch. What is not yet reduced is dropped."""
-        self.epoch_reports.append(dict(self.agg))
-        self.agg = defaultdict(float)
-        return self.reset_local()
 
-    def state_dict(self) -> dict:
-        """The reduced sums, alike on all ranks and ready for JSON; call reduce() first to have everything in it."""
-        return {"agg": dict(self.agg), "epoch_reports": [dict(report) for report in self.epoch_reports]}
+def add(totals: dict[str, float], sums: dict[str, float]):
+    """Add sums to totals, by name."""
+    for name, value in sums.items():
+        totals[name] = totals.get(name, 0.0) + value
 
-    def load_state_dict(self, state: dict):
-        """Go on from what `state_dict` gave, or its "agg" alone, on any number of ranks."""
-        self.agg = defaultdict(float, state["agg"])
-        self.epoch_reports = [dict(report) for report in state.get("epoch_reports", ())]
-        return self.reset_local()
 
-    def _local_sums(self):
-        names = self._numbers.keys() | self._tensors.keys()
-        return {name: float(self._numbers.get(name, 0)) + self._tensor_sum(name) for name in sorted(names)}
-
-    def _tensor_sum(self, name):
-        waiting = self._tensors.get(name)
-        return float(self._folded.get(name, 0) + (_sum(name, waiting) if waiting else 0))
+def window_sums(window: list) -> dict:
+    """Sum up the finite losses of (mean loss, samples) pairs, each times its samples, and their samples."""
+    if not window:
+        return {}
+    losses = torch.stack([loss for loss, _ in window]).cpu().double()  # MPS has no float64
+    counts = torch.tensor([count for _, count in window], dtype=torch.float64)
+    finite = torch.isfinite(losses)
+    return {"loss": (losses[finite] * counts[finite]).sum(), "samples": int(counts[finite].sum())}
 
 
 def mean(totals: dict, name: str) -> float:
-    """A sum over samples, totals[name], as the mean of a sample; NaN where nothing was counted."""
+    """Return the mean over samples of a sum over samples, or NaN if nothing was counted."""
     count = totals.get("samples", 0)
     return totals.get(name, math.nan) / count if count else math.nan
 
 
-def better(best: dict | None, figures: dict, asked: str | None, epoch: int) -> dict | None:
-    """The best validation so far if these figures are it, else None. By the metric that was asked for, as `rec` or
-    `rec:min`, or accuracy, or loss; of LESS and of a NAME:min, less is better. None, too, where the loss is NaN.
+def better(best: dict | None, figures: dict, metric: str | None, epoch: int) -> dict | None:
+    """Return the new best validation, or None if these figures are not better or the loss is NaN.
 
-    Raises UsageError if the metric that was asked for is not there.
+    Args:
+        best: the best one so far.
+        figures: what the evaluation gives.
+        metric: the one to go by: a name, or NAME:min if less is better. Without one it is accuracy, or else the loss.
+        epoch: counted from 1.
+
+    Raises:
+        UsageError: The evaluation does not give this metric.
     """
-    name, _, way = (asked or ("accuracy" if "accuracy" in figures else "loss")).partition(":")
-    if asked and name not in figures:
-        raise UsageError(f"-best {asked}: the evaluation on val gives {', '.join(figures)}")
-    if name not in figures and epoch == 1:
-        log.warning("no weights are kept as the best: the evaluation gives %s; name one by -best NAME, or NAME:min",
-                    ", ".join(figures) or "nothing")  # fmt: skip
-    score = figures.get(name, math.nan) * (-1 if way == "min" or (name in LESS and not way) else 1)
-    if math.isnan(figures.get("loss", 0.0)):  # outputs that are NaN have an accuracy, too
+    name, _, direction = (metric or ("accuracy" if "accuracy" in figures else "loss")).partition(":")
+    if name not in figures:
+        if metric:
+            raise UsageError(f"-best {metric}: the evaluation on val gives {', '.join(figures)}")
+        if epoch == 1:
+            given = ", ".join(figures) or "nothing"
+            log.warning(
+                "no best weights are kept: the evaluation gives %s; choose one by -best NAME or NAME:min", given
+            )
         return None
-    last = best["score"] if best and best["metric"] == name else -math.inf
-    return {"metric": name, "value": figures[name], "score": score, "epoch": epoch} if score > last else None
-
-
-def _sum(name, tensors):
-    stacked = torch.stack(tensors)
-    if stacked.ndim != 1:
-        raise ValueError(f"metric {name!r} is a tensor of shape {tuple(stacked.shape[1:])}: a single value is needed")
-    return stacked.sum(dtype=_wide(stacked.device) if stacked.is_floating_point() else torch.int64)
-
-
-def _wide(device):
-    return torch.float32 if device.type == "mps" else torch.float64
+    less = direction == "min" or (not direction and name in LESS_IS_BETTER)
+    score = -figures[name] if less else figures[name]
+    if math.isnan(score) or math.isnan(figures.get("loss", 0.0)):  # outputs that are NaN have an accuracy, too
+        return None
+    if best and best["metric"] == name and score <= best["score"]:
+        return None
+    return {"metric": name, "value": figures[name], "score": score, "epoch": epoch}
 
 
 class Lines:
-    """metrics.jsonl: one JSON object a line, there as soon as it is written; off rank 0 nothing is written."""
+    """Append to metrics.jsonl, one JSON object a line, flushed at once; rank 0 (main) only.
+
+    If the file cannot be written, one warning says so, and training continues.
+    """
 
     def __init__(self, path: Path, main: bool):
-        self._file = console.Appender(path) if main else None
+        self._file = path.open("a") if main else None
+        self._warned = False
 
     def write(self, figures: dict):
-        """Append one line: text and numbers, also nested; NaN and infinity, which JSON does not know, become null."""
-        if self._file is not None:
-            self._file.append((json.dumps(_plain(figures), allow_nan=False) + "\n").encode())
-
-    def close(self):
-        """Close the file; training may go on without."""
-        if self._file is not None:
-            self._file.close()
+        """Append a line. NaN and infinity, which JSON does not know, become null."""
+        if self._file is None:
+            return
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in figures.items()
+        }
+        try:
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
+        except OSError as error:
+            if not self._warned:
+                log.warning("cannot write %s (%s): training continues", self._file.name, error)
+            self._warned = True
 
 
 def cut_back(path: Path, step: int) -> set[str]:
-    """Drop the lines of metrics.jsonl beyond a step: for rank 0 on resume, before `Lines` writes there again. Returns
-    the names of the figures of that step, which need not be logged again.
+    """Cut off the lines of metrics.jsonl after a step, or from one that a kill or a power failure left unreadable.
 
-    Objects without a step stay. Lines that are no JSON objects go, with a warning, unless it is the last one, cut
-    short by a kill. The file is replaced as a whole; where that fails it stays as it was, with a warning.
+    Returns:
+        The names of the figures that are logged at this very step.
     """
-    path = Path(path)
     if not path.exists():
         return set()
-    old = path.read_bytes()
-    lines = [(line, _parsed(line)) for line in old.split(b"\n") if line]
-    unreadable = [line for line, record in lines if record is None]
-    if unreadable and unreadable != [old.split(b"\n")[-1]]:
-        log.warning("%s: %d unreadable lines are left out", path, len(unreadable))
-    kept = [(line, record) for line, record in lines if record is not None and _step(record) <= step]
-    new = b"".join(line + b"\n" for line, _ in kept)
-    try:
-        if new != old:
-            atomic.write_file(path, new)
-    except OSError as error:
-        log.warning("cannot cut back %s (%s): steps that are done again will stand in it twice", path, error)
-    return {name for _, record in kept if _step(record) == step for name in record}
-
-
-def _parsed(line):
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _step(record):
-    step = record.get("step")
-    return step if isinstance(step, (int, float)) else -math.inf
-
-
-def _plain(value):
-    if isinstance(value, dict):
-        return {str(name): _plain(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    if value is None or isinstance(value, (str, int)):
-        return value
-    return float(value) if math.isfinite(value) else None
+    end, names = 0, set()
+    with path.open("r+b") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                break
+            if record["step"] > step or not line.endswith(b"\n"):
+                break
+            if record["step"] == step:
+                names |= record.keys()
+            end += len(line)
+        file.truncate(end)
+    return names

@@ -1,13 +1,13 @@
-"""How long the start of a run takes, part by part."""
+"""How long the start of a run takes, part by part. Imports nothing heavy: it measures that, too."""
 
 import time
 
-parts: list[tuple[str, float]] = []  # name and seconds of each, in their order
+parts: dict[str, float] = {}  # seconds by name
 _last = time.monotonic()  # when the last part ended
 
 
 def begin():
-    """Forget the parts of a run that this process made before; the first one begins with the import of this file."""
+    """Forget the parts of an earlier run in this process."""
     global _last
     if parts:
         parts.clear()
@@ -15,13 +15,12 @@ def begin():
 
 
 def report(part: str):
-    """Note that a part has ended: the time since the end of the one before is its own."""
+    """Note that a part has ended."""
     global _last
     now = time.monotonic()
-    parts.append((part, now - _last))
-    _last = now
+    parts[part], _last = now - _last, now
 
 
 def summary() -> str:
-    """All parts in one line: "3.2 s: imports 2.1, data 0.1, ..."."""
-    return f"{sum(seconds for _, seconds in parts):.1f} s: {', '.join(f'{name} {s:.1f}' for name, s in parts)}"
+    """Return all parts in one line: "3.2 s: imports 2.1, data 0.1, ..."."""
+    return f"{sum(parts.values()):.1f} s: {', '.join(f'{name} {s:.1f}' for name, s in parts.items())}"

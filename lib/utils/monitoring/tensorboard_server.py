@@ -1,128 +1,138 @@
-"""The TensorBoard server that -tb starts beside a run, and its tunnel of -ngrok."""
+"""-tb: TensorBoard's server during a run; -ngrok: a tunnel to it, behind a password.
 
-import atexit
+Both live in a process of their own, which ends with the run, even after kill -9. `python -m tensorboard.main` would
+stay, and would show its flags to every user of the machine: the address has a random word in it that keeps them out.
+"""
+
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import subprocess
 import sys
-import threading
 import time
-from contextlib import suppress
-from functools import partial
+import urllib.error
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
-from lib.utils.monitoring import tunnel
+from lib.utils.monitoring import console
 
 ROOT = Path(__file__).resolve().parents[3]
+ADDRESS_FILE = "tensorboard_address.txt"  # in the folder of the run
 log = logging.getLogger(__name__)
 
 
 class Server:
-    """TensorBoard's server while it runs: `address` once it answers; without a process, nothing.
+    """Start TensorBoard over all runs, on 127.0.0.1 and the first free port from 6006 on; returns at once.
 
-    `heard(name, address)` is called from a thread for "address" and for "tunnel", as soon as there is one.
+    The address goes to the terminal and into tensorboard_address.txt, which only the user can read, and into no log.
+
+    Args:
+        run: the folder of this run.
+        credentials: "user:password" to open a tunnel that asks for these; None opens none.
     """
 
-    def __init__(self, process: subprocess.Popen | None, heard=None):
-        self.address = ""
-        self._process, self._owner, self._heard = process, os.getpid(), heard
-        self._thread = threading.Thread(target=self._listen, args=(process,), daemon=True)
-        if process is not None:
-            atexit.register(self.close)
-            self._thread.start()
+    def __init__(self, run: Path, credentials: str | None = None):
+        self._address_file = run / ADDRESS_FILE
+        self._address_file.unlink(missing_ok=True)
+        self._address_file.touch(mode=0o600)
+        log.info("TensorBoard: its address will be in %s", self._address_file)
+        command = [sys.executable, "-m", "lib.utils.monitoring.tensorboard_server"]
+        # In a session of its own: Ctrl-C is for the run.
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        order = {"run": str(run.resolve()), "credentials": credentials, "parent": os.getpid()}
+        with self._process.stdin as stdin:  # not on the command line, which everybody can read
+            json.dump(order, stdin)
 
     def close(self):
-        """End the server; waits up to 2 seconds for it. In a forked child, which does not own it, nothing happens."""
-        process, self._process = self._process, None
-        if process is None or os.getpid() != self._owner:
-            return
-        atexit.unregister(self.close)
-        process.terminate()
+        """End the server and the tunnel."""
+        self._process.terminate()
         try:
-            process.wait(2)
+            self._process.wait(2)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        self._thread.join()
-
-    def _listen(self, process):
-        told = {}
-        with process.stdout as lines:
-            for line in lines:
-                told |= json.loads(line)
-                self._hear(*json.loads(line).popitem())
-        if not told:
-            self._hear("error", "it ended before it was ready")
-
-    def _hear(self, name, value):
-        if self._process is None:  # closed in the meantime
-            return
-        if name.endswith("error"):
-            what = "-ngrok: no tunnel" if name == "tunnel_error" else "-tb: no TensorBoard server"
-            log.warning("%s (%s); training goes on", what, value)
-            return
-        self.address = value if name == "address" else self.address
-        self._heard(name, value)
+            self._process.kill()
+            self._process.wait()
+        self._address_file.unlink(missing_ok=True)
 
 
-def serve(folder: Path, heard, enabled: bool = True, policy: dict | None = None) -> Server:
-    """Start TensorBoard over `folder` on 127.0.0.1, on the first free port from 6006 on; returns at once.
-
-    heard("address", ...) is called from a thread when it answers, after seconds; if it never does, there is one
-    warning. With a `policy` (of tunnel.py) a tunnel is opened to it, and heard("tunnel", ...) called.
-    TensorBoard knows no password, so a random word in the address keeps the machine's other users out: the word goes
-    through a pipe, as command lines are public, and the data server, which would ask for no word, stays off.
-    The server is in a session of its own (Ctrl-C goes to the run) and ends with this process, even after kill -9.
-    """
-    if not enabled:
-        return Server(None)
-    order = {
-        "folder": str(Path(folder).resolve()),
-        "word": secrets.token_urlsafe(16),
-        "parent": os.getpid(),
-        "policy": policy,
-    }
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    command = [sys.executable, "-m", "lib.utils.monitoring.tensorboard_server"]
-    try:
-        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
-    except OSError as error:
-        log.warning("-tb: TensorBoard cannot be started (%s); training goes on", error)
-        return Server(None)
-    with suppress(OSError), process.stdin:  # a child that is gone already shows in its answer
-        process.stdin.write(json.dumps(order))
-    return Server(process, heard)
-
-
-def _serve_until_orphaned():
-    answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # so that what packages print is not taken for the answer
-    sys.excepthook = lambda kind, error, trace: _tell(answer, error=f"{kind.__name__}: {error}")
+def main():
+    """Serve until the run is gone: the process that `Server` starts."""
     order = json.load(sys.stdin)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # with the agent, which pyngrok ends at exit
+    run = Path(order["run"])
+    console.setup_logging(run, rank=0, main=True)
+    logging.getLogger().setLevel(logging.WARNING)  # the server logs each request, with the word
+    logging.getLogger("pyngrok").propagate = False  # the agent's messages may hold the token
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # at exit pyngrok ends the agent
     os.nice(10)
-    from tensorboard import program
-
-    server = program.TensorBoard()
-    flags = ["--logdir", order["folder"], "--host", "127.0.0.1", "--path_prefix", "/" + order["word"]]
-    server.configure(argv=["tensorboard", *flags, "--load_fast", "false"])
-    address = server.launch()
-    _tell(answer, address=address)
-    threading.Thread(
-        target=tunnel.answer, args=(partial(_tell, answer), address, order["policy"]), daemon=True
-    ).start()
-    # Asking for the parent serves any thread of it; PR_SET_PDEATHSIG fires when the thread ends that started us.
+    address = start_tensorboard(run.parent)
+    show("TensorBoard", address, run)
+    if order["credentials"]:
+        public = open_tunnel(address, order["credentials"])
+        if public:
+            show("TensorBoard for others", public, run)
     while os.getppid() == order["parent"]:
         time.sleep(0.5)
 
 
-def _tell(stream, **answer):
-    stream.write(json.dumps(answer) + "\n")
-    stream.flush()
+def start_tensorboard(runs: Path) -> str:
+    """Start TensorBoard's server in a thread. Returns its address."""
+    from tensorboard import program
+
+    word = secrets.token_urlsafe(16)
+    server = program.TensorBoard()
+    # Its fast loader would be a second server, without the word.
+    flags = ["--logdir", str(runs), "--host", "127.0.0.1", "--path_prefix", f"/{word}", "--load_fast", "false"]
+    server.configure(argv=["tensorboard", *flags])
+    return server.launch()
 
 
-if __name__ == "__main__":  # the process that serve() starts
-    _serve_until_orphaned()
+def show(name: str, address: str, run: Path):
+    """Write an address into the file, and onto the terminal if there is one."""
+    with (run / ADDRESS_FILE).open("a") as file:
+        file.write(f"{name}: {address}\n")
+    if sys.stdout.isatty():
+        sys.stdout.write(f"\r\x1b[K{name}: {address}\n")  # over the progress bar, which then comes again
+        sys.stdout.flush()
+
+
+def open_tunnel(address: str, credentials: str) -> str | None:
+    """Open a tunnel to a local address that asks for "user:password".
+
+    Returns:
+        Its public address; None, with a warning, if there is no tunnel.
+    """
+    from pyngrok import conf, exception, ngrok
+
+    local = urllib.parse.urlsplit(address)
+    config = conf.PyngrokConfig()
+    config.auth_token = None  # the agent reads it itself; pyngrok would put it on the agent's command line
+    lock = {"type": "basic-auth", "config": {"credentials": [credentials]}}
+    policy = {"on_http_request": [{"actions": [lock]}]}
+    try:
+        tunnel = ngrok.connect(f"http://{local.netloc}", pyngrok_config=config, inspect=False, traffic_policy=policy)
+        if asks_for_password(tunnel.public_url):
+            return tunnel.public_url.rstrip("/") + local.path
+        problem = "it asks for no password"
+    except (exception.PyngrokError, OSError) as error:
+        # Not pyngrok's own text: it may hold the token or the password.
+        code = re.search(r"ERR_NGROK_\d+", str(error))
+        problem = f"see https://ngrok.com/docs/errors/{code[0].lower()}" if code else type(error).__name__
+    ngrok.kill(config)
+    log.warning("-ngrok: no tunnel (%s); training continues", problem)
+    return None
+
+
+def asks_for_password(address: str) -> bool:
+    """Whether a stranger is refused there."""
+    try:
+        urllib.request.urlopen(address, timeout=15).close()
+    except urllib.error.HTTPError as error:
+        return error.code == 401
+    return False
+
+
+if __name__ == "__main__":
+    main()

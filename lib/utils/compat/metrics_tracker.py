@@ -1,0 +1,62 @@
+"""cycling_utils' tracker of metrics: sums over micro-batches, epochs and ranks."""
+
+from collections import defaultdict
+
+from lib.utils.monitoring.metrics import Sums, add
+
+
+class MetricsTracker(Sums):
+    """Named sums: `update` adds on this process, `reduce` adds up all ranks, `end_epoch` closes the epoch.
+
+        metrics.update({"loss": loss_sum, "samples": len(batch)})    # each micro-batch: does not wait for the device
+        interval = metrics.reduce()                                  # at the log interval, on every rank
+        metrics.end_epoch()                                          # after a last reduce()
+
+    `local` is what this process added since the last `reduce()` or, if nothing came since, what that reduce() gave.
+    `agg` has the epoch's sums over all ranks, `epoch_reports` those of the epochs before. The interface is that of
+    cycling_utils (github.com/StrongResearch/cycling_utils), except that reduce() returns the sums and begins a new
+    interval, so that nothing is counted twice. One tracker belongs to one process group.
+    """
+
+    def __init__(self, group=None):
+        super().__init__(group)
+        self.agg = defaultdict(float)
+        self.epoch_reports: list[dict[str, float]] = []
+        self._reduced = {}
+
+    def update(self, metrics: dict):
+        """Add numbers or 0-d tensors. Returns the tracker."""
+        super().update(metrics)
+        return self
+
+    def reduce(self) -> dict[str, float]:
+        """Return this interval's sums over all ranks, add them to `agg`, and begin a new interval."""
+        self._reduced = super().reduce()
+        add(self.agg, self._reduced)
+        return dict(self._reduced)
+
+    @property
+    def local(self) -> dict[str, float]:
+        """The sums of this process since the last reduce(), or else what that gave. Waits for the device."""
+        return self.floats() or dict(self._reduced)
+
+    def reset_local(self):
+        """Forget what was added since the last reduce()."""
+        self._local, self._reduced = {}, {}
+        return self
+
+    def end_epoch(self):
+        """Append the epoch's sums to `epoch_reports` and begin a new epoch. What is not yet reduced is dropped."""
+        self.epoch_reports.append(dict(self.agg))
+        self.agg = defaultdict(float)
+        return self.reset_local()
+
+    def state_dict(self) -> dict:
+        """Return the reduced sums, the same on all ranks and ready for JSON."""
+        return {"agg": dict(self.agg), "epoch_reports": [dict(report) for report in self.epoch_reports]}
+
+    def load_state_dict(self, state: dict):
+        """Continue from what `state_dict` gave, or its "agg" alone, on any number of ranks."""
+        self.agg = defaultdict(float, state["agg"])
+        self.epoch_reports = [dict(report) for report in state.get("epoch_reports", ())]
+        return self.reset_local()
