@@ -168,11 +168,6 @@ def elastic() -> bool:
     return has_agent() and "PET_NNODES" in os.environ
 
 
-def ngrok_password() -> str | None:
-    """What the tunnel of -ngrok asks for."""
-    return os.environ.get("NGROK_PASSWORD")
-
-
 def job_id() -> str | None:
     """Return the id of the Slurm job this process belongs to."""
     return os.environ.get("SLURM_JOB_ID")

@@ -28,6 +28,8 @@ from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.core import parallel
 from lib.utils import runtime, seeding, watchdog
+from lib.utils.checkpoint import run_folder
+from lib.utils.checkpoint.state import State
 from lib.utils.data import fetch, loader, prefetch
 from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
