@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from processes import until
 from lib.launch import local, requeue, slurm_task
 from lib.utils import distributed, watchdog
 from lib.utils.checkpoint import run_folder
-from lib.utils.distributed import World
 from lib.utils.errors import FINISHED, STOPPED, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -228,17 +226,6 @@ def test_each_task_takes_its_own_of_the_gpus_that_slurm_lets_it_see(monkeypatch,
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(UsageError, match=f"local rank {seen} has no device: {seen} are visible"):
         distributed.pick_device(parsed(""), seen)
-
-
-def test_ranks_that_have_one_gpu_are_refused(monkeypatch):
-    """By its name for good: tasks that see one GPU each all count it as 0."""
-    world = World(rank=1, local_rank=1, size=4, local_size=4, device=torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="aa"))
-    monkeypatch.setattr(distributed, "gather_json", lambda name, world: ["cc", name, "bb", "aa"])
-    with pytest.raises(UsageError, match="ranks 1 and 3 have one GPU, aa: start one process for each GPU"):
-        distributed._check_devices(world)
-    monkeypatch.setattr(distributed, "gather_json", lambda name, world: ["cc", name, "bb", "dd"])
-    distributed._check_devices(world)
 
 
 def test_a_run_that_was_promised_a_gpu_never_trains_on_the_cpu_without_a_word(monkeypatch):

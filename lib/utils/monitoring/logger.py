@@ -5,7 +5,6 @@ from pathlib import Path
 
 from torch import nn
 
-from lib.utils import distributed
 from lib.utils.distributed import World
 from lib.utils.monitoring import console, images, metrics, profiler, startup, tensorboard, tensorboard_server
 
@@ -63,7 +62,7 @@ class Logger(Silent):
         self.profile = profiler.Profile(folder / "profile", world, args.profile) if args.profile else profiler.Off()
         self.server = None
         if main and (args.tb or args.ngrok):
-            credentials = f"{args.ngrok_auth}:{distributed.ngrok_password()}" if args.ngrok else None
+            credentials = f"{args.ngrok_auth}:{tensorboard_server.password()}" if args.ngrok else None
             self.server = tensorboard_server.Server(folder, credentials)
 
     def first_batch(self, batch):

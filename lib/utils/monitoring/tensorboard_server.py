@@ -25,6 +25,11 @@ ADDRESS_FILE = "tensorboard_address.txt"  # in the folder of the run
 log = logging.getLogger(__name__)
 
 
+def password() -> str | None:
+    """Return what the tunnel of -ngrok asks for."""
+    return os.environ.get("NGROK_PASSWORD")
+
+
 class Server:
     """Start TensorBoard over all runs, on 127.0.0.1 and the first free port from 6006 on; returns at once.
 
