@@ -84,7 +84,9 @@ def test_a_model_without_anything_to_train_is_refused(told):
 )
 def test_what_is_no_model_is_refused(made, kind, told):
     with runs.plugins(arch={"odd": lambda args: made}):
-        assert told([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model returns {kind}; it must return a model")
+        assert told([*FAST, "-arch", "odd"]).startswith(
+            f"-arch odd: get_model returns {kind}; it must return a model"
+        )
 
 
 QUITS = """import argparse, sys
@@ -150,10 +152,10 @@ def test_a_run_without_enough_memory_is_told_what_takes_less(tmp_path):
 
 
 STEPS = {
-    "nothing": (lambda loss: None, "gives a NoneType;"),
-    "a number": (lambda loss: float(loss), "gives a float;"),
-    "a row": (lambda loss: loss.expand(3), "gives a tensor of shape (3,);"),
-    "no gradient": (lambda loss: loss.detach(), "gives a tensor of shape () without a gradient;"),
+    "nothing": (lambda loss: None, "returns a NoneType;"),
+    "a number": (lambda loss: float(loss), "returns a float;"),
+    "a row": (lambda loss: loss.expand(3), "returns a tensor of shape (3,);"),
+    "no gradient": (lambda loss: loss.detach(), "returns a tensor of shape () without a gradient;"),
 }
 
 
