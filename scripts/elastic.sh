@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 
 head="${HEAD:-${PET_RDZV_ENDPOINT:-${PET_MASTER_ADDR:-$(hostname)}:${PET_MASTER_PORT:-29400}}}"
 rendezvous="${RENDEZVOUS:-${PET_RDZV_BACKEND:-c10d}}"
-facts="$(python scripts/agent.py "$head" "$@")" || exit # where this machine stands to the head: is_host, its address, ...
+facts="$(python scripts/agent.py elastic "$head" "$@")" || exit # where this machine stands to the head: is_host, its address, ...
 [ -n "$facts" ] || exit 0 # -h
 eval "$facts"
 per_node="${PER_NODE:-${PET_NPROC_PER_NODE:-$processes}}"
