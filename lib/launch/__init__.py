@@ -20,13 +20,9 @@ from lib.utils.errors import FINISHED, STOPPED, UsageError
 
 
 def launch(args, target: str) -> int:
-    """Run `target` ("module:function", called with args) in as many processes as args ask for.
+    """Run `target` ("module:function", called with args) in as many processes as args ask for. Returns the exit code.
 
-    Returns:
-        The exit code.
-
-    Raises:
-        UsageError: the devices are not there. A run of one process raises whatever it fails with.
+    Raises UsageError, and in a run of one process whatever it fails with.
     """
     from lib.launch import slurm, slurm_task  # `python -m lib.launch.slurm_task` imports this file first
 

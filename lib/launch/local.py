@@ -23,6 +23,7 @@ from lib.utils.errors import ABORTED, FAILED, FINISHED, STOPPED, STOPPING, USAGE
 
 SETTLE_S, END_S = 0.3, 2.0  # for other ranks to report failures; for a cause to be reported, and for ranks to end
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # ROCm reads it, too
+RAISED = "rank {} failed with exit code {}; the others are ended"
 OUTSIDE = "{} before or after the training: stopped at once, and what is saved is whole"
 
 
@@ -82,17 +83,12 @@ class Child:
         if self.code == ABORTED:
             return Failure(Cause.SECOND_CTRL_C, "ended at the second Ctrl-C; the last checkpoint is good", ABORTED)
         if self.code > 0:
-            return raised(self.rank, self.code)
+            return Failure(Cause.RAISED, RAISED.format(self.rank, self.code))
         number = signal.Signals(-self.code)
         if number in passed:
             return Failure(Cause.KILLED, OUTSIDE.format(number.name), STOPPED)
         cause = Cause.SIGABRT if number == signal.SIGABRT else Cause.KILLED
         return Failure(cause, f"rank {self.rank} was killed by {number.name}; the others are ended")
-
-
-def raised(rank: int, code: int = FAILED, **more) -> Failure:
-    """Return the failure of a rank by itself."""
-    return Failure(Cause.RAISED, f"rank {rank} failed with exit code {code}; the others are ended", **more)
 
 
 def start(args, target: str) -> int:
@@ -234,9 +230,8 @@ def child(
         from lib.utils.checkpoint import run_folder  # imports torch
 
         code = FAILED
-        report = raised(rank, traceback=traceback.format_exc(), time=time.monotonic())
-        report.cause = Cause.LOST_PEER if run_folder.lost_peer(error) else Cause.RAISED
-        writer.send(report)
+        cause = Cause.LOST_PEER if run_folder.lost_peer(error) else Cause.RAISED
+        writer.send(Failure(cause, RAISED.format(rank, code), code, traceback.format_exc(), time.monotonic()))
     set_handlers(signal.SIG_IGN)  # a second signal would change the exit code
     writer.close()
     sys.exit(code)

@@ -147,11 +147,6 @@ def scontrol(*command: str) -> str:
     return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
-def pickle_of(folder: Path, job: str) -> Path:
-    """Return Submitit's pickle of a job, which each start of it runs."""
-    return folder / f"{job}_submitted.pkl"
-
-
 def newest(run: Path) -> str | None:
     """Return the name of the run's newest checkpoint."""
     found = stored.newest(run / "checkpoints")

@@ -12,7 +12,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from lib.launch import requeue, slurm_task
+from lib.launch import slurm_task
 from lib.utils.errors import FINISHED, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,7 @@ def submit_job(args, target: str, folder: Path) -> str:
     (folder / f"{job}_submission.sh").write_text(script)
     temporary = folder / f"{job}.pkl"
     DelayedSubmission(slurm_task.work, args, target, str(Path.cwd())).dump(temporary)
-    temporary.rename(requeue.pickle_of(folder, job))
+    temporary.rename(slurm_task.pickle_of(folder, job))
     return job
 
 

@@ -35,7 +35,7 @@ def task(folder: Path) -> int:
     from submitit.core import utils
 
     os.environ["SUBMITIT_FOLDER"] = str(folder)
-    pickle = requeue.pickle_of(folder, os.environ["SLURM_JOB_ID"])
+    pickle = pickle_of(folder, os.environ["SLURM_JOB_ID"])
     until = time.monotonic() + 60  # the job may start before its pickle is written
     while not pickle.exists() and time.monotonic() < until:
         time.sleep(0.2)
@@ -77,6 +77,11 @@ def trains(args) -> bool:
 def history_of(args) -> Path:
     """Return the path of this job's history."""
     return folder_of(args) / f"{os.environ['SLURM_JOB_ID']}.json"
+
+
+def pickle_of(folder: Path, job: str) -> Path:
+    """Return Submitit's pickle of a job, which each start of it runs."""
+    return folder / f"{job}_submitted.pkl"
 
 
 def folder_of(args) -> Path:
@@ -131,9 +136,11 @@ def head(suffix: str | None) -> tuple[str, int]:
 
     The port follows from the ids of the job, the step and the start, so that jobs on one node have different ones.
     """
+    from submitit.slurm.slurm import _parse_node_list  # scontrol may be missing, as in a container
+
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
     port = PORTS[(job + 97 * step + 997 * requeue.restart()) % len(PORTS)]
-    names = [environment.fast_name(name, suffix) for name in nodes()]
+    names = [environment.fast_name(name, suffix) for name in _parse_node_list(os.environ["SLURM_STEP_NODELIST"])]
     if len(names) == 1:
         return "127.0.0.1", port
     try:
@@ -142,13 +149,6 @@ def head(suffix: str | None) -> tuple[str, int]:
         return socket.getaddrinfo(names[0], port)[0][4][0], port
     except OSError as error:
         raise UsageError(f"-master_suffix {suffix}: {error.strerror}: {' or '.join(names[:2])}") from None
-
-
-def nodes() -> list[str]:
-    """Return the names of the job step's nodes."""
-    from submitit.slurm import slurm
-
-    return slurm._parse_node_list(os.environ["SLURM_STEP_NODELIST"])  # scontrol may be missing, as in a container
 
 
 if __name__ == "__main__":
