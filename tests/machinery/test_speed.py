@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import truth
-from runs import few, plugins, run
+from runs import plugins, run
 from torch.utils.data import Dataset, Subset
 
 from lib import config
@@ -70,22 +70,6 @@ def test_memory_that_a_step_frees_is_not_fetched_page_by_page_for_the_next():
         return int(done.stdout)
 
     assert faults("kept") < 1000 < faults("usual"), "of up to 32,768 pages in a step"
-
-
-def test_nothing_is_looked_through_while_modules_are_imported_nor_what_they_left_after(tmp_path, monkeypatch):
-    seen, parse = [], config.parse_args
-
-    def noted(args=None):
-        seen.append((gc.isenabled(), gc.get_freeze_count() > 100_000))
-        return few(args) if args else None
-
-    monkeypatch.setattr(config, "parse_args", lambda argv: noted() or parse(argv))
-    words = "-dataset noted -arch mlp -image_size 8 -num_classes 4 -batch_size 2 -epochs 1"
-    with plugins(dataset={"noted": noted}):
-        run(tmp_path, words)
-        assert seen[:2] == [(False, False), (True, True)]
-        run(tmp_path, f"{words} -reset -weights none", wanted=2)
-    assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
 class Circle:
