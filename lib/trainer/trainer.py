@@ -112,9 +112,9 @@ class Trainer:
             if key.first:
                 self.stop.step_begins()
             self.micro_batch(key, batch)
+            self.logger.first_batch(batch)
             if key.last:
                 self.step(key.of)
-                self.logger.stepped(batch)
                 yield
 
     def micro_batch(self, key, batch):
@@ -156,6 +156,7 @@ class Trainer:
         """Do what is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
         step = self.state.step
         self.watchdog.mark()
+        self.logger.profile.step()
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
         stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.stop.at_limit(step)

@@ -29,7 +29,7 @@ class Silent:
 
     def waited(self, seconds: float): ...
 
-    def stepped(self, batch): ...
+    def first_batch(self, batch): ...
 
     def training(self, state, figures: dict): ...
 
@@ -73,9 +73,8 @@ class Logger:
         """Count the time that the loop waited for a batch."""
         self.rate.waited(seconds)
 
-    def stepped(self, batch):
-        """Advance the profile after a step; show what the first one trained on, where it is images."""
-        self.profile.step()
+    def first_batch(self, batch):
+        """Show the first batch that was trained on, where it is images."""
         if not self.started:
             self.started = True
             startup.report("first step")
