@@ -59,7 +59,10 @@ def rank_variables(
     """Return torchrun's variables for one process of a run.
 
     Args:
-        rank, local_rank: its number in the run, and on this machine; likewise the sizes.
+        rank: its number in the run.
+        local_rank: its number on this machine.
+        size: processes of the run.
+        local_size: processes on this machine.
         run_id: the same for all processes and restarts of a launch.
         store: host and port of the rendezvous store, which the launcher opens; a single process needs none.
     """

@@ -43,6 +43,7 @@ def after(history: Path, code: int) -> int:
     """Requeue the job if its run must go on, else say why not.
 
     Args:
+        history: the file with the job's starts.
         code: the tasks' exit code.
 
     Returns:

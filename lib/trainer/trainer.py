@@ -197,7 +197,7 @@ class Trainer:
         """Raise BadSteps with the step, its samples, and the last good checkpoint."""
         self.checkpoints.finish()
         samples = self.loaders["train"].indices(self.state.epoch, self.plan.step_in_epoch(self.state) - 1)
-        newest = self.checkpoints.newest()
+        newest = run_folder.newest(self.checkpoints.folder)
         raise BadSteps(
             f"{self.state.bad_row} steps in a row without a finite gradient (-max_bad_steps "
             f"{self.args.max_bad_steps}), the last of them step {self.state.step - 1} with the samples "
