@@ -51,9 +51,10 @@ def run(args) -> int:
         world = stack.enter_context(distributed.joined(args))
         startup.report("processes")
         runtime.kernels(world, args.deterministic)
-        disk = shared_disk.look(Path(args.out), world) if training else shared_disk.one(world)
-        hold = run_folder.held if training else run_folder.untouched
-        folder = stack.enter_context(hold(args, world, disk, distributed.job_id()))
+        folder, disk = run_folder.Untouched(), shared_disk.one(world)
+        if training:
+            disk = shared_disk.look(Path(args.out), world)
+            folder = stack.enter_context(run_folder.held(args, world, disk, distributed.job_id()))
 
         past = resume.find(args, disk)
         plan = resume.plan(args, len(splits["train"]), world, past)

@@ -9,7 +9,7 @@ new.py           a new model, dataset, trainer, or a project of one's own
 completion.py    flags at the TAB key
 flags_page.py    writes docs/flags.md
 make_digits.py   writes data/digits.npz
-agent.py         what elastic.sh and train.sbatch are to know of torchrun's place
+agent.py         what torchrun must know of this machine, for elastic.sh and train.sbatch
 bench/           benchmarks
 recipes/         complete configurations
 slurm/           modules, a batch script, a Slurm of one machine

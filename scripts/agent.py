@@ -1,15 +1,17 @@
-"""Prints, for elastic.sh to evaluate, what a torchrun agent on this machine is to know: `agent.py HEAD:PORT WORDS`.
+"""What a torchrun agent on this machine must know, as lines of shell for elastic.sh and train.sbatch to evaluate.
 
-The head by its name on the fast network, whether it is this machine, and this machine's address on the way there
-(torchrun guesses both from names, and errs where a host has two: pytorch issue 73656); the interface of that address
-for gloo; what -debug_dist and -cache_dir of the words set, as the agent reads some of it too; and how many processes
--cpu or -gpus ask for. What is wrong with the words is one line, here: torchrun would start again and again.
+    agent.py elastic HEAD:PORT ARGUMENTS    one node of an elastic run
+    agent.py slurm ARGUMENTS                the batch script of a Slurm job; notes the start in the job's history
+
+ARGUMENTS are train.py's. What is wrong with them is one line, here: torchrun would start again and again.
 """
 
 import contextlib
 import importlib.util
 import ipaddress
+import math
 import os
+import shlex
 import socket
 import sys
 from pathlib import Path
@@ -17,48 +19,74 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lib import config
-from lib.launch import environment, local, multinode
+from lib.launch import environment, local, slurm_task
 from lib.utils.errors import FINISHED, UsageError
 
+AGENT_S = 5  # for torchrun to wait for its workers longer than -grace_s
 
-def main(head: str, *words: str) -> int:
-    """Prints lines of shell. Returns the exit code."""
-    name, _, port = head.rpartition(":")
+
+def main(launcher: str, *arguments: str) -> int:
+    """Print lines of shell. Returns the exit code."""
+    head, arguments = (arguments[0], arguments[1:]) if launcher == "elastic" else (None, arguments)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # -h is not for the shell
-            new = environment.export(*config.early(list(words)))
-            args = config.parse_args(list(words))
-        if args.reset and not os.environ.get("RUN_ID") and not os.environ.get("PET_RDZV_ID"):
-            raise UsageError("-reset without RUN_ID: a second -reset would be taken for a restart of the first; give "
-                             "all nodes a RUN_ID that no start had before, as RUN_ID=again_2")  # fmt: skip
-        place = os.environ.get("RENDEZVOUS") or os.environ.get("PET_RDZV_BACKEND") or "c10d"
-        if place.startswith("etcd") and importlib.util.find_spec("etcd") is None:
-            raise UsageError(f"RENDEZVOUS={place} needs a package that is not installed: pip install python-etcd")
+            variables = environment.export(*config.early(list(arguments)))  # the agent reads some of them, too
+            args = config.parse_args(list(arguments))
+        own, more = elastic(args, head) if head else slurm(args)
     except UsageError as error:
         return local.refused(error)
-    host = environment.fast_name(name, args.master_suffix)
-    own, is_host = toward(host)
-    interface = environment.fast_interface() or (multinode.interface_of(own) if own else None)
-    new |= {"PET_LOCAL_ADDR": own} if own else {}
-    processes = len(args.gpus.split(",")) if args.gpus else args.cpu or ""
-    own = {"head": f"{host}:{port}", "is_host": int(is_host), "processes": processes}
-    print(environment.shell(own, new, interface), end="")
+    variables |= {name: value for name, value in more.items() if value and name not in os.environ}
+    print(*(f"{name}={shlex.quote(str(value))}" for name, value in own.items()), sep="\n")
+    print(*(f"export {name}={shlex.quote(value)}" for name, value in variables.items()), sep="\n")
     return FINISHED
 
 
+def elastic(args, head: str) -> tuple[dict, dict]:
+    """Return the script's own variables and those for torchrun: where this machine is, seen from the head."""
+    if args.reset and not os.environ.get("RUN_ID") and not os.environ.get("PET_RDZV_ID"):
+        raise UsageError(
+            "-reset without RUN_ID: a second -reset would be taken for a restart of the first; give all nodes a "
+            "RUN_ID that no start had before, as RUN_ID=again_2"
+        )
+    place = os.environ.get("RENDEZVOUS") or os.environ.get("PET_RDZV_BACKEND") or "c10d"
+    if place.startswith("etcd") and importlib.util.find_spec("etcd") is None:
+        raise UsageError(f"RENDEZVOUS={place} needs a package that is not installed: pip install python-etcd")
+    name, _, port = head.rpartition(":")
+    host = environment.fast_name(name, args.master_suffix)
+    address, is_host = toward(host)
+    own = {"head": f"{host}:{port}", "is_host": int(is_host), "processes": processes(args) or ""}
+    # torchrun guesses its address from names, and errs where a host has two (pytorch issue 73656).
+    interface = environment.interface_of(address or host)
+    return own, {"PET_LOCAL_ADDR": address, "GLOO_SOCKET_IFNAME": interface}
+
+
 def toward(host: str) -> tuple[str | None, bool]:
-    """The address of this machine on the way to a host, None where it cannot be told or no other could use it; and
-    whether the host is this machine."""
+    """Return this machine's address on the way to a host, None if no other can use it; and whether it is the host."""
     try:
-        family, place = multinode.addresses(host, 9)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as wire:  # nothing is sent
-            wire.connect(place)
-            own = wire.getsockname()[0]
-    except (OSError, UsageError):
+        own = environment.own_address(host)
+        there = socket.getaddrinfo(host, None)[0][4][0]
+    except OSError:
         return None, False
     loopback = ipaddress.ip_address(own.partition("%")[0]).is_loopback
-    typed = host in ("localhost", place[0])  # else a name that has another meaning elsewhere
-    return own if typed or not loopback else None, loopback or own == place[0]
+    usable = not loopback or host in ("localhost", there)  # such a name may mean another machine elsewhere
+    return own if usable else None, loopback or own == there
+
+
+def slurm(args) -> tuple[dict, dict]:
+    """Return the batch script's own variables and those for torchrun, and note the start."""
+    history = slurm_task.begin(args)
+    count = processes(args) or os.environ.get("SLURM_GPUS_ON_NODE", 1)
+    own = {"history": history, "suffix": environment.suffix_of(args.master_suffix), "processes": count}
+    interface = "ib0" if environment.on_infiniband() else None
+    return own, {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(args.grace_s) + AGENT_S),
+        "GLOO_SOCKET_IFNAME": interface,
+    }
+
+
+def processes(args) -> int | None:
+    """Return how many processes the flags ask for on this machine, None if they do not say."""
+    return len(args.gpus.split(",")) if args.gpus else args.cpu
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ try:
     import train
     from lib import config
     from lib.core import optimizer as optimizers
-    from lib.launch import environment, local, multinode
+    from lib.launch import environment, local
     from lib.utils import distributed
     from lib.utils.checkpoint import run_folder, shards, state
     from lib.utils.data import loader
@@ -91,7 +91,7 @@ def reduction(args) -> Findings:
     numbers = ",".join(str(number) for number in range(torch.cuda.device_count()))
     gpus = [] if args.cpu or not numbers else local.chosen(args.gpus or numbers)[:2]
     words = ["-gpus", "0,1"] if len(gpus) > 1 else ["-cpu", "2"]
-    with environment.exported({local.visible(): ",".join(gpus)} if gpus else {}):
+    with environment.exported({local.VISIBLE: ",".join(gpus)} if gpus else {}):
         code = local.spawn(config.parse_args(words), "scripts.doctor:added", 2)
     where = "two GPUs by NCCL" if words[0] == "-gpus" else "two processes on the CPU by gloo"
     yield (BAD, f"an all-reduce over {where} failed: see above; NCCL_DEBUG=INFO tells more") if code else (
@@ -177,7 +177,7 @@ def network(args) -> Findings:
     except OSError:
         yield NOTE, f"{host} has no address: fine on one machine; for several, put it into DNS or /etc/hosts"
         return
-    mine = multinode.interface_of(address) or "no interface of this machine"
+    mine = environment.interface_of(address) or "no interface of this machine"
     told = f"several machines would meet at {host}, {address}, {mine}; processes of one use lo"
     alone = address.startswith("127.") or mine.startswith("no ")
     advice = "; others cannot reach that: mend /etc/hosts or name it by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One node of an elastic run: start it on every machine, at any time; the run goes on with whoever is there.
-#   HEAD=node1:29400 ./scripts/elastic.sh -epochs 90 ...    (the words of train.py)
+# One node of an elastic run: start it on every machine, at any time; the run continues on the nodes that are there.
+#   HEAD=node1:29400 ./scripts/elastic.sh -epochs 90 ...    (arguments of train.py)
 #
 #   HEAD         host:port where the nodes meet; the first machine, which must stay   (this machine:29400)
 #   NODES        how many, at least:at most                                          (1:4)
@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 
 head="${HEAD:-${PET_RDZV_ENDPOINT:-${PET_MASTER_ADDR:-$(hostname)}:${PET_MASTER_PORT:-29400}}}"
 rendezvous="${RENDEZVOUS:-${PET_RDZV_BACKEND:-c10d}}"
-facts="$(python scripts/agent.py "$head" "$@")" || exit # where this machine stands to the head: is_host, its address, ...
+facts="$(python scripts/agent.py elastic "$head" "$@")" || exit # is_host, processes, this address, ...
 [ -n "$facts" ] || exit 0 # -h
 eval "$facts"
 per_node="${PER_NODE:-${PET_NPROC_PER_NODE:-$processes}}"

@@ -15,12 +15,14 @@ ARCH = '''"""NAME: two convolutions, to be changed as you like."""
 
 from torch import nn
 
+from lib.config import Args
+
 
 def add_args(parser):
     parser.add_argument("-NAME_width", type=int, default=32, metavar="N", help="channels")
 
 
-def get_model(args) -> nn.Module:
+def get_model(args: Args) -> nn.Module:
     """(B, C, H, W) to (B, num_classes)."""
     width = args.NAME_width
     return nn.Sequential(
@@ -37,6 +39,7 @@ DATASET = '''"""NAME: made-up images until you read your own here; each class ha
 
 import torch
 
+from lib.config import Args
 from lib.utils.data.tensors import Tensors
 
 
@@ -45,7 +48,7 @@ def add_args(parser):
     parser.set_defaults(num_classes=4, channels=1, image_size=16, epochs=5)
 
 
-def get_dataset(args) -> dict[str, Tensors]:
+def get_dataset(args: Args) -> dict[str, Tensors]:
     """Images (C, H, W) and labels, a fifth of them to validate on."""
     generator = torch.Generator().manual_seed(args.seed)
     labels = torch.randint(args.num_classes, (args.NAME_samples,), generator=generator)

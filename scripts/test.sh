@@ -11,6 +11,7 @@ unset PYTHONDONTWRITEBYTECODE
 if [ -d tests/machinery ]; then # in the template, not in a project made by scripts/new.py
     .venv/bin/ruff format --check .
     .venv/bin/ruff check .
+    .venv/bin/pyright
 fi
 chosen=(-m "not slow")
 if [ "${1:-}" = --all ]; then

@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from lib.utils.errors import UsageError
 
-STD, TURN = 0.02, 10_000.0  # deviation of fresh weights; the slowest rotary pair turns once in 2 pi TURN places
+STD = 0.02  # deviation of fresh weights
+ROTARY_BASE = 10_000.0  # the slowest rotary pair turns once in 2 pi ROTARY_BASE places
 
 
 def add_args(parser):
@@ -50,7 +51,7 @@ class GPT(nn.Module):
             raise UsageError(f"-arch gpt reads whole numbers (batch, length), as -dataset text gives them, and not "
                              f"{tokens.dtype} {tuple(tokens.shape)}")  # fmt: skip
         x = self.drop(self.embed(tokens))
-        cos, sin = rotation(tokens.shape[1], self.head_size, tokens.device)
+        cos, sin = rotary_angles(tokens.shape[1], self.head_size, tokens.device)
         for block in self.blocks:
             x = block(x, cos, sin)
         return functional.linear(self.norm(x), self.embed.weight)
@@ -76,7 +77,7 @@ class Block(nn.Module):
         q, k, v = (
             self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         )  # (B, heads, length, size)
-        q, k = turned(q, cos, sin), turned(k, cos, sin)
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return mixed.transpose(1, 2).reshape(batch, length, width)
 
@@ -99,14 +100,14 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=STD)
 
 
-def rotation(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_angles(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosine and sine, (length, size / 2), of the angle by which pair i is turned at each place."""
-    speeds = TURN ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / -size)
+    speeds = ROTARY_BASE ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / -size)
     angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * speeds
     return angles.cos(), angles.sin()
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (..., length, size) with its pairs of features i and i + size / 2 turned: products then tell distances."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)

@@ -1,4 +1,4 @@
-"""What a model counts as it goes (BatchNorm's running statistics), as exact as its weights."""
+"""Running statistics, as BatchNorm's, that do not depend on which process saw which sample."""
 
 import torch
 from torch import nn
@@ -24,77 +24,76 @@ class Statistics:
         for name, buffer in model.named_buffers():
             if name in saved:
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        self.on = any(dtype.is_floating_point for dtype in by_dtype)
+        needed = any(dtype.is_floating_point for dtype in by_dtype)
         self.world, self.alone = world, alone
-        self.kinds = [_Kind(buffers) for buffers in by_dtype.values()] if self.on else []
+        self.groups = [_Group(buffers) for buffers in by_dtype.values()] if needed else []
 
     @torch.no_grad()
     def before(self, first: bool):
-        """Before a micro-batch; `first`: of this rank's in the step."""
-        for kind in self.kinds:
+        """Prepare for a micro-batch; `first`: of this rank's in the step."""
+        for group in self.groups:
             if first:
-                torch._foreach_copy_(kind.at_start, kind.buffers)
-                kind.sums.zero_()
+                torch._foreach_copy_(group.starts, group.buffers)
+                group.sums.zero_()
             else:
-                torch._foreach_copy_(kind.buffers, kind.at_start)
+                torch._foreach_copy_(group.buffers, group.starts)
 
     @torch.no_grad()
     def after(self, weight: float):
-        """After a micro-batch that holds `weight` of the step's samples, over all ranks; 0 for a borrowed one."""
+        """Add up a micro-batch that holds `weight` of the step's samples, over all ranks; 0 for padding."""
         if self.alone or not weight:  # 0 times infinity would be NaN
             return
-        for kind in self.kinds:
-            if kind.averaged:
-                torch._foreach_copy_(kind.at_end, kind.buffers)
-                kind.total.add_(kind.end, alpha=weight)
-                kind.changes.add_(kind.end != kind.start)
+        for group in self.groups:
+            if group.is_float:
+                torch._foreach_copy_(group.ends, group.buffers)
+                group.total.add_(group.end, alpha=weight)
+                group.changes.add_(group.end != group.start)
 
     @torch.no_grad()
     def reduce(self) -> torch.Tensor | None:
-        """Averages over all ranks when the step's micro-batches are done. Returns whether a value that was finite no
-        longer is, a 0-d tensor, the same on all ranks; None for a model without float buffers."""
+        """Average over all ranks when the step's micro-batches are done.
+
+        Returns whether a value that was finite no longer is, 0-d, the same on all ranks; None without float buffers.
+        """
         broken = None
-        for kind in self.kinds:
-            if not kind.averaged or self.alone:
-                torch._foreach_copy_(kind.totals, kind.buffers)
+        for group in self.groups:
+            if self.alone or not group.is_float:
+                torch._foreach_copy_(group.totals, group.buffers)
             else:
-                distributed.sum_(kind.sums, self.world)
-                torch.where(kind.changes > 0, kind.total, kind.start, out=kind.total)
-            if kind.averaged:
-                here = (torch.isfinite(kind.start) & ~torch.isfinite(kind.total)).any()
+                distributed.sum_(group.sums, self.world)
+                torch.where(group.changes > 0, group.total, group.start, out=group.total)
+            if group.is_float:
+                here = (torch.isfinite(group.start) & ~torch.isfinite(group.total)).any()
                 broken = here if broken is None else broken | here
         return broken
 
     @torch.no_grad()
     def settle(self, norm: torch.Tensor):
-        """At the end of a step whose gradient has this norm, after `reduce`."""
+        """End a step whose gradient has this norm, after `reduce`: a bad one leaves the buffers as they were."""
         good = torch.isfinite(norm)
-        for kind in self.kinds:
-            torch.where(good, kind.total, kind.start, out=kind.total)
-            torch._foreach_copy_(kind.buffers, kind.totals)
+        for group in self.groups:
+            torch.where(good, group.total, group.start, out=group.total)
+            torch._foreach_copy_(group.buffers, group.totals)
 
     @torch.no_grad()
     def restore(self):
-        """As it was before the step."""
-        for kind in self.kinds:
-            torch._foreach_copy_(kind.buffers, kind.at_start)
+        """Set the buffers to what they were before the step."""
+        for group in self.groups:
+            torch._foreach_copy_(group.buffers, group.starts)
 
 
-class _Kind:
-    """The buffers of one dtype, and room for all their values in one tensor, which a GPU handles at once."""
+class _Group:
+    """The buffers of one dtype. All their values lie in one tensor, which a GPU handles at once; lists are views."""
 
     def __init__(self, buffers: list[torch.Tensor]):
         first, sizes = buffers[0], [buffer.numel() for buffer in buffers]
-        self.buffers, self.averaged = buffers, first.is_floating_point()
-        exact = torch.promote_types(first.dtype, torch.float32) if self.averaged else first.dtype
+        self.buffers, self.is_float = buffers, first.is_floating_point()
+        exact = torch.promote_types(first.dtype, torch.float32) if self.is_float else first.dtype
+        values = torch.zeros(4 * sum(sizes), dtype=exact, device=first.device)
+        self.sums = values[: 2 * sum(sizes)]  # for one all-reduce: the weighted sum, and how often each value changed
+        self.total, self.changes, self.start, self.end = values.chunk(4)
 
-        def room(times=1):
-            return torch.zeros(times * sum(sizes), dtype=exact, device=first.device)
-
-        def parts(whole):
+        def views(whole):
             return [part.view_as(buffer) for part, buffer in zip(whole.split(sizes), buffers, strict=True)]
 
-        self.sums = room(2)  # in one tensor for one all-reduce: the weighted sum, and how often each value changed
-        self.total, self.changes = self.sums.chunk(2)
-        self.start, self.end = room(), room()
-        self.totals, self.at_start, self.at_end = parts(self.total), parts(self.start), parts(self.end)
+        self.totals, self.starts, self.ends = views(self.total), views(self.start), views(self.end)

@@ -1,5 +1,6 @@
 """Losses and the metrics that go with them, chosen by -loss."""
 
+import functools
 import math
 
 from torch import Tensor, nn
@@ -9,14 +10,13 @@ from lib.utils.errors import UsageError
 
 
 def get_loss(args):
-    """A callable (outputs, targets) -> the mean loss over the batch, a scalar."""
+    """Return a callable (outputs, targets) -> the mean loss over the batch, a scalar."""
     options = {"label_smoothing": args.label_smoothing} if args.loss == "cross_entropy" else {}
     return BY_NAME[args.loss](**options)
 
 
 class CrossEntropy(nn.CrossEntropyLoss):
-    """torch's, with the classes in the last dimension where the others are those of the targets: (B, length, classes)
-    beside (B, length)."""
+    """torch's, which also takes classes in the last dimension: outputs (B, length, classes), targets (B, length)."""
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if _classes_last(outputs, targets):
@@ -31,30 +31,22 @@ def _classes_last(outputs, targets) -> bool:
     return fits and (outputs.ndim < 4 or outputs.shape[:1] + outputs.shape[2:] != targets.shape)
 
 
-class Alike:
-    """Outputs and targets of the same shape: torch's losses would stretch one of them, and learn something else."""
+class SameShape(nn.Module):
+    """A loss of torch's that refuses outputs and targets of different shapes; torch would stretch one of them."""
+
+    def __init__(self, loss: type[nn.Module]):
+        super().__init__()
+        self.loss = loss()
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape != targets.shape:
             raise UsageError(f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}: "
                              "this -loss needs the same shape")  # fmt: skip
-        return super().forward(outputs, targets)
-
-
-class MSE(Alike, nn.MSELoss):
-    """torch's, of like shapes."""
-
-
-class L1(Alike, nn.L1Loss):
-    """torch's, of like shapes."""
-
-
-class Huber(Alike, nn.HuberLoss):
-    """torch's, of like shapes."""
+        return self.loss(outputs, targets)
 
 
 def metric_sums(loss, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """What a batch adds to each metric beside the loss: sums over its samples, so that shares of any size add up.
+    """Return what a batch adds to each metric but the loss: sums over its samples, so that shares of any size add up.
 
     One class a sample: accuracy. A class at each place (tokens; a byte is one of 256): bits_per_byte, the mean over
     a sample's places of the code length in bits, without label smoothing.
@@ -68,14 +60,19 @@ def metric_sums(loss, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
 
 
 def checked(loss, trainer: str) -> Tensor:
-    """What a training_step gave. Raises UsageError unless it is a 0-d tensor that leads to a gradient."""
+    """Return what a training_step returned. Raises UsageError unless it is a 0-d tensor that leads to a gradient."""
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         kind = f"a {type(loss).__name__}"
         if isinstance(loss, Tensor):
             kind = f"a tensor of shape {tuple(loss.shape)}{'' if loss.requires_grad else ' without a gradient'}"
-        raise UsageError(f"-trainer {trainer}: training_step gives {kind}; the mean loss, a 0-d tensor ready for "
-                         "backward, is needed")  # fmt: skip
+        raise UsageError(f"-trainer {trainer}: training_step returns {kind}; it must return the mean loss, a 0-d "
+                         "tensor ready for backward")  # fmt: skip
     return loss
 
 
-BY_NAME = {"cross_entropy": CrossEntropy, "mse": MSE, "l1": L1, "huber": Huber}
+BY_NAME = {
+    "cross_entropy": CrossEntropy,
+    "mse": functools.partial(SameShape, nn.MSELoss),
+    "l1": functools.partial(SameShape, nn.L1Loss),
+    "huber": functools.partial(SameShape, nn.HuberLoss),
+}

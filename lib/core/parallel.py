@@ -1,4 +1,4 @@
-"""One model on several processes: DDP, FSDP2, precision, compilation, recomputation."""
+"""One model on several processes. In this order: DDP, FSDP2, precision, compilation, recomputation."""
 
 import contextlib
 import functools
@@ -104,9 +104,6 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [part for part in parts if next(part.parameters(), None) is not None]
 
 
-# DDP
-
-
 def _replicate(model, args, world):
     # batchnorm.Statistics keeps buffers alike. torch 2.15 renamed the option that leaves them alone.
     known = inspect.signature(DistributedDataParallel).parameters
@@ -147,9 +144,6 @@ def reorders(model: nn.Module, world: World) -> bool:
     """Whether DDP changes the order in which it sums gradients after the first backward pass: on three ranks or more
     it rebuilds its buckets then, and a resumed run would differ in the last bits."""
     return isinstance(model, DistributedDataParallel) and world.size > 2
-
-
-# FSDP2
 
 
 def _is_sharded(args, world) -> bool:
@@ -213,9 +207,6 @@ def _allocate(model, parameter_device, buffer_device):
             module._buffers[name] = buffer.to(buffer_device)
 
 
-# Precision
-
-
 def autocast(args, device: torch.device):
     """Return the context of the forward pass: mixed precision under -fp16 or -bf16, else nothing."""
     if not (args.fp16 or args.bf16):
@@ -237,9 +228,6 @@ def _half(args):
     return torch.float16 if args.fp16 else torch.bfloat16
 
 
-# Compilation
-
-
 def _compile(parts):
     # Parts of the same class share one store of compiled code, which by default is too small for many of them.
     settings = importlib.import_module("torch._dynamo.config")
@@ -250,18 +238,13 @@ def _compile(parts):
         part.forward = torch.compile(part.forward)
 
 
-# Recomputation
-
-
 def _recompute(parts, compiled: bool):
     for part in parts:
         # A model that is compiled as a whole updates BatchNorms once, and takes no contexts of ours.
-        options = {} if compiled else {"context_fn": functools.partial(_recompute_contexts, part)}
+        options = (
+            {} if compiled else {"context_fn": lambda part=part: (contextlib.nullcontext(), _keep_buffers(part))}
+        )
         part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False, **options)
-
-
-def _recompute_contexts(part):
-    return contextlib.nullcontext(), _keep_buffers(part)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ def add_args(parser):
 
 
 def get_dataset(args) -> dict[str, Tensors]:
-    """45,000 training, 5,000 validation (the last ones of the training files) and 10,000 test samples, in memory.
+    """Return 45,000 training, 5,000 validation (the last of the training files) and 10,000 test samples, in memory.
 
     Images (3, 32, 32), uint8; on the device they are normalized, those to train on moved by up to 4 pixels each way
     and mirrored at random (He et al., arXiv:1512.03385, section 4.2). Raises UsageError if the files are neither in
@@ -46,7 +46,7 @@ def get_dataset(args) -> dict[str, Tensors]:
 
 
 def load(data: str) -> list[tuple[Tensor, Tensor]]:
-    """The training and test files as uint8 images (N, 3, 32, 32) and labels (N,), downloaded first if need be.
+    """Return the training and test files as uint8 images (N, 3, 32, 32) and labels (N,), downloaded first if need be.
 
     One process downloads, those that come meanwhile wait for it: on each machine, or once for all where `data` is a
     shared folder with working locks. torchvision checks the files' digests before it opens them.

@@ -21,7 +21,7 @@ def add_args(parser):
 
 
 def get_dataset(args) -> dict[str, Tensors]:
-    """1,259 training, 179 validation and 359 test samples, in memory: images (1, 8, 8) from 0 to 1, and labels.
+    """Return 1,259 training, 179 validation and 359 test samples: images (1, 8, 8) from 0 to 1, and labels.
 
     Training images are turned, zoomed, sheared and shifted a little at random. Raises UsageError if digits.npz is not
     in -data or damaged.
@@ -38,7 +38,7 @@ def get_dataset(args) -> dict[str, Tensors]:
 
 
 def load(file: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """images (N, 8, 8) from 0 to 16, labels (N,) and the split's names (N,), as scripts/make_digits.py wrote them."""
+    """Return images (N, 8, 8) from 0 to 16, labels (N,) and split names (N,), by scripts/make_digits.py."""
     try:
         with np.load(file) as arrays:
             return arrays["images"], arrays["labels"], arrays["split"]
@@ -53,7 +53,7 @@ def load(file: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def augment(batch: tuple[Tensor, Tensor], draws: Tensor) -> tuple[Tensor, Tensor]:
-    """The batch, each of its images (B, C, H, W) under an affine map close to the identity that its draws decide."""
+    """Return the batch, each image (B, C, H, W) under an affine map close to the identity that its draws decide."""
     images, labels = batch
     turn, zoom_x, zoom_y, shear, *shift = (draws[:, :6] * 2 - 1).T
     cos, sin = (turn * TURN).cos(), (turn * TURN).sin()

@@ -16,8 +16,10 @@ def add_args(parser):
 
 
 def get_dataset(args) -> dict[str, Dataset]:
-    """Images (channels, image_size, image_size), uint8, and class numbers, item i always the same; on the device the
-    pixels become floats of about mean 0 and deviation 1."""
+    """Return images (channels, image_size, image_size), uint8, and class numbers; item i is always the same.
+
+    On the device the pixels become floats of about mean 0 and deviation 1.
+    """
     if args.fake_samples < 1:
         raise UsageError(f"-fake_samples {args.fake_samples}: at least 1 is needed")
     shape, val = (args.channels, args.image_size, args.image_size), max(1, args.fake_samples // 10)
@@ -50,6 +52,6 @@ class Noise(Dataset):
         return tuple(part[0] for part in self.__getitems__([index]))
 
     def __getitems__(self, indices) -> tuple[Tensor, Tensor]:
-        """Images (len(indices), channels, height, width) and labels (len(indices),)."""
+        """Return images (len(indices), channels, height, width) and labels (len(indices),)."""
         rows = torch.tensor(indices)
         return self.views.index_select(0, rows % len(self.views)).view(-1, *self.shape), self.labels[rows]

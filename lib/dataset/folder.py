@@ -1,9 +1,6 @@
 """Images in class folders: DATA/train/CLASS/*.jpg, DATA/val/CLASS/*.jpg and, if there, DATA/test/CLASS/*.jpg."""
 
-import logging
-import os
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from PIL import Image
@@ -19,27 +16,18 @@ COLOUR, GREY = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.449,), (0.226
 BROKEN = (OSError, SyntaxError, TypeError, ValueError, struct.error, Image.DecompressionBombError)
 NEEDED = "-dataset folder reads DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg, and DATA/test if it is there"
 
-log = logging.getLogger(__name__)
-
 
 def add_args(parser):
-    policies = ("error", "skip")
-    parser.add_argument(
-        "-folder_unreadable",
-        choices=policies,
-        default="error",
-        help="a damaged image stops the run, or all are read at the start and such left out",
-    )
     parser.set_defaults(arch="resnet", channels=3, image_size=224)
 
 
 def describe(args) -> dict[str, int]:
-    """The number of classes, as the training folder has it. Raises UsageError if there is no such folder."""
+    """Return the number of classes in the training folder. Raises UsageError if there is no such folder."""
     return {"num_classes": len(class_names(args.data))}
 
 
 def get_dataset(args) -> dict[str, Dataset]:
-    """Images (channels, image_size, image_size), uint8, and class numbers in the order of the folders' names.
+    """Return images (channels, image_size, image_size), uint8, and class numbers in the order of the folders' names.
 
     Training images are cropped and mirrored at random (Szegedy et al., arXiv:1409.4842), the others resized and
     cropped at the centre; on the device they are normalized. Raises UsageError naming what is missing, empty or
@@ -55,7 +43,7 @@ def get_dataset(args) -> dict[str, Dataset]:
 
 
 def class_names(data: str) -> list[str]:
-    """The classes: the folders in DATA/train, sorted; hidden ones are none. Raises UsageError if there are none."""
+    """Return the classes: the folders in DATA/train, sorted, no hidden ones. Raises UsageError if there are none."""
     names = _folders(data, "train")
     if not names:
         raise UsageError(f"-data {data}: no class folders in {Path(data) / 'train'}; {NEEDED}")
@@ -63,7 +51,7 @@ def class_names(data: str) -> list[str]:
 
 
 class Images(Dataset):
-    """Image files with their class numbers, each read when it is asked for."""
+    """Image files with their class numbers, each read when it is needed."""
 
     def __init__(self, files: list[tuple[str, int]], *, mode: str, transform, fixed: bool, on_device):
         self.files, self.mode, self.transform, self.fixed, self.on_device = files, mode, transform, fixed, on_device
@@ -72,32 +60,26 @@ class Images(Dataset):
         return len(self.files)
 
     def __getitem__(self, index):
-        """The image as a tensor, and its class number. Raises UsageError naming a file that cannot be read."""
+        """Return the image as a tensor, and its class number. Raises UsageError naming a file that cannot be read."""
         file, label = self.files[index]
         try:
-            image = read(file, self.mode)
+            with Image.open(file) as opened:
+                image = opened.convert(self.mode)
         except BROKEN as error:
-            raise UsageError(f"{file}: not a readable image ({error}); mend it, or -folder_unreadable skip") from None
+            raise UsageError(f"{file}: not a readable image ({error}); fix or remove it") from None
         return self.transform(image), label
-
-
-def read(file: str, mode: str) -> Image.Image:
-    """The whole image, decoded, in Pillow's mode L or RGB."""
-    with Image.open(file) as image:
-        return image.convert(mode)
 
 
 def _images(args, part, names):
     folder = Path(args.data) / part
     unknown = sorted(set(_folders(args.data, part)) - set(names))
     if unknown:
-        raise UsageError(f"-data {args.data}: {folder / unknown[0]} is a class that train has not")
+        raise UsageError(f"-data {args.data}: {folder / unknown[0]} is not a class in train")
     mode, (mean, deviation) = ("L", GREY) if args.channels == 1 else ("RGB", COLOUR)
     files = _files(args.data, part, names)
-    if args.folder_unreadable == "skip":
-        files = _readable(files, mode, args.data, part)
     drawn, size = part == "train" and args.augment, args.image_size
-    steps = [transforms.RandomResizedCrop(size)] if drawn else _centre_view(size)
+    centre_view = [transforms.Resize(round(size * 8 / 7)), transforms.CenterCrop(size)]
+    steps = [transforms.RandomResizedCrop(size)] if drawn else centre_view
     transform = transforms.Compose([*steps, transforms.PILToTensor()])
     pixels = Pixels(mean, deviation, mirror=drawn)
     return Images(files, mode=mode, transform=transform, fixed=not drawn, on_device=pixels)
@@ -120,30 +102,3 @@ def _files(data, part, names):
         where = Path(data) / part / (empty[0] if empty else "")
         raise UsageError(f"-data {data}: no images in {where} (of {', '.join(IMG_EXTENSIONS)})")
     return files
-
-
-def _readable(files, mode, data, part):
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes outside Python's lock
-        faults = list(pool.map(lambda item: _fault(item[0], mode), files))
-    for (file, _), fault in zip(files, faults, strict=True):
-        if fault:
-            log.warning("left out: %s (%s)", file, fault)
-    kept = [item for item, fault in zip(files, faults, strict=True) if not fault]
-    if not kept:
-        raise UsageError(f"-data {data}: none of the {len(files)} images in {Path(data) / part} can be read")
-    return kept
-
-
-def _fault(file, mode):
-    try:
-        read(file, mode)
-    except BROKEN as error:
-        # What the disk or a permission says may differ between processes: no reason to leave a file out.
-        if getattr(error, "errno", None):
-            raise UsageError(f"{file}: cannot be read ({error.strerror})") from None
-        return str(error) or type(error).__name__
-    return ""
-
-
-def _centre_view(size):
-    return [transforms.Resize(round(size * 8 / 7)), transforms.CenterCrop(size)]

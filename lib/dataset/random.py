@@ -12,7 +12,7 @@ def add_args(parser):
 
 
 def get_dataset(args) -> Tensors:
-    """Inputs (channels * image_size ** 2,) and targets (num_classes,), normal numbers that -seed decides."""
+    """Return inputs (channels * image_size ** 2,) and targets (num_classes,), normal numbers that -seed decides."""
     if args.random_samples < 1:
         raise UsageError(f"-random_samples {args.random_samples}: at least 1 is needed")
     generator = torch.Generator().manual_seed(args.seed)

@@ -29,12 +29,12 @@ def add_args(parser):
 
 
 def describe(args) -> dict[str, str]:
-    """The fingerprint of the text, so that a run that goes on notices another one, as on another Python."""
+    """Return the fingerprint of the text, so that a resumed run notices another text, as on another Python."""
     return {"text_fingerprint": fingerprint(*files_of(args))}
 
 
 def get_dataset(args) -> dict[str, Dataset]:
-    """Pairs of bytes (text_length,), int64, and the bytes that follow each; the text is never held in memory.
+    """Return bytes (text_length,), int64, and the bytes that follow each; the text is mapped, not read into memory.
 
     Training samples begin at places that -seed and the index decide; those of val and test, a sixteenth as many,
     stand at even distances in the last tenth of the text. Raises UsageError for a text that is not there, too short,
@@ -43,10 +43,8 @@ def get_dataset(args) -> dict[str, Dataset]:
     length, (root, files) = args.text_length, files_of(args)
     found = fingerprint(root, files)
     if args.text_fingerprint != found:
-        raise UsageError(
-            f"-text_fingerprint {args.text_fingerprint}: the text here is another one, {found}; go on with the one "
-            f"of before (-text_from), or begin another run with -text_fingerprint {found}"
-        )
+        raise UsageError(f"-text_fingerprint {args.text_fingerprint}: the text here is {found}; use the same text as "
+                         f"before (-text_from), or start another run with -text_fingerprint {found}")  # fmt: skip
     if args.num_classes < 256:
         raise UsageError(f"-num_classes {args.num_classes}: -dataset text has the 256 bytes")
     if length < 1 or args.text_samples < 0:
@@ -54,22 +52,21 @@ def get_dataset(args) -> dict[str, Dataset]:
     text = Text(files)
     edges = [0, len(text) - 2 * (len(text) // HELD_OUT), len(text) - len(text) // HELD_OUT, len(text)]
     if edges[2] - edges[1] < 2 * length:
-        raise UsageError(
-            f"-text_length {length}: {2 * HELD_OUT * length} bytes of text are needed, {len(text)} are there"
-        )
-    samples = [args.text_samples, -(-args.text_samples // 16), -(-args.text_samples // 16)]
-    parts = zip(("train", "val", "test"), edges[:-1], edges[1:], samples)
+        needed = 2 * HELD_OUT * length
+        raise UsageError(f"-text_length {length}: {needed} bytes of text are needed, {len(text)} are there")
+    few = -(-args.text_samples // 16)
     return {
-        name: Windows(text, start, stop, length=length, samples=count, seed=args.seed if name == "train" else None)
-        for name, start, stop, count in parts
+        "train": Windows(text, *edges[:2], length=length, samples=args.text_samples, seed=args.seed),
+        "val": Windows(text, *edges[1:3], length=length, samples=few, seed=None),
+        "test": Windows(text, *edges[2:], length=length, samples=few, seed=None),
     }
 
 
 class Windows(Dataset):
     """Samples of `length` bytes and their next ones from text[start:stop].
 
-    It is cut into as many even stretches as there are samples: sample i begins in stretch i, at a place that (seed,
-    i) decides, or without a seed at its beginning.
+    The text is cut into as many even stretches as there are samples. Sample i begins in stretch i: at a place that
+    (seed, i) decides, or without a seed at its beginning.
     """
 
     fixed = True
@@ -87,15 +84,15 @@ class Windows(Dataset):
         return tuple(part[0] for part in self.__getitems__([index]))
 
     def __getitems__(self, indices) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, (len(indices), length) each."""
+        """Return inputs and targets, (len(indices), length) each."""
         rows = np.stack([self.text.read(self.begin(index), self.length + 1) for index in indices])
         bytes_ = torch.from_numpy(rows).long()
         return bytes_[:, :-1], bytes_[:, 1:]
 
     def begin(self, index: int) -> int:
-        """Where a sample begins in the text."""
-        low, high = (at * self.places // self.samples for at in (index, index + 1))
-        return self.start + low + (seeding.mix(self.seed, index) % (high - low) if self.seed is not None else 0)
+        """Return where a sample begins in the text."""
+        low, high = index * self.places // self.samples, (index + 1) * self.places // self.samples
+        return self.start + low + (0 if self.seed is None else seeding.mix(self.seed, index) % (high - low))
 
 
 class Text:
@@ -109,7 +106,7 @@ class Text:
         return int(self.ends[-1])
 
     def read(self, begin: int, count: int) -> np.ndarray:
-        """text[begin:begin + count], uint8; from several files where it has to be."""
+        """Return text[begin:begin + count], uint8, from as many files as it takes."""
         found = []
         for number in range(int(np.searchsorted(self.ends, begin, "right")), len(self.files)):
             first = int(self.ends[number - 1]) if number else 0
@@ -126,7 +123,7 @@ def mapped(file: Path) -> np.ndarray:
 
 
 def files_of(args) -> tuple[Path, list[Path]]:
-    """The folder and the files in it to read, sorted; hidden ones are left out. Raises UsageError where there are
+    """Return the folder and the files in it to read, sorted, without hidden ones. Raises UsageError if there are
     none."""
     given = Path(args.text_from) if args.text_from else Path(args.data) / "text"
     if given.is_file():
@@ -144,6 +141,6 @@ def files_of(args) -> tuple[Path, list[Path]]:
 
 
 def fingerprint(root: Path, files: list[Path]) -> str:
-    """16 hexadecimal digits of the files' names and sizes."""
-    told = "\n".join(f"{file.relative_to(root).as_posix()} {file.stat().st_size}" for file in files)
-    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+    """Return 16 hexadecimal digits of the files' names and sizes."""
+    text = "\n".join(f"{file.relative_to(root).as_posix()} {file.stat().st_size}" for file in files)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

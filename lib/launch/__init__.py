@@ -1,14 +1,14 @@
 """Starts the processes of a run: machinery, you need not read it.
 
     __init__.py     which launcher a command line asks for
-    local.py        processes on this machine: started, watched, ended
-    multinode.py    -nnodes by hand: the machines meet, and stay in touch
-    environment.py  torchrun's variables, caches, debug switches
+    local.py        processes on this machine: starts, watches and ends them
+    multinode.py    -nnodes by hand: the machines meet, and stay connected
+    environment.py  RANK and its kin, caches, debug switches, fast networks
     slurm.py        submits a job with Submitit
     slurm_task.py   a process of a Slurm job
     requeue.py      whether an interrupted Slurm job is requeued
 
-Only this folder writes the environment: launchers write torchrun's variables and call `run` in train.py, which reads
+Only this folder writes the environment: launchers set torchrun's variables and call `run` in train.py, which reads
 them. So one worker serves every launcher.
 """
 
@@ -21,35 +21,31 @@ from lib.utils.errors import FINISHED, STOPPED, UsageError
 
 
 def launch(args, target: str) -> int:
-    """Runs `target` ("module:function", called with args) in as many processes as args ask for, to an exit code.
+    """Run `target` ("module:function", called with args) in as many processes as args ask for. Returns the exit code.
 
-    Raises UsageError where the devices are not there, and with one process whatever the run raises.
+    Raises UsageError, and in a run of one process whatever it fails with.
     """
-    from lib.launch import slurm_task  # `python -m lib.launch.slurm_task` imports this file first
+    from lib.launch import slurm, slurm_task  # `python -m lib.launch.slurm_task` imports this file first
 
     if args.ngrok and not re.fullmatch(r"[^\s:$]{12,128}", os.environ.get("NGROK_PASSWORD", "")):
         raise UsageError("-ngrok opens no tunnel without a password: set NGROK_PASSWORD to 12 to 128 characters, "
                          "without $, colon or space")  # fmt: skip
-    if args.nnodes > 1 and (launched() or slurm_task.is_task()):
-        raise UsageError(f"-nnodes {args.nnodes} under torchrun or srun: they start the processes of all machines")
-    if launched():
+    if launched() or slurm_task.is_task():
+        if args.nnodes > 1:
+            raise UsageError(
+                f"-nnodes {args.nnodes} under torchrun or srun: they start the processes of all machines"
+            )
         with environment.exported(local.narrowed(args.gpus)):
-            code = local.call(target, args)
-        # torchrun restarts whatever does not exit 0; outcome.json says whether the run is stopped or finished.
+            code = local.call(target, args) if launched() else slurm_task.step(args, target)
+        # torchrun restarts whatever does not exit with 0; outcome.json says whether the run is stopped or finished.
         return FINISHED if code == STOPPED and "TORCHELASTIC_MAX_RESTARTS" in os.environ else code
-    if slurm_task.is_task():
-        with environment.exported(local.narrowed(args.gpus)):
-            return slurm_task.step(args, target)
     if args.slurm or args.slurm_dry:
-        from lib.launch import slurm
-
         return slurm.submit(args, target)
     with contextlib.nullcontext() if args.debug else local.leaving():  # at a breakpoint, Ctrl-C is the debugger's
         return local.start(args, target)
 
 
 def launched() -> bool:
-    """Whether this is a process of a run already: torchrun's, or a child of ours. A RANK that leaked from elsewhere,
-    without a WORLD_SIZE that it fits, makes it none."""
+    """Whether torchrun or a launcher of ours started this process; a RANK may have leaked from elsewhere."""
     rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     return rank.isdecimal() and size.isdecimal() and int(rank) < int(size)

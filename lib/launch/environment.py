@@ -1,19 +1,20 @@
-"""The environment of a run's processes.
+"""The environment of a run's processes: RANK and its kin, caches, debug switches, names on fast networks.
 
-torchrun's variables are overwritten. Of caches, debug switches and names on fast networks, a variable that the user
-has set stays as it is.
+This is the only file that writes it. torchrun's variables are overwritten; any other that the user has set stays.
 """
 
 import contextlib
 import os
-import shlex
-import uuid
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 from lib.utils.checkpoint import run_folder
 
-# SYSTEMNAME where HOSTi is a host's name on InfiniBand, and nodes that are far apart have no other way to each other.
+# SYSTEMNAME of machines on which HOSTi is the name of HOST on InfiniBand, the only network between distant nodes.
 INFINIBAND = ("juwels", "juwelsbooster", "jurecadc", "jusuf")
+LOOPBACK = "lo" if sys.platform == "linux" else None  # the network interface of 127.0.0.1
 CACHES = {
     "TORCH_HOME": "torch",
     "TORCH_EXTENSIONS_DIR": "torch_extensions",
@@ -21,98 +22,79 @@ CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
     "HF_HOME": "huggingface",
 }
-ELASTIC = "agent.server.api agent.server.local_elastic_agent rendezvous.dynamic_rendezvous "
-ELASTIC += "rendezvous.c10d_rendezvous_backend rendezvous.utils"
 DEBUG = {
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
     "TORCH_CPP_LOG_LEVEL": "INFO",
-    "TORCH_LOGS": ",".join(f"+torch.distributed.{name}" for name in
-                           [*(f"elastic.{name}" for name in ELASTIC.split()), "distributed_c10d"]),
+    "TORCH_LOGS": "+distributed",
+    "LOGLEVEL": "DEBUG",  # torchrun's own
     "NCCL_DEBUG": "INFO",
     "TORCH_FR_BUFFER_SIZE": "2000",  # the flight recorder: the last collectives of each rank
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # the same, to older torch
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # the same, for older torch
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-}  # fmt: skip
+}
 RECORDS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # the beginning of the recorder's file names
 
 
 def export(cache_dir: str | None, debug: bool) -> dict[str, str]:
-    """Sets what torch reads when it is imported: where packages keep what they compile and download (-cache_dir, or
-    the user's own folder in $SCRATCH), and for -debug_dist what is logged. Returns what it set."""
+    """Set what torch reads when it is imported. Returns what was set.
+
+    Args:
+        cache_dir: where packages keep what they compile and download; None: a folder in $SCRATCH, if that is set.
+        debug: turn on verbose logging in torch.distributed, torchrun and NCCL.
+    """
     scratch = os.environ.get("SCRATCH")
-    own = Path(scratch) / f"cache_{os.environ.get('USER') or os.getuid()}" if scratch else None
-    folder = Path(cache_dir) if cache_dir else own
-    caches = {name: str(folder.absolute() / part) for name, part in CACHES.items()} if folder else {}
-    wanted = {**caches, **(DEBUG if debug else {})}
+    if scratch and not cache_dir:
+        cache_dir = f"{scratch}/cache_{os.environ.get('USER') or os.getuid()}"
+    wanted = dict(DEBUG) if debug else {}
+    if cache_dir:
+        wanted |= {name: str(Path(cache_dir, part).absolute()) for name, part in CACHES.items()}
     new = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(new)
     return new
 
 
-def torchrun(run: str, **names) -> dict[str, str]:
-    """torchrun's variables of these names for a run with this id, whose store is in the launcher already."""
-    elastic = {"RUN_ID": run, "RESTART_COUNT": 0, "USE_AGENT_STORE": True}
-    named = {**names, **{f"TORCHELASTIC_{name}": value for name, value in elastic.items()}}
-    return {name: str(value) for name, value in named.items()}
+def rank_variables(
+    *, rank: int, local_rank: int, size: int, local_size: int, run_id: str, store: tuple[str, int] | None = None
+) -> dict[str, str]:
+    """Return torchrun's variables for one process of a run.
+
+    Args:
+        rank: its number in the run.
+        local_rank: its number on this machine.
+        size: processes of the run.
+        local_size: processes on this machine.
+        run_id: the same for all processes and restarts of a launch.
+        store: host and port of the rendezvous store, which the launcher opens; a single process needs none.
+    """
+    variables = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
+    variables["TORCHELASTIC_RUN_ID"] = run_id
+    if store:
+        variables |= {"MASTER_ADDR": store[0], "MASTER_PORT": store[1]}
+        variables |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def of_run(args) -> dict[str, str]:
-    """What a process of the run is to find set: for -debug_dist where NCCL's flight recorder writes after a hang,
-    in the run's folder; for -deterministic what cuBLAS needs to end at the same bits (its manual, "Results
-    Reproducibility")."""
-    beginning = run_folder.run_of(args).absolute() / "logs" / "flight_rank_"
-    records = dict.fromkeys(RECORDS, str(beginning)) if args.debug_dist else {}
-    return records | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if args.deterministic else {})
+    """Return what a run needs set: NCCL's flight recorder for -debug_dist, cuBLAS's workspace for -deterministic."""
+    variables = {}
+    if args.debug_dist:
+        variables |= dict.fromkeys(RECORDS, str(run_folder.run_of(args).absolute() / "logs" / "flight_rank_"))
+    if args.deterministic:
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS's manual, "Results Reproducibility"
+    return variables
 
 
-def shell(own: dict, exported: dict[str, str], interface: str | None) -> str:
-    """Lines for a script to evaluate: its own variables, and those it exports to torchrun, with gloo's interface."""
-    gloo = {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
-    lines = [f"{name}={shlex.quote(str(value))}\n" for name, value in own.items()]
-    lines += [f"export {name}={shlex.quote(value)}\n" for name, value in {**exported, **gloo}.items()]
-    return "".join(lines)
-
-
-def suffix_of(asked: str | None) -> str:
-    """-master_suffix, or what this machine's nodes have behind their names on the fast network."""
-    return asked if asked is not None else "i" if on_infiniband() else ""
-
-
-def fast_name(host: str, asked: str | None) -> str:
-    """The name of a host on the fast network: the suffix is behind its first part, unless it is there already; a
-    number stays as it is."""
-    suffix, (first, dot, domain) = suffix_of(asked), host.partition(".")
-    if not suffix or ":" in host or host.replace(".", "").isdigit() or first.endswith(suffix):
-        return host
-    return f"{first}{suffix}{dot}{domain}"
-
-
-def fast_interface() -> str | None:
-    """The network interface to set for gloo; None where gloo finds it."""
-    return "ib0" if on_infiniband() else None
-
-
-def on_infiniband() -> bool:
-    """Whether this is a machine whose nodes have another name on the fast network."""
-    return os.environ.get("SYSTEMNAME") in INFINIBAND
-
-
-def place() -> dict[str, str]:
-    """torchrun's variables for the only process of a run."""
-    ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    return {name: str(value) for name, value in ranks.items()} | {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex}
-
-
-def threads(count: int) -> str:
-    """A fair share of the cores, for OMP_NUM_THREADS."""
-    return str(max(1, cores() // count))
+def threads(processes: int) -> str:
+    """Return the fair share of the cores for each of the processes, for OMP_NUM_THREADS."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return str(max(1, cores // processes))
 
 
 @contextlib.contextmanager
-def exported(variables: dict[str, str], **unless_set: str):
-    """The environment with these variables while the block runs; the second kind only where not set by the user."""
+def exported(variables: dict[str, str]):
+    """Set these variables while the block runs."""
     before = dict(os.environ)
-    os.environ.update({**{name: value for name, value in unless_set.items() if name not in before}, **variables})
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -120,6 +102,38 @@ def exported(variables: dict[str, str], **unless_set: str):
         os.environ.update(before)
 
 
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def suffix_of(suffix: str | None) -> str:
+    """Return -master_suffix, or what node names have at their end on this machine's fast network."""
+    return suffix if suffix is not None else "i" if on_infiniband() else ""
+
+
+def fast_name(host: str, suffix: str | None) -> str:
+    """Return the name of a host on the fast network: gpu7.site becomes gpu7i.site. An address stays as it is."""
+    suffix, (first, dot, domain) = suffix_of(suffix), host.partition(".")
+    if ":" in host or host.replace(".", "").isdigit() or first.endswith(suffix or first):
+        return host
+    return f"{first}{suffix}{dot}{domain}"
+
+
+def own_address(host: str) -> str:
+    """Return this machine's address on the way to a host; nothing is sent. Raises OSError."""
+    family, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)
+        return probe.getsockname()[0]
+
+
+def interface_of(address: str) -> str | None:
+    """Return gloo's network interface: InfiniBand's, or that of an address, by iproute2. None: gloo chooses."""
+    if on_infiniband():
+        return "ib0"
+    with contextlib.suppress(FileNotFoundError):
+        command = ["ip", "-oneline", "address", "show", "to", address.partition("%")[0]]
+        found = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        return found[1] if found else None
+    return None
+
+
+def on_infiniband() -> bool:
+    """Whether this machine's nodes have another name on the fast network."""
+    return os.environ.get("SYSTEMNAME") in INFINIBAND

@@ -1,10 +1,7 @@
-"""The processes of a run on this machine: how many, and on which GPUs.
-
-They are started, sent the signals of their parent, watched, and ended when one of them fails, here or on another
-machine.
-"""
+"""The processes of a run on this machine: how many, and on which GPUs; starts, watches and ends them."""
 
 import contextlib
+import enum
 import functools
 import importlib
 import math
@@ -15,164 +12,149 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 
 from lib.launch import environment, multinode, requeue
 from lib.utils.errors import ABORTED, FAILED, FINISHED, STOPPED, STOPPING, USAGE, UsageError, no_exit
 
-SETTLE_S, END_S = 0.3, 2.0  # to hear of every rank that failed; to hear why, and for the others to go by themselves
-MOST_A_CORE = 8  # processes of -cpu
+SETTLE_S, END_S = 0.3, 2.0  # for other ranks to report failures; for a cause to be reported, and for ranks to end
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # ROCm reads it, too
+RAISED = "rank {} failed with exit code {}; the others are ended"
 OUTSIDE = "{} before or after the training: stopped at once, and what is saved is whole"
+
+
+class Cause(enum.IntEnum):
+    """Why a process failed; of several failures the one with the lowest cause explains the others."""
+
+    SECOND_CTRL_C = 0
+    KILLED = 1
+    RAISED = 2
+    SIGABRT = 3  # torch's way to end a rank that lost another
+    ELSEWHERE = 4  # on another machine
+    LOST_PEER = 5
+
+
+@dataclass
+class Failure:
+    """A failure as it is printed."""
+
+    cause: Cause
+    message: str
+    exit_code: int = FAILED
+    traceback: str = ""
+    time: float = math.inf
 
 
 @dataclass
 class Child:
-    """A process of the run as its parent sees it."""
+    """A process of the run, as its parent sees it."""
 
     rank: int
     process: BaseProcess
     reader: connection.Connection
-    said: dict = field(default_factory=dict)  # what it reported before it ended
+    report: Failure | None = None
 
     def listen(self):
-        """Takes its report, the only thing it sends, if there is one."""
+        """Receive its report, if there is one."""
         try:
             if not self.reader.closed and self.reader.poll():
-                self.said = self.reader.recv()
+                self.report = self.reader.recv()
                 self.reader.close()
-        except (EOFError, OSError):  # it ended without, or in the middle of it
+        except (EOFError, OSError):  # it ended without one, or while it sent it
             self.reader.close()
 
     @property
-    def code(self):
+    def code(self) -> int | None:
         """Its exit code; None while it runs, negative after a signal."""
         return self.process.exitcode
 
     @property
     def failed(self) -> bool:
-        return bool(self.said) or self.code not in (None, FINISHED, STOPPED)  # a report is enough: its end may hang
+        return bool(self.report) or self.code not in (None, FINISHED, STOPPED)  # after a report its end may hang
 
-
-@dataclass
-class Work:
-    """What every child is given."""
-
-    run: Callable[[], int]
-    first: int  # rank of the first process of this machine
-    grace_s: float
-    alive: connection.Connection  # ends when the parent does
-    inherited: list  # what a forked child has open and must not
+    def failure(self, passed: list[int]) -> Failure:
+        """Return why it failed; `passed` are the signals that it got from its parent."""
+        if self.report:
+            return self.report
+        if self.code == ABORTED:
+            return Failure(Cause.SECOND_CTRL_C, "ended at the second Ctrl-C; the last checkpoint is good", ABORTED)
+        if self.code > 0:
+            return Failure(Cause.RAISED, RAISED.format(self.rank, self.code))
+        number = signal.Signals(-self.code)
+        if number in passed:
+            return Failure(Cause.KILLED, OUTSIDE.format(number.name), STOPPED)
+        cause = Cause.SIGABRT if number == signal.SIGABRT else Cause.KILLED
+        return Failure(cause, f"rank {self.rank} was killed by {number.name}; the others are ended")
 
 
 def start(args, target: str) -> int:
-    """Runs the processes of this machine, to an exit code."""
+    """Run the processes of this machine. Returns the exit code."""
     count = 1 if args.debug and args.nnodes == 1 else processes(args)
-    with environment.exported({visible(): ",".join(chosen(args.gpus))} if args.gpus else {}):
-        os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no agent of torchrun started this process
-        late = args.gpus and not fork_is_safe()  # to choose GPUs in this process
-        if count == args.nnodes == 1 and not late:
-            with environment.exported(environment.place(), OMP_NUM_THREADS=environment.threads(1)):
-                return call(target, args)
-        return spawn(args, target, count)
+    with environment.exported({VISIBLE: ",".join(chosen(args.gpus))} if args.gpus else {}):
+        os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no torchrun agent started this process
+        too_late = args.gpus and not fork_is_safe()  # to choose GPUs in this process
+        if args.nnodes > 1 or count > 1 or too_late:
+            return spawn(args, target, count)
+        place = environment.rank_variables(rank=0, local_rank=0, size=1, local_size=1, run_id=uuid.uuid4().hex)
+        os.environ.setdefault("OMP_NUM_THREADS", environment.threads(1))
+        os.environ.update(place)
+        return call(target, args)
 
 
 def processes(args) -> int:
-    """How many processes this machine runs: one a GPU, or -cpu's. Touches no device, so that a fork stays safe."""
+    """Return how many processes this machine runs. Touches no device, so that a fork stays safe."""
     import torch
 
-    if args.cpu:
-        if args.cpu > MOST_A_CORE * environment.cores():
-            raise UsageError(f"-cpu {args.cpu}: this machine has {environment.cores()} cores for its processes: "
-                             f"at most {MOST_A_CORE * environment.cores()}")  # fmt: skip
-        return args.cpu
-    if args.gpus:
-        return len(chosen(args.gpus))
-    # NVIDIA's and AMD's are counted by the driver's library; torch.accelerator would initialise the device here.
+    if args.cpu or args.gpus:
+        return args.cpu or len(chosen(args.gpus))
+    # The driver's library counts NVIDIA's and AMD's; torch.accelerator would initialize them.
     return torch.cuda.device_count() or max(1, torch.accelerator.device_count())
 
 
 def chosen(gpus: str) -> list[str]:
-    """The GPUs of -gpus as the variable is to name them: number i is the i-th of those that are visible now, a UUID
-    stays what it is. Touches no device.
+    """Return the GPUs of -gpus under the names of the variable that makes them visible. Touches no device.
 
-    Raises UsageError for one that is not there.
+    Number i means the i-th of those that are visible now; a UUID stays as it is.
     """
     import torch
 
-    wanted, there = gpus.split(","), torch.cuda.device_count()
-    if not there:
+    wanted, count = gpus.split(","), torch.cuda.device_count()
+    if not count:
         raise UsageError(f"-gpus {gpus}: no GPU is visible here; -cpu N trains on the CPU")
-    missing = [gpu for gpu in wanted if gpu.isdigit() and int(gpu) >= there]
-    numbers = ",".join(str(gpu) for gpu in range(there))
+    numbers = ",".join(str(gpu) for gpu in range(count))
+    missing = [gpu for gpu in wanted if gpu.isdigit() and int(gpu) >= count]
     if missing:
         raise UsageError(f"-gpus {gpus}: {', '.join(missing)} is not one of the GPUs here: {numbers}")
-    names = [name.strip() for name in (os.environ.get(visible()) or numbers).split(",")]
+    names = [name.strip() for name in (os.environ.get(VISIBLE) or numbers).split(",")]
     return [names[int(gpu)] if gpu.isdigit() else gpu for gpu in wanted]
 
 
 def narrowed(gpus: str | None) -> dict[str, str]:
-    """The variable that leaves this process, which another launcher started, the GPUs of -gpus alone: its local rank
-    counts among them. Raises UsageError where it is too late for that."""
+    """Return the variable that leaves a process of torchrun or srun only the GPUs of -gpus.
+
+    Raises:
+        UsageError: the driver was started to count the GPUs, and will not read the variable again.
+    """
     if not gpus:
         return {}
     names = ",".join(chosen(gpus))
-    if not fork_is_safe():  # the driver was started to count the GPUs, and does not look at the variable again
-        raise UsageError(f"-gpus {gpus}: here the GPUs must be chosen before the start: set {visible()}={names} for "
-                         "torchrun or srun, and leave -gpus out")  # fmt: skip
-    return {visible(): names}
-
-
-def visible() -> str:
-    """The variable that names the GPUs which torch is to see. ROCm knows NVIDIA's, too, but goes by its own first."""
-    import torch
-
-    own = torch.version.hip and "HIP_VISIBLE_DEVICES" in os.environ
-    return "HIP_VISIBLE_DEVICES" if own else "CUDA_VISIBLE_DEVICES"
-
-
-def spawn(args, target: str, count: int) -> int:
-    """Runs `count` processes of the run and waits for them, as torchrun's agent would: the store is here, or on node
-    0, on a port that nobody can take meanwhile. The first failure is printed, and ends the others.
-
-    Where it is safe the children are forked, torch imported already; else they are spawned and import it themselves.
-    """
-    context = multiprocessing.get_context("fork" if fork_is_safe() else "spawn")
-    if context.get_start_method() == "fork":
-        importlib.import_module("torch._dynamo")  # a second, which each child would wait for
-    others = multinode.meet(args, count) if args.nnodes > 1 else multinode.alone(count)
-    if not args.batch_per_gpu and args.batch_size < others.size:  # before the first one starts
-        raise UsageError(f"-batch_size {args.batch_size} has not a sample for each of {others.size} processes: "
-                         f"try {others.size}")  # fmt: skip
-    alive, parent = context.Pipe(duplex=False)  # ends when this process does: nobody else holds `parent`
-    ours = [one for one in (others.listener, parent, *(link.wire for link in others.links)) if one]
-    inherited = ours if context.get_start_method() == "fork" else []
-    work = Work(functools.partial(call, target, args), others.first, args.grace_s, alive, inherited)
-    network = {"GLOO_SOCKET_IFNAME": others.interface} if others.interface else {}
-    started = []
-    with passing_on(started) as passed:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until there is somebody to pass them to
-        with environment.exported(shared(others, count), OMP_NUM_THREADS=environment.threads(count), **network):
-            started.extend(start_child(context, local_rank, work) for local_rank in range(count))
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        _store = store_on(others.listener, others.store[0], others.size) if others.listener else None
-        code = watch(started, others, passed)
-        others.leave()
-        return code
-
-
-def shared(others: multinode.Others, count: int) -> dict[str, str]:
-    """torchrun's variables, as far as all processes of this machine share them."""
-    address, port = others.store[:2]
-    place = {"WORLD_SIZE": others.size, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": address, "MASTER_PORT": port}
-    return environment.torchrun(others.run, **place)
+    if not fork_is_safe():
+        raise UsageError(
+            f"-gpus {gpus}: here the GPUs must be chosen before the start: set {VISIBLE}={names} for torchrun or "
+            "srun, and leave -gpus out"
+        )
+    return {VISIBLE: names}
 
 
 def fork_is_safe() -> bool:
-    """Whether children may be forked: on Linux, as long as this process has not touched a device. To count GPUs is
-    no touch where the driver's library is there to ask (NVML, or AMD's amdsmi)."""
+    """Whether children may be forked: on Linux, while this process has touched no device.
+
+    Counting GPUs touches none if the driver's library can be asked (NVML, or AMD's amdsmi).
+    """
     import torch
 
     if sys.platform != "linux" or torch.cuda.is_initialized():
@@ -182,162 +164,140 @@ def fork_is_safe() -> bool:
     return not torch.accelerator.is_available()
 
 
-def store_on(listener, host: str, size: int):
-    """The rendezvous store of so many ranks on a socket that listens already; this process reaches it at the host.
-    It lives as long as somebody holds it."""
-    from torch.distributed import TCPStore
+def spawn(args, target: str, count: int) -> int:
+    """Run `count` processes on this machine and wait for them. Returns the exit code.
 
-    port, fd = listener.getsockname()[1], listener.detach()
-    return TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    Like torchrun's agent, this process (on node 0) has the rendezvous store, on a port that is its own before the
+    children start. Where it is safe they are forked, with torch imported already; else each imports it again.
+    """
+    meeting = multinode.meet(args, count) if args.nnodes > 1 else multinode.alone(count)
+    if not args.batch_per_gpu and args.batch_size < meeting.size:
+        raise UsageError(
+            f"-batch_size {args.batch_size} has not a sample for each of {meeting.size} processes: try {meeting.size}"
+        )
+    children = []
+    with pass_signals_to(children) as passed:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until there is a child to pass them to
+        alive = start_children(children, functools.partial(call, target, args), args.grace_s, count, meeting)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        store = multinode.open_store(meeting.listener, meeting.store[0], meeting.size) if meeting.listener else None
+        code = watch(children, meeting, passed)
+        meeting.leave()
+        del store, alive  # the children need both until here
+    return code
 
 
-def start_child(context, local_rank: int, work: Work) -> Child:
-    """Starts one process of the run."""
-    reader, writer = context.Pipe(duplex=False)
-    rank = work.first + local_rank
-    process = context.Process(target=child, args=(local_rank, work, writer), name=f"rank {rank}")
-    process.start()
-    writer.close()
-    return Child(rank, process, reader)
+def start_children(children: list, run: Callable[[], int], grace_s: float, count: int, meeting: multinode.Meeting):
+    """Start the processes of this machine. Returns a connection; they end when it is closed."""
+    context = multiprocessing.get_context("fork" if fork_is_safe() else "spawn")
+    ended, alive = context.Pipe(duplex=False)
+    shared = {"run": run, "grace_s": grace_s, "parent_ended": ended, "inherited": []}
+    if context.get_start_method() == "fork":
+        importlib.import_module("torch._dynamo")  # takes a second, here once for all
+        shared["inherited"] = [
+            one for one in (alive, meeting.listener, *(link.pipe for link in meeting.links)) if one
+        ]
+    defaults = {"OMP_NUM_THREADS": environment.threads(count), "GLOO_SOCKET_IFNAME": meeting.interface}
+    defaults = {name: value for name, value in defaults.items() if value and name not in os.environ}
+    for local_rank in range(count):
+        rank = meeting.first_rank + local_rank
+        place = {"rank": rank, "local_rank": local_rank, "size": meeting.size, "local_size": count}
+        variables = environment.rank_variables(**place, run_id=meeting.run_id, store=meeting.store)
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=child, args=(rank, {**defaults, **variables}, writer), kwargs=shared)
+        process.start()
+        writer.close()
+        children.append(Child(rank, process, reader))
+    return alive
 
 
-def child(local_rank: int, work: Work, writer):
-    """What a child does: its rank into the environment, the run, a report of how it ended."""
-    for one in work.inherited:
+def child(
+    rank: int, variables: dict[str, str], writer: connection.Connection, *, run, grace_s, parent_ended, inherited
+):
+    """Run in a child: set its environment, run, report a failure."""
+    for one in inherited:  # the parent's own; open here, they would seem to be in use after its end
         one.close()
-    handle(signal.SIG_DFL)
+    set_handlers(signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-    os.environ.update(RANK=str(work.first + local_rank), LOCAL_RANK=str(local_rank))
-    threading.Thread(target=end_with_parent, args=(work.alive, work.grace_s), daemon=True).start()
+    os.environ.update(variables)
+    threading.Thread(target=end_with_parent, args=(parent_ended, grace_s), daemon=True).start()
     try:
-        code = work.run()
+        code = run()
     except UsageError as error:
         code = USAGE
-        writer.send({"usage": str(error), "time": time.monotonic()})
+        writer.send(Failure(Cause.RAISED, " ".join(str(error).split()), USAGE, time=time.monotonic()))
     except Exception as error:
+        from lib.utils.checkpoint import run_folder  # imports torch
+
         code = FAILED
-        report = {"error": traceback.format_exc(), "time": time.monotonic()}
-        writer.send({**report, "lost": importlib.import_module("lib.utils.checkpoint.run_folder").lost_peer(error)})
-    handle(signal.SIG_IGN)  # at a second signal it would end with another code
+        cause = Cause.LOST_PEER if run_folder.lost_peer(error) else Cause.RAISED
+        writer.send(Failure(cause, RAISED.format(rank, code), code, traceback.format_exc(), time.monotonic()))
+    set_handlers(signal.SIG_IGN)  # a second signal would change the exit code
     writer.close()
     sys.exit(code)
 
 
-def end_with_parent(alive: connection.Connection, grace_s: float):
-    """Stops this process, its state saved, when the parent is gone; after the grace it ends without."""
-    connection.wait([alive])
+def end_with_parent(parent_ended: connection.Connection, grace_s: float):
+    """Stop this process when its parent is gone: with its state saved, or after the grace without."""
+    connection.wait([parent_ended])
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace_s + 1)
     os._exit(FAILED)
 
 
 def call(target: str, args) -> int:
-    """The exit code of the function named "module:function"."""
+    """Call the function named "module:function" with args. Returns the exit code."""
     module, _, function = target.partition(":")
-    with environment.exported({}, **environment.of_run(args)), no_exit():
+    with environment.exported({**environment.of_run(args), **os.environ}), no_exit():
         return getattr(importlib.import_module(module), function)(args)
 
 
-@contextlib.contextmanager
-def passing_on(children):
-    """Signals reach the children while the block runs, after which none is left. Gives a list of those that came."""
-    passed = []
-
-    def pass_on(number, frame):
-        passed.append(number)
-        for one in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one.process.pid, number) if one.process.is_alive() else None
-
-    before = handle(pass_on)
-    try:
-        yield passed
-    finally:
-        end(children, 0.0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def handle(handler) -> dict:
-    """Sets the handler of signals that are passed on, but for what nohup ignores. Returns the handlers before."""
-    heard = [number for number in STOPPING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in heard}
-
-
-def watch(children, others: multinode.Others, passed: list[int]) -> int:
+def watch(children: list[Child], meeting: multinode.Meeting, passed: list[int]) -> int:
     """Wait for the children. Returns the run's exit code.
 
-    The first failure, here or on another machine, is printed and sent to the other machines, and ends the rest.
+    The first failure, here or on another machine, ends the rest. It is printed and sent to the other machines.
     """
-    everybody = [*children, *others.links]
-    while not any(one.failed for one in everybody) and wait(children, others.links):
+    links = meeting.links
+    while not any(one.failed for one in (*children, *links)) and wait(children, links):
         pass
-    if not any(one.failed for one in everybody):
-        code = max(one.code for one in children)
-        others.report(code)
+    if not any(one.failed for one in (*children, *links)):
+        code = max(child.code for child in children)
+        meeting.report(code)
         return code
-    settled = time.monotonic() + (SETTLE_S if not others.links else 3 * SETTLE_S)
-    while time.monotonic() < settled + (0.0 if explained(everybody) else END_S):
-        if not wait(children, others.links, SETTLE_S / 3):
+    settled = time.monotonic() + (3 * SETTLE_S if links else SETTLE_S)
+    while time.monotonic() < settled and wait(children, links, SETTLE_S / 3):
+        pass
+    while first_cause(children, links, passed).cause == Cause.LOST_PEER and time.monotonic() < settled + END_S:
+        if not wait(children, links, SETTLE_S / 3):
             break
-    code, trace, text = verdict(children, others.links, passed)
-    print(f"{trace}train.py: {text}", file=sys.stderr, flush=True)
-    others.report(FAILED if code == STOPPED else code, text)  # they are not to wait for this one
+    failure = first_cause(children, links, passed)
+    print(f"{failure.traceback}train.py: {failure.message}", file=sys.stderr, flush=True)
+    meeting.report(FAILED if failure.exit_code == STOPPED else failure.exit_code, failure.message)
     end(children, END_S)
-    return code
+    return failure.exit_code
 
 
-def wait(children, links=(), timeout: float = 1.0) -> bool:
-    """Waits for news of a child or another machine, not for ever: a child that ended just before wakes nobody. False
-    if no child runs."""
-    running = [one for one in children if one.code is None]
-    pipes = [one.reader for one in running if not one.reader.closed]
-    heard = [*pipes, *(one.process.sentinel for one in running), *(one for one in links if not one.over)]
-    connection.wait(heard, timeout) if running else None
+def wait(children: list[Child], links: list[multinode.Link], timeout: float = 1.0) -> bool:
+    """Wait for news, but not for ever: a child that has just ended wakes nobody. Returns whether a child runs."""
+    running = [child for child in children if child.code is None]
+    pipes = [child.reader for child in running if not child.reader.closed]
+    pipes += [link.pipe for link in links if link.code is None]
+    if running:
+        connection.wait([*pipes, *(child.process.sentinel for child in running)], timeout)
     for one in (*children, *links):
         one.listen()
     return bool(running)
 
 
-def explained(everybody) -> bool:
-    """Whether one of those that failed says more than that it lost another one."""
-    return any(one.failed and not one.said.get("lost") for one in everybody)
+def first_cause(children: list[Child], links: list[multinode.Link], passed: list[int]) -> Failure:
+    """Return the failure that explains the others; `passed` are the signals that this process passed on."""
+    failures = [child.failure(passed) for child in children if child.failed]
+    failures += [Failure(Cause.ELSEWHERE, link.message) for link in links if link.failed]
+    return min(failures, key=lambda failure: (failure.cause, failure.time))
 
 
-def verdict(children, links, passed: list[int]) -> tuple[int, str, str]:
-    """The exit code of a failed run, a traceback, and a message.
-
-    They are those of the rank that was killed, or else of the one that failed first, here or on another machine.
-    Ranks that failed because they lost another come last.
-    """
-    if any(one.code == ABORTED for one in children):
-        return ABORTED, "", "ended at the second Ctrl-C; the last checkpoint is good"
-    reported = any(one.said and not one.said.get("lost") for one in children)
-    killed = [one for one in children if one.code is not None and one.code < 0 and not one.said]
-    aborted = [] if reported else killed  # torch aborts a rank that lost another, which says more
-    killed = [one for one in killed if one.code != -signal.SIGABRT] or aborted
-    if killed:
-        number, name = -killed[0].code, signal.Signals(-killed[0].code).name
-        if number in passed:
-            return STOPPED, "", OUTSIDE.format(name)
-        return FAILED, "", f"rank {killed[0].rank} was killed by {name}; the others are ended"
-    failed = [one for one in children if one.failed]
-    mine = sorted(failed, key=lambda one: (one.said.get("lost", False), one.said.get("time", math.inf)))
-    if mine and "usage" in mine[0].said:
-        return USAGE, "", " ".join(mine[0].said["usage"].split())
-    theirs = [one for one in links if one.failed]
-    if theirs and not explained(mine):
-        return FAILED, "", theirs[0].said["message"]
-    code = mine[0].code or FAILED
-    return (
-        FAILED,
-        mine[0].said.get("error", ""),
-        f"rank {mine[0].rank} failed with exit code {code}; the others are ended",
-    )
-
-
-def end(children, seconds: float):
-    """Ends what still runs: those that lost a peer have some seconds to go by themselves, the rest is killed."""
+def end(children: list[Child], seconds: float):
+    """Give children that still run some seconds to end by themselves, then kill them."""
     until = time.monotonic() + seconds
     for one in children:
         one.process.join(max(0.0, until - time.monotonic()))
@@ -348,15 +308,29 @@ def end(children, seconds: float):
 
 
 @contextlib.contextmanager
+def pass_signals_to(children: list[Child]):
+    """Pass signals on to the children while the block runs, and end them after it. Yields a list of what came."""
+    passed = []
+
+    def pass_on(number, frame):
+        passed.append(number)
+        for one in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one.process.pid, number) if one.process.is_alive() else None
+
+    with handled_by(pass_on):
+        try:
+            yield passed
+        finally:
+            end(children, 0.0)
+
+
 def leaving():
-    """A signal that stops a run ends this process at once while the block lasts, but for the training, which listens
-    itself. There is nothing to save, and the exit code is that of a stop."""
-    before = handle(functools.partial(_leave, os.getpid()))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    """End this process at once if a signal stops the run while the block lasts, with the exit code of a stop.
+
+    There is nothing to save before and after the training, which handles signals itself.
+    """
+    return handled_by(functools.partial(_leave, os.getpid()))
 
 
 def _leave(pid, number, frame):
@@ -368,7 +342,24 @@ def _leave(pid, number, frame):
     os._exit(STOPPED)  # an exception might be lost in an import
 
 
-def refused(error) -> int:
+@contextlib.contextmanager
+def handled_by(handler):
+    """Set the handler of the signals that stop a run while the block lasts."""
+    before = set_handlers(handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def set_handlers(handler) -> dict:
+    """Set the handler of the signals that stop a run, except for what nohup ignores. Returns the handlers before."""
+    heard = [number for number in STOPPING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
+def refused(error: UsageError) -> int:
     """Print what the user has to change, in one line. Returns the exit code."""
     text = " ".join(str(error).split())
     print(f"train.py: {text}", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from lib.launch import requeue, slurm_task
+from lib.launch import slurm_task
 from lib.utils.errors import FINISHED, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,11 +38,6 @@ def submit(args, target: str) -> int:
     """
     if args.gpus:
         raise UsageError(f"-gpus {args.gpus} with -slurm: Slurm says which GPUs; -slurm_ngpus says how many a node")
-    for option in args.slurm_arg:
-        if "array".startswith(option.partition("=")[0]):
-            raise UsageError(
-                f"-slurm_arg {option}: all tasks of an array would be one run: submit each with its own -model"
-            )
     if args.slurm_dry:
         return show(args)
     if not shutil.which("sbatch"):
@@ -74,23 +69,19 @@ def submit_job(args, target: str, folder: Path) -> str:
     from submitit.core.utils import DelayedSubmission
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the pickle in it runs as code
-    snapshot = folder / f"{requeue.CODE}{uuid.uuid4().hex}"
+    snapshot = folder / f"code_{uuid.uuid4().hex}"
     try:
         if not args.slurm_live:
             copy_code(snapshot)
         script = script_of(args, folder, ROOT if args.slurm_live else snapshot)
-        answer = sbatch(script).stdout
-        number = re.search(r"job (\d+)", answer)
-        if not number:
-            raise UsageError(f"-slurm: sbatch names no job: {answer.strip() or 'it says nothing'}")
+        job = re.search(r"job (\d+)", sbatch(script).stdout)[1]
     except BaseException:
         shutil.rmtree(snapshot, ignore_errors=True)
         raise
-    job = number[1]
     (folder / f"{job}_submission.sh").write_text(script)
     temporary = folder / f"{job}.pkl"
     DelayedSubmission(slurm_task.work, args, target, str(Path.cwd())).dump(temporary)
-    temporary.rename(requeue.pickle_of(folder, job))
+    temporary.rename(slurm_task.pickle_of(folder, job))
     return job
 
 

@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +20,9 @@ from lib.utils.monitoring import metrics, throughput
 from lib.utils.monitoring.images import Answers
 from lib.utils.watchdog import watched
 
+if TYPE_CHECKING:
+    from lib.config import Args
+
 log = logging.getLogger(__name__)
 AGAINST_BAD_STEPS = "a lower -lr_start, -clip_grad or -bf16 for -fp16 may help"
 
@@ -30,7 +34,7 @@ class BadSteps(RuntimeError):
 class Trainer:
     """Trains a wrapped model on `loaders["train"]` and evaluates it on "val" and "test" if they exist."""
 
-    def __init__(self, args, world, loaders, model, loss, optimizer, logger):
+    def __init__(self, args: "Args", world, loaders, model, loss, optimizer, logger):
         self.args, self.world, self.loaders = args, world, loaders
         self.model, self.loss, self.optimizer, self.logger = model, loss, optimizer, logger
         self.folder, self.plan = run_folder.run_of(args), loaders["train"].plan
@@ -193,7 +197,7 @@ class Trainer:
         """Raise BadSteps with the step, its samples, and the last good checkpoint."""
         self.checkpoints.finish()
         samples = self.loaders["train"].indices(self.state.epoch, self.plan.step_in_epoch(self.state) - 1)
-        newest = self.checkpoints.newest()
+        newest = run_folder.newest(self.checkpoints.folder)
         raise BadSteps(
             f"{self.state.bad_row} steps in a row without a finite gradient (-max_bad_steps "
             f"{self.args.max_bad_steps}), the last of them step {self.state.step - 1} with the samples "

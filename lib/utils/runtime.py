@@ -1,8 +1,7 @@
-"""Settings of torch and Python for speed, and what config.yaml says of the machine and the code."""
+"""Settings of torch and Python for speed, and facts on the machine and the code."""
 
 import collections
 import contextlib
-import ctypes
 import functools
 import gc
 import importlib.metadata
@@ -19,38 +18,29 @@ import torch
 from lib.utils import distributed
 from lib.utils.distributed import World
 
-KEPT = {-1: -1, -4: 0}  # of <malloc.h>: M_TRIM_THRESHOLD never, M_MMAP_MAX no block
-FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, beside the plain one
+FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, next to the plain one
 LAUNCHED = 4  # micro-batches that a GPU has still to compute while the next is made ready: each holds memory
 
 
 def kernels(world: World, deterministic: bool):
-    """Has matrices multiplied in TF32 and convolutions tried out for the fastest way; or, as no trial ends the same
-    way twice, the same bits every time (torch.use_deterministic_algorithms), where torch has such a kernel. The
-    memory that a step frees on the CPU is kept for the next."""
-    keep_memory()
+    """Enable TF32 and cuDNN's autotuning on a GPU; with `deterministic`, deterministic algorithms instead."""
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+        # Nothing here reads memory that it did not write.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]
     if world.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.benchmark = not deterministic
-        for kernel in FAST_ATTENTION if deterministic else ():  # which warn_only leaves as they are
+        torch.backends.cudnn.benchmark = not deterministic  # its trials end differently each time
+        for kernel in FAST_ATTENTION if deterministic else ():  # which warn_only lets through
             getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
-
-
-def keep_memory():
-    """Has glibc's malloc give nothing back to the system, which would be asked for it again at the next step, page by
-    page (mallopt(3)). Other C libraries stay as they are."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
-    for option, value in KEPT.items():
-        mallopt(option, value)
 
 
 @contextlib.contextmanager
 def frozen():
-    """Python's garbage collector passes over what is there already: it then takes microseconds, and in loader
-    processes that are forked copies no memory."""
+    """Let Python's garbage collector skip all objects that exist, in the block.
+
+    It then takes microseconds, and loader processes, which are forked copies, share more memory.
+    """
     gc.collect()
     gc.freeze()
     try:
@@ -60,7 +50,7 @@ def frozen():
 
 
 def throttle(batches: Iterable, device: torch.device) -> Iterator:
-    """The same batches. A GPU is waited for where it is LAUNCHED batches behind, which it never notices."""
+    """Yield the same batches. Waits for a GPU that is LAUNCHED batches behind, which costs it nothing."""
     launched = collections.deque()
     for batch in batches:
         yield batch
@@ -72,7 +62,7 @@ def throttle(batches: Iterable, device: torch.device) -> Iterator:
 
 
 def about(world: World) -> dict:
-    """For config.yaml and every checkpoint; for people. Called by all ranks."""
+    """Return facts on the code and the machine for config.yaml and every checkpoint. Called by all ranks."""
     return {
         "command": " ".join(["python", *sys.argv]),
         **_code(world),
@@ -85,19 +75,18 @@ def about(world: World) -> dict:
     }
 
 
-@functools.cache  # a save tells it too, and starts no process
+@functools.cache  # a checkpoint needs it, too, and must start no process
 def _code(world):
-    """What git says on rank 0: a shared disk would hear every rank's question."""
+    """Return what git says on rank 0: not all ranks read the repository, which may lie on a shared disk."""
     return distributed.main_does(
         lambda: {"git": _git("rev-parse", "HEAD"), "changed_files": _git("status", "--porcelain")}, world
     )
 
 
 def _git(*words):
-    root = Path(__file__).resolve().parents[2]
+    words = ("git", "--no-optional-locks", *words)  # or kill -9 could leave a lock in the user's repository
     try:
-        words = ("git", "--no-optional-locks", *words)  # or a kill -9 here leaves a lock in the user's repository
-        asked = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return asked.stdout.strip() if asked.returncode == 0 else None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -32,7 +32,7 @@ def uniform(seed: int, epoch: int, indices: list[int], count: int = 8) -> torch.
     return torch.from_numpy((bits >> 40).astype(np.float32) / np.float32(1 << 24))
 
 
-def scramble(state: int | np.ndarray) -> int | np.ndarray:
+def scramble(state):
     """Return SplitMix64's mixture of the bits of a number, or of an array of uint64, but for its last shift."""
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     return (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK

@@ -66,6 +66,7 @@ NodeName=n[1-2] Name=gpu File=/dev/tty[0-3]
 END
     cat > "$folder/slurm.conf" <<END
 ClusterName=mini
+FirstJobId=$((RANDOM + 1))  # the port of a job follows from its number, and two clusters may share this machine
 SlurmctldHost=$(hostname -s)(127.0.0.1)
 SlurmctldPort=${port[0]}
 SlurmUser=root

@@ -75,6 +75,7 @@ def copy_of_the_code(folder: Path) -> Path:
     """A copy of the repository, with a dataset called slow."""
     shutil.copytree(ROOT / "lib", folder / "lib", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "scripts" / "slurm", folder / "scripts" / "slurm")
+    shutil.copy(ROOT / "scripts" / "agent.py", folder / "scripts")
     shutil.copytree(ROOT / "data", folder / "data")
     shutil.copy(ROOT / "train.py", folder)
     (folder / "lib" / "dataset" / "slow.py").write_text(SLOW)

@@ -129,7 +129,7 @@ def wrong_after(cut, kind, folder):
         kind.save(folder, NEWER)
         assert kind.found(folder) == NEWER
         atomic.sweep(folder)
-        assert not [name for name in disk.read_tree(folder) if name.endswith((".partial", ".removed", ".aside"))]
+        assert not [name for name in disk.read_tree(folder) if name.endswith((".partial", ".removed"))]
     except (AssertionError, OSError, ValueError, RuntimeError, EOFError, IndexError, TypeError) as error:
         return f"{cut.what}: {type(error).__name__} {error}"
 

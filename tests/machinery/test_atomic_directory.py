@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from lib.utils import distributed
 from lib.utils.checkpoint import atomic
-from lib.utils.compat import atomic_directory
 from lib.utils.compat.atomic_directory import AtomicDirectory, atomic_torch_save
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -109,8 +108,6 @@ def test_a_copied_tree_goes_on_by_itself(way, tmp_path):
 def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ValueError, match="'sync_some': one of sync_any, sync_all, async, mono"):
         AtomicDirectory(tmp_path, strategy="sync_some")
-    with pytest.raises(ValueError, match=r"'\.\./a': a plain file name"):
-        AtomicDirectory(tmp_path, name="../a")
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         AtomicDirectory(tmp_path / "file", is_master=True)
@@ -120,15 +117,11 @@ def test_what_does_not_fit_is_refused(tmp_path):
         saver.prepare_checkpoint_directory()
 
 
-def test_swap_link_takes_the_place_of_what_a_copy_without_links_left(tmp_path):
-    for name in ("step_1", "step_2", "latest"):
+def test_swap_link_takes_the_place_of_a_file_that_holds_the_name(tmp_path):
+    for name in ("step_1", "step_2"):
         (tmp_path / name).mkdir()
     link = tmp_path / "latest"
-    (link / "precious").write_text("")
     assert atomic.read_link(link) is None
-    atomic.swap_link(link, "step_1")
-    assert [aside.name for aside in tmp_path.glob("latest.*.aside/*")] == ["precious"]
-    link.unlink()
     link.write_text("step_1\n")
     assert atomic.read_link(link) == "step_1"
     atomic.swap_link(link, "step_2")
@@ -146,18 +139,12 @@ def test_where_there_are_no_links_a_file_holds_the_name(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["latest"]
 
 
-def test_torch_saves_leave_the_old_file_if_they_fail_and_sweep_up_after_killed_ones(tmp_path):
+def test_torch_saves_leave_the_old_file_if_they_fail(tmp_path):
     path = tmp_path / "model.pt"
     atomic_torch_save({"a": torch.ones(3)}, str(path))
     with pytest.raises((AttributeError, TypeError, RuntimeError)):
         atomic_torch_save({"a": lambda: None}, path)
     assert torch.load(path)["a"].tolist() == [1, 1, 1] and list(tmp_path.iterdir()) == [path]
-    killed, running = tmp_path / "model.pt.1.0000000a.partial", tmp_path / "model.pt.2.0000000b.partial"
-    for file in (killed, running):
-        file.write_text("")
-    os.utime(killed, (0, 0))
-    atomic_torch_save({"a": torch.zeros(3)}, path)
-    assert sorted(tmp_path.iterdir()) == [path, running]
 
 
 def on_ranks(size, function, folder):
@@ -197,13 +184,12 @@ def broken(*_, **__):
     raise OSError(errno.ENOSPC, "no space left, says the test")
 
 
-def test_two_ranks_share_folders_agree_and_none_waits_for_one_that_failed(tmp_path, monkeypatch):
+def test_two_ranks_share_folders_agree_and_none_waits_for_one_that_failed(tmp_path):
     def run(rank):
-        for check in (_together, _refused, _forced, _failing, _unseen, _async, _mono):
+        for check in (_together, _refused, _forced, _failing, _async, _mono):
             check(rank, tmp_path / check.__name__)
 
     torch.set_num_threads(1)
-    monkeypatch.setattr(atomic_directory, "PATIENCE", 0.2)
     on_ranks(2, run, tmp_path)
 
 
@@ -225,8 +211,6 @@ def fail(error):
 
 
 def _refused(rank, folder):
-    with pytest.raises(ValueError, match="strategies differ, by rank: sync_any, sync_all"):
-        AtomicDirectory(folder, is_master=rank == 0, strategy=("sync_any", "sync_all")[rank])
     for masters in (0, 2):
         with pytest.raises(ValueError, match=f"is_master=True on {masters} of 2 ranks"):
             AtomicDirectory(folder, is_master=masters == 2)
@@ -264,12 +248,6 @@ def save_shared(saver):
     Path(path, f"shard_{saver.world.rank}").write_text("x")
     saver.symlink_latest(path)
     return Path(path).name
-
-
-def _unseen(rank, folder):
-    saver = AtomicDirectory(folder / f"disk_of_rank_{rank}", is_master=rank == 0)
-    with pytest.raises(FileNotFoundError if rank == 1 else OSError, match="on a disk that all ranks share"):
-        saver.prepare_checkpoint_directory()
 
 
 def _async(rank, folder):

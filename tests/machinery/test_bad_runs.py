@@ -150,10 +150,10 @@ def test_a_run_without_enough_memory_is_told_what_takes_less(tmp_path):
 
 
 STEPS = {
-    "nothing": (lambda loss: None, "gives a NoneType;"),
-    "a number": (lambda loss: float(loss), "gives a float;"),
-    "a row": (lambda loss: loss.expand(3), "gives a tensor of shape (3,);"),
-    "no gradient": (lambda loss: loss.detach(), "gives a tensor of shape () without a gradient;"),
+    "nothing": (lambda loss: None, "returns a NoneType;"),
+    "a number": (lambda loss: float(loss), "returns a float;"),
+    "a row": (lambda loss: loss.expand(3), "returns a tensor of shape (3,);"),
+    "no gradient": (lambda loss: loss.detach(), "returns a tensor of shape () without a gradient;"),
 }
 
 

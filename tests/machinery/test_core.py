@@ -184,24 +184,6 @@ def test_a_step_without_a_finite_gradient_changes_nothing(bad):
         assert repr(before) != repr(after) if good else repr(before) == repr(after)
 
 
-@pytest.mark.parametrize(("name", "words"), [("sgd", {"momentum": 0.9}), ("sgd", {"momentum": 0.0}), ("adagrad", {})])
-def test_without_a_fused_kernel_a_bad_step_is_undone_and_a_good_one_is_torchs(name, words, monkeypatch):
-    """As under FSDP, whose shards have fused kernels of Adam alone."""
-    monkeypatch.setattr(optimizers, "_may_fuse", lambda *given: False)
-    ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
-    theirs.load_state_dict(ours.state_dict())
-    optimizer, plain = (optimizers.get_optimizer(one, asked(optimizer=name, **words), 64) for one in (ours, theirs))
-    for scale in (math.nan, 1.0, math.inf, 2.0):
-        for model in (ours, theirs):
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, scale)
-        norm = optimizers.clip(list(ours.parameters()), 0)
-        optimizers.step_if_finite(optimizer, norm)
-        plain.step() if math.isfinite(scale) else None
-        both = (ours.state_dict(), optimizer.state_dict()), (theirs.state_dict(), plain.state_dict())
-        assert repr(both[0]) == repr(both[1])
-
-
 @pytest.mark.parametrize("switch", [True, False])
 @pytest.mark.parametrize("name", optimizers.BY_NAME)
 def test_a_first_step_that_is_left_out_on_a_gpu_or_by_the_scaler_leaves_no_trace(name, switch, monkeypatch):
@@ -213,7 +195,7 @@ def test_a_first_step_that_is_left_out_on_a_gpu_or_by_the_scaler_leaves_no_trace
     try:
         for model, values in zip(models, ([math.inf, 1.0, 2.0], [1.0, 2.0]), strict=True):
             optimizer = optimizers.get_optimizer(model, asked(optimizer=name), 64)
-            if switch and not getattr(optimizer, "_step_supports_amp_scaling", False):
+            if switch and not optimizers.has_switch(optimizer):
                 pytest.skip(f"this torch has no such switch in {name}")
             for value in values:
                 optimizer.zero_grad()

@@ -11,7 +11,8 @@ import pytest
 from command_line import cfg_file, parsed
 
 from lib import config
-from lib.launch import environment, requeue, slurm_task
+from lib.launch import environment, slurm_task
+from lib.utils.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,36 +97,40 @@ def test_some_machines_have_another_name_on_their_fast_network(bare, system):
     assert environment.fast_name("10.13.23.64", None) == "10.13.23.64"
     assert environment.fast_name("fe80::1", None) == "fe80::1"
     assert environment.fast_name("jwb0001", "") == "jwb0001"
-    assert environment.fast_interface() == "ib0"
+    assert environment.interface_of("10.13.23.64") == "ib0"
 
 
 def test_any_other_machine_is_called_by_its_name_unless_a_suffix_is_given(bare):
     bare.setenv("SYSTEMNAME", "elsewhere")
     assert environment.fast_name("gpu17", None) == "gpu17"
     assert environment.fast_name("gpu17.site", "-ib") == "gpu17-ib.site"
-    assert environment.fast_interface() is None
+    assert environment.interface_of("192.0.2.7") is None
 
 
 def test_a_task_of_slurm_meets_the_others_in_the_fast_network_alone(bare, monkeypatch):
-    """The store listens at the address on the way to another node, and at no other of this machine's."""
+    """The store listens at the address on the way to another node; the others find it by its name there."""
     asked, known = [], socket.getaddrinfo
 
     def addresses(name, *more, **options):
         asked.append(name)
         return known("127.0.0.1", *more, **options)
 
-    monkeypatch.setattr(requeue, "nodes", lambda: ["jwb0001.juwels", "jwb0002.juwels"])
-    bare.setenv("SLURMD_NODENAME", "jwb0001.juwels")
+    bare.setenv("SLURM_STEP_NODELIST", "jwb[0001-0002]")
+    bare.setenv("SLURM_JOB_ID", "5")
+    bare.setenv("SLURM_STEP_ID", "0")
     bare.setenv("SYSTEMNAME", "juwelsbooster")
-    for suffix, name in ((None, "jwb0002i.juwels"), ("", "jwb0002.juwels"), ("x", "jwb0002x.juwels")):
-        with monkeypatch.context() as patched:
-            patched.setattr(socket, "getaddrinfo", addresses)
-            place, store = slurm_task.open_store(4, 2, suffix)
-        assert asked.pop(0) == name and place["MASTER_ADDR"] == "127.0.0.1"
-        socket.create_connection(("127.0.0.1", place["MASTER_PORT"]), timeout=5).close()
-        with pytest.raises(OSError):
-            socket.create_connection(("127.0.0.2", place["MASTER_PORT"]), timeout=5)
-        del store
-    place, store = slurm_task.open_store(4, 1, "x")
-    assert place["MASTER_ADDR"] == "127.0.0.1", "a node alone needs no network"
-    del store
+    monkeypatch.setattr(socket, "getaddrinfo", addresses)
+    for suffix, end in ((None, "i"), ("", ""), ("x", "x")):
+        for node, name in ((0, "jwb0002"), (1, "jwb0001")):
+            bare.setenv("SLURM_NODEID", str(node))
+            assert slurm_task.head(suffix)[0] == "127.0.0.1"
+            assert asked.pop() == f"{name}{end}"
+    bare.setenv("SLURM_STEP_NODELIST", "jwb0001")
+    assert slurm_task.head("x")[0] == "127.0.0.1" and not asked, "a node alone needs no network"
+
+
+def test_a_name_that_the_fast_network_does_not_have_is_one_line(bare, monkeypatch):
+    for name, value in (("STEP_NODELIST", "n[1-2]"), ("JOB_ID", "5"), ("STEP_ID", "0"), ("NODEID", "1")):
+        bare.setenv(f"SLURM_{name}", value)
+    with pytest.raises(UsageError, match=r"-master_suffix \.invalid: .*: n1\.invalid or n2\.invalid"):
+        slurm_task.head(".invalid")

@@ -17,7 +17,8 @@ import yaml
 from command_line import parsed, told
 
 from lib import launch
-from lib.launch import environment, local, multinode, slurm_task
+from lib.launch import local, multinode, slurm_task
+from lib.launch.local import Cause
 from lib.utils.errors import FAILED, STOPPED, UsageError
 from scripts import check_resume
 
@@ -126,38 +127,40 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(start, name, rank):
     run.is_gone(SOON_S)
 
 
-@pytest.mark.parametrize(("lost", "last"), [(False, "rank 0 failed"), (True, "rank 1 was killed by SIGABRT")])
-def test_an_abort_that_follows_anothers_failure_does_not_hide_it(lost, last):
+def ended(rank, code, report=None) -> local.Child:
+    """A child that failed."""
+    return local.Child(rank, types.SimpleNamespace(exitcode=code), None, report)
+
+
+LOST = local.Failure(Cause.LOST_PEER, "rank 0 failed with exit code 1", traceback="gloo: closed\n", time=1.0)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_abort_that_follows_anothers_failure_does_not_hide_it(lost):
     """As torch aborts where it loses a peer; a rank that only says that it lost one explains nothing."""
-    said = {"error": "CUDA out of memory\n", "time": 1.0, "lost": lost}
-    ranks = [types.SimpleNamespace(rank=rank, code=code, said=said if rank == 0 else {}, failed=True)
-             for rank, code in ((0, 1), (1, -signal.SIGABRT))]  # fmt: skip
-    code, trace, text = local.verdict(ranks, [], [])
-    assert code == FAILED and text.startswith(last)
-    assert trace == ("" if lost else "CUDA out of memory\n")
+    own = local.Failure(Cause.RAISED, "rank 0 failed with exit code 1", traceback="CUDA out of memory\n", time=1.0)
+    children = [ended(0, 1, LOST if lost else own), ended(1, -signal.SIGABRT)]
+    failure = local.first_cause(children, [], [])
+    assert failure.exit_code == FAILED
+    assert failure.message.startswith("rank 1 was killed by SIGABRT" if lost else own.message)
+    assert failure.traceback == ("" if lost else own.traceback)
 
 
-@pytest.mark.parametrize("true", [{"error": "no memory\n"}, {"usage": "-epochs 3: not today"}])
-def test_a_rank_that_lost_another_does_not_hide_why_though_it_reports_first(true):
+def test_a_rank_that_lost_another_does_not_hide_why_though_it_reports_first():
     """Its peer closed its connections, and was still busy with its end."""
-    said = {"error": "gloo: Connection closed\n", "time": 1.0, "lost": True}
-    ranks = [types.SimpleNamespace(rank=rank, code=1, said=one, failed=True)
-             for rank, one in enumerate((said, {**true, "time": 2.0, "lost": False}))]  # fmt: skip
-    assert not local.explained(ranks[:1]) and local.explained(ranks)
-    code, trace, text = local.verdict(ranks, [], [])
-    assert (code, trace, text) == (
-        (2, "", "-epochs 3: not today") if "usage" in true
-        else (1, "no memory\n", "rank 1 failed with exit code 1; the others are ended")
-    )  # fmt: skip
-    elsewhere = types.SimpleNamespace(failed=True, said={"code": 1, "message": "node 1: rank 2 failed"})
-    assert local.verdict(ranks[:1], [elsewhere], [])[2] == "node 1: rank 2 failed"
-    assert local.verdict(ranks, [elsewhere], [])[2] == text, "its own cause is nearer"
+    own = local.Failure(Cause.RAISED, "-epochs 3: not today", exit_code=2, time=2.0)
+    children = [ended(0, 1, LOST), ended(1, 2, own)]
+    elsewhere = types.SimpleNamespace(failed=True, message="node 1: rank 2 failed")
+    assert local.first_cause(children[:1], [], []) == LOST
+    assert local.first_cause(children, [], []) == own
+    assert local.first_cause(children[:1], [elsewhere], []).message == "node 1: rank 2 failed"
+    assert local.first_cause(children, [elsewhere], []) == own, "its own cause is nearer"
 
 
 def test_a_rank_that_a_signal_ends_before_it_listens_is_no_failure():
-    ranks = [types.SimpleNamespace(rank=0, code=-signal.SIGTERM, said={}, failed=True)]
-    assert local.verdict(ranks, [], [signal.SIGTERM])[0] == STOPPED
-    assert local.verdict(ranks, [], [])[0] == FAILED
+    children = [ended(0, -signal.SIGTERM)]
+    assert local.first_cause(children, [], [signal.SIGTERM]).exit_code == STOPPED
+    assert local.first_cause(children, [], []).exit_code == FAILED
 
 
 def test_what_all_ranks_refuse_is_one_line(start):
@@ -171,13 +174,8 @@ def test_what_all_ranks_refuse_is_one_line(start):
     assert "Traceback" not in run.text()
 
 
-def test_more_processes_than_the_machine_or_the_batch_has_work_for_are_refused_before_the_first_starts(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(local, "start_child", lambda *words: pytest.fail("a process was started"))
-    monkeypatch.setattr(environment, "cores", lambda: 4)
-    said = told("-cpu 100000", tmp_path, capsys)
-    assert said == "-cpu 100000: this machine has 4 cores for its processes: at most 32"
+def test_more_processes_than_the_batch_has_samples_are_refused_before_the_first_starts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(local, "start_children", lambda *words: pytest.fail("a process was started"))
     said = told("-cpu 32 -batch_size 16", tmp_path, capsys)
     assert said == "-batch_size 16 has not a sample for each of 32 processes: try 32"
 
@@ -205,7 +203,7 @@ def test_a_rank_that_dies_while_nobody_looks_is_noticed(monkeypatch):
     monkeypatch.setattr(local, "END_S", 0.0)
     pipes = [context.Pipe(duplex=False) for _ in processes]
     ranks = [local.Child(rank, processes[rank], pipes[rank][0]) for rank in range(2)]
-    assert local.watch(ranks, multinode.Others(0, 2, "run", ("127.0.0.1", 0), None), []) == FAILED
+    assert local.watch(ranks, multinode.Meeting(0, 2, "run", ("127.0.0.1", 0), None), []) == FAILED
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
 
@@ -257,20 +255,15 @@ def test_children_are_forked_only_where_counting_gpus_touched_none(gpus, counted
     (None, "0,1", "0,1"), (None, "1", "1"), ("4,5", "0,1", "4,5"), ("4, 5", "1,0", "5,4"), ("4,5", "1", "5"),
     ("GPU-aa,GPU-bb", "1", "GPU-bb"), ("4,5", "GPU-cc,0", "GPU-cc,4"),
 ])  # fmt: skip
-@pytest.mark.parametrize("vendor", ["CUDA", "HIP"])
 def test_gpus_are_counted_among_the_visible_ones_and_exported_to_the_run_alone(
-    vendor, visible, wanted, exported, monkeypatch, tmp_path
+    visible, wanted, exported, monkeypatch, tmp_path
 ):
-    name = f"{vendor}_VISIBLE_DEVICES" if visible else "CUDA_VISIBLE_DEVICES"
-    seen = []
-    monkeypatch.setattr(torch.version, "hip", "7.0" if vendor == "HIP" else None)
+    name, seen = "CUDA_VISIBLE_DEVICES", []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(local, "spawn", lambda *words: seen.append(os.environ[name]) or 0)
     monkeypatch.setattr(local, "call", local.spawn)
-    for one in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        monkeypatch.delenv(one, raising=False)
+    monkeypatch.delenv(name, raising=False)
     if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "another's")
         monkeypatch.setenv(name, visible)
     args, before = parsed(["-gpus", wanted]), dict(os.environ)
     again = check_resume.Check(args, tmp_path)  # counts the processes, and starts the run in a child

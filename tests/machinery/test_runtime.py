@@ -2,16 +2,12 @@
 
 import gc
 import os
-import platform
-import subprocess
-import sys
 
 import pytest
 import torch
-from runs import few, plugins, run
+from runs import plugins, run
 from torch.utils.data import Dataset, Subset
 
-from lib import config
 from lib.trainer import trainer
 from lib.utils import runtime
 from lib.utils.data import fetch
@@ -37,51 +33,6 @@ def test_a_gpu_has_only_so_many_batches_to_compute_at_a_time(monkeypatch):
     for _ in runtime.throttle(range(20), torch.device("cuda")):
         behind.append(len(asked))
     assert behind == [*range(runtime.LAUNCHED + 1), *[runtime.LAUNCHED] * (19 - runtime.LAUNCHED)]
-
-
-FAULTS = """
-import resource, sys, torch
-from lib.utils import runtime as speed
-from lib.utils.distributed import World
-if sys.argv[1] == "kept":
-    speed.kernels(World(), deterministic=False)
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-def step():
-    parts = [torch.ones(1 << 23) for _ in range(4)]  # 32 MB each, freed at the end
-for _ in range(3):
-    step()
-before = faults()
-for _ in range(10):
-    step()
-print(faults() - before)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="keeps memory by glibc's mallopt")
-def test_memory_that_a_step_frees_is_not_fetched_page_by_page_for_the_next():
-    def faults(word):
-        done = subprocess.run([sys.executable, "-c", FAULTS, word], cwd=config.ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return int(done.stdout)
-
-    assert faults("kept") < 1000 < faults("usual"), "of up to 32,768 pages in a step"
-
-
-def test_nothing_is_looked_through_while_modules_are_imported_nor_what_they_left_after(tmp_path, monkeypatch):
-    seen, parse = [], config.parse_args
-
-    def noted(args=None):
-        seen.append((gc.isenabled(), gc.get_freeze_count() > 100_000))
-        return few(args) if args else None
-
-    monkeypatch.setattr(config, "parse_args", lambda argv: noted() or parse(argv))
-    words = "-dataset noted -arch mlp -image_size 8 -num_classes 4 -batch_size 2 -epochs 1"
-    with plugins(dataset={"noted": noted}):
-        run(tmp_path, words)
-        assert seen[:2] == [(False, False), (True, True)]
-        run(tmp_path, f"{words} -reset -weights none", wanted=2)
-    assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
 class Circle:

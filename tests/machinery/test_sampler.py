@@ -9,7 +9,6 @@ import torch
 import truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lib.utils.compat.samplers import (
@@ -19,8 +18,6 @@ from lib.utils.compat.samplers import (
     InterruptableDistributedSampler,
     InterruptableSampler,
     InterruptibleSampler,
-    aspect_ratio_groups,
-    image_sizes,
 )
 
 STEADY = settings(deadline=None, derandomize=True, max_examples=150)
@@ -280,16 +277,3 @@ def test_a_grouped_sampler_refuses_what_does_not_fit():
         InterruptableDistributedGroupedBatchSampler(range(4), [0, 1, 2], 2, 1, 0)
     with pytest.raises(ValueError, match="batch_size 0"):
         InterruptableDistributedGroupedBatchSampler(range(1), [0], 0, 1, 0)
-
-
-def test_images_are_binned_by_their_aspect_ratio(tmp_path):
-    for number, size in enumerate([(10, 10), (10, 40), (40, 10), (9, 10), (20, 10)]):
-        Image.new("RGB", size).save(tmp_path / f"{number}.png")
-    sizes = image_sizes(sorted(tmp_path.glob("*.png")))
-    assert sizes[1] == (10, 40)
-    assert aspect_ratio_groups(sizes, k=0).tolist() == [1, 0, 1, 0, 1]
-    assert aspect_ratio_groups(sizes, k=1).tolist() == [2, 0, 3, 1, 3]
-    ratios = torch.logspace(-3, 3, 500, base=2, dtype=torch.float64).tolist()
-    found = aspect_ratio_groups([(ratio, 1) for ratio in ratios])
-    assert found.tolist() == sorted(found.tolist()) and found.unique().tolist() == list(range(8))
-    assert aspect_ratio_groups([]).shape == (0,)

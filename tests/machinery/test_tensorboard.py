@@ -63,7 +63,7 @@ def test_a_board_holds_scalars_configuration_hparams_and_images_in_one_file(tmp_
     board.image("samples", images.grid(torch.rand(5, 3, 8, 6)), 1)
     board.histogram("weights", torch.tensor([1.0, 2.0, 2.0, math.nan, math.inf]), 3)
     board.histogram("none", torch.tensor([math.nan]), 3)
-    board.scalars(10, {"train/loss": torch.tensor(0.5), "val/accuracy": 0.9, "left": None, "bad": math.nan})
+    board.scalars(10, {"train/loss": torch.tensor(0.5), "val/accuracy": 0.9, "bad": math.nan})
     events = loaded(tmp_path)  # before close: as after kill -9
     board.close(finished=True)
 

@@ -32,12 +32,12 @@ def test_rotary_positions_turn_complex_numbers():
     speeds = 10_000.0 ** -(torch.arange(size // 2, dtype=torch.float64) * 2 / size)
     places = torch.arange(10, dtype=torch.float64)[:, None]
     wanted = torch.complex(*x.double().chunk(2, -1)) * torch.exp(1j * places * speeds)
-    got = gpt.turned(x, *gpt.rotation(10, size, x.device))
+    got = gpt.apply_rotary(x, *gpt.rotary_angles(10, size, x.device))
     assert torch.allclose(torch.cat((wanted.real, wanted.imag), -1).float(), got, atol=1e-6)
 
     query, key = torch.randn(2, 8)
-    turns = gpt.rotation(10, size, x.device)
-    query, key = (gpt.turned(one.expand(10, size), *turns) for one in (query, key))
+    turns = gpt.rotary_angles(10, size, x.device)
+    query, key = (gpt.apply_rotary(one.expand(10, size), *turns) for one in (query, key))
     products = query @ key.T
     assert torch.allclose(products.diagonal(-3), products[3, 0].expand(7), atol=1e-5)
 

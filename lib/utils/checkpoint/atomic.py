@@ -84,13 +84,9 @@ def publish(partial: Path, final: Path):
 def swap_link(link: Path, target_name: str):
     """Points a link at a target in one instant: a reader sees the old or the new. The target must be on disk already.
 
-    A real folder in the link's place, left by a copy that followed links, is moved to NAME.*.aside. Where there are
-    no symbolic links, a file that holds the name stands for one; `read_link` reads both. Raises OSError.
+    Where there are no symbolic links, a file that holds the name stands for one; `read_link` reads both. Raises
+    OSError.
     """
-    if link.is_dir() and not link.is_symlink():
-        aside = _unique(link, "aside")
-        log.warning("%s is a folder where a link should be: moved to %s", link, aside.name)
-        link.rename(aside)
     try:
         with staged(link) as partial:
             partial.symlink_to(target_name)

@@ -158,10 +158,6 @@ class Checkpoints:
             concurrent.futures.wait([self.saving.job] if self.saving.job else [], WAIT_S)
             self.poll()
 
-    def newest(self) -> Path | None:
-        """Return the checkpoint that was published last."""
-        return run_folder.newest(self.folder)
-
     def close(self):
         """Wait for what is in flight and end the writing thread. Raises SaveError if the last save failed."""
         self.finish()

@@ -111,14 +111,8 @@ def held(args, world: World, disk: Disk, job: str | None = None) -> Iterator[Run
         folder.unlock()
 
 
-@contextlib.contextmanager
-def untouched(args, world: World, disk: Disk, job: str | None = None) -> Iterator[Untouched]:
-    """Stand in for `held` where nothing is to be locked or written."""
-    yield Untouched()
-
-
 class Untouched:
-    """The folder of a run that is only looked at."""
+    """Stands in for a RunFolder where nothing is to be locked or written."""
 
     path = None
 

@@ -1,8 +1,6 @@
-"""The atomic saving of cycling_utils, under its names: torch.save in one instant, and folders that ranks write
-together."""
+"""cycling_utils' atomic saving: torch.save in one instant, and folders that ranks write together."""
 
 import re
-import time
 from pathlib import Path
 
 import torch
@@ -11,44 +9,33 @@ from lib.utils import distributed
 from lib.utils.checkpoint import atomic
 from lib.utils.distributed import World
 
-STALE = 3600  # seconds since a writer that is alive has written
 STRATEGIES = ("sync_any", "sync_all", "async", "mono", "offline")  # offline: another name that mono has had
-PATIENCE = 60  # seconds until a new folder has to be seen by every rank
 
 
 def atomic_torch_save(obj, f: str | Path):
-    """torch.save, but f is in one instant the new file, whole and on disk: cycling_utils' function of this name.
-
-    Removes what saves of f that were killed more than an hour ago left beside it. Raises OSError.
-    """
-    path = Path(f)
-    with atomic.replacing(path) as file:
+    """torch.save, but f becomes the new file in one instant, whole and on disk. Raises OSError."""
+    with atomic.replacing(Path(f)) as file:
         torch.save(obj, file)
-    atomic.sweep(path.parent, f"{path.name}.", before=path.stat().st_mtime - STALE)  # all by the file server's clock
 
 
 class AtomicDirectory:
     """Checkpoint folders NAME_checkpoint_0, _1, ... and a link NAME.latest_checkpoint to the newest complete one.
 
-    The interface of cycling_utils (https://github.com/StrongResearch/cycling_utils), on any device, and without a
-    process group if there is one process. Every rank makes one, with the same strategy; one passes is_master=True.
+    Every rank makes one; one of them passes is_master=True.
     "sync_any", "sync_all": all ranks share a folder; it is kept for good (suffix _force) if any, or all, force it.
     "async": each rank has its own NAME_rank_R_checkpoint_0, ... and link, and waits for nobody.
     "mono": one process, which talks to no other even if there is a group.
 
-    keep_last: how many complete folders to keep, besides those kept for good; -1: all. The newest is always kept.
-    The link's target is an absolute path, for os.readlink from any working directory. In a tree that was moved or
-    copied, with links, without, or with folders in their place, making an AtomicDirectory mends the link.
-    An OSError of one rank is raised on all. Raises ValueError if strategies, name or masters do not fit.
+    keep_last: how many complete folders to keep, besides those kept for good; -1: all.
+    The link's target is an absolute path; in a tree that was moved or copied, a new AtomicDirectory fixes the link.
+    An OSError of one rank is raised on all. Raises ValueError if strategy or masters do not fit.
     """
 
     def __init__(self, output_directory, is_master=False, name="AtomicDirectory", keep_last=-1, strategy="sync_any"):
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy {strategy!r}: one of {', '.join(STRATEGIES)} is needed")
-        if Path(name).name != name:
-            raise ValueError(f"name {name!r}: a plain file name is needed")
         self.world = World() if strategy in ("mono", "offline") else distributed.world_in()
-        self._compare(strategy, is_master)
+        self._check_masters(strategy, is_master)
         if strategy == "async":
             name, self.world = f"{name}_rank_{self.world.rank}", World(rank=self.world.rank)
         self.output_directory = Path(output_directory).absolute()
@@ -64,9 +51,7 @@ class AtomicDirectory:
         forces = self._together(lambda: bool(force_save))
         forced = all(forces) if self.strategy == "sync_all" else any(forces)
         names = self._together(lambda: self._make(forced) if self.is_master else None)
-        path = self.output_directory / next(name for name in names if name)
-        self._together(lambda: _await(path))
-        return str(path)
+        return str(self.output_directory / next(name for name in names if name))
 
     def symlink_latest(self, checkpoint_directory: str | Path):
         """Makes a folder the latest once all ranks have come here: all in it on disk, link swapped, old ones removed.
@@ -78,11 +63,8 @@ class AtomicDirectory:
         self._together(lambda: self._settle(path, checkpoint_directory))
         self._together(lambda: self._finish(path) if self.is_master else None)
 
-    def _compare(self, strategy, is_master):
-        answers = distributed.gather_json([strategy, bool(is_master)], self.world)
-        if len({answer[0] for answer in answers}) > 1:
-            raise ValueError(f"strategies differ, by rank: {', '.join(answer[0] for answer in answers)}")
-        masters = sum(answer[1] for answer in answers)
+    def _check_masters(self, strategy, is_master):
+        masters = sum(distributed.gather_json(bool(is_master), self.world))
         if self.world.size > 1 and strategy != "async" and masters != 1:
             raise ValueError(f"is_master=True on {masters} of {self.world.size} ranks: exactly one is needed")
 
@@ -137,11 +119,3 @@ class AtomicDirectory:
 
     def _together(self, action):
         return distributed.together(action, self.world)
-
-
-def _await(folder):
-    end = time.monotonic() + PATIENCE  # a network disk may show a host the folder of another a little later
-    while not folder.is_dir() and time.monotonic() < end:
-        time.sleep(0.05)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: not seen for {PATIENCE} s; is it on a disk that all ranks share?")

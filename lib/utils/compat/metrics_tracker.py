@@ -8,14 +8,8 @@ from lib.utils.monitoring.metrics import Sums, add
 class MetricsTracker(Sums):
     """Named sums: `update` adds on this process, `reduce` adds up all ranks, `end_epoch` closes the epoch.
 
-        metrics.update({"loss": loss_sum, "samples": len(batch)})    # each micro-batch: does not wait for the device
-        interval = metrics.reduce()                                  # at the log interval, on every rank
-        metrics.end_epoch()                                          # after a last reduce()
-
-    `local` is what this process added since the last `reduce()` or, if nothing came since, what that reduce() gave.
-    `agg` has the epoch's sums over all ranks, `epoch_reports` those of the epochs before. The interface is that of
-    cycling_utils (github.com/StrongResearch/cycling_utils), except that reduce() returns the sums and begins a new
-    interval, so that nothing is counted twice. One tracker belongs to one process group.
+    `agg` has the epoch's sums over all ranks, `epoch_reports` those of the epochs before. Unlike in cycling_utils,
+    reduce() returns the sums and begins a new interval, so that nothing is counted twice.
     """
 
     def __init__(self, group=None):

@@ -1,22 +1,12 @@
-"""Samplers that stop anywhere and go on exactly, on any number of processes; for anyone's own loop, and for code
-written for cycling_utils, whose names, arguments and errors these are.
+"""cycling_utils' samplers, which stop anywhere and continue exactly on any number of processes.
 
-    sampler = InterruptableDistributedSampler(dataset)
-    sampler.load_state_dict(saved)                 # if there is a checkpoint
-    for epoch in range(sampler.epoch, epochs):
-        with sampler.in_epoch(epoch):
-            for batch in DataLoader(dataset, batch_size, sampler=sampler):
-                ...                                # train
-                sampler.advance(len(batch))        # what was trained on counts, not what workers have fetched ahead
-                saved = sampler.state_dict()       # the same on all ranks that are in step: one rank's will do
+docs/compat.md has an example.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
@@ -24,7 +14,7 @@ from lib.utils.data.permutation import BLOCK, order
 
 
 class AdvancedTooFarError(Exception):
-    """More was said to be consumed than this rank's share of the epoch holds."""
+    """More was consumed than this rank's share of the epoch."""
 
 
 class HasNotResetProgressError(Exception):
@@ -32,14 +22,13 @@ class HasNotResetProgressError(Exception):
 
 
 class InterruptableDistributedSampler(DistributedSampler):
-    """torch's DistributedSampler, its order to the index in every epoch, that goes on from where it stopped.
+    """torch's DistributedSampler, with its order in every epoch, that continues where it stopped.
 
     `progress` counts the samples that this rank has consumed since the epoch began or, within an epoch, since the
-    number of ranks changed; `len()` is what it ends at. Ranks in step have together consumed the first places of
-    the epoch's order, and how many, is what the state keeps: loaded on another number of ranks, the rest of the same
-    order is dealt out among those, so that no sample comes twice and none is missed. The one exception is torch's
-    own: a tail that does not divide by the ranks is filled up from the front of the order or, with `drop_last`, left
-    out. Beyond 2^24 samples the order is not torch's, but that of `permutation.KeyedPermutation`.
+    number of ranks changed; `len()` is where it ends. A state that is loaded on another number of ranks deals the
+    rest of the same order out among those: no sample comes twice, and none is missed. As in torch, a tail that does
+    not divide by the ranks is filled up from the front of the order or, with `drop_last`, left out. Beyond 2^24
+    samples the order is that of `permutation.KeyedPermutation`.
     """
 
     def __init__(
@@ -77,10 +66,8 @@ class InterruptableDistributedSampler(DistributedSampler):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch; raises HasNotResetProgressError if another one is under way."""
         if epoch != self.epoch and (self.progress or self.start):
-            raise HasNotResetProgressError(
-                f"epoch {epoch} was set at progress {self.progress} of epoch {self.epoch}: "
-                "call reset_progress() first, or use `with sampler.in_epoch(epoch)`"
-            )
+            place = f"progress {self.progress} of epoch {self.epoch}"
+            raise HasNotResetProgressError(f"epoch {epoch} was set at {place}: call reset_progress() first")
         self.epoch = epoch
 
     def reset_progress(self) -> None:
@@ -90,16 +77,11 @@ class InterruptableDistributedSampler(DistributedSampler):
     _reset_progress = reset_progress  # what most code that was written for cycling_utils calls
 
     def state_dict(self) -> dict[str, int]:
-        """Where the epoch is: plain integers. `start` places were consumed before the ranks became `num_replicas`."""
-        return {
-            "epoch": self.epoch,
-            "progress": self.progress,
-            "start": self.start,
-            "num_replicas": self.num_replicas,
-        }
+        """Return the progress. `start` places were consumed before the number of ranks became `num_replicas`."""
+        return {name: getattr(self, name) for name in ("epoch", "progress", "start", "num_replicas")}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from a saved state, of any number of ranks; one of cycling_utils is taken to be of as many as now.
+        """Continue from a state of any number of ranks; cycling_utils' own is taken to be of as many as now.
 
         Raises AdvancedTooFarError, and changes nothing, if the state is of more samples than the dataset has.
         """
@@ -135,13 +117,11 @@ class InterruptableDistributedSampler(DistributedSampler):
 
 
 class InterruptableDistributedGroupedBatchSampler(InterruptableDistributedSampler):
-    """Batches of samples of one group (of like aspect ratio, of like length): a DataLoader's `batch_sampler`.
+    """Batches whose samples are of one group, such as a length: a DataLoader's `batch_sampler`.
 
-    `group_ids` holds an integer per sample. The epoch's order is cut into batches for all ranks together: each is
-    given out in the turn in which its group fills it, then the short ones that remain, so every sample comes once per
-    epoch. `progress`, `advance()` and `len()` count this rank's batches, and the batches that are left are dealt out
-    anew when the number of ranks changes. Where they do not divide by the ranks the first ones fill up; with
-    `drop_last` the tail is left out instead, and so are short batches. Needs a few integers per sample in memory.
+    `group_ids` has an integer for each sample. Each batch comes when its group fills it, the short ones last, so that
+    every sample comes once in an epoch. `progress`, `advance()` and `len()` count this rank's batches. If the batches
+    do not divide by the ranks, the first ones come again; `drop_last` leaves out the tail and short batches instead.
     """
 
     def __init__(
@@ -160,7 +140,9 @@ class InterruptableDistributedGroupedBatchSampler(InterruptableDistributedSample
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size}: at least 1 is needed")
         self.group_ids, self.batch_size = group_ids, batch_size
-        self._groups, self._sizes = _numbered(group_ids)
+        ids = torch.as_tensor(group_ids).cpu().long()
+        # The groups as numbers from 0, one for each sample, and the samples in each group.
+        _, self._groups, self._sizes = torch.unique(ids, return_inverse=True, return_counts=True)
         full = self._sizes // batch_size
         self._batches_of = full if drop_last else full + (self._sizes % batch_size > 0).long()
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
@@ -200,11 +182,7 @@ class InterruptableDistributedGroupedBatchSampler(InterruptableDistributedSample
 
 
 class InterruptableSampler(InterruptableDistributedSampler):
-    """The same without distribution, for a dataset that is already this rank's shard.
-
-    `num_replicas` and `rank` are taken, as cycling_utils does, and not used. A state belongs to its shard: load it on
-    the same rank of the same number of ranks.
-    """
+    """The same for a dataset that is already this rank's shard. `num_replicas` and `rank` are not used."""
 
     def __init__(
         self,
@@ -219,30 +197,3 @@ class InterruptableSampler(InterruptableDistributedSampler):
 
 
 InterruptibleSampler = InterruptableSampler  # cycling_utils' README spells it so
-
-
-def aspect_ratio_groups(sizes: Iterable[tuple[int, int]], k: int = 3) -> Tensor:
-    """Group ids, (n,) int64 in 0..2k+1, of images by their aspect ratio, from n (width, height) in pixels.
-
-    The bins part width / height at 2k + 1 edges from 1/2 to 2, evenly on a logarithmic scale, as torchvision's
-    detection reference does; with k = 0 the only edge is 1: portrait or not.
-    """
-    ratios = torch.tensor([width / height for width, height in sizes], dtype=torch.float64, device="cpu")
-    edges = 2 ** torch.linspace(-1, 1, 2 * k + 1, dtype=torch.float64, device="cpu") if k else ratios.new_ones(1)
-    return torch.bucketize(ratios, edges, right=True)
-
-
-def image_sizes(paths: Iterable[str | Path]) -> list[tuple[int, int]]:
-    """(width, height) in pixels of each image file, from its header alone."""
-    return [_image_size(path) for path in paths]
-
-
-def _image_size(path: str | Path) -> tuple[int, int]:
-    with Image.open(path) as image:
-        return image.size
-
-
-def _numbered(group_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The groups as numbers 0..g-1, (n,), and the samples in each, (g,)."""
-    _, groups, sizes = torch.unique(torch.as_tensor(group_ids).cpu().long(), return_inverse=True, return_counts=True)
-    return groups, sizes

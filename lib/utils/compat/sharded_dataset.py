@@ -13,12 +13,10 @@ from lib.utils.data.permutation import order
 
 
 class DistributedShardedDataset(DatasetFolder):
-    """One rank's share of a folder of class folders, loaded once: cycling_utils' dataset, by the same arguments.
+    """One rank's share of a folder of class folders, loaded once.
 
-    Of the n samples, shuffled by the seed alike on all ranks, a rank takes every world_size-th and then, if
-    `samples_pct_per_replica` (a fraction of n, above 0 and up to 1) asks for more, those of the ranks after it. With
-    1 / world_size every sample is on exactly one rank, and shares differ by one sample at most; otherwise each is
-    ceil(pct * n) samples, all different.
+    Of the n samples, shuffled by the seed, a rank takes every world_size-th and then, if `samples_pct_per_replica` (a
+    fraction of n) asks for more, those of the ranks after it. With 1 / world_size each sample is on exactly one rank.
 
     The load transforms are applied once, the getitem transforms at each access. With a `device_id` ("cpu" is one)
     `samples` and `targets` are stacked into one tensor each and kept there; without it they are lists. Indices are

@@ -7,15 +7,14 @@ log = logging.getLogger(__name__)
 
 
 class TimestampedTimer:
-    """Tells how long each part of a script takes.
+    """Log how long each part of a script takes.
 
         timer = TimestampedTimer()
         model = build()
         timer.report("the model")    # [ 2026-01-31 12:00:02 ] the model    2,000.000 ms, 2.00 s total
 
     `start_time` is when the last report ended (seconds of the monotonic clock), `running` the seconds of all reports,
-    `reports` each one's name and seconds. The interface is that of cycling_utils
-    (github.com/StrongResearch/cycling_utils), but that lines go to `say`, by default this module's log, on each rank.
+    `reports` each one's name and seconds. Lines go to `say`.
     """
 
     def __init__(self, report: str = "Start", start_time: float | None = None, running: float = 0.0, say=log.info):
@@ -25,7 +24,7 @@ class TimestampedTimer:
         self._line(report, 0.0)
 
     def report(self, annot: str):
-        """Tells the time since the last report, or the start, as that of `annot`."""
+        """Log the time since the last report, or the start, as that of `annot`."""
         now = time.monotonic()
         seconds = now - self.start_time
         self.running, self.start_time = self.running + seconds, now

@@ -103,23 +103,13 @@ def _tqdm():
 
 
 def line(figures: dict) -> str:
-    """Return the log line of these figures.
+    """Return the log line of these figures: those of FORMS first, then any others as `name value`.
 
-    "epoch 3/12  step 400/1200  loss 0.123 (mean 0.150)  lr 1.0e-03  grad 0.52  12,345 samples/s  data 3 %  mem 1.2 GB
-    left 0:42"
-
-    Args:
-        figures: any of those in FORMS: epoch and step as (now, of how many); data_share, the share of the time spent
-            waiting for data, from 0 to 1; memory in bytes; left_s in seconds. Others come last, as `name value`; None
-            is left out.
+    "epoch 3/12  step 400/1200  loss 0.123 (mean 0.150)  lr 1.0e-03  grad 0.52  12,345 samples/s  data 3 %"
     """
-    known = {name: FORMS[name](figures[name]) for name in FORMS if figures.get(name) is not None}
-    others = {
-        name: f"{name} {_three_digits(value)}"
-        for name, value in figures.items()
-        if name not in FORMS and value is not None
-    }
-    return "  ".join([*known.values(), *others.values()]).replace("  (mean", " (mean")
+    known = [FORMS[name](figures[name]) for name in FORMS if name in figures]
+    others = [f"{name} {_three_digits(value)}" for name, value in figures.items() if name not in FORMS]
+    return "  ".join(known + others).replace("  (mean", " (mean")
 
 
 def _three_digits(value):
@@ -136,7 +126,7 @@ def _clock(seconds):
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-FORMS = {
+FORMS = {  # epoch and step: now, and of how many; data_share: from 0 to 1; memory: in bytes
     "epoch": lambda value: "epoch {}/{}".format(*value),
     "step": lambda value: "step {}/{}".format(*value),
     "loss": lambda value: f"loss {_three_digits(value)}",

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from torch import nn
 
-from lib.utils import distributed
 from lib.utils.distributed import World
 from lib.utils.monitoring import console, images, metrics, profiler, startup, tensorboard, tensorboard_server
 
@@ -38,17 +37,10 @@ class Silent:
 
 
 class Logger(Silent):
-    """The logger of a run. Every rank has one, but only rank 0 writes more than its own log and profile.
-
-    Args:
-        folder: the folder of the run.
-        world: this process among those of the run.
-        args: all flags.
-        total_steps: optimizer steps of the whole run.
-        state: how far the run is already.
-    """
+    """The logger of a run. Every rank has one, but only rank 0 writes more than its own log and profile."""
 
     def __init__(self, folder: Path, world: World, args, *, total_steps: int, state):
+        """`total_steps`: of the whole run; `state`: how far it is already."""
         startup.report("resume")
         self.main = main = world.is_main
         self.folder, self.args, self.total_steps = folder, args, total_steps
@@ -63,7 +55,7 @@ class Logger(Silent):
         self.profile = profiler.Profile(folder / "profile", world, args.profile) if args.profile else profiler.Off()
         self.server = None
         if main and (args.tb or args.ngrok):
-            credentials = f"{args.ngrok_auth}:{distributed.ngrok_password()}" if args.ngrok else None
+            credentials = f"{args.ngrok_auth}:{tensorboard_server.password()}" if args.ngrok else None
             self.server = tensorboard_server.Server(folder, credentials)
 
     def first_batch(self, batch):
@@ -110,8 +102,20 @@ class Logger(Silent):
     def last_words(self, outcome, args):
         if not self.main:
             return
-        for text in last_words(self.folder, outcome, args):
-            log.info("%s", text)
+        command = f"python train.py -cfg {self.folder / 'config.yaml'}"
+        if outcome["state"] == "stopped":
+            place = f"epoch {outcome['epoch'] + 1}" if outcome["epoch"] < args.epochs else "the last evaluation"
+            log.info("stopped (%s) in %s at step %d, state saved", outcome["reason"], place, outcome["step"])
+            log.info("go on:       %s", command)
+            return
+        reached = "  ".join(f"{name} {value:.4f}" for name, value in outcome["test"].items())
+        reached = f"test {reached}" if reached else f"{args.epochs} epochs"
+        if best := outcome["best"]:
+            reached += f"  (best val {best['metric']} {best['value']:.4f} in epoch {best['epoch']})"
+        log.info("finished:    %s", reached)
+        log.info("weights:     %s", self.folder / "final" / "weights.safetensors")
+        log.info("logs:        %s, tensorboard --logdir %s", self.folder / "logs", self.folder.parent)
+        log.info("try next:    %s -model %s_2 -lr_start %g", command, self.folder.name, args.lr_start / 2)
 
     def close(self, finished=False):
         self.profile.close()
@@ -124,23 +128,3 @@ class Logger(Silent):
     def _write(self, state, tagged):
         self.board.scalars(state.step, tagged)  # first: TensorBoard has every line of metrics.jsonl
         self.lines.write({"step": state.step, "epoch": state.epoch, "samples": state.samples, **tagged})
-
-
-def last_words(folder: Path, outcome: dict, args) -> list[str]:
-    """Return the last lines of a run: what it reached, where its files are, what to type next."""
-    command = f"python train.py -cfg {folder / 'config.yaml'}"
-    if outcome["state"] == "stopped":
-        place = f"epoch {outcome['epoch'] + 1}" if outcome["epoch"] < args.epochs else "the last evaluation"
-        return [
-            f"stopped ({outcome['reason']}) in {place} at step {outcome['step']}, state saved",
-            f"go on:       {command}",
-        ]
-    reached = "  ".join(f"{name} {value:.4f}" for name, value in outcome["test"].items())
-    best = outcome["best"]
-    kept = f"  (best val {best['metric']} {best['value']:.4f} in epoch {best['epoch']})" if best else ""
-    return [
-        f"finished:    {f'test {reached}' if reached else f'{args.epochs} epochs'}{kept}",
-        f"weights:     {folder / 'final' / 'weights.safetensors'}",
-        f"logs:        {folder / 'logs'}, tensorboard --logdir {folder.parent}",
-        f"try next:    {command} -model {folder.name}_2 -lr_start {args.lr_start / 2:g}",
-    ]

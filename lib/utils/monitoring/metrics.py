@@ -79,16 +79,10 @@ def mean(totals: dict, name: str) -> float:
 
 
 def better(best: dict | None, figures: dict, metric: str | None, epoch: int) -> dict | None:
-    """Return the new best validation, or None if these figures are not better or the loss is NaN.
+    """Return the new best validation, or None if these figures are not better than `best` or the loss is NaN.
 
-    Args:
-        best: the best one so far.
-        figures: what the evaluation gives.
-        metric: the one to go by: a name, or NAME:min if less is better. Without one it is accuracy, or else the loss.
-        epoch: counted from 1.
-
-    Raises:
-        UsageError: The evaluation does not give this metric.
+    `metric` is the one to go by: a name, or NAME:min if less is better; without one it is accuracy, or else the loss.
+    Raises UsageError if the evaluation does not give it.
     """
     name, _, direction = (metric or ("accuracy" if "accuracy" in figures else "loss")).partition(":")
     if name not in figures:
@@ -139,8 +133,7 @@ class Lines:
 def cut_back(path: Path, step: int) -> set[str]:
     """Cut off the lines of metrics.jsonl after a step, or from one that a kill or a power failure left unreadable.
 
-    Returns:
-        The names of the figures that are logged at this very step.
+    Returns the names of the figures that are logged at this very step.
     """
     if not path.exists():
         return set()

@@ -22,20 +22,16 @@ class Off:
 
 
 class Profile(Off):
-    """Record `count` steps of this rank, after a few, in rank_N.trace.json.gz and in a table, rank_N.txt.
+    """Record `count` steps of this rank, after a few: rank_N.trace.json.gz, for ui.perfetto.dev, and a table.
 
-    The trace is for ui.perfetto.dev. On an NVIDIA GPU rank_N.memory.pickle has each allocation, for
-    pytorch.org/memory_viz.
+    On an NVIDIA GPU rank_N.memory.pickle has each allocation, for pytorch.org/memory_viz.
     """
 
     def __init__(self, folder: Path, world: World, count: int):
         self.folder, self.rank, self.on_gpu = Path(folder), world.rank, world.device.type == "cuda"
-        activities = [torch.profiler.ProfilerActivity.CPU]
         if self.on_gpu:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
             torch.cuda.memory._record_memory_history(max_entries=100_000)
-        self.profiler = torch.profiler.profile(
-            activities=activities,
+        self.profiler = torch.profiler.profile(  # by default of the CPU and, where there is one, the GPU
             schedule=torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=count, repeat=1),
             on_trace_ready=self._write,
             record_shapes=True,

@@ -8,17 +8,15 @@ _last = time.monotonic()  # when the last part ended
 
 def begin():
     """Forget the parts of an earlier run in this process."""
-    global _last
     if parts:
+        report("earlier")
         parts.clear()
-        _last = time.monotonic()
 
 
 def report(part: str):
     """Note that a part has ended."""
     global _last
-    now = time.monotonic()
-    parts[part], _last = now - _last, now
+    parts[part], _last = time.monotonic() - _last, time.monotonic()
 
 
 def summary() -> str:

@@ -7,36 +7,32 @@ from pathlib import Path
 from torch import Tensor
 
 log = logging.getLogger(__name__)
+METRICS = ("train/loss", "val/loss", "val/accuracy", "test/loss", "test/accuracy")  # by which runs are compared
 
 
 class Board:
-    """Write scalars, images and histograms of a run for TensorBoard, by torch's SummaryWriter; rank 0 (main) only.
+    """The event file of a run, written by torch's SummaryWriter; rank 0 (main) only.
 
-    The file is opened at the first use, as the package takes a moment to import. `scalars` flushes, so that every
-    log line survives kill -9. If the file cannot be written, one warning says so and the rest is dropped.
+    It is opened at the first use, as the import takes a moment. `scalars` flushes: kill -9 loses no log line. If the
+    file cannot be written, one warning says so and the rest is dropped.
 
     Args:
-        folder: where the event file goes.
-        main: whether this is rank 0.
-        first_step: the first step that will be logged. TensorBoard drops what an earlier start of the run has written
-            from there on.
+        first_step: TensorBoard drops what an earlier start of the run has logged from this step on.
         config: all flags and their values.
         hparams: names of the flags by which runs are compared.
     """
 
     def __init__(self, folder: Path, main: bool, first_step: int, config: dict, hparams: list[str]):
-        self._folder, self._first_step = folder, first_step
+        self._folder, self._on, self._first_step = folder, main, first_step
         self._config, self._hparams = config, hparams
-        self._on = main
-        self._success = None  # marks the run as a success
+        self._success = None  # what marks the run as a success
 
-    def scalars(self, step: int, values: dict[str, float | None]):
-        """Add the points of one step, {"train/loss": 0.3, ...}, and flush. None is left out."""
+    def scalars(self, step: int, values: dict[str, float]):
+        """Add the points of one step, {"train/loss": 0.3, ...}, and flush."""
 
         def write(writer):
             for tag, value in values.items():
-                if value is not None:
-                    writer.add_scalar(tag, value, step)
+                writer.add_scalar(tag, value, step)
             writer.flush()
 
         self._write(write)
@@ -56,7 +52,7 @@ class Board:
         self._write(write)
 
     def close(self, finished: bool):
-        """Close the file. A finished run is marked as a success; any other may be resumed some day."""
+        """Close the file, if it is open. A finished run is marked as a success."""
         if self._success is None:
             return
         if finished:
@@ -78,22 +74,13 @@ class Board:
         from torch.utils.tensorboard.summary import hparams
 
         writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
-        writer.add_text("config", _table(self._config), self._first_step)
-        # SummaryWriter.add_hparams would show each run twice: it writes them into a folder of their own.
-        values = {name: _plain(self._config[name]) for name in self._hparams}
-        experiment, start, self._success = hparams(values, dict.fromkeys(METRICS))
+        cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in self._config.items()]
+        rows = ["| flag | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)]
+        writer.add_text("config", "\n".join(rows), self._first_step)
+        # Not SummaryWriter.add_hparams: it makes a second run of them, in a folder of its own.
+        flags = {name: self._config[name] for name in self._hparams}
+        flags = {name: value if type(value) in (int, float) else str(value) for name, value in flags.items()}
+        experiment, start, self._success = hparams(flags, dict.fromkeys(METRICS))
         writer.file_writer.add_summary(experiment)
         writer.file_writer.add_summary(start)
         return writer
-
-
-METRICS = ("train/loss", "val/loss", "val/accuracy", "test/loss", "test/accuracy")  # by which runs are compared
-
-
-def _table(config):
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in config.items()]
-    return "\n".join(["| flag | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)])
-
-
-def _plain(value):
-    return value if type(value) in (int, float) else str(value)

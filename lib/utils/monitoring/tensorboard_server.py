@@ -25,14 +25,16 @@ ADDRESS_FILE = "tensorboard_address.txt"  # in the folder of the run
 log = logging.getLogger(__name__)
 
 
+def password() -> str | None:
+    """Return what the tunnel of -ngrok asks for."""
+    return os.environ.get("NGROK_PASSWORD")
+
+
 class Server:
     """Start TensorBoard over all runs, on 127.0.0.1 and the first free port from 6006 on; returns at once.
 
-    The address goes to the terminal and into tensorboard_address.txt, which only the user can read, and into no log.
-
-    Args:
-        run: the folder of this run.
-        credentials: "user:password" to open a tunnel that asks for these; None opens none.
+    The address goes to the terminal and into a file in the run's folder, which only the user can read, and into no
+    log. With `credentials`, "user:password", a tunnel is opened that asks for these.
     """
 
     def __init__(self, run: Path, credentials: str | None = None):
@@ -50,11 +52,7 @@ class Server:
     def close(self):
         """End the server and the tunnel."""
         self._process.terminate()
-        try:
-            self._process.wait(2)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.wait()
         self._address_file.unlink(missing_ok=True)
 
 
@@ -99,11 +97,7 @@ def show(name: str, address: str, run: Path):
 
 
 def open_tunnel(address: str, credentials: str) -> str | None:
-    """Open a tunnel to a local address that asks for "user:password".
-
-    Returns:
-        Its public address; None, with a warning, if there is no tunnel.
-    """
+    """Open a tunnel to a local address that asks for "user:password". Returns its address, or None with a warning."""
     from pyngrok import conf, exception, ngrok
 
     local = urllib.parse.urlsplit(address)

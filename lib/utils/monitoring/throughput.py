@@ -9,13 +9,7 @@ import torch
 
 
 class Rate:
-    """Measure speed from one log line to the next, by the monotonic clock.
-
-    Args:
-        total_steps: optimizer steps of the whole run.
-        state: how far the run is: `step` and `samples` over all processes.
-        device: where the model trains.
-    """
+    """Measure speed from one log line to the next; `state` says how far the run is."""
 
     def __init__(self, total_steps: int, state, device: torch.device):
         self._total_steps, self._device = total_steps, device
