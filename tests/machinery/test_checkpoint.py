@@ -269,7 +269,7 @@ def test_best_is_the_highest_score_and_never_one_that_is_not_a_number(caplog):
             best = metrics.better(best, {"rec": value, "loss": value}, asked, epoch + 1) or best
         assert best["epoch"] == {3: 3, 1: 2}[wanted] and best["metric"] == asked.partition(":")[0]
     assert metrics.better(None, {"rec": 1.0}, None, 1) is None
-    assert "the evaluation gives rec; name one by -best" in caplog.text
+    assert "the evaluation gives rec; choose one by -best" in caplog.text
 
 
 # Room
