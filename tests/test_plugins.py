@@ -70,7 +70,7 @@ def test_importing_the_shipped_plugins_does_nothing():
 @pytest.mark.parametrize(("kind", "name"), PLUGINS)
 def test_a_plugin_has_its_builder_and_its_defaults_are_of_flags_that_exist(kind, name):
     module, builder = module_of(name, kind), config.BUILDERS[kind]
-    inspect.signature(getattr(module, builder)).bind(*range(6 if kind == "trainer" else 1))
+    inspect.signature(getattr(module, builder)).bind(*range(7 if kind == "trainer" else 1))
 
     parser = argparse.ArgumentParser(add_help=False)
     getattr(module, "add_args", lambda _: None)(parser)

@@ -40,11 +40,11 @@ READERS_PATH = [
     "train.py",
 ]
 BUDGETS = {  # of what: lines at most, patterns of files, of files left out
-    "train.py and lib without compat": (6900, MACHINERY + PLUGINS, [COMPAT]),  # 10,003
-    "compat": (500, [COMPAT], []),  # 518
-    "the reader's path": (2000, READERS_PATH, []),  # 3,067
-    "README.md": (220, ["README.md"], []),  # 187
-    "tests without machinery": (2500, TESTS, []),  # 2,145
+    "train.py and lib without compat": (6900, MACHINERY + PLUGINS, [COMPAT]),  # 8,490
+    "compat": (500, [COMPAT], []),  # 496
+    "the reader's path": (2000, READERS_PATH, []),  # 2,819
+    "README.md": (220, ["README.md"], []),  # 188
+    "tests without machinery": (2500, TESTS, []),  # 2,174
 }
 README_WORDS = 1800
 
