@@ -1,4 +1,4 @@
-"""How a start ends: by which signals, with which exit code, and the one exception that is the user's to mend."""
+"""How a run ends: signals, exit codes, and the exception for what the user can correct."""
 
 import contextlib
 import difflib
@@ -12,14 +12,14 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 class UsageError(Exception):
-    """What was asked cannot be done. The message is one line: the flag, the value given, and what would be right."""
+    """The arguments cannot be carried out. The message is one line: the flag, its value, and what would be right."""
 
 
 @contextlib.contextmanager
 def no_exit():
-    """Turns sys.exit in the block, by a plugin or an argparse of its own, into a failure: code 0 means finished.
+    """Turn sys.exit in the block, by a plugin or an argparse of its own, into a RuntimeError that names the plugin.
 
-    Raises RuntimeError, which names the plugin.
+    Exit code 0 would mean that the run is finished.
     """
     try:
         yield
@@ -32,7 +32,7 @@ def no_exit():
 
 
 def close(name: str, there) -> str:
-    """What a misspelt name may mean of those that are there, in words; "" if nothing comes near."""
+    """Return a question after the existing names that a misspelt one may mean; "" if nothing comes near."""
     text = name.lstrip("-")
     starts = [other for other in there if text and other.lstrip("-").startswith(text)]
     close = starts or difflib.get_close_matches(name, there, n=3)

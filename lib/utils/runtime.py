@@ -27,7 +27,7 @@ def kernels(world: World, deterministic: bool):
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # Nothing here reads memory that it did not write.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if world.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = not deterministic  # its trials end differently each time

@@ -111,13 +111,14 @@ def get_loaders(splits: dict[str, Dataset], plan: Plan, world: World, args) -> d
         )  # fmt: skip
     loaders = {}
     for name, part in splits.items():
-        training = name == "train"
+        in_order = Plan(len(part), plan.micro * world.size, plan.micro)
+        workers = fetch.workers(0 if args.debug else args.workers, part, world)
         loaders[name] = Loader(
             part,
-            plan if training else Plan(len(part), plan.micro * world.size, plan.micro),
+            plan if name == "train" else in_order,
             world,
             seed=args.seed,
-            shuffle=args.shuffle and training,
-            workers=fetch.workers(0 if args.debug else args.workers, part, world),
+            shuffle=args.shuffle and name == "train",
+            workers=workers,
         )
     return loaders

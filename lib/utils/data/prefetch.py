@@ -40,24 +40,21 @@ def _one_ahead(pairs, device):
     stream, ahead = _copy_stream(device), None
     while True:
         with torch.cuda.stream(stream):
-            pair = next(pairs, None)
+            following = next(pairs, None)
             copied = stream.record_event()
         if ahead:
-            yield _receive(*ahead)
-        if pair is None:
+            pair, event = ahead
+            current = torch.cuda.current_stream()
+            current.wait_event(event)
+            for _, tensor in tensors.tensors(pair[1]):
+                tensor.record_stream(current)  # so that its memory serves no other tensor before it is used
+            yield pair
+        if following is None:
             return
-        ahead = pair, copied
+        ahead = following, copied
 
 
 @functools.cache
 def _copy_stream(device):
     """One stream for all copies: the memory of one epoch's batches serves the next."""
     return torch.cuda.Stream(device)
-
-
-def _receive(pair, copied):
-    current = torch.cuda.current_stream()
-    current.wait_event(copied)
-    for _, tensor in tensors.tensors(pair[1]):
-        tensor.record_stream(current)  # so that its memory serves no other tensor before it is used
-    return pair
