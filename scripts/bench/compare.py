@@ -15,6 +15,7 @@ torch: give the Python of its own environment with -composer.
 
 import argparse
 import contextlib
+import ctypes
 import datetime
 import importlib.metadata
 import importlib.util
@@ -24,6 +25,7 @@ import platform
 import random
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -65,7 +67,7 @@ class Case:
 
 
 MLP = "-dataset random -random_samples 48000 -image_size 8 -num_classes 10 -mlp_width 64 -mlp_depth 1 -batch_size 32"
-RESNET = "-dataset fake -fake_samples 160 -image_size 64 -num_classes 10 -batch_size 8"
+RESNET = "-dataset fake -fake_samples 80 -image_size 64 -num_classes 10 -batch_size 8"
 GPT = "-dataset text -text_samples 400 -batch_size 8"
 LARGE = "-dataset random -random_samples 480 -mlp_width 2048 -batch_size 8 -epochs 1"
 CASES = {
@@ -112,6 +114,7 @@ class Unequal(Exception):
 
 def main(argv: list[str] | None = None):
     asked = parse(argv)
+    adopt_orphans()
     names = installed([BATON, *asked.peers], asked.composer)
     print(describe_machine(names, argv))
     with keep_a_core_busy(asked.busy):
@@ -165,6 +168,13 @@ def describe_machine(names: list[str], argv: list[str] | None) -> str:
     )
 
 
+def adopt_orphans():
+    """Make this process the parent of those whose own parent ends: Lightning does not wait for its second process."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
+    if prctl:
+        prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
 @contextlib.contextmanager
 def keep_a_core_busy(wanted: bool):
     """Run a loop next to everything that is measured."""
@@ -205,16 +215,33 @@ def run(name: str, flags: str, out: Path, options: Options) -> Run:
     words = [*launcher(name, options), str(SCRIPTS[name]), *flags.split(), *device, "-out", str(out)]
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
-        process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
+        pipes = {"stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **pipes)
+        try:
+            process.returncode, cpu = wait_for_all(process.pid)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
         seconds = time.perf_counter() - began
-        process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode not in (0, STOPPED):
             output.seek(0)
             last = output.read().decode(errors="replace")[-3000:]
             raise RuntimeError(f"{shlex.join(words)} ended with {process.returncode}:\n{last}")
     step, figures = read_train_py(out) if name == BATON else read_script(out)
-    return Run(seconds, usage.ru_utime + usage.ru_stime, step, figures)
+    return Run(seconds, cpu, step, figures)
+
+
+def wait_for_all(leader: int) -> tuple[int, float]:
+    """Wait for a process and all of its group that outlive it; return its exit code and the CPU seconds of all."""
+    code, cpu = 0, 0.0
+    while True:
+        try:
+            pid, status, usage = os.wait4(-leader, 0)
+        except ChildProcessError:
+            return code, cpu
+        cpu += usage.ru_utime + usage.ru_stime
+        if pid == leader:
+            code = os.waitstatus_to_exitcode(status)
 
 
 def launcher(name: str, options: Options) -> list[str]:

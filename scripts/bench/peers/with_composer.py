@@ -43,8 +43,11 @@ class Module(ComposerModel):
 def main():
     args = task.flags()
     data, share = task.datasets(args), args.batch_size // args.cpu
-    train = task.loader(data["train"], share, shuffle=True)
-    val, test = (task.loader(data[name], share) if name in data else None for name in ("val", "test"))
+    train = task.loader(data["train"], share, sampler=dist.get_sampler(data["train"], shuffle=True))
+    val, test = (
+        task.loader(data[name], share, sampler=dist.get_sampler(data[name], shuffle=False)) if name in data else None
+        for name in ("val", "test")
+    )
     module = Module(args, len(train))
     optimizer = torch.optim.AdamW(task.groups(module, args), lr=1.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: task.lr_at(step, len(train), args))
