@@ -94,9 +94,11 @@ def loss_of(args, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def sums(args, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return what a batch adds to an evaluation: loss times samples, right answers, samples."""
-    right = (outputs.argmax(1) == targets).sum() if targets.ndim == 1 else torch.tensor(0)
-    return torch.stack([loss_of(args, outputs, targets) * len(targets), right, torch.tensor(len(targets))])
+    """Return what a batch adds to an evaluation: loss times samples, right answers (of tokens: shares), samples."""
+    right = torch.zeros(len(targets))
+    if args.loss == "cross_entropy":
+        right = (outputs.argmax(-1) == targets).float().reshape(len(targets), -1).mean(1)
+    return torch.stack([loss_of(args, outputs, targets) * len(targets), right.sum(), torch.tensor(len(targets))])
 
 
 def groups(model: nn.Module, args) -> list[dict]:
