@@ -98,7 +98,7 @@ class Fetch(Dataset):
 
 
 class _Source:
-    """The sampler of a DataLoader, whose keys are given anew for each epoch."""
+    """The sampler of a DataLoader, whose keys are set for each epoch."""
 
     keys = ()
 
