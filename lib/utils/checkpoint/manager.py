@@ -11,6 +11,7 @@ import logging
 import shutil
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,15 +70,26 @@ class Save:
 
 
 class Checkpoints:
-    """The checkpoints of a run. All ranks call its methods at the same steps, but for `staged` and `writing`."""
+    """The checkpoints of a run. All ranks call its methods at the same steps, but for `staged` and `writing`.
 
-    def __init__(self, folder: Path, world: World, *, keep_last: int = 2, strict: bool = False):
+    `owned()`: whether the run's folder is still its own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        *,
+        keep_last: int = 2,
+        strict: bool = False,
+        owned: Callable[[], bool] = lambda: True,
+    ):
         self.folder, self.world, self.disk = folder, world, shared_disk.one(world)
-        self.keep_last, self.strict, self.failures = keep_last, strict, 0
+        self.keep_last, self.strict, self.owned = keep_last, strict, owned
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self.copies = staging.Copies(world.device)
         self.saving: Save | None = None
-        self.lock = run_folder.lock_id(folder.parent)  # of the run whose checkpoints they are
+        self.failures = 0  # in a row
 
     def open(self):
         """Find out which ranks share the folder, and remove what crashes left there. Call it before all else."""
@@ -179,7 +191,7 @@ class Checkpoints:
         return self.folder / f"{save.name}.partial"
 
     def _make_partial(self, save):
-        if not run_folder.has_lock(self.folder.parent, self.lock):
+        if not self.owned():
             raise FileNotFoundError(f"{self.folder.parent} is no longer the folder of this run")
         if not self.folder.is_dir():  # somebody removed it
             self._sweep()

@@ -15,7 +15,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,13 +126,13 @@ class RunFolder:
     def __init__(self, args, world: World, disk: Disk, job: str | None):
         self.args, self.world, self.disk, self.job = args, world, disk, job
         self.path = run_of(args)
-        self.locked = self.id = None
-        self.begun = False
+        self.locked = None  # the open lock file
+        self.begun, self.owned = False, lambda: True
 
     def begin(self, config: str):
         """Make room for a new run under -reset, and write config.yaml and the outcome "running"."""
         self.disk.do(lambda: self._begin(config))
-        self.id, self.begun = lock_id(self.path), True
+        self.begun, self.owned = True, owner_check(self.path)
 
     def _begin(self, config: str):
         with self._writing():
@@ -178,7 +178,7 @@ class RunFolder:
             return False
         except OSError as error:
             log.warning("%s: this file system has no locks (%s): a second run is not noticed", file.name, error)
-        if os.fstat(file.fileno()).st_ino != (lock_id(self.path) or (0, 0))[1]:  # its last holder has removed it
+        if os.fstat(file.fileno()).st_ino != (_lock_file(self.path) or (0, 0))[1]:  # its last holder has removed it
             file.close()
             return False
         self.locked = file
@@ -204,7 +204,7 @@ class RunFolder:
         elif isinstance(error, UsageError) or not self.path.is_dir() or restarts(self.args, self.world):
             return
         try:
-            if has_lock(self.path, self.id):
+            if self.owned():
                 record_failure(self.path, self.world, error)
         except OSError as second:  # the first one is the cause
             log.warning("%s could not be written (%s)", self.path / "outcome.json", second)
@@ -247,24 +247,28 @@ def _move_away(folder: Path):
         entry.rename(target / entry.name)
 
 
-def lock_id(run: Path) -> tuple[int, int] | None:
-    """Return which file the lock of a run's folder is, None where there is none.
+def owner_check(run: Path) -> Callable[[], bool]:
+    """Return a function that says whether a run's folder still is the one that it is now; also if its disk fails.
 
-    While its holder has it open no other file can be the same one, wherever the folder is moved to.
+    The lock's inode decides: while its holder has it open, no other file can have that, wherever the folder is moved.
     """
+    ours = _lock_file(run)
+
+    def owned() -> bool:
+        try:
+            return ours is None or _lock_file(run) == ours
+        except OSError:
+            return True
+
+    return owned
+
+
+def _lock_file(run):
     try:
         file = (run / ".lock").stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
     return file.st_dev, file.st_ino
-
-
-def has_lock(run: Path, lock: tuple[int, int] | None) -> bool:
-    """Whether the lock of a run's folder is still this one of `lock_id`; also where the disk does not answer."""
-    try:
-        return lock is None or lock_id(run) == lock
-    except OSError:
-        return True
 
 
 # How the run ended
