@@ -1,11 +1,10 @@
 """Tensors in safetensors files, each rank its own share, and back on any number of ranks.
 
 The file format is safetensors' (https://github.com/huggingface/safetensors, "Format"): the length of a JSON header,
-the header, the bytes. Written here, in one pass with its checksum and in pieces that let other threads run; read by
-the library.
+the header, the bytes. Written here, in one pass with its checksum: safetensors' own writer would hold up the training
+thread. Read by the library.
 """
 
-import concurrent.futures
 import json
 import logging
 import math
@@ -86,34 +85,28 @@ def _local(tensor):
 
 
 def write(path: Path, blocks: list[tuple[str, Tensor]]) -> dict:
-    """Writes CPU tensors to a safetensors file, on disk when this returns. Returns {"bytes": n, "crc32": n}."""
-    header, at = {}, 0
+    """Write CPU tensors to a safetensors file; it is on disk when this returns {"bytes": n, "crc32": n}."""
+    header, end = {}, 0
     for name, values in blocks:
-        header[name] = {
-            "dtype": DTYPES[values.dtype],
-            "shape": list(values.shape),
-            "data_offsets": [at, at + values.nbytes],
-        }
-        at += values.nbytes
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    parts = [len(head).to_bytes(8, "little"), head, *(raw(values) for _, values in blocks)]
-    with concurrent.futures.ThreadPoolExecutor(1) as beside:  # on another core, while the disk is busy
-        crc = beside.submit(checksum, _chunks(parts))
-        with path.open("wb", buffering=0) as file:
-            size = sum(_write_all(file, chunk) for chunk in _chunks(parts))
-            os.fsync(file.fileno())
-    return {"bytes": size, "crc32": crc.result()}
-
-
-def _chunks(parts):
-    for data in parts:
-        for begin in range(0, len(data), CHUNK):
-            yield memoryview(data)[begin : begin + CHUNK]
+        begin, end = end, end + values.nbytes
+        kind = DTYPES[values.dtype]
+        header[name] = {"dtype": kind, "shape": list(values.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    crc = 0
+    with path.open("wb") as file:
+        for data in (len(text).to_bytes(8, "little"), text, *(raw(values) for _, values in blocks)):
+            for begin in range(0, len(data), CHUNK):
+                chunk = memoryview(data)[begin : begin + CHUNK]
+                file.write(chunk)
+                crc = zlib.crc32(chunk, crc)
+        file.flush()
+        os.fsync(file.fileno())
+        return {"bytes": file.tell(), "crc32": crc}
 
 
 def checksum(chunks) -> int:
-    """The CRC-32 of these pieces of bytes, one after the other."""
+    """Return the CRC-32 of these pieces of bytes, one after the other."""
     crc = 0
     for chunk in chunks:
         crc = zlib.crc32(chunk, crc)
@@ -121,15 +114,8 @@ def checksum(chunks) -> int:
 
 
 def raw(values: Tensor) -> memoryview | bytes:
-    """The bytes of a tensor on the CPU."""
+    """Return the bytes of a tensor on the CPU."""
     return memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy()) if values.numel() else b""
-
-
-def _write_all(file, data):
-    done = 0
-    while done < len(data):
-        done += file.write(data[done:])
-    return done
 
 
 def verify(path: Path, wanted: dict):
