@@ -135,7 +135,7 @@ class Checkpoints:
         whole = {name: tensors[name] for name in sorted(early) if not isinstance(tensors[name], shards.DTensor)}
         mine = shards.pieces(tensors, self.disk.share, {*distributed.differing(whole, self.world)})
         mine = [piece._replace(values=piece.values.clone()) if piece.name in early else piece for piece in mine]
-        self.copies.ask()
+        self.copies.request()
         save.job = self.thread.submit(self._write, save, mine)
         self.saving = save
 
