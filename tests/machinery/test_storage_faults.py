@@ -214,6 +214,7 @@ LATEST = {
     "dangling": lambda link: link.symlink_to("000099_step_99"),
     "looping": lambda link: link.symlink_to("latest"),
     "a file": lambda link: link.write_text("000001_step_4"),
+    "a folder": lambda link: shutil.copytree(link.parent / "000001_step_4", link),
     "an older one": lambda link: link.symlink_to("000001_step_4"),
     "somewhere else": lambda link: link.symlink_to("/tmp"),
 }

@@ -80,7 +80,10 @@ def swap_link(link: Path, target_name: str):
     """Point a link at a target, which is on disk already, in one instant: a reader sees the old or the new.
 
     Where there are no symbolic links, a file that holds the name stands for one; `read_link` reads both.
+    A folder there, from a copy that followed links (cp -rL), is moved to NAME.*.aside.
     """
+    if link.is_dir() and not link.is_symlink():
+        link.rename(_unique(link, "aside"))
     try:
         with staged(link) as partial:
             partial.symlink_to(target_name)
