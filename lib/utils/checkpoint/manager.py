@@ -8,6 +8,7 @@ NAME.partial, synced, and renamed. A file `keep` in it spares it from removal.
 import concurrent.futures
 import json
 import logging
+import re
 import shutil
 import time
 import zlib
@@ -25,6 +26,7 @@ from lib.utils.errors import UsageError
 log = logging.getLogger(__name__)
 FORMAT = 2
 SEAL = b',\n"crc32": %d\n}\n'  # the end of every manifest, whatever its format: the checksum of all before it
+EVERY = re.compile(r"(\d+)(epoch|step|min)?")  # the value of -save_every, which was checked
 FAILURES = 3  # saves in a row that may fail before the run ends
 WAIT_S = 0.2  # between votes while all ranks wait for a save: a slow disk is no reason to take one for dead
 
@@ -37,13 +39,13 @@ class Every:
     """When a save is due: every so many epochs, optimizer steps, or minutes."""
 
     def __init__(self, text: str):
-        number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
-        self.number, self.unit = int(number), (text[len(number) :] or "epochs")[:4]
+        number, unit = EVERY.match(text).groups()
+        self.number, self.unit = int(number), unit or "epoch"
         self.since = time.monotonic()
 
     def epoch_due(self, epoch: int) -> bool:
         """Whether a save is due after this many epochs."""
-        return self.unit == "epoc" and epoch % self.number == 0
+        return self.unit == "epoch" and epoch % self.number == 0
 
     def step_due(self, step: int) -> bool:
         """Whether a save is due after this many steps."""
@@ -104,8 +106,7 @@ class Checkpoints:
             raise UsageError(f"-out {out}: a sharded model needs a folder that all nodes share")
         free = min(self.disk.do(lambda: run_folder.free_bytes(self.folder)))
         if free < size:
-            raise UsageError(f"-out {out}: a checkpoint takes {size:,} bytes, and {free:,} are free; make room, or "
-                             f"take another disk")  # fmt: skip
+            raise UsageError(f"-out {out}: a checkpoint takes {size:,} bytes, and {free:,} are free; make room")
 
     def save(self, tensors: dict, facts: dict, *, step: int, early: set, keep: bool = False):
         """Begin a checkpoint of these live tensors, and return at once.
@@ -271,8 +272,8 @@ def read_manifest(folder: Path) -> dict:
     if not isinstance(manifest, dict) or data != body + SEAL % zlib.crc32(body):
         raise shards.Damaged(f"{path}: its checksum does not hold")
     if manifest.get("format") != FORMAT:
-        raise UsageError(f"{path}: is of format {manifest.get('format')}, written by {manifest.get('about')}; this "
-                         f"code reads format {FORMAT}: take that version, or -reset")  # fmt: skip
+        other = f"is of format {manifest.get('format')}, written by {manifest.get('about')}"
+        raise UsageError(f"{path}: {other}; this code reads format {FORMAT}: take that version, or -reset")
     shards.check(folder, manifest)
     return manifest
 
@@ -281,8 +282,8 @@ def schema(tensors: dict) -> dict[str, list]:
     """Return the type and shape of every tensor, as JSON has it. Raises UsageError for a type safetensors lacks."""
     odd = [name for name, tensor in tensors.items() if tensor.dtype not in shards.DTYPES]
     if odd:
-        raise UsageError(f"{odd[0]} is of {tensors[odd[0]].dtype}, which a checkpoint cannot hold: use another type, "
-                         f"or a buffer with persistent=False")  # fmt: skip
+        hint = "use another type, or a buffer with persistent=False"
+        raise UsageError(f"{odd[0]} is of {tensors[odd[0]].dtype}, which a checkpoint cannot hold: {hint}")
     return {name: [shards.DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
 
 

@@ -55,8 +55,8 @@ def find(args, disk: Disk) -> Past | None:
         return None
     own = run_folder.run_of(args) / "checkpoints"
     if args.resume and _real(own) in _real(args.resume).parents:
-        raise UsageError(f"-resume {args.resume}: this run goes on from its newest checkpoint by itself; to branch "
-                         f"off from an older one, give the new run another -model")  # fmt: skip
+        hint = "to start from an older one, give the new run another -model"
+        raise UsageError(f"-resume {args.resume}: this run goes on from its newest checkpoint by itself; {hint}")
     if any(disk.do(lambda: run_folder.restarts(args, disk.world))):
         past, damaged = None, {}
     else:
@@ -64,8 +64,8 @@ def find(args, disk: Disk) -> Past | None:
     if past is None and args.resume:
         past = _of_another_run(args.resume, disk)
     if past is None and damaged:
-        raise shards.Damaged(f"{_first_fault(damaged)}; no good checkpoint is left: -reset starts from scratch, "
-                             f"-resume takes another run's")  # fmt: skip
+        hint = "-reset starts from scratch, -resume takes another run's"
+        raise shards.Damaged(f"{_first_fault(damaged)}; no good checkpoint is left: {hint}")
     if past:
         past.damaged = damaged
     return past
@@ -79,8 +79,7 @@ def _of_another_run(path: str, disk: Disk) -> Past:
     if past is None and damaged:
         raise UsageError(f"-resume {path}: no good checkpoint is there: {_first_fault(damaged)}")
     if past is None:
-        raise UsageError(f"-resume {path}: there is no checkpoint; give a run's folder, its checkpoints folder or "
-                         f"one checkpoint")  # fmt: skip
+        raise UsageError(f"-resume {path}: there is no checkpoint; give a run's folder or one of its checkpoints")
     past.passed_over = _first_fault(damaged) if damaged else ""
     return past
 
@@ -118,10 +117,8 @@ def newest_good(folder: Path, disk: Disk, own: bool = True) -> tuple[Past | None
 def _names(folder, own):
     found = _retry(lambda: run_folder.listed(folder) if own else run_folder.checkpoints_at(folder))
     if own and not found and any(folder.glob("step_*")):
-        raise UsageError(
-            f"{folder}: written by an older version of the code, which named checkpoints otherwise; "
-            f"take that version, or -reset"
-        )
+        hint = "which named checkpoints otherwise; take that version, or -reset"
+        raise UsageError(f"{folder}: written by an older version of the code, {hint}")
     return [str(entry.relative_to(folder)) for entry in found]
 
 
@@ -156,8 +153,8 @@ def _check_version(manifest):
     try:
         State.from_dict(manifest.get("state", {}))
     except TypeError as error:
-        raise UsageError(f"written by another version of the code ({manifest.get('about')}): {error}; take that "
-                         f"version, or -weights, or -reset") from None  # fmt: skip
+        other = f"written by another version of the code ({manifest.get('about')}): {error}"
+        raise UsageError(f"{other}; take that version, or -weights, or -reset") from None
 
 
 def _retry(read):
@@ -234,9 +231,9 @@ def changes(before: dict, now: dict, args) -> str:
     refused = [name for name in changed if name in before and name in now and name not in args.allow_change]
     if refused:
         allow = " ".join(f"-allow_change {name}" for name in refused)
-        raise UsageError(f"-model {now['model']} would go on with other settings: "
-                         f"{', '.join(texts[name] for name in refused)}; keep them, or add {allow}, or start "
-                         f"from scratch with -reset or another -model")  # fmt: skip
+        other = f"would go on with other settings: {', '.join(texts[name] for name in refused)}"
+        hint = f"keep them, or add {allow}, or start from scratch with -reset or another -model"
+        raise UsageError(f"-model {now['model']} {other}; {hint}")
     return ", ".join(texts.values())
 
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 NAME = re.compile(r"(\d{6,})_step_(\d+)")
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # there is no such file
-LESS_MEMORY = ("a smaller -micro_batch takes less, for the same steps but for BatchNorm and dropout; so do "
-               "-recompute, -bf16 and -parallel fsdp")  # fmt: skip
+LESS_MEMORY = "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp"
 LOST_PEER = {"DistError", "Hang"}  # classes of torch.distributed and of watchdog, by name
 WARN_S = 1.0  # a holder that was killed is soon gone
 PATIENCE_S = 3.0  # for a holder of the lock to end, after its -grace_s
@@ -46,11 +45,7 @@ def run_of(args) -> Path:
 
 
 def listed(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, newest first; none where it is missing.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Return the checkpoints in a folder, newest first; none where it is missing."""
     try:
         checkpoints = [entry for entry in folder.iterdir() if NAME.fullmatch(entry.name)]
     except OSError as error:
@@ -213,8 +208,8 @@ class RunFolder:
             yield
         except OSError as error:
             free = f", {free_there(self.path)}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            raise UsageError(f"-out {self.path.parent} -model {self.path.name}: cannot be written "
-                             f"({error.strerror}{free})") from error  # fmt: skip
+            flags = f"-out {self.path.parent} -model {self.path.name}"
+            raise UsageError(f"{flags}: cannot be written ({error.strerror}{free})") from error
 
 
 def _move_away(folder: Path):

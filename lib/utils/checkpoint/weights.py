@@ -95,8 +95,12 @@ def start_from(path: str, model: torch.nn.Module, whole: bool = False):
     log.info("-weights %s: %d tensors taken", path, len(fits))
     both = {*mine} & {*weights}
     tied = {*model.state_dict()} - {*mine}  # other names of tensors that were taken
-    for kind, names in (("missing there", {*mine} - both), ("not used", {*weights} - both - tied),
-                        ("of another shape there", both - fits)):  # fmt: skip
+    lists = {
+        "missing there": {*mine} - both,
+        "not used": {*weights} - both - tied,
+        "of another shape there": both - fits,
+    }
+    for kind, names in lists.items():
         if names:
             log.warning("-weights %s: %s: %s", path, kind, ", ".join(sorted(names)))
 
