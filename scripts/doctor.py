@@ -70,7 +70,7 @@ def versions(args) -> Findings:
     yield OK, f"Python {platform.python_version()} on {platform.platform()}, host {socket.gethostname()}"
     listed = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[1]
     found = []
-    for name, least in re.findall(r'"([\w-]+)>=([\d.]+)"', listed):
+    for name, least in re.findall(r'"([\w-]+)>=([\d.]+)', listed):
         try:
             have = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
