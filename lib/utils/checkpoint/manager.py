@@ -121,7 +121,7 @@ class Checkpoints:
             self._fail(save, f"{error}, {run_folder.free_there(self.folder)}")
             return
         whole = {name: tensors[name] for name in sorted(early) if not isinstance(tensors[name], shards.DTensor)}
-        mine = shards.pieces(tensors, self.disk.share, {*distributed.differing(whole, self.world)})
+        mine = shards.pieces(tensors, self.disk.share, {*shards.differing(whole, self.world)})
         mine = [piece._replace(values=piece.values.clone()) if piece.name in early else piece for piece in mine]
         self.copies.ask()
         save.job = self.thread.submit(self._write, save, mine)
