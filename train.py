@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from lib import config, launch
-from lib.launch import environment, local
+from lib.launch import environment, local, signals
 from lib.utils.errors import EXIT_CODES, UsageError
 from lib.utils.monitoring import startup
 
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     startup.begin()
     try:
-        with local.leaving():
+        with signals.leaving():
             environment.export(*config.early(argv))
             args = config.parse_args(argv)
         if args.check_resume:
