@@ -25,7 +25,7 @@ CACHES = {
     "HF_HOME": "huggingface",
 }
 DEBUG = {
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_DISTRIBUTED_DEBUG": "INFO",  # DDP crashes on gloo under DETAIL (torch 2.15)
     "TORCH_CPP_LOG_LEVEL": "INFO",
     "TORCH_LOGS": "+distributed",
     "LOGLEVEL": "DEBUG",  # torchrun's own

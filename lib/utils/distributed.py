@@ -60,8 +60,6 @@ def joined(args):
         yield agreed(args, world)
         return
     backend = "gloo" if world.device.type == "cpu" else f"cpu:gloo,{_backend(world.device)}"
-    if backend == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # of -debug_dist
-        dist.set_debug_level(dist.DebugLevel.INFO)  # DDP would crash on the wrapped group of DETAIL (torch 2.15)
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=max(START_MINUTES, args.hang_minutes)))
     try:
         yield agreed(args, world)
