@@ -1,6 +1,6 @@
 """The usual way of training: epochs of steps, evaluation, checkpoints. For another, override `training_step`."""
 
-import functools
+import dataclasses
 import logging
 import math
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ import torch
 from lib.core import batchnorm, parallel, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
-from lib.utils import distributed, preemption, runtime, seeding
+from lib.utils import preemption, runtime, seeding
 from lib.utils.checkpoint import manager, resume, run_folder, weights
 from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, untouched, unwrap
 from lib.utils.data.options import options_of
@@ -58,8 +58,7 @@ class Trainer:
         self.precision = parallel.autocast(args, world.device)
         self.statistics = batchnorm.Statistics(model, world, world.size == 1 and self.plan.grain == self.plan.batch)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
-        owned = functools.partial(run_folder.has_lock, self.folder, run_folder.lock_id(self.folder))
-        self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit, owned)
+        self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
         self.ballot, self.every = preemption.Ballot(self.stop, world), manager.Every(args.save_every)
         self.votes = False  # on a stop: only in `fit`
         self.checkpoints = manager.Checkpoints(
@@ -316,7 +315,7 @@ class Trainer:
 
     def write_weights(self, name: str, must: bool = True) -> bool:
         """Write NAME/weights.safetensors, ready for safetensors' load_file. False if that failed and need not be."""
-        distributed.together(self.stop.check_folder, self.world)
+        self.checkpoints.check_folder()
         return weights.keep(self.folder / name, model_tensors(unwrap(self.model)), self.world, must)
 
     def finish(self) -> str:
@@ -332,7 +331,7 @@ class Trainer:
             raise BadSteps(f"{why}: no final weights are written; {AGAINST_BAD_STEPS}")
         figures = self.evaluate("test") if trained and "test" in self.loaders else {}
         finished = trained and figures is not None
-        distributed.together(self.stop.check_folder, self.world)
+        self.checkpoints.check_folder()
         if finished:
             self.logger.evaluated(self.state, "test", figures, self.answers)
             self.write_weights("final")
@@ -342,13 +341,13 @@ class Trainer:
         outcome = {
             "state": "finished" if finished else "stopped",
             **{name: getattr(self.state, name) for name in ("epoch", "step", "samples")},
-            **self.stop.why(),
+            **dataclasses.asdict(self.stop.cause),
             "best": self.state.best,
             "test": figures,
         }
         if self.checkpoints.disk.leads:
             run_folder.write_outcome(self.folder, self.world, **outcome)
-            if finished or self.stop.by_file:
+            if finished or self.stop.cause.reason == preemption.FILE_THERE:
                 self.stop.remove_file()
         self.logger.last_words(outcome, self.args)
         return "failed" if self.stop.only_other_nodes_leave() and not finished else outcome["state"]

@@ -110,8 +110,10 @@ class Checkpoints:
 
         Raises:
             SaveError: saving fails for good.
+            OSError: the run's folder is gone.
         """
         self.finish()
+        self.check_folder()
         save = Save(f"step_{step}", {**facts, "tensors": schema(tensors)}, keep)
         try:
             last = max(self.disk.do(lambda: run_folder.last_number(self.folder)))
@@ -158,6 +160,10 @@ class Checkpoints:
             concurrent.futures.wait([self.saving.job] if self.saving.job else [], WAIT_S)
             self.poll()
 
+    def check_folder(self):
+        """Raise OSError on all ranks if the run's folder is gone."""
+        distributed.together(lambda: run_folder.check_lock(self.folder.parent, self.lock), self.world)
+
     def close(self):
         """Wait for what is in flight and end the writing thread. Raises SaveError if the last save failed."""
         self.finish()
@@ -179,8 +185,6 @@ class Checkpoints:
         return self.folder / f"{save.name}.partial"
 
     def _make_partial(self, save):
-        if not run_folder.has_lock(self.folder.parent, self.lock):
-            raise FileNotFoundError(f"{self.folder.parent} is no longer the folder of this run")
         if not self.folder.is_dir():  # somebody removed it
             self._sweep()
         partial = self._partial(save)

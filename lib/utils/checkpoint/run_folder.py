@@ -267,6 +267,13 @@ def has_lock(run: Path, lock: tuple[int, int] | None) -> bool:
         return True
 
 
+def check_lock(run: Path, lock: tuple[int, int] | None):
+    """Raise OSError if a run's folder no longer has its lock: what is written there would be in another's."""
+    if not has_lock(run, lock):
+        raise OSError(f"{run} was removed, moved or unmounted while the run wrote there. Another run may have its "
+                      "place by now, so this one ends")  # fmt: skip
+
+
 # How the run ended
 
 
