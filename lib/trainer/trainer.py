@@ -173,15 +173,8 @@ class Trainer:
         self.read_figures()
         interval = self.metrics.reduce()
         metrics.add(self.state.sums, interval)
-        figures = {
-            "loss": metrics.mean(interval, "loss"),
-            "loss_mean": metrics.mean(self.state.sums, "loss"),
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "grad_norm": self.last_norm,
-            **{name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")},
-            **({"bad_steps": self.state.bad_steps} if self.state.bad_steps else {}),
-        }
-        self.logger.training(self.state, {**figures, **self.rate.interval(self.state)})
+        figures = {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self.last_norm}
+        self.logger.training(self.state, interval, figures, self.rate.interval(self.state))
         if self.state.bad_row >= self.args.max_bad_steps:
             self.give_up()
 
