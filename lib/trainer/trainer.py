@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from lib.core import batchnorm, parallel, scheduler
 from lib.core import loss as losses
@@ -276,8 +277,11 @@ class Trainer:
         log.info("going on from %s: epoch %d, step %d", past.folder, self.state.epoch + 1, self.state.step)
 
     def warm_up(self):
-        """Do two passes on zeros where DDP would otherwise add up in another order in its first step than later."""
-        if not parallel.reorders(self.model, self.world):
+        """Do two passes on zeros, after which DDP sums gradients in the order that it keeps.
+
+        On three ranks or more it rebuilds its buckets after the first pass; a resumed run would differ in the last bits.
+        """
+        if not isinstance(self.model, DistributedDataParallel) or self.world.size < 3:
             return
         batch = zeros(self.loaders["train"].sample())
         self.model.train()
