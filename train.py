@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from lib import config, launch
-from lib.launch import environment, local
+from lib.launch import environment, local, signals
 from lib.utils.errors import EXIT_CODES, UsageError
 from lib.utils.monitoring import startup
 
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     startup.begin()
     try:
-        with local.leaving():
+        with signals.leaving():
             environment.export(*config.early(argv))
             args = config.parse_args(argv)
         if args.check_resume:
@@ -72,11 +72,7 @@ def run(args) -> int:
         folder.begin(config.to_yaml(args, runtime.about(world), batch_size=plan.batch, micro_batch=plan.micro))
         console.setup_logging(folder.path, world.rank, world.is_main)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
-        log = logger.Silent()
-        if training:
-            total, state = args.epochs * plan.steps, resume.state(past, plan)
-            log = logger.Logger(folder.path, world, args, total_steps=total, state=state)
-        stack.callback(log.close)
+        log = stack.enter_context(logger.opened(folder.path, world, args, plan.steps, resume.state(past, plan)))
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, log)
         return EXIT_CODES[modes.RUN[mode](trainer, past)]
 

@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lib.config import args as config
-from lib.launch import environment, local
+from lib.launch import children, environment
 from lib.utils import preemption
 from lib.utils.data import permutation
 from lib.utils.errors import FINISHED
@@ -214,8 +214,8 @@ def book(way: Way, name: str) -> Path:
 def haste() -> Iterator[None]:
     """One thread for every process, and short waits, for the time of the block: votes after milliseconds, the other
     ranks of a failed run ended at once."""
-    before = preemption.ASK_EVERY_S, local.SETTLE_S, local.END_S
-    preemption.ASK_EVERY_S, local.SETTLE_S, local.END_S = 0.01, 0.05, 0.3
+    before = preemption.ASK_EVERY_S, children.SETTLE_S, children.END_S
+    preemption.ASK_EVERY_S, children.SETTLE_S, children.END_S = 0.01, 0.05, 0.3
     torch.set_num_threads(1)
     gc.freeze()  # or the collector of every child would touch, and so copy, all that it inherits
     try:
@@ -223,7 +223,7 @@ def haste() -> Iterator[None]:
             yield
     finally:
         gc.unfreeze()
-        preemption.ASK_EVERY_S, local.SETTLE_S, local.END_S = before
+        preemption.ASK_EVERY_S, children.SETTLE_S, children.END_S = before
 
 
 SAMPLES = 200

@@ -89,9 +89,9 @@ def numbers(version: str) -> list[int]:
 def reduction(args) -> Findings:
     """Two processes, started as a run's are, add up a tensor: before anything here touches a device."""
     numbers = ",".join(str(number) for number in range(torch.cuda.device_count()))
-    gpus = [] if args.cpu or not numbers else local.chosen(args.gpus or numbers)[:2]
+    gpus = [] if args.cpu or not numbers else (args.gpus or numbers).split(",")[:2]
     words = ["-gpus", "0,1"] if len(gpus) > 1 else ["-cpu", "2"]
-    with environment.exported({local.VISIBLE: ",".join(gpus)} if gpus else {}):
+    with environment.exported(environment.visible(",".join(gpus))):
         code = local.spawn(config.parse_args(words), "scripts.doctor:added", 2)
     where = "two GPUs by NCCL" if words[0] == "-gpus" else "two processes on the CPU by gloo"
     yield (BAD, f"an all-reduce over {where} failed: see above; NCCL_DEBUG=INFO tells more") if code else (

@@ -96,7 +96,7 @@ def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: t
 
     On a GPU the fused kernels decide, and nobody waits for the answer. Other optimizers wait for it.
     """
-    if norm.device.type == "cuda" and has_switch(optimizer):
+    if norm.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
         step_if_finite(optimizer, norm)
     elif scaler.is_enabled():
         scaler.step(optimizer)  # takes no step itself if the gradient is not finite
@@ -109,8 +109,3 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor):
     """Take one step if the gradient's norm is finite, by the fused kernels' own switch, as GradScaler uses it."""
     optimizer.found_inf = (~torch.isfinite(norm)).float()
     optimizer.step()
-
-
-def has_switch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's kernels can skip a step by themselves."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)

@@ -140,12 +140,6 @@ def check_reduced(model: nn.Module, parameters: list):
                          f"-find_unused, or freeze it by requires_grad_(False)")  # fmt: skip
 
 
-def reorders(model: nn.Module, world: World) -> bool:
-    """Whether DDP changes the order in which it sums gradients after the first backward pass: on three ranks or more
-    it rebuilds its buckets then, and a resumed run would differ in the last bits."""
-    return isinstance(model, DistributedDataParallel) and world.size > 2
-
-
 def _is_sharded(args, world) -> bool:
     return args.parallel == "fsdp" and world.size > 1
 

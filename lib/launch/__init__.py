@@ -1,9 +1,11 @@
 """Starts the processes of a run: machinery, you need not read it.
 
     __init__.py     which launcher a command line asks for
-    local.py        processes on this machine: starts, watches and ends them
+    local.py        processes on this machine: how many, and how they start
+    children.py     the started processes: waits for them, and says which failure explains the others
+    signals.py      signals before and after the training
     multinode.py    -nnodes by hand: the machines meet, and stay connected
-    environment.py  RANK and its kin, caches, debug switches, fast networks
+    environment.py  RANK and its kin, GPUs, caches, debug switches, fast networks
     slurm.py        submits a job with Submitit
     slurm_task.py   a process of a Slurm job
     requeue.py      whether an interrupted Slurm job is requeued
@@ -16,7 +18,7 @@ import contextlib
 import os
 import re
 
-from lib.launch import environment, local
+from lib.launch import environment, local, signals
 from lib.utils.errors import FINISHED, STOPPED, UsageError
 
 
@@ -35,13 +37,13 @@ def launch(args, target: str) -> int:
             raise UsageError(
                 f"-nnodes {args.nnodes} under torchrun or srun: they start the processes of all machines"
             )
-        with environment.exported(local.narrowed(args.gpus)):
+        with environment.exported(environment.visible(args.gpus)):
             code = local.call(target, args) if launched() else slurm_task.step(args, target)
         # torchrun restarts whatever does not exit with 0; outcome.json says whether the run is stopped or finished.
         return FINISHED if code == STOPPED and "TORCHELASTIC_MAX_RESTARTS" in os.environ else code
     if args.slurm or args.slurm_dry:
         return slurm.submit(args, target)
-    with contextlib.nullcontext() if args.debug else local.leaving():  # at a breakpoint, Ctrl-C is the debugger's
+    with contextlib.nullcontext() if args.debug else signals.leaving():  # at a breakpoint, Ctrl-C is the debugger's
         return local.start(args, target)
 
 

@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 
 from lib.utils.checkpoint import run_folder
+from lib.utils.errors import UsageError
 
 # SYSTEMNAME of machines on which HOSTi is the name of HOST on InfiniBand, the only network between distant nodes.
 INFINIBAND = ("juwels", "juwelsbooster", "jurecadc", "jusuf")
 LOOPBACK = "lo" if sys.platform == "linux" else None  # the network interface of 127.0.0.1
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # ROCm reads it, too
 CACHES = {
     "TORCH_HOME": "torch",
     "TORCH_EXTENSIONS_DIR": "torch_extensions",
@@ -23,7 +25,7 @@ CACHES = {
     "HF_HOME": "huggingface",
 }
 DEBUG = {
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_DISTRIBUTED_DEBUG": "INFO",  # DDP crashes on gloo under DETAIL (torch 2.15)
     "TORCH_CPP_LOG_LEVEL": "INFO",
     "TORCH_LOGS": "+distributed",
     "LOGLEVEL": "DEBUG",  # torchrun's own
@@ -82,6 +84,29 @@ def of_run(args) -> dict[str, str]:
     if args.deterministic:
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS's manual, "Results Reproducibility"
     return variables
+
+
+def visible(gpus: str | None) -> dict[str, str]:
+    """Return the variable that leaves a process the GPUs of -gpus; the driver must not be started yet."""
+    return {VISIBLE: ",".join(chosen(gpus))} if gpus else {}
+
+
+def chosen(gpus: str) -> list[str]:
+    """Return the GPUs of -gpus under the names of the variable that makes them visible. Touches no device.
+
+    Number i means the i-th of those that are visible now; a UUID stays as it is.
+    """
+    import torch
+
+    wanted, count = gpus.split(","), torch.cuda.device_count()
+    if not count:
+        raise UsageError(f"-gpus {gpus}: no GPU is visible here; -cpu N trains on the CPU")
+    numbers = ",".join(str(gpu) for gpu in range(count))
+    missing = [gpu for gpu in wanted if gpu.isdigit() and int(gpu) >= count]
+    if missing:
+        raise UsageError(f"-gpus {gpus}: {', '.join(missing)} is not one of the GPUs here: {numbers}")
+    names = [name.strip() for name in (os.environ.get(VISIBLE) or numbers).split(",")]
+    return [names[int(gpu)] if gpu.isdigit() else gpu for gpu in wanted]
 
 
 def threads(processes: int) -> str:

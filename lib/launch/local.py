@@ -1,10 +1,7 @@
-"""The processes of a run on this machine: how many, and on which GPUs; starts, watches and ends them."""
+"""The processes of a run on this machine: how many there are, and how they are started."""
 
-import contextlib
-import enum
 import functools
 import importlib
-import math
 import multiprocessing
 import os
 import signal
@@ -14,88 +11,18 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing import connection
-from multiprocessing.process import BaseProcess
 
-from lib.launch import environment, multinode, requeue
+from lib.launch import environment, multinode, requeue, signals
+from lib.launch.children import RAISED, Cause, Child, Failure, pass_signals_to, watch
 from lib.utils.checkpoint import run_folder
-from lib.utils.errors import ABORTED, FAILED, FINISHED, STOPPED, STOPPING, USAGE, UsageError, no_exit
-
-SETTLE_S, END_S = 0.3, 2.0  # for other ranks to report failures; for a cause to be reported, and for ranks to end
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # ROCm reads it, too
-RAISED = "rank {} failed with exit code {}; the others are ended"
-OUTSIDE = "{} before or after the training: stopped at once, and what is saved is whole"
-
-
-class Cause(enum.IntEnum):
-    """Why a process failed; of several failures the one with the lowest cause explains the others."""
-
-    SECOND_CTRL_C = 0
-    KILLED = 1
-    RAISED = 2
-    SIGABRT = 3  # torch's way to end a rank that lost another
-    ELSEWHERE = 4  # on another machine
-    LOST_PEER = 5
-
-
-@dataclass
-class Failure:
-    """A failure as it is printed."""
-
-    cause: Cause
-    message: str
-    exit_code: int = FAILED
-    traceback: str = ""
-    time: float = math.inf
-
-
-@dataclass
-class Child:
-    """A process of the run, as its parent sees it."""
-
-    rank: int
-    process: BaseProcess
-    reader: connection.Connection
-    report: Failure | None = None
-
-    def listen(self):
-        """Receive its report, if there is one."""
-        try:
-            if not self.reader.closed and self.reader.poll():
-                self.report = self.reader.recv()
-                self.reader.close()
-        except (EOFError, OSError):  # it ended without one, or while it sent it
-            self.reader.close()
-
-    @property
-    def code(self) -> int | None:
-        """Its exit code; None while it runs, negative after a signal."""
-        return self.process.exitcode
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.report) or self.code not in (None, FINISHED, STOPPED)  # after a report its end may hang
-
-    def failure(self, passed: list[int]) -> Failure:
-        """Return why it failed; `passed` are the signals that it got from its parent."""
-        if self.report:
-            return self.report
-        if self.code == ABORTED:
-            return Failure(Cause.SECOND_CTRL_C, "ended at the second Ctrl-C; the last checkpoint is good", ABORTED)
-        if self.code > 0:
-            return Failure(Cause.RAISED, RAISED.format(self.rank, self.code))
-        number = signal.Signals(-self.code)
-        if number in passed:
-            return Failure(Cause.KILLED, OUTSIDE.format(number.name), STOPPED)
-        cause = Cause.SIGABRT if number == signal.SIGABRT else Cause.KILLED
-        return Failure(cause, f"rank {self.rank} was killed by {number.name}; the others are ended")
+from lib.utils.errors import FAILED, STOPPING, USAGE, UsageError, no_exit
 
 
 def start(args, target: str) -> int:
     """Run the processes of this machine. Returns the exit code."""
     count = 1 if args.debug and args.nnodes == 1 else processes(args)
-    with environment.exported({VISIBLE: ",".join(chosen(args.gpus))} if args.gpus else {}):
+    with environment.exported(environment.visible(args.gpus)):
         os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no torchrun agent started this process
         too_late = args.gpus and not fork_is_safe()  # to choose GPUs in this process
         if args.nnodes > 1 or count > 1 or too_late:
@@ -111,44 +38,9 @@ def processes(args) -> int:
     import torch
 
     if args.cpu or args.gpus:
-        return args.cpu or len(chosen(args.gpus))
+        return args.cpu or len(environment.chosen(args.gpus))
     # The driver's library counts NVIDIA's and AMD's; torch.accelerator would initialize them.
     return torch.cuda.device_count() or max(1, torch.accelerator.device_count())
-
-
-def chosen(gpus: str) -> list[str]:
-    """Return the GPUs of -gpus under the names of the variable that makes them visible. Touches no device.
-
-    Number i means the i-th of those that are visible now; a UUID stays as it is.
-    """
-    import torch
-
-    wanted, count = gpus.split(","), torch.cuda.device_count()
-    if not count:
-        raise UsageError(f"-gpus {gpus}: no GPU is visible here; -cpu N trains on the CPU")
-    numbers = ",".join(str(gpu) for gpu in range(count))
-    missing = [gpu for gpu in wanted if gpu.isdigit() and int(gpu) >= count]
-    if missing:
-        raise UsageError(f"-gpus {gpus}: {', '.join(missing)} is not one of the GPUs here: {numbers}")
-    names = [name.strip() for name in (os.environ.get(VISIBLE) or numbers).split(",")]
-    return [names[int(gpu)] if gpu.isdigit() else gpu for gpu in wanted]
-
-
-def narrowed(gpus: str | None) -> dict[str, str]:
-    """Return the variable that leaves a process of torchrun or srun only the GPUs of -gpus.
-
-    Raises:
-        UsageError: the driver was started to count the GPUs, and will not read the variable again.
-    """
-    if not gpus:
-        return {}
-    names = ",".join(chosen(gpus))
-    if not fork_is_safe():
-        raise UsageError(
-            f"-gpus {gpus}: here the GPUs must be chosen before the start: set {VISIBLE}={names} for torchrun or "
-            "srun, and leave -gpus out"
-        )
-    return {VISIBLE: names}
 
 
 def fork_is_safe() -> bool:
@@ -218,7 +110,7 @@ def child(
     """Run in a child: set its environment, run, report a failure."""
     for one in inherited:  # the parent's own; open here, they would seem to be in use after its end
         one.close()
-    set_handlers(signal.SIG_DFL)
+    signals.set_handlers(signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     os.environ.update(variables)
     threading.Thread(target=end_with_parent, args=(parent_ended, grace_s), daemon=True).start()
@@ -231,7 +123,7 @@ def child(
         code = FAILED
         cause = Cause.LOST_PEER if run_folder.lost_peer(error) else Cause.RAISED
         writer.send(Failure(cause, RAISED.format(rank, code), code, traceback.format_exc(), time.monotonic()))
-    set_handlers(signal.SIG_IGN)  # a second signal would change the exit code
+    signals.set_handlers(signal.SIG_IGN)  # a second signal would change the exit code
     writer.close()
     sys.exit(code)
 
@@ -249,113 +141,6 @@ def call(target: str, args) -> int:
     module, _, function = target.partition(":")
     with environment.exported({**environment.of_run(args), **os.environ}), no_exit():
         return getattr(importlib.import_module(module), function)(args)
-
-
-def watch(children: list[Child], meeting: multinode.Meeting, passed: list[int]) -> int:
-    """Wait for the children. Returns the run's exit code.
-
-    The first failure, here or on another machine, ends the rest. It is printed and sent to the other machines.
-    """
-    links = meeting.links
-    while not any(one.failed for one in (*children, *links)) and wait(children, links):
-        pass
-    if not any(one.failed for one in (*children, *links)):
-        code = max(child.code for child in children)
-        meeting.report(code)
-        return code
-    settled = time.monotonic() + (3 * SETTLE_S if links else SETTLE_S)
-    while time.monotonic() < settled and wait(children, links, SETTLE_S / 3):
-        pass
-    while first_cause(children, links, passed).cause == Cause.LOST_PEER and time.monotonic() < settled + END_S:
-        if not wait(children, links, SETTLE_S / 3):
-            break
-    failure = first_cause(children, links, passed)
-    print(f"{failure.traceback}train.py: {failure.message}", file=sys.stderr, flush=True)
-    meeting.report(FAILED if failure.exit_code == STOPPED else failure.exit_code, failure.message)
-    end(children, END_S)
-    return failure.exit_code
-
-
-def wait(children: list[Child], links: list[multinode.Link], timeout: float = 1.0) -> bool:
-    """Wait for news, but not for ever: a child that has just ended wakes nobody. Returns whether a child runs."""
-    running = [child for child in children if child.code is None]
-    pipes = [child.reader for child in running if not child.reader.closed]
-    pipes += [link.pipe for link in links if link.code is None]
-    if running:
-        connection.wait([*pipes, *(child.process.sentinel for child in running)], timeout)
-    for one in (*children, *links):
-        one.listen()
-    return bool(running)
-
-
-def first_cause(children: list[Child], links: list[multinode.Link], passed: list[int]) -> Failure:
-    """Return the failure that explains the others; `passed` are the signals that this process passed on."""
-    failures = [child.failure(passed) for child in children if child.failed]
-    failures += [Failure(Cause.ELSEWHERE, link.message) for link in links if link.failed]
-    return min(failures, key=lambda failure: (failure.cause, failure.time))
-
-
-def end(children: list[Child], seconds: float):
-    """Give children that still run some seconds to end by themselves, then kill them."""
-    until = time.monotonic() + seconds
-    for one in children:
-        one.process.join(max(0.0, until - time.monotonic()))
-    for one in children:
-        if one.process.is_alive():
-            one.process.kill()
-        one.process.join()
-
-
-@contextlib.contextmanager
-def pass_signals_to(children: list[Child]):
-    """Pass signals on to the children while the block runs, and end them after it. Yields a list of what came."""
-    passed = []
-
-    def pass_on(number, frame):
-        passed.append(number)
-        for one in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one.process.pid, number) if one.process.is_alive() else None
-
-    with handled_by(pass_on):
-        try:
-            yield passed
-        finally:
-            end(children, 0.0)
-
-
-def leaving():
-    """End this process at once if a signal stops the run while the block lasts, with the exit code of a stop.
-
-    There is nothing to save before and after the training, which handles signals itself.
-    """
-    return handled_by(functools.partial(_leave, os.getpid()))
-
-
-def _leave(pid, number, frame):
-    if os.getpid() != pid:  # a process that a plugin forked, as multiprocessing.Pool does
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    with contextlib.suppress(OSError):
-        os.write(2, f"train.py: {OUTSIDE.format(signal.Signals(number).name)}\n".encode())
-    os._exit(STOPPED)  # an exception might be lost in an import
-
-
-@contextlib.contextmanager
-def handled_by(handler):
-    """Set the handler of the signals that stop a run while the block lasts."""
-    before = set_handlers(handler)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def set_handlers(handler) -> dict:
-    """Set the handler of the signals that stop a run, except for what nohup ignores. Returns the handlers before."""
-    heard = [number for number in STOPPING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in heard}
 
 
 def refused(error: UsageError) -> int:

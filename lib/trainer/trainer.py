@@ -1,15 +1,17 @@
 """The usual way of training: epochs of steps, evaluation, checkpoints. For another, override `training_step`."""
 
+import dataclasses
 import logging
 import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from lib.core import batchnorm, parallel, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
-from lib.utils import distributed, preemption, runtime, seeding
+from lib.utils import preemption, runtime, seeding
 from lib.utils.checkpoint import manager, resume, run_folder, weights
 from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, untouched, unwrap
 from lib.utils.data.options import options_of
@@ -57,12 +59,11 @@ class Trainer:
         self.precision = parallel.autocast(args, world.device)
         self.statistics = batchnorm.Statistics(model, world, world.size == 1 and self.plan.grain == self.plan.batch)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
-        owned = run_folder.owner_check(self.folder)
-        self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit, owned)
+        self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
         self.ballot, self.every = preemption.Ballot(self.stop, world), manager.Every(args.save_every)
         self.votes = False  # on a stop: only in `fit`
         self.checkpoints = manager.Checkpoints(
-            self.folder / "checkpoints", world, keep_last=args.keep_last, strict=args.save_strict, owned=owned
+            self.folder / "checkpoints", world, keep_last=args.keep_last, strict=args.save_strict, owned=run_folder.owner_check(self.folder)
         )
 
     def training_step(self, batch):
@@ -173,15 +174,8 @@ class Trainer:
         self.read_figures()
         interval = self.metrics.reduce()
         metrics.add(self.state.sums, interval)
-        figures = {
-            "loss": metrics.mean(interval, "loss"),
-            "loss_mean": metrics.mean(self.state.sums, "loss"),
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "grad_norm": self.last_norm,
-            **{name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")},
-            **({"bad_steps": self.state.bad_steps} if self.state.bad_steps else {}),
-        }
-        self.logger.training(self.state, {**figures, **self.rate.interval(self.state)})
+        figures = {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self.last_norm}
+        self.logger.training(self.state, interval, figures, self.rate.interval(self.state))
         if self.state.bad_row >= self.args.max_bad_steps:
             self.give_up()
 
@@ -283,8 +277,11 @@ class Trainer:
         log.info("going on from %s: epoch %d, step %d", past.folder, self.state.epoch + 1, self.state.step)
 
     def warm_up(self):
-        """Do two passes on zeros where DDP would otherwise add up in another order in its first step than later."""
-        if not parallel.reorders(self.model, self.world):
+        """Do two passes on zeros, after which DDP sums gradients in the order that it keeps.
+
+        On three ranks or more it rebuilds its buckets after the first pass; a resumed run would differ in the last bits.
+        """
+        if not isinstance(self.model, DistributedDataParallel) or self.world.size < 3:
             return
         batch = zeros(self.loaders["train"].sample())
         self.model.train()
@@ -315,7 +312,7 @@ class Trainer:
 
     def write_weights(self, name: str, must: bool = True) -> bool:
         """Write NAME/weights.safetensors, ready for safetensors' load_file. False if that failed and need not be."""
-        distributed.together(self.stop.check_folder, self.world)
+        self.checkpoints.check_folder()
         return weights.keep(self.folder / name, model_tensors(unwrap(self.model)), self.world, must)
 
     def finish(self) -> str:
@@ -331,7 +328,7 @@ class Trainer:
             raise BadSteps(f"{why}: no final weights are written; {AGAINST_BAD_STEPS}")
         figures = self.evaluate("test") if trained and "test" in self.loaders else {}
         finished = trained and figures is not None
-        distributed.together(self.stop.check_folder, self.world)
+        self.checkpoints.check_folder()
         if finished:
             self.logger.evaluated(self.state, "test", figures, self.answers)
             self.write_weights("final")
@@ -341,13 +338,13 @@ class Trainer:
         outcome = {
             "state": "finished" if finished else "stopped",
             **{name: getattr(self.state, name) for name in ("epoch", "step", "samples")},
-            **self.stop.why(),
+            **dataclasses.asdict(self.stop.cause),
             "best": self.state.best,
             "test": figures,
         }
         if self.checkpoints.disk.leads:
             run_folder.write_outcome(self.folder, self.world, **outcome)
-            if finished or self.stop.by_file:
+            if finished or self.stop.cause.reason == preemption.FILE_THERE:
                 self.stop.remove_file()
         self.logger.last_words(outcome, self.args)
         return "failed" if self.stop.only_other_nodes_leave() and not finished else outcome["state"]

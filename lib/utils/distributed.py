@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import datetime
-import functools
 import json
 import os
 import socket
@@ -16,7 +15,6 @@ from lib.utils.errors import UsageError
 CPU = torch.device("cpu")
 PARENT = os.getppid()
 FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # that `together` shares, the most telling first
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # of `fingerprint`, by the bytes of a number
 LEFT = []  # process groups that this process left
 START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read
 
@@ -62,8 +60,6 @@ def joined(args):
         yield agreed(args, world)
         return
     backend = "gloo" if world.device.type == "cpu" else f"cpu:gloo,{_backend(world.device)}"
-    if backend == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # of -debug_dist
-        dist.set_debug_level(dist.DebugLevel.INFO)  # DDP would crash on the wrapped group of DETAIL (torch 2.15)
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=max(START_MINUTES, args.hang_minutes)))
     try:
         yield agreed(args, world)
@@ -241,30 +237,3 @@ def together(action, world: World) -> list:
 def main_does(action, world: World):
     """Return what `action()` gave (JSON) on rank 0, on all ranks. What it raises there, all raise: see `together`."""
     return together(action if world.is_main else None, world)[0]
-
-
-def differing(tensors: dict[str, torch.Tensor], world: World) -> list[str]:
-    """Return the names of those tensors whose bytes differ between ranks. Waits for the device."""
-    if world.size == 1 or not tensors:
-        return []
-    mine = torch.stack([fingerprint(one).to(world.device) for one in tensors.values()])  # read in one go
-    first, *others = gather_json(mine.tolist(), world)
-    return [name for place, name in enumerate(tensors) if any(other[place] != first[place] for other in others)]
-
-
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number (0-d, 64 bits) for the tensor's bytes and their order; others share it by 1 in 2**32 at most.
-
-    The words have 32 bits, so that no change of them is lost in 64.
-    """
-    words = tensor.detach().contiguous().reshape(-1).view(WORDS[tensor.element_size()])
-    weights = _weights(tensor.device)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in words.split(len(weights)):
-        total = total * 1_000_003 + (part.long() * weights[: len(part)]).sum()
-    return total
-
-
-@functools.cache
-def _weights(device):
-    return torch.randint(1 << 62, (1 << 20,), generator=torch.Generator().manual_seed(0)).to(device)

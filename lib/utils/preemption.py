@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 TWICE_S = 1.0  # a terminal's Ctrl-C and a dying parent's signal each arrive twice: nearer together they are one
 ASK_EVERY_S = 1.0  # between votes
 LAST_S = 5.0  # that a stop leaves to the last evaluation, which finishes the run: the next start would cost as much
+FILE_THERE = "the file STOP is in the run's folder"
 AGENT_GONE = "a torchrun agent is gone"
 MOST_STEPS = 100  # between votes, so that steps that grow slow are noticed
 
@@ -37,21 +38,19 @@ MOST_STEPS = 100  # between votes, so that steps that grow slow are noticed
 class Request:
     """Why a run is to stop."""
 
-    reason: str
+    reason: str | None
     signal: str | None = None  # its name, where a signal is the reason
-    by_file: bool = False  # whether the file STOP is the reason, on whichever node it lies
 
 
 class Stop:
     """This process's request to stop, and what all ranks agreed upon.
 
     A request comes from a signal, the file STOP in the run folder, -max_hours, or because the torchrun agent that
-    started this process is gone: the others then continue without it. `owned()`: whether the run's folder still is
-    the one that the run began in.
+    started this process is gone: the others then continue without it.
     """
 
-    def __init__(self, folder: Path, max_hours: float | None, grace_s: float, limit_steps: int | None, owned=None):
-        self.folder, self.file, self.owned = folder, folder / "STOP", owned or (lambda: True)
+    def __init__(self, folder: Path, max_hours: float | None, grace_s: float, limit_steps: int | None):
+        self.file = folder / "STOP"
         self.grace_s, self.limit_steps = grace_s, limit_steps
         self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
         self.request: Request | None = None  # of this process, the first one
@@ -59,24 +58,22 @@ class Stop:
         self.signalled_at: float | None = None  # the first signal
         self.agreed: Request | None = None  # by all ranks
         self.trained = False  # only an evaluation is left: a request waits LAST_S for it to finish the run
-        self.folder_lost = False  # where nothing could be saved
 
-    def ask(self, reason: str, signal: str | None = None, by_file: bool = False):
+    def ask(self, reason: str, signal: str | None = None):
         """Request a stop, unless there is a request."""
         if self.request is None:
             self.requested_at = time.monotonic()
-            self.request = Request(reason, signal, by_file)
+            self.request = Request(reason, signal)
 
     def wanted(self) -> bool:
-        """Return whether this process wants to stop. Looks for the file, and the run's folder, once a second."""
+        """Return whether this process wants to stop. Looks for the file once a second."""
         now = time.monotonic()
         if now >= self.deadline:
             self.ask("-max_hours is over")
         if self.request is None and now - self.looked_at >= ASK_EVERY_S:
             self.looked_at = now
-            self.folder_lost = not self.owned()
-            if self.file and self.file.exists():
-                self.ask(f"the file {self.file} is there", by_file=True)
+            if self.file.exists():
+                self.ask(FILE_THERE)
             elif distributed.orphaned():
                 self.ask(AGENT_GONE)
                 faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)
@@ -89,16 +86,10 @@ class Stop:
             self.agreed = Request(f"-limit_steps {self.limit_steps} is reached")
         return reached
 
-    def why(self) -> dict[str, str | None]:
-        """Return the reason and the signal for outcome.json."""
-        cause = self.agreed or self.request
-        return {"reason": cause and cause.reason, "signal": cause and cause.signal}
-
     @property
-    def by_file(self) -> bool:
-        """Whether the file STOP is the reason."""
-        cause = self.agreed or self.request
-        return cause is not None and cause.by_file
+    def cause(self) -> Request:
+        """What stops the run; without a reason if nothing does."""
+        return self.agreed or self.request or Request(None)
 
     def only_other_nodes_leave(self) -> bool:
         """Return whether the run continues on this node: some ranks' agent is gone, or only they got the signal."""
@@ -113,16 +104,6 @@ class Stop:
             self.file.unlink(missing_ok=True)
         except OSError as error:
             log.warning("%s cannot be removed (%s): the next start will stop for it, too", self.file, error)
-
-    def check_folder(self):
-        """Raise OSError if the run's folder is gone."""
-        self.fail_if_lost(not self.owned())
-
-    def fail_if_lost(self, lost: bool):
-        """Raise OSError if some rank found that the run's folder is gone."""
-        if lost:
-            fault = f"{self.folder} was removed, moved or unmounted while the run wrote there"
-            raise OSError(f"{fault}. Another run may have its place by now, so this one ends")
 
     @contextlib.contextmanager
     def listening(self):
@@ -197,9 +178,8 @@ class Ballot:
         stop = self.stop
         wanted, now = stop.wanted(), time.monotonic()
         step_s = (now - self.since) / max(1, self.ticks)
-        mine = torch.tensor([wanted, step_s, alarm and self.world.is_main, stop.folder_lost], dtype=torch.float64)
-        anyone_wants, step_s, alarmed, lost = distributed.max_(mine, self.world).tolist()
-        stop.fail_if_lost(lost > 0)
+        mine = torch.tensor([wanted, step_s, alarm and self.world.is_main], dtype=torch.float64)
+        anyone_wants, step_s, alarmed = distributed.max_(mine, self.world).tolist()
         self.alarmed = alarmed > 0
         # Twice as many at most: a GPU that was just waited for takes the next steps' launches in no time.
         self.vote_at = max(1, min(MOST_STEPS, 2 * self.ticks, int(ASK_EVERY_S / max(step_s, 1e-9))))

@@ -195,7 +195,7 @@ def test_a_first_step_that_is_left_out_on_a_gpu_or_by_the_scaler_leaves_no_trace
     try:
         for model, values in zip(models, ([math.inf, 1.0, 2.0], [1.0, 2.0]), strict=True):
             optimizer = optimizers.get_optimizer(model, asked(optimizer=name), 64)
-            if switch and not optimizers.has_switch(optimizer):
+            if switch and not getattr(optimizer, "_step_supports_amp_scaling", False):
                 pytest.skip(f"this torch has no such switch in {name}")
             for value in values:
                 optimizer.zero_grad()

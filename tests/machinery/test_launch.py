@@ -17,8 +17,9 @@ import yaml
 from command_line import parsed, told
 
 from lib import launch
-from lib.launch import local, multinode, slurm_task
-from lib.launch.local import Cause
+from lib.launch import children as watching
+from lib.launch import local, multinode, signals, slurm_task
+from lib.launch.children import Cause, Child, Failure, first_cause
 from lib.utils.errors import FAILED, STOPPED, UsageError
 from scripts import check_resume
 
@@ -127,20 +128,20 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(start, name, rank):
     run.is_gone(SOON_S)
 
 
-def ended(rank, code, report=None) -> local.Child:
+def ended(rank, code, report=None) -> Child:
     """A child that failed."""
-    return local.Child(rank, types.SimpleNamespace(exitcode=code), None, report)
+    return Child(rank, types.SimpleNamespace(exitcode=code), None, report)
 
 
-LOST = local.Failure(Cause.LOST_PEER, "rank 0 failed with exit code 1", traceback="gloo: closed\n", time=1.0)
+LOST = Failure(Cause.LOST_PEER, "rank 0 failed with exit code 1", traceback="gloo: closed\n", time=1.0)
 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_an_abort_that_follows_anothers_failure_does_not_hide_it(lost):
     """As torch aborts where it loses a peer; a rank that only says that it lost one explains nothing."""
-    own = local.Failure(Cause.RAISED, "rank 0 failed with exit code 1", traceback="CUDA out of memory\n", time=1.0)
+    own = Failure(Cause.RAISED, "rank 0 failed with exit code 1", traceback="CUDA out of memory\n", time=1.0)
     children = [ended(0, 1, LOST if lost else own), ended(1, -signal.SIGABRT)]
-    failure = local.first_cause(children, [], [])
+    failure = first_cause(children, [], [])
     assert failure.exit_code == FAILED
     assert failure.message.startswith("rank 1 was killed by SIGABRT" if lost else own.message)
     assert failure.traceback == ("" if lost else own.traceback)
@@ -148,19 +149,19 @@ def test_an_abort_that_follows_anothers_failure_does_not_hide_it(lost):
 
 def test_a_rank_that_lost_another_does_not_hide_why_though_it_reports_first():
     """Its peer closed its connections, and was still busy with its end."""
-    own = local.Failure(Cause.RAISED, "-epochs 3: not today", exit_code=2, time=2.0)
+    own = Failure(Cause.RAISED, "-epochs 3: not today", exit_code=2, time=2.0)
     children = [ended(0, 1, LOST), ended(1, 2, own)]
     elsewhere = types.SimpleNamespace(failed=True, message="node 1: rank 2 failed")
-    assert local.first_cause(children[:1], [], []) == LOST
-    assert local.first_cause(children, [], []) == own
-    assert local.first_cause(children[:1], [elsewhere], []).message == "node 1: rank 2 failed"
-    assert local.first_cause(children, [elsewhere], []) == own, "its own cause is nearer"
+    assert first_cause(children[:1], [], []) == LOST
+    assert first_cause(children, [], []) == own
+    assert first_cause(children[:1], [elsewhere], []).message == "node 1: rank 2 failed"
+    assert first_cause(children, [elsewhere], []) == own, "its own cause is nearer"
 
 
 def test_a_rank_that_a_signal_ends_before_it_listens_is_no_failure():
     children = [ended(0, -signal.SIGTERM)]
-    assert local.first_cause(children, [], [signal.SIGTERM]).exit_code == STOPPED
-    assert local.first_cause(children, [], []).exit_code == FAILED
+    assert first_cause(children, [], [signal.SIGTERM]).exit_code == STOPPED
+    assert first_cause(children, [], []).exit_code == FAILED
 
 
 def test_what_all_ranks_refuse_is_one_line(start):
@@ -189,7 +190,7 @@ def test_a_failed_rank_that_does_not_end_is_ended(start):
 
 
 def test_a_rank_that_dies_while_nobody_looks_is_noticed(monkeypatch):
-    real, context = local.wait, multiprocessing.get_context("fork")
+    real, context = watching.wait, multiprocessing.get_context("fork")
     processes = [context.Process(target=signal.pause) for _ in range(2)]
     for process in processes:
         process.start()
@@ -199,11 +200,11 @@ def test_a_rank_that_dies_while_nobody_looks_is_noticed(monkeypatch):
         processes[1].join()
         return real(ranks, *words)
 
-    monkeypatch.setattr(local, "wait", wait)
-    monkeypatch.setattr(local, "END_S", 0.0)
+    monkeypatch.setattr(watching, "wait", wait)
+    monkeypatch.setattr(watching, "END_S", 0.0)
     pipes = [context.Pipe(duplex=False) for _ in processes]
-    ranks = [local.Child(rank, processes[rank], pipes[rank][0]) for rank in range(2)]
-    assert local.watch(ranks, multinode.Meeting(0, 2, "run", ("127.0.0.1", 0), None), []) == FAILED
+    ranks = [Child(rank, processes[rank], pipes[rank][0]) for rank in range(2)]
+    assert watching.watch(ranks, multinode.Meeting(0, 2, "run", ("127.0.0.1", 0), None), []) == FAILED
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
 
@@ -279,7 +280,6 @@ def test_gpus_are_counted_among_the_visible_ones_and_exported_to_the_run_alone(
 def test_a_process_of_torchrun_or_srun_counts_its_local_rank_among_the_chosen_gpus(task, monkeypatch):
     seen, args = [], parsed("-gpus 2,3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(local, "fork_is_safe", lambda: True)
     monkeypatch.setattr(local, "call", lambda *words: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 0)
     monkeypatch.setattr(slurm_task, "step", local.call)
     for name, value in {**task, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}.items():
@@ -288,10 +288,6 @@ def test_a_process_of_torchrun_or_srun_counts_its_local_rank_among_the_chosen_gp
     assert seen == ["6,7"] and os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
     with pytest.raises(UsageError, match="-gpus 4: 4 is not one of the GPUs here: 0,1,2,3"):
         launch.launch(parsed("-gpus 4"), "train:run")
-    monkeypatch.setattr(local, "fork_is_safe", lambda: False)
-    with pytest.raises(UsageError, match=r"-gpus 2,3: .* set CUDA_VISIBLE_DEVICES=6,7 for torchrun or srun"):
-        launch.launch(args, "train:run")
-    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -322,7 +318,7 @@ def test_a_pool_of_a_plugin_ends_without_a_word_of_the_run(capfd):
     """multiprocessing.Pool ends its processes, which are forked from the run's, by SIGTERM."""
     context = multiprocessing.get_context("fork")
     begun = context.Event()
-    with local.leaving():
+    with signals.leaving():
         process = context.Process(target=lambda: (begun.set(), time.sleep(60)))
         process.start()
         assert begun.wait(60)

@@ -79,7 +79,7 @@ def test_the_second_start_in_a_row_that_gains_nothing_is_the_last():
 
 def test_facts_decide_and_not_the_sentence_beside_them():
     """A file may be called so, and an error tell of the other; older runs have the sentence alone."""
-    assert "asked to stop" in decided(reason="the file out/SIGUSR2/STOP is there", signal=None)[1]
+    assert "asked to stop" in decided(reason="the file STOP is in the run's folder", signal=None)[1]
     assert "asked to stop" in decided(reason="signal SIGUSR2")[1]
     assert "the run failed" in decided("failed", reason="rank 1: ValueError: NCCL, gloo, Connection closed")[1]
 

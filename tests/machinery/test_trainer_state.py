@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lib.trainer import trainer
 from lib.trainer.ema import Average
-from lib.utils import distributed
 from lib.utils.checkpoint import manager, shards, staging
 from lib.utils.checkpoint.state import unwrap
 
@@ -259,10 +258,10 @@ def test_tensors_of_other_bytes_have_another_fingerprint():
     flags, numbers = torch.eye(9).bool(), [torch.tensor(3), torch.tensor(4)]
     signs = [torch.tensor([one, two], dtype=torch.float64) for one in (1.0, -1.0) for two in (2.0, -2.0)]
     for tensors in ([long, turned], [torch.tensor(one) for one in alike], [flags, flags.flip(0)], numbers, signs):
-        found = {distributed.fingerprint(one).item() for one in tensors}
+        found = {shards.fingerprint(one).item() for one in tensors}
         assert len(found) == len(tensors)
-        assert distributed.fingerprint(tensors[0].clone()).item() in found
-    assert distributed.fingerprint(torch.zeros(0)).item() == 0
+        assert shards.fingerprint(tensors[0].clone()).item() in found
+    assert shards.fingerprint(torch.zeros(0)).item() == 0
 
 
 def test_an_average_is_swapped_in_and_out_without_a_trace():

@@ -123,8 +123,10 @@ class Checkpoints:
 
         Raises:
             SaveError: saving fails for good.
+            OSError: the run's folder is gone.
         """
         self.finish()
+        self.check_folder()
         save = Save(f"step_{step}", {**facts, "tensors": schema(tensors)}, keep)
         try:
             last = max(self.disk.do(lambda: run_folder.last_number(self.folder)))
@@ -134,7 +136,7 @@ class Checkpoints:
             self._fail(save, f"{error}, {run_folder.free_there(self.folder)}")
             return
         whole = {name: tensors[name] for name in sorted(early) if not isinstance(tensors[name], shards.DTensor)}
-        mine = shards.pieces(tensors, self.disk.share, {*distributed.differing(whole, self.world)})
+        mine = shards.pieces(tensors, self.disk.share, {*shards.differing(whole, self.world)})
         mine = [piece._replace(values=piece.values.clone()) if piece.name in early else piece for piece in mine]
         self.copies.request()
         save.job = self.thread.submit(self._write, save, mine)
@@ -171,6 +173,16 @@ class Checkpoints:
             concurrent.futures.wait([self.saving.job] if self.saving.job else [], WAIT_S)
             self.poll()
 
+    def check_folder(self):
+        """Raise OSError on all ranks if the run's folder is gone."""
+
+        def check():
+            if not self.owned():
+                fault = f"{self.folder.parent} was removed, moved or unmounted while the run wrote there"
+                raise OSError(f"{fault}. Another run may have its place by now, so this one ends")
+
+        distributed.together(check, self.world)
+
     def close(self):
         """Wait for what is in flight and end the writing thread. Raises SaveError if the last save failed."""
         self.finish()
@@ -192,8 +204,6 @@ class Checkpoints:
         return self.folder / f"{save.name}.partial"
 
     def _make_partial(self, save):
-        if not self.owned():
-            raise FileNotFoundError(f"{self.folder.parent} is no longer the folder of this run")
         if not self.folder.is_dir():  # somebody removed it
             self._sweep()
         partial = self._partial(save)

@@ -1,5 +1,6 @@
 """What a run reports of itself: to the terminal and the logs, metrics.jsonl and TensorBoard."""
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -9,7 +10,17 @@ from lib.utils.distributed import World
 from lib.utils.monitoring import console, images, metrics, profiler, startup, tensorboard, tensorboard_server
 
 log = logging.getLogger(__name__)
-SPEED = ("samples_per_s", "data_share", "memory")  # shown as perf/*
+
+
+@contextlib.contextmanager
+def opened(folder: Path | None, world: World, args, epoch_steps: int, state):
+    """The logger of a run in this folder, which is as far as `state`; without a folder one that does nothing."""
+    total = args.epochs * epoch_steps
+    report = Logger(folder, world, args, total_steps=total, state=state) if folder else Silent()
+    try:
+        yield report
+    finally:
+        report.close()
 
 
 class Silent:
@@ -20,8 +31,11 @@ class Silent:
     def first_batch(self, batch):
         """After each micro-batch: the first one ends the start of the run, and is shown if it is images."""
 
-    def training(self, state, figures: dict):
-        """A log line on the training since the one before."""
+    def training(self, state, interval: dict, figures: dict, speed: dict):
+        """A log line on the training since the one before.
+
+        `interval`: sums over its samples; `figures`: of its last step; `speed`: shown as perf/*.
+        """
 
     def histograms(self, step: int, model: nn.Module):
         """The distributions of this step's gradients and of the weights, if -log_histograms asks for them."""
@@ -67,14 +81,17 @@ class Logger(Silent):
         if self.main and isinstance(batch, (tuple, list)) and images.is_picture(batch[0]):
             self.board.image("train/samples", images.grid(batch[0]), self.start_step + 1)
 
-    def training(self, state, figures):
+    def training(self, state, interval, figures, speed):
         progress = {"epoch": (state.epoch + 1, self.args.epochs), "step": (state.step, self.total_steps)}
+        losses = {"loss": metrics.mean(interval, "loss"), "loss_mean": metrics.mean(state.sums, "loss")}
+        others = {name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")}
+        bad_steps = {"bad_steps": state.bad_steps} if state.bad_steps else {}
+        figures = {**losses, **figures, **others, **bad_steps}
         self.bar.advance(state.step - self.shown_step)
-        self.bar.show(console.line({**progress, **figures}))
+        self.bar.show(console.line({**progress, **figures, **speed}))
         self.shown_step = state.step
-        tagged = {f"{'perf' if name in SPEED else 'train'}/{name}": value for name, value in figures.items()}
-        tagged.pop("train/left_s", None)
-        self._write(state, tagged)
+        tagged = {f"train/{name}": value for name, value in figures.items()}
+        self._write(state, tagged | {f"perf/{name}": value for name, value in speed.items() if name != "left_s"})
 
     def histograms(self, step, model):
         every = self.args.log_histograms

@@ -1,0 +1,43 @@
+"""Flags that are right alone and wrong together."""
+
+import math
+
+from lib.config.namespace import Args
+from lib.utils.errors import UsageError
+
+
+def check(args: Args, given: set[str]):
+    """Raise UsageError for such flags. `given`: those of the command line and the -cfg file."""
+    if {"batch_size", "batch_per_gpu"} <= given:
+        raise UsageError("-batch_size is the global batch and -batch_per_gpu its share: give one of them")
+    for one, other in (("fp16", "bf16"), ("gpus", "cpu"), ("offload", "fp16")):
+        if getattr(args, one) and getattr(args, other):
+            raise UsageError(f"-{one} and -{other} exclude each other: give one of them")
+    if args.parallel != "fsdp" and (args.offload or args.fsdp_replicas > 1):
+        flag = "-offload" if args.offload else f"-fsdp_replicas {args.fsdp_replicas}"
+        raise UsageError(f"{flag} is for sharded models: add -parallel fsdp")
+    if args.micro_batch and not args.batch_per_gpu and args.batch_size % args.micro_batch:
+        near = max(args.micro_batch, args.batch_size - args.batch_size % args.micro_batch)
+        divisor = math.gcd(args.batch_size, args.micro_batch)
+        raise UsageError(
+            f"-batch_size {args.batch_size} cannot be cut into micro-batches of -micro_batch {args.micro_batch}: "
+            f"try -batch_size {near} or -micro_batch {divisor}"
+        )
+    if args.lr_end > args.lr_start:
+        raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")
+    check_machines(args)
+
+
+def check_machines(args: Args):
+    """Raise UsageError for flags of several machines that do not make a run."""
+    if args.nnodes == 1:
+        if args.node_rank is not None or args.master_addr is not None:
+            raise UsageError("-node_rank and -master_addr without -nnodes: say how many machines take part")
+        return
+    if args.node_rank is None or args.master_addr is None:
+        missing = "node_rank" if args.node_rank is None else "master_addr"
+        raise UsageError(f"-nnodes {args.nnodes} needs -{missing}, as in -node_rank 1 -master_addr HOST_OF_RANK_0")
+    if args.node_rank >= args.nnodes:
+        raise UsageError(f"-node_rank {args.node_rank} of -nnodes {args.nnodes}: 0 to {args.nnodes - 1} are wanted")
+    if args.slurm or args.slurm_dry:
+        raise UsageError(f"-nnodes {args.nnodes} with -slurm: there it is -slurm_nnodes")

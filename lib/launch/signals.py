@@ -1,0 +1,44 @@
+"""Signals that stop a run before and after the training, which handles them itself."""
+
+import contextlib
+import functools
+import os
+import signal
+
+from lib.utils.errors import STOPPED, STOPPING
+
+OUTSIDE = "{} before or after the training: stopped at once, and what is saved is whole"
+
+
+def leaving():
+    """End this process at once if a signal stops the run while the block lasts, with the exit code of a stop.
+
+    There is nothing to save before and after the training, which handles signals itself.
+    """
+    return handled_by(functools.partial(_leave, os.getpid()))
+
+
+def _leave(pid, number, frame):
+    if os.getpid() != pid:  # a process that a plugin forked, as multiprocessing.Pool does
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    with contextlib.suppress(OSError):
+        os.write(2, f"train.py: {OUTSIDE.format(signal.Signals(number).name)}\n".encode())
+    os._exit(STOPPED)  # an exception might be lost in an import
+
+
+@contextlib.contextmanager
+def handled_by(handler):
+    """Set the handler of the signals that stop a run while the block lasts."""
+    before = set_handlers(handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def set_handlers(handler) -> dict:
+    """Set the handler of the signals that stop a run, except for what nohup ignores. Returns the handlers before."""
+    heard = [number for number in STOPPING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
