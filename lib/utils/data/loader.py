@@ -5,9 +5,10 @@ import logging
 import math
 from collections.abc import Iterator
 
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import IterableDataset, Subset
 
 from lib.utils.data import fetch, permutation, prefetch
+from lib.utils.data.options import MapDataset
 from lib.utils.data.plan import MicroBatch, Plan, rank_share
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 class Loader:
     """The samples of a split, shared out to the ranks by whole micro-batches."""
 
-    def __init__(self, dataset: Dataset, plan: Plan, world: World, *, seed: int, shuffle: bool, workers: int):
+    def __init__(self, dataset: MapDataset, plan: Plan, world: World, *, seed: int, shuffle: bool, workers: int):
         self.dataset, self.plan, self.world = dataset, plan, world
         self.seed, self.shuffle = seed, shuffle
         self.fetched = fetch.Fetcher(dataset, seed, workers, pin=world.device.type == "cuda")
@@ -64,7 +65,7 @@ class Loader:
         return order[spans[0].start : spans[-1].stop].tolist()
 
 
-def splits(dataset, name: str, overfit: int | None = None) -> dict[str, Dataset]:
+def splits(dataset, name: str, overfit: int | None = None) -> dict[str, MapDataset]:
     """Return what get_dataset gave as {"train": ..., "val": ..., "test": ...}.
 
     With `overfit`, these are the first so many training samples, evaluated on as well. Raises UsageError for what
@@ -101,7 +102,7 @@ def opened(*parts):
             one.fetched.close()
 
 
-def get_loaders(splits: dict[str, Dataset], plan: Plan, world: World, args) -> dict[str, Loader]:
+def get_loaders(splits: dict[str, MapDataset], plan: Plan, world: World, args) -> dict[str, Loader]:
     """Return a Loader for each split: "train" by the plan, the others in order, a micro-batch for each rank at a
     time."""
     if world.is_main and plan.grain < plan.micro:

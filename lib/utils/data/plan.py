@@ -24,7 +24,7 @@ class Plan:
 
     @property
     def grain(self) -> int:
-        """Samples of a micro-batch: `micro`, or fewer where there are more ranks than micro-batches."""
+        """Samples of one forward pass: `micro`, or fewer where there are more ranks than micro-batches."""
         return self.micro if self.batch >= self.micro * self.ranks else divisor(self.batch, self.batch // self.ranks)
 
     @property
