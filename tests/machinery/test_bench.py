@@ -1,79 +1,77 @@
-"""The benchmarks run: what they measure is the trainer as it is."""
+"""The benchmark compares only what did the same work: every script reaches the loss that train.py reaches."""
 
-import json
-import math
-import sys
+import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-import compare
-import contenders
-import peers
-import save
-import seeding
-import starts
-import ways
+from scripts.bench import compare
+from scripts.bench.compare import BATON, LIMIT, PLAIN, Case, Options, Run
 
-from lib.utils.distributed import World
-
-SMALL = "-dataset random -random_samples 320 -image_size 4 -num_classes 3 -arch mlp -mlp_width 8 -batch_size 32"
+DIGITS = "-dataset digits -epochs 2"
+ONE_THREAD = Options(threads=1)
 
 
-def test_the_loops_of_the_benchmark_train(tmp_path):
-    case = contenders.Case(SMALL, str(tmp_path), World())
-    assert all(contender(case)() > 0 for contender in (contenders.ours, contenders.bare, contenders.template))
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Run:
+    return compare.run(PLAIN, DIGITS, tmp_path_factory.mktemp("plain"), ONE_THREAD)
 
 
-def test_every_loop_of_the_comparison_has_a_process_of_its_own_and_one_that_fails_ends_it():
-    names = ["Baton", compare.BASE]
-    found = peers.measured(SMALL, 1, 1, names)
-    assert list(found) == names and all(len(values) == 1 and values[0] > 0 for values in found.values())
-    with pytest.raises((EOFError, OSError)):
-        peers.measured("-dataset none", 1, 1, names)
+@pytest.mark.parametrize("name", [name for name in compare.SCRIPTS if name not in (PLAIN, "composer")])
+def test_every_script_takes_as_many_steps_and_reaches_the_loss_of_the_plain_one(name, plain, tmp_path):
+    package = compare.PACKAGES.get(name)
+    if package and not importlib.util.find_spec(package):
+        pytest.skip(f"{package} is not installed")
+    other = compare.run(name, DIGITS, tmp_path, ONE_THREAD)
+    compare.check_equal({PLAIN: plain, name: other}, tolerance=0.05)
+    assert other.step == 40 and 0 < other.figures["train_loss"] < 1.2
+    if name != LIMIT:
+        assert other.figures["val_loss"] == pytest.approx(plain.figures["val_loss"], rel=0.1)
+        assert other.figures["val_accuracy"] > 0.9
 
 
-@pytest.mark.parametrize("kind", range(3))
-def test_the_cost_of_seeds_is_that_of_one_for_each_sample_or_batch_that_is_drawn(kind, monkeypatch):
-    counts = {"for_sample": 0, "for_micro_batch": 0}
-
-    def counted(name, real):
-        def call(*words):
-            counts[name] += 1
-            real(*words)
-
-        return call
-
-    for name in counts:
-        monkeypatch.setattr(seeding.seeding, name, counted(name, getattr(seeding.seeding, name)))
-    change = list(seeding.CASES.values())[kind][1]
-    row = seeding.measure(SMALL, change, rounds=1)
-    assert row["step_us"] > 0 and math.isfinite(row["share"])
-    assert counts == {"for_sample": [0, 20, 640][kind], "for_micro_batch": 20}, "two epochs of 10 steps are seeded"
+@pytest.mark.parametrize("name", [name for name in compare.SCRIPTS if name not in (LIMIT, "composer")])
+def test_every_script_continues_from_its_own_checkpoint(name, tmp_path):
+    package = compare.PACKAGES.get(name)
+    if package and not importlib.util.find_spec(package):
+        pytest.skip(f"{package} is not installed")
+    for step in (2, 3):
+        assert compare.run(name, f"-limit_steps {step}", tmp_path, ONE_THREAD).step == step
 
 
-def test_all_ways_to_save_are_measured(tmp_path):
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        rows = save.measure(300_000, 1, tmp_path)
-    finally:
-        torch.distributed.destroy_process_group()
-    assert list(rows) == compare.installed(ways.WAYS)
-    assert all(row["total"] > 0 < row["stall"] for row in rows.values())
+def test_a_table_is_printed_for_equal_runs_on_two_processes(monkeypatch, capsys):
+    monkeypatch.setitem(compare.CASES, "small", Case("a small case", DIGITS))
+    compare.main(["small", "-peers", "plain", "-procs", "2", "-rounds", "1"])
+    printed = capsys.readouterr().out
+    assert "`python scripts/bench/compare.py small -peers plain -procs 2 -rounds 1` on 20" in printed
+    assert f"2 processes: `python train.py {DIGITS} -cpu 2`" in printed
+    assert [line.split("|")[1].strip() for line in printed.splitlines()[-3:-1]] == [BATON, PLAIN]
 
 
-def test_the_start_of_a_run_and_of_one_that_goes_on_is_timed_beside_the_bare_script(tmp_path):
-    starts.main(["-rounds", "1", "-procs", "1", "-only", "Baton", "-json", str(tmp_path / "found.json")])
-    tables = [table for title, table in json.loads((tmp_path / "found.json").read_text()).items() if table]
-    assert len(tables) == 2 and all(table.keys() == {"Baton", compare.BASE} for table in tables)
-    assert all(row["s"] > 0 and row["ratio"] > 0 for table in tables for row in table.values())
+def test_the_table_gives_medians_ranges_and_the_ratio_of_each_round():
+    def runs(seconds: list[float], step: int) -> list[Run]:
+        return [Run(one, 7.0, step, {"train_loss": 0.5}) for one in seconds]
+
+    found = {
+        (BATON, "long"): runs([4.0, 6.0, 5.0], 300),
+        (BATON, "short"): runs([3.0, 4.0, 4.0], 100),
+        (PLAIN, "long"): runs([5.0, 5.0, 10.0], 300),
+        (PLAIN, "short"): runs([3.0, 3.0, 6.0], 100),
+    }
+    lines = compare.table(Case("a case", "-seed 1", short="", long="-epochs 3"), Options(), found).splitlines()
+    assert lines[0] == "a case, 1 process: `python train.py -seed 1 -epochs 3 -cpu 1`"
+    assert lines[4] == "| Baton | 5.00 (4.00 to 6.00) | 0.80 | 7.00 | 5.00 (5.00 to 10.00) | 0.50 | 0.500 |  |"
 
 
-@pytest.mark.parametrize("name", [name for name in starts.SCRIPTS if name not in ("Baton", compare.BASE)])
-def test_the_script_of_a_peer_goes_on_from_its_own_checkpoint(name, tmp_path):
-    if not compare.installed([name]):
-        pytest.skip(f"{compare.NEEDS[name]} is not installed")
-    assert starts.started(name, 1, tmp_path, last=2, first=1) > 0
-    assert starts.started(name, 1, tmp_path, last=3, first=3) > 0, "the first step that it tells of"
+def test_runs_that_did_other_work_are_not_compared():
+    plain = Run(1.0, 1.0, 40, {"train_loss": 1.0})
+    limit = Run(1.0, 1.0, 40, {"train_loss": 0.2})
+    compare.check_equal({PLAIN: plain, BATON: Run(9.0, 9.0, 40, {"train_loss": 1.04}), LIMIT: limit}, 0.05)
+    for other in (Run(1.0, 1.0, 39, {"train_loss": 1.0}), Run(1.0, 1.0, 40, {"train_loss": 1.06})):
+        with pytest.raises(compare.Unequal, match="no comparison: Baton"):
+            compare.check_equal({PLAIN: plain, BATON: other}, 0.05)
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="ended with 2"):
+        compare.run(BATON, "-dataset none", tmp_path, ONE_THREAD)
