@@ -202,24 +202,11 @@ def test_a_longer_dataset_goes_on_when_it_is_allowed(copy, monkeypatch):
     assert (ended["step"], ended["samples"]) == (15, 50 + 32 + (70 - 32) + 70)
 
 
-def test_another_optimizer_begins_anew_when_it_is_allowed(copy, monkeypatch):
-    made = []
-    real = resume.load
-
-    def load(found, parts, *words):
-        real(found, parts, *words)
-        made.append({kind: len(memory) for kind, memory in parts.optimizers["optim"].state.items()})
-
-    monkeypatch.setattr(resume, "load", load)
-    for words in ("-optimizer sgd", "-optimizer adagrad"):
-        twin = shutil.copytree(copy, copy.parent / words.split()[1], symlinks=True)
-        for name in names(twin)[:6]:
-            shutil.rmtree(twin / "checkpoints" / name)
-        run(copy.parent, f"{SMALL} -model {twin.name} {words} -allow_change optimizer")
-        assert "begins without memory" in log_of(twin)
-    assert [len(memory) for memory in made] == [5, 5], "both have their memory from the first"
-    run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -optimizer adam -allow_change optimizer")
-    assert "begins without memory" not in log_of(copy), "adam remembers as adamw does"
+def test_another_optimizer_goes_on_if_it_remembers_the_same_and_is_refused_otherwise(copy, refused):
+    words = f"{SMALL} -cpu 2 -model few_norm_net -allow_change optimizer"
+    line = refused(f"{words} -optimizer sgd", out=copy.parent)
+    assert "is of another model or optimizer" in line and "exp_avg was ['F32', [24]] and is None" in line
+    run(copy.parent, f"{words} -optimizer adam")
 
 
 class Late(nn.Module):

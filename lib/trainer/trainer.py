@@ -1,6 +1,5 @@
 """The usual way of training: epochs of steps, evaluation, checkpoints. For another, override `training_step`."""
 
-import functools
 import logging
 import math
 from typing import TYPE_CHECKING
@@ -58,12 +57,12 @@ class Trainer:
         self.precision = parallel.autocast(args, world.device)
         self.statistics = batchnorm.Statistics(model, world, world.size == 1 and self.plan.grain == self.plan.batch)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
-        owned = functools.partial(run_folder.has_lock, self.folder, run_folder.lock_id(self.folder))
+        owned = run_folder.owner_check(self.folder)
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit, owned)
         self.ballot, self.every = preemption.Ballot(self.stop, world), manager.Every(args.save_every)
         self.votes = False  # on a stop: only in `fit`
         self.checkpoints = manager.Checkpoints(
-            self.folder / "checkpoints", world, keep_last=args.keep_last, strict=args.save_strict
+            self.folder / "checkpoints", world, keep_last=args.keep_last, strict=args.save_strict, owned=owned
         )
 
     def training_step(self, batch):

@@ -226,8 +226,8 @@ def test_sweep_removes_what_crashes_left_and_nothing_else(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     (tmp_path / "latest.1.ab.partial").symlink_to("step_2")
-    atomic.sweep(tmp_path, start="a.", before=0)
-    assert (tmp_path / "a.1.partial").exists()
+    atomic.sweep(tmp_path, start="a.")
+    assert not (tmp_path / "a.1.partial").exists() and (tmp_path / "step_3.partial").exists()
     atomic.sweep(tmp_path)
     assert set(disk.read_tree(tmp_path)) == {"step_2", "step_2/m", "partial", "partial/m", "b.partial.txt"}
 

@@ -18,7 +18,7 @@ OLD, NEW, NEWER = 8, 9, 10  # as strings, the last comes first
 class Case:
     """A save and what is there before it."""
 
-    def __init__(self, old=OLD, new=NEW, keep_last=1, keep=False, codes=crash.ERRORS[:1], least=80):
+    def __init__(self, old=OLD, new=NEW, keep_last=1, keep=False, codes=crash.ERRORS[:1], least=60):
         self.old, self.new, self.words, self.keep = old, new, {"keep_last": keep_last}, keep
         self.codes, self.least = codes, least  # the errors to try, the states there are to be
 
@@ -52,7 +52,7 @@ class Case:
 
 
 CASES = {
-    "the old one removed": Case(codes=crash.ERRORS, least=240),
+    "the old one removed": Case(codes=crash.ERRORS, least=190),
     "the same step again": Case(OLD, OLD + 5),
     "the first of all": Case(None),
     "a milestone beside the old one": Case(keep_last=2, keep=True),

@@ -51,11 +51,11 @@ from lib.utils.checkpoint.shards import Piece
 copies, cuda = Copies(torch.device("cuda", 0)), torch.device("cuda", 0)
 kinds = [torch.float32, torch.int64] * 20
 host = [torch.full((n % 3, 2) if n % 4 else (), n, dtype=kind) for n, kind in enumerate(kinds)]
-saves = [host, host, [*host, torch.arange(1 << 18)]]
+saves = [host, host]
 live = [[Piece(str(n), one.to(cuda), (0,) * one.ndim) for n, one in enumerate(values)] for values in saves]
 for values, pieces in zip(saves, live, strict=True):
     print("next", file=sys.stderr, flush=True)
-    copies.ask()
+    copies.request()
     made = copies.make(pieces)
     copies.wait()
     assert [name for name, _ in made] == [str(n) for n in range(len(values))]
@@ -112,13 +112,12 @@ def test_on_a_card_that_computes_nothing_runs_go_on_to_their_end_and_no_step_wai
     assert code == 0 and "going on from" in said, said
 
 
-def test_copies_for_a_save_need_one_pinned_buffer_a_dtype_or_else_one_that_is_not_pinned(card):
+def test_copies_for_a_save_need_one_pinned_buffer_a_dtype(card):
     code, said = python("-c", COPIES, env={**card, "CARD_PINS": "100000"})
     assert code == 0, said
-    _, first, second, third = said.split("next\n")
+    _, first, second = said.split("next\n")
     assert (first.count("to be pinned"), first.count("not pinned")) == (2, 0)
     assert (second.count("to be pinned"), second.count("not pinned")) == (0, 0)
-    assert "saves are slower: 2,097,456 bytes cannot be pinned (CUDA error: " in third and "not pinned" in third
 
 
 @pytest.mark.parametrize(("words", "ranks", "wanted"), [

@@ -191,23 +191,22 @@ def test_a_disk_that_cannot_be_read_ends_the_start_of_all_ranks_and_nothing_is_m
 
 
 def test_a_rank_that_does_not_see_the_newest_checkpoint_looks_again_before_an_older_one_is_taken(copy, monkeypatch):
-    before, real, looks = everything(copy), resume._is_listed, []
+    before, newest, real = everything(copy), names(copy)[0], resume._check_visible
+    left = []
 
-    def is_listed(folder, blind):
-        if os.environ["RANK"] == "1" and folder.name == names(copy)[0]:
-            looks.append(folder)
-            return len(looks) > blind and real(folder)
-        return real(folder)
+    def check_visible(folder):
+        if os.environ["RANK"] == "1" and folder.name == newest and left.pop():
+            folder = folder / "hidden"
+        real(folder)
 
     monkeypatch.setattr(resume, "RETRY_S", (0.0, 0.0))
-    with monkeypatch.context() as patch:
-        patch.setattr(resume, "_is_listed", lambda folder: is_listed(folder, blind=2))
-        run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9")
-    assert f"going on from {copy}/checkpoints/{names(copy)[0]}:" in log_of(copy)
-    with monkeypatch.context() as patch:
-        patch.setattr(resume, "_is_listed", lambda folder: is_listed(folder, blind=9))
-        run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
-    assert "rank 1 does not see it" in outcome(copy)["reason"] and everything(copy) == before
+    monkeypatch.setattr(resume, "_check_visible", check_visible)
+    left[:] = [True, True, True]
+    run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
+    assert "not seen here" in outcome(copy)["reason"] and everything(copy) == before
+    left[:] = [False, True, True]
+    run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9")
+    assert f"going on from {copy}/checkpoints/{newest}:" in log_of(copy)
 
 
 LATEST = {
@@ -215,6 +214,7 @@ LATEST = {
     "dangling": lambda link: link.symlink_to("000099_step_99"),
     "looping": lambda link: link.symlink_to("latest"),
     "a file": lambda link: link.write_text("000001_step_4"),
+    "a folder": lambda link: shutil.copytree(link.parent / "000001_step_4", link),
     "an older one": lambda link: link.symlink_to("000001_step_4"),
     "somewhere else": lambda link: link.symlink_to("/tmp"),
 }

@@ -9,7 +9,7 @@ import saves
 import torch
 from command_line import refusal
 from runs import distance, lines, outcome, plugins, run, same, weights
-from saves import SMALL, log_of, names
+from saves import SMALL, names
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -138,15 +138,14 @@ def test_what_is_trained_beside_a_save_is_not_in_it(tmp_path, request):
         "trainer.second.5.weight.momentum_buffer", "trainer.second.5.bias.momentum_buffer"}  # fmt: skip
 
 
-def test_a_trainer_that_keeps_something_else_than_before_is_told_what_to_do(tmp_path, capfd):
+def test_a_trainer_that_keeps_something_else_than_before_is_refused(tmp_path, capfd):
     words = f"{SMALL} -cpu 1 -trainer pair"
     with plugins(trainer={"pair": Twice}):
         run(tmp_path, f"{words} -limit_steps 5", wanted=75)
     with plugins(trainer={"pair": Pair}):
-        run(tmp_path, f"{words} -allow_change seed", wanted=2)
+        run(tmp_path, words, wanted=2)
         told = capfd.readouterr().err.splitlines()[-1]
-        assert "of another trainer: trainer.critic.0.bias was None" in told and "-allow_change trainer" in told
-        run(tmp_path, f"{words} -allow_change trainer")
+        assert "of another trainer: trainer.critic.0.bias was None" in told
 
 
 @pytest.mark.parametrize(("seed", "said"), [
@@ -251,15 +250,6 @@ def test_evaluations_are_of_the_averaged_weights(averaged, tmp_path):
     run(averaged.parent, f"{EMA} -cpu 1 -eval -weights {averaged / 'final' / 'weights.safetensors'}")
     told = json.loads((averaged / "eval.json").read_text())
     assert told["test"]["loss"] == pytest.approx(outcome(averaged)["test"]["loss"], rel=1e-5)
-
-
-def test_a_run_takes_up_another_trainer_where_that_is_allowed(tmp_path):
-    folder = run(tmp_path, f"{SMALL} -cpu 2 -limit_steps 5", wanted=75)
-    run(tmp_path, f"{SMALL} -cpu 2 -trainer ema -allow_change trainer -limit_steps 9", wanted=75)
-    assert "its trainer is another one: this one begins without memory" in log_of(folder)
-    assert held(folder)["trainer.average.steps"] == 4
-    run(tmp_path, f"{SMALL} -cpu 2 -allow_change trainer")
-    assert not [name for name in held(folder) if name.startswith("trainer.")]
 
 
 def test_tensors_of_other_bytes_have_another_fingerprint():

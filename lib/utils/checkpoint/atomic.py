@@ -7,7 +7,6 @@ on every file system in Pillai and others, "All File Systems Are Not Created Equ
 import contextlib
 import errno
 import logging
-import math
 import os
 import secrets
 import shutil
@@ -18,9 +17,9 @@ UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM)  # links,
 
 
 def write_file(path: Path, data: bytes | str):
-    """Puts data, text as UTF-8, into a file in one instant: at any time it holds the old content or the new, whole.
+    """Put data (text as UTF-8) into a file in one instant: it holds the old content or the new, whole.
 
-    On disk when this returns. Raises OSError, the file then being as it was.
+    It is on disk when this returns. If this raises OSError, the file is as it was.
     """
     with replacing(Path(path)) as file:
         file.write(data.encode() if isinstance(data, str) else data)
@@ -28,8 +27,7 @@ def write_file(path: Path, data: bytes | str):
 
 @contextlib.contextmanager
 def replacing(path: Path):
-    """A file to write bytes to; when the block ends it takes the path's place in one instant, and is on disk. Raises
-    OSError."""
+    """Give a file to write bytes to; when the block ends it takes the path's place in one instant, and is on disk."""
     with staged(path) as partial, partial.open("xb") as file:
         yield file
         file.flush()
@@ -38,7 +36,7 @@ def replacing(path: Path):
 
 @contextlib.contextmanager
 def staged(path: Path):
-    """A new name beside path; what is there when the block ends, already on disk, takes path's place at once."""
+    """Give a new name in path's folder; what is there when the block ends, synced, takes path's place at once."""
     partial = _unique(path, "partial")
     try:
         yield partial
@@ -54,7 +52,7 @@ def _unique(path, ending):
 
 
 def fsync_file(path: Path):
-    """Returns when the content of a file is on disk. Its name is the folder's matter."""
+    """Return when the content of a file is on disk; its name is only after `fsync_folder`."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -63,7 +61,7 @@ def fsync_file(path: Path):
 
 
 def fsync_folder(path: Path):
-    """Returns when the names in a folder are on disk; at once where the file system has no such call."""
+    """Return when the names in a folder are on disk; at once where the file system has no such call."""
     try:
         fsync_file(path)
     except OSError as error:
@@ -72,21 +70,20 @@ def fsync_folder(path: Path):
 
 
 def publish(partial: Path, final: Path):
-    """Gives a finished folder its name, in the same folder. Its files must be on disk: each writer fsyncs its own.
-
-    Raises OSError, also if there is something at `final`.
-    """
+    """Give a finished folder its name; OSError if that is taken. Its writers have synced its files."""
     fsync_folder(partial)
     partial.rename(final)
     fsync_folder(final.parent)
 
 
 def swap_link(link: Path, target_name: str):
-    """Points a link at a target in one instant: a reader sees the old or the new. The target must be on disk already.
+    """Point a link at a target, which is on disk already, in one instant: a reader sees the old or the new.
 
-    Where there are no symbolic links, a file that holds the name stands for one; `read_link` reads both. Raises
-    OSError.
+    Where there are no symbolic links, a file that holds the name stands for one; `read_link` reads both.
+    A folder there, from a copy that followed links (cp -rL), is moved to NAME.*.aside.
     """
+    if link.is_dir() and not link.is_symlink():
+        link.rename(_unique(link, "aside"))
     try:
         with staged(link) as partial:
             partial.symlink_to(target_name)
@@ -97,16 +94,16 @@ def swap_link(link: Path, target_name: str):
 
 
 def read_link(link: Path) -> str | None:
-    """The target that `swap_link` wrote, or None where there is neither a link nor a file in its place."""
+    """Return the target that `swap_link` wrote, or None where there is neither a link nor a file in its place."""
     if link.is_symlink():
         return str(link.readlink())
     return link.read_text(errors="replace").strip() if link.is_file() else None
 
 
 def remove_folder(path: Path):
-    """Removes a folder: first, on disk, its name, so that a half-removed one never looks whole; then what is in it.
+    """Remove a folder: first its name, on disk, so that a half-removed one never looks whole; then what is in it.
 
-    Raises OSError if it cannot be renamed. What cannot be deleted after that is left to `sweep`, with a warning.
+    What cannot be deleted is left to `sweep`, with a warning.
     """
     removed = _unique(path, "removed")
     path.rename(removed)
@@ -114,20 +111,18 @@ def remove_folder(path: Path):
     _delete(removed)
 
 
-def sweep(folder: Path, start: str | tuple = "", before: float = math.inf):
-    """Removes what crashes left in a folder: all that is called START*.partial or START*.removed, and nothing else.
+def sweep(folder: Path, start: str | tuple = ""):
+    """Remove what crashes left in a folder: all that is called START*.partial or START*.removed, and nothing else.
 
-    For its owner, while nobody writes there; or only what was last changed `before` a time (seconds, as st_mtime).
+    For its owner, while nobody writes there.
     """
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith(start) and entry.name.endswith((".partial", ".removed")):
-            _delete(entry, before)
+            _delete(entry)
 
 
-def _delete(path, before=math.inf):
+def _delete(path):
     try:
-        if path.lstat().st_mtime >= before:
-            return
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -8,9 +8,11 @@ NAME.partial, synced, and renamed. A file `keep` in it spares it from removal.
 import concurrent.futures
 import json
 import logging
+import re
 import shutil
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from lib.utils.errors import UsageError
 log = logging.getLogger(__name__)
 FORMAT = 2
 SEAL = b',\n"crc32": %d\n}\n'  # the end of every manifest, whatever its format: the checksum of all before it
+EVERY = re.compile(r"(\d+)(epoch|step|min)?")  # the value of -save_every, which was checked
 FAILURES = 3  # saves in a row that may fail before the run ends
 WAIT_S = 0.2  # between votes while all ranks wait for a save: a slow disk is no reason to take one for dead
 
@@ -36,13 +39,13 @@ class Every:
     """When a save is due: every so many epochs, optimizer steps, or minutes."""
 
     def __init__(self, text: str):
-        number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
-        self.number, self.unit = int(number), (text[len(number) :] or "epochs")[:4]
+        number, unit = EVERY.match(text).groups()
+        self.number, self.unit = int(number), unit or "epoch"
         self.since = time.monotonic()
 
     def epoch_due(self, epoch: int) -> bool:
         """Whether a save is due after this many epochs."""
-        return self.unit == "epoc" and epoch % self.number == 0
+        return self.unit == "epoch" and epoch % self.number == 0
 
     def step_due(self, step: int) -> bool:
         """Whether a save is due after this many steps."""
@@ -69,15 +72,26 @@ class Save:
 
 
 class Checkpoints:
-    """The checkpoints of a run. All ranks call its methods at the same steps, but for `staged` and `writing`."""
+    """The checkpoints of a run. All ranks call its methods at the same steps, but for `staged` and `writing`.
 
-    def __init__(self, folder: Path, world: World, *, keep_last: int = 2, strict: bool = False):
+    `owned()`: whether the run's folder is still its own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        *,
+        keep_last: int = 2,
+        strict: bool = False,
+        owned: Callable[[], bool] = lambda: True,
+    ):
         self.folder, self.world, self.disk = folder, world, shared_disk.one(world)
-        self.keep_last, self.strict, self.failures = keep_last, strict, 0
+        self.keep_last, self.strict, self.owned = keep_last, strict, owned
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self.copies = staging.Copies(world.device)
         self.saving: Save | None = None
-        self.lock = run_folder.lock_id(folder.parent)  # of the run whose checkpoints they are
+        self.failures = 0  # in a row
 
     def open(self):
         """Find out which ranks share the folder, and remove what crashes left there. Call it before all else."""
@@ -92,8 +106,7 @@ class Checkpoints:
             raise UsageError(f"-out {out}: a sharded model needs a folder that all nodes share")
         free = min(self.disk.do(lambda: run_folder.free_bytes(self.folder)))
         if free < size:
-            raise UsageError(f"-out {out}: a checkpoint takes {size:,} bytes, and {free:,} are free; make room, or "
-                             f"take another disk")  # fmt: skip
+            raise UsageError(f"-out {out}: a checkpoint takes {size:,} bytes, and {free:,} are free; make room")
 
     def save(self, tensors: dict, facts: dict, *, step: int, early: set, keep: bool = False):
         """Begin a checkpoint of these live tensors, and return at once.
@@ -123,7 +136,7 @@ class Checkpoints:
         whole = {name: tensors[name] for name in sorted(early) if not isinstance(tensors[name], shards.DTensor)}
         mine = shards.pieces(tensors, self.disk.share, {*distributed.differing(whole, self.world)})
         mine = [piece._replace(values=piece.values.clone()) if piece.name in early else piece for piece in mine]
-        self.copies.ask()
+        self.copies.request()
         save.job = self.thread.submit(self._write, save, mine)
         self.saving = save
 
@@ -179,7 +192,7 @@ class Checkpoints:
         return self.folder / f"{save.name}.partial"
 
     def _make_partial(self, save):
-        if not run_folder.has_lock(self.folder.parent, self.lock):
+        if not self.owned():
             raise FileNotFoundError(f"{self.folder.parent} is no longer the folder of this run")
         if not self.folder.is_dir():  # somebody removed it
             self._sweep()
@@ -259,8 +272,8 @@ def read_manifest(folder: Path) -> dict:
     if not isinstance(manifest, dict) or data != body + SEAL % zlib.crc32(body):
         raise shards.Damaged(f"{path}: its checksum does not hold")
     if manifest.get("format") != FORMAT:
-        raise UsageError(f"{path}: is of format {manifest.get('format')}, written by {manifest.get('about')}; this "
-                         f"code reads format {FORMAT}: take that version, or -reset")  # fmt: skip
+        other = f"is of format {manifest.get('format')}, written by {manifest.get('about')}"
+        raise UsageError(f"{path}: {other}; this code reads format {FORMAT}: take that version, or -reset")
     shards.check(folder, manifest)
     return manifest
 
@@ -269,8 +282,8 @@ def schema(tensors: dict) -> dict[str, list]:
     """Return the type and shape of every tensor, as JSON has it. Raises UsageError for a type safetensors lacks."""
     odd = [name for name, tensor in tensors.items() if tensor.dtype not in shards.DTYPES]
     if odd:
-        raise UsageError(f"{odd[0]} is of {tensors[odd[0]].dtype}, which a checkpoint cannot hold: use another type, "
-                         f"or a buffer with persistent=False")  # fmt: skip
+        hint = "use another type, or a buffer with persistent=False"
+        raise UsageError(f"{odd[0]} is of {tensors[odd[0]].dtype}, which a checkpoint cannot hold: {hint}")
     return {name: [shards.DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
 
 

@@ -1,5 +1,6 @@
 """The past of a run: finds its newest good checkpoint, checks that the run may continue from it, and loads it."""
 
+import errno
 import json
 import logging
 import math
@@ -23,8 +24,6 @@ from lib.utils.errors import UsageError, close
 log = logging.getLogger(__name__)
 OTHERS = {"samples", "nan"}  # what -allow_change may name besides flags: the dataset's length, weights not finite
 RETRY_S = (0.2, 1.0, 3.0)  # the waits before a read that failed is tried again
-# What starts from scratch where one of these flags may change, by how the names of its tensors begin.
-FROM_SCRATCH = {"optim.": ("optimizer", "momentum"), "trainer.": ("trainer",)}
 
 
 @dataclass
@@ -56,8 +55,8 @@ def find(args, disk: Disk) -> Past | None:
         return None
     own = run_folder.run_of(args) / "checkpoints"
     if args.resume and _real(own) in _real(args.resume).parents:
-        raise UsageError(f"-resume {args.resume}: this run goes on from its newest checkpoint by itself; to branch "
-                         f"off from an older one, give the new run another -model")  # fmt: skip
+        hint = "to start from an older one, give the new run another -model"
+        raise UsageError(f"-resume {args.resume}: this run goes on from its newest checkpoint by itself; {hint}")
     if any(disk.do(lambda: run_folder.restarts(args, disk.world))):
         past, damaged = None, {}
     else:
@@ -65,8 +64,8 @@ def find(args, disk: Disk) -> Past | None:
     if past is None and args.resume:
         past = _of_another_run(args.resume, disk)
     if past is None and damaged:
-        raise shards.Damaged(f"{_first_fault(damaged)}; no good checkpoint is left: -reset starts from scratch, "
-                             f"-resume takes another run's")  # fmt: skip
+        hint = "-reset starts from scratch, -resume takes another run's"
+        raise shards.Damaged(f"{_first_fault(damaged)}; no good checkpoint is left: {hint}")
     if past:
         past.damaged = damaged
     return past
@@ -80,8 +79,7 @@ def _of_another_run(path: str, disk: Disk) -> Past:
     if past is None and damaged:
         raise UsageError(f"-resume {path}: no good checkpoint is there: {_first_fault(damaged)}")
     if past is None:
-        raise UsageError(f"-resume {path}: there is no checkpoint; give a run's folder, its checkpoints folder or "
-                         f"one checkpoint")  # fmt: skip
+        raise UsageError(f"-resume {path}: there is no checkpoint; give a run's folder or one of its checkpoints")
     past.passed_over = _first_fault(damaged) if damaged else ""
     return past
 
@@ -96,9 +94,12 @@ def _real(path: str | Path) -> Path:
 
 def newest_good(folder: Path, disk: Disk, own: bool = True) -> tuple[Past | None, dict]:
     """Return the newest checkpoint that is whole on some disk, the same for all ranks, and the damaged newer ones."""
+    names = disk.do(lambda: _names(folder, own))  # on each disk
+    here = names[disk.groups.index(disk.ranks)]
     damaged = {}
-    for name in _names(folder, disk, own):
-        reports, manifest = _inspect(folder / name, disk)
+    for name in sorted({*chain(*names)}, key=lambda name: run_folder.number(Path(name).name), reverse=True):
+        report, manifest = _verify(folder / name, disk.share) if name in here else (["absent", ""], None)
+        reports = distributed.gather_json(report, disk.world)
         for kind, raised in (("unreadable", OSError), ("refused", UsageError)):
             if texts := [text for found, text in reports if found == kind]:
                 raise raised(texts[0])
@@ -113,51 +114,25 @@ def newest_good(folder: Path, disk: Disk, own: bool = True) -> tuple[Past | None
     return None, damaged
 
 
-def _names(folder, disk, own):
-    """Return the names of checkpoints on any disk, newest first."""
-
-    def names():
-        found = _retry(lambda: run_folder.listed(folder) if own else run_folder.checkpoints_at(folder))
-        if own and not found and any(folder.glob("step_*")):
-            raise UsageError(f"{folder}: written by an older version of the code, which named checkpoints otherwise; "
-                             f"take that version, or -reset")  # fmt: skip
-        return [str(entry.relative_to(folder)) for entry in found]
-
-    return sorted({*chain(*disk.do(names))}, key=lambda name: run_folder.number(Path(name).name), reverse=True)
-
-
-def _inspect(folder, disk):
-    """Return what each rank finds of a checkpoint, [kind, text], and this rank's manifest.
-
-    A rank that does not see a checkpoint which others on its disk see looks again: a network disk may show it later.
-    """
-    report, manifest = _verify(folder, disk.share)
-    for wait in (*RETRY_S, None):
-        reports = distributed.gather_json(report, disk.world)
-        seen_by = [{reports[rank][0] != "absent" for rank in ranks} for ranks in disk.groups]
-        if all(len(seen) == 1 for seen in seen_by):
-            break
-        if wait is None:
-            blind = next(rank for rank, (found, _) in enumerate(reports) if found == "absent")
-            raise OSError(f"{folder}: rank {blind} does not see it, others on the same disk do; nothing was moved")
-        time.sleep(wait)
-        if report[0] == "absent":
-            report, manifest = _verify(folder, disk.share)
-    return reports, manifest
+def _names(folder, own):
+    found = _retry(lambda: run_folder.listed(folder) if own else run_folder.checkpoints_at(folder))
+    if own and not found and any(folder.glob("step_*")):
+        hint = "which named checkpoints otherwise; take that version, or -reset"
+        raise UsageError(f"{folder}: written by an older version of the code, {hint}")
+    return [str(entry.relative_to(folder)) for entry in found]
 
 
 def _verify(folder, share):
     """Return what this rank finds of a checkpoint, and its manifest; each rank checks its share of the files."""
     try:
-        if not _retry(lambda: _is_listed(folder)):
-            return ["absent", ""], None
+        _retry(lambda: _check_visible(folder))
         manifest = _retry(lambda: manager.read_manifest(folder))
         _check_version(manifest)
         for file, wanted in sorted(manifest["shards"].items())[share.rank :: share.size]:
             _retry(lambda file=file, wanted=wanted: shards.verify(folder / file, wanted))
     except OSError as error:
-        return ["unreadable", f"{folder} cannot be read ({error}): this may pass, so nothing was moved; start again "
-                f"when the disk answers, or remove it to go on from an older checkpoint"], None  # fmt: skip
+        hint = "this may pass, so nothing was moved; start again when the disk answers, or remove it to go on from an"
+        return ["unreadable", f"{folder} cannot be read ({error}): {hint} older checkpoint"], None
     except shards.Damaged as error:
         return ["damaged", str(error)], None
     except UsageError as error:
@@ -165,20 +140,21 @@ def _verify(folder, share):
     return ["good", ""], manifest
 
 
+def _check_visible(folder):
+    """Raise OSError for a checkpoint that another rank of the disk sees: a network disk may show it a little later.
+
+    Its folder is listed, which a network disk does not answer from memory.
+    """
+    if folder not in folder.parent.iterdir():
+        raise OSError(errno.ESTALE, "it is not seen here, but by another process on the same disk")
+
+
 def _check_version(manifest):
     try:
         State.from_dict(manifest.get("state", {}))
     except TypeError as error:
-        raise UsageError(f"written by another version of the code ({manifest.get('about')}): {error}; take that "
-                         f"version, or -weights, or -reset") from None  # fmt: skip
-
-
-def _is_listed(folder):
-    """Whether it is there. A network file system may remember that a name was not, so its folder is listed."""
-    try:
-        return folder in folder.parent.iterdir()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+        other = f"written by another version of the code ({manifest.get('about')}): {error}"
+        raise UsageError(f"{other}; take that version, or -weights, or -reset") from None
 
 
 def _retry(read):
@@ -255,9 +231,9 @@ def changes(before: dict, now: dict, args) -> str:
     refused = [name for name in changed if name in before and name in now and name not in args.allow_change]
     if refused:
         allow = " ".join(f"-allow_change {name}" for name in refused)
-        raise UsageError(f"-model {now['model']} would go on with other settings: "
-                         f"{', '.join(texts[name] for name in refused)}; keep them, or add {allow}, or start "
-                         f"from scratch with -reset or another -model")  # fmt: skip
+        other = f"would go on with other settings: {', '.join(texts[name] for name in refused)}"
+        hint = f"keep them, or add {allow}, or start from scratch with -reset or another -model"
+        raise UsageError(f"-model {now['model']} {other}; {hint}")
     return ", ".join(texts.values())
 
 
@@ -300,36 +276,32 @@ def _rename(folder):
 def load(past: Past, parts: Parts, world: World, allowed=()):
     """Fill the parts of a run from a checkpoint, whatever number of ranks wrote it.
 
-    `allowed`, of -allow_change: with "optimizer" or "momentum" an optimizer of another kind starts from scratch, with
-    "trainer" what a trainer keeps of its own, with "nan" weights may be what they are.
+    An optimizer's memory that the checkpoint lacks starts from scratch: its parameter took no part in a step yet.
 
     Raises:
-        UsageError: the tensors are not those of the run, or a weight is not finite.
+        UsageError: the tensors are not those of the run; or a weight is not finite, and "nan" is not in `allowed`.
     """
     fresh = prepare(parts)
     tensors = parts.tensors()
-    there, here = past.manifest["tensors"], manager.schema(tensors)
     memory = tuple(f"{part}." for part in parts.optimizers)
-    here = {name: facts for name, facts in here.items() if name in there or not name.startswith(memory)}
-    for part, flags in FROM_SCRATCH.items():
-        others = [name for name in {**there, **here} if name.startswith(part) and there.get(name) != here.get(name)]
-        if others and {*flags} & {*allowed}:
-            log.warning("%s: its %s is another one: this one begins without memory", past.folder, flags[0])
-            there, here = ({name: facts for name, facts in names.items() if not name.startswith(part)}
-                           for names in (there, here))  # fmt: skip
-    if there != here:
-        odd = sorted(name for name in {**there, **here} if there.get(name) != here.get(name))
-        shown = ", ".join(f"{name} was {there.get(name)} and is {here.get(name)}" for name in odd[:4])
-        trainers = all(name.startswith("trainer.") for name in odd)
-        hint = "; -allow_change trainer starts what its trainer keeps from scratch" if trainers else ""
-        raise UsageError(f"{past.folder} is of another {'trainer' if trainers else 'model or optimizer'}: {shown}"
-                         f"{', ...' if len(odd) > 4 else ''}{hint}")  # fmt: skip
-    _fill(past, {name: tensors[name] for name in here}, world)
+    wanted = {name for name in tensors if name in past.manifest["tensors"] or not name.startswith(memory)}
+    _check_tensors(past, {name: tensors[name] for name in wanted})
+    _fill(past, {name: tensors[name] for name in wanted}, world)
+    parts.forget_all_but(wanted, fresh)
     odd = weights.not_finite(parts.modules["model"], world)
     if odd and "nan" not in allowed:
-        raise UsageError(f"{past.folder}: {odd[0]} and {len(odd) - 1} more are not finite; remove it to go on "
-                         f"from an older checkpoint, or take it as it is with -allow_change nan")  # fmt: skip
-    parts.forget_all_but(here, fresh)
+        hint = "remove it to go on from an older checkpoint, or take it as it is with -allow_change nan"
+        raise UsageError(f"{past.folder}: {odd[0]} and {len(odd) - 1} more are not finite; {hint}")
+
+
+def _check_tensors(past, tensors):
+    there, here = past.manifest["tensors"], manager.schema(tensors)
+    odd = sorted(name for name in {**there, **here} if there.get(name) != here.get(name))
+    if odd:
+        shown = ", ".join(f"{name} was {there.get(name)} and is {here.get(name)}" for name in odd[:4])
+        kind = "trainer" if all(name.startswith("trainer.") for name in odd) else "model or optimizer"
+        more = ", ..." if len(odd) > 4 else ""
+        raise UsageError(f"{past.folder} is of another {kind}: {shown}{more}; -weights takes only a model's weights")
 
 
 @torch.no_grad()

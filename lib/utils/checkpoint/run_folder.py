@@ -15,7 +15,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 NAME = re.compile(r"(\d{6,})_step_(\d+)")
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # there is no such file
-LESS_MEMORY = ("a smaller -micro_batch takes less, for the same steps but for BatchNorm and dropout; so do "
-               "-recompute, -bf16 and -parallel fsdp")  # fmt: skip
+LESS_MEMORY = "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp"
 LOST_PEER = {"DistError", "Hang"}  # classes of torch.distributed and of watchdog, by name
-PATIENCE_S = 3.0  # for a holder of the lock that was killed and is not quite gone
-LEAVING_S = 180.0  # for one that may be ending; NFS keeps the lock of a lost host for 90 s
+WARN_S = 1.0  # a holder that was killed is soon gone
+PATIENCE_S = 3.0  # for a holder of the lock to end, after its -grace_s
+LOST_HOST_S = 120.0  # the same for one on another machine: NFS keeps the lock of a lost one for 90 s
 
 
 # Checkpoints by name: a number that grows with every save, and the step for people
@@ -45,11 +45,7 @@ def run_of(args) -> Path:
 
 
 def listed(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, newest first; none where it is missing.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Return the checkpoints in a folder, newest first; none where it is missing."""
     try:
         checkpoints = [entry for entry in folder.iterdir() if NAME.fullmatch(entry.name)]
     except OSError as error:
@@ -126,13 +122,13 @@ class RunFolder:
     def __init__(self, args, world: World, disk: Disk, job: str | None):
         self.args, self.world, self.disk, self.job = args, world, disk, job
         self.path = run_of(args)
-        self.locked = self.id = None
-        self.begun = False
+        self.locked = None  # the open lock file
+        self.begun, self.owned = False, lambda: True
 
     def begin(self, config: str):
         """Make room for a new run under -reset, and write config.yaml and the outcome "running"."""
         self.disk.do(lambda: self._begin(config))
-        self.id, self.begun = lock_id(self.path), True
+        self.begun, self.owned = True, owner_check(self.path)
 
     def _begin(self, config: str):
         with self._writing():
@@ -143,28 +139,28 @@ class RunFolder:
             write_outcome(self.path, self.world, "running")
 
     def lock(self):
-        """Take the lock. Wait a moment for a holder that was killed, longer for one that may be ending.
+        """Take the lock. Wait for a holder that may be saving its last checkpoint, or whose machine may be lost.
 
         A record lock belongs to the process: no child inherits it, and the kernel frees it after kill -9.
         """
         started, warned = time.monotonic(), False
-        patience_s = max(LEAVING_S, self.args.grace_s + PATIENCE_S)
         while not self._take():
             owner = _read_json(self.path / ".lock")
+            patience_s = self.args.grace_s + (
+                PATIENCE_S if owner.get("host") == socket.gethostname() else LOST_HOST_S
+            )
             named = ", ".join(f"{name} {owner[name]}" for name in ("host", "pid", "job") if owner.get(name))
             used = f"{self.path} is in use by {named or 'another process'}"
-            leaving = _may_be_leaving(owner, self.world.launch)
-            if time.monotonic() - started > (patience_s if leaving else PATIENCE_S):
+            waited_s = time.monotonic() - started
+            if waited_s > patience_s:
                 raise UsageError(f"-model {self.path.name}: {used}; take another name or wait")
-            if leaving and not warned:
+            if waited_s > WARN_S and not warned:
                 warned = True
-                log.warning("%s, and %s: waiting up to %.0f s until it is gone", used, leaving, patience_s)
+                log.warning("%s: waiting up to %.0f s for it to end", used, patience_s)
             time.sleep(0.05)
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": self.job,
-                 "launcher": os.getppid() if self.world.size > 1 else None, "launch": self.world.launch}  # fmt: skip
         with self._writing():
             self.locked.truncate(0)
-            self.locked.write(json.dumps(owner))
+            self.locked.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": self.job}))
             self.locked.flush()
 
     def _take(self) -> bool:
@@ -178,9 +174,6 @@ class RunFolder:
             return False
         except OSError as error:
             log.warning("%s: this file system has no locks (%s): a second run is not noticed", file.name, error)
-        if os.fstat(file.fileno()).st_ino != (lock_id(self.path) or (0, 0))[1]:  # its last holder has removed it
-            file.close()
-            return False
         self.locked = file
         return True
 
@@ -204,7 +197,7 @@ class RunFolder:
         elif isinstance(error, UsageError) or not self.path.is_dir() or restarts(self.args, self.world):
             return
         try:
-            if has_lock(self.path, self.id):
+            if self.owned():
                 record_failure(self.path, self.world, error)
         except OSError as second:  # the first one is the cause
             log.warning("%s could not be written (%s)", self.path / "outcome.json", second)
@@ -215,26 +208,8 @@ class RunFolder:
             yield
         except OSError as error:
             free = f", {free_there(self.path)}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            raise UsageError(f"-out {self.path.parent} -model {self.path.name}: cannot be written "
-                             f"({error.strerror}{free})") from error  # fmt: skip
-
-
-def _may_be_leaving(owner: dict, launch: str) -> str:
-    """Return why the holder of a lock may be gone soon; "" for one of this machine that is well."""
-    if owner.get("host", socket.gethostname()) != socket.gethostname():
-        return "whether it runs cannot be seen from this machine"
-    if owner.get("launch") == launch:
-        return "it is an earlier start of this launch"
-    if owner.get("launcher") and _parent(owner.get("pid")) not in (None, owner["launcher"]):
-        return "its launcher is gone, so it is saving"
-    return ""
-
-
-def _parent(pid) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
+            flags = f"-out {self.path.parent} -model {self.path.name}"
+            raise UsageError(f"{flags}: cannot be written ({error.strerror}{free})") from error
 
 
 def _move_away(folder: Path):
@@ -247,24 +222,28 @@ def _move_away(folder: Path):
         entry.rename(target / entry.name)
 
 
-def lock_id(run: Path) -> tuple[int, int] | None:
-    """Return which file the lock of a run's folder is, None where there is none.
+def owner_check(run: Path) -> Callable[[], bool]:
+    """Return a function that says whether a run's folder still is the one that it is now; also if its disk fails.
 
-    While its holder has it open no other file can be the same one, wherever the folder is moved to.
+    The lock's inode decides: while its holder has it open, no other file can have that, wherever the folder is moved.
     """
+    ours = _lock_file(run)
+
+    def owned() -> bool:
+        try:
+            return ours is None or _lock_file(run) == ours
+        except OSError:
+            return True
+
+    return owned
+
+
+def _lock_file(run):
     try:
         file = (run / ".lock").stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
     return file.st_dev, file.st_ino
-
-
-def has_lock(run: Path, lock: tuple[int, int] | None) -> bool:
-    """Whether the lock of a run's folder is still this one of `lock_id`; also where the disk does not answer."""
-    try:
-        return lock is None or lock_id(run) == lock
-    except OSError:
-        return True
 
 
 # How the run ended
@@ -289,15 +268,7 @@ def outcome_of(run: Path, job: str) -> dict:
 def write_outcome(folder: Path, world: World, state: str, **facts):
     """Write outcome.json: running, finished, stopped or failed, and why. Launchers and people decide from it."""
     who = {"launch": world.launch, "host": socket.gethostname(), "pid": os.getpid()}
-    path, text = folder / "outcome.json", json.dumps({"state": state, **facts, **who}, indent=2) + "\n"
-    try:
-        atomic.write_file(path, text)
-    except OSError:  # a full disk has room for what takes the old one's place
-        if not path.exists():
-            raise
-        with path.open("r+") as file:
-            file.write(text)
-            file.truncate()
+    atomic.write_file(folder / "outcome.json", json.dumps({"state": state, **facts, **who}, indent=2) + "\n")
 
 
 def record_failure(folder: Path, world: World, error: Exception):

@@ -93,18 +93,14 @@ class Parts:
         for part, optimizer in self.optimizers.items():
             for parameter in (one for group in optimizer.param_groups for one in group["params"]):
                 if parameter not in names:
-                    kind = type(optimizer).__name__
-                    raise UsageError(f"{part} ({kind}) trains what neither the model nor a module that the trainer "
-                                     "keeps has: no checkpoint would hold it")  # fmt: skip
+                    stray = "trains what neither the model nor a module that the trainer keeps has"
+                    raise UsageError(f"{part} ({type(optimizer).__name__}) {stray}: no checkpoint would hold it")
                 memory = optimizer.state.get(parameter, {}).items()
                 start = f"{part}.{names[parameter]}"
-                yield (
-                    optimizer,
-                    parameter,
-                    {f"{start}.{key}": value for key, value in memory if torch.is_tensor(value)},
-                )
+                tensors = {f"{start}.{key}": value for key, value in memory if torch.is_tensor(value)}
+                yield optimizer, parameter, tensors
 
-    def forget_all_but(self, loaded: dict, optimizers: list):
+    def forget_all_but(self, loaded: set[str], optimizers: list):
         """Drop what these optimizers remember of parameters, but for those of which some is loaded."""
         for optimizer, parameter, memory in self._memory():
             if optimizer in optimizers and not any(name in loaded for name in memory):
@@ -143,8 +139,8 @@ def prepare(parts: Parts) -> list[torch.optim.Optimizer]:
         memory = [item for one in optimizer.state.values() for item in one.items()]
         odd = [name for name, value in memory if not isinstance(value, Tensor | None)]
         if odd:
-            raise UsageError(f"{type(optimizer).__name__} remembers {odd[0]!r} as something else than a "
-                             f"tensor, which a checkpoint cannot hold")  # fmt: skip
+            fault = f"remembers {odd[0]!r} as something else than a tensor"
+            raise UsageError(f"{type(optimizer).__name__} {fault}, which a checkpoint cannot hold")
     return fresh
 
 

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -18,8 +18,11 @@ log = logging.getLogger(__name__)
 
 
 def keep(folder: Path, tensors: dict[str, Tensor], world: World, must: bool = True) -> bool:
-    """Rank 0 writes folder/weights.safetensors, all ranks wait. False, with a warning, if writing failed and need not
-    succeed (`must`). An error before that is one rank's own, and is always raised: the others would wait for it."""
+    """Write folder/weights.safetensors on rank 0 while all ranks wait.
+
+    Returns:
+        False, with a warning, if the disk failed and writing need not succeed (`must`).
+    """
     whole = _gathered(tensors, world)
     try:
         distributed.main_does(lambda: write(folder, whole), world)
@@ -32,7 +35,7 @@ def keep(folder: Path, tensors: dict[str, Tensor], world: World, must: bool = Tr
 
 
 def _gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """The tensors with the sharded ones made whole, on rank 0's CPU; called by all ranks. Elsewhere: empty ones."""
+    """Return the tensors, whole, on rank 0's CPU, and empty ones elsewhere. All ranks call this together."""
     whole = {}
     for name, tensor in tensors.items():
         full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
@@ -41,14 +44,14 @@ def _gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
 
 
 def not_finite(model: torch.nn.Module, world: World) -> list[str]:
-    """The names of the parameters that hold NaN or infinity on any rank; called by all ranks, the same on all."""
+    """Return the parameters that hold NaN or infinity on any rank, the same on all. All ranks call this together."""
     local = {name: shards.local(value) for name, value in model.named_parameters()}
     mine = [name for name, value in local.items() if not torch.isfinite(value).all()]
     return sorted({name for names in distributed.gather_json(mine, world) for name in names})
 
 
 def write(folder: Path, tensors: dict[str, Tensor]):
-    """Writes folder/weights.safetensors from whole tensors on the CPU, in place of an older one. Raises OSError."""
+    """Write folder/weights.safetensors from whole tensors on the CPU, in place of an older one."""
     path = folder / "weights.safetensors"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,8 +62,10 @@ def write(folder: Path, tensors: dict[str, Tensor]):
 
 
 def read(path: Path, device: str = "cpu") -> dict[str, Tensor]:
-    """The tensors of a weights file: safetensors, or a torch file without code (`weights_only=True`). On "meta" only
-    their shapes are read."""
+    """Return the tensors of a weights file: safetensors, or torch's without code (`weights_only=True`).
+
+    On "meta" only the shapes are read, if the file is safetensors.
+    """
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             names = file.keys()
@@ -68,17 +73,17 @@ def read(path: Path, device: str = "cpu") -> dict[str, Tensor]:
                 return {name: torch.empty(file.get_slice(name).get_shape(), device="meta") for name in names}
             return {name: file.get_tensor(name) for name in names}
     loaded = torch.load(path, map_location=device, weights_only=True)
-    while isinstance(loaded, dict) and not any(isinstance(value, Tensor) for value in loaded.values()):
-        loaded = next((loaded[key] for key in ("model", "state_dict") if key in loaded), None)
-    if not isinstance(loaded, dict):
-        raise SafetensorError("it holds no tensors by name")
+    for key in ("model", "state_dict"):  # as many save them
+        if isinstance(loaded.get(key), dict):
+            loaded = loaded[key]
     return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
 
 
 def start_from(path: str, model: torch.nn.Module, whole: bool = False):
-    """Starts from the weights in a file, on every rank; what is missing, of another shape or not used is told.
+    """Start from the weights in a file, on every rank; log what is missing, of another shape or not used.
 
-    Raises UsageError if it cannot be read, or nothing in it fits, or not all that the model has (`whole`).
+    Raises:
+        UsageError: see `fitting`; or the model has something (`whole`) that the file lacks.
     """
     weights, mine, fits = fitting(path, model, "cpu")
     if whole and fits != {*mine}:
@@ -90,15 +95,22 @@ def start_from(path: str, model: torch.nn.Module, whole: bool = False):
     log.info("-weights %s: %d tensors taken", path, len(fits))
     both = {*mine} & {*weights}
     tied = {*model.state_dict()} - {*mine}  # other names of tensors that were taken
-    for kind, names in (("missing there", {*mine} - both), ("not used", {*weights} - both - tied),
-                        ("of another shape there", both - fits)):  # fmt: skip
+    lists = {
+        "missing there": {*mine} - both,
+        "not used": {*weights} - both - tied,
+        "of another shape there": both - fits,
+    }
+    for kind, names in lists.items():
         if names:
             log.warning("-weights %s: %s: %s", path, kind, ", ".join(sorted(names)))
 
 
 def fitting(path: str, model: torch.nn.Module, device: str) -> tuple[dict, dict, set]:
-    """The tensors in a file and those of the model, by name, and the names of those that fit by shape. Raises
-    UsageError where it cannot be read or nothing fits."""
+    """Return the tensors in a file and those of the model, by name, and the names of those that fit by shape.
+
+    Raises:
+        UsageError: the file cannot be read, or nothing in it fits.
+    """
     try:
         weights = read(Path(path), device)
     except Exception as error:  # what a file that is none may raise, nobody lists
