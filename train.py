@@ -75,7 +75,7 @@ def run(args) -> int:
         log = logger.Silent()
         if training:
             total, state = args.epochs * plan.steps, resume.state(past, plan)
-            log = logger.Logger(folder.path, world, args, total_steps=total, state=state)
+            log = logger.Logger(run_folder.run_of(args), world, args, total_steps=total, state=state)
         stack.callback(log.close)
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, log)
         return EXIT_CODES[modes.RUN[mode](trainer, past)]

@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from lib.utils.checkpoint import atomic
 from lib.utils.errors import UsageError, no_exit
@@ -144,7 +144,7 @@ class RunFolder:
         A record lock belongs to the process: no child inherits it, and the kernel frees it after kill -9.
         """
         started, warned = time.monotonic(), False
-        while not self._take():
+        while not (file := self._take()):
             owner = _read_json(self.path / ".lock")
             patience_s = self.args.grace_s + (
                 PATIENCE_S if owner.get("host") == socket.gethostname() else LOST_HOST_S
@@ -158,12 +158,13 @@ class RunFolder:
                 warned = True
                 log.warning("%s: waiting up to %.0f s for it to end", used, patience_s)
             time.sleep(0.05)
+        self.locked = file
         with self._writing():
-            self.locked.truncate(0)
-            self.locked.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": self.job}))
-            self.locked.flush()
+            file.truncate(0)
+            file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": self.job}))
+            file.flush()
 
-    def _take(self) -> bool:
+    def _take(self) -> IO[str] | None:
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / ".lock").open("a+")
@@ -171,11 +172,10 @@ class RunFolder:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            return False
+            return None
         except OSError as error:
             log.warning("%s: this file system has no locks (%s): a second run is not noticed", file.name, error)
-        self.locked = file
-        return True
+        return file
 
     def unlock(self):
         """Release the lock; remove what a start that was refused has made."""
