@@ -105,10 +105,10 @@ def opened(*parts):
 def get_loaders(splits: dict[str, MapDataset], plan: Plan, world: World, args) -> dict[str, Loader]:
     """Return a Loader for each split: "train" by the plan, the others in order, a micro-batch for each rank at a
     time."""
-    if world.is_main and plan.grain < plan.micro:
+    if world.is_main and plan.pass_size < plan.micro:
         log.warning(
             "more processes than micro-batches: cut finer, %d samples instead of %d; the order of the samples stays "
-            "exact, dropout and BatchNorm see other micro-batches", plan.grain, plan.micro,
+            "exact, dropout and BatchNorm see other micro-batches", plan.pass_size, plan.micro,
         )  # fmt: skip
     loaders = {}
     for name, part in splits.items():
