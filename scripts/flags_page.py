@@ -46,6 +46,7 @@ class Args(argparse.Namespace):
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for path, text in ((PAGE, page()), (STUB, stub())):
         path.write_text(text)
         print(f"{path.relative_to(ROOT)}: written")

@@ -1,8 +1,8 @@
 """Makes data/digits.npz from scikit-learn's copy of the handwritten digits: python scripts/make_digits.py [FILE]."""
 
+import argparse
 import hashlib
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,11 @@ SEED = 11  # the first whose parts hold their share of the hard digits, see data
 SHARES = {"test": 0.2, "val": 0.1}  # of each class, rounded; the rest is train
 
 
-def main(words: list[str]):
-    file = Path(words[0]) if words else Path(__file__).resolve().parent.parent / "data" / "digits.npz"
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = Path(__file__).resolve().parent.parent / "data" / "digits.npz"
+    parser.add_argument("file", nargs="?", type=Path, default=default)
+    file = parser.parse_args().file
     arrays = digits()
     write(file, arrays)
     parts = ", ".join(f"{np.sum(arrays['split'] == part)} {part}" for part in ("train", "val", "test"))
@@ -57,4 +60,4 @@ def _hash(index):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -5,5 +5,5 @@ optimizer.py  the optimizers of -optimizer
 scheduler.py  the learning rate as a function of the step
 parallel.py   DDP and FSDP2, precision, torch.compile, recomputation
 batchnorm.py  running statistics that do not depend on which process saw which sample
-modes.py      -dry, -debug and -eval: a look at a run instead of a run
+modes.py      -dry, -debug and -eval: starts that train nothing and leave the run as it is
 """

@@ -19,6 +19,7 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 
 from lib.launch import environment, multinode, requeue
+from lib.utils.checkpoint import run_folder
 from lib.utils.errors import ABORTED, FAILED, FINISHED, STOPPED, STOPPING, USAGE, UsageError, no_exit
 
 SETTLE_S, END_S = 0.3, 2.0  # for other ranks to report failures; for a cause to be reported, and for ranks to end
@@ -228,8 +229,6 @@ def child(
         code = USAGE
         writer.send(Failure(Cause.RAISED, " ".join(str(error).split()), USAGE, time=time.monotonic()))
     except Exception as error:
-        from lib.utils.checkpoint import run_folder  # imports torch
-
         code = FAILED
         cause = Cause.LOST_PEER if run_folder.lost_peer(error) else Cause.RAISED
         writer.send(Failure(cause, RAISED.format(rank, code), code, traceback.format_exc(), time.monotonic()))

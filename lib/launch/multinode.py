@@ -18,7 +18,7 @@ from multiprocessing import connection
 from lib.launch import environment
 from lib.utils.errors import FAILED, FINISHED, STOPPED, UsageError
 
-HELLO_S, RETRY_S, LEAVE_S = 5.0, 0.5, 30.0
+HELLO_S, RETRY_S, ANSWER_S, LEAVE_S = 5.0, 0.5, 20.0, 30.0
 MESSAGE_BYTES = 1 << 20
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a machine without power is gone after 20 s
 
@@ -145,6 +145,7 @@ def admit(link: Link, node: dict, own: dict, links: dict[int, Link]):
     if rank in links:  # it was started again, or on two machines by mistake
         links[rank].send(refused=f"{link.name} came with the same -node_rank: each machine needs its own")
         links[rank].pipe.close()
+    link.send(waiting=True)
     links[rank] = link
 
 
@@ -163,7 +164,9 @@ def join(host: str, port: int, own: dict, until: float) -> Meeting:
     store, own_address = (wire.getpeername()[0], port), wire.getsockname()[0]
     link = Link(wire)
     link.send(**own)
-    place = link.receive(max(HELLO_S, until - time.monotonic())) or {}
+    place = link.receive(ANSWER_S) or {}  # a store that took over the socket answers nothing
+    if place.get("waiting"):
+        place = link.receive(max(HELLO_S, until - time.monotonic())) or {}
     if not place or "refused" in place:
         raise UsageError(
             place.get("refused", f"{where}: what listens there waits for no machine: does the run go on already?")

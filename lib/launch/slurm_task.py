@@ -99,7 +99,7 @@ def step(args, target: str) -> int:
     environ.setdefault("OMP_NUM_THREADS", environ.get("SLURM_CPUS_PER_TASK", "1"))
     try:
         host, port = head(args.master_suffix)
-        store = multinode.open_store(multinode.serve(host, port), host, tasks()) if rank == 0 else None
+        store = open_store(host, port) if rank == 0 else None
         variables = environment.rank_variables(
             rank=rank,
             local_rank=int(environ["SLURM_LOCALID"]),
@@ -129,6 +129,15 @@ def is_task() -> bool:
 def tasks() -> int:
     """Return how many tasks this job step has."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", 1))
+
+
+def open_store(host: str, port: int):
+    """Return the rendezvous store. Raises RuntimeError if another program has its port."""
+    try:
+        return multinode.open_store(multinode.serve(host, port), host, tasks())
+    except OSError as error:
+        fault = f"port {port} of {host} cannot be used ({error.strerror})"
+        raise RuntimeError(f"{fault}: start again, the port follows from job, step and restart") from error
 
 
 def head(suffix: str | None) -> tuple[str, int]:

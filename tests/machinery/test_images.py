@@ -74,3 +74,13 @@ def test_other_losses_many_classes_and_odd_shapes_are_left_alone():
     assert answers.shown() == {}
     answers.add({"image": images}, targets, torch.rand(2, 2), 2)
     assert list(answers.shown()) == ["confusion"], "no images, no picture of them"
+
+
+def test_classes_out_of_range_are_ignored_and_a_drawing_that_fails_is_a_warning(monkeypatch, caplog):
+    """As 255 where CrossEntropyLoss has ignore_index=255."""
+    answers = pictures.Answers(nn.CrossEntropyLoss(ignore_index=255), 3, None, World())
+    answers.add(torch.rand(2, 1, 8, 8), torch.tensor([255, 1]), torch.eye(3)[:2], 2)
+    assert answers.counts.tolist() == [[0, 0, 0], [0, 1, 0], [0, 0, 0]]
+    assert list(answers.shown()) == ["confusion", "answers"]
+    monkeypatch.setattr(pictures, "confusion", lambda counts, names: 1 / 0)
+    assert answers.shown() == {} and "answers are not drawn (ZeroDivisionError" in caplog.text

@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import ports
 import pytest
 from command_line import told
 
-from lib.launch import environment
+from lib.launch import environment, multinode
+from lib.utils.errors import UsageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
 GONE_S = 40  # a machine without power is gone after 20
@@ -237,3 +239,14 @@ def test_torchrun_and_srun_say_who_takes_part(tmp_path, capsys, monkeypatch):
 def test_the_interface_of_an_address_is_found():
     assert environment.interface_of("127.0.0.1") == environment.LOOPBACK == "lo"
     assert environment.interface_of("192.0.2.7") is None
+
+
+def test_a_machine_that_comes_too_late_says_so_at_once(monkeypatch):
+    """The store that took over node 0's socket accepts connections, and answers a stranger nothing."""
+    monkeypatch.setattr(multinode, "ANSWER_S", 0.2)
+    listener = multinode.serve("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    store = multinode.open_store(listener, "127.0.0.1", 2)
+    with pytest.raises(UsageError, match="what listens there waits for no machine"):
+        multinode.join("127.0.0.1", port, {"rank": 1, "name": "late", "nnodes": 2, "count": 1}, time.monotonic() + 60)
+    del store

@@ -56,6 +56,15 @@ def loaded(folder):
     return events.Reload()
 
 
+def test_a_protobuf_that_does_not_fit_costs_tensorboard_and_not_the_run(tmp_path, monkeypatch, caplog):
+    """Its import then ends in "Descriptors cannot be created directly", a TypeError."""
+    monkeypatch.setattr(tensorboard.Board, "_writer", property(lambda board: None + 1))
+    board = opened(tmp_path, config={}, hparams=[])
+    for step in (1, 2):
+        board.scalars(step, {"train/loss": 0.5})
+    assert caplog.text.count("nothing more is written for TensorBoard") == 1
+
+
 def test_a_board_holds_scalars_configuration_hparams_and_images_in_one_file(tmp_path):
     config = {"lr_start": 0.1, "note": "a|b\nc", "fp16": False, "arch": "mlp", "sizes": [1, 2]}
     board = opened(tmp_path, config=config, hparams=["lr_start", "fp16", "arch", "sizes"])

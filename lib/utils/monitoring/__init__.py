@@ -1,6 +1,6 @@
 """What a run shows: machinery, you need not read it.
 
-logger.py              reports to the terminal, metrics.jsonl and TensorBoard
+logger.py              the terminal, metrics.jsonl and TensorBoard; which figures: Trainer.log
 console.py             log files, the progress bar, and how a log line looks
 metrics.py             sums over samples and processes, the best evaluation, metrics.jsonl
 throughput.py          samples per second, waiting for data, time left, memory

@@ -3,6 +3,7 @@
 Each is a tensor (C, height, width) of uint8, with 1 or 3 channels.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from lib.utils import distributed
 from lib.utils.distributed import World
 
+log = logging.getLogger(__name__)
 SAMPLES = 16  # that are shown with the model's answers
 MAX_CLASSES = 100  # of a confusion matrix
 MAX_LABELED = 20  # classes of one that has names and numbers in it
@@ -47,8 +49,9 @@ class Answers:
         answers = outputs.detach().argmax(1)
         if self.samples is None and is_picture(inputs):
             self.samples = [part[:SAMPLES].clone() for part in (inputs, targets, answers)]
-        place = targets.clamp_min(0) * self.classes + answers
-        self.counts.view(-1).index_add_(0, place, (targets >= 0).long())  # targets below 0 are to be ignored
+        counted = (targets >= 0) & (targets < self.classes)  # others are to be ignored, as -100 and 255
+        place = targets.clamp(0, self.classes - 1) * self.classes + answers
+        self.counts.view(-1).index_add_(0, place, counted.long())
 
     def shown(self) -> dict[str, Tensor]:
         """Return the images by name, of the answers of all ranks. Every rank calls this; rank 0 gets the images."""
@@ -57,10 +60,14 @@ class Answers:
         counts = distributed.sum_(self.counts, self.world).cpu()
         if not self.world.is_main or not counts.any():
             return {}
-        pictures = {"confusion": confusion(counts, self.names)}
-        if self.samples is not None:
-            inputs, targets, answers = self.samples
-            pictures["answers"] = answered(inputs, targets.tolist(), answers.tolist(), self.names)
+        try:
+            pictures = {"confusion": confusion(counts, self.names)}
+            if self.samples is not None:
+                inputs, targets, answers = self.samples
+                pictures["answers"] = answered(inputs, targets.tolist(), answers.tolist(), self.names)
+        except Exception as error:
+            log.warning("the model's answers are not drawn (%r)", error)
+            return {}
         return pictures
 
 
@@ -83,8 +90,8 @@ def answered(images: Tensor, targets: list[int], answers: list[int], names: list
     for image, target, answer in zip(pixels, targets, answers):
         tile = Image.new("RGB", (width, height + 14), WHITE)
         tile.paste(Image.fromarray(image).resize((width, height), Image.Resampling.NEAREST))
-        right = answer == target or target < 0
-        text = names[answer] if right else f"{names[answer]} not {names[target]}"
+        wrong = answer != target and 0 <= target < len(names)
+        text = f"{names[answer]} not {names[target]}" if wrong else names[answer]
         ImageDraw.Draw(tile).text((2, height + 1), text, fill=GREEN if answer == target else RED)
         tiles.append(_tensor(tile))
     return _square(torch.stack(tiles), padding=2, pad_value=255)

@@ -1,5 +1,6 @@
 """Figures of a run: sums over micro-batches and processes, the best evaluation, and metrics.jsonl."""
 
+import contextlib
 import json
 import logging
 import math
@@ -128,6 +129,12 @@ class Lines:
             if not self._warned:
                 log.warning("cannot write %s (%s): training continues", self._file.name, error)
             self._warned = True
+
+    def close(self):
+        """Close the file."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a full disk, again
+                self._file.close()
 
 
 def cut_back(path: Path, step: int) -> set[str]:

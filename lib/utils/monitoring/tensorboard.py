@@ -64,7 +64,7 @@ class Board:
             return
         try:
             write(self._writer)
-        except (ImportError, OSError) as error:
+        except (ImportError, OSError, AttributeError, TypeError) as error:  # the last two: another protobuf
             self._on = False
             log.warning("nothing more is written for TensorBoard (%s); training continues", error)
 
