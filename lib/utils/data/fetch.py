@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import multiprocessing
+import reprlib
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -77,7 +78,7 @@ class Fetch(Dataset):
                 batch = self._whole_batch(epoch, indices) if self.options.whole_batches else self._items(*key)
                 return self.options.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
-            where = f"samples {_shorten(indices)}" if self.index is None else f"sample {self.index}"
+            where = f"samples {reprlib.repr(indices)}" if self.index is None else f"sample {self.index}"
             error.args = (f"{error} (while fetching the {where})",)
             if isinstance(error, UsageError) and get_worker_info():
                 return error  # raised here, it would come with the worker's traceback in its message
@@ -116,10 +117,6 @@ def _unless_error(batch):
 
 def _use_one_thread(_worker):
     torch.set_num_threads(1)
-
-
-def _shorten(indices):
-    return f"{indices[:8]} and {len(indices) - 8} more" if len(indices) > 8 else str(indices)
 
 
 @contextlib.contextmanager

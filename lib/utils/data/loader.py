@@ -34,24 +34,21 @@ class Loader:
         """Return what `epoch` will fetch, without fetching it."""
         order = permutation.order(self.plan.samples, self.seed, epoch, self.shuffle)
         for step in range(first_step, self.plan.steps):
-            yield from self._share(step, order)
-
-    def _share(self, step, order):
-        spans = self.plan.spans(step)
-        mine = rank_share(len(spans), self.world)
-        rounds = math.ceil(len(spans) / self.world.size)  # the same on all ranks: each joins every collective
-        for number in range(mine.start, mine.start + rounds):
-            padding = number not in mine  # computed like the others, counted as 0 samples
-            span = spans[-1][:2] if padding else spans[number]  # BatchNorm needs two samples
-            yield MicroBatch(
-                step=step,
-                number=number,
-                indices=order[span.start : span.stop].tolist(),
-                count=0 if padding else len(span),
-                step_samples=spans[-1].stop - spans[0].start,
-                first=number == mine.start,
-                last=number == mine.start + rounds - 1,
-            )
+            spans = self.plan.spans(step)
+            mine = rank_share(len(spans), self.world)
+            rounds = math.ceil(len(spans) / self.world.size)  # the same on all ranks: each joins every collective
+            for number in range(mine.start, mine.start + rounds):
+                padding = number not in mine  # computed like the others, counted as 0 samples
+                span = spans[-1][:2] if padding else spans[number]  # BatchNorm needs two samples
+                yield MicroBatch(
+                    step=step,
+                    number=number,
+                    indices=order[span.start : span.stop].tolist(),
+                    count=0 if padding else len(span),
+                    step_samples=spans[-1].stop - spans[0].start,
+                    first=number == mine.start,
+                    last=number == mine.start + rounds - 1,
+                )
 
     def sample(self):
         """Return the first micro-batch of the run: what training data looks like."""
