@@ -101,7 +101,7 @@ class Tally:
 class Way(NamedTuple):
     """One way to start the run."""
 
-    flags: str  # beside those of all
+    flags: str  # in addition to RUN
     args: object
     name: str  # of its undisturbed run
     exact: bool  # the same bits are wanted: it is the only way
@@ -146,8 +146,8 @@ def disturbed(ways, draw, tally, most) -> list[str]:
             struck = strike(start, draw) if start.process.is_alive() else None
             code = start.ends()
         done = ledger.progress(book(way, "run"), start.pid)
-        told = f"{struck[1].name} to {struck[0]}" if struck else "left alone"
-        story.append(f"{way.flags}: {told}, {done} steps of its own done, exit code {code}")
+        fate = f"{struck[1].name} to {struck[0]}" if struck else "left alone"
+        story.append(f"{way.flags}: {fate}, {done} steps of its own done, exit code {code}")
         tally.starts += 1
         tally.switches += before not in (None, way)
         tally.kills.update([struck] if struck else [])
@@ -230,7 +230,7 @@ SAMPLES = 200
 
 
 class Noisy(Dataset):
-    """Samples of 4 classes, each drawn anew with noise from all three generators."""
+    """Samples of 4 classes, each drawn with new noise from all three generators."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(5)

@@ -34,7 +34,7 @@ LINE = "{:44} {:12} {:34} {}"
 class Row:
     """One row of the table: what is done, and with what it must agree."""
 
-    told: str
+    title: str
     run: str  # its name
     sizes: list[int]  # processes of each start: all but the last are killed
     truth: str = "undisturbed"
@@ -126,15 +126,15 @@ class Check:
 
     def tell(self, row: Row, far: str, first: str):
         sizes = ", ".join(str(size) for size in dict.fromkeys(row.sizes))
-        print(LINE.format(row.told, sizes, far, first).rstrip(), flush=True)
+        print(LINE.format(row.title, sizes, far, first).rstrip(), flush=True)
 
     def in_double(self, row: Row) -> bool:
         """Runs and prints a row once more in double precision, where rounding has no way to grow to a difference."""
-        told = {"told": "  is it rounding? in double precision", "target": "scripts.check_resume:doubled"}
+        title = {"title": "  is it rounding? in double precision", "target": "scripts.check_resume:doubled"}
         try:
             if not self.ledger("double").exists():
-                self.through(dataclasses.replace(row, **told, run="double", sizes=[self.size]))
-            return self.row(dataclasses.replace(row, **told, run=f"{row.run}_double", truth="double"))
+                self.through(dataclasses.replace(row, **title, run="double", sizes=[self.size]))
+            return self.row(dataclasses.replace(row, **title, run=f"{row.run}_double", truth="double"))
         except Broken as error:
             print(f"! in double precision it does not run: {str(error).splitlines()[-1]}")
             return False
@@ -219,7 +219,7 @@ class Start:
         return False
 
     def others(self) -> list[int]:
-        """The living processes of its session beside the first: launch's children and theirs. Linux only."""
+        """The living processes of its session other than the first: launch's children and theirs. Linux only."""
         there = (int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
         return [pid for pid in there if pid != self.pid and self.lives(pid)]
 

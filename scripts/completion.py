@@ -29,8 +29,8 @@ def main(words: list[str]) -> int:
     try:
         import shtab
     except ModuleNotFoundError:
-        told = "completion.py: needs shtab: uv pip install -r pyproject.toml --group completion"
-        print(told, file=sys.stderr)
+        message = "completion.py: needs shtab: uv pip install -r pyproject.toml --group completion"
+        print(message, file=sys.stderr)
         return 2
     text = shtab.complete(flags(), words[0], root_prefix="train_py")
     print(text + PYTHON if words == ["bash"] else text)

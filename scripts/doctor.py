@@ -178,10 +178,10 @@ def network(args) -> Findings:
         yield NOTE, f"{host} has no address: fine on one machine; for several, put it into DNS or /etc/hosts"
         return
     mine = environment.interface_of(address) or "no interface of this machine"
-    told = f"several machines would meet at {host}, {address}, {mine}; processes of one use lo"
+    message = f"several machines would meet at {host}, {address}, {mine}; processes of one use lo"
     alone = address.startswith("127.") or mine.startswith("no ")
-    advice = "; others cannot reach that: mend /etc/hosts or name it by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-    yield NOTE if alone else OK, f"{told}{advice if alone else ''} (there are {', '.join(there)})"
+    advice = "; others cannot reach that: correct /etc/hosts or name it by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    yield NOTE if alone else OK, f"{message}{advice if alone else ''} (there are {', '.join(there)})"
 
 
 def slurm(args) -> Findings:

@@ -91,14 +91,14 @@ def groups(text: str) -> list[tuple[str, list[tuple[str, str]]]]:
         elif flag := re.fullmatch(r"  (-\S.*?)(?:  +(.*))?", line):
             found[-1][1].append((flag[1], flag[2] or ""))
         elif found and found[-1][1] and line.startswith("   "):
-            name, told = found[-1][1][-1]
-            found[-1][1][-1] = name, f"{told} {line.strip()}".strip()
+            name, text = found[-1][1][-1]
+            found[-1][1][-1] = name, f"{text} {line.strip()}".strip()
     return found
 
 
 def table(title: str, flags: list[tuple[str, str]]) -> str:
     """A group as a table of Markdown."""
-    rows = [f"| `{escaped(name)}` | {escaped(told)} |\n" for name, told in flags]
+    rows = [f"| `{escaped(name)}` | {escaped(text)} |\n" for name, text in flags]
     return f"## {title}\n\n| flag | what it does |\n| --- | --- |\n{''.join(rows)}"
 
 

@@ -20,22 +20,22 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="out/NAME", help="the runs' folders")
     parser.add_argument("-o", type=Path, default=Path("curves.png"), metavar="FILE", help="(curves.png)")
-    asked = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        lines = {run: reading.lines(run) for run in asked.runs}
-        empty = [str(run) for run in asked.runs if not any("step" in line for line in lines[run])]
-        if empty or asked.o.suffix not in KINDS:
+        lines = {run: reading.lines(run) for run in args.runs}
+        empty = [str(run) for run in args.runs if not any("step" in line for line in lines[run])]
+        if empty or args.o.suffix not in KINDS:
             wrong = (
                 f"{', '.join(empty)}: no figures there"
                 if empty
-                else f"-o {asked.o}: one of {', '.join(KINDS)} is wanted"
+                else f"-o {args.o}: one of {', '.join(KINDS)} is wanted"
             )
             parser.exit(2, f"plot.py: {wrong}\n")
         figure = drawn(lines)
-        figure.savefig(asked.o, dpi=120)
+        figure.savefig(args.o, dpi=120)
     except ModuleNotFoundError as error:
         parser.exit(2, f"plot.py: needs {error.name}: uv pip install -r pyproject.toml --group plot\n")
-    print(f"{asked.o}: {len(lines)} run{'s' if len(lines) > 1 else ''}")
+    print(f"{args.o}: {len(lines)} run{'s' if len(lines) > 1 else ''}")
     return 0
 
 

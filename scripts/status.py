@@ -25,16 +25,16 @@ def main(argv: list[str] | None = None) -> int:
         "out", nargs="?", type=Path, default=Path("out"), help="the folder of all runs, or of one (out)"
     )
     parser.add_argument("-watch", nargs="?", type=float, const=2.0, metavar="SECONDS", help="again and again (2)")
-    asked = parser.parse_args(argv)
-    if not asked.out.is_dir():
-        parser.exit(2, f"status.py: {asked.out} is no folder: give the one that -out of the runs names\n")
+    args = parser.parse_args(argv)
+    if not args.out.is_dir():
+        parser.exit(2, f"status.py: {args.out} is no folder: give the one that -out of the runs names\n")
     try:
         while True:
-            text = table([row(folder) for folder in reading.folders(asked.out)])
-            print(f"\033[2J\033[H{text}" if asked.watch and sys.stdout.isatty() else text, flush=True)
-            if not asked.watch:
+            text = table([row(folder) for folder in reading.folders(args.out)])
+            print(f"\033[2J\033[H{text}" if args.watch and sys.stdout.isatty() else text, flush=True)
+            if not args.watch:
                 return 0
-            time.sleep(asked.watch)
+            time.sleep(args.watch)
     except KeyboardInterrupt:
         return 0
 

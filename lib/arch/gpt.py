@@ -22,7 +22,7 @@ def add_args(parser):
 def get_model(args) -> nn.Module:
     """Tokens (B, length), integers below num_classes, to the logits (B, length, num_classes) of each one's next.
 
-    About depth x 12 width^2 parameters: 12 x 768 is GPT-2's 85 million beside the embedding, 24 x 1792 is 0.9
+    About depth x 12 width^2 parameters: 12 x 768 is GPT-2's 85 million without the embedding, 24 x 1792 is 0.9
     billion. Radford et al., Language Models are Unsupervised Multitask Learners, 2019; Zhang and Sennrich, RMSNorm,
     arXiv:1910.07467; Su et al., rotary positions, arXiv:2104.09864; Press and Wolf, tied embeddings,
     arXiv:1608.05859. Raises UsageError for sizes that do not fit.

@@ -88,5 +88,5 @@ class Average(nn.Module):
             average.copy_(kept)
 
     def _local(self, tensors):
-        """The averages and the tensors beside them; of sharded ones what this rank has."""
+        """Yield pairs of an average and its tensor; of sharded ones, what this rank has."""
         return [local(one) for one in self.held.buffers()], [local(tensors[name]) for name in self.names]

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 import train
 from lib import config
 from lib.trainer.trainer import Trainer
+from lib.utils import distributed
 from lib.utils.checkpoint import run_folder
 from lib.utils.data.tensors import Tensors
 
@@ -299,9 +300,8 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tm
     before = runs.outcome(out / "same")
     assert before["state"] == "running" and before["pid"] == other.pid
     monkeypatch.setattr(run_folder, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(run_folder, "WARN_S", 0.05)
     for more in ([], ["-reset"], ["-lr_start", "0.5"], ["-epochs", "3"]):
-        assert train.main([*FAST, "-out", str(out), "-model", "same", "-grace_s", "0.1", *more]) == 2
+        assert train.main([*FAST, "-out", str(out), "-model", "same", *more]) == 2
         heard = capsys.readouterr()
         assert len(heard.err.splitlines()) == 1 and not heard.out
         assert heard.err.startswith(
@@ -310,11 +310,17 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tm
         assert f"pid {other.pid}" in heard.err and other.poll() is None
     assert runs.outcome(out / "same") == before and not (out / ".old").exists()
 
-    monkeypatch.setattr(run_folder, "LOST_HOST_S", 0.5)  # for a machine that cannot be seen from this one
-    (out / "same" / ".lock").write_text(json.dumps({"host": "elsewhere", "pid": other.pid}))
-    caplog.clear()
-    assert train.main([*FAST, "-out", str(out), "-model", "same", "-grace_s", "0.1"]) == 2
-    assert caplog.text.count("in use by host elsewhere") == caplog.text.count("waiting up to 1 s") == 1
+    assert "waiting" not in caplog.text
+
+    for owner in ({"launch": "here"}, {"host": "elsewhere"}):  # as they stand in the file of one that may be leaving
+        with monkeypatch.context() as patch:
+            patch.setattr(distributed, "launch_id", lambda: "here")
+            patch.setattr(run_folder, "LEAVING_S", 0.5)
+            written = {"host": socket.gethostname(), "pid": other.pid, "launch": "there", **owner}
+            (out / "same" / ".lock").write_text(json.dumps(written))
+            assert train.main([*FAST, "-out", str(out), "-model", "same", "-grace_s", "0.1"]) == 2
+        assert caplog.text.count("waiting up to") == 1
+        caplog.clear()
 
     monkeypatch.setattr(run_folder, "PATIENCE_S", 60)
     other.send_signal(signal.SIGKILL)  # it takes its time to go

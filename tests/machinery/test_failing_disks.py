@@ -20,6 +20,7 @@ import train
 from lib.trainer import trainer
 from lib.utils import preemption
 from lib.utils.checkpoint import manager, run_folder, shards, weights
+from lib.utils.distributed import World
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 WIDE = (
@@ -102,6 +103,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_old_checkpoint_is_good(moun
             run(disk, f"{SMALL} -save_every 1steps -log_every 1")
     folder = disk / done.name
     assert saves.steps(folder)[0] == 4
+    assert outcome(folder)["state"] == "failed" and "0 bytes free" in outcome(folder)["reason"]
     assert "0 bytes free" in saves.refused(disk, f"{SMALL} -model new", capfd)
     (disk / "filler").unlink()
     assert distance(run(disk, SMALL), done) == 0.0
@@ -125,6 +127,15 @@ def test_a_failure_that_cannot_be_written_down_is_told_all_the_same(tmp_path, mo
     assert "outcome.json could not be written ([Errno 5]" in caplog.text
 
 
+def test_an_outcome_that_is_not_there_yet_fails_with_the_disk_s_own_reason(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_folder.atomic, "write_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        run_folder.write_outcome(tmp_path, World(), "running")
+
+
 def test_final_weights_that_do_not_fit_are_named_with_the_room_there_is(mount, monkeypatch):
     disk = mount("8m")
     real = weights.write
@@ -137,6 +148,7 @@ def test_final_weights_that_do_not_fit_are_named_with_the_room_there_is(mount, m
     monkeypatch.setattr(weights, "write", write)
     with pytest.raises(OSError, match=r"final/weights\.safetensors could not be written .* 0 bytes free"):
         run(disk, SMALL)
+    assert outcome(disk / "few_norm_net")["state"] == "failed"
 
 
 def test_a_disk_without_inodes_is_refused_at_the_start(mount, monkeypatch, capfd):

@@ -31,9 +31,8 @@ NAME = re.compile(r"(\d{6,})_step_(\d+)")
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # there is no such file
 LESS_MEMORY = "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp"
 LOST_PEER = {"DistError", "Hang"}  # classes of torch.distributed and of watchdog, by name
-WARN_S = 1.0  # a holder that was killed is soon gone
-PATIENCE_S = 3.0  # for a holder of the lock to end, after its -grace_s
-LOST_HOST_S = 120.0  # the same for one on another machine: NFS keeps the lock of a lost one for 90 s
+PATIENCE_S = 3.0  # for a holder of the lock that was killed and is not quite gone
+LEAVING_S = 180.0  # for one that may be ending; NFS keeps the lock of a lost host for 90 s
 
 
 # Checkpoints by name: a number that grows with every save, and the step for people
@@ -139,29 +138,29 @@ class RunFolder:
             write_outcome(self.path, self.world, "running")
 
     def lock(self):
-        """Take the lock. Wait for a holder that may be saving its last checkpoint, or whose machine may be lost.
+        """Take the lock. Wait a moment for a holder that was killed, longer for one that may be ending.
 
         A record lock belongs to the process: no child inherits it, and the kernel frees it after kill -9.
         """
         started, warned = time.monotonic(), False
+        patience_s = max(LEAVING_S, self.args.grace_s + PATIENCE_S)
         while not (file := self._take()):
             owner = _read_json(self.path / ".lock")
-            patience_s = self.args.grace_s + (
-                PATIENCE_S if owner.get("host") == socket.gethostname() else LOST_HOST_S
-            )
             named = ", ".join(f"{name} {owner[name]}" for name in ("host", "pid", "job") if owner.get(name))
             used = f"{self.path} is in use by {named or 'another process'}"
-            waited_s = time.monotonic() - started
-            if waited_s > patience_s:
+            leaving = _may_be_leaving(owner, self.world.launch)
+            if time.monotonic() - started > (patience_s if leaving else PATIENCE_S):
                 raise UsageError(f"-model {self.path.name}: {used}; take another name or wait")
-            if waited_s > WARN_S and not warned:
+            if leaving and not warned:
                 warned = True
-                log.warning("%s: waiting up to %.0f s for it to end", used, patience_s)
+                log.warning("%s, and %s: waiting up to %.0f s until it is gone", used, leaving, patience_s)
             time.sleep(0.05)
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": self.job,
+                 "launcher": os.getppid() if self.world.size > 1 else None, "launch": self.world.launch}  # fmt: skip
         self.locked = file
         with self._writing():
             file.truncate(0)
-            file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": self.job}))
+            file.write(json.dumps(owner))
             file.flush()
 
     def _take(self) -> IO[str] | None:
@@ -175,6 +174,9 @@ class RunFolder:
             return None
         except OSError as error:
             log.warning("%s: this file system has no locks (%s): a second run is not noticed", file.name, error)
+        if os.fstat(file.fileno()).st_ino != (_lock_file(self.path) or (0, 0))[1]:  # its last holder has removed it
+            file.close()
+            return None
         return file
 
     def unlock(self):
@@ -210,6 +212,24 @@ class RunFolder:
             free = f", {free_there(self.path)}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
             flags = f"-out {self.path.parent} -model {self.path.name}"
             raise UsageError(f"{flags}: cannot be written ({error.strerror}{free})") from error
+
+
+def _may_be_leaving(owner: dict, launch: str) -> str:
+    """Return why the holder of a lock may be gone soon; "" for one of this machine that is well."""
+    if owner.get("host", socket.gethostname()) != socket.gethostname():
+        return "whether it runs cannot be seen from this machine"
+    if owner.get("launch") == launch:
+        return "it is an earlier start of this launch"
+    if owner.get("launcher") and _parent(owner.get("pid")) not in (None, owner["launcher"]):
+        return "its launcher is gone, so it is saving"
+    return ""
+
+
+def _parent(pid) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _move_away(folder: Path):
@@ -268,7 +288,15 @@ def outcome_of(run: Path, job: str) -> dict:
 def write_outcome(folder: Path, world: World, state: str, **facts):
     """Write outcome.json: running, finished, stopped or failed, and why. Launchers and people decide from it."""
     who = {"launch": world.launch, "host": socket.gethostname(), "pid": os.getpid()}
-    atomic.write_file(folder / "outcome.json", json.dumps({"state": state, **facts, **who}, indent=2) + "\n")
+    path, text = folder / "outcome.json", json.dumps({"state": state, **facts, **who}, indent=2) + "\n"
+    try:
+        atomic.write_file(path, text)
+    except OSError:  # a full disk has room for what takes the old one's place
+        if not path.exists():
+            raise
+        with path.open("r+") as file:
+            file.write(text)
+            file.truncate()
 
 
 def record_failure(folder: Path, world: World, error: Exception):
