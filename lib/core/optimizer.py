@@ -107,5 +107,5 @@ def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: t
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor):
     """Take one step if the gradient's norm is finite, by the fused kernels' own switch, as GradScaler uses it."""
-    optimizer.found_inf = (~torch.isfinite(norm)).float()
+    vars(optimizer)["found_inf"] = (~torch.isfinite(norm)).float()
     optimizer.step()

@@ -5,6 +5,7 @@ import functools
 import importlib
 import inspect
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ def wrap(model: nn.Module, args, world: World, *, arch=None) -> nn.Module:
     sharded = _is_sharded(args, world)
     if args.channels_last and world.device.type == "cuda" and not sharded:
         model = nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
-    parts = arch.get_blocks(model) if hasattr(arch, "get_blocks") else blocks(model)
+    parts = getattr(arch, "get_blocks", blocks)(model)
     if args.compile:
         _compile([model] if args.compile == "model" else parts or [model])
     if args.recompute:
@@ -104,14 +105,19 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [part for part in parts if next(part.parameters(), None) is not None]
 
 
+class _Replica(DistributedDataParallel):
+    """DDP that remembers whether its forward was called in this step."""
+
+    forward_called = False
+
+
 def _replicate(model, args, world):
     # batchnorm.Statistics keeps buffers alike. torch 2.15 renamed the option that leaves them alone.
     known = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options = {"gradient_as_bucket_view": True, "find_unused_parameters": args.find_unused, buffers: False}
     devices = None if world.device.type == "cpu" else [world.device.index]
-    model = DistributedDataParallel(model, device_ids=devices, **options)
-    model.forward_called = False
+    model = _Replica(model, device_ids=devices, **options)
     model.register_forward_pre_hook(lambda model, inputs: setattr(model, "forward_called", True))
     return model
 
@@ -128,7 +134,7 @@ def set_sync(model: nn.Module, last: bool):
 def check_reduced(model: nn.Module, parameters: list):
     """Raise UsageError where DDP did not average this step's gradients: its forward was not called, or a parameter
     has no gradient."""
-    if not isinstance(model, DistributedDataParallel):
+    if not isinstance(model, _Replica):
         return
     if not model.forward_called:
         raise UsageError("training_step went round self.model(...): the processes' gradients were not averaged; "
@@ -224,7 +230,7 @@ def _half(args):
 
 def _compile(parts):
     # Parts of the same class share one store of compiled code, which by default is too small for many of them.
-    settings = importlib.import_module("torch._dynamo.config")
+    settings: Any = importlib.import_module("torch._dynamo.config")
     settings.recompile_limit = max(settings.recompile_limit, GRAPHS)
     if hasattr(settings, "automatic_dynamic_exclusion_guard"):  # not in every torch
         settings.automatic_dynamic_exclusion_guard = True  # a short batch leaves the code for whole ones in use

@@ -71,11 +71,12 @@ class Child:
         """Return why it failed; `passed` are the signals that it got from its parent."""
         if self.report:
             return self.report
-        if self.code == ABORTED:
+        code = self.code or FAILED
+        if code == ABORTED:
             return Failure(Cause.SECOND_CTRL_C, "ended at the second Ctrl-C; the last checkpoint is good", ABORTED)
-        if self.code > 0:
-            return Failure(Cause.RAISED, RAISED.format(self.rank, self.code))
-        number = signal.Signals(-self.code)
+        if code > 0:
+            return Failure(Cause.RAISED, RAISED.format(self.rank, code))
+        number = signal.Signals(-code)
         if number in passed:
             return Failure(Cause.KILLED, signals.OUTSIDE.format(number.name), STOPPED)
         cause = Cause.SIGABRT if number == signal.SIGABRT else Cause.KILLED
@@ -91,7 +92,7 @@ def watch(children: list[Child], meeting: multinode.Meeting, passed: list[int]) 
     while not any(one.failed for one in (*children, *links)) and wait(children, links):
         pass
     if not any(one.failed for one in (*children, *links)):
-        code = max(child.code for child in children)
+        code = max(child.code or FINISHED for child in children)
         meeting.report(code)
         return code
     settled = time.monotonic() + (3 * SETTLE_S if links else SETTLE_S)
@@ -146,7 +147,8 @@ def pass_signals_to(children: list[Child]):
         passed.append(number)
         for one in children:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(one.process.pid, number) if one.process.is_alive() else None
+                if one.process.pid and one.process.is_alive():
+                    os.kill(one.process.pid, number)
 
     with signals.handled_by(pass_on):
         try:

@@ -68,8 +68,8 @@ def rank_variables(
         run_id: the same for all processes and restarts of a launch.
         store: host and port of the rendezvous store, which the launcher opens; a single process needs none.
     """
-    variables = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
-    variables["TORCHELASTIC_RUN_ID"] = run_id
+    variables: dict[str, object] = {"TORCHELASTIC_RUN_ID": run_id, "RANK": rank, "LOCAL_RANK": local_rank}
+    variables |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
     if store:
         variables |= {"MASTER_ADDR": store[0], "MASTER_PORT": store[1]}
         variables |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True}

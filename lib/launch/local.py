@@ -82,7 +82,7 @@ def spawn(args, target: str, count: int) -> int:
 
 def start_children(children: list, run: Callable[[], int], grace_s: float, count: int, meeting: multinode.Meeting):
     """Start the processes of this machine. Returns a connection; they end when it is closed."""
-    context = multiprocessing.get_context("fork" if fork_is_safe() else "spawn")
+    context = multiprocessing.get_context("fork") if fork_is_safe() else multiprocessing.get_context("spawn")
     ended, alive = context.Pipe(duplex=False)
     shared = {"run": run, "grace_s": grace_s, "parent_ended": ended, "inherited": []}
     if context.get_start_method() == "fork":

@@ -180,7 +180,7 @@ def join(host: str, port: int, own: dict, until: float) -> Meeting:
 def listen(host: str, port: int) -> socket.socket:
     """Listen on this machine's address of that name, and on no other."""
     try:
-        addresses = [place[0] for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        addresses = [str(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
         reachable = [one for one in addresses if not ipaddress.ip_address(one.partition("%")[0]).is_loopback]
         if not reachable and host not in ("localhost", *addresses):
             raise UsageError(

@@ -68,7 +68,7 @@ def after(history: Path, code: int) -> int:
         log.info("job %s is not requeued: %s", name(), why_not)
     if not outcome and "refused" in start:
         return USAGE
-    return {"finished": FINISHED, "stopped": STOPPED}.get(outcome.get("state"), code or FAILED)
+    return {"finished": FINISHED, "stopped": STOPPED}.get(outcome.get("state", ""), code or FAILED)
 
 
 def verdict(facts: dict, start: dict, outcome: dict, checkpoint: str | None, job: dict) -> tuple[str, str]:

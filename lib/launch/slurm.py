@@ -74,7 +74,7 @@ def submit_job(args, target: str, folder: Path) -> str:
         if not args.slurm_live:
             copy_code(snapshot)
         script = script_of(args, folder, ROOT if args.slurm_live else snapshot)
-        job = re.search(r"job (\d+)", sbatch(script).stdout)[1]
+        job = re.findall(r"job (\d+)", sbatch(script).stdout)[0]
     except BaseException:
         shutil.rmtree(snapshot, ignore_errors=True)
         raise

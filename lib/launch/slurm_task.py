@@ -155,7 +155,7 @@ def head(suffix: str | None) -> tuple[str, int]:
     try:
         if os.environ["SLURM_NODEID"] == "0":  # its own name may mean an address that others cannot reach
             return environment.own_address(names[1]), port
-        return socket.getaddrinfo(names[0], port)[0][4][0], port
+        return str(socket.getaddrinfo(names[0], port)[0][4][0]), port
     except OSError as error:
         raise UsageError(f"-master_suffix {suffix}: {error.strerror}: {' or '.join(names[:2])}") from None
 

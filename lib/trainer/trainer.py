@@ -57,7 +57,8 @@ class Trainer:
         # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
-        self.statistics = batchnorm.Statistics(model, world, world.size == 1 and self.plan.grain == self.plan.batch)
+        alone = world.size == 1 and self.plan.pass_size == self.plan.batch
+        self.statistics = batchnorm.Statistics(model, world, alone)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
         self.ballot, self.every = preemption.Ballot(self.stop, world), manager.Every(args.save_every)

@@ -68,13 +68,13 @@ def test_a_step_is_cut_into_whole_micro_batches_and_a_short_one_into_parts_of_tw
     for parts in steps:
         sizes = [len(part) for part in parts]
         if sum(sizes) == plan.batch:
-            assert set(sizes) == {plan.grain} and len(parts) >= plan.ranks
+            assert set(sizes) == {plan.pass_size} and len(parts) >= plan.ranks
         else:
-            assert parts is steps[-1] and len(parts) <= plan.batch // plan.grain
+            assert parts is steps[-1] and len(parts) <= plan.batch // plan.pass_size
             assert max(sizes) - min(sizes) <= 1 and max(sizes) <= plan.micro
             assert min(sizes) >= 2 or sizes == [1] or plan.micro <= 2, "BatchNorm needs two, where they may be two"
-    assert plan.batch % plan.grain == 0 and plan.grain <= plan.micro
-    assert plan.grain == plan.micro or plan.batch < plan.micro * plan.ranks, "cut finer without need"
+    assert plan.batch % plan.pass_size == 0 and plan.pass_size <= plan.micro
+    assert plan.pass_size == plan.micro or plan.batch < plan.micro * plan.ranks, "cut finer without need"
 
 
 @STEADY
@@ -117,7 +117,7 @@ def test_an_epoch_goes_on_from_any_step_on_any_number_of_ranks(plan, seed, epoch
     after = counted(all_shares(other, epoch, first, seed=seed))
     both = [[index for key in keys for index in key.indices] for keys in (before, after)]
     assert both[1] == both[0][first * plan.batch :], "a sample twice or missed after the change"
-    if other.grain == plan.grain:  # the micro-batches themselves are the same, whoever has them
+    if other.pass_size == plan.pass_size:  # the micro-batches themselves are the same, whoever has them
         where = [
             [(one.step, one.number, one.indices) for one in ones if one.step >= first] for ones in (before, after)
         ]

@@ -39,7 +39,7 @@ class Every:
     """When a save is due: every so many epochs, optimizer steps, or minutes."""
 
     def __init__(self, text: str):
-        number, unit = EVERY.match(text).groups()
+        number, unit = EVERY.findall(text)[0]
         self.number, self.unit = int(number), unit or "epoch"
         self.since = time.monotonic()
 

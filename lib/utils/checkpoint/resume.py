@@ -106,7 +106,7 @@ def newest_good(folder: Path, disk: Disk, own: bool = True) -> tuple[Past | None
         if faults := {rank: text for rank, (found, text) in enumerate(reports) if found == "damaged"}:
             damaged[folder / name] = faults
         readers = [ranks[0] for ranks in disk.groups if all(reports[rank][0] == "good" for rank in ranks)]
-        if readers and len(disk.groups) == 1:
+        if readers and manifest and len(disk.groups) == 1:
             return Past(folder / name, manifest, own=own), damaged
         if readers:
             manifests = distributed.gather_json(manifest if disk.world.rank == readers[0] else None, disk.world)

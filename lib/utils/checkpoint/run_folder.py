@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from lib.utils.checkpoint import atomic
 from lib.utils.errors import UsageError, no_exit
@@ -144,7 +144,7 @@ class RunFolder:
         """
         started, warned = time.monotonic(), False
         patience_s = max(LEAVING_S, self.args.grace_s + PATIENCE_S)
-        while not self._take():
+        while not (file := self._take()):
             owner = _read_json(self.path / ".lock")
             named = ", ".join(f"{name} {owner[name]}" for name in ("host", "pid", "job") if owner.get(name))
             used = f"{self.path} is in use by {named or 'another process'}"
@@ -157,12 +157,13 @@ class RunFolder:
             time.sleep(0.05)
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": self.job,
                  "launcher": os.getppid() if self.world.size > 1 else None, "launch": self.world.launch}  # fmt: skip
+        self.locked = file
         with self._writing():
-            self.locked.truncate(0)
-            self.locked.write(json.dumps(owner))
-            self.locked.flush()
+            file.truncate(0)
+            file.write(json.dumps(owner))
+            file.flush()
 
-    def _take(self) -> bool:
+    def _take(self) -> IO[str] | None:
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / ".lock").open("a+")
@@ -170,14 +171,13 @@ class RunFolder:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            return False
+            return None
         except OSError as error:
             log.warning("%s: this file system has no locks (%s): a second run is not noticed", file.name, error)
         if os.fstat(file.fileno()).st_ino != (_lock_file(self.path) or (0, 0))[1]:  # its last holder has removed it
             file.close()
-            return False
-        self.locked = file
-        return True
+            return None
+        return file
 
     def unlock(self):
         """Release the lock; remove what a start that was refused has made."""

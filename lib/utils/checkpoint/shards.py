@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ class Damaged(Exception):
     """A checkpoint that is not what was written; the message names the file and the reason."""
 
 
-def pieces(tensors: dict[str, Tensor], world: World, first: set[str] = frozenset()) -> list[Piece]:
+def pieces(tensors: dict[str, Tensor], world: World, first: Collection[str] = ()) -> list[Piece]:
     """Return this rank's share of the tensors: its own blocks of sharded ones, and some of those that all ranks have.
 
     Each rank gets about as many bytes of the latter; those named in `first` are rank 0's.
@@ -118,7 +119,7 @@ def checksum(chunks) -> int:
 
 def raw(values: Tensor) -> memoryview | bytes:
     """Return the bytes of a tensor on the CPU."""
-    return memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy()) if values.numel() else b""
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data if values.numel() else b""
 
 
 def verify(path: Path, wanted: dict):

@@ -38,7 +38,8 @@ def _gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     """Return the tensors, whole, on rank 0's CPU, and empty ones elsewhere. All ranks call this together."""
     whole = {}
     for name, tensor in tensors.items():
-        full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        tensor = tensor.detach()
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         whole[name] = full.cpu() if world.is_main else full.new_empty(0)
     return whole
 

@@ -76,8 +76,9 @@ class AtomicDirectory:
 
     def _make(self, forced):
         latest, folders = self._latest(), self._folders()
+        linked = folders[latest] if latest else -1
         for path, number in folders.items():
-            unlinked = number > folders.get(latest, -1) and not path.name.endswith("_force")
+            unlinked = number > linked and not path.name.endswith("_force")
             if path != latest and (unlinked or path == self._unfinished()):
                 atomic.remove_folder(path)
         atomic.sweep(self.output_directory, (f"{self.name}_checkpoint_", f"{self.symlink_name}."))
@@ -114,8 +115,8 @@ class AtomicDirectory:
 
     def _folders(self):  # and their numbers, ascending
         match = re.compile(re.escape(self.name) + r"_checkpoint_(\d+)(_force)?").fullmatch
-        entries = [entry for entry in self.output_directory.iterdir() if match(entry.name) and entry.is_dir()]
-        return dict(sorted(((entry, int(match(entry.name)[1])) for entry in entries), key=lambda item: item[1]))
+        matches = [(entry, match(entry.name)) for entry in self.output_directory.iterdir() if entry.is_dir()]
+        return dict(sorted(((entry, int(found[1])) for entry, found in matches if found), key=lambda item: item[1]))
 
     def _together(self, action):
         return distributed.together(action, self.world)

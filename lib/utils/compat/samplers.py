@@ -3,7 +3,7 @@
 docs/compat.md has an example.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 
 import torch
@@ -30,6 +30,8 @@ class InterruptableDistributedSampler(DistributedSampler):
     not divide by the ranks is filled up from the front of the order or, with `drop_last`, left out. Beyond 2^24
     samples the order is that of `permutation.KeyedPermutation`.
     """
+
+    dataset: Sized  # torch declares no length
 
     def __init__(
         self,
@@ -135,8 +137,6 @@ class InterruptableDistributedGroupedBatchSampler(InterruptableDistributedSample
         seed: int = 0,
         drop_last: bool = False,
     ):
-        if len(group_ids) != len(dataset):
-            raise ValueError(f"{len(group_ids)} group_ids for {len(dataset)} samples: one for each is needed")
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size}: at least 1 is needed")
         self.group_ids, self.batch_size = group_ids, batch_size
@@ -146,6 +146,8 @@ class InterruptableDistributedGroupedBatchSampler(InterruptableDistributedSample
         full = self._sizes // batch_size
         self._batches_of = full if drop_last else full + (self._sizes % batch_size > 0).long()
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        if len(group_ids) != len(self.dataset):
+            raise ValueError(f"{len(group_ids)} group_ids for {len(self.dataset)} samples: one for each is needed")
 
     def __iter__(self) -> Iterator[list[int]]:
         samples, first, last = self._cut()

@@ -1,17 +1,20 @@
 """Reads and collates the samples of micro-batches, here or in worker processes."""
 
-import collections
 import contextlib
+import itertools
 import multiprocessing
+import reprlib
 import signal
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lib.utils import distributed, seeding
-from lib.utils.data.options import options_of
+from lib.utils.data.options import MapDataset, options_of
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import STOPPING, UsageError, no_exit
@@ -22,10 +25,10 @@ WORKERS = 8  # loader processes at most, where -workers does not say
 class Fetcher:
     """Collated samples of micro-batches, fetched here or in worker processes that live as long as the loader."""
 
-    def __init__(self, dataset: Dataset, seed: int, workers: int, pin: bool):
+    def __init__(self, dataset: MapDataset, seed: int, workers: int, pin: bool):
         self.fetch = Fetch(dataset, seed)
         self.source = _Source()
-        self.loader, self.workers = None, workers
+        self.loader = None
         if workers:
             self.loader = DataLoader(
                 self.fetch,
@@ -43,28 +46,28 @@ class Fetcher:
         """Return the micro-batches in order, each with its collated samples."""
         if self.loader is None:
             return ((one, self.fetch[epoch, one.indices]) for one in micro_batches)
-        requested = collections.deque()
-        self.source.keys = _requests(epoch, micro_batches, requested)
+        requests, fetched = itertools.tee(micro_batches)
+        self.source.keys = ((epoch, one.indices) for one in requests)
         with _stop_signals_blocked():
             batches = iter(self.loader)
-        return ((requested.popleft(), _unless_error(batch)) for batch in batches)
+        return ((one, _unless_error(batch)) for batch, one in zip(batches, fetched))
 
     def close(self):
         """End the worker processes: idle ones by themselves, a busy one by force."""
-        if self.loader is None or self.loader._iterator is None:
-            return
-        running, self.loader._iterator = self.loader._iterator, None
-        running._shutdown_workers()
-        for worker in running._workers:
-            worker.kill()  # SIGTERM is blocked
-            worker.join()
+        running = getattr(self.loader, "_iterator", None)
+        if isinstance(running, _MultiProcessingDataLoaderIter):
+            running._shutdown_workers()
+            for worker in running._workers:
+                worker.kill()  # SIGTERM is blocked
+                worker.join()
 
 
 class Fetch(Dataset):
     """A dataset of collated batches, looked up by (epoch, indices), each drawn under its own seed."""
 
-    def __init__(self, dataset: Dataset, seed: int):
-        self.dataset, self.seed, self.options = dataset, seed, options_of(dataset)
+    def __init__(self, dataset: MapDataset, seed: int):
+        self.dataset: Any = dataset  # it may have __getitems__
+        self.seed, self.options = seed, options_of(dataset)
         self.index = None  # of the sample that is being fetched
 
     def __getitem__(self, key: tuple[int, list[int]]):
@@ -75,7 +78,7 @@ class Fetch(Dataset):
                 batch = self._whole_batch(epoch, indices) if self.options.whole_batches else self._items(*key)
                 return self.options.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
-            where = f"samples {_shorten(indices)}" if self.index is None else f"sample {self.index}"
+            where = f"samples {reprlib.repr(indices)}" if self.index is None else f"sample {self.index}"
             error.args = (f"{error} (while fetching the {where})",)
             if isinstance(error, UsageError) and get_worker_info():
                 return error  # raised here, it would come with the worker's traceback in its message
@@ -98,18 +101,12 @@ class Fetch(Dataset):
 
 
 class _Source:
-    """The sampler of a DataLoader, whose keys are set for each epoch."""
+    """The sampler of a DataLoader that lives for many epochs, each with keys of its own."""
 
-    keys = ()
+    keys: Iterable = ()
 
     def __iter__(self):
         return iter(self.keys)
-
-
-def _requests(epoch, micro_batches, requested):
-    for one in micro_batches:
-        requested.append(one)
-        yield epoch, one.indices
 
 
 def _unless_error(batch):
@@ -120,10 +117,6 @@ def _unless_error(batch):
 
 def _use_one_thread(_worker):
     torch.set_num_threads(1)
-
-
-def _shorten(indices):
-    return f"{indices[:8]} and {len(indices) - 8} more" if len(indices) > 8 else str(indices)
 
 
 @contextlib.contextmanager
@@ -145,7 +138,7 @@ def _stop_signals_blocked():
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def workers(flag: int | None, dataset: Dataset, world: World) -> int:
+def workers(flag: int | None, dataset: MapDataset, world: World) -> int:
     """Return the number of loader processes: -workers, else a default.
 
     The default is 0 for datasets that fetch whole batches and for models on the CPU, which workers would only slow

@@ -5,9 +5,10 @@ import logging
 import math
 from collections.abc import Iterator
 
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import IterableDataset, Subset
 
 from lib.utils.data import fetch, permutation, prefetch
+from lib.utils.data.options import MapDataset
 from lib.utils.data.plan import MicroBatch, Plan, rank_share
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 class Loader:
     """The samples of a split, shared out to the ranks by whole micro-batches."""
 
-    def __init__(self, dataset: Dataset, plan: Plan, world: World, *, seed: int, shuffle: bool, workers: int):
+    def __init__(self, dataset: MapDataset, plan: Plan, world: World, *, seed: int, shuffle: bool, workers: int):
         self.dataset, self.plan, self.world = dataset, plan, world
         self.seed, self.shuffle = seed, shuffle
         self.fetched = fetch.Fetcher(dataset, seed, workers, pin=world.device.type == "cuda")
@@ -33,24 +34,21 @@ class Loader:
         """Return what `epoch` will fetch, without fetching it."""
         order = permutation.order(self.plan.samples, self.seed, epoch, self.shuffle)
         for step in range(first_step, self.plan.steps):
-            yield from self._share(step, order)
-
-    def _share(self, step, order):
-        spans = self.plan.spans(step)
-        mine = rank_share(len(spans), self.world)
-        rounds = math.ceil(len(spans) / self.world.size)  # the same on all ranks: each joins every collective
-        for number in range(mine.start, mine.start + rounds):
-            padding = number not in mine  # computed like the others, counted as 0 samples
-            span = spans[-1][:2] if padding else spans[number]  # BatchNorm needs two samples
-            yield MicroBatch(
-                step=step,
-                number=number,
-                indices=order[span.start : span.stop].tolist(),
-                count=0 if padding else len(span),
-                step_samples=spans[-1].stop - spans[0].start,
-                first=number == mine.start,
-                last=number == mine.start + rounds - 1,
-            )
+            spans = self.plan.spans(step)
+            mine = rank_share(len(spans), self.world)
+            rounds = math.ceil(len(spans) / self.world.size)  # the same on all ranks: each joins every collective
+            for number in range(mine.start, mine.start + rounds):
+                padding = number not in mine  # computed like the others, counted as 0 samples
+                span = spans[-1][:2] if padding else spans[number]  # BatchNorm needs two samples
+                yield MicroBatch(
+                    step=step,
+                    number=number,
+                    indices=order[span.start : span.stop].tolist(),
+                    count=0 if padding else len(span),
+                    step_samples=spans[-1].stop - spans[0].start,
+                    first=number == mine.start,
+                    last=number == mine.start + rounds - 1,
+                )
 
     def sample(self):
         """Return the first micro-batch of the run: what training data looks like."""
@@ -64,7 +62,7 @@ class Loader:
         return order[spans[0].start : spans[-1].stop].tolist()
 
 
-def splits(dataset, name: str, overfit: int | None = None) -> dict[str, Dataset]:
+def splits(dataset, name: str, overfit: int | None = None) -> dict[str, MapDataset]:
     """Return what get_dataset gave as {"train": ..., "val": ..., "test": ...}.
 
     With `overfit`, these are the first so many training samples, evaluated on as well. Raises UsageError for what
@@ -101,13 +99,13 @@ def opened(*parts):
             one.fetched.close()
 
 
-def get_loaders(splits: dict[str, Dataset], plan: Plan, world: World, args) -> dict[str, Loader]:
+def get_loaders(splits: dict[str, MapDataset], plan: Plan, world: World, args) -> dict[str, Loader]:
     """Return a Loader for each split: "train" by the plan, the others in order, a micro-batch for each rank at a
     time."""
-    if world.is_main and plan.grain < plan.micro:
+    if world.is_main and plan.pass_size < plan.micro:
         log.warning(
             "more processes than micro-batches: cut finer, %d samples instead of %d; the order of the samples stays "
-            "exact, dropout and BatchNorm see other micro-batches", plan.grain, plan.micro,
+            "exact, dropout and BatchNorm see other micro-batches", plan.pass_size, plan.micro,
         )  # fmt: skip
     loaders = {}
     for name, part in splits.items():

@@ -2,8 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import Subset, default_collate
+
+
+class MapDataset(Protocol):
+    """What a dataset must have. torch's Dataset does not declare its length."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -17,20 +26,15 @@ class Options:
     classes: Sequence[str] | None
 
 
-def options_of(dataset: Dataset) -> Options:
+def options_of(dataset: MapDataset) -> Options:
     """Return the options of a dataset; a Subset has those of the dataset that it is a part of."""
-    dataset = whole_dataset(dataset)
+    whole: object = dataset
+    while isinstance(whole, Subset):
+        whole = whole.dataset
     return Options(
-        whole_batches=callable(getattr(dataset, "__getitems__", None)),
-        collate_fn=getattr(dataset, "collate_fn", default_collate),
-        fixed=bool(getattr(dataset, "fixed", False)),
-        on_device=getattr(dataset, "on_device", None),
-        classes=getattr(dataset, "classes", None),
+        whole_batches=callable(getattr(whole, "__getitems__", None)),
+        collate_fn=getattr(whole, "collate_fn", default_collate),
+        fixed=bool(getattr(whole, "fixed", False)),
+        on_device=getattr(whole, "on_device", None),
+        classes=getattr(whole, "classes", None),
     )
-
-
-def whole_dataset(dataset: Dataset) -> Dataset:
-    """Return the dataset that a Subset, or a Subset of one, is a part of."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return dataset

@@ -23,8 +23,8 @@ class Plan:
     ranks: int = 1
 
     @property
-    def grain(self) -> int:
-        """Samples of a micro-batch: `micro`, or fewer where there are more ranks than micro-batches."""
+    def pass_size(self) -> int:
+        """Samples of one forward pass: `micro`, or fewer where there are more ranks than micro-batches."""
         return self.micro if self.batch >= self.micro * self.ranks else divisor(self.batch, self.batch // self.ranks)
 
     @property
@@ -45,9 +45,9 @@ class Plan:
         start = step * self.batch
         count = min(self.batch, self.samples - start)
         if count == self.batch:
-            edges = range(start, start + count + 1, self.grain)
+            edges = range(start, start + count + 1, self.pass_size)
         else:
-            parts = max(math.ceil(count / self.micro), min(self.batch // self.grain, count // 2))
+            parts = max(math.ceil(count / self.micro), min(self.batch // self.pass_size, count // 2))
             edges = [start + part * count // parts for part in range(parts + 1)]
         return [range(*span) for span in itertools.pairwise(edges)]
 

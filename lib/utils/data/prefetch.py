@@ -4,11 +4,10 @@ import functools
 from collections.abc import Iterator
 
 import torch
-from torch.utils.data import Dataset
 
 from lib.utils import seeding
 from lib.utils.data import tensors
-from lib.utils.data.options import options_of
+from lib.utils.data.options import MapDataset, options_of
 
 
 class Finish:
@@ -18,14 +17,13 @@ class Finish:
     the same on any number of processes and -workers, and after any stop.
     """
 
-    def __init__(self, dataset: Dataset, seed: int, device: torch.device):
+    def __init__(self, dataset: MapDataset, seed: int, device: torch.device):
         self.on_device, self.seed, self.device = options_of(dataset).on_device, seed, device
 
     def __call__(self, epoch: int, indices: list[int], batch):
         batch = tensors.to_device(batch, self.device)
         if self.on_device:
-            draws = seeding.uniform(self.seed, epoch, indices)
-            draws = tensors.to_device(draws, batch[0].device)
+            draws = tensors.to_device(seeding.uniform(self.seed, epoch, indices), self.device)
             batch = tensors.to_device(self.on_device(batch, draws), self.device)
         return batch
 

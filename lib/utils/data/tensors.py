@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def zeros(batch):
     return map_tensors(batch, torch.zeros_like)
 
 
-def map_tensors(batch, change: Callable[[Tensor], Tensor]):
+def map_tensors(batch, change: Callable[[Tensor], Tensor]) -> Any:
     """Return the batch with `change` applied to each of its tensors."""
     if isinstance(batch, Tensor):
         return change(batch)

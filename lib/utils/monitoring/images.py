@@ -5,6 +5,7 @@ Each is a tensor (C, height, width) of uint8, with 1 or 3 channels.
 
 import logging
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ class Answers:
     called by its number.
     """
 
-    def __init__(self, loss, classes: int, names: list[str] | None, world: World):
+    def __init__(self, loss, classes: int, names: Sequence[str] | None, world: World):
         self.on = isinstance(loss, nn.CrossEntropyLoss) and classes <= MAX_CLASSES
         self.classes, self.world = classes, world
         named = [str(name) for name in names or ()][:classes]

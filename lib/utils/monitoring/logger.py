@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lib.utils.distributed import World
 from lib.utils.monitoring import console, images, metrics, profiler, startup, tensorboard, tensorboard_server
@@ -100,7 +101,7 @@ class Logger(Silent):
         for name, parameter in model.named_parameters():
             for kind, values in (("weights", parameter.detach()), ("gradients", parameter.grad)):
                 if values is not None:
-                    local = values.to_local() if hasattr(values, "to_local") else values  # rank 0's shard under FSDP
+                    local = values.to_local() if isinstance(values, DTensor) else values  # rank 0's shard under FSDP
                     self.board.histogram(f"{kind}/{name}", local, step)
 
     def evaluated(self, state, split, figures, answers):

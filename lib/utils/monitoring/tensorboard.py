@@ -81,6 +81,6 @@ class Board:
         flags = {name: self._config[name] for name in self._hparams}
         flags = {name: value if type(value) in (int, float) else str(value) for name, value in flags.items()}
         experiment, start, self._success = hparams(flags, dict.fromkeys(METRICS))
-        writer.file_writer.add_summary(experiment)
-        writer.file_writer.add_summary(start)
+        for summary in (experiment, start):
+            writer._get_file_writer().add_summary(summary)
         return writer

@@ -46,8 +46,9 @@ class Server:
         # In a session of its own: Ctrl-C is for the run.
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, text=True, start_new_session=True)
         order = {"run": str(run.resolve()), "credentials": credentials, "parent": os.getpid()}
-        with self._process.stdin as stdin:  # not on the command line, which everybody can read
-            json.dump(order, stdin)
+        if self._process.stdin:  # not on the command line, which everybody can read
+            with self._process.stdin as stdin:
+                json.dump(order, stdin)
 
     def close(self):
         """End the server and the tunnel."""
@@ -107,7 +108,7 @@ def open_tunnel(address: str, credentials: str) -> str | None:
     policy = {"on_http_request": [{"actions": [lock]}]}
     try:
         tunnel = ngrok.connect(f"http://{local.netloc}", pyngrok_config=config, inspect=False, traffic_policy=policy)
-        if asks_for_password(tunnel.public_url):
+        if tunnel.public_url and asks_for_password(tunnel.public_url):
             return tunnel.public_url.rstrip("/") + local.path
         problem = "it asks for no password"
     except (exception.PyngrokError, OSError) as error:
