@@ -124,8 +124,12 @@ class Trainer:
         seeding.for_micro_batch(self.args.seed, self.state.step, key.number, self.world.device)
         parallel.set_sync(self.model, key.last)
         self.statistics.before(key.first)
+        metered = self.metrics
+        if not key.count:  # padding: its figures, like its gradients, count nothing
+            self.metrics = metrics.Sums()
         with self.precision, shapes_in_errors(batch, self.args):
             loss = losses.checked(self.training_step(batch), self.args.trainer)
+        self.metrics = metered
         weight = key.count * self.world.size / key.step_samples  # DDP divides by the number of processes
         self.scaler.scale(loss if weight == 1 else loss * weight).backward()
         self.statistics.after(key.count / key.step_samples)
@@ -284,7 +288,8 @@ class Trainer:
         """
         if not isinstance(self.model, DistributedDataParallel) or self.world.size < 3:
             return
-        batch = zeros(self.loaders["train"].sample())
+        batch, metered = zeros(self.loaders["train"].sample()), self.metrics
+        self.metrics = metrics.Sums()
         self.model.train()
         for _ in range(2):
             self.statistics.before(first=True)
@@ -293,6 +298,7 @@ class Trainer:
                     loss = self.training_step(batch)
                 loss.backward()
             self.statistics.restore()
+        self.metrics = metered
 
     def save(self, keep: bool = False):
         """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""

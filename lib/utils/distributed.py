@@ -10,10 +10,9 @@ import socket
 import torch
 import torch.distributed as dist
 
-from lib.utils.errors import UsageError
+from lib.utils.errors import PARENT, UsageError
 
 CPU = torch.device("cpu")
-PARENT = os.getppid()
 FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # that `together` shares, the most telling first
 LEFT = []  # process groups that this process left
 START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read

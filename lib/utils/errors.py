@@ -2,12 +2,14 @@
 
 import contextlib
 import difflib
+import os
 import signal
 import traceback
 from pathlib import Path
 
 FINISHED, FAILED, USAGE, STOPPED, ABORTED = 0, 1, 2, 75, 130  # 75 is EX_TEMPFAIL: try again, it goes on
 EXIT_CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
+PARENT = os.getppid()  # asked before torch is imported: it may be gone a second later
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 

@@ -203,6 +203,21 @@ def test_where_processes_differ_rank_0_decides(tmp_path):
     assert all(0 < line["train/spread"] < 9 for line in lines(whole) if "train/loss" in line)
 
 
+class Counting(trainer.Trainer):
+    """A figure that is 1 for every sample."""
+
+    def training_step(self, batch):
+        self.metrics.update({"one": len(batch[0])})
+        return super().training_step(batch)
+
+
+def test_a_trainers_own_figures_count_each_sample_once(tmp_path):
+    """Neither the passes on zeros of three ranks count, nor a rank that has no micro-batch left."""
+    with plugins(trainer={"counting": Counting}):
+        folder = run(tmp_path, f"{SMALL} -trainer counting -cpu 3 -micro_batch 4 -log_every 1")
+    assert {line["train/one"] for line in lines(folder) if "train/one" in line} == {1.0}
+
+
 @pytest.fixture(scope="module")
 def averaged(small_plugins, tmp_path_factory):
     """A run with weights averaged over its steps, a checkpoint of each."""
