@@ -13,7 +13,6 @@ from saves import SMALL, log_of, names
 from torch import nn
 
 from lib.trainer import trainer
-from lib.utils.checkpoint import resume
 from lib.utils.checkpoint.weights import start_from
 
 pytestmark = pytest.mark.usefixtures("small_plugins")

@@ -113,6 +113,7 @@ class Run:
 
     def go(self):
         """Lets the ranks that paused go on."""
+        self.notes.mkdir(exist_ok=True)  # there may be none that paused yet
         (self.notes / "go").touch()
 
     def outcome(self) -> dict:

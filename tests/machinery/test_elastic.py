@@ -133,6 +133,7 @@ def test_a_node_that_is_told_to_go_saves_and_the_others_go_on_from_there(number,
 
 
 @needed("" if shutil.which("etcd") else "needs etcd: apt-get install etcd-server, pip install python-etcd")
+@pytest.mark.timeout(600)
 def test_an_etcd_server_is_another_place_to_meet(tmp_path, nodes, alone):
     client, peer = ports.free(), ports.free()
     urls = {"client": f"http://127.0.0.1:{client}", "peer": f"http://127.0.0.1:{peer}"}
@@ -149,7 +150,7 @@ def test_an_etcd_server_is_another_place_to_meet(tmp_path, nodes, alone):
         nodes(**env)
         joined = _starts_again(log, 2, limit=120)
         assert joined["stopped"] == joined["went_on"] > 0
-        assert first.agent.wait(150) == 0
+        assert first.agent.wait(400) == 0
         _ends_like(tmp_path / "out" / "elastic", alone)
     finally:
         server.terminate()

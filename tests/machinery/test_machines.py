@@ -194,7 +194,7 @@ def test_of_two_machines_with_one_rank_the_second_takes_part(start):
         ("-nnodes 2 -master_addr here", "-nnodes 2 needs -node_rank"),
         ("-node_rank 0 -master_addr here", "-node_rank and -master_addr without -nnodes"),
         ("-nnodes 2 -node_rank 0 -master_addr here -slurm", "there it is -slurm_nnodes"),
-        ("-nnodes 2 -node_rank 0 -master_addr a -master_port 65536", "is not a port"),
+        ("-nnodes 2 -node_rank 0 -master_addr a -master_port 65536", "and at most 65535"),
         (
             "-nnodes 2 -node_rank 0 -master_addr no.such.invalid -cpu 1",
             "-node_rank 0 cannot listen at -master_addr no.such.invalid",

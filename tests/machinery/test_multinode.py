@@ -119,7 +119,7 @@ def test_a_file_stop_on_any_nodes_disk_stops_all_nodes_once(tmp_path, monkeypatc
     one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
     assert two == out and not (two / "STOP").exists()
     for node in (one, two):
-        assert outcome(node)["step"] == 1 and outcome(node)["reason"].endswith("STOP is there")
+        assert outcome(node)["step"] == 1 and outcome(node)["reason"].startswith("the file STOP is")
         (node / "STOP").touch()
     _nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
     assert not [node for node in (one, two) if (node / "STOP").exists()]

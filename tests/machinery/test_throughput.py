@@ -17,7 +17,7 @@ def test_a_run_says_where_its_start_went(tmp_path):
         log = (run(tmp_path, words) / "logs" / "rank_0.log").read_text()
     parts = re.search(r"start-up [\d.]+ s: (.*)", log)[1]
     assert [part.rpartition(" ")[0] for part in parts.split(", ")] == [
-        "imports", "data", "processes", "model", "resume", "first step"
+        "imports", "data", "processes", "past", "model", "resume", "first step"
     ]  # fmt: skip
 
 

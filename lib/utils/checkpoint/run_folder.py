@@ -15,6 +15,7 @@ import re
 import shutil
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -235,7 +236,7 @@ def _parent(pid) -> int | None:
 def _move_away(folder: Path):
     """Move an old run to out/.old, all but the lock and what a Slurm job that carries out -reset lives from."""
     entries = [entry for entry in folder.iterdir() if entry.name not in (".lock", "slurm")]
-    target = folder.parent / ".old" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    target = folder.parent / ".old" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
     if entries:
         target.mkdir(parents=True, exist_ok=True)
     for entry in entries:
