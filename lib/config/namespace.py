@@ -1,4 +1,4 @@
-"""The class of `args`. Its stub, namespace.pyi, tells editors the flags; scripts/flags_page.py writes it."""
+"""The class of `args`. Its stub, namespace.pyi, lists the flags for editors; scripts/flags_page.py writes it."""
 
 import argparse
 

@@ -95,7 +95,7 @@ def debug(trainer, past) -> str:
     """
     if past:
         trainer.load(past)
-        trainer.metrics = metrics.Sums()  # without what the run had not logged yet
+        trainer.metrics.reduce()  # forget what the run had not logged yet
     model, first = unwrap(trainer.model), trainer.state.step
     for name, parameter in model.named_parameters():
         _check("the parameter", [(name, parameter)])

@@ -64,7 +64,11 @@ class Trainer:
         self.ballot, self.every = preemption.Ballot(self.stop, world), manager.Every(args.save_every)
         self.votes = False  # on a stop: only in `fit`
         self.checkpoints = manager.Checkpoints(
-            self.folder / "checkpoints", world, keep_last=args.keep_last, strict=args.save_strict, owned=run_folder.owner_check(self.folder)
+            self.folder / "checkpoints",
+            world,
+            keep_last=args.keep_last,
+            strict=args.save_strict,
+            owned=run_folder.owner_check(self.folder),
         )
 
     def training_step(self, batch):
@@ -124,12 +128,9 @@ class Trainer:
         seeding.for_micro_batch(self.args.seed, self.state.step, key.number, self.world.device)
         parallel.set_sync(self.model, key.last)
         self.statistics.before(key.first)
-        metered = self.metrics
-        if not key.count:  # padding: its figures, like its gradients, count nothing
-            self.metrics = metrics.Sums()
-        with self.precision, shapes_in_errors(batch, self.args):
+        padding = key.count == 0  # it counts nothing, as its gradients do
+        with self.precision, shapes_in_errors(batch, self.args), self.metrics.ignoring(padding):
             loss = losses.checked(self.training_step(batch), self.args.trainer)
-        self.metrics = metered
         weight = key.count * self.world.size / key.step_samples  # DDP divides by the number of processes
         self.scaler.scale(loss if weight == 1 else loss * weight).backward()
         self.statistics.after(key.count / key.step_samples)
@@ -238,7 +239,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, split: str) -> dict | None:
-        """Return means over the samples of a split, of all ranks. None if all ranks agreed to stop meanwhile."""
+        """Return means over the samples of a split, of all ranks. None if all ranks agree to stop."""
         self.stop.trained = self.state.step == self.total_steps
         model, totals = unwrap(self.model).eval(), metrics.Sums()
         self.answers.reset()
@@ -284,21 +285,20 @@ class Trainer:
     def warm_up(self):
         """Do two passes on zeros, after which DDP sums gradients in the order that it keeps.
 
-        On three ranks or more it rebuilds its buckets after the first pass; a resumed run would differ in the last bits.
+        On three ranks or more it rebuilds its buckets after the first pass: a resumed run would differ in the last
+        bits.
         """
         if not isinstance(self.model, DistributedDataParallel) or self.world.size < 3:
             return
-        batch, metered = zeros(self.loaders["train"].sample()), self.metrics
-        self.metrics = metrics.Sums()
+        batch = zeros(self.loaders["train"].sample())
         self.model.train()
         for _ in range(2):
             self.statistics.before(first=True)
             with untouched(parts_of(self)):
-                with self.precision:
+                with self.precision, self.metrics.ignoring(True):
                     loss = self.training_step(batch)
                 loss.backward()
             self.statistics.restore()
-        self.metrics = metered
 
     def save(self, keep: bool = False):
         """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
@@ -327,7 +327,7 @@ class Trainer:
 
         Returns:
             "finished" or "stopped"; or "failed" where a node of torchrun's is gone: the others then start the run
-            again, with whoever is left.
+            again on the remaining ones.
         """
         self.checkpoints.finish()  # the state is safe, however long the evaluation takes
         trained = self.state.epoch >= self.args.epochs

@@ -41,7 +41,7 @@ def joined(args):
     A single process needs no group: every collective below is then the identity.
 
     Raises:
-        UsageError: the device that was asked for is not there, or a flag's value differs between the processes.
+        UsageError: the device that the flags name is not there, or a flag's value differs between the processes.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if "OMP_NUM_THREADS" in os.environ:  # another number of threads gives other bits: never left to chance
@@ -81,7 +81,7 @@ def pick_device(args, local_rank: int) -> torch.device:
     if not torch.accelerator.is_available() or accelerator is None:
         if args.gpus or torch.cuda.device_count() or on_node:
             place = f"torch {torch.__version__} cannot use the GPUs of {socket.gethostname()}"
-            raise UsageError(f"{place}: nvidia-smi or rocm-smi tells more; -cpu N trains on the CPU")
+            raise UsageError(f"{place}: see nvidia-smi or rocm-smi; -cpu N trains on the CPU")
         return CPU
     count = torch.accelerator.device_count()
     own_gpu = count == 1 and not has_agent()  # all processes of an agent see the same ones

@@ -271,7 +271,7 @@ def _lock_file(run):
 
 
 def outcome(run: Path) -> dict:
-    """Return what outcome.json says, and `written`, which tells this one from another; {} where there is none."""
+    """Return outcome.json with an entry `written`, which differs for each file written; {} if there is none."""
     path = run / "outcome.json"
     facts = _read_json(path)
     with contextlib.suppress(OSError):

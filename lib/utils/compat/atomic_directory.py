@@ -26,7 +26,7 @@ class AtomicDirectory:
     "async": each rank has its own NAME_rank_R_checkpoint_0, ... and link, and waits for nobody.
     "mono": one process, which talks to no other even if there is a group.
 
-    keep_last: how many complete folders to keep, besides those kept for good; -1: all.
+    keep_last: how many complete folders to keep, not counting those kept for good; -1: all.
     The link's target is an absolute path; in a tree that was moved or copied, a new AtomicDirectory fixes the link.
     An OSError of one rank is raised on all. Raises ValueError if strategy or masters do not fit.
     """

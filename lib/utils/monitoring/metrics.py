@@ -35,6 +35,13 @@ class Sums:
                     value = value.double()
             self._local[name] = self._local.get(name, 0) + value
 
+    @contextlib.contextmanager
+    def ignoring(self, ignore: bool):
+        """Forget what is added in the block, if `ignore`."""
+        before = dict(self._local) if ignore else self._local
+        yield
+        self._local = before
+
     def reduce(self) -> dict[str, float]:
         """Return the sums over all ranks since the last call. Waits for the device and the other ranks."""
         totals = self.pending()
