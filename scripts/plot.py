@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.utils.checkpoint import run_folder
 from scripts import reading
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
@@ -95,7 +96,7 @@ def label(figure, runs: dict):
 
     handles = []
     for (run, lines), colour in zip(runs.items(), COLOURS * len(runs)):
-        state = reading.facts(run / "outcome.json").get("state", "unknown")
+        state = run_folder.read_json(run / "outcome.json").get("state", "unknown")
         text = f"{run.resolve().name} ({state}, step {max(line.get('step', 0) for line in lines)})"
         handles.append(Line2D([], [], color=colour, linewidth=3, label=text))
     if any(reading.resumes(run) for run in runs):

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lib.utils.checkpoint import run_folder
+
 FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
@@ -18,15 +20,6 @@ def folders(out: Path) -> list[Path]:
     if (out / "outcome.json").is_file():
         return [out]
     return sorted(file.parent for file in out.glob("*/outcome.json") if not file.parent.name.startswith("."))
-
-
-def facts(file: Path) -> dict:
-    """What a JSON file holds; {} where there is none that can be read."""
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def lines(folder: Path) -> list[dict]:
@@ -71,7 +64,7 @@ def requeued(folder: Path) -> str:
     Found only where the job's files lie in the run's folder, as they do without -slurm_dir.
     """
     histories = sorted((folder / "slurm").glob("*.json"), key=lambda path: path.stat().st_mtime)
-    starts = facts(histories[-1]).get("starts") if histories else None
+    starts = run_folder.read_json(histories[-1]).get("starts") if histories else None
     why, outcome = starts[-1].get("requeued") if starts else None, folder / "outcome.json"
     if not why or outcome.stat().st_mtime > histories[-1].stat().st_mtime:
         return ""

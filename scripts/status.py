@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.utils.checkpoint import run_folder
 from scripts import reading
 
 SILENT_S = 900.0
@@ -41,12 +42,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def row(folder: Path) -> dict[str, str]:
     """What is to be known of a run, by column."""
-    outcome, lines = reading.facts(folder / "outcome.json"), reading.lines(folder)
+    outcome, lines = run_folder.read_json(folder / "outcome.json"), reading.lines(folder)
     seen = time.time() - reading.sign_of_life(folder)
     found, reason = state(folder, outcome, seen), str(outcome.get("reason") or "").split("\n")[0]
     if found in ("stopped", "failed", "lost") and (waits := reading.requeued(folder)):
         found, reason = "requeued", waits
-    job = reading.facts(folder / ".lock").get("job")
+    job = run_folder.read_json(folder / ".lock").get("job")
     figures = {name: value for line in lines for name, value in line.items()}
     progress = re.findall(r"epoch (\S+)  step (\S+)  .*?(?:left (\S+))?$", reading.log(folder, 1 << 16), re.M)
     epoch, step, left = progress[-1] if progress else ("", str(outcome.get("step", "")), "")

@@ -31,7 +31,7 @@ def refusal(words) -> str:
     return str(caught.value)
 
 
-def told(words, out: Path, capsys) -> str:
+def error_of(words, out: Path, capsys) -> str:
     """The one line that train.py refuses a command line with: exit code 2, nothing else said, nothing written."""
     words, before = words.split() if isinstance(words, str) else list(words), tree(out)
     capsys.readouterr()  # what was said before
@@ -54,9 +54,9 @@ def help_of(words, capsys) -> str:
     """What is printed for a command line with -h."""
     with pytest.raises(SystemExit) as end:
         parsed(words)
-    told = capsys.readouterr()
-    assert end.value.code == 0 and not told.err
-    return told.out
+    printed = capsys.readouterr()
+    assert end.value.code == 0 and not printed.err
+    return printed.out
 
 
 def shared() -> dict:

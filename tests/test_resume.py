@@ -92,8 +92,8 @@ def test_weights_are_taken_once_and_what_does_not_fit_is_told(done, tmp_path):
     save_file(given, tmp_path / "w.safetensors")
     words = f"{SMALL} -cpu 2 -weights {tmp_path / 'w.safetensors'}"
     folder = run(tmp_path, words)
-    for told in ("missing there: 1.weight", "not used: more", "of another shape there: 5.bias"):
-        assert told in log_of(folder)
+    for message in ("missing there: 1.weight", "not used: more", "of another shape there: 5.bias"):
+        assert message in log_of(folder)
     again = log_of(run(tmp_path, words)).partition("going on from")
     assert "tensors taken" not in again[2] and "-weights is not used" in again[0]
 
@@ -140,9 +140,9 @@ CHANGES = {
 
 def test_what_bends_the_trajectory_is_refused_with_old_and_new_and_what_does_not_passes(copy, refused):
     with plugins(dataset={"more": lambda args: few(args, 60)}):
-        for words, told in CHANGES.items():
+        for words, message in CHANGES.items():
             line = refused(f"{SMALL} -cpu 2 -model few_norm_net {words}", out=copy.parent)
-            assert told in line and f"-allow_change {words.split()[0][1:]}" in line
+            assert message in line and f"-allow_change {words.split()[0][1:]}" in line
         line = refused(f"{SMALL} -cpu 2 -model few_norm_net -seed 3 -epochs 9 -allow_change seed", out=copy.parent)
         assert "-epochs was" in line and "-seed" not in line
     easy = "-cpu 1 -workers 1 -log_every 3 -keep_last 3 -save_every 2epochs -best loss -max_bad_steps 5 -max_hours 3"

@@ -154,14 +154,14 @@ class Cluster:
     def ended(self, job: str) -> dict[str, str]:
         """The job, once it is over."""
         lasting = ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED")
-        until(lambda: self.job(job)["JobState"] not in lasting, what=self.told(job), pause=0.2)
+        until(lambda: self.job(job)["JobState"] not in lasting, what=self.log(job), pause=0.2)
         return self.job(job)
 
     def trains(self, name: str, step: int = 1):
         """Waits until a run has done some steps."""
-        until(lambda: (steps_of(self.out / name) or [0])[-1] >= step, what=self.told(name))
+        until(lambda: (steps_of(self.out / name) or [0])[-1] >= step, what=self.log(name))
 
-    def told(self, name: str):
+    def log(self, name: str):
         """A function that tells all that a run's jobs said."""
         logs = [*(self.out / name / "slurm").glob("*.out"), *self.out.glob(f"{name}.log")]
         return lambda: "".join(f"{log}:\n{log.read_text()}" for log in logs)

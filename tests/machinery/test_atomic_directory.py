@@ -162,8 +162,8 @@ def on_ranks(size, function, folder):
     for pid in children:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    told = {file.stem: file.read_text() for file in folder.glob("rank_*.txt")}
-    assert told == {f"rank_{rank}": "done" for rank in range(size)}, "\n".join(told.values())
+    message = {file.stem: file.read_text() for file in folder.glob("rank_*.txt")}
+    assert message == {f"rank_{rank}": "done" for rank in range(size)}, "\n".join(message.values())
 
 
 def _rank(rank, size, function, folder):
@@ -199,9 +199,9 @@ def _together(rank, folder):
     assert distributed.together((lambda: rank) if rank else None, world) == [None, 1]
     for error in (UsageError("-out: no"), BlockingIOError("busy"), RuntimeError("lost"), UnicodeError("odd")):
         kind = next(kind for kind in (UsageError, OSError, RuntimeError, ValueError) if isinstance(error, kind))
-        with pytest.raises(kind, match=f"{error}$") as told:
+        with pytest.raises(kind, match=f"{error}$") as message:
             distributed.together(lambda error=error: fail(error) if rank else 0, world)
-        assert told.value is error if rank else kind is UsageError or str(told.value) == f"rank 1: {error}"
+        assert message.value is error if rank else kind is UsageError or str(message.value) == f"rank 1: {error}"
     with pytest.raises(UsageError, match="of rank 1"):
         distributed.together(lambda: fail(UsageError("of rank 1") if rank else OSError("of rank 0")), world)
 
@@ -233,11 +233,11 @@ def _failing(rank, folder):
     saver = AtomicDirectory(folder, is_master=rank == 0)
     first = save_shared(saver)
     for place, name in ((0, "write_file"), (1, "fsync_file"), (0, "swap_link")):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="says the test") as told:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="says the test") as message:
             if rank == place:
                 patch.setattr(atomic, name, broken)
             save_shared(saver)
-        assert rank == place or f"rank {place}: " in str(told.value)
+        assert rank == place or f"rank {place}: " in str(message.value)
         assert latest(saver).name == first
     assert save_shared(saver) == "AtomicDirectory_checkpoint_1"
     assert latest(saver).name == "AtomicDirectory_checkpoint_1"

@@ -27,9 +27,9 @@ ZERO_FITS = ["workers", "seed", "lr_end", "lr_warmup", "weight_decay", "momentum
 
 
 @pytest.fixture
-def told(tmp_path, capsys):
+def error_of(tmp_path, capsys):
     """What is said against a command line."""
-    return partial(command_line.told, out=tmp_path / "out", capsys=capsys)
+    return partial(command_line.error_of, out=tmp_path / "out", capsys=capsys)
 
 
 # Names
@@ -41,9 +41,9 @@ def told(tmp_path, capsys):
     ["nope", "../x", "/abs/olute", "lib/arch/mlp", "mlp.py", "lib.arch.mlp", ".", "..", "os", "sys", "__init__",
      "a b", "MLP", "mlp\n", "mlp\0", "ä", "import", "None", "-x", "x" * 300],
 )  # fmt: skip
-def test_an_unknown_plugin_is_refused_with_those_that_there_are(kind, name, told):
+def test_an_unknown_plugin_is_refused_with_those_that_there_are(kind, name, error_of):
     before = set(sys.modules)
-    line = told([f"-{kind}", name])
+    line = error_of([f"-{kind}", name])
     assert line.startswith(f"-{kind} {name!r}: no such file in lib/{kind}; there are ")
     assert all(there in line for there in config.plugins(kind))
     assert not {module for module in set(sys.modules) - before if module.endswith(name)}
@@ -58,22 +58,22 @@ def test_an_unknown_plugin_is_refused_with_those_that_there_are(kind, name, told
         ("-trainer=train", "tr"),
     ],
 )
-def test_a_misspelt_plugin_is_refused_with_the_close_one(flag, close, told):
-    assert f"(do you mean {close}" in told([flag])
+def test_a_misspelt_plugin_is_refused_with_the_close_one(flag, close, error_of):
+    assert f"(do you mean {close}" in error_of([flag])
 
 
 @pytest.mark.parametrize("flag", ["optimizer", "loss", "scale_lr"])
-def test_an_unknown_choice_is_refused_with_those_that_there_are(flag, told):
+def test_an_unknown_choice_is_refused_with_those_that_there_are(flag, error_of):
     for value in ("nope", "", "os", "../x", "ADAM"):
-        line = told([f"-{flag}={value}"])
+        line = error_of([f"-{flag}={value}"])
         assert f"-{flag}: invalid choice: {value!r}" in line
         assert all(choice in line for choice in shared()[flag].choices)
 
 
 @pytest.mark.parametrize(("word", "close"), [("-epohcs", "-epochs"), ("-batchsize", "-batch_size"), ("-learn", None),
                                              ("--modle", "-model"), ("-res", "-reset or -resume")])  # fmt: skip
-def test_a_wrong_flag_is_refused_with_the_close_one(word, close, told):
-    line = told([word, "3"])
+def test_a_wrong_flag_is_refused_with_the_close_one(word, close, error_of):
+    line = error_of([word, "3"])
     assert line.startswith(f"unknown flag {word}")
     assert close is None or f"(do you mean {close}" in line
 
@@ -83,8 +83,8 @@ def test_a_wrong_flag_is_refused_with_the_close_one(word, close, told):
     ["../../x", "/absolute", "a/b", "a\\b", "", ".", "..", ".hidden", " ", "a b", " a", "a\n", "a\nb", "a\0b", "a\tb",
      "é", "a:b", "~", "$HOME", "*", "-x", "x" * 101, "x" * 300, "\u202e", "😀"],
 )  # fmt: skip
-def test_a_run_whose_name_is_no_plain_name_is_refused(name, told):
-    line = told([f"-model={name}"])
+def test_a_run_whose_name_is_no_plain_name_is_refused(name, error_of):
+    line = error_of([f"-model={name}"])
     assert line == f"argument -model: {name!r} is not a name of letters, digits, dots, dashes and underscores"
 
 
@@ -103,14 +103,14 @@ def test_a_run_name_that_is_taken_stays_below_the_output_folder(name):
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_what_is_no_number_is_refused_for_every_flag_that_takes_one(name, told):
+def test_what_is_no_number_is_refused_for_every_flag_that_takes_one(name, error_of):
     bad = NO_NUMBERS + ([] if name in ZERO_FITS else ["0", "-0", "0.0", "0e5"])
     bad += ["0.5", "1e3", "9" * 19, "9" * 5000] if NUMBERS[name].metavar == "N" else []
     bad += ["1e309", "1e-400"] if NUMBERS[name].metavar == "X" and name not in ZERO_FITS else []
     for value in set(bad) - ({"-1"} if name == "lr_end" else set()):
         forms = [[f"-{name}={value}"], [f"--{name}={value}"]] + ([] if value == "--1" else [[f"-{name}", value]])
         for words in forms:
-            line = told([*words, *([] if name == "cpu" else ["-cpu", "1"])])
+            line = error_of([*words, *([] if name == "cpu" else ["-cpu", "1"])])
             assert line.startswith(f"argument -{name}: ") and "is not a" in line and "number" in line
             assert repr(value) in line or len(value) > 1000
 
@@ -129,8 +129,8 @@ def test_a_number_that_is_taken_is_the_one_that_was_written(name, text):
 @pytest.mark.parametrize(
     "value", ["", "x", "-1", "0", "0steps", "1.5epochs", "5 steps", "1_0steps", "5hours", "steps"]
 )
-def test_an_interval_that_is_none_is_refused(value, told):
-    assert told([f"-save_every={value}"]).startswith(
+def test_an_interval_that_is_none_is_refused(value, error_of):
+    assert error_of([f"-save_every={value}"]).startswith(
         f"argument -save_every: {value!r} is not an interval like 5epochs"
     )
 
@@ -146,9 +146,9 @@ def own_numbers():
 
 
 @pytest.mark.parametrize(("kind", "name", "flag"), list(own_numbers()))
-def test_what_is_no_number_is_refused_for_the_flags_of_plugins(kind, name, flag, told, tmp_path):
+def test_what_is_no_number_is_refused_for_the_flags_of_plugins(kind, name, flag, error_of, tmp_path):
     for value in ("", "x", "1,5", "1 2"):
-        line = told([f"-{kind}={name}", f"-{flag}={value}", "-data", str(tmp_path)])
+        line = error_of([f"-{kind}={name}", f"-{flag}={value}", "-data", str(tmp_path)])
         assert line.startswith(f"argument -{flag}: invalid ") and repr(value) in line
 
 
@@ -166,20 +166,20 @@ def test_what_is_no_number_is_refused_for_the_flags_of_plugins(kind, name, flag,
         ("-trainer contrastive -contrastive_noise 2", "'2' is not a number from 0 to 1"),
     ],
 )
-def test_a_number_outside_of_what_makes_sense_is_refused(words, said, told):
-    assert told(words) == f"argument {words.split()[-2]}: {said}"
+def test_a_number_outside_of_what_makes_sense_is_refused(words, said, error_of):
+    assert error_of(words) == f"argument {words.split()[-2]}: {said}"
 
 
 @pytest.mark.parametrize("flag", ["-random_samples", "-fake_samples"])
-def test_more_samples_than_fit_into_memory_are_refused(flag, told):
-    line = told(["-cpu", "1", "-dataset", flag[1:].partition("_")[0], flag, "999999999999999"])
+def test_more_samples_than_fit_into_memory_are_refused(flag, error_of):
+    line = error_of(["-cpu", "1", "-dataset", flag[1:].partition("_")[0], flag, "999999999999999"])
     assert line == f"{flag} 999999999999999: they do not fit into memory, take fewer"
 
 
-def test_a_path_that_is_not_utf_8_is_refused(told, tmp_path):
+def test_a_path_that_is_not_utf_8_is_refused(error_of, tmp_path):
     for flag in ("out", "data", "resume", "weights"):
         path = str(tmp_path / os.fsdecode(b"\xff"))
-        assert told([f"-{flag}", path]) == f"argument -{flag}: {path!r} is not a line of text in UTF-8"
+        assert error_of([f"-{flag}", path]) == f"argument -{flag}: {path!r} is not a line of text in UTF-8"
 
 
 # What does not go together
@@ -200,31 +200,31 @@ def test_a_path_that_is_not_utf_8_is_refused(told, tmp_path):
         ("-cpu 1 -arch mlp -mlp_width 0", ["-mlp_width 0", "at least 1"]),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_what_would(words, parts, told, monkeypatch):
+def test_what_does_not_go_together_is_refused_with_what_would(words, parts, error_of, monkeypatch):
     monkeypatch.chdir(config.ROOT)
-    line = told([*words.split(), *([] if "-data" in words else ["-data", str(config.ROOT / "data")])])
+    line = error_of([*words.split(), *([] if "-data" in words else ["-data", str(config.ROOT / "data")])])
     assert all(part in line for part in parts), line
 
 
-def test_gpus_that_are_not_there_are_refused_with_those_that_are(told, monkeypatch):
+def test_gpus_that_are_not_there_are_refused_with_those_that_are(error_of, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert told("-gpus 0,1") == "-gpus 0,1: no GPU is visible here; -cpu N trains on the CPU"
+    assert error_of("-gpus 0,1") == "-gpus 0,1: no GPU is visible here; -cpu N trains on the CPU"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert told("-gpus 0,5,7") == "-gpus 0,5,7: 5, 7 is not one of the GPUs here: 0,1"
+    assert error_of("-gpus 0,5,7") == "-gpus 0,5,7: 5, 7 is not one of the GPUs here: 0,1"
     for value in ("", "0,0", "0,,1", "-1", "0;1", "all!", "0 1"):
-        assert told([f"-gpus={value}"]).startswith(f"argument -gpus: {value!r} is not a list of GPUs like 0,1,2")
+        assert error_of([f"-gpus={value}"]).startswith(f"argument -gpus: {value!r} is not a list of GPUs like 0,1,2")
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-def test_slurm_where_there_is_none_is_refused(told, monkeypatch, tmp_path):
+def test_slurm_where_there_is_none_is_refused(error_of, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert told("-slurm -slurm_ngpus 2").startswith("-slurm: there is no sbatch on this machine")
+    assert error_of("-slurm -slurm_ngpus 2").startswith("-slurm: there is no sbatch on this machine")
 
 
 @pytest.mark.timeout(20)
-def test_a_pipe_is_no_cfg_file(told, tmp_path):
+def test_a_pipe_is_no_cfg_file(error_of, tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    assert told(["-cfg", str(tmp_path / "pipe")]).endswith("cannot be read (it is no regular file)")
+    assert error_of(["-cfg", str(tmp_path / "pipe")]).endswith("cannot be read (it is no regular file)")
 
 
 BROKEN = {
@@ -236,10 +236,10 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_plugin_that_cannot_be_imported_is_refused_with_the_place(name, told, monkeypatch, tmp_path, capsys):
+def test_a_plugin_that_cannot_be_imported_is_refused_with_the_place(name, error_of, monkeypatch, tmp_path, capsys):
     text, parts = BROKEN[name]
     plugin_folder(monkeypatch, tmp_path, "arch", name, text)
-    line = told(["-arch", name])
+    line = error_of(["-arch", name])
     assert line.startswith(f"-arch {name}: ") and all(part in line for part in parts), line
 
 
@@ -252,10 +252,10 @@ def test_the_list_of_plugins_shows_those_that_cannot_be_read(tmp_path):
         assert summary(tmp_path / name).startswith("cannot be read: ")
 
 
-def test_a_plugin_flag_that_clashes_is_refused(told, monkeypatch, tmp_path):
+def test_a_plugin_flag_that_clashes_is_refused(error_of, monkeypatch, tmp_path):
     text = "def add_args(parser): parser.add_argument('-epochs')\ndef get_model(args): pass\n"
     plugin_file(monkeypatch, tmp_path, "arch", "clashing", text)
-    line = told("-arch clashing")
+    line = error_of("-arch clashing")
     assert line.startswith("lib/arch/clashing.py: its flag clashes") and "-epochs" in line
 
 

@@ -27,9 +27,9 @@ FAST = ["-cpu", "1", "-epochs", "1"]
 
 
 @pytest.fixture
-def told(tmp_path, capsys):
+def error_of(tmp_path, capsys):
     """What is said against a command line."""
-    return partial(command_line.told, out=tmp_path / "out", capsys=capsys)
+    return partial(command_line.error_of, out=tmp_path / "out", capsys=capsys)
 
 
 # Data sets and models
@@ -65,26 +65,26 @@ WHOLE, EMPTY = Tensors(torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), Tensors(
         ({"train": WHOLE, "test": Stream()}, ["test split is a Stream"]),
     ],
 )
-def test_a_dataset_of_the_wrong_kind_or_size_is_refused(given, parts, told):
+def test_a_dataset_of_the_wrong_kind_or_size_is_refused(given, parts, error_of):
     with runs.plugins(dataset={"odd": lambda args: given}):
-        line = told([*FAST, "-dataset", "odd"])
+        line = error_of([*FAST, "-dataset", "odd"])
     assert line.startswith("-dataset odd: ") and all(part in line for part in parts)
 
 
-def test_a_model_without_anything_to_train_is_refused(told):
+def test_a_model_without_anything_to_train_is_refused(error_of):
     frozen = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).requires_grad_(False)
     with runs.plugins(arch={"empty": lambda args: nn.Flatten(), "frozen": lambda args: frozen}):
         for arch, count in (("empty", 1), ("empty", 2), ("frozen", 1), ("frozen", 2)):
             said = f"-arch {arch}: the model has no parameters that can be trained"
-            assert told(["-cpu", str(count), "-arch", arch]) == said
+            assert error_of(["-cpu", str(count), "-arch", arch]) == said
 
 
 @pytest.mark.parametrize(
     ("made", "kind"), [(None, "a NoneType"), (nn.Linear, "the class Linear"), ((1, 2), "a tuple")]
 )
-def test_what_is_no_model_is_refused(made, kind, told):
+def test_what_is_no_model_is_refused(made, kind, error_of):
     with runs.plugins(arch={"odd": lambda args: made}):
-        assert told([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model returns {kind}; it must")
+        assert error_of([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model returns {kind}; it must")
 
 
 QUITS = """import argparse, sys
@@ -167,8 +167,8 @@ def test_a_training_step_that_gives_no_loss_is_told_in_a_line(kind, tmp_path, ca
 
     with runs.plugins(trainer={"odd": Odd}):
         assert train.main([*FAST, "-trainer", "odd", "-out", str(tmp_path)]) == 2
-    told = capfd.readouterr().err
-    assert f"-trainer odd: training_step {said}" in told.splitlines()[-1]
+    message = capfd.readouterr().err
+    assert f"-trainer odd: training_step {said}" in message.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,9 @@ def test_a_training_step_that_gives_no_loss_is_told_in_a_line(kind, tmp_path, ca
         ("-weights README.md", ["-weights README.md"]),
     ],
 )
-def test_what_only_shows_when_the_run_is_built_is_refused_before_it_writes(words, parts, told, monkeypatch):
+def test_what_only_shows_when_the_run_is_built_is_refused_before_it_writes(words, parts, error_of, monkeypatch):
     monkeypatch.chdir(config.ROOT)
-    line = told([*FAST, *words.split()])
+    line = error_of([*FAST, *words.split()])
     assert all(part in line for part in parts), line
 
 
@@ -243,7 +243,7 @@ def test_a_model_that_takes_what_the_flags_do_not_say_is_trained(tmp_path):
 # Folders
 
 
-def test_an_output_folder_that_cannot_be_written_is_refused(told, tmp_path):
+def test_an_output_folder_that_cannot_be_written_is_refused(error_of, tmp_path):
     file, taken, locked = tmp_path / "file", tmp_path / "taken", tmp_path / "locked"
     file.touch()
     taken.mkdir()
@@ -252,19 +252,19 @@ def test_an_output_folder_that_cannot_be_written_is_refused(told, tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for out in (file, file / "below" / "it", taken, locked, tmp_path / "loop", tmp_path / ("x" * 300)):
         before = tree(tmp_path)
-        line = told([*FAST, "-out", str(out)])
+        line = error_of([*FAST, "-out", str(out)])
         assert line.startswith(f"-out {out} -model digits_convnet: cannot be written (")
         assert tree(tmp_path) == before
     for out in ("", "a\0b", "a\nb"):
-        assert told([f"-out={out}", "-out", out]).startswith(f"argument -out: {out!r} is not a line of text")
+        assert error_of([f"-out={out}", "-out", out]).startswith(f"argument -out: {out!r} is not a line of text")
 
 
-def test_a_start_that_is_refused_leaves_an_old_run_as_it_was(told, tmp_path):
+def test_a_start_that_is_refused_leaves_an_old_run_as_it_was(error_of, tmp_path):
     out = tmp_path / "out"
     folder = runs.run(out, "-cpu 1 -epochs 1 -model old")
     kept = {name: data for name, data in tree(folder).items() if "logs" not in name}
     for words in ("-lr_start 0.5", "-cpu 1 -seed 4", "-arch mlp", "-batch_size 0", "-reset -data nowhere"):
-        assert "-" in told([*FAST, "-model", "old", *words.split()])
+        assert "-" in error_of([*FAST, "-model", "old", *words.split()])
     assert kept.items() <= tree(folder).items()
     assert runs.outcome(folder)["state"] == "finished"
 

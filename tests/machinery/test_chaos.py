@@ -17,9 +17,9 @@ def storm(tmp_path):
     def raise_one(kills, sizes, **words):
         tally = chaos.Tally()
         chaos.storm(tmp_path, tally, kills, sizes, **words)
-        told = "\n".join(tally.lines(exact=len(sizes) == 1))
-        assert tally.faults == 0, f"{told}\nwhat differs lies in {tmp_path}, named bad_N"
-        assert tally.total == kills, told
+        message = "\n".join(tally.lines(exact=len(sizes) == 1))
+        assert tally.faults == 0, f"{message}\nwhat differs lies in {tmp_path}, named bad_N"
+        assert tally.total == kills, message
         return tally
 
     return raise_one

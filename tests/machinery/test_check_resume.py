@@ -110,8 +110,8 @@ def test_a_plugin_that_breaks_the_promise_is_told_with_its_first_step_and_sample
     chosen[kind][name] = builder
     words = {"arch": "norm_net", "dataset": "few", kind: name}
     with plugins(**chosen):
-        code, lines, told = checked(f"{SMALL} -arch {words['arch']} -dataset {words['dataset']}")
-    assert code == 1 and lines[-1] == "not as promised, see ! above", told
+        code, lines, message = checked(f"{SMALL} -arch {words['arch']} -dataset {words['dataset']}")
+    assert code == 1 and lines[-1] == "not as promised, see ! above", message
     step, sample = map(int, re.search(rf"! step (\d+), sample (\d+): {why}$", lines[3]).groups())
     assert (step > 0) == (when == "later")
     assert sample in permutation.order(50, 0, 0)[step * BATCH : (step + 1) * BATCH]
@@ -119,8 +119,8 @@ def test_a_plugin_that_breaks_the_promise_is_told_with_its_first_step_and_sample
 
 def test_a_model_that_is_another_on_other_numbers_of_processes_is_told(checked):
     with plugins(arch={"by_size": norm_net_and(BySize)}, dataset={"few": few}):
-        code, lines, told = checked(f"{SMALL} -arch by_size -dataset few")
-    assert code == 1 and lines[-1] == "not as promised, see ! above", told
+        code, lines, message = checked(f"{SMALL} -arch by_size -dataset few")
+    assert code == 1 and lines[-1] == "not as promised, see ! above", message
     assert lines[3].endswith("the same bits")
     assert [line.partition("! ")[2] for line in lines[4:-1]] == [f"step 0, sample {FIRST}: {LOSS}"] * 4
 
@@ -145,7 +145,7 @@ def failing(args):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "message"),
     [
         ("-limit_steps 1", 2, "-limit_steps 1: -check_resume needs 2 steps or more"),
         ("-data nowhere", 2, "-data nowhere: no digits.npz in it"),
@@ -153,12 +153,12 @@ def failing(args):
         ("-dataset few -arch failing", 1, "RuntimeError: no such luck"),
     ],
 )
-def test_a_run_that_cannot_be_checked_says_why(capfd, tmp_path, words, code, told):
+def test_a_run_that_cannot_be_checked_says_why(capfd, tmp_path, words, code, message):
     with plugins(arch={"failing": failing}, dataset={"few": few}):
         words = ["-out", str(tmp_path / "out"), "-cpu", "2", *words.split(), "-check_resume"]
         assert train.main(words) == code
     said = capfd.readouterr().err
-    assert told in said and "train.py: " in said
+    assert message in said and "train.py: " in said
     assert code == 1 or len(said.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 

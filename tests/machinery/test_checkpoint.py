@@ -63,7 +63,7 @@ def test_a_trainer_steps_only_after_the_copy(done, tmp_path, monkeypatch):
 
 
 def test_one_save_at_most_is_in_flight_and_the_loop_is_stopped_by_none_before(tmp_path, monkeypatch):
-    flying, most, told = [], [], []
+    flying, most, message = [], [], []
     real, goes_on = shards.write, threading.Semaphore(0)
 
     def write(path, blocks):
@@ -73,17 +73,17 @@ def test_one_save_at_most_is_in_flight_and_the_loop_is_stopped_by_none_before(tm
         time.sleep(0.2)  # long enough for another to come in between
         answer = real(path, blocks)
         flying.pop()
-        told.append("written")
+        message.append("written")
         return answer
 
     monkeypatch.setattr(shards, "write", write)
     checkpoints = saver(tmp_path, keep_last=9)
     for step in range(1, 5):
         checkpoints.save(saves.state(step), saves.facts(step), step=step, early=set())
-        told.append("begun")
+        message.append("begun")
         goes_on.release()
     checkpoints.close()
-    assert most == [1] * 4 and told == ["begun", "written"] * 4
+    assert most == [1] * 4 and message == ["begun", "written"] * 4
     assert saves.steps(tmp_path) == [4, 3, 2, 1]
 
 
@@ -213,8 +213,8 @@ def test_a_removal_that_stops_half_way_leaves_nothing_that_looks_whole(tmp_path,
 
 
 def test_the_best_by_a_metric_that_is_not_there_is_one_clear_error_and_costs_no_epoch(refused, tmp_path):
-    _, told, there = refused(f"{SMALL} -cpu 2 -best f1 -save_every 9epochs").partition("-best f1: ")
-    assert told and there in [
+    _, message, there = refused(f"{SMALL} -cpu 2 -best f1 -save_every 9epochs").partition("-best f1: ")
+    assert message and there in [
         f"the evaluation on val gives {names}" for names in ("accuracy, loss", "loss, accuracy")
     ]
     folder = tmp_path / "few_norm_net"

@@ -153,18 +153,18 @@ def test_an_elastic_agent_is_told_its_address_on_the_way_to_the_head(there):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("-epochs many", "train.py: argument -epochs: 'many' is not a whole number"),
         ("-fp16 -bf16", "train.py: -fp16 and -bf16 exclude each other"),
         ("-reset", "train.py: -reset without RUN_ID: a second -reset would be taken for a restart of the first"),
     ],
 )
-def test_words_that_are_wrong_never_come_to_torchrun(there, words, told):
+def test_words_that_are_wrong_never_come_to_torchrun(there, words, message):
     """It would start them again a hundred times."""
     stand_in(there, "torchrun", AGENT)
     said = bash(there, f"./scripts/elastic.sh {words}; [ $? = 2 ]", HEAD="127.0.0.1:1", PER_NODE="1")
-    assert said.startswith(told) and said.count("\n") == 1
+    assert said.startswith(message) and said.count("\n") == 1
 
 
 def test_an_etcd_server_without_its_package_is_one_line(monkeypatch, capsys):

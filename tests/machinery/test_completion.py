@@ -20,8 +20,8 @@ from scripts import completion
 ROOT = Path(__file__).resolve().parents[2]
 # At TAB the line goes to a file, completed, and is gone before zsh could run it.
 ZSH = """autoload -U compinit; compinit -u; eval "$(<{script})"; unsetopt beep
-tell() {{ zle expand-or-complete; print -r -- "$BUFFER" >> {told}; BUFFER= }}; zle -N tell; bindkey '^I' tell
-print ready >> {told}
+tell() {{ zle expand-or-complete; print -r -- "$BUFFER" >> {message}; BUFFER= }}; zle -N tell; bindkey '^I' tell
+print ready >> {message}
 """
 
 
@@ -50,8 +50,8 @@ def offered(script, words: list[str]) -> list[str]:
 
 def typed(folder: Path, lines: list[str]) -> list[str]:
     """What a zsh at a terminal makes of these lines, each with TAB at its end."""
-    told, script = folder / "told", written(folder, "zsh")
-    (folder / "setup").write_text(ZSH.format(script=script, told=told))
+    message, script = folder / "typed", written(folder, "zsh")
+    (folder / "setup").write_text(ZSH.format(script=script, message=message))
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "vt100", "ZDOTDIR": str(folder), "PYTHONWARNINGS": "ignore"}
     shell = subprocess.Popen(["zsh", "-f", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=env,
@@ -59,9 +59,9 @@ def typed(folder: Path, lines: list[str]) -> list[str]:
     try:
         os.write(ours, b"source " + str(folder / "setup").encode() + b"\n")
         for number, line in enumerate(lines, start=1):
-            until(lambda: len(_lines(told)) == number)  # noqa: B023
+            until(lambda: len(_lines(message)) == number)  # noqa: B023
             os.write(ours, line.encode() + b"\t")
-        return until(lambda: _lines(told)[1:] if len(_lines(told)) > len(lines) else None)
+        return until(lambda: _lines(message)[1:] if len(_lines(message)) > len(lines) else None)
     finally:
         shell.kill()
         shell.wait()
@@ -76,12 +76,12 @@ def _lines(file):
 def test_list_shows_every_plugin_with_what_it_says_of_itself(capsys):
     with pytest.raises(SystemExit) as end:
         train.main(["-list"])
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     assert end.value.code == 0
-    shown = dict(re.findall(r"^  (\w+) +(\S.*)$", told, re.M))
+    shown = dict(re.findall(r"^  (\w+) +(\S.*)$", message, re.M))
     assert set(shown) == {name for kind in config.BUILDERS for name in config.plugins(kind)}
     assert shown["mlp"] == "A multilayer perceptron over flattened inputs."
-    assert [line.split()[0] for line in told.splitlines() if not line.startswith(" ")] == [
+    assert [line.split()[0] for line in message.splitlines() if not line.startswith(" ")] == [
         "-arch",
         "-dataset",
         "-trainer",
@@ -115,5 +115,5 @@ def test_what_is_missing_or_wrong_is_one_line(capsys, monkeypatch):
     assert completion.main(["fish"]) == 2
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert completion.main(["bash"]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2 and "bash or zsh" in told[0] and "needs shtab: uv pip" in told[1]
+    message = capsys.readouterr().err.splitlines()
+    assert len(message) == 2 and "bash or zsh" in message[0] and "needs shtab: uv pip" in message[1]

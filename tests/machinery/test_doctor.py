@@ -50,9 +50,9 @@ def test_little_room_for_loaders_and_checkpoints_is_told_with_what_to_do(tmp_pat
     monkeypatch.setattr(doctor.run_folder, "free_bytes", lambda folder: 1_000_000)
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (1024, 1024))
     assert [level for level, _ in found(doctor.limits)] == ["ok", "ok"]
-    told = found(doctor.limits, "-workers 4")
-    assert [level for level, _ in told] == ["note", "note"]
-    assert "--shm-size" in told[0][1] and "ulimit -n 65536" in told[1][1]
+    message = found(doctor.limits, "-workers 4")
+    assert [level for level, _ in message] == ["note", "note"]
+    assert "--shm-size" in message[0][1] and "ulimit -n 65536" in message[1][1]
     assert found(doctor.room, f"-out {tmp_path}")[-1][0] == "note", "one checkpoint fits, three do not"
     monkeypatch.setattr(doctor.run_folder, "free_bytes", lambda folder: 100_000)
     assert found(doctor.room, f"-out {tmp_path}")[-1][0] == "bad"

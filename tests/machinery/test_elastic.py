@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -189,3 +190,22 @@ def _ends_like(folder, alone):
 def _answers(port):
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_worker_whose_agent_ends_before_torch_is_imported_is_an_orphan(tmp_path):
+    """The agent is a shell that ends at once; its worker imports torch only then."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import os, pathlib, time\n"
+        "from lib.utils import errors\n"
+        "pathlib.Path('ready').touch()\n"
+        "while os.getppid() == errors.PARENT:\n"
+        "    time.sleep(0.01)\n"
+        "from lib.utils import distributed\n"
+        "pathlib.Path('partial').write_text(str(distributed.orphaned()))\n"
+        "os.rename('partial', 'answer')\n"
+    )
+    env = {**CLEAN, "PYTHONPATH": str(ROOT), "TORCHELASTIC_MAX_RESTARTS": "3"}
+    agent = f"{sys.executable} {worker} & until [ -e ready ]; do sleep 0.05; done"
+    subprocess.run(["sh", "-c", agent], cwd=tmp_path, env=env, check=True, stdin=subprocess.DEVNULL)
+    assert until((tmp_path / "answer").exists) and (tmp_path / "answer").read_text() == "True"

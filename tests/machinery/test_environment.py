@@ -61,8 +61,8 @@ def test_debugging_and_caches_are_there_before_torch_is_imported(bare, tmp_path)
     )
     assert quiet.returncode == loud.returncode == 0, quiet.stderr + loud.stderr
     assert not re.search(r"\[I\d", quiet.stderr) and "TORCH_DISTRIBUTED_DEBUG" not in quiet.stdout
-    for told in ("TCPStore", "Reducer"):
-        assert any(told in line and "[I" in line for line in loud.stderr.splitlines()), told
+    for message in ("TCPStore", "Reducer"):
+        assert any(message in line and "[I" in line for line in loud.stderr.splitlines()), message
     caches = {name: f"{tmp_path}/{part}" for name, part in environment.CACHES.items()}
     for name, value in {**environment.DEBUG, **caches, "NCCL_DEBUG": "WARN"}.items():
         assert f"'{name}': '{value}'" in loud.stdout
@@ -82,8 +82,8 @@ def test_what_is_read_early_is_read_alike_later(words, on, tmp_path):
 
 
 def test_the_flight_recorder_writes_into_the_folder_of_the_run(tmp_path):
-    told = environment.of_run(parsed(f"-debug_dist -out {tmp_path} -model x"))
-    assert told["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == f"{tmp_path}/x/logs/flight_rank_"
+    message = environment.of_run(parsed(f"-debug_dist -out {tmp_path} -model x"))
+    assert message["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == f"{tmp_path}/x/logs/flight_rank_"
     assert environment.of_run(parsed("")) == {}
     assert environment.of_run(parsed("-deterministic")) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 

@@ -31,9 +31,9 @@ def refused(capsys, *words) -> str:
     with pytest.raises(SystemExit) as end:
         export.main([str(word) for word in words])
     assert end.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("export.py: ") and len(told.splitlines()) == 1
-    return told
+    message = capsys.readouterr().err
+    assert message.startswith("export.py: ") and len(message.splitlines()) == 1
+    return message
 
 
 def model_of(trained) -> torch.nn.Module:

@@ -42,9 +42,9 @@ def test_answers_are_counted_by_class_and_shown_beside_the_samples():
 
 
 def test_classes_without_a_name_are_called_by_their_number():
-    for names, told in ((["cat"], ["cat", "1", "2"]), (None, ["0", "1", "2"]), (list("abcd"), ["a", "b", "c"])):
+    for names, message in ((["cat"], ["cat", "1", "2"]), (None, ["0", "1", "2"]), (list("abcd"), ["a", "b", "c"])):
         answers = pictures.Answers(nn.CrossEntropyLoss(), 3, names, World())
-        assert answers.names == told
+        assert answers.names == message
         answers.add(torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 2]), torch.eye(3), 3)
         assert list(answers.shown()) == ["confusion", "answers"]
 

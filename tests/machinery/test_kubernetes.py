@@ -133,8 +133,8 @@ def test_etcd_is_where_the_job_would_look_for_it():
     assert f"--advertise-client-urls=http://{address}:{port}" in etcd["command"] and "--enable-v2" in etcd["command"]
     claim = deployment["template"]["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"]
     assert claim == DOCUMENTS["etcd", "PersistentVolumeClaim"]["metadata"]["name"], "its data outlives its pod"
-    told = (FOLDER / "README.md").read_text() + (FOLDER / "pytorchjob.yaml").read_text()
-    assert told.count(f"rdzvHost: {address}") == 2 and f"HEAD={address}:{port}" in told
+    message = (FOLDER / "README.md").read_text() + (FOLDER / "pytorchjob.yaml").read_text()
+    assert message.count(f"rdzvHost: {address}") == 2 and f"HEAD={address}:{port}" in message
 
 
 def test_the_image_starts_the_default_run_from_the_files_that_are_sent(tmp_path):

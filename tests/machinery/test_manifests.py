@@ -27,18 +27,18 @@ def test_a_newer_format_is_refused_with_its_version_and_left_where_it_is(copy, r
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda m: {**m, "state": {**m["state"], "tokens": 9}}, "tokens"),
         (lambda m: {**m, "state": {"epoch": 1, "step": 4}}, "samples"),
         (lambda m: {name: value for name, value in m.items() if name != "state"}, "samples"),
     ],
 )
-def test_entries_that_are_not_known_are_refused_with_the_version(copy, refused, change, told):
+def test_entries_that_are_not_known_are_refused_with_the_version(copy, refused, change, message):
     newest = copy / "checkpoints" / names(copy)[0]
     saves.rewrite(newest, change)
     line = refused(f"{SMALL} -cpu 2 -model few_norm_net", out=copy.parent)
-    assert "another version of the code" in line and told in line and "torch" in line
+    assert "another version of the code" in line and message in line and "torch" in line
     assert newest.exists()
 
 

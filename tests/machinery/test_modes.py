@@ -81,13 +81,13 @@ def test_dry_tries_an_evaluation_and_needs_not_be_like_the_run_that_is_there(par
         run(tmp_path, f"{WORDS} -dry -trainer broken -model other")
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     ("-arch dead", r"output of head \(Linear\), tensor 0: 64 of 64 values"),
     ("-arch full", r"step 1: its gradients are finite, but not .* a buffer of the model"),
     ("-dataset sick -batch_size 50", r"in the batch of the samples .*, the tensor 0: 1 of 3200 values"),
 ])  # fmt: skip
-def test_debug_names_the_first_bad_tensor(parts, tmp_path, words, told):
-    with pytest.raises(modes.BadTensor, match=told):  # here, in this process, whatever -cpu says
+def test_debug_names_the_first_bad_tensor(parts, tmp_path, words, message):
+    with pytest.raises(modes.BadTensor, match=message):  # here, in this process, whatever -cpu says
         train.main([*f"{WORDS} {words} -debug -cpu 2 -out {tmp_path / 'out'}".split()])
     assert not list(tmp_path.iterdir())
 
@@ -151,9 +151,9 @@ def test_eval_gives_the_figures_of_the_best_weights_on_any_launcher(parts, tmp_p
     run(tmp_path, f"{WORDS.replace('looked', 'other')} -eval -weights {weights}")
     assert json.loads((tmp_path / "other" / "eval.json").read_text())["weights"] == str(weights)
     with plugins(arch={"norm_net": lambda args: nn.Sequential(norm_net(args), nn.Linear(4, 4))}):
-        for words, told in ((f"-weights {weights}", "none of its"), ("-model nothing", "neither best nor final")):
+        for words, message in ((f"-weights {weights}", "none of its"), ("-model nothing", "neither best nor final")):
             assert train.main([*f"{WORDS} -eval {words} -out {tmp_path}".split()]) == 2
-            assert told in capfd.readouterr().err
+            assert message in capfd.readouterr().err
 
 
 def test_eval_refuses_weights_that_leave_a_part_as_it_came(parts, tmp_path, capfd):
@@ -183,15 +183,15 @@ def test_overfit_trains_and_evaluates_on_the_same_samples(parts, tmp_path):
 def test_a_profile_that_cannot_be_written_or_never_began_records_no_allocations_any_more(
     steps, tmp_path, monkeypatch, caplog
 ):
-    told = []
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **words: told.append(words))
+    message = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **words: message.append(words))
     (tmp_path / "file").touch()
     profile = profiler.Profile(tmp_path / "file" / "profile", World(device=torch.device("cuda", 0)), 2)
     for _ in range(steps):
         profile.step()
-    assert ("cannot be written" in caplog.text) == (steps == 8) == ({"enabled": None} in told)
+    assert ("cannot be written" in caplog.text) == (steps == 8) == ({"enabled": None} in message)
     profile.close()
-    assert told[0] == {"max_entries": 100_000} and told[-1] == {"enabled": None}
+    assert message[0] == {"max_entries": 100_000} and message[-1] == {"enabled": None}
 
 
 @pytest.mark.parametrize(("wanted", "count"), [(2, 2), (50, 8)])

@@ -123,8 +123,8 @@ def test_weights_of_a_file_reach_the_shards(tmp_path):
 def test_an_unused_parameter_is_named_and_can_be_allowed(tmp_path, capfd):
     words = f"{NET} -arch unused_net -epochs 2"
     run(tmp_path, f"{words} -cpu 2 -model refused", wanted=2)
-    told = capfd.readouterr().err
-    assert "idle.weight" in told and "-find_unused" in told and "Traceback" not in told
+    message = capfd.readouterr().err
+    assert "idle.weight" in message and "-find_unused" in message and "Traceback" not in message
     alone = weights(run(tmp_path, f"{words} -cpu 1 -model alone"))
     assert far(alone, weights(run(tmp_path, f"{words} -cpu 2 -find_unused -model found"))) < 1e-5
     assert far(alone, weights(run(tmp_path, f"{words} -cpu 2 -parallel fsdp -model sharded"))) < 1e-5
@@ -200,10 +200,10 @@ def test_a_part_that_shares_a_parameter_with_the_rest_stays_in_the_root_group():
 
 
 def test_bad_combinations_say_what_to_do(tmp_path, capfd):
-    for words, told in (("-offload", "-parallel fsdp"), ("-fsdp_replicas 2", "-parallel fsdp"),
+    for words, message in (("-offload", "-parallel fsdp"), ("-fsdp_replicas 2", "-parallel fsdp"),
                         ("-parallel fsdp -cpu 3 -fsdp_replicas 2", "does not divide 3 processes")):  # fmt: skip
         assert main([*words.split(), "-epochs", "1", "-out", str(tmp_path)]) == 2
-        assert told in capfd.readouterr().err
+        assert message in capfd.readouterr().err
 
 
 def test_recomputing_a_model_without_blocks_is_refused():

@@ -32,8 +32,8 @@ def test_the_curves_are_the_figures_of_the_runs_and_resumes_are_marked(two):
     for axis in figure.axes:
         marked = [line.get_xdata()[0] for line in axis.get_lines() if line.get_marker() == "v"]
         assert marked == [27], "once, where the second run went on"
-    told = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert told == ["whole (finished, step 60)", "parts (finished, step 60)", "went on after a stop or a crash"]
+    message = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert message == ["whole (finished, step 60)", "parts (finished, step 60)", "went on after a stop or a crash"]
 
 
 @pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
@@ -56,9 +56,9 @@ def test_what_cannot_be_drawn_is_said_in_one_line(two, tmp_path, capsys, monkeyp
         with pytest.raises(SystemExit) as end:
             plot.main([str(word) for word in words])
         assert end.value.code == 2
-        told = capsys.readouterr().err
-        assert len(told.splitlines()) == 1
-        return told
+        message = capsys.readouterr().err
+        assert len(message.splitlines()) == 1
+        return message
 
     assert "no figures there" in refused(two[0], tmp_path)
     assert "one of .png, .svg, .pdf" in refused(two[0], "-o", tmp_path / "x.gif")

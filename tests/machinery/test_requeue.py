@@ -68,12 +68,12 @@ def test_lost_processes_are_replaced_and_failures_are_not():
 
 def test_the_second_start_in_a_row_that_gains_nothing_is_the_last():
     """The first, also of all, may have met a bad node. Preemptions do not count."""
-    for why, told in (("time limit", {"state": "stopped", "signal": "SIGUSR2"}), ("a process was lost", {})):
-        told = {"state": "running", **told, "gained": False}
-        assert decided(**told) == (why, "")
-        assert decided(**told, done=["preempted"]) == (why, "")
-        assert decided(**told, done=[why]) == ("", f"{why}, and two starts in a row gained nothing")
-        assert decided(**{**told, "gained": True}, done=[why]) == (why, "")
+    for why, message in (("time limit", {"state": "stopped", "signal": "SIGUSR2"}), ("a process was lost", {})):
+        message = {"state": "running", **message, "gained": False}
+        assert decided(**message) == (why, "")
+        assert decided(**message, done=["preempted"]) == (why, "")
+        assert decided(**message, done=[why]) == ("", f"{why}, and two starts in a row gained nothing")
+        assert decided(**{**message, "gained": True}, done=[why]) == (why, "")
     assert "gained nothing" in decided(None, gained=True, done=["time limit"])[1], "it was another job that saved"
 
 

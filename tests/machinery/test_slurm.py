@@ -57,7 +57,7 @@ def undisturbed(slurm, out):
     said = slurm.train(f"-slurm -slurm_nnodes 2 -cpu 2 -slurm_cpus 1 -dataset slow {LONG} -model calm")
     job = re.search(r"submitted: +job (\d+)", said)[1]
     assert f"{job}_0_log.out" in said and f"scancel {job}" in said
-    assert slurm.ended(job)["JobState"] == "COMPLETED", slurm.told("calm")()
+    assert slurm.ended(job)["JobState"] == "COMPLETED", slurm.log("calm")()
     return out / "calm"
 
 
@@ -80,7 +80,7 @@ def test_a_preempted_run_goes_on_to_the_same_bits_on_a_slurm_as_it_comes(slurm, 
     slurm.urgent(1)
     ends = slurm.ended(job)
     source.write_text(text)
-    assert (ends["JobState"], ends["Restarts"]) == ("COMPLETED", "1"), slurm.told("moved")()
+    assert (ends["JobState"], ends["Restarts"]) == ("COMPLETED", "1"), slurm.log("moved")()
     assert distance(out / "moved", undisturbed) == 0.0
     assert steps_of(out / "moved") == steps_of(undisturbed)
     assert len(list((out / ".old").glob("moved-*"))) == 1
@@ -99,7 +99,7 @@ def test_preempted_runs_are_requeued_once_where_two_signals_tell(telling, out):
     telling.train("-cpu 2 -dataset slow -slow_s 0 -model told_here", OMP_NUM_THREADS="1")
     for name, job in jobs.items():
         ends = telling.ended(job)
-        assert (ends["JobState"], ends["Restarts"]) == ("COMPLETED", "1"), telling.told(name)()
+        assert (ends["JobState"], ends["Restarts"]) == ("COMPLETED", "1"), telling.log(name)()
         assert distance(out / name, out / "told_here") == 0.0
 
 
@@ -109,7 +109,7 @@ def test_a_cancelled_run_is_saved_and_stays_cancelled(slurm, out):
     assert slurm.job(job)["JobState"] == "RUNNING"
     slurm.do("scancel", job)
     ends = slurm.ended(job)
-    until(lambda: outcome(out / "given_up").get("state") == "stopped", what=slurm.told("given_up"))
+    until(lambda: outcome(out / "given_up").get("state") == "stopped", what=slurm.log("given_up"))
     assert outcome(out / "given_up")["step"] >= 2
     assert (out / "given_up" / "checkpoints" / "latest").exists()
     time.sleep(2)
@@ -123,19 +123,19 @@ def test_a_cancelled_run_is_saved_and_stays_cancelled(slurm, out):
 def test_a_job_that_only_looks_at_a_run_ends_with_its_own_code(slurm, out):
     """By the sbatch file and submitted: no outcome tells of it. Cancelled, it ends at the word, not by force."""
     looking = slurm.submit("-model looking -cpu 1 -debug -limit_steps 1000 -slow_s 2")
-    until(lambda: "step 1 " in slurm.told("looking")(), what=slurm.told("looking"))
+    until(lambda: "step 1 " in slurm.log("looking")(), what=slurm.log("looking"))
     slurm.do("scancel", looking)
     assert slurm.ended(looking)["JobState"] == "CANCELLED"
-    until(lambda: ": Terminated" in slurm.told("looking")(), what=slurm.told("looking"))
+    until(lambda: ": Terminated" in slurm.log("looking")(), what=slurm.log("looking"))
     words = f"-dataset slow -cpu=2 -dry -out {out} -model by_dry".split()  # more than it was given CPUs
     by_file = slurm.do("sbatch", "--parsable", "-N2", f"--output={out}/by_dry.log", "scripts/slurm/train.sbatch",
                        *words, PYTHON=sys.executable).strip()  # fmt: skip
     submitted, wrong = slurm.submit("-model dry_too -dry"), slurm.submit("-model none -eval -cpu 1", nodes=1)
-    assert slurm.ended(by_file)["JobState"] == "COMPLETED", slurm.told("by_dry")()
-    assert slurm.ended(submitted)["JobState"] == "COMPLETED", slurm.told("dry_too")()
-    assert (slurm.ended(wrong)["JobState"], slurm.job(wrong)["ExitCode"]) == ("FAILED", "2:0"), slurm.told("none")()
-    assert not any("was lost" in slurm.told(name)() for name in ("by_dry", "dry_too", "none", "looking"))
-    assert "nanobind" not in slurm.told("none")(), "leaks are told of behind the one line that counts"
+    assert slurm.ended(by_file)["JobState"] == "COMPLETED", slurm.log("by_dry")()
+    assert slurm.ended(submitted)["JobState"] == "COMPLETED", slurm.log("dry_too")()
+    assert (slurm.ended(wrong)["JobState"], slurm.job(wrong)["ExitCode"]) == ("FAILED", "2:0"), slurm.log("none")()
+    assert not any("was lost" in slurm.log(name)() for name in ("by_dry", "dry_too", "none", "looking"))
+    assert "nanobind" not in slurm.log("none")(), "leaks are told of behind the one line that counts"
 
 
 def test_a_run_whose_task_is_killed_is_started_again(slurm, out):
@@ -144,17 +144,17 @@ def test_a_run_whose_task_is_killed_is_started_again(slurm, out):
     until(lambda: (out / "torn" / "checkpoints" / "latest").exists())
     os.kill(slurm.pid_of(job, rank=1), signal.SIGKILL)
     ends = slurm.ended(job)
-    assert (ends["JobState"], ends["Restarts"]) == ("COMPLETED", "1"), slurm.told("torn")()
+    assert (ends["JobState"], ends["Restarts"]) == ("COMPLETED", "1"), slurm.log("torn")()
     assert outcome(out / "torn")["state"] == "finished"
-    assert "a process was lost: job" in slurm.told("torn")()
+    assert "a process was lost: job" in slurm.log("torn")()
 
 
 def test_a_run_that_crashes_again_and_again_ends(limited):
     """Killed after its first checkpoint, then at the first step of every start."""
     slurm, _, job = limited
     ends = slurm.ended(job)
-    assert (ends["JobState"], ends["Restarts"]) == ("FAILED", "2"), slurm.told("doomed")()
-    assert "not requeued: a process was lost, and two starts in a row gained nothing" in slurm.told("doomed")()
+    assert (ends["JobState"], ends["Restarts"]) == ("FAILED", "2"), slurm.log("doomed")()
+    assert "not requeued: a process was lost, and two starts in a row gained nothing" in slurm.log("doomed")()
 
 
 def test_two_jobs_share_a_node_and_nothing_of_where_they_were_submitted(slurm, out):
@@ -163,7 +163,7 @@ def test_two_jobs_share_a_node_and_nothing_of_where_they_were_submitted(slurm, o
     words = "-slurm_nodelist n2 -epochs 1 -slow_s 0.1"
     jobs = [slurm.submit(f"-model beside_{one} {words}", nodes=1, **leaking) for one in (1, 2)]
     ends = [slurm.ended(job) for job in jobs]
-    assert [(end["JobState"], end["NodeList"]) for end in ends] == [("COMPLETED", "n2")] * 2, slurm.told("beside_1")()
+    assert [(end["JobState"], end["NodeList"]) for end in ends] == [("COMPLETED", "n2")] * 2, slurm.log("beside_1")()
     assert ends[1]["StartTime"] < ends[0]["EndTime"], "they did not run side by side"
     starts = json.loads((out / "beside_1" / "slurm" / f"{jobs[0]}.json").read_text())["starts"]
     assert [start["restart"] for start in starts] == [0]
@@ -188,15 +188,15 @@ def test_a_dry_run_shows_the_script_and_leaves_nothing(slurm, out):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("-slurm_partition gpus", "-slurm: sbatch refused the job: sbatch: error: invalid partition specified: gpus"),
         ("-gpus 0", "-gpus 0 with -slurm: Slurm says which GPUs"),
     ],
 )
-def test_what_cannot_be_had_is_one_line(slurm, words, told):
+def test_what_cannot_be_had_is_one_line(slurm, words, message):
     said = slurm.here(f"-slurm -slurm_cpus 1 -model none {words}", wanted=2)
-    assert told in said and said.count("\n") == 1
+    assert message in said and said.count("\n") == 1
 
 
 def test_no_sbatch_is_one_line(slurm):
@@ -218,8 +218,8 @@ def test_an_allocation_is_used_by_srun_and_left_alone_by_python(slurm, out):
 def test_a_run_that_its_time_limit_ends_several_times_finishes(limited, out):
     slurm, job, _ = limited
     ends = slurm.ended(job)
-    assert ends["JobState"] == "COMPLETED" and int(ends["Restarts"]) >= 2, slurm.told("limited")()
-    assert "not requeued" not in slurm.told("limited")()
+    assert ends["JobState"] == "COMPLETED" and int(ends["Restarts"]) >= 2, slurm.log("limited")()
+    assert "not requeued" not in slurm.log("limited")()
     starts = json.loads((out / "limited" / "slurm" / f"{job}.json").read_text())["starts"]
     assert [start.get("requeued") for start in starts] == ["time limit"] * int(ends["Restarts"]) + [None]
     assert steps_of(out / "limited") == sorted(set(steps_of(out / "limited")))

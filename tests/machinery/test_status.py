@@ -13,6 +13,7 @@ from processes import CLEAN, until
 from runs import run
 
 from lib.launch import requeue
+from lib.utils.checkpoint import run_folder
 from scripts import reading, status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,9 +37,9 @@ def test_runs_are_shown_as_what_they_are(tmp_path):
     assert (found["whole"]["epoch"], found["whole"]["step"], found["whole"]["why"]) == ("2/2", "40/40", "")
     assert found["short"]["why"] == "-limit_steps 7 is reached" and "gradient" in found["bad"]["why"]
     assert found["whole"]["job"] == ""
-    (finished / ".lock").write_text(json.dumps({**reading.facts(finished / ".lock"), "job": "4711"}))
+    (finished / ".lock").write_text(json.dumps({**run_folder.read_json(finished / ".lock"), "job": "4711"}))
     assert rows(tmp_path)["whole"]["job"] == "4711"
-    noted = reading.facts(finished / "outcome.json")["best"]
+    noted = run_folder.read_json(finished / "outcome.json")["best"]
     assert found["whole"]["best"] == f"accuracy {noted['value']:.4g}"
     assert found["whole"]["speed"].endswith("/s") and float(found["whole"]["loss"]) > 0
     assert not found["whole"]["left"] and found["whole"]["seen"].endswith("ago")
@@ -77,7 +78,7 @@ def test_a_run_is_running_until_it_is_killed_and_then_lost(start):
     assert reading.held(one.folder), "looking has not taken the lock, nor freed it"
     one.end()
     one.is_gone()
-    assert reading.facts(one.folder / "outcome.json")["state"] == "running"
+    assert run_folder.read_json(one.folder / "outcome.json")["state"] == "running"
     assert rows(one.folder)["live"]["state"] == "lost" and not rows(one.folder)["live"]["left"]
 
 

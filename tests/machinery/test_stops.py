@@ -41,8 +41,8 @@ def to_rank(rank):
 
 def heard(run, number):
     """Waits until a rank wishes to stop for this signal: a thread hears of it."""
-    told, logs = f"signal {number.name}: stopping", run.folder / "logs"
-    until(lambda: any(told in log.read_text() for log in logs.glob("rank_*.log")), what=told)
+    message, logs = f"signal {number.name}: stopping", run.folder / "logs"
+    until(lambda: any(message in log.read_text() for log in logs.glob("rank_*.log")), what=message)
 
 
 def saved_steps(run) -> list[int]:
@@ -225,8 +225,8 @@ def test_a_stop_in_a_long_last_evaluation_leaves_that_to_the_next_start(start, u
     assert saved_steps(run)[-1] == STEPS and f"epoch 3/3  {split}" not in run.text()
     assert f"in {'epoch 3' if split == 'val' else 'the last evaluation'} at step {STEPS}, state saved" in run.text()
     goes_on(start, "leaves", undisturbed)
-    told = (run.folder / "metrics.jsonl").read_text()
-    assert [told.count(f'"{name}/loss"') for name in ("val", "test")] == [3, 1], "evaluated once"
+    lines = (run.folder / "metrics.jsonl").read_text()
+    assert [lines.count(f'"{name}/loss"') for name in ("val", "test")] == [3, 1], "evaluated once"
 
 
 def test_max_hours_stop_a_run_and_the_file_stop_does_once_whatever_its_time(start, undisturbed):
@@ -260,18 +260,18 @@ def test_a_start_waits_for_the_ranks_that_still_save_after_their_launcher_was_ki
 
 
 def test_a_stop_that_takes_longer_than_the_grace_shows_where_and_ends(start, undisturbed):
-    run = start("stuck", "-grace_s", 2, deed={"do": "strike", "signal": "SIGSTOP", "step": 25, "rank": 1})
+    run = start("stuck", "-grace_s", 2, deed={"do": "strike", "signal": "SIGSTOP", "step": 45, "rank": 1})
     run.noted(1)
     time.sleep(0.2)  # rank 0 is in its collective, waiting for rank 1
     to_parent(run, signal.SIGTERM)
-    told = time.monotonic()
+    sent = time.monotonic()
     assert run.ends() == 1, run.text()
-    assert 2 < time.monotonic() - told < 2 + SOON_S
+    assert 2 < time.monotonic() - sent < 2 + SOON_S
     assert re.search(r"Timeout \(0:00:02\)!\nThread 0x", run.text())
     assert re.search(r"File .*trainer\.py.* in ", run.text())
     assert "rank 0 failed with exit code 1" in run.text()
     run.is_gone(SOON_S)
-    assert saved_steps(run) == [EPOCH]
+    assert EPOCH in saved_steps(run)  # the second epoch's waited for it, and may be in flight itself
     goes_on(start, "stuck", undisturbed)
 
 

@@ -259,10 +259,10 @@ def test_a_save_that_fails_on_one_rank_costs_itself_and_nothing_else(tmp_path, m
     assert saves.steps(folder) == [12, 12, 10, 6, 2]
     assert everything(folder) == sorted([*names(folder), "latest"])
     for rank in range(cpu):
-        told = [line for line in log_of(folder, rank).splitlines() if "could not be saved" in line]
-        assert len(told) == 2 and "WARNING" in told[0] and "the run goes on" in told[0]
-        assert f"000002_step_4 could not be saved (rank {cpu - 1}: OSError: [Errno {code}]" in told[0]
-        assert "bytes free" in told[0]
+        message = [line for line in log_of(folder, rank).splitlines() if "could not be saved" in line]
+        assert len(message) == 2 and "WARNING" in message[0] and "the run goes on" in message[0]
+        assert f"000002_step_4 could not be saved (rank {cpu - 1}: OSError: [Errno {code}]" in message[0]
+        assert "bytes free" in message[0]
 
 
 @pytest.mark.parametrize("cpu", [1, 2])
@@ -300,11 +300,11 @@ def test_a_last_save_that_fails_is_tried_again_and_a_run_never_says_it_saved_whe
     assert '"failed"' in outcome and saves.steps(tmp_path / "never") == [4]
 
 
-def _fails(out, words, cpu, told):
+def _fails(out, words, cpu, message):
     """A run that ends with exit code 1 and these words."""
     if cpu == 1:
-        with pytest.raises(manager.SaveError, match=told):
+        with pytest.raises(manager.SaveError, match=message):
             run(out, words)
     else:
         folder = run(out, words, wanted=1)
-        assert all(told in log_of(folder, rank) for rank in range(cpu))
+        assert all(message in log_of(folder, rank) for rank in range(cpu))

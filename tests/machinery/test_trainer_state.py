@@ -143,8 +143,8 @@ def test_a_trainer_that_keeps_something_else_than_before_is_refused(tmp_path, ca
         run(tmp_path, f"{words} -limit_steps 5", wanted=75)
     with plugins(trainer={"pair": Pair}):
         run(tmp_path, words, wanted=2)
-        told = capfd.readouterr().err.splitlines()[-1]
-        assert "of another trainer: trainer.critic.0.bias was None" in told
+        message = capfd.readouterr().err.splitlines()[-1]
+        assert "of another trainer: trainer.critic.0.bias was None" in message
 
 
 @pytest.mark.parametrize(("seed", "said"), [
@@ -262,8 +262,8 @@ def test_averaged_weights_go_on_exactly_and_are_the_same_on_other_processes(aver
 
 def test_evaluations_are_of_the_averaged_weights(averaged, tmp_path):
     run(averaged.parent, f"{EMA} -cpu 1 -eval -weights {averaged / 'final' / 'weights.safetensors'}")
-    told = json.loads((averaged / "eval.json").read_text())
-    assert told["test"]["loss"] == pytest.approx(outcome(averaged)["test"]["loss"], rel=1e-5)
+    message = json.loads((averaged / "eval.json").read_text())
+    assert message["test"]["loss"] == pytest.approx(outcome(averaged)["test"]["loss"], rel=1e-5)
 
 
 def test_tensors_of_other_bytes_have_another_fingerprint():

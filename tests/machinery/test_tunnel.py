@@ -90,12 +90,12 @@ def test_on_a_terminal_the_addresses_are_shown_and_the_file_goes_with_the_run(ag
     assert not (run.folder / "tensorboard_address.txt").exists()
 
 
-@pytest.mark.parametrize(("fault", "told"), [
+@pytest.mark.parametrize(("fault", "message"), [
     ("open", "it asks for no password"),
     ("refuse", "ngrok.com/docs/errors/err_ngrok_105"),
     ("deaf", "HTTPError"),
 ])  # fmt: skip
-def test_a_tunnel_that_fails_is_one_warning_without_secrets(agent, tmp_path, fault, told):
+def test_a_tunnel_that_fails_is_one_warning_without_secrets(agent, tmp_path, fault, message):
     notes = agent(fault)
     run = tmp_path / "out" / "run"
     run.mkdir(parents=True)
@@ -103,7 +103,7 @@ def test_a_tunnel_that_fails_is_one_warning_without_secrets(agent, tmp_path, fau
     log = run / "logs" / "rank_0.log"
     until(lambda: log.exists() and "no tunnel" in log.read_text(), what="a warning")
     text = log.read_text()
-    assert text.count("WARNING") == 1 and told in text and TOKEN not in text and PASSWORD not in text
+    assert text.count("WARNING") == 1 and message in text and TOKEN not in text and PASSWORD not in text
     (line,) = (run / tensorboard_server.ADDRESS_FILE).read_text().splitlines()
     assert "TensorBoard" in fetched(line.partition(": ")[2]), "-tb's server is there all the same"
     until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the agent's end")
@@ -116,5 +116,5 @@ def test_without_a_good_password_there_is_no_run(password, tmp_path, monkeypatch
     if password:
         monkeypatch.setenv("NGROK_PASSWORD", password)
     assert train.main(["-ngrok", "-out", str(tmp_path / "out")]) == 2
-    told = capfd.readouterr().err
-    assert "set NGROK_PASSWORD to 12 to 128 characters" in told and (not password or password not in told)
+    message = capfd.readouterr().err
+    assert "set NGROK_PASSWORD to 12 to 128 characters" in message and (not password or password not in message)

@@ -31,12 +31,12 @@ def test_a_frozen_rank_is_named_with_its_step_and_the_run_fails(start, rank):
     run = start("frozen", "-hang_minutes", MINUTES, deed=deed, cpu=3, env={"VOTE_S": "1"})
     assert run.ends() == 1, run.text()
     assert time.monotonic() - run.noted(1)[0]["time"] < MINUTES * 60 + SOON_S
-    told = (
+    message = (
         r"Hang: nothing moved for \d+ s \(-hang_minutes 0.1\): rank {} gave no sign of life, and was last heard of "
     )
-    told += r"at step \d+; ranks {}, {} wait at step (\d+)"
-    told = told.format(rank, *sorted({0, 1, 2} - {rank}))
-    assert 45 <= int(re.search(told, run.text())[1]) <= 46, run.text()
+    message += r"at step \d+; ranks {}, {} wait at step (\d+)"
+    message = message.format(rank, *sorted({0, 1, 2} - {rank}))
+    assert 45 <= int(re.search(message, run.text())[1]) <= 46, run.text()
     assert run.outcome()["state"] == "failed" and "gave no sign of life" in run.outcome()["reason"]
     for other in {0, 1, 2} - {rank}:
         log = (run.folder / "logs" / f"rank_{other}.log").read_text()

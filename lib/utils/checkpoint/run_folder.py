@@ -146,7 +146,7 @@ class RunFolder:
         started, warned = time.monotonic(), False
         patience_s = max(LEAVING_S, self.args.grace_s + PATIENCE_S)
         while not (file := self._take()):
-            owner = _read_json(self.path / ".lock")
+            owner = read_json(self.path / ".lock")
             named = ", ".join(f"{name} {owner[name]}" for name in ("host", "pid", "job") if owner.get(name))
             used = f"{self.path} is in use by {named or 'another process'}"
             leaving = _may_be_leaving(owner, self.world.launch)
@@ -273,7 +273,7 @@ def _lock_file(run):
 def outcome(run: Path) -> dict:
     """Return outcome.json with an entry `written`, which differs for each file written; {} if there is none."""
     path = run / "outcome.json"
-    facts = _read_json(path)
+    facts = read_json(path)
     with contextlib.suppress(OSError):
         file = path.stat()
         return {**facts, "written": f"{file.st_ino}-{file.st_mtime_ns}"} if facts else {}
@@ -317,7 +317,8 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, ConnectionError) or bool(kinds & LOST_PEER) or "gloo" in str(error)
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """Return what a JSON file holds, {} if it holds no dict, or cannot be read."""
     try:
         facts = json.loads(path.read_text())
     except (OSError, ValueError):
