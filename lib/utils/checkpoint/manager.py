@@ -102,7 +102,7 @@ class Checkpoints:
         """Raise UsageError where a checkpoint of these tensors could never be written."""
         schema(tensors)
         out, size = self.folder.parent.parent, shards.total_bytes(tensors)
-        if len(self.disk.groups) > 1 and any(isinstance(tensor, shards.DTensor) for tensor in tensors.values()):
+        if len(self.disk.groups) > 1 and any(shards.is_sharded(tensor) for tensor in tensors.values()):
             raise UsageError(f"-out {out}: a sharded model needs a folder that all nodes share")
         free = min(self.disk.do(lambda: run_folder.free_bytes(self.folder)))
         if free < size:
@@ -135,7 +135,7 @@ class Checkpoints:
         except OSError as error:
             self._fail(save, f"{error}, {run_folder.free_there(self.folder)}")
             return
-        whole = {name: tensors[name] for name in sorted(early) if not isinstance(tensors[name], shards.DTensor)}
+        whole = {name: tensors[name] for name in sorted(early) if not shards.is_sharded(tensors[name])}
         mine = shards.pieces(tensors, self.disk.share, {*shards.differing(whole, self.world)})
         mine = [piece._replace(values=piece.values.clone()) if piece.name in early else piece for piece in mine]
         self.copies.request()

@@ -10,19 +10,22 @@ import json
 import logging
 import math
 import os
+import sys
 import zlib
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lib.utils import distributed
 from lib.utils.checkpoint import run_folder
 from lib.utils.distributed import World
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 log = logging.getLogger(__name__)
 CHUNK = 1 << 20  # bytes
@@ -47,6 +50,12 @@ class Damaged(Exception):
     """A checkpoint that is not what was written; the message names the file and the reason."""
 
 
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Return whether a tensor is one of FSDP's. Only FSDP imports their module, which takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def pieces(tensors: dict[str, Tensor], world: World, first: Collection[str] = ()) -> list[Piece]:
     """Return this rank's share of the tensors: its own blocks of sharded ones, and some of those that all ranks have.
 
@@ -54,7 +63,7 @@ def pieces(tensors: dict[str, Tensor], world: World, first: Collection[str] = ()
     """
     mine, load = [], [0] * world.size
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
-        if isinstance(tensor, DTensor):
+        if is_sharded(tensor):
             mine += _block(name, tensor)
             continue
         rank = 0 if name in first else load.index(min(load))
@@ -75,12 +84,12 @@ def _block(name, tensor):
 
 def local(tensor: Tensor) -> Tensor:
     """Return what this rank has of a tensor, sharded or not."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
 def _local(tensor):
     """Return the same, and where in the whole it begins, by torch's own arithmetic."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return tensor.detach(), (0,) * tensor.ndim
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

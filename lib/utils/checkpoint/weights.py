@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lib.utils import distributed
 from lib.utils.checkpoint import atomic, run_folder, shards
@@ -39,7 +38,7 @@ def _gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     whole = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = tensor.full_tensor() if shards.is_sharded(tensor) else tensor
         whole[name] = full.cpu() if world.is_main else full.new_empty(0)
     return whole
 
