@@ -150,7 +150,6 @@ def _saving(add):
     add("-keep_last", COUNT, "checkpoints to keep", 2)
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's for good; 0: none", 0)
     add("-best", value(types.metric, "METRIC"), "val metric of the best weights: f1, mae:min (accuracy, else loss)")
-    add("-save_strict", SWITCH, "a save that fails ends the run")
     add("-resume", PATH, "go on from another run's folder or checkpoint", on_resume="forget")
     add("-weights", FILE, "start from these weights: safetensors or a torch file")
     allowed = "flag that may differ from the checkpoint, repeatable; nan: allow weights that are not finite"

@@ -70,7 +70,6 @@ class Args(argparse.Namespace):
     keep_last: int
     keep_every: int
     best: str | None
-    save_strict: bool
     resume: str | None
     weights: str | None
     allow_change: list[str]

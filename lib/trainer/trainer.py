@@ -63,13 +63,7 @@ class Trainer:
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
         self.ballot, self.every = preemption.Ballot(self.stop, world), manager.Every(args.save_every)
         self.votes = False  # on a stop: only in `fit`
-        self.checkpoints = manager.Checkpoints(
-            self.folder / "checkpoints",
-            world,
-            keep_last=args.keep_last,
-            strict=args.save_strict,
-            owned=run_folder.owner_check(self.folder),
-        )
+        self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
 
     def training_step(self, batch):
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
@@ -221,7 +215,7 @@ class Trainer:
         self.state.epoch += 1
         self.state.sums = {}
         self.logger.evaluated(self.state, "val", figures, self.answers)
-        if best and not self.failure() and self.write_weights("best", must=self.args.save_strict):
+        if best and not self.failure() and self.write_weights("best", must=False):
             self.state.best = best
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
         if milestone or self.every.epoch_due(self.state.epoch) or self.state.epoch == self.args.epochs:
@@ -265,9 +259,7 @@ class Trainer:
             weights.start_from(self.args.weights, unwrap(self.model))
         parts = parts_of(self)
         with prepared(parts) as tensors:
-            self.checkpoints.check_room(tensors)
-        for optimizer in parts.optimizers.values():
-            optimizer.register_step_pre_hook(lambda *_: self.checkpoints.staged())  # a save may be copying
+            self.checkpoints.make_room(tensors, parts.first())
 
     def load(self, past):
         """Take the state and the tensors of a checkpoint."""
@@ -313,7 +305,7 @@ class Trainer:
             "about": runtime.about(self.world),
         }
         parts = parts_of(self)
-        self.checkpoints.save(parts.tensors(), facts, step=self.state.step, early=parts.early(), keep=keep)
+        self.checkpoints.save(parts.tensors(), facts, step=self.state.step, first=parts.first(), keep=keep)
         self.saved = self.state.step, self.state.epoch
         self.every.saved()
 

@@ -5,7 +5,7 @@ the header, the bytes. Written here, in one pass with its checksum: safetensors'
 thread. Read by the library.
 """
 
-import functools
+import heapq
 import json
 import logging
 import math
@@ -20,7 +20,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lib.utils import distributed
 from lib.utils.checkpoint import run_folder
 from lib.utils.distributed import World
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 CHUNK = 1 << 20  # bytes
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # of `fingerprint`, by the bytes of a number
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -61,13 +59,16 @@ def pieces(tensors: dict[str, Tensor], world: World, first: Collection[str] = ()
 
     Each rank gets about as many bytes of the latter; those named in `first` are rank 0's.
     """
-    mine, load = [], [0] * world.size
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
-        if is_sharded(tensor):
-            mine += _block(name, tensor)
-            continue
-        rank = 0 if name in first else load.index(min(load))
-        load[rank] += tensor.nbytes
+    whole = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
+    mine = [piece for name, tensor in tensors.items() if name not in whole for piece in _block(name, tensor)]
+    given = sum(tensor.nbytes for name, tensor in whole.items() if name in first)
+    load = [(given if rank == 0 else 0, rank) for rank in range(world.size)]
+    heapq.heapify(load)
+    for name, tensor in sorted(whole.items(), key=lambda item: (-item[1].numel(), item[0])):
+        rank = 0
+        if name not in first:
+            least, rank = load[0]
+            heapq.heapreplace(load, (least + tensor.nbytes, rank))
         if rank == world.rank:
             mine.append(Piece(name, tensor.detach(), (0,) * tensor.ndim))
     return mine
@@ -212,30 +213,3 @@ def put(tensor: Tensor, whole: Tensor):
 def total_bytes(tensors: dict[str, Tensor]) -> int:
     """Return the bytes of all tensors, each counted whole."""
     return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors.values())
-
-
-def differing(tensors: dict[str, torch.Tensor], world: World) -> list[str]:
-    """Return the names of those tensors whose bytes differ between ranks. Waits for the device."""
-    if world.size == 1 or not tensors:
-        return []
-    mine = torch.stack([fingerprint(one).to(world.device) for one in tensors.values()])  # read in one go
-    first, *others = distributed.gather_json(mine.tolist(), world)
-    return [name for place, name in enumerate(tensors) if any(other[place] != first[place] for other in others)]
-
-
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number (0-d, 64 bits) for the tensor's bytes and their order; others share it by 1 in 2**32 at most.
-
-    The words have 32 bits, so that no change of them is lost in 64.
-    """
-    words = tensor.detach().contiguous().reshape(-1).view(WORDS[tensor.element_size()])
-    weights = _weights(tensor.device)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in words.split(len(weights)):
-        total = total * 1_000_003 + (part.long() * weights[: len(part)]).sum()
-    return total
-
-
-@functools.cache
-def _weights(device):
-    return torch.randint(1 << 62, (1 << 20,), generator=torch.Generator().manual_seed(0)).to(device)
