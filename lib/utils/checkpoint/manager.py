@@ -88,7 +88,8 @@ class Checkpoints:
     ):
         self.folder, self.world, self.disk = folder, world, shared_disk.one(world)
         self.keep_last, self.strict, self.owned = keep_last, strict, owned
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        # One thread: with more OpenMP threads than cores none waits actively, and small operations take long.
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", torch.set_num_threads, (1,))
         self.copies = staging.Copies(world.device)
         self.saving: Save | None = None
         self.failures = 0  # in a row
