@@ -1,8 +1,8 @@
 """Trains a model: the whole run on one page."""
 
 import contextlib
+import gc
 import importlib
-import sys
 from pathlib import Path
 
 from lib import config, launch
@@ -29,6 +29,8 @@ def main(argv: list[str] | None = None) -> int:
         return launch.launch(args, "train:run")
     except UsageError as error:
         return local.refused(error)
+    finally:
+        gc.enable()
 
 
 def run(args) -> int:
@@ -69,6 +71,7 @@ def run(args) -> int:
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
         startup.report("model")
 
+        stack.enter_context(startup.over())
         folder.begin(config.to_yaml(args, runtime.about(world), batch_size=plan.batch, micro_batch=plan.micro))
         console.setup_logging(folder.path, world.rank, world.is_main)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
@@ -83,4 +86,4 @@ def plugin(kind: str, name: str):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    local.program(main)

@@ -1,5 +1,7 @@
-"""How long the start of a run takes, part by part. Imports nothing heavy: it measures that, too."""
+"""The start of a run: how long it takes, part by part, and without the garbage collector. Imports nothing heavy."""
 
+import contextlib
+import gc
 import time
 
 parts: dict[str, float] = {}  # seconds by name
@@ -7,10 +9,28 @@ _last = time.monotonic()  # when the last part ended
 
 
 def begin():
-    """Forget the parts of an earlier run in this process."""
+    """Forget the parts of an earlier run in this process; switch Python's garbage collector off.
+
+    It finds nothing in what modules define, and takes a fifth of the imports' time.
+    """
+    gc.disable()
     if parts:
         report("earlier")
         parts.clear()
+
+
+@contextlib.contextmanager
+def over():
+    """Switch the garbage collector on; in the block it skips all objects that exist.
+
+    It then takes microseconds, and forked processes share more memory.
+    """
+    gc.freeze()
+    gc.enable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def report(part: str):
