@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import sys
 from pathlib import Path
 
 from lib import config, launch
@@ -69,6 +68,7 @@ def run(args) -> int:
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
         startup.report("model")
 
+        stack.enter_context(startup.over())
         folder.begin(config.to_yaml(args, runtime.about(world), batch_size=plan.batch, micro_batch=plan.micro))
         console.setup_logging(folder.path, world.rank, world.is_main)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
@@ -83,4 +83,4 @@ def plugin(kind: str, name: str):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    startup.program(main)

@@ -3,7 +3,6 @@
 It starts without torch, so that signals are handled from the first moment.
 """
 
-import gc
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 from lib.launch import environment, local, multinode, requeue
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, STOPPED, UsageError
+from lib.utils.monitoring import startup
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 PORTS = range(10_000, 30_000)  # below those that the system hands out
@@ -39,10 +39,7 @@ def task(folder: Path) -> int:
     until = time.monotonic() + 60  # the job may start before its pickle is written
     while not pickle.exists() and time.monotonic() < until:
         time.sleep(0.2)
-    try:
-        return utils.DelayedSubmission.load(pickle).result()
-    finally:
-        gc.unfreeze()  # triton's nanobind reports frozen objects as leaks when Python ends
+    return utils.DelayedSubmission.load(pickle).result()
 
 
 def work(args, target: str, where: str) -> int:
@@ -161,4 +158,4 @@ def head(suffix: str | None) -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    startup.program(lambda: main(*sys.argv[1:]))

@@ -87,7 +87,7 @@ class Trainer:
             What `finish` returns.
         """
         self.votes = True
-        with self.stop.listening(), runtime.frozen():
+        with self.stop.listening():
             self.resume(past)
             self.warm_up()
             self.rate = throughput.Rate(self.total_steps, self.state, self.world.device)

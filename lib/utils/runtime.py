@@ -1,9 +1,7 @@
 """Settings of torch and Python for speed, and facts on the machine and the code."""
 
 import collections
-import contextlib
 import functools
-import gc
 import importlib.metadata
 import platform
 import socket
@@ -33,20 +31,6 @@ def kernels(world: World, deterministic: bool):
         torch.backends.cudnn.benchmark = not deterministic  # its trials end differently each time
         for kernel in FAST_ATTENTION if deterministic else ():  # which warn_only lets through
             getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
-
-
-@contextlib.contextmanager
-def frozen():
-    """Let Python's garbage collector skip all objects that exist, in the block.
-
-    It then takes microseconds, and loader processes, which are forked copies, share more memory.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def throttle(batches: Iterable, device: torch.device) -> Iterator:
