@@ -1,13 +1,14 @@
 """The shared flags: names, types, defaults, and whether a resumed run may change them."""
 
 import argparse
+import ast
 import functools
 import importlib
 import math
 from dataclasses import dataclass, field
 
-from lib.config import types
-from lib.config.parser import Listing, Switch
+from lib.config import plugins, types
+from lib.config.parser import SWITCH, Listing
 from lib.config.types import real, text, whole
 
 
@@ -21,7 +22,6 @@ def one_of(*choices: str) -> dict:
     return {"choices": choices}
 
 
-SWITCH = {"action": Switch}
 COUNT, COUNT_OR_0, PORT = value(whole(1), "N"), value(whole(0), "N"), value(whole(1, 65535), "N")
 POSITIVE, NOT_NEGATIVE = value(real(0, above=True), "X"), value(real(0), "X")
 PERIOD = value(real(0, 10**6, above=True), "X")  # of time
@@ -193,16 +193,22 @@ def _slurm(add):
     add("-slurm_live", SWITCH, "let the job run the code as it is when it starts, not a snapshot of it")
 
 
+@functools.cache
 def table(kind: str) -> tuple[str, ...]:
-    """Return the names that lib/core/KIND.py knows."""
+    """Return the names that lib/core/KIND.py knows, from its text if that shows them: importing it takes seconds."""
+    tree = ast.parse((plugins.ROOT / "lib" / "core" / f"{kind}.py").read_bytes())
+    match [one for one in tree.body if "BY_NAME" in plugins.bound(one)]:
+        case [ast.Assign(value=ast.Dict(keys=keys))]:
+            found = tuple(str(key.value) for key in keys if isinstance(key, ast.Constant))
+            if len(found) == len(keys):
+                return found
     return tuple(importlib.import_module(f"lib.core.{kind}").BY_NAME)
 
 
 def _add(group, rules, mark, name, kind, help_text, default=None, *, on_resume=None, per_node=False, **options):
     names = ("-h", "-help") if name == "-h" else (name,)
-    if default is not None:
-        options["default"] = default
-    flag = group.add_argument(*names, help=help_text, **kind, **options).dest
+    options = {**kind, **options} if default is None else {**kind, **options, "default": default}
+    flag = group.add_argument(*names, help=help_text, **options).dest
     on_resume = on_resume or mark
     if on_resume != "refuse":
         rules.free.add(flag)

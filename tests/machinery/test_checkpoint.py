@@ -95,26 +95,6 @@ def test_one_save_at_most_is_in_flight_and_the_loop_is_stopped_by_none_before(tm
     assert saves.steps(tmp_path) == [4, 3, 2, 1]
 
 
-def test_a_save_leaves_the_cores_to_the_threads_of_the_training(tmp_path, monkeypatch):
-    """More OpenMP threads than cores do not wait actively, and each small operation of the training takes longer."""
-    threads, real = [], staging.Copies._copy
-
-    def copy(self, *words):
-        threads.append(torch.get_num_threads())
-        real(self, *words)
-
-    monkeypatch.setattr(staging.Copies, "_copy", copy)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        checkpoints = saver(tmp_path)
-        save(checkpoints, 3)
-        checkpoints.close()
-        assert threads == [1] and torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_buffers_are_made_once_and_shapes_may_change(tmp_path):
     checkpoints = saver(tmp_path)
     checkpoints.make_room(saves.state(0), set())
