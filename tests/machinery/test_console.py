@@ -142,7 +142,7 @@ def test_a_log_line_reads_as_a_person_would_write_it():
     figures |= {"samples_per_s": 12345.4, "data_share": 0.03, "memory": 1.2e9, "left_s": 42.3, "bad_steps": 2}
     assert console.line(figures) == (
         "epoch 3/12  step 400/1200  loss 0.123 (mean 0.150)  lr 1.0e-03  grad 0.52  12,345 samples/s  "
-        "data 3 %  mem 1.2 GB  left 0:42  bad_steps 2"
+        "data 3 %  mem 1.2 GB  left 00:42  bad_steps 2"
     )
     assert console.line({"loss": math.nan, "left_s": 3725}) == "loss nan  left 1:02:05"
     assert console.line({"accuracy": 0.98512, "step": (7, 9), "loss": 123.4}) == "step 7/9  loss 123  accuracy 0.985"

@@ -117,12 +117,6 @@ def _bytes(count):
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
-def _clock(seconds):
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 FORMS = {  # epoch and step: now, and of how many; data_share: from 0 to 1; memory: in bytes
     "epoch": lambda value: "epoch {}/{}".format(*value),
     "step": lambda value: "step {}/{}".format(*value),
@@ -133,5 +127,5 @@ FORMS = {  # epoch and step: now, and of how many; data_share: from 0 to 1; memo
     "samples_per_s": lambda value: f"{value:,.0f} samples/s" if value >= 10 else f"{value:.2g} samples/s",
     "data_share": lambda value: f"data {100 * value:.0f} %",
     "memory": lambda value: f"mem {_bytes(value)}",
-    "left_s": lambda value: f"left {_clock(value)}",
+    "left_s": lambda value: f"left {_tqdm().format_interval(round(value))}",
 }

@@ -122,7 +122,6 @@ class Logger(Silent):
         self.profile.close()
         self.profile = profiler.Off()  # closed once
         self.bar.close()
-        self.lines.close()
         self.board.close(finished)
         if self.server is not None:
             self.server.close()

@@ -136,12 +136,6 @@ class Lines:
                 log.warning("cannot write %s (%s): training continues", self._file.name, error)
             self._warned = True
 
-    def close(self):
-        """Close the file."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk, again
-                self._file.close()
-
 
 def cut_back(path: Path, step: int) -> set[str]:
     """Cut off the lines of metrics.jsonl after a step, or from one that a kill or a power failure left unreadable.
