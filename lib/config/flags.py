@@ -121,7 +121,6 @@ def _training(add):
     add("-loss", one_of(*table("loss")), "loss function, of lib/core/loss.py", "cross_entropy")
     add("-label_smoothing", value(real(0, 1), "X"), "label smoothing of cross_entropy, 0 to 1", 0.0)
     add("-log_every", COUNT, "steps between log lines", 50, on_resume="allow")
-    add("-log_histograms", COUNT, "steps between histograms of weights and gradients", on_resume="allow")
     add("-max_bad_steps", COUNT, "fail after N steps in a row whose gradients are not finite", 10, on_resume="allow")
 
 

@@ -50,7 +50,6 @@ class Args(argparse.Namespace):
     loss: str
     label_smoothing: float
     log_every: int
-    log_histograms: int | None
     max_bad_steps: int
     dry: bool
     debug: bool

@@ -17,8 +17,7 @@ from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared,
 from lib.utils.data.options import options_of
 from lib.utils.data.tensors import shapes_in_errors, zeros
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import metrics, throughput
-from lib.utils.monitoring.images import Answers
+from lib.utils.monitoring import images, metrics, throughput
 from lib.utils.watchdog import watched
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Trainer:
         self.state, self.metrics = State(), metrics.Sums()
         self.saved = None  # the (step, epoch) of the last checkpoint
         shown = loaders.get("val", loaders["train"]).dataset
-        self.answers = Answers(loss, args.num_classes, options_of(shown).classes, world)
+        self.answers = images.Answers(loss, args.num_classes, options_of(shown).classes, world)
         self.window, self.norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -141,7 +140,6 @@ class Trainer:
             optimizers.spoil(self.parameters, broken)
         self.scaler.unscale_(self.optimizer)
         norm = optimizers.clip(self.parameters, self.args.clip_grad)
-        self.logger.histograms(self.state.step + 1, unwrap(self.model))
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -236,7 +234,7 @@ class Trainer:
         """Return means over the samples of a split, of all ranks. None if all ranks agree to stop."""
         self.stop.trained = self.state.step == self.total_steps
         model, totals = unwrap(self.model).eval(), metrics.Sums()
-        self.answers.reset()
+        self.answers.reset(wanted=split == "test" or images.due(self.state.epoch + 1, self.args.epochs))
         for key, batch in runtime.throttle(self.loaders[split].epoch(0), self.world.device):
             with self.precision, shapes_in_errors(batch, self.args):
                 sums = self.evaluation_step(model, batch, key.count)

@@ -45,8 +45,9 @@ def _gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
 
 def not_finite(model: torch.nn.Module, world: World) -> list[str]:
     """Return the parameters that hold NaN or infinity on any rank, the same on all. All ranks call this together."""
-    local = {name: shards.local(value) for name, value in model.named_parameters()}
-    mine = [name for name, value in local.items() if not torch.isfinite(value).all()]
+    finite = {name: torch.isfinite(shards.local(value)).all() for name, value in model.named_parameters()}
+    good = torch.stack([*finite.values()]).tolist() if finite else []  # waits for the device once
+    mine = [name for name, one in zip(finite, good, strict=True) if not one]
     return sorted({name for names in distributed.gather_json(mine, world) for name in names})
 
 
