@@ -9,15 +9,16 @@ timer.py             TimestampedTimer
 atomic_directory.py  AtomicDirectory, atomic_torch_save
 """
 
-from lib.utils.compat.atomic_directory import AtomicDirectory, atomic_torch_save
-from lib.utils.compat.metrics_tracker import MetricsTracker
+from lib.utils.compat.atomic_directory import AtomicDirectory as AtomicDirectory
+from lib.utils.compat.atomic_directory import atomic_torch_save as atomic_torch_save
+from lib.utils.compat.metrics_tracker import MetricsTracker as MetricsTracker
+from lib.utils.compat.samplers import AdvancedTooFarError as AdvancedTooFarError
+from lib.utils.compat.samplers import HasNotResetProgressError as HasNotResetProgressError
 from lib.utils.compat.samplers import (
-    AdvancedTooFarError,
-    HasNotResetProgressError,
-    InterruptableDistributedGroupedBatchSampler,
-    InterruptableDistributedSampler,
-    InterruptableSampler,
-    InterruptibleSampler,
+    InterruptableDistributedGroupedBatchSampler as InterruptableDistributedGroupedBatchSampler,
 )
-from lib.utils.compat.sharded_dataset import DistributedShardedDataset
-from lib.utils.compat.timer import TimestampedTimer
+from lib.utils.compat.samplers import InterruptableDistributedSampler as InterruptableDistributedSampler
+from lib.utils.compat.samplers import InterruptableSampler as InterruptableSampler
+from lib.utils.compat.samplers import InterruptibleSampler as InterruptibleSampler
+from lib.utils.compat.sharded_dataset import DistributedShardedDataset as DistributedShardedDataset
+from lib.utils.compat.timer import TimestampedTimer as TimestampedTimer
