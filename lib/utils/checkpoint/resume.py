@@ -307,7 +307,8 @@ def _check_tensors(past, tensors):
 @torch.no_grad()
 def _fill(past, tensors, world):
     if past.reader in (None, world.rank):
-        shards.read(past.folder, past.manifest["pieces"], tensors)
+        own = shards.file_of(world.rank)  # holds all blocks of this rank, if as many ranks wrote it
+        shards.read(past.folder, sorted(past.manifest["shards"], key=lambda file: file != own), tensors)
     for name in sorted(tensors) if past.reader is not None else ():
         values = tensors[name].detach().contiguous()
         dist.broadcast(values.reshape(-1).view(torch.uint8), past.reader)
