@@ -125,7 +125,8 @@ class Checkpoints:
         self.check_folder()
         save = Save(f"step_{step}", {**facts, "tensors": schema(tensors)}, keep)
         try:
-            last = max(self.disk.do(lambda: run_folder.last_number(self.folder)))
+            newest = self.disk.do(lambda: str(run_folder.newest(self.folder) or ""))
+            last = max(run_folder.number(Path(path).name) for path in newest)
             save.name = f"{last + 1:06d}_step_{step}"
             self.disk.do(lambda: self._make_partial(save))
         except OSError as error:
