@@ -249,7 +249,7 @@ class Trainer:
         """Continue from a checkpoint, or start a new run, from -weights if they are given."""
         self.checkpoints.open()
         if past:
-            resume.set_damaged_aside(past, self.checkpoints.disk)
+            resume.set_damaged_aside(past, self.checkpoints.disk, self.checkpoints.folder)
             if self.args.weights:
                 log.info("-weights is not used: the run goes on from its checkpoint")
             self.load(past)

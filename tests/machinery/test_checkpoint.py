@@ -74,12 +74,12 @@ def test_one_save_at_most_is_in_flight_and_the_loop_is_stopped_by_none_before(tm
     flying, most, message = [], [], []
     real, goes_on = shards.write, threading.Semaphore(0)
 
-    def write(path, blocks):
+    def write(path, *blocks):
         flying.append(path)
         most.append(len(flying))
         assert goes_on.acquire(timeout=30), "the loop waits for the save that it began"
         time.sleep(0.2)  # long enough for another to come in between
-        answer = real(path, blocks)
+        answer = real(path, *blocks)
         flying.pop()
         message.append("written")
         return answer

@@ -27,7 +27,7 @@ from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
-FORMAT = 2
+FORMAT = 3
 SEAL = b',\n"crc32": %d\n}\n'  # the end of every manifest, whatever its format: the checksum of all before it
 EVERY = re.compile(r"(\d+)(epoch|step|min)?")  # the value of -save_every, which was checked
 FAILURES = 3  # saves in a row that may fail before the run ends
@@ -125,15 +125,16 @@ class Checkpoints:
         self.check_folder()
         save = Save(f"step_{step}", {**facts, "tensors": schema(tensors)}, keep)
         try:
-            last = max(self.disk.do(lambda: run_folder.last_number(self.folder)))
+            newest = self.disk.do(lambda: str(run_folder.newest(self.folder) or ""))
+            last = max(run_folder.number(Path(path).name) for path in newest)
             save.name = f"{last + 1:06d}_step_{step}"
             self.disk.do(lambda: self._make_partial(save))
         except OSError as error:
             self._fail(save, f"{error}, {run_folder.free_there(self.folder)}")
             return
         mine = shards.pieces(tensors, self.disk.share, first)
-        places = [[piece.name, list(piece.start), list(piece.values.shape)] for piece in mine]
-        save.job = self.thread.submit(self._write, save, self.copies.make(mine), places)
+        starts = {piece.name: list(piece.start) for piece in mine if any(piece.start)}
+        save.job = self.thread.submit(self._write, save, self.copies.make(mine), starts)
         self.saving = save
 
     def writing(self) -> bool:
@@ -201,10 +202,10 @@ class Checkpoints:
         if save.keep:
             (self._partial(save) / "keep").touch()
 
-    def _write(self, save, blocks, places):
+    def _write(self, save, blocks, starts):
         self.copies.wait()
-        file = f"shard_{self.world.rank:04d}.safetensors"
-        return {"file": file, **shards.write(self._partial(save) / file, blocks), "pieces": places}
+        file = shards.file_of(self.world.rank)
+        return {file: shards.write(self._partial(save) / file, blocks, starts)}
 
     def _answer(self, save):
         if save.job is None:
@@ -215,12 +216,8 @@ class Checkpoints:
         return save.job.result() or {}
 
     def _publish(self, save, answers):
-        table = {}
-        for answer in answers:
-            for name, start, shape in answer["pieces"]:
-                table.setdefault(name, []).append([answer["file"], start, shape])
-        files = {answer["file"]: {"bytes": answer["bytes"], "crc32": answer["crc32"]} for answer in answers}
-        manifest = {"format": FORMAT, **save.facts, "shards": files, "pieces": table}
+        files = {file: written for answer in answers for file, written in answer.items()}
+        manifest = {"format": FORMAT, **save.facts, "shards": files}
         atomic.write_file(self._partial(save) / "manifest.json", sealed(manifest))
         atomic.publish(self._partial(save), self.folder / save.name)
         try:
@@ -275,7 +272,6 @@ def read_manifest(folder: Path) -> dict:
     if manifest.get("format") != FORMAT:
         other = f"is of format {manifest.get('format')}, written by {manifest.get('about')}"
         raise UsageError(f"{path}: {other}; this code reads format {FORMAT}: take that version, or -reset")
-    shards.check(folder, manifest)
     return manifest
 
 

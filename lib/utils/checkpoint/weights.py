@@ -87,23 +87,18 @@ def start_from(path: str, model: torch.nn.Module, whole: bool = False):
         UsageError: see `fitting`; or the model has something (`whole`) that the file lacks.
     """
     weights, mine, fits = fitting(path, model, "cpu")
-    if whole and fits != {*mine}:
-        names = ", ".join(sorted({*mine} - fits)[:4])
+    missing = sorted({*mine} - fits)
+    if whole and missing:
+        names = ", ".join(missing[:4])
         raise UsageError(f"-weights {path}: not the weights of this model: {names} is missing or of another shape")
     with torch.no_grad():
         for name in fits:
             shards.put(mine[name], weights[name])
     log.info("-weights %s: %d tensors taken", path, len(fits))
-    both = {*mine} & {*weights}
-    tied = {*model.state_dict()} - {*mine}  # other names of tensors that were taken
-    lists = {
-        "missing there": {*mine} - both,
-        "not used": {*weights} - both - tied,
-        "of another shape there": both - fits,
-    }
-    for kind, names in lists.items():
+    unused = sorted({*weights} - {*model.state_dict()})
+    for kind, names in (("missing there, or of another shape", missing), ("not used", unused)):
         if names:
-            log.warning("-weights %s: %s: %s", path, kind, ", ".join(sorted(names)))
+            log.warning("-weights %s: %s: %s", path, kind, ", ".join(names))
 
 
 def fitting(path: str, model: torch.nn.Module, device: str) -> tuple[dict, dict, set]:
