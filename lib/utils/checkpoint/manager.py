@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from lib.utils import distributed
-from lib.utils.checkpoint import atomic, run_folder, shards, shared_disk, staging
+from lib.utils.checkpoint import atomic, run_folder, shards, shared_disk, staging, weights
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -84,6 +84,7 @@ class Checkpoints:
         self.copies = staging.Copies()
         self.saving: Save | None = None
         self.failures = 0  # in a row
+        self.best: dict | None = None  # the best weights, until the thread has written them
 
     def open(self):
         """Find out which ranks share the folder, and remove what crashes left there. Call it before all else."""
@@ -137,6 +138,15 @@ class Checkpoints:
         save.job = self.thread.submit(self._write, save, self.copies.make(mine), starts)
         self.saving = save
 
+    def write_best(self, tensors: dict):
+        """Write best/weights.safetensors in the background, from whole tensors on rank 0's CPU that stay as they are.
+
+        The checkpoints that follow name them: none is published before they are written.
+        """
+        self.check_folder()
+        if self.world.is_main:
+            self.thread.submit(self._write_best, tensors)
+
     def writing(self) -> bool:
         """Whether this rank is at work on a save; any thread may ask."""
         save = self.saving
@@ -145,7 +155,7 @@ class Checkpoints:
     def poll(self):
         """Move the save in flight on, once every rank is ready. Raises SaveError when saving fails for good."""
         save = self.saving
-        if save is None or distributed.max_(torch.tensor([float(self.writing())]), self.world).item():
+        if save is None or distributed.largest([float(self.writing())], self.world)[0]:
             return
         answers = distributed.gather_json(self._answer(save), self.world)
         errors = [answer["error"] for answer in answers if "error" in answer]
@@ -202,8 +212,15 @@ class Checkpoints:
         if save.keep:
             (self._partial(save) / "keep").touch()
 
+    def _write_best(self, tensors=None):
+        self.best = tensors or self.best
+        if self.best:
+            weights.write(self.folder.parent / "best", self.best)  # if it fails, the next save tries again
+            self.best = None
+
     def _write(self, save, blocks, starts):
         self.copies.wait()
+        self._write_best()
         file = shards.file_of(self.world.rank)
         return {file: shards.write(self._partial(save) / file, blocks, starts)}
 

@@ -16,30 +16,13 @@ from lib.utils.errors import UsageError
 log = logging.getLogger(__name__)
 
 
-def keep(folder: Path, tensors: dict[str, Tensor], world: World, must: bool = True) -> bool:
-    """Write folder/weights.safetensors on rank 0 while all ranks wait.
-
-    Returns:
-        False, with a warning, if the disk failed and writing need not succeed (`must`).
-    """
-    whole = _gathered(tensors, world)
-    try:
-        distributed.main_does(lambda: write(folder, whole), world)
-    except OSError as error:  # and no other: a lost process is a RuntimeError
-        if must:
-            raise
-        log.warning("%s: the run goes on without", error)
-        return False
-    return True
-
-
-def _gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return the tensors, whole, on rank 0's CPU, and empty ones elsewhere. All ranks call this together."""
+def gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Return copies of the tensors, whole, on rank 0's CPU; empty ones elsewhere. All ranks call this together."""
     whole = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
         full = tensor.full_tensor() if shards.is_sharded(tensor) else tensor
-        whole[name] = full.cpu() if world.is_main else full.new_empty(0)
+        whole[name] = full.to("cpu", copy=True) if world.is_main else full.new_empty(0)
     return whole
 
 
