@@ -191,7 +191,6 @@ def _slurm(add):
     add("-slurm_signal_s", COUNT, "seconds of warning before the time limit", 120)
     add("-slurm_dir", DIR, "the job's files, on a shared disk (OUT/NAME/slurm)")
     add("-slurm_dry", SWITCH, "show what would be submitted, and the answer of sbatch --test-only")
-    add("-slurm_live", SWITCH, "let the job run the code as it is when it starts, not a snapshot of it")
 
 
 @functools.cache
