@@ -1,7 +1,6 @@
 """Trains a model: the whole run on one page."""
 
 import contextlib
-import sys
 from pathlib import Path
 
 from lib import config, launch
@@ -71,6 +70,7 @@ def run(args) -> int:
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
         startup.report("model")
 
+        stack.enter_context(startup.over())
         folder.begin(config.to_yaml(args, runtime.about(world), batch_size=plan.batch, micro_batch=plan.micro))
         console.setup_logging(folder.path, world.rank, world.is_main)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
@@ -80,4 +80,4 @@ def run(args) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    startup.program(main)

@@ -157,7 +157,7 @@ def test_a_trainer_goes_on_after_a_stop_and_ends_at_the_same_bits(name, tmp_path
 @pytest.mark.parametrize("flag", ["-mlp_width", "-mlp_depth=-1", "-mlp_dropout=1", "-convnet_width",
                                   "-convnet_dropout=-0.1", "-random_samples", "-fake_samples", "-gpt_depth",
                                   "-gpt_width=6", "-gpt_dropout=1", "-vit_heads", "-vit_patch=3", "-vit_dropout=1",
-                                  "-text_length", "-text_samples=-1", "-text_fingerprint=abc"])  # fmt: skip
+                                  "-text_length", "-text_samples=-1"])  # fmt: skip
 def test_a_shipped_plugin_names_the_flag_that_is_wrong(flag):
     flag, _, value = flag.partition("=")
     name, value = flag[1:].split("_")[0], value or "0"

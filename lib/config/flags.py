@@ -121,7 +121,6 @@ def _training(add):
     add("-loss", one_of(*table("loss")), "loss function, of lib/core/loss.py", "cross_entropy")
     add("-label_smoothing", value(real(0, 1), "X"), "label smoothing of cross_entropy, 0 to 1", 0.0)
     add("-log_every", COUNT, "steps between log lines", 50, on_resume="allow")
-    add("-log_histograms", COUNT, "steps between histograms of weights and gradients", on_resume="allow")
     add("-max_bad_steps", COUNT, "fail after N steps in a row whose gradients are not finite", 10, on_resume="allow")
 
 
@@ -150,7 +149,6 @@ def _saving(add):
     add("-keep_last", COUNT, "checkpoints to keep", 2)
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's for good; 0: none", 0)
     add("-best", value(types.metric, "METRIC"), "val metric of the best weights: f1, mae:min (accuracy, else loss)")
-    add("-save_strict", SWITCH, "a save that fails ends the run")
     add("-resume", PATH, "go on from another run's folder or checkpoint", on_resume="forget")
     add("-weights", FILE, "start from these weights: safetensors or a torch file")
     allowed = "flag that may differ from the checkpoint, repeatable; nan: allow weights that are not finite"

@@ -17,6 +17,7 @@ from lib.launch import environment, multinode, requeue, signals
 from lib.launch.children import RAISED, Cause, Child, Failure, pass_signals_to, watch
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FAILED, STOPPING, USAGE, UsageError, no_exit
+from lib.utils.monitoring import startup
 
 
 def start(args, target: str) -> int:
@@ -68,8 +69,10 @@ def spawn(args, target: str, count: int) -> int:
         raise UsageError(
             f"-batch_size {args.batch_size} has not a sample for each of {meeting.size} processes: try {meeting.size}"
         )
+    if fork_is_safe():
+        importlib.import_module("torch._dynamo")  # takes a second, here once for all
     children = []
-    with pass_signals_to(children) as passed:
+    with startup.over(), pass_signals_to(children) as passed:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until there is a child to pass them to
         alive = start_children(children, functools.partial(call, target, args), args.grace_s, count, meeting)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -86,7 +89,6 @@ def start_children(children: list, run: Callable[[], int], grace_s: float, count
     ended, alive = context.Pipe(duplex=False)
     shared = {"run": run, "grace_s": grace_s, "parent_ended": ended, "inherited": []}
     if context.get_start_method() == "fork":
-        importlib.import_module("torch._dynamo")  # takes a second, here once for all
         shared["inherited"] = [
             one for one in (alive, meeting.listener, *(link.pipe for link in meeting.links)) if one
         ]

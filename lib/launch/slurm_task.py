@@ -3,7 +3,6 @@
 It starts without torch, so that signals are handled from the first moment.
 """
 
-import gc
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 from lib.launch import environment, local, multinode, requeue
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, STOPPED, UsageError
+from lib.utils.monitoring import startup
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 PICKLE = "submitted.pkl"  # Submitit's, in the folder of the job's code: what each start runs
@@ -34,10 +34,7 @@ def task() -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
     from submitit.core import utils
 
-    try:
-        return utils.DelayedSubmission.load(PICKLE).result()
-    finally:
-        gc.unfreeze()  # triton's nanobind reports frozen objects as leaks when Python ends
+    return utils.DelayedSubmission.load(PICKLE).result()
 
 
 def work(args, target: str, where: str) -> int:
@@ -142,4 +139,4 @@ def head(suffix: str | None) -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    startup.program(lambda: main(*sys.argv[1:]))

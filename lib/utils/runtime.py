@@ -1,9 +1,7 @@
 """Settings of torch and Python for speed, and facts on the machine and the code."""
 
 import collections
-import contextlib
 import functools
-import gc
 import importlib.metadata
 import platform
 import socket
@@ -35,20 +33,6 @@ def kernels(world: World, deterministic: bool):
             getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
 
 
-@contextlib.contextmanager
-def frozen():
-    """Let Python's garbage collector skip all objects that exist, in the block.
-
-    It then takes microseconds, and loader processes, which are forked copies, share more memory.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def throttle(batches: Iterable, device: torch.device) -> Iterator:
     """Yield the same batches. Waits for a GPU that is LAUNCHED batches behind, which costs it nothing."""
     launched = collections.deque()
@@ -68,11 +52,16 @@ def about(world: World) -> dict:
         **_code(world),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "torchvision": importlib.metadata.version("torchvision"),
+        "torchvision": _torchvision(),
         "threads": torch.get_num_threads(),
         "host": socket.gethostname(),
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
+
+
+@functools.cache  # reading it takes a millisecond, and every checkpoint has it
+def _torchvision():
+    return importlib.metadata.version("torchvision")
 
 
 @functools.cache  # a checkpoint needs it, too, and must start no process

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -327,6 +328,33 @@ def test_a_pool_of_a_plugin_ends_without_a_word_of_the_run(capfd):
         process.join()
     assert process.exitcode == -signal.SIGTERM
     assert "SIGTERM" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("ends, code, lines", [
+    ("return 75", 75, ["end of main", "atexit", "finalizer"]),
+    ("sys.exit(3)", 3, ["end of main", "atexit", "finalizer", "objects"]),
+    ("raise OSError('no disk')", 1, ["end of main", "atexit", "finalizer", "objects"]),
+])  # fmt: skip
+def test_a_program_calls_and_flushes_all_and_leaves_its_objects_to_the_system(ends, code, lines):
+    """Without a code of main's own, it ends as Python does, object by object."""
+    text = f"""
+import atexit, sys, threading, time
+from multiprocessing.util import Finalize
+from lib.utils.monitoring import startup
+class Object:
+    def __del__(self, write=sys.stdout.write):
+        write("objects\\n")
+kept = Object()
+def main():
+    Finalize(None, print, ("finalizer",), exitpriority=1)
+    atexit.register(print, "atexit")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("end of main"))).start()
+    {ends}
+startup.program(main)
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stdout.split("\n")[:-1]) == (code, lines)
+    assert ("no disk" in done.stderr) == (code == 1)
 
 
 def test_a_rank_that_leaked_from_elsewhere_is_passed_over(start, undisturbed):
