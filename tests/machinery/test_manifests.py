@@ -134,3 +134,22 @@ def test_files_whose_checksum_is_right_but_not_their_content_are_refused_and_run
         with pytest.raises(shards.Damaged, match=f"{FILE}|its files lack a part of model"):
             run(copy.parent, f"{SMALL} -cpu 1 -model few_norm_net")
     assert not mark.exists()
+
+
+def test_a_reader_opens_no_more_files_than_it_takes_and_puts_blocks_where_they_belong(tmp_path, monkeypatch):
+    rows, count = torch.arange(12.0).reshape(6, 2), torch.tensor(7)
+    for rank, blocks in enumerate(
+        ([("rows", rows[:2]), ("count", count)], [("rows", rows[2:4])], [("rows", rows[4:])])
+    ):
+        shards.write(tmp_path / shards.file_of(rank), blocks, {"rows": [2 * rank, 0]} if rank else None)
+    opened, real = [], shards.safe_open
+    monkeypatch.setattr(shards, "safe_open", lambda path, **words: (opened.append(path.name), real(path, **words))[1])
+    files = [shards.file_of(rank) for rank in (0, 1, 2)]
+    found = {"rows": torch.zeros(6, 2), "count": torch.tensor(0)}
+    shards.read(tmp_path, files, found)
+    assert torch.equal(found["rows"], rows) and found["count"] == 7 and opened == files
+    opened.clear()
+    shards.read(tmp_path, files, {"count": torch.tensor(0)})
+    assert opened == files[:1]
+    with pytest.raises(shards.Damaged, match="lack a part of rows"):
+        shards.read(tmp_path, files[1:], {"rows": torch.zeros(6, 2)})
