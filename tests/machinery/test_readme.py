@@ -74,7 +74,7 @@ def fork(tmp_path_factory):
             shutil.copy(ROOT / name, folder / name)
     for name, text in FILES.items():
         (folder / name).write_text(text)
-    _photos(folder / "photos")
+    _photos(folder / "data" / "photos")
     return folder
 
 
@@ -91,7 +91,7 @@ def test_every_command_of_the_pages_is_held_by_a_test():
 def test_every_command_of_train_py_is_understood(tmp_path):
     _photos(tmp_path / "photos")
     (tmp_path / "config.yaml").write_text("epochs: 3\n")
-    shapes = {r"-cfg out/\S+": f"-cfg {tmp_path}/config.yaml", r"-data (photos|DIR)": f"-data {tmp_path}/photos",
+    shapes = {r"-cfg out/\S+": f"-cfg {tmp_path}/config.yaml", r"-data (data/photos|DIR)": f"-data {tmp_path}/photos",
               r"-text_from PATH": "-text_from lib", r"-image_size \S+": ""}  # fmt: skip
     for kind, names in STAND_INS.items():
         shapes[rf"-{kind} ({'|'.join(names)})\b"] = f"-{kind} {INSTEAD[kind]}"
