@@ -37,7 +37,7 @@ def run(args) -> int:
     from lib.core import optimizer as optimizers
     from lib.utils import distributed, runtime, seeding
     from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
-    from lib.utils.data import loader
+    from lib.utils.data import loader, options
     from lib.utils.monitoring import console, logger
 
     startup.report("imports")
@@ -69,7 +69,9 @@ def run(args) -> int:
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
         startup.report("model")
 
-        folder.begin(config.to_yaml(args, runtime.about(world), batch_size=plan.batch, micro_batch=plan.micro))
+        names = options.options_of(splits["train"]).classes or ()
+        about = {**runtime.about(world), "classes": [str(name) for name in names]}
+        folder.begin(config.to_yaml(args, about, batch_size=plan.batch, micro_batch=plan.micro))
         console.setup_logging(folder.path, world.rank, world.is_main)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
         log = stack.enter_context(logger.opened(folder.path, world, args, plan.steps, resume.state(past, plan)))

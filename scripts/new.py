@@ -110,7 +110,7 @@ lib/core/         READ  loss, optimizer, scheduler, DDP and FSDP
 lib/config/             flags and -cfg files
 lib/launch/             processes here, on several machines, on Slurm
 lib/utils/              data order, checkpoints, logs, stop signals
-scripts/                train, test, status, plot, export, doctor, recipes, Slurm, Kubernetes
+scripts/                train, test, status, plot, predict, export, doctor, recipes, Slurm, Kubernetes
 tests/                  tests of the plugins, the configuration, a run, a resume
 ```
 
