@@ -12,6 +12,7 @@ from processes import CLEAN
 ROOT = Path(__file__).resolve().parents[2]
 OLD = re.search(r'^name = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
 NAME = "twenty-four-letter-names"
+INDEPENDENT = ("tests/test_resume.py", "tests/test_train.py")
 NEW = ("arch", "dataset", "trainer")
 LAYERS = "\n".join(
     f"    layers.append( nn.Linear(width,width) ) ; layers.append(nn.ReLU( ))  # {n}" for n in range(55)
@@ -73,9 +74,15 @@ def output_of(folder, *words, code=0, **env) -> str:
     return run.stdout + run.stderr
 
 
-def one_of_each(tests: list[str], own: tuple[str, ...]) -> list[str]:
-    """The first case of each test, and all cases of plugins whose names begin with one of `own`."""
-    first = {name.partition("[")[0]: name for name in reversed(tests)}
+def enough_of(tests: list[str], own: tuple[str, ...]) -> list[str]:
+    """The first case of each test, and all cases of plugins whose names begin with one of `own`.
+
+    Of files that bring all plugins with them, so that it does not matter to them what is in lib, the first test.
+    """
+    first = {}
+    for name in tests:
+        file = name.partition("::")[0]
+        first.setdefault(file if file in INDEPENDENT else name.partition("[")[0], name)
     return [one for one in tests if one in first.values() or one.partition("[")[2].startswith(own)]
 
 
@@ -166,13 +173,13 @@ def test_both_commands_of_a_project_pass_whatever_the_style_of_what_is_added(for
     for name in (fork / "scripts" / "recipes").glob("gpt*.yaml"):
         name.unlink()
     assert "finished:" in output_of(fork, "./scripts/train.sh", "-dataset", "Blobs", "-arch", "deep", "-cpu", "2")
-    # All cases pass in the template. Here is one of each test, and all of the plugins of this project.
+    # All cases pass in the template. What may differ here is what they make of this project's plugins.
     tests = re.findall(r"^tests/\S+::.*", python(fork, "-m", "pytest", "--collect-only"), re.M)
     own = ("deep", "Blobs", "dicts", "own_", "arch-deep", "dataset-Blobs", "trainer-dicts")
-    left_out = {*tests} - {*one_of_each(tests, own)}
+    left_out = {*tests} - {*enough_of(tests, own)}
     options = shlex.join(["-vv", *(f"--deselect={name}" for name in sorted(left_out))])
     said = output_of(fork, "./scripts/test.sh", PYTEST_ADDOPTS=options)
-    assert not re.search(r"\d+ failed", said) and int(re.search(r"(\d+) passed", said)[1]) > 90
+    assert not re.search(r"\d+ failed", said) and int(re.search(r"(\d+) passed", said)[1]) > 50
     for name in ("deep", "Blobs", "dicts", "own_arch", "own_dataset", "own_trainer", "test_mine.py::test_it"):
         results = re.findall(rf"(PASSED|SKIPPED) .*\b{name}\]?\s*$", said, re.M)
         assert results and set(results) == {"PASSED"}, f"{name}: {results}"
