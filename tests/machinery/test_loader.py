@@ -77,6 +77,13 @@ def test_a_step_is_cut_into_whole_micro_batches_and_a_short_one_into_parts_of_tw
     assert plan.pass_size == plan.micro or plan.batch < plan.micro * plan.ranks, "cut finer without need"
 
 
+def test_a_rank_makes_its_own_micro_batches_only_however_many_ranks_there_are():
+    ranks = 2**40
+    share = dealt(range(2**50), Plan(2**50, 4 * ranks, 4, False, ranks), ranks - 1).micro_batches(0, first_step=3)
+    one = next(share)
+    assert one.number == ranks - 1 and one.step_samples == 4 * ranks and len(one.indices) == 4
+
+
 @STEADY
 @given(plan=plans(), seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans())
 def test_all_ranks_together_see_each_sample_once_in_torchs_order(plan, seed, epoch, shuffle):

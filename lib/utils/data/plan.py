@@ -4,8 +4,8 @@ Everything here is a function of (seed, epoch, step, micro-batch): nothing is st
 is repeated to fill a share.
 """
 
-import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lib.utils.distributed import World
@@ -36,7 +36,7 @@ class Plan:
         """Return how many steps of its epoch a run has done; `state` holds its epoch and step."""
         return state.step - state.epoch * self.steps
 
-    def spans(self, step: int) -> list[range]:
+    def spans(self, step: int) -> "Spans":
         """Return the micro-batches of an epoch's step, of all ranks, as positions in the epoch's order.
 
         A short last batch is spread over as many micro-batches as leave two samples in each, as BatchNorm needs two;
@@ -44,12 +44,30 @@ class Plan:
         """
         start = step * self.batch
         count = min(self.batch, self.samples - start)
-        if count == self.batch:
-            edges = range(start, start + count + 1, self.pass_size)
-        else:
-            parts = max(math.ceil(count / self.micro), min(self.batch // self.pass_size, count // 2))
-            edges = [start + part * count // parts for part in range(parts + 1)]
-        return [range(*span) for span in itertools.pairwise(edges)]
+        parts = self.batch // self.pass_size
+        if count < self.batch:
+            parts = max(math.ceil(count / self.micro), min(parts, count // 2))
+        return Spans(start, count, parts)
+
+
+@dataclass(frozen=True)
+class Spans(Sequence):
+    """`places` from `start` on, cut into `parts` ranges of equal length, or one place more.
+
+    A range is made when it is wanted: a rank needs its own, of the thousands of a large run.
+    """
+
+    start: int
+    places: int
+    parts: int
+
+    def __len__(self):
+        return self.parts
+
+    def __getitem__(self, number: int) -> range:
+        number = range(self.parts)[number]
+        first, end = (self.start + part * self.places // self.parts for part in (number, number + 1))
+        return range(first, end)
 
 
 @dataclass(frozen=True)
