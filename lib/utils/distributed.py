@@ -15,6 +15,7 @@ from lib.utils.errors import PARENT, UsageError
 CPU = torch.device("cpu")
 FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # that `together` shares, the most telling first
 LEFT = []  # process groups that this process left
+TAG = 1_000_003  # of the messages between two ranks below; plugins may send their own
 START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read
 
 
@@ -100,12 +101,15 @@ def agreed(args, world: World) -> World:
         UsageError: on all ranks; names the flag and both values.
     """
     flags = {name: str(value) for name, value in sorted(vars(args).items()) if name not in args.flag_rules.per_node}
-    (launch, first), *others = gather_json([launch_id(), flags], world)
-    for rank, (_, theirs) in enumerate(others, 1):
-        for name in {**first, **theirs}:
-            if first.get(name) != theirs.get(name):
-                values = f"-{name} is {theirs.get(name)} on rank {rank} and {first.get(name)} on rank 0"
+    launch, first = broadcast_json([launch_id(), flags], world)
+
+    def compare():
+        for name in {**first, **flags}:
+            if first.get(name) != flags.get(name):
+                values = f"-{name} is {flags.get(name)} on rank {world.rank} and {first.get(name)} on rank 0"
                 raise UsageError(f"{values}: give all processes the same")
+
+    attempt(compare, world)
     return dataclasses.replace(world, launch=launch)
 
 
@@ -181,11 +185,46 @@ def sum_(tensor: torch.Tensor, world: World) -> torch.Tensor:
     return tensor
 
 
-def max_(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """Take the tensor's largest values over all ranks, in place."""
-    if world.size > 1:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+def sum_small(tensor: torch.Tensor, world: World, group=None) -> torch.Tensor:
+    """Sum a small tensor on the CPU over all ranks, in place. A `group` comes with its own `world_in`."""
+    return _reduce_small(tensor, dist.ReduceOp.SUM, world, group)
+
+
+def max_(tensor: torch.Tensor, world: World, group=None) -> torch.Tensor:
+    """Take the largest values of a small tensor on the CPU over all ranks, in place."""
+    return _reduce_small(tensor, dist.ReduceOp.MAX, world, group)
+
+
+def _reduce_small(tensor, operation, world, group):
+    """Combine the tensors of all ranks along a binomial tree, in 2 log2(size) rounds.
+
+    gloo's own all_reduce passes them around a ring, in 2 size rounds: docs/scaling.md.
+    """
+    if world.size == 1:
+        return tensor
+    if _message_device(group) != CPU:
+        moved = tensor.to(_message_device(group))
+        dist.all_reduce(moved, operation, group=group)
+        return tensor.copy_(moved)
+    combine = torch.add if operation == dist.ReduceOp.SUM else torch.maximum
+    # The messages between two ranks do not know of `set_patience` by themselves.
+    patience = (group or dist.group.WORLD)._get_backend(CPU).options._timeout
+    other, distance = torch.empty_like(tensor), 1
+    while distance < world.size:
+        if world.rank & distance:
+            dist.isend(tensor, group=group, group_dst=world.rank - distance, tag=TAG).wait(patience)
+            break
+        if world.rank + distance < world.size:
+            dist.irecv(other, group=group, group_src=world.rank + distance, tag=TAG).wait(patience)
+            combine(tensor, other, out=tensor)
+        distance *= 2
+    dist.broadcast(tensor, group=group, group_src=0)  # along a tree, too
     return tensor
+
+
+def _message_device(group=None):
+    """Return where tensors of messages lie: the CPU, but in a group without gloo, which only a plugin makes."""
+    return CPU if "cpu:" in dist.get_backend_config(group) else torch.accelerator.current_accelerator()
 
 
 def world_in(group=None) -> World:
@@ -196,23 +235,36 @@ def world_in(group=None) -> World:
 
 
 def gather_json(value, world: World, group=None) -> list:
-    """Return every rank's value (JSON), by rank, on all ranks. A `group` comes with its own `world_in`."""
+    """Return every rank's value (JSON), by rank, on all ranks. A `group` comes with its own `world_in`.
+
+    Every rank receives `world.size` values as long as the longest: for short ones, and rare moments.
+    """
     if world.size == 1:
         return [value]
     text = json.dumps(value).encode()
-    device = CPU if "cpu:" in dist.get_backend_config(group) else torch.accelerator.current_accelerator()
-    longest = torch.tensor(len(text), device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
-    mine = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device)
+    longest = max_(torch.tensor(len(text)), world, group)
+    mine = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(_message_device(group))
     rows = [torch.empty_like(mine) for _ in range(world.size)]
     dist.all_gather(rows, mine, group=group)
     return [json.loads(bytes(row.cpu().numpy())) for row in rows]
 
 
-def together(action, world: World) -> list:
-    """Return what `action()` gave (JSON) on each rank, by rank, on all ranks; None of a rank whose `action` is None.
+def broadcast_json(value, world: World, root: int = 0):
+    """Return the value (JSON) of one rank, on all ranks."""
+    if world.size == 1:
+        return value
+    text = json.dumps(value).encode() if world.rank == root else b""
+    length = torch.tensor(len(text), device=_message_device())
+    dist.broadcast(length, root)
+    data = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8).to(length.device)
+    dist.broadcast(data, root)
+    return json.loads(bytes(data.cpu().numpy()))
 
-    If it raises on one rank, it raises on all, so that none waits in vain.
+
+def attempt(action, world: World):
+    """Return what `action()` gave on this rank, None where `action` is None. If it raises on one, it raises on all.
+
+    So none waits in vain.
 
     Raises:
         UsageError, OSError, RuntimeError or ValueError: the first of them, on the lowest rank that met it.
@@ -222,17 +274,25 @@ def together(action, world: World) -> list:
         value = action() if action else None
     except FAILURES as error:
         failure = error
-    kind = next((number for number, kind in enumerate(FAILURES) if isinstance(failure, kind)), None)
-    answers = gather_json([value, kind, str(failure)], world)
-    faults = [(kind, rank, text) for rank, (_, kind, text) in enumerate(answers) if kind is not None]
-    if faults:
-        kind, rank, text = min(faults)
-        if failure and rank == world.rank:
-            raise failure
-        raise UsageError(text) if kind == 0 else FAILURES[kind](f"rank {rank}: {text}")
-    return [value for value, _, _ in answers]
+    kind = next((number for number, kind in enumerate(FAILURES) if isinstance(failure, kind)), len(FAILURES))
+    gravity = (len(FAILURES) - kind) * world.size - (
+        world.rank if failure else 0
+    )  # differs between ranks that failed
+    worst = int(max_(torch.tensor(gravity), world))
+    if not worst:
+        return value
+    failed = -worst % world.size
+    kind, text = broadcast_json([kind, str(failure)], world, failed)
+    if failure and failed == world.rank:
+        raise failure
+    raise UsageError(text) if kind == 0 else FAILURES[kind](f"rank {failed}: {text}")
+
+
+def together(action, world: World) -> list:
+    """Return what `action()` gave (JSON) on each rank, by rank, on all ranks. What one raises, all do: `attempt`."""
+    return gather_json(attempt(action, world), world)
 
 
 def main_does(action, world: World):
-    """Return what `action()` gave (JSON) on rank 0, on all ranks. What it raises there, all raise: see `together`."""
-    return together(action if world.is_main else None, world)[0]
+    """Return what `action()` gave (JSON) on rank 0, on all ranks. What it raises there, all raise: see `attempt`."""
+    return broadcast_json(attempt(action if world.is_main else None, world), world)

@@ -197,6 +197,9 @@ def _together(rank, folder):
     world = World(rank=rank, size=2)
     assert distributed.gather_json(["é", "x" * 3000 * rank, math.inf], world)[1][1:] == ["x" * 3000, math.inf]
     assert distributed.together((lambda: rank) if rank else None, world) == [None, 1]
+    assert distributed.attempt(lambda: rank, world) == rank
+    assert distributed.broadcast_json(["é", rank], world, root=1) == ["é", 1]
+    assert distributed.main_does(lambda: {"rank": rank}, world) == {"rank": 0}
     for error in (UsageError("-out: no"), BlockingIOError("busy"), RuntimeError("lost"), UnicodeError("odd")):
         kind = next(kind for kind in (UsageError, OSError, RuntimeError, ValueError) if isinstance(error, kind))
         with pytest.raises(kind, match=f"{error}$") as message:
@@ -208,6 +211,23 @@ def _together(rank, folder):
 
 def fail(error):
     raise error
+
+
+def test_small_tensors_of_any_number_of_ranks_are_combined_in_a_logarithm_of_rounds(tmp_path):
+    def run(rank):
+        world = World(rank=rank, size=5)
+        sent = []
+        real = dist.isend
+        dist.isend = lambda *given, **named: sent.append(named["group_dst"]) or real(*given, **named)
+        assert distributed.sum_small(torch.tensor([0.5, rank]), world).tolist() == [2.5, 10.0]
+        assert sent == ([rank - (rank & -rank)] if rank else []), "each but the first sends once, up a binomial tree"
+        assert distributed.max_(torch.tensor([rank, -rank]), world).tolist() == [4, 0]
+        assert math.isnan(distributed.max_(torch.tensor(math.nan if rank == 3 else 1.0), world))
+        with pytest.raises(OSError, match=r"^rank 2: lost$|^lost$"):
+            distributed.attempt(lambda: fail(OSError("lost") if rank in (2, 4) else ValueError("odd")), world)
+
+    torch.set_num_threads(1)
+    on_ranks(5, run, tmp_path)
 
 
 def _refused(rank, folder):

@@ -80,7 +80,7 @@ def test_two_ranks_with_uneven_names_and_counts_agree_on_exact_sums(tmp_path):
         {"loss": pytest.approx(math.fsum(values), rel=1e-14), "samples": float(len(values))},
     ]
     assert first["intervals"] == expected
-    assert first["collectives"] == 2, "an interval costs two exchanges: how long, and the sums"
+    assert first["collectives"] == ["broadcast"] * 2, "equal names: no rank receives a row from each other one"
     assert first["epoch"]["samples"] == 6.0 + len(values)
     assert first["of a group"] == {"x": 3.0}
 
@@ -105,14 +105,14 @@ def _as_rank(rank, folder):
     for ours in updates:
         for update in ours[rank]:
             tracker.update(update)
-        with _collectives() as groups:
+        with _collectives() as calls:
             intervals.append(tracker.reduce())
     assert math.isnan(MetricsTracker().update({"loss": math.nan if rank else 1.0}).reduce()["loss"])
-    report = {"intervals": intervals, "collectives": len(groups)}
+    report = {"intervals": intervals, "collectives": [name for name, _ in calls]}
     group = dist.new_group([0, 1])
-    with _collectives() as groups:
+    with _collectives() as calls:
         report["of a group"] = MetricsTracker(group=group).update({"x": rank + 1}).reduce()
-    assert all(one is group for one in groups) and len(groups) == 2
+    assert calls == [("broadcast", group)] * 2
     report["epoch"] = tracker.end_epoch().epoch_reports[0]
     (folder / f"{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
@@ -120,11 +120,12 @@ def _as_rank(rank, folder):
 
 @contextmanager
 def _collectives():
-    groups, real = [], (dist.all_reduce, dist.all_gather)
+    calls, real = [], (dist.all_reduce, dist.all_gather, dist.broadcast)
     for call in real:
-        setattr(dist, call.__name__, lambda *a, call=call, **k: (groups.append(k["group"]), call(*a, **k)))
-    yield groups
-    dist.all_reduce, dist.all_gather = real
+        name = call.__name__
+        setattr(dist, name, lambda *a, call=call, **k: (calls.append((call.__name__, k["group"])), call(*a, **k))[1])
+    yield calls
+    dist.all_reduce, dist.all_gather, dist.broadcast = real
 
 
 def test_metrics_lines_are_json_at_once_also_with_nan(tmp_path):
