@@ -99,6 +99,20 @@ def test_looking_ahead_leaves_model_and_optimizer_as_they_were(name):
     assert shards.total_bytes(parts.tensors()) == size
 
 
+@pytest.mark.parametrize(("rows", "parts"), [(8, 2), (10, 4), (5, 4), (1, 3), (7, 7), (4096, 1000)])
+def test_a_sharded_tensor_is_listed_by_its_number_of_parts_and_read_from_those_that_torch_cuts(tmp_path, rows, parts):
+    whole = torch.randn(rows, 3)
+    for rank, part in enumerate(whole.chunk(parts)):  # the last ranks may have nothing
+        shards.write(tmp_path / shards.file_of(rank), [("w", part)])
+    found = torch.zeros(rows, 3)
+    shards.read(tmp_path, {"w": parts}, {"w": found})
+    assert torch.equal(found, whole)
+    manifest = {"tensors": {"w": ["F32", [rows, 3]]}, "pieces": {"w": parts}}
+    shards.check(tmp_path, {**manifest, "shards": {shards.file_of(rank): {} for rank in range(parts)}})
+    with pytest.raises(shards.Damaged, match="w is not whole"):
+        shards.check(tmp_path, {**manifest, "shards": {shards.file_of(rank): {} for rank in range(parts - 1)}})
+
+
 # From another hand
 
 

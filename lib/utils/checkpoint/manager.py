@@ -101,6 +101,7 @@ class Checkpoints:
     def check_room(self, tensors: dict):
         """Raise UsageError where a checkpoint of these tensors could never be written."""
         schema(tensors)
+        shards.layout(tensors, self.disk.ranks)
         out, size = self.folder.parent.parent, shards.total_bytes(tensors)
         if len(self.disk.groups) > 1 and any(isinstance(tensor, shards.DTensor) for tensor in tensors.values()):
             raise UsageError(f"-out {out}: a sharded model needs a folder that all nodes share")
@@ -136,7 +137,9 @@ class Checkpoints:
             self._fail(save, f"{error}, {run_folder.free_there(self.folder)}")
             return
         whole = {name: tensors[name] for name in sorted(early) if not isinstance(tensors[name], shards.DTensor)}
-        mine = shards.pieces(tensors, self.disk.share, {*shards.differing(whole, self.world)})
+        first = {*shards.differing(whole, self.world)}
+        save.facts["pieces"] = shards.layout(tensors, self.disk.ranks, first)
+        mine = shards.pieces(tensors, self.disk.share, first)
         mine = [piece._replace(values=piece.values.clone()) if piece.name in early else piece for piece in mine]
         self.copies.request()
         save.job = self.thread.submit(self._write, save, mine)
@@ -156,16 +159,22 @@ class Checkpoints:
         save = self.saving
         if save is None or distributed.max_(torch.tensor([float(self.writing())]), self.world).item():
             return
-        answers = distributed.gather_json(self._answer(save), self.world)
-        errors = [answer["error"] for answer in answers if "error" in answer]
-        if errors:
-            self._fail(save, errors[0])
-        elif save.written or self.world.size == 1:  # which publishes what it wrote at once
+        try:
+            written = distributed.attempt(lambda: self._result(save), self.world)
+        except OSError as error:
+            self._fail(save, str(error))
+            return
+        if save.written or self.world.size == 1:  # which publishes what it wrote at once
             self.saving, self.failures = None, 0
         else:
             save.written = True
-            ours = [answers[rank] for rank in self.disk.ranks]
-            save.job = self.thread.submit(self._publish, save, ours) if self.disk.leads else None
+            facts = torch.zeros(self.world.size, 2, dtype=torch.int64)
+            facts[self.world.rank] = torch.tensor([written["bytes"], written["crc32"]])
+            facts = distributed.sum_small(facts, self.world).tolist()
+            files = {
+                shards.file_of(rank): {"bytes": facts[rank][0], "crc32": facts[rank][1]} for rank in self.disk.ranks
+            }
+            save.job = self.thread.submit(self._publish, save, files) if self.disk.leads else None
 
     def finish(self):
         """Wait until nothing is in flight. Raises SaveError when saving fails for good."""
@@ -214,29 +223,24 @@ class Checkpoints:
             (partial / "keep").touch()
 
     def _write(self, save, mine):
-        pieces = [[piece.name, list(piece.start), list(piece.values.shape)] for piece in mine]
-        blocks, file = self.copies.make(mine), f"shard_{self.world.rank:04d}.safetensors"
+        blocks = self.copies.make(mine)
         mine.clear()  # clones need no memory while the disk is busy
-        answer = {"file": file, **shards.write(self._partial(save) / file, blocks), "pieces": pieces}
+        file = shards.file_of(self.world.rank)
+        written = shards.write(self._partial(save) / file, blocks)
         if self.world.size == 1:
-            self._publish(save, [answer])
-        return answer
+            self._publish(save, {file: written})
+        return written
 
-    def _answer(self, save):
+    def _result(self, save):
+        """Return what this rank's job returned. Raises OSError if that failed."""
         if save.job is None:
-            return {}
+            return None
         if error := save.job.exception():
-            text = f"{type(error).__name__}: {error}, {run_folder.free_there(self.folder)}"
-            return {"error": f"rank {self.world.rank}: {text}"}
-        return save.job.result() or {}
+            raise OSError(f"{type(error).__name__}: {error}, {run_folder.free_there(self.folder)}")
+        return save.job.result()
 
-    def _publish(self, save, answers):
-        table = {}
-        for answer in answers:
-            for name, start, shape in answer["pieces"]:
-                table.setdefault(name, []).append([answer["file"], start, shape])
-        files = {answer["file"]: {"bytes": answer["bytes"], "crc32": answer["crc32"]} for answer in answers}
-        manifest = {"format": FORMAT, **save.facts, "shards": files, "pieces": table}
+    def _publish(self, save, files):
+        manifest = {"format": FORMAT, **save.facts, "shards": files}
         atomic.write_file(self._partial(save) / "manifest.json", sealed(manifest))
         atomic.publish(self._partial(save), self.folder / save.name)
         try:

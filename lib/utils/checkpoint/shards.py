@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from lib.utils import distributed
 from lib.utils.checkpoint import run_folder
 from lib.utils.distributed import World
+from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 CHUNK = 1 << 20  # bytes
@@ -52,16 +53,49 @@ def pieces(tensors: dict[str, Tensor], world: World, first: Collection[str] = ()
 
     Each rank gets about as many bytes of the latter; those named in `first` are rank 0's.
     """
-    mine, load = [], [0] * world.size
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
+    owners = _owners(tensors, world.size, first)
+    whole = [Piece(name, tensors[name].detach(), (0,) * tensors[name].ndim)
+             for name, rank in owners.items() if rank == world.rank]  # fmt: skip
+    return whole + [piece for name, tensor in tensors.items() if name not in owners for piece in _block(name, tensor)]
+
+
+def layout(tensors: dict[str, Tensor], ranks: list[int], first: Collection[str] = ()) -> dict[str, list | int]:
+    """Return where the files of these ranks have each tensor, as the manifest says it: the same on all ranks.
+
+    One that all ranks have: its blocks, [[file, start, shape], ...]. A sharded one: in how many parts torch cuts it
+    along its first dimension; part i is in file i. A list of all parts would take minutes and gigabytes on thousands
+    of ranks.
+
+    Raises:
+        UsageError: a tensor is sharded in another way.
+    """
+    found = {}
+    for name, rank in _owners(tensors, len(ranks), first).items():
+        shape = list(tensors[name].shape)
+        found[name] = [[file_of(ranks[rank]), [0] * len(shape), shape]]
+    for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            mine += _block(name, tensor)
-            continue
-        rank = 0 if name in first else load.index(min(load))
-        load[rank] += tensor.nbytes
-        if rank == world.rank:
-            mine.append(Piece(name, tensor.detach(), (0,) * tensor.ndim))
-    return mine
+            *copies, cut = tensor.placements
+            parts = tensor.device_mesh.mesh.reshape(-1, tensor.device_mesh.size(-1))[0].tolist()
+            if not cut.is_shard(0) or not all(one.is_replicate() for one in copies) or parts != ranks[: len(parts)]:
+                raise UsageError(f"{name} is sharded by {tensor.placements}: checkpoints hold what FSDP shards")
+            found[name] = len(parts)
+    return found
+
+
+def file_of(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"shard_{rank:04d}.safetensors"
+
+
+def _owners(tensors, size, first) -> dict[str, int]:
+    """Return which of `size` ranks writes each of the tensors that all have."""
+    owners, load = {}, [0] * size
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
+        if not isinstance(tensor, DTensor):
+            owners[name] = 0 if name in first else load.index(min(load))
+            load[owners[name]] += tensor.nbytes
+    return owners
 
 
 def _block(name, tensor):
@@ -141,7 +175,12 @@ def verify(path: Path, wanted: dict):
 def check(folder: Path, manifest: dict):
     """Raise Damaged unless the blocks that a manifest lists make each tensor whole."""
     for name, (_, shape) in manifest["tensors"].items():
-        if sum(math.prod(size) for _, _, size in manifest["pieces"].get(name, [])) != math.prod(shape):
+        blocks = manifest["pieces"].get(name, [])
+        if isinstance(blocks, int):
+            whole = blocks <= len(manifest["shards"])
+        else:
+            whole = sum(math.prod(size) for _, _, size in blocks) == math.prod(shape)
+        if not whole:
             raise Damaged(f"{folder / 'manifest.json'}: {name} is not whole")
 
 
@@ -154,12 +193,12 @@ def whole(folder: Path, manifest: dict, start: str = "") -> dict[str, Tensor]:
     return tensors
 
 
-def read(folder: Path, table: dict[str, list], tensors: dict[str, Tensor]):
+def read(folder: Path, table: dict[str, list | int], tensors: dict[str, Tensor]):
     """Fill the tensors, whole or sharded, in place, from files that were verified.
 
     Args:
         folder: the checkpoint.
-        table: the manifest's pieces: name -> [[file, start, shape], ...], blocks of the whole.
+        table: the manifest's pieces; see `layout`.
         tensors: by name.
 
     Raises:
@@ -168,7 +207,7 @@ def read(folder: Path, table: dict[str, list], tensors: dict[str, Tensor]):
     files = {}
     for name, tensor in tensors.items():
         target, origin = _local(tensor)
-        for file, start, shape in table.get(name, []):
+        for file, start, shape in _blocks(table.get(name, []), tensor.shape, target, origin):
             try:
                 if file not in files:
                     files[file] = safe_open(folder / file, framework="pt")
@@ -178,6 +217,18 @@ def read(folder: Path, table: dict[str, list], tensors: dict[str, Tensor]):
             if block.get_shape() != shape or block.get_dtype() != DTYPES[tensor.dtype]:
                 raise Damaged(f"{folder / file}: {name} is {block.get_dtype()} {block.get_shape()} there")
             _fill(target, origin, block, start, shape)
+
+
+def _blocks(entry: list | int, whole, target, origin) -> list:
+    """Return an entry of `layout` as [[file, start, shape], ...]; of a sharded tensor those the target needs."""
+    if isinstance(entry, list):
+        return entry
+    if not target.numel():
+        return []
+    rows, rest = whole[0], list(whole[1:])
+    size = -(-rows // entry)  # of a part, as torch.chunk has it
+    needed = range(origin[0] // size * size, origin[0] + target.shape[0], size)
+    return [[file_of(at // size), [at] + [0] * len(rest), [min(size, rows - at), *rest]] for at in needed]
 
 
 def _fill(target, origin, block, start, shape):
