@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import socket
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -208,14 +210,17 @@ def _reduce_small(tensor, operation, world, group):
         return tensor.copy_(moved)
     combine = torch.add if operation == dist.ReduceOp.SUM else torch.maximum
     # The messages between two ranks do not know of `set_patience` by themselves.
-    patience = (group or dist.group.WORLD)._get_backend(CPU).options._timeout
+    backend: Any = (group or dist.distributed_c10d._get_default_group())._get_backend(CPU)
+    patience = backend.options._timeout
+    send: Any = functools.partial(dist.isend, group=group, tag=TAG)
+    receive: Any = functools.partial(dist.irecv, group=group, tag=TAG)
     other, distance = torch.empty_like(tensor), 1
     while distance < world.size:
         if world.rank & distance:
-            dist.isend(tensor, group=group, group_dst=world.rank - distance, tag=TAG).wait(patience)
+            send(tensor, group_dst=world.rank - distance).wait(patience)
             break
         if world.rank + distance < world.size:
-            dist.irecv(other, group=group, group_src=world.rank + distance, tag=TAG).wait(patience)
+            receive(other, group_src=world.rank + distance).wait(patience)
             combine(tensor, other, out=tensor)
         distance *= 2
     dist.broadcast(tensor, group=group, group_src=0)  # along a tree, too
@@ -249,7 +254,7 @@ def gather_json(value, world: World, group=None) -> list:
     return [json.loads(bytes(row.cpu().numpy())) for row in rows]
 
 
-def broadcast_json(value, world: World, root: int = 0):
+def broadcast_json(value, world: World, root: int = 0) -> Any:
     """Return the value (JSON) of one rank, on all ranks."""
     if world.size == 1:
         return value
@@ -261,7 +266,7 @@ def broadcast_json(value, world: World, root: int = 0):
     return json.loads(bytes(data.cpu().numpy()))
 
 
-def attempt(action, world: World):
+def attempt(action, world: World) -> Any:
     """Return what `action()` gave on this rank, None where `action` is None. If it raises on one, it raises on all.
 
     So none waits in vain.
@@ -293,6 +298,6 @@ def together(action, world: World) -> list:
     return gather_json(attempt(action, world), world)
 
 
-def main_does(action, world: World):
+def main_does(action, world: World) -> Any:
     """Return what `action()` gave (JSON) on rank 0, on all ranks. What it raises there, all raise: see `attempt`."""
     return broadcast_json(attempt(action if world.is_main else None, world), world)
