@@ -190,7 +190,7 @@ class Checkpoints:
                 fault = f"{self.folder.parent} was removed, moved or unmounted while the run wrote there"
                 raise OSError(f"{fault}. Another run may have its place by now, so this one ends")
 
-        distributed.together(check, self.world)
+        distributed.attempt(check, self.world)
 
     def close(self):
         """Wait for what is in flight and end the writing thread. Raises SaveError if the last save failed."""

@@ -46,9 +46,9 @@ def _gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
 
 def not_finite(model: torch.nn.Module, world: World) -> list[str]:
     """Return the parameters that hold NaN or infinity on any rank, the same on all. All ranks call this together."""
-    local = {name: shards.local(value) for name, value in model.named_parameters()}
-    mine = [name for name, value in local.items() if not torch.isfinite(value).all()]
-    return sorted({name for names in distributed.gather_json(mine, world) for name in names})
+    local = {name: shards.local(value) for name, value in sorted(model.named_parameters())}
+    odd = torch.tensor([not bool(torch.isfinite(value).all()) for value in local.values()], dtype=torch.uint8)
+    return [name for name, found in zip(local, distributed.max_(odd, world), strict=True) if found]
 
 
 def write(folder: Path, tensors: dict[str, Tensor]):
