@@ -1,6 +1,7 @@
 """Notices that a run hangs, says at which step each rank stood, and ends the run."""
 
 import contextlib
+import datetime
 import faulthandler
 import json
 import logging
@@ -73,7 +74,7 @@ class Watch:
     def run(self):
         """Leave signs of life, and report once nothing has moved for too long."""
         store = distributed.store_of_own(self.pulse_s) if self.world.size > 1 else None
-        place, pulse, first = None, 0, []
+        place, pulse, first, reader = None, 0, [], True
         while not self.over.wait(self.pulse_s):
             pulse += 1
             self.stalled += 1
@@ -82,11 +83,37 @@ class Watch:
                 place, self.stalled, self.report = now, 0, ""
                 self.reported.clear()
             suspicious = self.stalled in (self.patience, self.patience + 2)
-            found = self.exchange(store, {"step": self.state.step, "pulse": pulse}, read=suspicious)
+            if store and self.stalled == self.patience:
+                reader = self.comes_first(store)
+            found = self.exchange(store, {"step": self.state.step, "pulse": pulse}, read=suspicious and reader)
             if self.stalled == self.patience:
                 first = found
             elif self.stalled == self.patience + 2:
-                self.end(describe(first, found))
+                self.end(self.shared(store, describe(first, found) if reader else None))
+
+    def comes_first(self, store) -> bool:
+        """Return whether this rank is the first of its step that suspects a hang: it reads the signs of all ranks.
+
+        If each did, the store would have to answer the square of their number.
+        """
+        try:
+            return store.add(f"watchdog/readers/{self.state.step}", 1) == 1
+        except RuntimeError:
+            return True
+
+    def shared(self, store, text: str | None) -> str:
+        """Leave the reader's text in the store, or return it from there (None)."""
+        if store is None:
+            return text or ""
+        key = f"watchdog/report/{self.state.step}"
+        try:
+            if text:
+                store.set(key, text)
+                return text
+            store.wait([key], datetime.timedelta(seconds=max(1.0, 2 * self.pulse_s)))
+            return store.get(key).decode()
+        except RuntimeError:
+            return text or f"rank {self.world.rank} waits at step {self.state.step}, and no other left a report"
 
     def exchange(self, store, mine: dict, read: bool) -> list[dict | None]:
         """Leave a sign of life in the store. Return the last one of every rank, None of a rank that left none."""

@@ -55,6 +55,17 @@ def test_a_rank_that_is_busy_with_something_else_shows_what(start):
     assert "faulty.py" in log and "in pause" in log
 
 
+def test_of_the_ranks_that_stand_at_a_step_one_reads_the_signs_of_all_and_the_others_its_report(tmp_path):
+    ballot, state = types.SimpleNamespace(ticks=0, since=0.0), types.SimpleNamespace(step=7)
+    ranks = [watchdog.Watch(state, ballot, World(rank=rank, size=3), 60.0, tmp_path / "log") for rank in range(3)]
+    store = dist.HashStore()
+    assert [rank.comes_first(store) for rank in ranks] == [True, False, False]
+    assert ranks[0].shared(store, "rank 1 waits") == "rank 1 waits"
+    assert [rank.shared(store, None) for rank in ranks[1:]] == ["rank 1 waits"] * 2
+    state.step = 8
+    assert [rank.comes_first(store) for rank in ranks] == [True, False, False]
+
+
 def test_a_single_process_that_hangs_fails_and_shows_where(start):
     """Interrupted, it says so itself. It does not where somebody may sit at a breakpoint."""
     run = start("alone", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45}, cpu=1)
