@@ -73,13 +73,16 @@ def layout(tensors: dict[str, Tensor], ranks: list[int], first: Collection[str] 
     for name, rank in _owners(tensors, len(ranks), first).items():
         shape = list(tensors[name].shape)
         found[name] = [[file_of(ranks[rank]), [0] * len(shape), shape]]
+    in_order = torch.tensor(ranks)
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             *copies, cut = tensor.placements
-            parts = tensor.device_mesh.mesh.reshape(-1, tensor.device_mesh.size(-1))[0].tolist()
-            if not cut.is_shard(0) or not all(one.is_replicate() for one in copies) or parts != ranks[: len(parts)]:
+            parts = tensor.device_mesh.size(-1)
+            holders = tensor.device_mesh.mesh.flatten()[:parts]  # the first of the copies
+            plain = cut.is_shard(0) and all(one.is_replicate() for one in copies)
+            if not plain or not torch.equal(holders, in_order[:parts]):
                 raise UsageError(f"{name} is sharded by {tensor.placements}: checkpoints hold what FSDP shards")
-            found[name] = len(parts)
+            found[name] = parts
     return found
 
 
