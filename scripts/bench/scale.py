@@ -47,8 +47,8 @@ def main(argv: list[str] | None = None):
     args = parse(argv)
     torch.set_num_threads(1)
     command = " ".join(["python scripts/bench/scale.py", *(sys.argv[1:] if argv is None else argv)])
-    print(f"`{command}` on {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, "
-          f"{datetime.date.today()}")  # fmt: skip
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    print(f"`{command}` on {os.cpu_count()} cores, {versions}, {datetime.date.today()}")
     for part in args.parts or PARTS:
         rows = PARTS[part](args)
         print(f"\n{part}\n\n| {' | '.join(rows[0])} |\n|{' --- |' * len(rows[0])}")
@@ -105,8 +105,8 @@ def plan(args) -> list[dict]:
     for size in args.ranks:
         row: dict = {"ranks": size}
         for name, samples in (("2^24 samples", permutation.TORCH_UP_TO), ("10^12 samples", 10**12)):
-            loader = Loader(range(samples), Plan(samples, 4 * size, 4, False, size), World(rank=size - 1, size=size),
-                            seed=0, shuffle=True, workers=0)  # fmt: skip
+            cut, last = Plan(samples, 4 * size, 4, False, size), World(rank=size - 1, size=size)
+            loader = Loader(range(samples), cut, last, seed=0, shuffle=True, workers=0)
             batches = loader.micro_batches(0)
             row[f"epoch's first of {name}, ms"] = cpu_ms(lambda batches=batches: next(batches), 1)
             row[f"next of {name}, us"] = 1e3 * cpu_ms(lambda batches=batches: next(batches))
@@ -220,9 +220,13 @@ def _checkpoint(folder, size, count):
     saver = manager.Checkpoints(folder / "checkpoints", World())
     saver.folder.mkdir()
     names = [f"optim.blocks.{number}.attention.qkv.weight.exp_avg" for number in range(count)]
-    facts = {"state": resume.State().to_dict(), "config": {}, "about": {},
-             "tensors": {name: ["F32", [96 * size, 12288]] for name in names},
-             "pieces": dict.fromkeys(names, size)}  # fmt: skip
+    facts = {
+        "state": resume.State().to_dict(),
+        "config": {},
+        "about": {},
+        "tensors": {name: ["F32", [96 * size, 12288]] for name in names},
+        "pieces": dict.fromkeys(names, size),
+    }
     save = manager.Save("000001_step_1", facts, keep=False)
     saver._make_partial(save)
     partial, files = saver._partial(save), {}
@@ -276,9 +280,16 @@ def _operations(trace: str) -> dict:
     kept = {path for path in opened if not path.startswith(places)}
     size = sum(Path(path).stat().st_size for path in kept if Path(path).is_file())
     looked = sum(calls[name] for name in LOOKS)
-    return {"all": sum(calls.values()), "stat and access": looked, "open": calls["openat"] + calls["open"],
-            "that found nothing": trace.count("ENOENT"), "read": calls["read"] + calls["pread64"],
-            "list": calls["getdents64"], "files": len(kept), "their MB": size / 1e6}  # fmt: skip
+    return {
+        "all": sum(calls.values()),
+        "stat and access": looked,
+        "open": calls["openat"] + calls["open"],
+        "that found nothing": trace.count("ENOENT"),
+        "read": calls["read"] + calls["pread64"],
+        "list": calls["getdents64"],
+        "files": len(kept),
+        "their MB": size / 1e6,
+    }
 
 
 PARTS = {part.__name__: part for part in (plan, exchange, store, meet, checkpoint, start)}
