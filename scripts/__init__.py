@@ -11,7 +11,7 @@ completion.py    flags at the TAB key
 flags_page.py    writes docs/flags.md
 make_digits.py   writes data/digits.npz
 agent.py         what torchrun must know of this machine, for elastic.sh and train.sbatch
-bench/           benchmarks: compare.py runs train.py next to the scripts in peers/
+bench/           benchmarks: compare.py runs train.py next to the scripts in peers/; scale.py is for docs/scaling.md
 recipes/         complete configurations
 slurm/           modules, a batch script, a Slurm of one machine
 kubernetes/      image, jobs and volumes

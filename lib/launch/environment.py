@@ -33,6 +33,7 @@ DEBUG = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 RECORD = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"  # how the flight recorder's files begin: the last collectives of each rank
+MESH_UP_TO = 256  # ranks that gloo connects each with each other at the start: as many sockets in every process
 
 
 def export(cache_dir: str | None, debug: bool) -> dict[str, str]:
@@ -75,8 +76,13 @@ def rank_variables(
 
 
 def of_run(args) -> dict[str, str]:
-    """Return what a run needs set: NCCL's flight recorder for -debug_dist, cuBLAS's workspace for -deterministic."""
+    """Return what a run needs set: NCCL's flight recorder for -debug_dist, cuBLAS's workspace for -deterministic.
+
+    On many ranks, gloo connects two of them when they first talk: docs/scaling.md.
+    """
     variables = {}
+    if int(os.environ.get("WORLD_SIZE", 1)) > MESH_UP_TO:
+        variables["TORCH_GLOO_LAZY_INIT"] = "1"
     if args.debug_dist:
         variables[RECORD] = str(run_folder.run_of(args).absolute() / "logs" / "flight_rank_")
     if args.deterministic:

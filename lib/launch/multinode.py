@@ -8,6 +8,7 @@ which takes over the same socket: use a network that you trust.
 import contextlib
 import ipaddress
 import json
+import resource
 import socket
 import sys
 import time
@@ -203,8 +204,17 @@ def open_store(listener: socket.socket, host: str, size: int):
     """Return the rendezvous store of `size` processes, on a socket that listens already. Keep it while it is used."""
     from torch.distributed import TCPStore
 
+    _allow_connections(size)
     port, fd = listener.getsockname()[1], listener.detach()
     return TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+
+
+def _allow_connections(size: int):
+    """Let this process have the files open that the store needs: two connections from each process of the run."""
+    needed, (soft, hard) = 2 * size + 512, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < needed:
+        with contextlib.suppress(ValueError, OSError):  # more than the machine allows: torch says so, if they come
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def say(text: str):

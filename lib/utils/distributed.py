@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import socket
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ CPU = torch.device("cpu")
 FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # that `together` shares, the most telling first
 ROOM = 504  # bytes of JSON that one exchange brings: what most values take
 LEFT = []  # process groups that this process left
+TAG = 1_000_003  # of the messages between two ranks below; plugins may send their own
 START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read
 
 
@@ -101,12 +103,15 @@ def agreed(args, world: World) -> World:
         UsageError: on all ranks; names the flag and both values.
     """
     flags = {name: str(value) for name, value in sorted(vars(args).items()) if name not in args.flag_rules.per_node}
-    (launch, first), *others = gather_json([launch_id(), flags], world)
-    for rank, (_, theirs) in enumerate(others, 1):
-        for name in {**first, **theirs}:
-            if first.get(name) != theirs.get(name):
-                values = f"-{name} is {theirs.get(name)} on rank {rank} and {first.get(name)} on rank 0"
+    launch, first = broadcast_json([launch_id(), flags], world)
+
+    def compare():
+        for name in {**first, **flags}:
+            if first.get(name) != flags.get(name):
+                values = f"-{name} is {flags.get(name)} on rank {world.rank} and {first.get(name)} on rank 0"
                 raise UsageError(f"{values}: give all processes the same")
+
+    attempt(compare, world)
     return dataclasses.replace(world, launch=launch)
 
 
@@ -183,11 +188,28 @@ def sum_(tensor: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def largest(values: list[float], world: World) -> list[float]:
-    """Return each number's largest value over all ranks."""
+    """Return each number's largest value over all ranks, by way of a binomial tree, in 2 log2(size) messages.
+
+    gloo's all_reduce passes them around a ring, in 2 size messages: docs/scaling.md.
+    """
     if world.size == 1:  # in microseconds, as there is a vote after every step
         return values
     tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    # The messages between two ranks do not know of `set_patience` by themselves.
+    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(CPU)
+    patience = backend.options._timeout
+    other, distance = torch.empty_like(tensor), 1
+    while distance < world.size:
+        if world.rank & distance:
+            sent: Any = dist.isend(tensor, world.rank - distance, tag=TAG)
+            sent.wait(patience)
+            break
+        if world.rank + distance < world.size:
+            received: Any = dist.irecv(other, world.rank + distance, tag=TAG)
+            received.wait(patience)
+            torch.maximum(tensor, other, out=tensor)
+        distance *= 2
+    dist.broadcast(tensor, 0)  # along a tree, too
     return tensor.tolist()
 
 
@@ -219,10 +241,22 @@ def gather_json(value, world: World, group=None) -> list:
         room = longest
 
 
-def together(action, world: World) -> list:
-    """Return what `action()` gave (JSON) on each rank, by rank, on all ranks; None of a rank whose `action` is None.
+def broadcast_json(value, world: World, root: int = 0) -> Any:
+    """Return the value (JSON) of one rank, on all ranks."""
+    if world.size == 1:
+        return value
+    text = json.dumps(value).encode() if world.rank == root else b""
+    length = torch.tensor(len(text))
+    dist.broadcast(length, root)
+    data = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
+    dist.broadcast(data, root)
+    return json.loads(bytes(data.numpy()))
 
-    If it raises on one rank, it raises on all, so that none waits in vain.
+
+def attempt(action, world: World) -> Any:
+    """Return what `action()` gave on this rank, None where `action` is None. If it raises on one, it raises on all.
+
+    So none waits in vain.
 
     Raises:
         UsageError, OSError, RuntimeError or ValueError: the first of them, on the lowest rank that met it.
@@ -232,17 +266,23 @@ def together(action, world: World) -> list:
         value = action() if action else None
     except FAILURES as error:
         failure = error
-    kind = next((number for number, kind in enumerate(FAILURES) if isinstance(failure, kind)), None)
-    answers = gather_json([value, kind, str(failure)], world)
-    faults = [(kind, rank, text) for rank, (_, kind, text) in enumerate(answers) if kind is not None]
-    if faults:
-        kind, rank, text = min(faults)
-        if failure and rank == world.rank:
-            raise failure
-        raise UsageError(text) if kind == 0 else FAILURES[kind](f"rank {rank}: {text}")
-    return [value for value, _, _ in answers]
+    kind = next((number for number, kind in enumerate(FAILURES) if isinstance(failure, kind)), len(FAILURES))
+    gravity = (len(FAILURES) - kind) * world.size - (world.rank if failure else 0)  # differs between failed ranks
+    worst = int(largest([gravity], world)[0])
+    if not worst:
+        return value
+    failed = -worst % world.size
+    kind, text = broadcast_json([kind, str(failure)], world, failed)
+    if failure and failed == world.rank:
+        raise failure
+    raise UsageError(text) if kind == 0 else FAILURES[kind](f"rank {failed}: {text}")
 
 
-def main_does(action, world: World):
-    """Return what `action()` gave (JSON) on rank 0, on all ranks. What it raises there, all raise: see `together`."""
-    return together(action if world.is_main else None, world)[0]
+def together(action, world: World) -> list:
+    """Return what `action()` gave (JSON) on each rank, by rank, on all ranks. What one raises, all do: `attempt`."""
+    return gather_json(attempt(action, world), world)
+
+
+def main_does(action, world: World) -> Any:
+    """Return what `action()` gave (JSON) on rank 0, on all ranks. What it raises there, all raise: see `attempt`."""
+    return broadcast_json(attempt(action if world.is_main else None, world), world)

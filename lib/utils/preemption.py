@@ -176,16 +176,19 @@ class Ballot:
         stop = self.stop
         wanted, now = stop.wanted(), time.monotonic()
         step_s = (now - self.since) / max(1, self.ticks)
-        mine = [float(wanted), step_s, float(alarm and self.world.is_main)]
-        anyone_wants, step_s, alarmed = distributed.largest(mine, self.world)
+        wish = (
+            self.world.size - self.world.rank if wanted else 0
+        )  # the lowest rank that wants to stop has the largest
+        mine = [wish, step_s, alarm and self.world.is_main]
+        wish, step_s, alarmed = distributed.largest(mine, self.world)
         self.alarmed = alarmed > 0
         # Twice as many at most: a GPU that was just waited for takes the next steps' launches in no time.
         self.vote_at = max(1, min(MOST_STEPS, 2 * self.ticks, int(ASK_EVERY_S / max(step_s, 1e-9))))
         self.ticks, self.since = 0, time.monotonic()
-        if anyone_wants:
-            requests = distributed.gather_json(stop.request and dataclasses.astuple(stop.request), self.world)
-            stop.agreed = Request(*next(request for request in requests if request))
-        return anyone_wants > 0
+        if wish:
+            request = stop.request and dataclasses.astuple(stop.request)
+            stop.agreed = Request(*distributed.broadcast_json(request, self.world, self.world.size - int(wish)))
+        return wish > 0
 
 
 def _handler(number):

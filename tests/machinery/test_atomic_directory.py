@@ -216,6 +216,9 @@ def _together(rank, folder):
     world = World(rank=rank, size=2)
     assert distributed.gather_json(["é", "x" * 3000 * rank, math.inf], world)[1][1:] == ["x" * 3000, math.inf]
     assert distributed.together((lambda: rank) if rank else None, world) == [None, 1]
+    assert distributed.attempt(lambda: rank, world) == rank
+    assert distributed.broadcast_json(["é", rank], world, root=1) == ["é", 1]
+    assert distributed.main_does(lambda: {"rank": rank}, world) == {"rank": 0}
     for error in (UsageError("-out: no"), BlockingIOError("busy"), RuntimeError("lost"), UnicodeError("odd")):
         kind = next(kind for kind in (UsageError, OSError, RuntimeError, ValueError) if isinstance(error, kind))
         with pytest.raises(kind, match=f"{error}$") as message:
@@ -227,6 +230,22 @@ def _together(rank, folder):
 
 def fail(error):
     raise error
+
+
+def test_the_largest_values_are_found_in_a_logarithm_of_rounds(tmp_path):
+    def run(rank):
+        world = World(rank=rank, size=5)
+        sent = []
+        real = dist.isend
+        dist.isend = lambda tensor, to, **named: sent.append(to) or real(tensor, to, **named)
+        assert distributed.largest([rank, -rank], world) == [4, 0]
+        assert sent == ([rank - (rank & -rank)] if rank else []), "each but the first sends once, up a binomial tree"
+        assert math.isnan(distributed.largest([math.nan if rank == 3 else 1.0], world)[0])
+        with pytest.raises(OSError, match=r"^rank 2: lost$|^lost$"):
+            distributed.attempt(lambda: fail(OSError("lost") if rank in (2, 4) else ValueError("odd")), world)
+
+    torch.set_num_threads(1)
+    on_ranks(5, run, tmp_path)
 
 
 def _refused(rank, folder):

@@ -1,13 +1,16 @@
 """The benchmark compares only what did the same work: every script reaches the loss that train.py reaches."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from scripts.bench import compare
+from scripts.bench import compare, scale
 from scripts.bench.compare import BATON, LIMIT, PLAIN, Case, Options, Run
 
+ROOT = Path(__file__).resolve().parents[2]
 DIGITS = "-dataset digits -epochs 2"
 ONE_THREAD = Options(threads=1)
 
@@ -75,3 +78,26 @@ def test_runs_that_did_other_work_are_not_compared():
 def test_a_run_that_fails_says_why(tmp_path: Path):
     with pytest.raises(RuntimeError, match="ended with 2"):
         compare.run(BATON, "-dataset none", tmp_path, ONE_THREAD)
+
+
+def test_a_table_is_printed_for_each_part_of_a_run_on_many_ranks(tmp_path):
+    words = ["plan", "exchange", "store", "meet", "checkpoint", "-ranks", "2", "3", "-tensors", "4"]
+    command = [sys.executable, "scripts/bench/scale.py", *words, "-folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|")]
+    usual = ["ranks", "---", "2", "3"]
+    assert rows == [*usual, *usual, *usual, *usual, "2", "3", "files", "---", "2", "3"], (
+        "meet has two ways to connect"
+    )
+    assert not [*tmp_path.iterdir()]
+
+
+def test_file_operations_are_counted_by_kind():
+    trace = f"""7 newfstatat(AT_FDCWD, "/nowhere", 0x1, 0) = -1 ENOENT (No such file or directory)
+7 openat(AT_FDCWD, "{__file__}", O_RDONLY|O_CLOEXEC) = 3
+8 read(3, "abc", 3) = 3
+8 openat(AT_FDCWD, "/proc/self/maps", O_RDONLY) = 4
+"""
+    counts = scale._operations(trace)
+    assert (counts["all"], counts["open"], counts["read"], counts["that found nothing"]) == (4, 2, 1, 1)
+    assert counts["files"] == 1 and counts["their MB"] == Path(__file__).stat().st_size / 1e6

@@ -74,6 +74,12 @@ def test_the_flight_recorder_writes_into_the_folder_of_the_run(tmp_path):
     assert environment.of_run(parsed("-deterministic")) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
+def test_many_ranks_are_not_connected_each_with_each_other(monkeypatch):
+    for size, variables in ((8, {}), (4096, {"TORCH_GLOO_LAZY_INIT": "1"})):
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+        assert environment.of_run(parsed("")) == variables
+
+
 @pytest.mark.parametrize("system", ["juwels", "juwelsbooster", "jurecadc", "jusuf"])
 def test_some_machines_have_another_name_on_their_fast_network(bare, system):
     bare.setenv("SYSTEMNAME", system)

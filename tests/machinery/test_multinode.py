@@ -3,6 +3,9 @@ sent it; a launch has one id, whatever the nodes call it; all are given the same
 
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import saves
@@ -15,6 +18,7 @@ from lib.trainer import trainer
 from lib.utils.checkpoint import run_folder
 from lib.utils.distributed import World
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
@@ -197,3 +201,15 @@ def test_a_flag_that_differs_between_nodes_is_refused_with_both_values(tmp_path,
     said = refused(f"{SMALL} -cpu 3")
     assert said == "train.py: -lr_start is 0.5 on rank 1 and 0.001 on rank 0: give all processes the same"
     assert not list(tmp_path.iterdir()), "nothing was begun"
+
+
+def test_the_store_of_many_processes_may_have_two_connections_from_each():
+    probe = """
+import resource
+from lib.launch import multinode
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+store = multinode.open_store(multinode.serve("127.0.0.1", 0), "127.0.0.1", 1000)
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2512, hard)
+"""
+    subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True, timeout=120)

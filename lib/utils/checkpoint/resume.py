@@ -23,6 +23,7 @@ from lib.utils.errors import UsageError, close
 
 log = logging.getLogger(__name__)
 OTHERS = {"samples", "nan"}  # what -allow_change may name besides flags: the dataset's length, weights not finite
+GOOD = ["good", ""]  # what a rank found of a checkpoint
 RETRY_S = (0.2, 1.0, 3.0)  # the waits before a read that failed is tried again
 
 
@@ -95,7 +96,8 @@ def newest_good(folder: Path, disk: Disk, own: bool = True) -> tuple[Past | None
     damaged = {}
     for name in sorted({*chain(*names)}, key=lambda name: run_folder.number(Path(name).name), reverse=True):
         report, manifest = _verify(folder / name, disk.share) if name in here else (["absent", ""], None)
-        reports = distributed.gather_json(report, disk.world)
+        [fault] = distributed.largest([report != GOOD], disk.world)
+        reports = distributed.gather_json(report, disk.world) if fault else [GOOD] * disk.world.size
         for kind, raised in (("unreadable", OSError), ("refused", UsageError)):
             if texts := [text for found, text in reports if found == kind]:
                 raise raised(texts[0])
@@ -106,8 +108,8 @@ def newest_good(folder: Path, disk: Disk, own: bool = True) -> tuple[Past | None
         if readers and manifest and len(disk.groups) == 1:
             return Past(folder / name, manifest, own=own, damaged=damaged), damaged
         if readers:
-            manifests = distributed.gather_json(manifest if disk.world.rank == readers[0] else None, disk.world)
-            return Past(folder / name, manifests[readers[0]], readers[0], own, damaged), damaged
+            manifest = distributed.broadcast_json(manifest, disk.world, readers[0])
+            return Past(folder / name, manifest, readers[0], own, damaged), damaged
     return None, damaged
 
 

@@ -40,6 +40,8 @@ class Disk:
         Raises:
             Exception: what one rank raises, all raise, as in `distributed.together`.
         """
+        if len(self.groups) == 1:
+            return [distributed.main_does(action, self.world)]
         answers = distributed.together(action if self.leads else None, self.world)
         return [answers[ranks[0]] for ranks in self.groups]
 
@@ -52,7 +54,8 @@ def one(world: World) -> Disk:
 def look(folder: Path, world: World) -> Disk:
     """Find out, all ranks together, which of them share the folder; it is made where it is missing.
 
-    The first process of each node leaves a mark, and all look whose marks they see.
+    The first process of each node leaves a mark. Where all see rank 0's, which is the rule, they share its disk.
+    Else all look whose marks they see: a question to the disk for each process and each node.
 
     Raises:
         UsageError: a process cannot write there.
@@ -61,7 +64,10 @@ def look(folder: Path, world: World) -> Disk:
         return one(world)
     mark = folder / f"rank_{world.rank}.{secrets.token_hex(4)}.partial"
     try:
-        names = distributed.together((lambda: _leave(mark)) if world.local_rank == 0 else None, world)
+        name = distributed.attempt((lambda: _leave(mark)) if world.local_rank == 0 else None, world)
+        if _all_see(folder / distributed.broadcast_json(name, world), world):
+            return one(world)
+        names = distributed.gather_json(name, world)
         seen = _marks_seen(folder, {rank: name for rank, name in enumerate(names) if name}, world)
     except OSError as error:
         raise UsageError(f"-out: {folder} cannot be written ({error})") from None
@@ -77,11 +83,15 @@ def _leave(mark):
     return mark.name
 
 
-def _marks_seen(folder, names, world):
-    """Return whose marks each rank sees. No rank removes its own before all have looked."""
+def _all_see(mark, world):
+    """Return whether all ranks see a mark. No rank removes its own before all have looked."""
     for wait in (0.0, PATIENCE_S):
         time.sleep(wait)
-        seen = distributed.gather_json([rank for rank, name in names.items() if (folder / name).exists()], world)
-        if all(len(ranks) == len(names) for ranks in seen):
-            break
-    return seen
+        if not distributed.largest([not mark.exists()], world)[0]:
+            return True
+    return False
+
+
+def _marks_seen(folder, names, world):
+    """Return whose marks each rank sees. All have waited for a slow disk already."""
+    return distributed.gather_json([rank for rank, name in names.items() if (folder / name).exists()], world)
