@@ -1,7 +1,6 @@
 """Trains a model: the whole run on one page."""
 
 import contextlib
-import gc
 import importlib
 from pathlib import Path
 
@@ -29,8 +28,6 @@ def main(argv: list[str] | None = None) -> int:
         return launch.launch(args, "train:run")
     except UsageError as error:
         return local.refused(error)
-    finally:
-        gc.enable()
 
 
 def run(args) -> int:
@@ -86,4 +83,4 @@ def plugin(kind: str, name: str):
 
 
 if __name__ == "__main__":
-    local.program(main)
+    startup.program(main)

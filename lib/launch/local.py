@@ -1,11 +1,8 @@
 """The processes of a run on this machine: how many there are, and how they are started."""
 
-import atexit
 import functools
 import importlib
-import logging
 import multiprocessing
-import multiprocessing.util
 import os
 import signal
 import sys
@@ -21,28 +18,6 @@ from lib.launch.children import RAISED, Cause, Child, Failure, pass_signals_to, 
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FAILED, STOPPING, USAGE, UsageError, no_exit
 from lib.utils.monitoring import startup
-
-
-def program(main: Callable[[], int]):
-    """Run `main`, and end this process with the exit code that it returns.
-
-    It ends at once when all functions of `atexit` were called. Python would take torch's modules apart first, object
-    by object: half a second of CPU time.
-    """
-    codes = []
-    atexit.register(_exit, codes)  # what is registered first is called last
-    codes.append(main())
-    sys.exit(codes[0])
-
-
-def _exit(codes):
-    if codes:
-        # What modules registered when they were imported.
-        multiprocessing.util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            print(end="", file=stream, flush=True)
-        os._exit(codes[0])
 
 
 def start(args, target: str) -> int:

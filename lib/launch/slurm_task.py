@@ -32,7 +32,6 @@ def main(command: str, *arguments: str) -> int:
 def task(folder: Path) -> int:
     """Run a process of a submitted job: its pickle says what to do. Signals wait until the run handles them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
-    startup.begin()
     from submitit.core import utils
 
     os.environ["SUBMITIT_FOLDER"] = str(folder)
@@ -159,4 +158,4 @@ def head(suffix: str | None) -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    local.program(lambda: main(*sys.argv[1:]))
+    startup.program(lambda: main(*sys.argv[1:]))

@@ -340,7 +340,7 @@ def test_a_program_calls_and_flushes_all_and_leaves_its_objects_to_the_system(en
     text = f"""
 import atexit, sys, threading, time
 from multiprocessing.util import Finalize
-from lib.launch import local
+from lib.utils.monitoring import startup
 class Object:
     def __del__(self, write=sys.stdout.write):
         write("objects\\n")
@@ -350,7 +350,7 @@ def main():
     atexit.register(print, "atexit")
     threading.Thread(target=lambda: (time.sleep(0.2), print("end of main"))).start()
     {ends}
-local.program(main)
+startup.program(main)
 """
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stdout.split("\n")[:-1]) == (code, lines)
