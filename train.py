@@ -1,10 +1,10 @@
 """Trains a model: the whole run on one page."""
 
 import contextlib
-import importlib
 from pathlib import Path
 
 from lib import config, launch
+from lib.config import plugins
 from lib.launch import environment, local, signals
 from lib.utils.errors import EXIT_CODES, UsageError
 from lib.utils.monitoring import startup
@@ -19,8 +19,10 @@ def main(argv: list[str] | None = None) -> int:
     startup.begin()
     try:
         with signals.leaving():
-            environment.export(*config.early(argv))
             args = config.parse_args(argv)
+            environment.export(args.cache_dir, args.debug_dist)
+            for kind in config.BUILDERS:  # torch is imported here, and reads these variables
+                plugins.load(kind, getattr(args, kind))
         if args.check_resume:
             from scripts import check_resume
 
@@ -43,8 +45,8 @@ def run(args) -> int:
     mode = modes.chosen(args)
     training = mode == "train"
     seeding.for_building(args.seed)
-    splits = loader.splits(plugin("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
-    arch, trainers = plugin("arch", args.arch), plugin("trainer", args.trainer)
+    dataset, arch, trainers = (plugins.load(kind, getattr(args, kind)) for kind in config.BUILDERS)
+    splits = loader.splits(dataset.get_dataset(args), args.dataset, args.overfit)
     startup.report("data")
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(distributed.joined(args))
@@ -75,11 +77,6 @@ def run(args) -> int:
         log = stack.enter_context(logger.opened(folder.path, world, args, plan.steps, resume.state(past, plan)))
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, log)
         return EXIT_CODES[modes.RUN[mode](trainer, past)]
-
-
-def plugin(kind: str, name: str):
-    """Return the module lib/KIND/NAME.py."""
-    return importlib.import_module(f"lib.{kind}.{name}")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def main(launcher: str, *arguments: str) -> int:
     head, arguments = (arguments[0], arguments[1:]) if launcher == "elastic" else (None, arguments)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # -h is not for the shell
-            variables = environment.export(*config.early(list(arguments)))  # the agent reads some of them, too
             args = config.parse_args(list(arguments))
+        variables = environment.export(args.cache_dir, args.debug_dist)  # the agent reads some of them, too
         own, more = elastic(args, head) if head else slurm(args)
     except UsageError as error:
         return local.refused(error)

@@ -32,7 +32,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from lib.config import args as config
+from lib import config
+from lib.config import plugins as found
 from lib.launch import children, environment
 from lib.utils import preemption
 from lib.utils.data import permutation
@@ -259,17 +260,17 @@ def plugins() -> Iterator[None]:
     """lib.arch.chaos and lib.dataset.chaos, in memory, for the time of the block. Imports what a run would."""
     importlib.import_module("torch.utils.tensorboard.summary")
     there, made = (
-        config.plugins,
+        found.names,
         {"arch": ("get_model", smooth_net), "dataset": ("get_dataset", lambda args: Noisy())},
     )
     for kind, (name, builder) in made.items():
         sys.modules[f"lib.{kind}.chaos"] = module = types.ModuleType(f"lib.{kind}.chaos")
         setattr(module, name, builder)
-    config.plugins = lambda kind: [*there(kind), "chaos"] if kind in made else there(kind)
+    found.names = lambda kind: [*there(kind), "chaos"] if kind in made else there(kind)
     try:
         yield
     finally:
-        config.plugins = there
+        found.names = there
         for kind in made:
             del sys.modules[f"lib.{kind}.chaos"]
 

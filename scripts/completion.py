@@ -9,7 +9,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config
-from lib.config.parser import Parser, Switch
+from lib.config import plugins
+from lib.config.parser import Parser
+from lib.config.types import yes_no
 
 PYTHON = """
 _python_train_py() {
@@ -42,12 +44,12 @@ def flags() -> Parser:
     made = config.new_parser()
     made.formatter_class = argparse.HelpFormatter  # without the defaults, which are those of the plugin loaded last
     for kind in config.BUILDERS:
-        names = config.plugins(kind)
+        names = plugins.names(kind)
         for name in names:
-            config.load_plugin(made, kind, [f"-{kind}", name], {})
+            made.add_own(plugins.read(kind, name), f"{kind} {name}")
         made._option_string_actions[f"-{kind}"].choices = names
     for action in made._actions:
-        if isinstance(action, Switch):
+        if action.type is yes_no:
             action.choices = ["yes", "no"]
     return made
 

@@ -23,8 +23,8 @@ try:
     import torch
     import torch.distributed as dist
 
-    import train
     from lib import config
+    from lib.config import plugins
     from lib.core import optimizer as optimizers
     from lib.launch import environment, local
     from lib.utils import distributed
@@ -141,13 +141,13 @@ def limits(args) -> Findings:
 
 def data(args) -> Findings:
     """The samples of the run."""
-    splits = loader.splits(train.plugin("dataset", args.dataset).get_dataset(args), args.dataset)
+    splits = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset)
     yield OK, f"-dataset {args.dataset}: {', '.join(f'{len(part):,} {name}' for name, part in splits.items())}"
 
 
 def room(args) -> Findings:
     """The model of the run, and room for its checkpoints."""
-    model = train.plugin("arch", args.arch).get_model(args)
+    model = plugins.load("arch", args.arch).get_model(args)
     parts = state.Parts({"model": model}, {"optim": optimizers.get_optimizer(model, args, args.batch_size)})
     with state.prepared(parts) as tensors:
         size = shards.total_bytes(tensors)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train
 from lib import config
+from lib.config import plugins
 from lib.utils import distributed
 from lib.utils.checkpoint import atomic, manager, run_folder, shards, state, weights
 from lib.utils.data import fetch, loader, prefetch
@@ -101,7 +101,7 @@ def to_onnx(asked, tensors: dict, file: Path):
 def built(asked, tensors: dict) -> tuple[nn.Module, Tensor]:
     """The run's model with these weights, for evaluation, and two inputs. Raises UsageError where they do not fit."""
     args = config.parse_args(["-cfg", str(asked.run / "config.yaml")])
-    model = train.plugin("arch", args.arch).get_model(args).eval().requires_grad_(False)
+    model = plugins.load("arch", args.arch).get_model(args).eval().requires_grad_(False)
     mine = state.model_tensors(model)
     odd = [name for name in {**mine, **tensors} if not alike(mine.get(name), tensors.get(name))]
     if odd:
@@ -115,7 +115,7 @@ def built(asked, tensors: dict) -> tuple[nn.Module, Tensor]:
 def samples(args) -> Tensor:
     """The inputs of two training samples, of the shape and type that the run's model gets. Raises UsageError."""
     try:
-        part = loader.splits(train.plugin("dataset", args.dataset).get_dataset(args), args.dataset)["train"]
+        part = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset)["train"]
     except UsageError as error:
         raise UsageError(f"{error}; -shape tells what one input is, where the data is not at hand") from None
     return prefetch.Finish(part, args.seed, distributed.CPU)(0, [0, 1], fetch.Fetch(part, args.seed)[0, [0, 1]])[0]

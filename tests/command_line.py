@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import train
-from lib.config import args as config
-from lib.config import flags, parser
+from lib import config
+from lib.config import flags, plugins, types
 from lib.utils.errors import UsageError
 
 OTHERS = {"loss": "mse", "optimizer": "sgd", "scale_lr": "sqrt", "save_every": "5steps", "gpus": "0,1"}
@@ -66,7 +66,7 @@ def shared() -> dict:
 
 def other_value(action) -> str:
     """A value that the flag takes and that is not its default."""
-    if isinstance(action, parser.Switch):
+    if action.type is types.yes_no:
         return "no" if action.default else "yes"
     return OTHERS.get(action.dest, "7" if action.metavar in ("N", "X") else "some")
 
@@ -85,22 +85,22 @@ def cfg_file(folder, content, name="run.yaml") -> str:
 
 def plugin_file(monkeypatch, folder, kind, name, text):
     """Makes lib/KIND/NAME.py with this text for one test."""
-    there, file = config.plugins, folder / f"{kind}_{name}.py"
+    there, file = plugins.names, folder / f"{kind}_{name}.py"
     file.write_text(text)
     spec = importlib.util.spec_from_file_location(f"lib.{kind}.{name}", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(config, "plugins", lambda of: sorted(there(of) + [name] * (of == kind)))
+    monkeypatch.setattr(plugins, "names", lambda of: sorted(there(of) + [name] * (of == kind)))
 
 
 def plugin_folder(monkeypatch, folder, kind, name, text):
     """Makes lib/KIND/NAME.py with this text for one test, not imported yet."""
-    package, there = importlib.import_module(f"lib.{kind}"), config.plugins
+    package, there = importlib.import_module(f"lib.{kind}"), plugins.names
     (folder / f"{name}.py").write_text(text)
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
     monkeypatch.delitem(sys.modules, f"lib.{kind}.{name}", raising=False)
-    monkeypatch.setattr(config, "plugins", lambda of: sorted(there(of) + [name] * (of == kind)))
+    monkeypatch.setattr(plugins, "names", lambda of: sorted(there(of) + [name] * (of == kind)))
 
 
 def repeated(args, folder, **settled) -> dict:

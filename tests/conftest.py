@@ -29,11 +29,8 @@ def pytest_collection_modifyitems(items):
 def _logging_as_before():
     """A run leaves its log files open, as its process ends with it: here they would hear the next tests too."""
     yield
-    root = logging.getLogger()
-    root.setLevel(logging.WARNING)
-    for handler in [one for one in root.handlers if isinstance(one, (console.LogFile, console.Terminal))]:
-        root.removeHandler(handler)
-        handler.close()
+    logging.getLogger().setLevel(logging.WARNING)
+    console.close_logging()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import train
-from lib.config import args as config
+from lib import config
+from lib.config import plugins as found
 from lib.utils.checkpoint import run_folder
 from lib.utils.data.tensors import Tensors
 
@@ -56,17 +57,17 @@ def lines(folder: Path) -> list[dict]:
 def plugins(**files):
     """Plugins for the block: plugins(arch={"tiny": get_model}, dataset={"few": get_dataset}, trainer={"odd": X})."""
     names = {"arch": "get_model", "dataset": "get_dataset", "trainer": "Trainer"}
-    there, before = config.plugins, dict(sys.modules)
+    there, before = found.names, dict(sys.modules)
     for kind, made in files.items():
         for name, builder in made.items():
             module = types.ModuleType(f"lib.{kind}.{name}")
             setattr(module, names[kind], builder)
             sys.modules[module.__name__] = module
-    config.plugins = lambda kind: there(kind) + list(files.get(kind, {}))
+    found.names = lambda kind: there(kind) + list(files.get(kind, {}))
     try:
         yield
     finally:
-        config.plugins = there
+        found.names = there
         for name in set(sys.modules) - set(before):
             if name.startswith("lib."):
                 del sys.modules[name]

@@ -36,8 +36,7 @@ def saver(folder: Path, **words) -> manager.Checkpoints:
 
 def save(checkpoints: manager.Checkpoints, step: int, **words):
     """A save of `state(step)` from begin to end."""
-    checkpoints.save(state(step), facts(step), step=step, early=set(), **words)
-    checkpoints.staged()
+    checkpoints.save(state(step), facts(step), step=step, first=set(), **words)
     checkpoints.finish()
 
 

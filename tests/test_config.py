@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lib import config
-from lib.config import flags, parser
+from lib.config import flags, plugins, types
 from lib.utils.errors import UsageError
 
 TEMPLATE = """data out model reset tb gpus cfg dataset batch_per_gpu shuffle workers arch trainer epochs save_every
@@ -38,7 +38,7 @@ def test_a_flag_reads_the_same_in_all_its_forms(name):
     assert str(first[name]).lower() in (value, f"['{value}']", "true", "false", f"{value}.0", "1e-05")
 
 
-@pytest.mark.parametrize("name", [name for name in ALONE if isinstance(shared()[name], parser.Switch)])
+@pytest.mark.parametrize("name", [name for name in ALONE if shared()[name].type is types.yes_no])
 def test_a_switch_stands_alone_or_has_yes_or_no_behind_it(name):
     for word, value in {"yes": True, "True": True, "1": True, "no": False, "FALSE": False, "0": False}.items():
         assert vars(parsed(f"-{name} {word}"))[name] is value is vars(parsed(f"-{name}={word}"))[name]
@@ -66,7 +66,7 @@ def test_a_negative_number_where_none_fits_is_refused_as_other_value(number):
     assert f"-epochs: {number!r} is not a whole number of at least 1" in refusal(["-epochs", number])
 
 
-@pytest.mark.parametrize("arch", config.plugins("arch"))
+@pytest.mark.parametrize("arch", plugins.names("arch"))
 def test_no_flag_can_be_abbreviated_and_the_right_one_is_named(arch):
     """Of the default arch all flags, of any other its own."""
     known = {f"-{action}" for action in vars(parsed(f"-arch {arch}"))} | {"-h", "-help"}
@@ -75,10 +75,10 @@ def test_no_flag_can_be_abbreviated_and_the_right_one_is_named(arch):
             start = flag[:end]
             if start in known:
                 continue
-            for words in ([start], [f"-{start}"], [start, "3"], [f"{start}=3"]):
-                said = refusal(["-arch", arch, *words])
-                assert said.startswith(f"unknown flag {words[0].partition('=')[0]} (do you mean")
-                assert flag in said.partition("(do you mean")[2].rstrip("?)").split()
+            words = ([start], [f"-{start}"], [start, "3"], [f"{start}=3"])[end % 4]
+            said = refusal(["-arch", arch, *words])
+            assert said.startswith(f"unknown flag {words[0].partition('=')[0]} (do you mean")
+            assert flag in said.partition("(do you mean")[2].rstrip("?)").split()
 
 
 @RELAXED
@@ -210,7 +210,7 @@ def test_args_are_read_only_and_travel_to_other_processes():
 def test_every_flag_says_what_it_is_and_names_its_attribute():
     for name, action in shared().items():
         assert action.option_strings == [f"-{name}"] and action.dest == name
-        assert action.metavar or action.choices or isinstance(action, parser.Switch)
+        assert action.metavar or action.choices or action.type is types.yes_no
     plain = argparse.ArgumentParser(add_help=False)
     flags.add_shared(plain)
     assert {action.dest for action in plain._actions} == {*shared(), "h", "list"}

@@ -1,10 +1,16 @@
 """Plugins and their flags: own ones, defaults of shared ones, what the data tells, and what is refused."""
 
+import pickle
+import subprocess
+import sys
+
 import pytest
 import tiny_data
 from command_line import cfg_file, help_of, lasting, parsed, plugin_file, plugin_folder, refusal, repeated
 
 import train
+from lib import config
+from lib.config import flags, plugins
 
 
 @pytest.mark.parametrize("number", ["-3", "-3.5", "-.5", "-1e-3", "-1E+3", "-1e3", "-2.", "+4", "1e-3", "-inf"])
@@ -22,7 +28,7 @@ def test_a_negative_number_is_a_number_in_any_form(number, monkeypatch, tmp_path
     assert parsed(["-arch", "cold", "-cold_many", number, "2", number]).cold_many == [float(number), 2, float(number)]
 
 
-@pytest.mark.parametrize("flag", ["-epochs", "--epochs", "-h", "--help", "-lr_start", "-cfg"])
+@pytest.mark.parametrize("flag", ["-epochs", "--epochs", "-h", "-help", "-lr_start", "-cfg"])
 def test_a_plugin_flag_that_clashes_with_a_shared_one_is_refused(flag, monkeypatch, tmp_path):
     plugin_file(
         monkeypatch,
@@ -55,7 +61,7 @@ def test_a_plugin_whose_flags_no_config_yaml_could_hold_is_refused(line, said, m
 def test_a_plugin_that_calls_sys_exit_while_flags_are_read_fails_the_run(place, monkeypatch, tmp_path):
     plugin_folder(monkeypatch, tmp_path, "arch", "quits", f"import sys\n{place}sys.exit(0)\nget_model = print\n")
     with pytest.raises(RuntimeError, match=r"quits.py, line 2: sys.exit\(0\) was called"):
-        parsed("-arch quits")
+        train.main(["-arch", "quits", "-out", str(tmp_path / "out")])
 
 
 def test_two_plugins_with_one_flag_are_refused(monkeypatch, tmp_path):
@@ -135,6 +141,74 @@ def test_the_folder_dataset_counts_its_classes(tmp_path):
     assert (args.num_classes, args.channels, args.arch, args.image_size) == (2, 3, "resnet", 224)
     assert parsed(["-dataset", "folder", "-data", str(tmp_path), "-num_classes", "5"]).num_classes == 5
     assert refusal("-dataset folder -data nowhere").startswith("-data nowhere")
+
+
+PROBE = """
+import sys, train
+for line in sys.argv[1:]:
+    wanted, *words = line.split()
+    try:
+        code = train.main(words)
+    except SystemExit as end:
+        code = end.code
+    slow = {"torch", "torchvision", "numpy", "PIL", "submitit"} & set(sys.modules)
+    assert code == int(wanted) and not slow, (line, code, slow)
+"""
+
+
+def test_help_and_wrong_flags_are_answered_without_importing_torch():
+    """It takes seconds. -dataset text and folder have read their files by then."""
+    shipped = {
+        "arch": ["convnet", "gpt", "mlp", "resnet", "vit"],
+        "dataset": ["cifar10", "digits", "fake", "random", "text"],
+        "trainer": ["contrastive", "ema", "trainer"],
+    }
+    lines = ["0 -list", "2 -lr_strat 3", "2 -arch nope", "2 -cfg scripts/recipes/digits.yaml -epochs 0"]
+    for kind, its_names in shipped.items():
+        there = [f"-{kind} {name}" for name in its_names if name in plugins.names(kind)]
+        lines += [f"0 {words} -h" for words in there] + [f"2 {words} -lr_end 9" for words in there]
+    lines += ["2 -dataset folder -data nowhere"]
+    done = subprocess.run([sys.executable, "-c", PROBE, *lines], cwd=config.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CHOICES = ['a']\nCHOICES.append('b')\nget_model = print\n",
+        "from string import *\nCHOICES = ['a', 'b']\nget_model = print\n",
+        "exec('CHOICES = list(\"ab\")')\nget_model = print\n",
+        "try:\n    import no_such_package\nexcept ImportError:\n    CHOICES = 'ab'\nget_model = print\n",
+        "from __future__ import annotations\nif True:\n    def get_model(args): pass\n    CHOICES = {'a': 1, 'b': 2}\n",
+        "import enum\nclass CHOICES(str, enum.Enum):\n    a, b = 'a', 'b'\nget_model = print\n",
+    ],
+)
+def test_whatever_the_flags_of_a_plugin_need_is_executed(text, monkeypatch, tmp_path):
+    own = "def add_args(parser):\n    parser.add_argument('-made_x', type=kind, choices=list(CHOICES))\n"
+    kind = "def kind(text):\n    return CHOICES(text) if callable(CHOICES) else text\n"
+    plugin_folder(monkeypatch, tmp_path, "arch", "made", text + kind + own)
+    args = parsed("-arch made -made_x b")
+    assert args.made_x == "b" and pickle.loads(pickle.dumps(args)) == args
+    assert "invalid choice" in refusal("-arch made -made_x c") or "'c'" in refusal("-arch made -made_x c")
+
+
+def test_only_what_the_flags_need_is_executed(monkeypatch, tmp_path, capsys):
+    text = "print('executed')\ndef add_args(parser): parser.add_argument('-lazy_x')\nget_model = print\n"
+    plugin_folder(monkeypatch, tmp_path, "arch", "lazy", text)
+    assert parsed("-arch lazy -lazy_x 3").lazy_x == "3" and not capsys.readouterr().out
+    assert plugins.load("arch", "lazy").get_model is print and capsys.readouterr().out == "executed\n"
+
+
+def test_a_loss_or_optimizer_of_a_fork_is_a_choice(monkeypatch, tmp_path):
+    for text, found in (
+        ("BY_NAME = {'mine': 1, 'adamw': 2}", ("mine", "adamw")),
+        ("BY_NAME = {'mine': 1}\nBY_NAME['other'] = 2", flags.table("optimizer")),  # imports the module
+        ("BY_NAME = {**{}, 'mine': 1}", flags.table("optimizer")),
+    ):
+        (tmp_path / "lib" / "core").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lib" / "core" / "optimizer.py").write_text(text)
+        monkeypatch.setattr(plugins, "ROOT", tmp_path)
+        assert flags.table.__wrapped__("optimizer") == found
 
 
 def test_plugin_files_of_the_source_template_run_unchanged(monkeypatch, tmp_path):

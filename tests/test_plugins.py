@@ -18,13 +18,13 @@ from torch.utils.data import default_collate
 
 import train
 from lib import config
-from lib.config import flags
+from lib.config import flags, plugins
 from lib.core import loss
 from lib.utils.data import fetch, loader, prefetch
 from lib.utils.data.options import options_of
 from lib.utils.errors import UsageError
 
-ARCHS, DATASETS = config.plugins("arch"), config.plugins("dataset")
+ARCHS, DATASETS = plugins.names("arch"), plugins.names("dataset")
 # The plugins that come with the template keep to its conventions, and each arch goes with each dataset. Your own need
 # not: a dataset is tried with the arch and trainer that it asks for, an arch and a trainer with the digits.
 WITH_THE_TEMPLATE = {
@@ -32,7 +32,7 @@ WITH_THE_TEMPLATE = {
     "dataset": ["cifar10", "digits", "fake", "folder", "random", "text"],
     "trainer": ["contrastive", "ema", "trainer"],
 }
-PLUGINS = [(kind, name) for kind in config.BUILDERS for name in config.plugins(kind)]
+PLUGINS = [(kind, name) for kind in config.BUILDERS for name in plugins.names(kind)]
 SHIPPED = {kind: [name for name in names if (kind, name) in PLUGINS] for kind, names in WITH_THE_TEMPLATE.items()}
 SMALL = {  # flags that make a shipped dataset small
     "random": ["-random_samples", "6"],
@@ -144,7 +144,7 @@ def test_an_arch_learns_from_a_dataset_or_refuses_in_one_line(arch, name, tmp_pa
         assert not values.requires_grad or (values.grad is not None and values.grad.isfinite().all()), parameter
 
 
-@pytest.mark.parametrize("name", config.plugins("trainer"))
+@pytest.mark.parametrize("name", plugins.names("trainer"))
 def test_a_trainer_goes_on_after_a_stop_and_ends_at_the_same_bits(name, tmp_path):
     words = f"-cpu 1 -trainer {name} -epochs 2 -batch_size 256 -micro_batch 128 -model"
     if name not in SHIPPED["trainer"]:
@@ -157,7 +157,7 @@ def test_a_trainer_goes_on_after_a_stop_and_ends_at_the_same_bits(name, tmp_path
 @pytest.mark.parametrize("flag", ["-mlp_width", "-mlp_depth=-1", "-mlp_dropout=1", "-convnet_width",
                                   "-convnet_dropout=-0.1", "-random_samples", "-fake_samples", "-gpt_depth",
                                   "-gpt_width=6", "-gpt_dropout=1", "-vit_heads", "-vit_patch=3", "-vit_dropout=1",
-                                  "-text_length", "-text_samples=-1", "-text_fingerprint=abc"])  # fmt: skip
+                                  "-text_length", "-text_samples=-1"])  # fmt: skip
 def test_a_shipped_plugin_names_the_flag_that_is_wrong(flag):
     flag, _, value = flag.partition("=")
     name, value = flag[1:].split("_")[0], value or "0"

@@ -303,7 +303,8 @@ def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, m
     for name, wanted in (("train", [4, 8, 12]), ("val", [4, 8, 12]), ("test", [12])):
         assert [point.step for point in board.Scalars(f"{name}/loss")] == wanted
         if name != "train":
-            assert [picture.step for picture in board.Images(f"{name}/confusion")] == wanted
+            drawn = [step for step in wanted if step != 8]  # after the first epoch, every tenth, and the last
+            assert [picture.step for picture in board.Images(f"{name}/confusion")] == drawn
 
 
 def test_a_stop_on_the_very_last_step_finishes_the_run(tmp_path, monkeypatch, undisturbed):

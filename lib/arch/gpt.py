@@ -29,8 +29,8 @@ def get_model(args) -> nn.Module:
     """
     width, heads = args.gpt_width, args.gpt_heads
     if args.gpt_depth < 1 or heads < 1 or width < 1 or width % (2 * heads):
-        raise UsageError(f"-gpt_depth {args.gpt_depth} -gpt_width {width} -gpt_heads {heads}: at least 1 block "
-                         f"and a width that twice the heads divide are needed")  # fmt: skip
+        given = f"-gpt_depth {args.gpt_depth} -gpt_width {width} -gpt_heads {heads}"
+        raise UsageError(f"{given}: at least 1 block and a width that twice the heads divide are needed")
     if not 0 <= args.gpt_dropout < 1:
         raise UsageError(f"-gpt_dropout {args.gpt_dropout}: a share from 0 to below 1 is needed")
     return GPT(args.num_classes, args.gpt_depth, width, heads, args.gpt_dropout)
@@ -48,8 +48,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Raises UsageError for what is no tokens."""
         if tokens.is_floating_point() or tokens.ndim != 2:
-            raise UsageError(f"-arch gpt reads whole numbers (batch, length), as -dataset text gives them, and not "
-                             f"{tokens.dtype} {tuple(tokens.shape)}")  # fmt: skip
+            given = f"{tokens.dtype} {tuple(tokens.shape)}"
+            raise UsageError(f"-arch gpt reads whole numbers (batch, length), as of -dataset text, not {given}")
         x = self.drop(self.embed(tokens))
         cos, sin = rotary_angles(tokens.shape[1], self.head_size, tokens.device)
         for block in self.blocks:
@@ -74,9 +74,7 @@ class Block(nn.Module):
 
     def attention(self, x, cos, sin):
         batch, length, width = x.shape
-        q, k, v = (
-            self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        )  # (B, heads, length, size)
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # (B, heads, length, size)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return mixed.transpose(1, 2).reshape(batch, length, width)

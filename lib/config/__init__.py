@@ -5,13 +5,15 @@
     combinations.py  flags that are right alone and wrong together
     namespace.py     Args, the class of `args`, and its stub for editors
     parser.py        the ArgumentParser
+    plugins.py       the files in lib/arch, lib/dataset and lib/trainer: found, read for their flags, imported
     types.py         argparse types: positive numbers, names, lists of GPUs
 
 A new shared flag goes into flags.py; a flag of a model, dataset or trainer goes into its own file, by
 add_args(parser). Then `python scripts/flags_page.py` renews docs/flags.md and the stub.
 """
 
-from lib.config.args import BUILDERS, ROOT, early, load_plugin, new_parser, parse_args, plugins, to_yaml
+from lib.config.args import new_parser, parse_args, to_yaml
 from lib.config.namespace import Args
+from lib.config.plugins import BUILDERS, ROOT
 
-__all__ = ["BUILDERS", "ROOT", "Args", "early", "load_plugin", "new_parser", "parse_args", "plugins", "to_yaml"]
+__all__ = ["BUILDERS", "ROOT", "Args", "new_parser", "parse_args", "to_yaml"]

@@ -1,13 +1,14 @@
 """The shared flags: names, types, defaults, and whether a resumed run may change them."""
 
 import argparse
+import ast
 import functools
 import importlib
 import math
 from dataclasses import dataclass, field
 
-from lib.config import types
-from lib.config.parser import Listing, Switch
+from lib.config import plugins, types
+from lib.config.parser import SWITCH, Listing
 from lib.config.types import real, text, whole
 
 
@@ -21,7 +22,6 @@ def one_of(*choices: str) -> dict:
     return {"choices": choices}
 
 
-SWITCH = {"action": Switch}
 COUNT, COUNT_OR_0, PORT = value(whole(1), "N"), value(whole(0), "N"), value(whole(1, 65535), "N")
 POSITIVE, NOT_NEGATIVE = value(real(0, above=True), "X"), value(real(0), "X")
 PERIOD = value(real(0, 10**6, above=True), "X")  # of time
@@ -121,7 +121,6 @@ def _training(add):
     add("-loss", one_of(*table("loss")), "loss function, of lib/core/loss.py", "cross_entropy")
     add("-label_smoothing", value(real(0, 1), "X"), "label smoothing of cross_entropy, 0 to 1", 0.0)
     add("-log_every", COUNT, "steps between log lines", 50, on_resume="allow")
-    add("-log_histograms", COUNT, "steps between histograms of weights and gradients", on_resume="allow")
     add("-max_bad_steps", COUNT, "fail after N steps in a row whose gradients are not finite", 10, on_resume="allow")
 
 
@@ -150,7 +149,6 @@ def _saving(add):
     add("-keep_last", COUNT, "checkpoints to keep", 2)
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's for good; 0: none", 0)
     add("-best", value(types.metric, "METRIC"), "val metric of the best weights: f1, mae:min (accuracy, else loss)")
-    add("-save_strict", SWITCH, "a save that fails ends the run")
     add("-resume", PATH, "go on from another run's folder or checkpoint", on_resume="forget")
     add("-weights", FILE, "start from these weights: safetensors or a torch file")
     allowed = "flag that may differ from the checkpoint, repeatable; nan: allow weights that are not finite"
@@ -194,16 +192,22 @@ def _slurm(add):
     add("-slurm_live", SWITCH, "let the job run the code as it is when it starts, not a snapshot of it")
 
 
+@functools.cache
 def table(kind: str) -> tuple[str, ...]:
-    """Return the names that lib/core/KIND.py knows."""
+    """Return the names that lib/core/KIND.py knows, from its text if that shows them: importing it takes seconds."""
+    tree = ast.parse((plugins.ROOT / "lib" / "core" / f"{kind}.py").read_bytes())
+    match [one for one in tree.body if "BY_NAME" in plugins.bound(one)]:
+        case [ast.Assign(value=ast.Dict(keys=keys))]:
+            found = tuple(str(key.value) for key in keys if isinstance(key, ast.Constant))
+            if len(found) == len(keys):
+                return found
     return tuple(importlib.import_module(f"lib.core.{kind}").BY_NAME)
 
 
 def _add(group, rules, mark, name, kind, help_text, default=None, *, on_resume=None, per_node=False, **options):
     names = ("-h", "-help") if name == "-h" else (name,)
-    if default is not None:
-        options["default"] = default
-    flag = group.add_argument(*names, help=help_text, **kind, **options).dest
+    options = {**kind, **options} if default is None else {**kind, **options, "default": default}
+    flag = group.add_argument(*names, help=help_text, **options).dest
     on_resume = on_resume or mark
     if on_resume != "refuse":
         rules.free.add(flag)

@@ -50,7 +50,6 @@ class Args(argparse.Namespace):
     loss: str
     label_smoothing: float
     log_every: int
-    log_histograms: int | None
     max_bad_steps: int
     dry: bool
     debug: bool
@@ -70,7 +69,6 @@ class Args(argparse.Namespace):
     keep_last: int
     keep_every: int
     best: str | None
-    save_strict: bool
     resume: str | None
     weights: str | None
     allow_change: list[str]

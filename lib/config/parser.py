@@ -1,19 +1,30 @@
 """argparse for this command line: -x is --x, nothing is shortened, errors are one line."""
 
 import argparse
-import ast
+import functools
 import re
 import sys
-from pathlib import Path
 
+from lib.config import plugins
 from lib.config.types import yes_no
-from lib.utils.errors import UsageError, close
+from lib.utils.errors import UsageError, close, no_exit
 
+# A flag that stands alone for yes, or has yes or no behind it.
+SWITCH = {"nargs": "?", "const": True, "default": False, "type": yes_no, "metavar": "yes|no"}
 NEGATIVE = re.compile(r"-(\.?[0-9].*|inf|nan)$")  # a number and not a flag
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with -x as --x, no abbreviations, and errors that are raised."""
+    """argparse with -x as --x, no abbreviations, and errors that are raised.
+
+    In a plugin's flags, type=bool reads yes and no, and store_true may have yes or no behind it.
+    """
+
+    def __init__(self, **options):
+        super().__init__(add_help=False, allow_abbrev=False, **options)
+        self._negative_number_matcher = NEGATIVE
+        self.register("type", bool, yes_no)
+        self.register("action", "store_true", functools.partial(argparse._StoreAction, **SWITCH))
 
     def error(self, message):
         raise UsageError(message)
@@ -46,17 +57,17 @@ class Parser(argparse.ArgumentParser):
 
     def add_own(self, module, title: str):
         """Add a plugin's flags. Raise UsageError for one that exists already or that config.yaml cannot keep."""
-        shared = list(self._actions)
-        taken = {option.lstrip("-") for action in shared for option in action.option_strings}
+        there = {action.dest for action in self._actions}
+        count = len(self._actions)
         try:
-            module.add_args(self.add_argument_group(title))
+            with no_exit():
+                getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
         except argparse.ArgumentError as error:
             raise UsageError(f"{_file(module)}: its flag clashes with a shared one ({error})") from None
-        for action in self._actions[len(shared) :]:
-            own = {option.lstrip("-") for option in action.option_strings}
-            if taken & {*own, action.dest}:
+        for action in self._actions[count:]:
+            if action.dest in there:
                 raise UsageError(f"{_file(module)}: its flag -{action.dest} clashes with a shared one")
-            if action.dest not in own or action.nargs == 0:
+            if action.nargs == 0 or action.dest not in [option.lstrip("-") for option in action.option_strings]:
                 wanted = f"config.yaml needs a flag -{action.dest} with a value, or store_true"
                 raise UsageError(f"{_file(module)}: {action.dest}: {wanted}")
         self.set_known({}, module)
@@ -80,17 +91,6 @@ class Help(argparse.HelpFormatter):
         return action.help if quiet else f"{action.help} (%(default)s)"
 
 
-class Switch(argparse.Action):
-    """A flag that stands alone for yes, or has yes or no behind it."""
-
-    def __init__(self, option_strings, dest, default=False, required=False, help=None):
-        options = {"nargs": "?", "const": True, "type": yes_no, "metavar": "yes|no"}
-        super().__init__(option_strings, dest, default=default, required=required, help=help, **options)
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        setattr(namespace, self.dest, values)
-
-
 class Listing(argparse.Action):
     """A flag that shows the plugins, each with the first line of its docstring, and exits, as -h does."""
 
@@ -99,18 +99,9 @@ class Listing(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         for kind in ("arch", "dataset", "trainer"):
-            files = sorted((Path(__file__).parents[1] / kind).glob("[!_]*.py"))
-            rows = (f"  {file.stem:20} {summary(file)}\n" for file in files)
+            rows = (f"  {name:20} {plugins.summary(kind, name)}\n" for name in plugins.names(kind))
             parser._print_message(f"-{kind} NAME\n{''.join(rows)}", sys.stdout)
         parser.exit()
-
-
-def summary(file: Path) -> str:
-    """Return the first line of a Python file's docstring."""
-    try:
-        return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
-    except (SyntaxError, ValueError) as error:
-        return f"cannot be read: {error}"
 
 
 def _file(module):

@@ -12,10 +12,13 @@ describe(args) -> dict, for defaults that only the data can tell, such as the nu
     fake.py     random images, to measure speed
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:  # the command line imports this file, and answers without torch
+    from torch import Tensor
 
 
 class Dataset(Protocol):

@@ -1,7 +1,6 @@
 """Text as bytes, no tokenizer: the Python standard library's own source, or any file or folder."""
 
 import functools
-import hashlib
 import os
 import sysconfig
 from pathlib import Path
@@ -21,35 +20,25 @@ OTHERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idl
 def add_args(parser):
     parser.add_argument("-text_from", metavar="PATH", help="file or folder (DATA/text; else Python's own library)")
     parser.add_argument("-text_length", type=int, default=128, metavar="N", help="bytes of a sample")
-    parser.add_argument("-text_samples", type=int, default=16384, metavar="N",
-                        help="samples an epoch, spread over the text; 0: as many as it fills")  # fmt: skip
-    parser.add_argument("-text_fingerprint", metavar="HEX", help="of the names and sizes: refuse any other text")
+    count = "samples an epoch, spread over the text; 0: as many as it fills"
+    parser.add_argument("-text_samples", type=int, default=16384, metavar="N", help=count)
     parser.set_defaults(num_classes=256, arch="gpt", epochs=1, batch_size=16, lr_start=3e-3, lr_end=1e-4)
     parser.set_defaults(lr_warmup=0.05, weight_decay=0.1, clip_grad=1.0, channels=1, image_size=1)
-
-
-def describe(args) -> dict[str, str]:
-    """Return the fingerprint of the text, so that a resumed run notices another text, as on another Python."""
-    return {"text_fingerprint": fingerprint(*files_of(args))}
 
 
 def get_dataset(args) -> dict[str, Dataset]:
     """Return bytes (text_length,), int64, and the bytes that follow each; the text is mapped, not read into memory.
 
     Training samples begin at places that -seed and the index decide; those of val and test, a sixteenth as many,
-    stand at even distances in the last tenth of the text. Raises UsageError for a text that is not there, too short,
-    or not the one of -text_fingerprint.
+    stand at even distances in the last tenth of the text. Raises UsageError for a text that is not there or too
+    short. Python's own library differs from one version to the next: a run on it continues on the same version.
     """
-    length, (root, files) = args.text_length, files_of(args)
-    found = fingerprint(root, files)
-    if args.text_fingerprint != found:
-        raise UsageError(f"-text_fingerprint {args.text_fingerprint}: the text here is {found}; use the same text as "
-                         f"before (-text_from), or start another run with -text_fingerprint {found}")  # fmt: skip
+    length = args.text_length
     if args.num_classes < 256:
         raise UsageError(f"-num_classes {args.num_classes}: -dataset text has the 256 bytes")
     if length < 1 or args.text_samples < 0:
         raise UsageError(f"-text_length {length} -text_samples {args.text_samples}: at least 1 and 0 are needed")
-    text = Text(files)
+    text = Text(files_of(args))
     edges = [0, len(text) - 2 * (len(text) // HELD_OUT), len(text) - len(text) // HELD_OUT, len(text)]
     if edges[2] - edges[1] < 2 * length:
         needed = 2 * HELD_OUT * length
@@ -122,12 +111,11 @@ def mapped(file: Path) -> np.ndarray:
     return np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
 
 
-def files_of(args) -> tuple[Path, list[Path]]:
-    """Return the folder and the files in it to read, sorted, without hidden ones. Raises UsageError if there are
-    none."""
+def files_of(args) -> list[Path]:
+    """Return the files to read, sorted, without hidden ones. Raises UsageError if there are none."""
     given = Path(args.text_from) if args.text_from else Path(args.data) / "text"
     if given.is_file():
-        return given.parent, [given]
+        return [given]
     library = not args.text_from and not given.exists()
     root = Path(sysconfig.get_path("stdlib")) if library else given
     files = []
@@ -137,10 +125,4 @@ def files_of(args) -> tuple[Path, list[Path]]:
     files = sorted(file for file in files if not file.name.startswith(".") and file.is_file())
     if not files:
         raise UsageError(f"-text_from {root}: no such file, or a folder without files")
-    return root, files
-
-
-def fingerprint(root: Path, files: list[Path]) -> str:
-    """Return 16 hexadecimal digits of the files' names and sizes."""
-    text = "\n".join(f"{file.relative_to(root).as_posix()} {file.stat().st_size}" for file in files)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return files

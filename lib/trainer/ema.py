@@ -47,7 +47,6 @@ class Trainer(trainer.Trainer):
     @contextlib.contextmanager
     def averaged(self):
         """The model with the averaged weights while the block runs."""
-        self.checkpoints.staged()  # a save under way has made its copy
         tensors = model_tensors(unwrap(self.model))
         self.average.swap(tensors)
         try:

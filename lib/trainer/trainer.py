@@ -17,8 +17,7 @@ from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared,
 from lib.utils.data.options import options_of
 from lib.utils.data.tensors import shapes_in_errors, zeros
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import metrics, throughput
-from lib.utils.monitoring.images import Answers
+from lib.utils.monitoring import images, metrics, throughput
 from lib.utils.watchdog import watched
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Trainer:
         self.state, self.metrics = State(), metrics.Sums()
         self.saved = None  # the (step, epoch) of the last checkpoint
         shown = loaders.get("val", loaders["train"]).dataset
-        self.answers = Answers(loss, args.num_classes, options_of(shown).classes, world)
+        self.answers = images.Answers(loss, args.num_classes, options_of(shown).classes, world)
         self.window, self.norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -63,13 +62,7 @@ class Trainer:
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
         self.ballot, self.every = preemption.Ballot(self.stop, world), manager.Every(args.save_every)
         self.votes = False  # on a stop: only in `fit`
-        self.checkpoints = manager.Checkpoints(
-            self.folder / "checkpoints",
-            world,
-            keep_last=args.keep_last,
-            strict=args.save_strict,
-            owned=run_folder.owner_check(self.folder),
-        )
+        self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
 
     def training_step(self, batch):
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
@@ -147,7 +140,6 @@ class Trainer:
             optimizers.spoil(self.parameters, broken)
         self.scaler.unscale_(self.optimizer)
         norm = optimizers.clip(self.parameters, self.args.clip_grad)
-        self.logger.histograms(self.state.step + 1, unwrap(self.model))
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -221,7 +213,7 @@ class Trainer:
         self.state.epoch += 1
         self.state.sums = {}
         self.logger.evaluated(self.state, "val", figures, self.answers)
-        if best and not self.failure() and self.write_weights("best", must=self.args.save_strict):
+        if best and not self.failure() and self.write_weights("best", must=False):
             self.state.best = best
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
         if milestone or self.every.epoch_due(self.state.epoch) or self.state.epoch == self.args.epochs:
@@ -242,7 +234,7 @@ class Trainer:
         """Return means over the samples of a split, of all ranks. None if all ranks agree to stop."""
         self.stop.trained = self.state.step == self.total_steps
         model, totals = unwrap(self.model).eval(), metrics.Sums()
-        self.answers.reset()
+        self.answers.reset(wanted=split == "test" or images.due(self.state.epoch + 1, self.args.epochs))
         for key, batch in runtime.throttle(self.loaders[split].epoch(0), self.world.device):
             with self.precision, shapes_in_errors(batch, self.args):
                 sums = self.evaluation_step(model, batch, key.count)
@@ -265,9 +257,7 @@ class Trainer:
             weights.start_from(self.args.weights, unwrap(self.model))
         parts = parts_of(self)
         with prepared(parts) as tensors:
-            self.checkpoints.check_room(tensors)
-        for optimizer in parts.optimizers.values():
-            optimizer.register_step_pre_hook(lambda *_: self.checkpoints.staged())  # a save may be copying
+            self.checkpoints.make_room(tensors, parts.first())
 
     def load(self, past):
         """Take the state and the tensors of a checkpoint."""
@@ -313,7 +303,7 @@ class Trainer:
             "about": runtime.about(self.world),
         }
         parts = parts_of(self)
-        self.checkpoints.save(parts.tensors(), facts, step=self.state.step, early=parts.early(), keep=keep)
+        self.checkpoints.save(parts.tensors(), facts, step=self.state.step, first=parts.first(), keep=keep)
         self.saved = self.state.step, self.state.epoch
         self.every.saved()
 

@@ -14,6 +14,7 @@ from lib.utils.errors import PARENT, UsageError
 
 CPU = torch.device("cpu")
 FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # that `together` shares, the most telling first
+ROOM = 504  # bytes of JSON that one exchange brings: what most values take
 LEFT = []  # process groups that this process left
 START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read
 
@@ -196,17 +197,24 @@ def world_in(group=None) -> World:
 
 
 def gather_json(value, world: World, group=None) -> list:
-    """Return every rank's value (JSON), by rank, on all ranks. A `group` comes with its own `world_in`."""
+    """Return every rank's value (JSON), by rank, on all ranks. A `group` comes with its own `world_in`.
+
+    It costs one collective; a second one if a rank's text is longer than ROOM.
+    """
     if world.size == 1:
         return [value]
-    text = json.dumps(value).encode()
+    text, room = json.dumps(value).encode(), ROOM
     device = CPU if "cpu:" in dist.get_backend_config(group) else torch.accelerator.current_accelerator()
-    longest = torch.tensor(len(text), device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
-    mine = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device)
-    rows = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(rows, mine, group=group)
-    return [json.loads(bytes(row.cpu().numpy())) for row in rows]
+    while True:
+        row = len(text).to_bytes(8, "little") + text[:room].ljust(room)
+        mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
+        gathered = [torch.empty_like(mine) for _ in range(world.size)]
+        dist.all_gather(gathered, mine, group=group)
+        rows = [bytes(row.cpu().numpy()) for row in gathered]
+        longest = max(int.from_bytes(row[:8], "little") for row in rows)
+        if longest <= room:
+            return [json.loads(row[8:]) for row in rows]
+        room = longest
 
 
 def together(action, world: World) -> list:

@@ -52,11 +52,16 @@ def about(world: World) -> dict:
         **_code(world),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "torchvision": importlib.metadata.version("torchvision"),
+        "torchvision": _torchvision(),
         "threads": torch.get_num_threads(),
         "host": socket.gethostname(),
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
+
+
+@functools.cache  # reading it takes a millisecond, and every checkpoint has it
+def _torchvision():
+    return importlib.metadata.version("torchvision")
 
 
 @functools.cache  # a checkpoint needs it, too, and must start no process

@@ -17,7 +17,7 @@ from runs import lines
 
 import lib.dataset
 import train
-from lib.config import args as config
+from lib.config import plugins
 from lib.launch import slurm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,16 +121,16 @@ class Cluster:
 
     def here(self, words: str, wanted: int = 0, **more) -> str:
         """The same in this process, which has torch already."""
-        said, before, there = io.StringIO(), dict(os.environ), (slurm.ROOT, config.plugins)
+        said, before, there = io.StringIO(), dict(os.environ), (slurm.ROOT, plugins.names)
         os.environ.update(self.env(**more))
-        slurm.ROOT, config.plugins = self.code, lambda kind: [*there[1](kind), "slow"]
+        slurm.ROOT, plugins.names = self.code, lambda kind: [*there[1](kind), "slow"]
         lib.dataset.__path__.append(str(self.code / "lib" / "dataset"))
         try:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 code = train.main([*words.split(), "-out", str(self.out)])
         finally:
             lib.dataset.__path__.pop()
-            slurm.ROOT, config.plugins = there
+            slurm.ROOT, plugins.names = there
             os.environ.clear()
             os.environ.update(before)
         assert code == wanted, f"{words}: exit code {code}: {said.getvalue()}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lib.config import args as config
+from lib.config import plugins
 from lib.trainer import trainer
 from lib.utils import preemption
 from lib.utils.errors import STOPPING, UsageError
@@ -100,8 +100,8 @@ DEEDS = {act.__name__: act for act in (pause, fail, fail_and_linger, refuse, str
 
 def register():
     """Makes this file known as lib/trainer/faulty.py."""
-    there = config.plugins
-    config.plugins = lambda kind: [*there(kind), "faulty"] if kind == "trainer" else there(kind)
+    there = plugins.names
+    plugins.names = lambda kind: [*there(kind), "faulty"] if kind == "trainer" else there(kind)
     sys.modules["lib.trainer.faulty"] = sys.modules[__name__]
 
 

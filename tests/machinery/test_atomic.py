@@ -252,3 +252,11 @@ def test_a_folder_that_cannot_be_synced_is_no_error_but_a_broken_disk_is(code, t
 def test_files_are_written_without_torch():
     probe = "import sys; from lib.utils.checkpoint import atomic; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True, timeout=120)
+
+
+def test_checkpoints_are_saved_without_the_tensors_of_fsdp_which_take_half_a_second():
+    modules = "manager, resume, shards, weights"
+    probe = (
+        f"import sys; from lib.utils.checkpoint import {modules}; sys.exit('torch.distributed.tensor' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True, timeout=120)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib import config
-from lib.config.parser import summary
+from lib.config import plugins
 from lib.utils.errors import UsageError
 
 RELAXED = settings(deadline=None, derandomize=True)
@@ -45,7 +45,7 @@ def test_an_unknown_plugin_is_refused_with_those_that_there_are(kind, name, erro
     before = set(sys.modules)
     line = error_of([f"-{kind}", name])
     assert line.startswith(f"-{kind} {name!r}: no such file in lib/{kind}; there are ")
-    assert all(there in line for there in config.plugins(kind))
+    assert all(there in line for there in plugins.names(kind))
     assert not {module for module in set(sys.modules) - before if module.endswith(name)}
 
 
@@ -138,10 +138,10 @@ def test_an_interval_that_is_none_is_refused(value, error_of):
 def own_numbers():
     """The numeric flags of the plugins that are shipped."""
     for kind in ("arch", "dataset"):
-        for name in config.plugins(kind):
+        for name in plugins.names(kind):
             parser = config.new_parser()
             count = len(parser._actions)
-            config.load_plugin(parser, kind, [f"-{kind}", name], {})
+            parser.add_own(plugins.read(kind, name), name)
             yield from ((kind, name, own.dest) for own in parser._actions[count:] if own.type in (int, float))
 
 
@@ -221,12 +221,6 @@ def test_slurm_where_there_is_none_is_refused(error_of, monkeypatch, tmp_path):
     assert error_of("-slurm -slurm_ngpus 2").startswith("-slurm: there is no sbatch on this machine")
 
 
-@pytest.mark.timeout(20)
-def test_a_pipe_is_no_cfg_file(error_of, tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    assert error_of(["-cfg", str(tmp_path / "pipe")]).endswith("cannot be read (it is no regular file)")
-
-
 BROKEN = {
     "syntax": ("def get_model(args:\n    return 5\n", ["syntax error in ", "syntax.py, line 1: "]),
     "nul": ("get_model = 5\n\0", ["syntax error in ", "nul.py"]),
@@ -243,13 +237,15 @@ def test_a_plugin_that_cannot_be_imported_is_refused_with_the_place(name, error_
     assert line.startswith(f"-arch {name}: ") and all(part in line for part in parts), line
 
 
-def test_the_list_of_plugins_shows_those_that_cannot_be_read(tmp_path):
-    files = {"nul.py": "\0", "syntax.py": "def (", "bytes.py": b"\xff", "good.py": '"""Good."""\n'}
+def test_the_list_of_plugins_shows_those_that_cannot_be_read(tmp_path, monkeypatch):
+    files = {"nul": "\0", "syntax": "def (", "bytes": b"\xff", "good": '"""Good."""\n'}
+    monkeypatch.setattr(plugins, "ROOT", tmp_path)
+    (tmp_path / "lib" / "arch").mkdir(parents=True)
     for name, text in files.items():
-        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert summary(tmp_path / "good.py") == "Good."
-    for name in ("nul.py", "syntax.py", "bytes.py"):
-        assert summary(tmp_path / name).startswith("cannot be read: ")
+        (tmp_path / "lib" / "arch" / f"{name}.py").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert plugins.summary("arch", "good") == "Good."
+    for name in ("nul", "syntax", "bytes"):
+        assert plugins.summary("arch", name).startswith("cannot be read: ")
 
 
 def test_a_plugin_flag_that_clashes_is_refused(error_of, monkeypatch, tmp_path):

@@ -15,6 +15,7 @@ from processes import until
 
 import train
 from lib import config
+from lib.config import plugins
 from scripts import completion
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +80,7 @@ def test_list_shows_every_plugin_with_what_it_says_of_itself(capsys):
     message = capsys.readouterr().out
     assert end.value.code == 0
     shown = dict(re.findall(r"^  (\w+) +(\S.*)$", message, re.M))
-    assert set(shown) == {name for kind in config.BUILDERS for name in config.plugins(kind)}
+    assert set(shown) == {name for kind in config.BUILDERS for name in plugins.names(kind)}
     assert shown["mlp"] == "A multilayer perceptron over flattened inputs."
     assert [line.split()[0] for line in message.splitlines() if not line.startswith(" ")] == [
         "-arch",
@@ -90,7 +91,7 @@ def test_list_shows_every_plugin_with_what_it_says_of_itself(capsys):
 
 def test_flags_and_plugin_names_are_completed(script):
     assert offered(script, ["python", "train.py", "-lr_"]) == ["-lr_start", "-lr_end", "-lr_warmup", "-lr_batch"]
-    assert set(offered(script, ["python", "train.py", "-arch", ""])) == set(config.plugins("arch"))
+    assert set(offered(script, ["python", "train.py", "-arch", ""])) == set(plugins.names("arch"))
     assert offered(script, ["python3", "./train.py", "-cpu", "2", "-trainer", "con"]) == ["contrastive"]
     assert offered(script, ["python", "train.py", "-scale_lr", "s"]) == ["sqrt"]
     assert offered(script, ["python", "train.py", "-resnet_d"]) == ["-resnet_depth"], "a plugin's own"

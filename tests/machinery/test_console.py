@@ -27,9 +27,8 @@ console.setup_logging(folder, rank, main=rank == 0)
 log = logging.getLogger("lib.trainer")
 bar = console.Progress(200, 100, main=rank == 0)
 for step in range(101, 201):
-    bar.advance(1)
     if step % 10 == 0:
-        bar.show(console.line({"step": (step, 200), "loss": step / 1000, "data_share": 0.25}))
+        bar.show(10, console.line({"step": (step, 200), "loss": step / 1000, "data_share": 0.25}))
     if step == 150:
         log.info("saved step_%08d", step)
         warnings.warn("careful", stacklevel=1)
@@ -112,16 +111,23 @@ def test_a_traceback_is_whole_in_the_log_and_not_on_the_terminal(tmp_path):
 
 
 def test_a_terminal_that_is_gone_does_not_stop_the_run(tmp_path):
-    slow = RUN.replace("bar.advance(1)", "bar.advance(1); time.sleep(0.003)").replace('print("last words")', "")
+    slow = RUN.replace("    if step", "    time.sleep(0.003)\n    if step", 1).replace('print("last words")', "")
     on_a_terminal(slow, tmp_path / "hung up", 0, bytes_read=1)
     assert "INFO finished" in (tmp_path / "hung up/logs/rank_0.log").read_text()
 
 
-def test_a_full_disk_under_the_log_is_one_warning(tmp_path):
+def test_a_full_disk_under_the_log_changes_nothing_on_the_terminal(tmp_path):
     code = RUN.replace("log = ", "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))\nlog = ")
     ended = run_code(code, tmp_path, 0, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.count("cannot write") == 1 and ended.stdout.endswith("finished\nlast words\n")
+    assert "step 200/200" in ended.stdout and ended.stdout.endswith("finished\nlast words\n")
+
+
+def test_a_message_that_cannot_be_formatted_is_told(tmp_path):
+    code = "import logging, sys\nfrom lib.utils.monitoring import console\n"
+    code += "console.setup_logging(sys.argv[1], 0, main=False)\nlogging.info('loss', 0.5)\n"
+    ended = run_code(code, tmp_path, stderr=subprocess.PIPE, text=True)
+    assert "not all arguments converted" in ended.stderr
 
 
 def test_a_log_line_reads_as_a_person_would_write_it():
@@ -136,7 +142,7 @@ def test_a_log_line_reads_as_a_person_would_write_it():
     figures |= {"samples_per_s": 12345.4, "data_share": 0.03, "memory": 1.2e9, "left_s": 42.3, "bad_steps": 2}
     assert console.line(figures) == (
         "epoch 3/12  step 400/1200  loss 0.123 (mean 0.150)  lr 1.0e-03  grad 0.52  12,345 samples/s  "
-        "data 3 %  mem 1.2 GB  left 0:42  bad_steps 2"
+        "data 3 %  mem 1.2 GB  left 00:42  bad_steps 2"
     )
     assert console.line({"loss": math.nan, "left_s": 3725}) == "loss nan  left 1:02:05"
     assert console.line({"accuracy": 0.98512, "step": (7, 9), "loss": 123.4}) == "step 7/9  loss 123  accuracy 0.985"

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import cfg_file, parsed
+from command_line import parsed
 
-from lib import config
 from lib.launch import environment, slurm_task
 from lib.utils.errors import UsageError
 
@@ -66,19 +65,6 @@ def test_debugging_and_caches_are_there_before_torch_is_imported(bare, tmp_path)
     caches = {name: f"{tmp_path}/{part}" for name, part in environment.CACHES.items()}
     for name, value in {**environment.DEBUG, **caches, "NCCL_DEBUG": "WARN"}.items():
         assert f"'{name}': '{value}'" in loud.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "on"),
-    [("-debug_dist", True), ("-epochs 3 --debug_dist -cpu 2", True), ("-debug_dist=no", False), ("", False),
-     ("-debug_dist no -cache_dir here", False), ("-model debug_dist", False)],
-)  # fmt: skip
-def test_what_is_read_early_is_read_alike_later(words, on, tmp_path):
-    cfg = cfg_file(tmp_path, "debug_dist: true\ncache_dir: there\n")
-    for asked in (words.split(), ["-cfg", cfg, *words.split()]):
-        args = parsed(asked)
-        assert config.early(asked) == (args.cache_dir, args.debug_dist)
-    assert parsed(words).debug_dist is on
 
 
 def test_the_flight_recorder_writes_into_the_folder_of_the_run(tmp_path):

@@ -261,8 +261,7 @@ def test_the_loop_goes_on_while_the_disk_is_slow(tmp_path, monkeypatch):
     checkpoints = saves.saver(tmp_path)
     saves.save(checkpoints, 1)
     monkeypatch.setattr(os, "fsync", lambda fd: (go_on.wait(30), real(fd)))
-    checkpoints.save(saves.state(2), saves.facts(2), step=2, early=set())
-    checkpoints.staged()
+    checkpoints.save(saves.state(2), saves.facts(2), step=2, first=set())
     for _ in range(1000):  # steps
         checkpoints.poll()
     assert checkpoints.saving and saves.steps(tmp_path) == [1] and not go_on.is_set()

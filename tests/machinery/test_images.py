@@ -14,7 +14,7 @@ BLUE = torch.tensor([8, 48, 107], dtype=torch.uint8)
 def test_a_grid_keeps_every_sample_in_its_place():
     images = torch.rand(5, 1, 4, 4)
     picture = pictures.grid(images)
-    assert picture.shape == (3, 11, 16) and picture.dtype == torch.uint8
+    assert picture.shape == (1, 11, 16) and picture.dtype == torch.uint8
     assert picture.min() == 0 and picture.max() == 255
     low, high = images.min(), images.max()
     fourth = ((images[3] - low) / (high - low) * 255).byte()  # first of the second row
@@ -37,8 +37,16 @@ def test_answers_are_counted_by_class_and_shown_beside_the_samples():
     assert red[: tile + 2, 68:134].any() and not red[: tile + 2, :66].any(), (
         "the second answer is wrong, the first right"
     )
-    answers.reset()
+    answers.reset(wanted=True)
     assert answers.shown() == {}, "nothing was evaluated"
+
+
+def test_answers_are_collected_and_drawn_after_some_epochs_only():
+    assert [epoch for epoch in range(1, 35) if pictures.due(epoch, 34)] == [1, 10, 20, 30, 34]
+    answers = pictures.Answers(nn.CrossEntropyLoss(), 3, None, World())
+    answers.reset(wanted=False)
+    answers.add(torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 2]), torch.eye(3), 3)
+    assert answers.shown() == {} and not answers.counts.any()
 
 
 def test_classes_without_a_name_are_called_by_their_number():

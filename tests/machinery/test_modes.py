@@ -179,19 +179,13 @@ def test_overfit_trains_and_evaluates_on_the_same_samples(parts, tmp_path):
     assert train.main([*f"{words} -overfit 13 -out {tmp_path}".split()]) == 2, "not on top of another"
 
 
-@pytest.mark.parametrize("steps", [1, 8])
-def test_a_profile_that_cannot_be_written_or_never_began_records_no_allocations_any_more(
-    steps, tmp_path, monkeypatch, caplog
-):
-    message = []
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **words: message.append(words))
+def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").touch()
-    profile = profiler.Profile(tmp_path / "file" / "profile", World(device=torch.device("cuda", 0)), 2)
-    for _ in range(steps):
+    profile = profiler.Profile(tmp_path / "file" / "profile", World(), 2)
+    for _ in range(8):
         profile.step()
-    assert ("cannot be written" in caplog.text) == (steps == 8) == ({"enabled": None} in message)
     profile.close()
-    assert message[0] == {"max_entries": 100_000} and message[-1] == {"enabled": None}
+    assert "cannot be written" in caplog.text
 
 
 @pytest.mark.parametrize(("wanted", "count"), [(2, 2), (50, 8)])

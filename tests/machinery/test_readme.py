@@ -17,6 +17,7 @@ from PIL import Image
 
 import train
 from lib import config
+from lib.config import plugins
 from scripts import flags_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -411,7 +412,7 @@ def test_every_flag_that_the_pages_name_exists():
 
 def test_the_plugins_that_the_pages_list_are_there():
     shipped = re.search(r"^Shipped are: (.*?)\n\n", PAGES["docs/extending.md"], re.S | re.M)[1]
-    there = {name for kind in config.BUILDERS for name in config.plugins(kind)}
+    there = {name for kind in config.BUILDERS for name in plugins.names(kind)}
     assert len(set(re.findall(r"`(\w+)`", shipped)) & there) > 8
     assert set(re.findall(r"`(\w+)`", shipped)) <= there
 

@@ -277,13 +277,6 @@ def test_three_failed_saves_in_a_row_end_the_run_and_the_older_checkpoint_is_goo
 
 
 @pytest.mark.parametrize("cpu", [1, 2])
-def test_strictly_one_failed_save_ends_the_run(tmp_path, monkeypatch, cpu):
-    fail_writes(monkeypatch, lambda rank, step: step == 8 and rank == cpu - 1)
-    _fails(tmp_path, f"{SMALL} -cpu {cpu} -save_strict", cpu, "-save_strict is on")
-    assert saves.steps(tmp_path / "few_norm_net") == [4]
-
-
-@pytest.mark.parametrize("cpu", [1, 2])
 def test_a_last_save_that_fails_is_tried_again_and_a_run_never_says_it_saved_when_it_did_not(
     tmp_path, monkeypatch, cpu
 ):

@@ -53,7 +53,7 @@ def test_gpt_has_the_parameters_that_its_sizes_say():
     assert count > 9e8
 
 
-@pytest.mark.parametrize("words", [SMALL, ["-arch", "vit"], ["-arch", "vit", "-vit_pool", "class"]])
+@pytest.mark.parametrize("words", [SMALL, ["-arch", "vit"]])
 def test_a_transformer_from_the_meta_device_is_filled_by_its_modules(words):
     """As FSDP does after sharding: every module that owns parameters can draw them, and it is as on the CPU."""
     args = config.parse_args(words)
@@ -76,18 +76,14 @@ def test_a_transformer_from_the_meta_device_is_filled_by_its_modules(words):
     assert len(blocks) == len(model.blocks) and all(isinstance(block, module.Block) for block in blocks)
 
 
-@pytest.mark.parametrize("pool", ["mean", "class"])
-def test_vit_cuts_patches_as_a_convolution_with_their_stride_does(pool):
-    args = config.parse_args(
-        ["-arch", "vit", "-channels", "3", "-image_size", "12", "-vit_patch", "4", "-vit_pool", pool]
-    )
+def test_vit_cuts_patches_as_a_convolution_with_their_stride_does():
+    args = config.parse_args(["-arch", "vit", "-channels", "3", "-image_size", "12", "-vit_patch", "4"])
     patches = vit.get_model(args).patches
     images = torch.randn(2, 3, 12, 12)
     filters = patches.linear.weight.view(-1, 3, 4, 4)
     wanted = nn.functional.conv2d(images, filters, patches.linear.bias, stride=4).flatten(2).transpose(1, 2)
-    extra = pool == "class"
     got = patches(images) - patches.places
-    assert got.shape[1] == 9 + extra and torch.allclose(got[:, extra:], wanted, atol=1e-5)
+    assert got.shape[1] == 9 and torch.allclose(got, wanted, atol=1e-5)
 
 
 def test_gpt_of_odd_sizes_and_of_images_is_refused():

@@ -6,13 +6,16 @@ NAME.partial, synced, and renamed. A file `keep` in it spares it from removal.
 """
 
 import concurrent.futures
+import contextlib
 import json
 import logging
+import os
 import re
 import shutil
+import sys
+import threading
 import time
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,25 +75,13 @@ class Save:
 
 
 class Checkpoints:
-    """The checkpoints of a run. All ranks call its methods at the same steps, but for `staged` and `writing`.
+    """The checkpoints of a run. All ranks call its methods at the same steps, but for `writing`."""
 
-    `owned()`: whether the run's folder is still its own.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        world: World,
-        *,
-        keep_last: int = 2,
-        strict: bool = False,
-        owned: Callable[[], bool] = lambda: True,
-    ):
-        self.folder, self.world, self.disk = folder, world, shared_disk.one(world)
-        self.keep_last, self.strict, self.owned = keep_last, strict, owned
-        # One thread: with more OpenMP threads than cores none waits actively, and small operations take long.
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", torch.set_num_threads, (1,))
-        self.copies = staging.Copies(world.device)
+    def __init__(self, folder: Path, world: World, *, keep_last: int = 2):
+        self.folder, self.world, self.disk, self.keep_last = folder, world, shared_disk.one(world), keep_last
+        self.owned = run_folder.owner_check(folder.parent)
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _give_way, (world.device,))
+        self.copies = staging.Copies()
         self.saving: Save | None = None
         self.failures = 0  # in a row
 
@@ -99,27 +90,31 @@ class Checkpoints:
         self.disk = shared_disk.look(self.folder, self.world)
         self.disk.do(self._sweep)
 
-    def check_room(self, tensors: dict):
-        """Raise UsageError where a checkpoint of these tensors could never be written."""
+    def make_room(self, tensors: dict, first: set):
+        """Take the memory that saves of these tensors need; arguments as `save` has them.
+
+        Raises:
+            UsageError: a checkpoint of these tensors could never be written.
+        """
         schema(tensors)
         out, size = self.folder.parent.parent, shards.total_bytes(tensors)
-        if len(self.disk.groups) > 1 and any(isinstance(tensor, shards.DTensor) for tensor in tensors.values()):
+        if len(self.disk.groups) > 1 and any(map(shards.is_sharded, tensors.values())):
             raise UsageError(f"-out {out}: a sharded model needs a folder that all nodes share")
         free = min(self.disk.do(lambda: run_folder.free_bytes(self.folder)))
         if free < size:
             raise UsageError(f"-out {out}: a checkpoint takes {size:,} bytes, and {free:,} are free; make room")
+        self.copies.make_room(shards.pieces(tensors, self.disk.share, first))
 
-    def save(self, tensors: dict, facts: dict, *, step: int, early: set, keep: bool = False):
-        """Begin a checkpoint of these live tensors, and return at once.
+    def save(self, tensors: dict, facts: dict, *, step: int, first: set, keep: bool = False):
+        """Begin a checkpoint: copy the tensors, and write the copies in the background.
 
-        A save that is still in flight is waited for. A tensor that is not the same on all ranks though it should be,
-        is saved as the first rank has it.
+        The tensors may change as soon as this returns. A save that is still in flight is waited for.
 
         Args:
             tensors: the live tensors by name.
             facts: entries of the manifest (JSON), which must not change later.
             step: the optimizer step, for the name.
-            early: names of tensors that may change as soon as this returns; the others may after `staged`.
+            first: names of tensors that may differ between ranks: the first rank's are saved.
             keep: spare it from removal.
 
         Raises:
@@ -136,16 +131,10 @@ class Checkpoints:
         except OSError as error:
             self._fail(save, f"{error}, {run_folder.free_there(self.folder)}")
             return
-        whole = {name: tensors[name] for name in sorted(early) if not isinstance(tensors[name], shards.DTensor)}
-        mine = shards.pieces(tensors, self.disk.share, {*shards.differing(whole, self.world)})
-        mine = [piece._replace(values=piece.values.clone()) if piece.name in early else piece for piece in mine]
-        self.copies.request()
-        save.job = self.thread.submit(self._write, save, mine)
+        mine = shards.pieces(tensors, self.disk.share, first)
+        places = [[piece.name, list(piece.start), list(piece.values.shape)] for piece in mine]
+        save.job = self.thread.submit(self._write, save, self.copies.make(mine), places)
         self.saving = save
-
-    def staged(self):
-        """Return once the weights may change: their copy is made, or in the device's queue before what follows."""
-        self.copies.wait()
 
     def writing(self) -> bool:
         """Whether this rank is at work on a save; any thread may ask."""
@@ -161,7 +150,7 @@ class Checkpoints:
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:
             self._fail(save, errors[0])
-        elif save.written or self.world.size == 1:  # which publishes what it wrote at once
+        elif save.written:
             self.saving, self.failures = None, 0
         else:
             save.written = True
@@ -207,21 +196,15 @@ class Checkpoints:
     def _make_partial(self, save):
         if not self.folder.is_dir():  # somebody removed it
             self._sweep()
-        partial = self._partial(save)
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir()
+        shutil.rmtree(self._partial(save), ignore_errors=True)
+        self._partial(save).mkdir()
         if save.keep:
-            (partial / "keep").touch()
+            (self._partial(save) / "keep").touch()
 
-    def _write(self, save, mine):
-        pieces = [[piece.name, list(piece.start), list(piece.values.shape)] for piece in mine]
-        blocks, file = self.copies.make(mine), f"shard_{self.world.rank:04d}.safetensors"
-        mine.clear()  # clones need no memory while the disk is busy
-        answer = {"file": file, **shards.write(self._partial(save) / file, blocks), "pieces": pieces}
-        if self.world.size == 1:
-            self._publish(save, [answer])
-        return answer
+    def _write(self, save, blocks, places):
+        self.copies.wait()
+        file = f"shard_{self.world.rank:04d}.safetensors"
+        return {"file": file, **shards.write(self._partial(save) / file, blocks), "pieces": places}
 
     def _answer(self, save):
         if save.job is None:
@@ -254,11 +237,18 @@ class Checkpoints:
         if self.disk.leads:
             shutil.rmtree(self._partial(save), ignore_errors=True)
         text = f"{self.folder / save.name} could not be saved ({reason})"
-        if self.strict:
-            raise SaveError(f"{text}, and -save_strict is on")
         if self.failures >= FAILURES:
             raise SaveError(f"{text}, nor could the {FAILURES - 1} before it")
         log.warning("%s: the run goes on, the older checkpoint is good, the next save tries again", text)
+
+
+def _give_way(device: torch.device):
+    """Let this thread use only what others leave of the cores, and no memory of another GPU than its own."""
+    if sys.platform == "linux":  # elsewhere a thread has no niceness of its own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def read_manifest(folder: Path) -> dict:

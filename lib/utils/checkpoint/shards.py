@@ -5,28 +5,29 @@ the header, the bytes. Written here, in one pass with its checksum: safetensors'
 thread. Read by the library.
 """
 
-import functools
+import heapq
 import json
 import logging
 import math
 import os
+import sys
 import zlib
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from lib.utils import distributed
 from lib.utils.checkpoint import run_folder
 from lib.utils.distributed import World
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 log = logging.getLogger(__name__)
 CHUNK = 1 << 20  # bytes
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # of `fingerprint`, by the bytes of a number
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -47,18 +48,27 @@ class Damaged(Exception):
     """A checkpoint that is not what was written; the message names the file and the reason."""
 
 
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Return whether a tensor is one of FSDP's. Only FSDP imports their module, which takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def pieces(tensors: dict[str, Tensor], world: World, first: Collection[str] = ()) -> list[Piece]:
     """Return this rank's share of the tensors: its own blocks of sharded ones, and some of those that all ranks have.
 
     Each rank gets about as many bytes of the latter; those named in `first` are rank 0's.
     """
-    mine, load = [], [0] * world.size
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
-        if isinstance(tensor, DTensor):
-            mine += _block(name, tensor)
-            continue
-        rank = 0 if name in first else load.index(min(load))
-        load[rank] += tensor.nbytes
+    whole = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
+    mine = [piece for name, tensor in tensors.items() if name not in whole for piece in _block(name, tensor)]
+    given = sum(tensor.nbytes for name, tensor in whole.items() if name in first)
+    load = [(given if rank == 0 else 0, rank) for rank in range(world.size)]
+    heapq.heapify(load)
+    for name, tensor in sorted(whole.items(), key=lambda item: (-item[1].numel(), item[0])):
+        rank = 0
+        if name not in first:
+            least, rank = load[0]
+            heapq.heapreplace(load, (least + tensor.nbytes, rank))
         if rank == world.rank:
             mine.append(Piece(name, tensor.detach(), (0,) * tensor.ndim))
     return mine
@@ -75,12 +85,12 @@ def _block(name, tensor):
 
 def local(tensor: Tensor) -> Tensor:
     """Return what this rank has of a tensor, sharded or not."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
 def _local(tensor):
     """Return the same, and where in the whole it begins, by torch's own arithmetic."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return tensor.detach(), (0,) * tensor.ndim
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -203,30 +213,3 @@ def put(tensor: Tensor, whole: Tensor):
 def total_bytes(tensors: dict[str, Tensor]) -> int:
     """Return the bytes of all tensors, each counted whole."""
     return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors.values())
-
-
-def differing(tensors: dict[str, torch.Tensor], world: World) -> list[str]:
-    """Return the names of those tensors whose bytes differ between ranks. Waits for the device."""
-    if world.size == 1 or not tensors:
-        return []
-    mine = torch.stack([fingerprint(one).to(world.device) for one in tensors.values()])  # read in one go
-    first, *others = distributed.gather_json(mine.tolist(), world)
-    return [name for place, name in enumerate(tensors) if any(other[place] != first[place] for other in others)]
-
-
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number (0-d, 64 bits) for the tensor's bytes and their order; others share it by 1 in 2**32 at most.
-
-    The words have 32 bits, so that no change of them is lost in 64.
-    """
-    words = tensor.detach().contiguous().reshape(-1).view(WORDS[tensor.element_size()])
-    weights = _weights(tensor.device)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in words.split(len(weights)):
-        total = total * 1_000_003 + (part.long() * weights[: len(part)]).sum()
-    return total
-
-
-@functools.cache
-def _weights(device):
-    return torch.randint(1 << 62, (1 << 20,), generator=torch.Generator().manual_seed(0)).to(device)

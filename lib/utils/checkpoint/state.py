@@ -79,8 +79,11 @@ class Parts:
             tensors |= memory
         return tensors
 
-    def early(self) -> set[str]:
-        """Return the names of tensors that may change at any moment after a step: buffers, and the trainer's own."""
+    def first(self) -> set[str]:
+        """Return the names of tensors that may differ between ranks, so that the first rank's are saved.
+
+        They are buffers (a counter is that of a rank's last micro-batch), and what a trainer keeps.
+        """
         buffers = {f"model.{name}" for name, _ in self.modules["model"].named_buffers()}
         return buffers | {name for name in self.tensors() if name.startswith("trainer.")}
 

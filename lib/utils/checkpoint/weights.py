@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lib.utils import distributed
 from lib.utils.checkpoint import atomic, run_folder, shards
@@ -39,15 +38,16 @@ def _gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     whole = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = tensor.full_tensor() if shards.is_sharded(tensor) else tensor
         whole[name] = full.cpu() if world.is_main else full.new_empty(0)
     return whole
 
 
 def not_finite(model: torch.nn.Module, world: World) -> list[str]:
     """Return the parameters that hold NaN or infinity on any rank, the same on all. All ranks call this together."""
-    local = {name: shards.local(value) for name, value in model.named_parameters()}
-    mine = [name for name, value in local.items() if not torch.isfinite(value).all()]
+    finite = {name: torch.isfinite(shards.local(value)).all() for name, value in model.named_parameters()}
+    good = torch.stack([*finite.values()]).tolist() if finite else []  # waits for the device once
+    mine = [name for name, one in zip(finite, good, strict=True) if not one]
     return sorted({name for names in distributed.gather_json(mine, world) for name in names})
 
 

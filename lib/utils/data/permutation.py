@@ -29,7 +29,8 @@ class Order:
 
     def __getitem__(self, part: slice) -> Tensor:
         places = range(self.n)[part]
-        return self.take(torch.arange(len(places), device="cpu") * places.step + places.start)
+        stop = places.start + len(places) * places.step
+        return self.take(torch.arange(places.start, stop, places.step, device="cpu"))
 
 
 def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Order:

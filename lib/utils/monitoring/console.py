@@ -17,35 +17,34 @@ def setup_logging(folder: Path | None, rank: int, main: bool):
     The file (none without a folder) gets time, level, message and traceback, also of warnings.warn. The terminal gets
     the messages alone: ours from INFO on, those of other packages from WARNING on. A second call replaces the first.
     """
+    close_logging()
     root = logging.getLogger()
-    for handler in [one for one in root.handlers if isinstance(one, (LogFile, Terminal))]:
-        root.removeHandler(handler)
-        handler.close()
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     if folder is not None:
         path = Path(folder) / "logs" / f"rank_{rank}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        root.addHandler(LogFile(path))
+        root.addHandler(LogFile(path, errors="backslashreplace"))
+        root.handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     if main:
         root.addHandler(Terminal(sys.stdout))
 
 
-class LogFile(logging.FileHandler):
-    """The log of one rank. If it cannot be written, one warning says so, and training continues."""
+def close_logging():
+    """Undo `setup_logging`, but for the level."""
+    root = logging.getLogger()
+    for handler in [one for one in root.handlers if isinstance(one, (LogFile, Terminal))]:
+        root.removeHandler(handler)
+        handler.close()
 
-    def __init__(self, path: Path):
-        super().__init__(path, errors="backslashreplace")
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self._warned = False
+
+class LogFile(logging.FileHandler):
+    """The log of one rank. On a full disk it loses lines, without a word: metrics.jsonl warns of that."""
 
     def handleError(self, record):
         """Handle what `emit` raises."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
-        elif not self._warned:
-            self._warned = True
-            log.warning("cannot write %s (%s): training continues", self.baseFilename, sys.exc_info()[1])
 
 
 class Terminal(logging.StreamHandler):
@@ -70,27 +69,25 @@ class Progress:
     """Show the figures of a run in a progress bar if stderr is a terminal, else in log lines; rank 0 (main) only."""
 
     def __init__(self, total_steps: int, start_step: int, main: bool):
-        self._main, self._bar = main, None
-        if main and sys.stderr.isatty():
-            layout = "{percentage:3.0f} %|{bar:20}| {desc}"
-            self._bar = _tqdm()(total=total_steps, initial=start_step, dynamic_ncols=True, bar_format=layout)
+        self._main = main
+        self._bar = _tqdm()(
+            total=total_steps,
+            initial=start_step,
+            dynamic_ncols=True,
+            bar_format="{percentage:3.0f} %|{bar:20}| {desc}",
+            disable=None if main else True,  # None: unless stderr is a terminal
+        )
 
-    def advance(self, steps: int):
-        """Move the bar on by optimizer steps."""
-        if self._bar is not None:
-            self._bar.update(steps)
-
-    def show(self, figures: str):
-        """Log a line of figures. If the terminal shows the bar, they stand there and in the log file only."""
+    def show(self, steps: int, figures: str):
+        """Move the bar on by so many steps and log the figures. A terminal with a bar shows them there alone."""
+        self._bar.update(steps)
         if self._main:
-            log.info("%s", figures, extra={"in_bar": self._bar is not None and sys.stdout.isatty()})
-        if self._bar is not None:
-            self._bar.set_description_str(figures)
+            log.info("%s", figures, extra={"in_bar": not self._bar.disable and sys.stdout.isatty()})
+        self._bar.set_description_str(figures)
 
     def close(self):
         """Leave the bar as it stands."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
 
 @functools.cache
@@ -120,12 +117,6 @@ def _bytes(count):
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
-def _clock(seconds):
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 FORMS = {  # epoch and step: now, and of how many; data_share: from 0 to 1; memory: in bytes
     "epoch": lambda value: "epoch {}/{}".format(*value),
     "step": lambda value: "step {}/{}".format(*value),
@@ -136,5 +127,5 @@ FORMS = {  # epoch and step: now, and of how many; data_share: from 0 to 1; memo
     "samples_per_s": lambda value: f"{value:,.0f} samples/s" if value >= 10 else f"{value:.2g} samples/s",
     "data_share": lambda value: f"data {100 * value:.0f} %",
     "memory": lambda value: f"mem {_bytes(value)}",
-    "left_s": lambda value: f"left {_clock(value)}",
+    "left_s": lambda value: f"left {_tqdm().format_interval(round(value))}",
 }

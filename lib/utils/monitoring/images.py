@@ -11,15 +11,22 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lib.utils import distributed
 from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
+EPOCHS = 10  # from one picture to the next, as drawing takes as long as a small evaluation
 SAMPLES = 16  # that are shown with the model's answers
 MAX_CLASSES = 100  # of a confusion matrix
 MAX_LABELED = 20  # classes of one that has names and numbers in it
 GREEN, RED, BLACK, WHITE, DARK_BLUE = (0, 128, 0), (200, 0, 0), (0, 0, 0), (255, 255, 255), (8, 48, 107)
+
+
+def due(epoch: int, epochs: int) -> bool:
+    """Whether the answers after this epoch are drawn: after the first, every tenth, and the last."""
+    return epoch == 1 or epoch % EPOCHS == 0 or epoch == epochs
 
 
 class Answers:
@@ -34,17 +41,18 @@ class Answers:
         self.classes, self.world = classes, world
         named = [str(name) for name in names or ()][:classes]
         self.names = named + [str(number) for number in range(len(named), classes)]
-        self.reset()
+        self.reset(wanted=True)
 
-    def reset(self):
-        """Forget everything, for the next evaluation."""
+    def reset(self, wanted: bool):
+        """Forget everything, for the next evaluation; whether its answers are `wanted`, all ranks know alike."""
+        self.collecting = self.on and wanted
         self.samples = None  # this rank's first inputs, targets and answers, if the inputs are images
         self.counts = torch.zeros(self.classes, self.classes, dtype=torch.int64, device=self.world.device)
 
     def add(self, inputs, targets: Tensor, outputs: Tensor, count: int):
         """Add a batch with the model's outputs (B, classes). Does not wait for the device."""
         one_class_each = isinstance(targets, Tensor) and targets.ndim == 1 and isinstance(outputs, Tensor)
-        if not (self.on and count and one_class_each and outputs.shape == (len(targets), self.classes)):
+        if not (self.collecting and count and one_class_each and outputs.shape == (len(targets), self.classes)):
             return
         answers = outputs.detach().argmax(1)
         if self.samples is None and is_picture(inputs):
@@ -55,7 +63,7 @@ class Answers:
 
     def shown(self) -> dict[str, Tensor]:
         """Return the images by name, of the answers of all ranks. Every rank calls this; rank 0 gets the images."""
-        if not self.on:
+        if not self.collecting:
             return {}
         counts = distributed.sum_(self.counts, self.world).cpu()
         if not self.world.is_main or not counts.any():
@@ -94,7 +102,7 @@ def answered(images: Tensor, targets: list[int], answers: list[int], names: list
         text = f"{names[answer]} not {names[target]}" if wrong else names[answer]
         ImageDraw.Draw(tile).text((2, height + 1), text, fill=GREEN if answer == target else RED)
         tiles.append(_tensor(tile))
-    return _square(torch.stack(tiles), padding=2, pad_value=255)
+    return _square(torch.stack(tiles), padding=2, background=255)
 
 
 def confusion(counts: Tensor, names: list[str]) -> Tensor:
@@ -119,10 +127,13 @@ def confusion(counts: Tensor, names: list[str]) -> Tensor:
     return _tensor(image)
 
 
-def _square(tiles, **options):
-    from torchvision.utils import make_grid  # takes half a second to import
-
-    return make_grid(tiles, nrow=math.ceil(math.sqrt(len(tiles))), **options)
+def _square(tiles, padding, background=0):
+    """Put tiles (N, C, height, width) next to each other, row by row."""
+    across = math.ceil(math.sqrt(len(tiles)))
+    down = math.ceil(len(tiles) / across)
+    tiles = functional.pad(tiles, (padding, 0, padding, 0, 0, 0, 0, down * across - len(tiles)), value=background)
+    rows = tiles.unflatten(0, (down, across)).permute(2, 0, 3, 1, 4)  # (C, down, height, across, width)
+    return functional.pad(rows.flatten(3, 4).flatten(1, 2), (0, padding, 0, padding), value=background)
 
 
 def _bytes(images):

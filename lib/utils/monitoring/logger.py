@@ -4,9 +4,6 @@ import contextlib
 import logging
 from pathlib import Path
 
-from torch import nn
-from torch.distributed.tensor import DTensor
-
 from lib.utils.distributed import World
 from lib.utils.monitoring import console, images, metrics, profiler, startup, tensorboard, tensorboard_server
 
@@ -37,9 +34,6 @@ class Silent:
 
         `interval`: sums over its samples; `figures`: of its last step; `speed`: shown as perf/*.
         """
-
-    def histograms(self, step: int, model: nn.Module):
-        """The distributions of this step's gradients and of the weights, if -log_histograms asks for them."""
 
     def evaluated(self, state, split: str, figures: dict, answers: images.Answers):
         """The metrics of a split and pictures of the model's answers; every rank calls this."""
@@ -88,21 +82,10 @@ class Logger(Silent):
         others = {name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")}
         bad_steps = {"bad_steps": state.bad_steps} if state.bad_steps else {}
         figures = {**losses, **figures, **others, **bad_steps}
-        self.bar.advance(state.step - self.shown_step)
-        self.bar.show(console.line({**progress, **figures, **speed}))
+        self.bar.show(state.step - self.shown_step, console.line({**progress, **figures, **speed}))
         self.shown_step = state.step
         tagged = {f"train/{name}": value for name, value in figures.items()}
         self._write(state, tagged | {f"perf/{name}": value for name, value in speed.items() if name != "left_s"})
-
-    def histograms(self, step, model):
-        every = self.args.log_histograms
-        if not every or step % every:
-            return
-        for name, parameter in model.named_parameters():
-            for kind, values in (("weights", parameter.detach()), ("gradients", parameter.grad)):
-                if values is not None:
-                    local = values.to_local() if isinstance(values, DTensor) else values  # rank 0's shard under FSDP
-                    self.board.histogram(f"{kind}/{name}", local, step)
 
     def evaluated(self, state, split, figures, answers):
         if not figures:
@@ -139,7 +122,6 @@ class Logger(Silent):
         self.profile.close()
         self.profile = profiler.Off()  # closed once
         self.bar.close()
-        self.lines.close()
         self.board.close(finished)
         if self.server is not None:
             self.server.close()

@@ -74,10 +74,9 @@ def window_sums(window: list) -> dict:
     """Sum up the finite losses of (mean loss, samples) pairs, each times its samples, and their samples."""
     if not window:
         return {}
-    losses = torch.stack([loss for loss, _ in window]).cpu().double()  # MPS has no float64
-    counts = torch.tensor([count for _, count in window], dtype=torch.float64)
-    finite = torch.isfinite(losses)
-    return {"loss": (losses[finite] * counts[finite]).sum(), "samples": int(counts[finite].sum())}
+    losses = torch.stack([loss for loss, _ in window]).tolist()
+    finite = [(loss, count) for loss, (_, count) in zip(losses, window, strict=True) if math.isfinite(loss)]
+    return {"loss": sum(loss * count for loss, count in finite), "samples": sum(count for _, count in finite)}
 
 
 def mean(totals: dict, name: str) -> float:
@@ -136,12 +135,6 @@ class Lines:
             if not self._warned:
                 log.warning("cannot write %s (%s): training continues", self._file.name, error)
             self._warned = True
-
-    def close(self):
-        """Close the file."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk, again
-                self._file.close()
 
 
 def cut_back(path: Path, step: int) -> set[str]:

@@ -22,15 +22,10 @@ class Off:
 
 
 class Profile(Off):
-    """Record `count` steps of this rank, after a few: rank_N.trace.json.gz, for ui.perfetto.dev, and a table.
-
-    On an NVIDIA GPU rank_N.memory.pickle has each allocation, for pytorch.org/memory_viz.
-    """
+    """Record `count` steps of this rank, after a few: rank_N.trace.json.gz, for ui.perfetto.dev, and a table."""
 
     def __init__(self, folder: Path, world: World, count: int):
         self.folder, self.rank, self.on_gpu = Path(folder), world.rank, world.device.type == "cuda"
-        if self.on_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=100_000)
         self.profiler = torch.profiler.profile(  # by default of the CPU and, where there is one, the GPU
             schedule=torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=count, repeat=1),
             on_trace_ready=self._write,
@@ -45,8 +40,6 @@ class Profile(Off):
     def close(self):
         """End the recording; what it has until now is written."""
         self.profiler.stop()
-        if self.on_gpu:
-            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, profiler):
         name = f"rank_{self.rank}"
@@ -56,13 +49,8 @@ class Profile(Off):
             profiler.export_chrome_trace(str(self.folder / f"{name}.trace.json.gz"))
             table = profiler.key_averages().table(sort_by=sort_by, row_limit=30)
             (self.folder / f"{name}.txt").write_text(table)
-            if self.on_gpu:
-                torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))
         except (OSError, RuntimeError) as error:
             log.warning("-profile: cannot be written (%s); training continues", error)
             return
-        finally:
-            if self.on_gpu:
-                torch.cuda.memory._record_memory_history(enabled=None)
         if self.rank == 0:
             log.info("-profile: %s", self.folder)
