@@ -109,12 +109,6 @@ def chosen(gpus: str) -> list[str]:
     return [names[int(gpu)] if gpu.isdigit() else gpu for gpu in wanted]
 
 
-def threads(processes: int) -> str:
-    """Return the fair share of the cores for each of the processes, for OMP_NUM_THREADS."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return str(max(1, cores // processes))
-
-
 @contextlib.contextmanager
 def exported(variables: dict[str, str]):
     """Set these variables while the block runs."""

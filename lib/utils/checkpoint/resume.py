@@ -202,7 +202,8 @@ def _micro_batch_size(args, batch: int, world: World, saved: int | None) -> int:
 
 def config(args, plan: Plan) -> dict:
     """Return all flags as JSON has them, with the numbers that the first start settled."""
-    settled = {**vars(args), "batch_size": plan.batch, "micro_batch": plan.micro, "samples": plan.samples}
+    settled = {"batch_size": plan.batch, "micro_batch": plan.micro, "threads": torch.get_num_threads()}
+    settled = {**vars(args), **settled, "samples": plan.samples}
     return json.loads(json.dumps(settled, default=str))
 
 

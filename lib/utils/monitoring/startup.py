@@ -1,4 +1,4 @@
-"""The start and the end of a process: how long the start takes, part by part, and how little. Imports nothing heavy."""
+"""The start and the end of a process: how long its start takes, and what makes both quick. Imports nothing heavy."""
 
 import atexit
 import contextlib
