@@ -39,7 +39,7 @@ def run(args) -> int:
     from lib.core import optimizer as optimizers
     from lib.utils import distributed, runtime, seeding
     from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
-    from lib.utils.data import loader
+    from lib.utils.data import loader, options
     from lib.utils.monitoring import console, logger
 
     startup.report("imports")
@@ -77,8 +77,9 @@ def run(args) -> int:
         startup.report("model")
 
         stack.enter_context(startup.over())
-        settled = {key: resume.config(args, plan)[key] for key in ("batch_size", "micro_batch", "threads")}
-        folder.begin(config.to_yaml(args, runtime.about(world), **settled))
+        names = options.options_of(splits["train"]).classes or ()
+        about = {**runtime.about(world), "classes": [str(name) for name in names]}
+        folder.begin(config.to_yaml(args, about, **resume.settled(plan)))
         console.setup_logging(folder.path, world.rank, world.is_main)
         logging.getLogger(__name__).info("threads:     %s", threads)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))

@@ -4,6 +4,7 @@ check_resume.py  -check_resume: kills a run and compares bits, by what ledger.py
 doctor.py        whether a run can start on this machine
 status.py        all runs in a table; reading.py reads their folders
 plot.py          the curves of runs
+predict.py       what a run's model says of files
 export.py        the weights of a run as one file
 new.py           a new model, dataset, trainer, or a project of one's own
 completion.py    flags at the TAB key

@@ -110,7 +110,7 @@ lib/core/         READ  loss, optimizer, scheduler, DDP and FSDP
 lib/config/             flags and -cfg files
 lib/launch/             processes here, on several machines, on Slurm
 lib/utils/              data order, checkpoints, logs, stop signals
-scripts/                train, test, status, plot, export, doctor, recipes, Slurm, Kubernetes
+scripts/                train, test, status, plot, predict, export, doctor, recipes, Slurm, Kubernetes
 tests/                  tests of the plugins, the configuration, a run, a resume
 ```
 
@@ -185,7 +185,7 @@ def create_plugin(kind: str, name: str) -> str:
 
 
 def create_project(folder: Path, name: str | None) -> str:
-    """Copy the files that git tracks to a new folder, under a name of its own.
+    """Copy the files that git tracks, and new plugins, to a new folder, under a name of its own.
 
     Returns:
         What to type next.
@@ -197,8 +197,9 @@ def create_project(folder: Path, name: str | None) -> str:
     name = name or folder.resolve().name
     if not re.fullmatch(r"[A-Za-z]([A-Za-z0-9-]{0,22}[A-Za-z0-9])?", name):
         raise ValueError(f"-name {name}: only letters, digits and dashes, a letter first, at most 24")
-    tracked = [file for file in git(ROOT, "ls-files", "-z").split("\0") if file and (ROOT / file).is_file()]
-    files = [file for file in tracked if not file.startswith(NOT_COPIED)]
+    new_plugins = ("--others", "--exclude-standard", "--", *(f"lib/{kind}/*.py" for kind in TEMPLATES))
+    listed = git(ROOT, "ls-files", "-z") + git(ROOT, "ls-files", "-z", *new_plugins)
+    files = [file for file in listed.split("\0") if (ROOT / file).is_file() and not file.startswith(NOT_COPIED)]
     folder.mkdir(parents=True)
     for file in files:
         target = folder / file

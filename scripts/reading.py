@@ -22,6 +22,12 @@ def folders(out: Path) -> list[Path]:
     return sorted(file.parent for file in out.glob("*/outcome.json") if not file.parent.name.startswith("."))
 
 
+def checkpoint(folder: Path) -> dict:
+    """What the newest checkpoint says of itself; {} without one."""
+    newest = run_folder.newest(folder / "checkpoints")
+    return run_folder.read_json(newest / "manifest.json") if newest else {}
+
+
 def lines(folder: Path) -> list[dict]:
     """The lines of metrics.jsonl, but for one that is just being written."""
     try:

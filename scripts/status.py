@@ -1,13 +1,15 @@
-"""A table of all runs: python scripts/status.py [out] [-watch [SECONDS]].
+"""A table of all runs: python scripts/status.py [out] [-by best] [-watch [SECONDS]].
 
 State: running, finished, stopped (its state saved), failed; lost: it says running, and is not (kill -9, a lost node,
 a power failure); silent: it says so and has not written for a while, on a disk that cannot tell; requeued: its Slurm
 job waits to be started again, and goes on by itself. Type the run's command again to let one that is stopped, failed
-or lost go on.
+or lost go on. -delete removes the runs that -reset has moved to out/.old, after a question.
 """
 
 import argparse
+import math
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ from lib.utils.checkpoint import run_folder
 from scripts import reading
 
 SILENT_S = 900.0
+SORTS = ("run", "best", "loss", "seen")
 COLUMNS = ("run", "state", "epoch", "step", "loss", "best", "speed", "left", "host", "job", "seen", "why")
 
 
@@ -25,19 +28,60 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "out", nargs="?", type=Path, default=Path("out"), help="the folder of all runs, or of one (out)"
     )
+    parser.add_argument(
+        "-by", choices=SORTS, default="run", help="sort by this column, the best or newest first (run)"
+    )
+    parser.add_argument("-delete", action="store_true", help="remove the old runs in out/.old, after a question")
     parser.add_argument("-watch", nargs="?", type=float, const=2.0, metavar="SECONDS", help="again and again (2)")
     args = parser.parse_args(argv)
     if not args.out.is_dir():
         parser.exit(2, f"status.py: {args.out} is no folder: give the one that -out of the runs names\n")
+    if args.delete:
+        return delete(args.out / ".old")
     try:
         while True:
-            text = table([row(folder) for folder in reading.folders(args.out)])
+            text = table(rows(args.out, args.by))
             print(f"\033[2J\033[H{text}" if args.watch and sys.stdout.isatty() else text, flush=True)
             if not args.watch:
                 return 0
             time.sleep(args.watch)
     except KeyboardInterrupt:
         return 0
+
+
+def delete(old: Path) -> int:
+    """List the runs that -reset has moved away, and remove them if the answer is y."""
+    runs = sorted(old.iterdir()) if old.is_dir() else []
+    if not runs:
+        print(f"{old}: no old runs")
+        return 0
+    sizes = [sum(file.lstat().st_size for file in run.rglob("*") if not file.is_dir()) for run in runs]
+    for run, size in zip(runs, sizes):
+        print(f"{run}  {size / 1e9:.3f} GB")
+    try:
+        answer = input(f"remove these {len(runs)} old runs, {sum(sizes) / 1e9:.3f} GB, for good? [y/N] ")
+    except EOFError:
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
+        print("nothing was removed")
+        return 0
+    for run in runs:
+        shutil.rmtree(run)
+    print("removed")
+    return 0
+
+
+def rows(out: Path, by: str = "run") -> list[dict[str, str]]:
+    """The rows of the table in the order of a column; runs that have nothing there come last."""
+    folders = reading.folders(out)
+    if by == "seen":
+        folders.sort(key=reading.sign_of_life, reverse=True)
+    found = [row(folder) for folder in folders]
+    if by == "loss":
+        found.sort(key=lambda row: float(row["loss"] or math.inf))
+    if by == "best":
+        found.sort(key=lambda row: (not row["best"], row["best"].split(" ")[0], -float(row["score"] or 0)))
+    return found
 
 
 def row(folder: Path) -> dict[str, str]:
@@ -49,15 +93,17 @@ def row(folder: Path) -> dict[str, str]:
         found, reason = "requeued", waits
     job = run_folder.read_json(folder / ".lock").get("job")
     figures = {name: value for line in lines for name, value in line.items()}
-    progress = re.findall(r"epoch (\S+)  step (\S+)  .*?(?:left (\S+))?$", reading.log(folder, 1 << 16), re.M)
-    epoch, step, left = progress[-1] if progress else ("", str(outcome.get("step", "")), "")
+    saved = reading.checkpoint(folder)
+    epoch, step, left = progress(folder, saved)
+    top = outcome.get("best") or saved.get("state", {}).get("best") or best(lines)
     return {
         "run": folder.name,
         "state": found,
         "epoch": epoch,
         "step": step,
-        "loss": short(figures.get("train/loss")),
-        "best": best(outcome, lines),
+        "loss": short(figures.get("train/loss", unlogged(saved))),
+        "best": f"{top['metric']} {short(top['value'])}" if top else "",
+        "score": str(top["score"]) if top else "",  # to sort by: more is better
         "speed": f"{figures['perf/samples_per_s']:,.0f}/s" if "perf/samples_per_s" in figures else "",
         "left": left if found == "running" else "",
         "host": str(outcome.get("host", "")),
@@ -65,6 +111,24 @@ def row(folder: Path) -> dict[str, str]:
         "seen": f"{span(seen)} ago",
         "why": "" if found in ("running", "finished") else reason[:60],
     }
+
+
+def progress(folder: Path, saved: dict) -> tuple[str, str, str]:
+    """The epoch and the step, each with its total, and the time left: of the last log line, or of the newest
+    checkpoint, which is later where a run stopped between two lines."""
+    logged = re.findall(r"epoch (\S+)  step (\S+)  .*?(?:left (\S+))?$", reading.log(folder, 1 << 16), re.M)
+    if not saved or (logged and int(logged[-1][1].split("/")[0]) >= saved["state"]["step"]):
+        return logged[-1] if logged else ("", "", "")
+    asked, done = saved["config"], saved["state"]
+    steps = asked["samples"] / asked["batch_size"]
+    total = asked["epochs"] * (math.floor(steps) if asked["drop_last"] else math.ceil(steps))
+    return f"{min(done['epoch'] + 1, asked['epochs'])}/{asked['epochs']}", f"{done['step']}/{total}", ""
+
+
+def unlogged(saved: dict) -> float | None:
+    """The mean loss that a run saved before its first log line."""
+    sums = saved.get("state", {}).get("unlogged", {})
+    return sums["loss"] / sums["samples"] if sums.get("samples") else None
 
 
 def state(folder: Path, outcome: dict, seen: float) -> str:
@@ -78,16 +142,14 @@ def state(folder: Path, outcome: dict, seen: float) -> str:
     return "running" if held else "lost"
 
 
-def best(outcome: dict, lines: list[dict]) -> str:
-    """The best validation: what the run noted when it ended, or else the highest accuracy or the lowest loss."""
-    noted = outcome.get("best")
-    if noted:
-        return f"{noted['metric']} {short(noted['value'])}"
-    for metric, pick in (("accuracy", max), ("loss", min)):
+def best(lines: list[dict]) -> dict | None:
+    """The best validation of a run that has not noted one yet: the highest accuracy or the lowest loss."""
+    for metric, sign in (("accuracy", 1), ("loss", -1)):
         values = [line[f"val/{metric}"] for line in lines if line.get(f"val/{metric}") is not None]
         if values:
-            return f"{metric} {short(pick(values))}"
-    return ""
+            score = max(sign * value for value in values)
+            return {"metric": metric, "value": sign * score, "score": score}
+    return None
 
 
 def short(value: float | None) -> str:

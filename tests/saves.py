@@ -54,10 +54,9 @@ def newest(folder: Path) -> int | None:
 def found(folder: Path) -> resume.Past | None:
     """The newest good checkpoint of a run; those that are damaged are set aside."""
     checkpoints = saver(folder)
-    past, damaged = resume.newest_good(checkpoints.folder, checkpoints.disk)
+    past, _ = resume.newest_good(checkpoints.folder, checkpoints.disk)
     if past:
-        past.damaged = damaged
-        resume.set_damaged_aside(past, checkpoints.disk)
+        resume.set_damaged_aside(past, checkpoints.disk, checkpoints.folder)
     return past
 
 

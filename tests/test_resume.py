@@ -40,7 +40,7 @@ def test_another_runs_damaged_checkpoint_is_passed_over_and_left_where_it_is(cop
     shard = copy / "checkpoints" / newest / "shard_0001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     folder = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {copy}")
-    assert f"passed over: {shard}" in log_of(folder)
+    assert f"{shard}" in log_of(folder) and "passed over; an older" in log_of(folder)
     assert distance(folder, done) == 0.0 and names(copy)[0] == newest
 
 
@@ -92,7 +92,7 @@ def test_weights_are_taken_once_and_what_does_not_fit_is_told(done, tmp_path):
     save_file(given, tmp_path / "w.safetensors")
     words = f"{SMALL} -cpu 2 -weights {tmp_path / 'w.safetensors'}"
     folder = run(tmp_path, words)
-    for message in ("missing there: 1.weight", "not used: more", "of another shape there: 5.bias"):
+    for message in ("missing there, or of another shape: 1.weight, 5.bias", "not used: more"):
         assert message in log_of(folder)
     again = log_of(run(tmp_path, words)).partition("going on from")
     assert "tensors taken" not in again[2] and "-weights is not used" in again[0]

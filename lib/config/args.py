@@ -19,8 +19,10 @@ EITHER_OR = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"))  # one on the com
 TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be shortened."
 
 
-def parse_args(argv: list[str] | None = None) -> Args:
+def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
     """Return the values of all flags. Those of -cfg FILE are read first, so that the command line wins.
+
+    Without `describe` no plugin looks at its data: a run's config.yaml, as -cfg, has all flags.
 
     Raises:
         UsageError: names the flag, the value and what would be right.
@@ -40,7 +42,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     entries = without_replaced(entries, given, chosen)
     words = parser.words_of(entries, cfg) + command_line
     for module in modules:
-        if hasattr(module, "describe"):  # a dataset sets defaults that only its files can tell
+        if describe and hasattr(module, "describe"):  # a dataset sets defaults that only its files can tell
             parser.set_known(module.describe(_parse(parser, words)), module)
     args = _parse(parser, words)
     for kind, name in chosen.items():
@@ -117,7 +119,7 @@ def to_yaml(args: Args, about: dict, **settled) -> str:
     values = {**vars(args), **settled}
     forgotten = args.flag_rules.forgotten
     kept = {name: _plain(value) for name, value in values.items() if name not in forgotten and value is not None}
-    return yaml.safe_dump({**kept, "about": about}, sort_keys=False, width=118)
+    return yaml.safe_dump({**kept, "about": about}, sort_keys=False, width=118, default_flow_style=None)
 
 
 def _plain(value):

@@ -56,19 +56,7 @@ def add_shared(parser) -> Rules:
     def group(title: str, mark: str):
         return functools.partial(_add, parser.add_argument_group(title), rules, mark)
 
-    _run(group("run", "allow"))
-    _machine(group("machine", "allow"))
-    _data(group("data", "refuse"))
-    _training(group("training", "refuse"))
-    _finding_out(group("finding out why", "forget"))
-    _optimization(group("optimization", "refuse"))
-    _saving(group("saving and stopping", "allow"))
-    _several_machines(group("several machines", "allow"))
-    _slurm(group("slurm", "allow"))
-    return rules
-
-
-def _run(add):
+    add = group("run", "allow")
     add("-h", {"action": "help"}, "show this help, with the chosen plugins' own flags")
     add("-list", {"action": Listing}, "list all plugins, with the first line of each one's docstring")
     add("-data", DIR, "folder of the data sets", "data", per_node=True)
@@ -81,8 +69,7 @@ def _run(add):
     add("-ngrok_auth", value(types.run_name, "USER"), "user name that goes with the password", "baton")
     add("-seed", COUNT_OR_0, "the seed of all randomness", 0, on_resume="refuse")
 
-
-def _machine(add):
+    add = group("machine", "allow")
     add("-gpus", value(types.gpu_list, "LIST"), "GPUs to use, as 0,1,2 or UUIDs (all visible ones)", per_node=True)
     add("-cpu", COUNT, "train with N processes on the CPU", per_node=True)
     add("-workers", COUNT_OR_0, "loader processes of each process (by the data and the cores)", per_node=True)
@@ -94,15 +81,12 @@ def _machine(add):
     add("-offload", SWITCH, "fsdp: parameters and optimizer in the CPU's memory, where the optimizer runs, too")
     add("-recompute", SWITCH, "keep no activations of a block, compute them again in the backward pass")
     add("-compile", one_of("blocks", "model"), "torch.compile, by blocks or in one", nargs="?", const="blocks")
-    add(
-        "-channels_last", SWITCH, "convolutions keep channels last in a GPU's memory, which is faster; not under fsdp"
-    )
+    add("-channels_last", SWITCH, "keep channels last in a GPU's memory: faster for convolutions; not under fsdp")
     add("-find_unused", SWITCH, "ddp: allow parameters that take no part in a step, and search for them")
     add("-deterministic", SWITCH, "use deterministic algorithms on a GPU, too, at some cost of speed")
     add("-sync_bn", SWITCH, "BatchNorm over the micro-batches of all processes (GPU only)", on_resume="refuse")
 
-
-def _data(add):
+    add = group("data", "refuse")
     add("-dataset", PLUGIN, "lib/dataset/NAME.py", "digits")
     add("-batch_size", COUNT, "samples a step, over all processes", 64)
     add("-batch_per_gpu", COUNT, "samples a step for each process, instead of -batch_size", on_resume="forget")
@@ -114,8 +98,7 @@ def _data(add):
     add("-channels", COUNT, "image channels", 1)
     add("-image_size", COUNT, "image height and width in pixels", 8)
 
-
-def _training(add):
+    add = group("training", "refuse")
     add("-arch", PLUGIN, "lib/arch/NAME.py", "convnet")
     add("-trainer", PLUGIN, "lib/trainer/NAME.py", "trainer")
     add("-epochs", COUNT, "passes over the training samples", 10)
@@ -124,16 +107,14 @@ def _training(add):
     add("-log_every", COUNT, "steps between log lines", 50, on_resume="allow")
     add("-max_bad_steps", COUNT, "fail after N steps in a row whose gradients are not finite", 10, on_resume="allow")
 
-
-def _finding_out(add):
+    add = group("finding out why", "forget")
     add("-dry", SWITCH, "train one step, evaluate one batch; show shapes, parameters and memory; write nothing")
     add("-debug", SWITCH, "train -limit_steps (10) in one process and name the first bad tensor; write nothing")
     add("-eval", SWITCH, "only evaluate the best weights, or those of -weights, into out/NAME/eval.json")
     add("-overfit", COUNT, "train and evaluate on the same N samples", on_resume="refuse")
     add("-profile", COUNT, "record N steps with torch's profiler")
 
-
-def _optimization(add):
+    add = group("optimization", "refuse")
     add("-optimizer", one_of(*table("optimizer")), "optimizer, of lib/core/optimizer.py", "adamw")
     add("-lr_start", POSITIVE, "peak learning rate", 0.001)
     add("-lr_end", value(real(-math.inf), "X"), "learning rate after the last step", 1e-06)
@@ -144,8 +125,7 @@ def _optimization(add):
     add("-momentum", value(real(0, 1, below=True), "X"), "momentum of sgd", 0.9)
     add("-clip_grad", NOT_NEGATIVE, "clip the gradient's norm at X; 0: do not clip", 0.0)
 
-
-def _saving(add):
+    add = group("saving and stopping", "allow")
     add("-save_every", value(types.every, "N[epochs|steps|min]"), "interval of saves, in epochs if bare", "1epoch")
     add("-keep_last", COUNT, "checkpoints to keep", 2)
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's for good; 0: none", 0)
@@ -160,8 +140,7 @@ def _saving(add):
     add("-check_resume", SWITCH, "kill and resume this run a few times, and compare", on_resume="forget")
     add("-hang_minutes", PERIOD, "fail when a step or an answer of another process takes X minutes", 10.0)
 
-
-def _several_machines(add):
+    add = group("several machines", "allow")
     add("-nnodes", COUNT, "machines, each started with this same command and its -node_rank", 1, on_resume="forget")
     add("-node_rank", COUNT_OR_0, "which of them this one is, from 0", on_resume="forget", per_node=True)
     add("-master_addr", value(text, "HOST"), "where the others reach -node_rank 0", on_resume="forget", per_node=True)
@@ -170,8 +149,7 @@ def _several_machines(add):
     add("-cache_dir", DIR, "for the caches of torch and others (in $SCRATCH, if set)", per_node=True)
     add("-debug_dist", SWITCH, "turn on verbose logging in torch.distributed, torchrun and NCCL")
 
-
-def _slurm(add):
+    add = group("slurm", "allow")
     add("-slurm", SWITCH, "submit to Slurm instead of running here; -cpu N: N tasks a node and no GPUs")
     add("-slurm_nnodes", COUNT, "nodes", 1)
     add("-slurm_ngpus", COUNT, "GPUs, and so processes, a node", 1)
@@ -190,7 +168,7 @@ def _slurm(add):
     add("-slurm_signal_s", COUNT, "seconds of warning before the time limit", 120)
     add("-slurm_dir", DIR, "the job's files, on a shared disk (OUT/NAME/slurm)")
     add("-slurm_dry", SWITCH, "show what would be submitted, and the answer of sbatch --test-only")
-    add("-slurm_live", SWITCH, "let the job run the code as it is when it starts, not a snapshot of it")
+    return rules
 
 
 @functools.cache

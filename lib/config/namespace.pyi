@@ -103,4 +103,3 @@ class Args(argparse.Namespace):
     slurm_signal_s: int
     slurm_dir: str | None
     slurm_dry: bool
-    slurm_live: bool

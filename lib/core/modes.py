@@ -70,17 +70,16 @@ def dry(trainer, past) -> str:
         key, batch = next(trainer.loaders["val"].epoch(0))
         with torch.no_grad(), trainer.precision:
             trainer.evaluation_step(model.eval(), batch, key.count)
-    count = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     with prepared(parts_of(trainer)) as tensors:
         size = shards.total_bytes(tensors)
-    own = next(trainer.loaders["train"].micro_batches(0)).count
-    log.info("parameters:  %s, of which %s are trained", f"{count:,}", f"{trained:,}")
-    log.info("a step:      %d samples in micro-batches of %d, %d for this process at once; the first took %.2f s",
-             plan.batch, plan.pass_size, own, seconds)  # fmt: skip
+    free = run_folder.free_bytes(trainer.folder)
+    log.info("parameters:  %s, of which %s are trained", f"{_count(model):,}", f"{trained:,}")
+    log.info(
+        "a step:      %d samples in micro-batches of %d; the first took %.2f s", plan.batch, plan.pass_size, seconds
+    )
     log.info("the run:     %d epochs of %d steps", trainer.args.epochs, plan.steps)
     log.info("memory:      %.2f GB at its peak on %s", throughput.memory(device) / 1e9, device)
-    free = run_folder.free_bytes(trainer.folder)
     log.info("checkpoint:  %.3f GB; %.1f GB are free in %s", size / 1e9, free / 1e9, trainer.args.out)
     log.info("-dry: nothing was written")
     return "finished"
@@ -111,8 +110,8 @@ def debug(trainer, past) -> str:
             log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss, norm)
             _check("after a step, the parameter", model.named_parameters())
             if not math.isfinite(norm):
-                raise BadTensor(f"step {trainer.state.step}: its gradients are finite, but not their norm or what "
-                                "a buffer of the model became")  # fmt: skip
+                what = "its gradients are finite, but not their norm or what a buffer of the model became"
+                raise BadTensor(f"step {trainer.state.step}: {what}")
     log.info("-debug: no bad tensor in %d steps; nothing was written", trainer.state.step - first)
     return "finished"
 
@@ -123,22 +122,21 @@ RUN = {"train": train, "eval": evaluate, "debug": debug, "dry": dry}
 @contextlib.contextmanager
 def _hooked(model, hook):
     """Call hook(name, module, output) after each module of the model in the block."""
-    handles = [
-        module.register_forward_hook(lambda module, given, output, name=name: hook(name, module, output))
-        for name, module in model.named_modules()
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, module in model.named_modules():
+            handle = module.register_forward_hook(lambda module, _, output, name=name: hook(name, module, output))
+            stack.callback(handle.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _log_shape(name, module, output):
     if not any(module.children()):
         shapes = ", ".join(str(tuple(one.shape)) for _, one in data.tensors(output))
-        count = sum(parameter.numel() for parameter in module.parameters())
-        log.info("  %-32s %-20s %-24s %12s", name or "(model)", type(module).__name__, shapes, f"{count:,}")
+        log.info("  %-32s %-20s %-24s %12s", name or "(model)", type(module).__name__, shapes, f"{_count(module):,}")
+
+
+def _count(module):
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _checked(batches):

@@ -9,12 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torchvision.datasets import CIFAR10
+from torchvision.transforms.functional import pil_to_tensor
 
 from lib.utils.data.tensors import Tensors, check_flags
 from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training pixels, 0 to 1
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PAD = 4  # pixels a training image may be moved each way
 
 log = logging.getLogger(__name__)
@@ -36,13 +38,22 @@ def get_dataset(args) -> dict[str, Tensors]:
     train, test = load(args.data)
     kept = len(train[0]) - len(train[0]) // 10
     still = Pixels(MEAN, STD)
-    return {
+    parts = {
         "train": Tensors(
             train[0][:kept], train[1][:kept], on_device=Pixels(MEAN, STD, PAD, mirror=True) if args.augment else still
         ),
         "val": Tensors(train[0][kept:], train[1][kept:], on_device=still),
         "test": Tensors(*test, on_device=still),
     }
+    for part in parts.values():
+        part.classes = CLASSES
+    return parts
+
+
+def get_transform(args):
+    """Return a function from an image, made 32 pixels wide and high, to the floats (3, 32, 32) of evaluation."""
+    pixels = Pixels(MEAN, STD)
+    return lambda image: pixels.normalized(pil_to_tensor(image.convert("RGB").resize((32, 32))))
 
 
 def load(data: str) -> list[tuple[Tensor, Tensor]]:

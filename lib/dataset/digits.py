@@ -37,6 +37,11 @@ def get_dataset(args) -> dict[str, Tensors]:
     }
 
 
+def get_transform(args):
+    """Return a function from an image of a light digit on black to floats (1, 8, 8) from 0 to 1."""
+    return lambda image: torch.from_numpy(np.array(image.convert("L").resize((8, 8)), np.float32)[None] / 255)
+
+
 def load(file: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return images (N, 8, 8) from 0 to 16, labels (N,) and split names (N,), by scripts/make_digits.py."""
     try:

@@ -42,6 +42,12 @@ def get_dataset(args) -> dict[str, Dataset]:
     return {part: _images(args, part, names) for part in parts}
 
 
+def get_transform(args):
+    """Return a function from an image of any size to the floats (channels, image_size, image_size) of evaluation."""
+    still = Images([], [], args, drawn=False)
+    return lambda image: still.on_device.normalized(still.transform(image.convert(still.mode)))
+
+
 def class_names(data: str) -> list[str]:
     """Return the classes: the folders in DATA/train, sorted, no hidden ones. Raises UsageError if there are none."""
     names = _folders(data, "train")
@@ -51,10 +57,15 @@ def class_names(data: str) -> list[str]:
 
 
 class Images(Dataset):
-    """Image files with their class numbers, each read when it is needed."""
+    """Image files with their class numbers, each read when it is needed; `drawn`: cropped and mirrored at random."""
 
-    def __init__(self, files: list[tuple[str, int]], *, mode: str, transform, fixed: bool, on_device):
-        self.files, self.mode, self.transform, self.fixed, self.on_device = files, mode, transform, fixed, on_device
+    def __init__(self, files: list[tuple[str, int]], classes: list[str], args, drawn: bool):
+        self.files, self.classes, self.fixed = files, classes, not drawn
+        self.mode, (mean, deviation) = ("L", GREY) if args.channels == 1 else ("RGB", COLOUR)
+        centre_view = [transforms.Resize(round(args.image_size * 8 / 7)), transforms.CenterCrop(args.image_size)]
+        steps = [transforms.RandomResizedCrop(args.image_size)] if drawn else centre_view
+        self.transform = transforms.Compose([*steps, transforms.PILToTensor()])
+        self.on_device = Pixels(mean, deviation, mirror=drawn)
 
     def __len__(self):
         return len(self.files)
@@ -75,14 +86,7 @@ def _images(args, part, names):
     unknown = sorted(set(_folders(args.data, part)) - set(names))
     if unknown:
         raise UsageError(f"-data {args.data}: {folder / unknown[0]} is not a class in train")
-    mode, (mean, deviation) = ("L", GREY) if args.channels == 1 else ("RGB", COLOUR)
-    files = _files(args.data, part, names)
-    drawn, size = part == "train" and args.augment, args.image_size
-    centre_view = [transforms.Resize(round(size * 8 / 7)), transforms.CenterCrop(size)]
-    steps = [transforms.RandomResizedCrop(size)] if drawn else centre_view
-    transform = transforms.Compose([*steps, transforms.PILToTensor()])
-    pixels = Pixels(mean, deviation, mirror=drawn)
-    return Images(files, mode=mode, transform=transform, fixed=not drawn, on_device=pixels)
+    return Images(_files(args.data, part, names), names, args, drawn=part == "train" and args.augment)
 
 
 def _folders(data, part):

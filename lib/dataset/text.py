@@ -51,6 +51,11 @@ def get_dataset(args) -> dict[str, Dataset]:
     }
 
 
+def get_transform(args):
+    """Return a function from a text or bytes to the last `text_length` bytes, int64: the model gives the next one."""
+    return lambda text: torch.tensor(list(text.encode() if isinstance(text, str) else text)[-args.text_length :])
+
+
 class Windows(Dataset):
     """Samples of `length` bytes and their next ones from text[start:stop].
 
@@ -59,6 +64,7 @@ class Windows(Dataset):
     """
 
     fixed = True
+    classes = tuple(ascii(chr(byte))[1:-1] for byte in range(256))
 
     def __init__(self, text: "Text", start: int, stop: int, *, length: int, samples: int, seed: int | None):
         self.text, self.start, self.length, self.seed = text, start, length, seed

@@ -96,10 +96,9 @@ def watch(children: list[Child], meeting: multinode.Meeting, passed: list[int]) 
         meeting.report(code)
         return code
     settled = time.monotonic() + (3 * SETTLE_S if links else SETTLE_S)
-    while time.monotonic() < settled and wait(children, links, SETTLE_S / 3):
-        pass
-    while first_cause(children, links, passed).cause == Cause.LOST_PEER and time.monotonic() < settled + END_S:
-        if not wait(children, links, SETTLE_S / 3):
+    while wait(children, links, SETTLE_S / 3):
+        lost = first_cause(children, links, passed).cause == Cause.LOST_PEER  # its peer may still say why
+        if time.monotonic() > settled + (END_S if lost else 0.0):
             break
     failure = first_cause(children, links, passed)
     print(f"{failure.traceback}train.py: {failure.message}", file=sys.stderr, flush=True)

@@ -30,11 +30,9 @@ DEBUG = {
     "TORCH_LOGS": "+distributed",
     "LOGLEVEL": "DEBUG",  # torchrun's own
     "NCCL_DEBUG": "INFO",
-    "TORCH_FR_BUFFER_SIZE": "2000",  # the flight recorder: the last collectives of each rank
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # the same, for older torch
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
-RECORDS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # the beginning of the recorder's file names
+RECORD = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"  # how the flight recorder's files begin: the last collectives of each rank
 
 
 def export(cache_dir: str | None, debug: bool) -> dict[str, str]:
@@ -80,22 +78,19 @@ def of_run(args) -> dict[str, str]:
     """Return what a run needs set: NCCL's flight recorder for -debug_dist, cuBLAS's workspace for -deterministic."""
     variables = {}
     if args.debug_dist:
-        variables |= dict.fromkeys(RECORDS, str(run_folder.run_of(args).absolute() / "logs" / "flight_rank_"))
+        variables[RECORD] = str(run_folder.run_of(args).absolute() / "logs" / "flight_rank_")
     if args.deterministic:
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS's manual, "Results Reproducibility"
     return variables
 
 
 def visible(gpus: str | None) -> dict[str, str]:
-    """Return the variable that leaves a process the GPUs of -gpus; the driver must not be started yet."""
-    return {VISIBLE: ",".join(chosen(gpus))} if gpus else {}
+    """Return the variable that leaves a process the GPUs of -gpus; the driver must not be started yet.
 
-
-def chosen(gpus: str) -> list[str]:
-    """Return the GPUs of -gpus under the names of the variable that makes them visible. Touches no device.
-
-    Number i means the i-th of those that are visible now; a UUID stays as it is.
+    Number i means the i-th of those that are visible now; a UUID stays as it is. Raises UsageError for others.
     """
+    if not gpus:
+        return {}
     import torch
 
     wanted, count = gpus.split(","), torch.cuda.device_count()
@@ -106,7 +101,7 @@ def chosen(gpus: str) -> list[str]:
     if missing:
         raise UsageError(f"-gpus {gpus}: {', '.join(missing)} is not one of the GPUs here: {numbers}")
     names = [name.strip() for name in (os.environ.get(VISIBLE) or numbers).split(",")]
-    return [names[int(gpu)] if gpu.isdigit() else gpu for gpu in wanted]
+    return {VISIBLE: ",".join(names[int(gpu)] if gpu.isdigit() else gpu for gpu in wanted)}
 
 
 @contextlib.contextmanager

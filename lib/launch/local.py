@@ -38,7 +38,7 @@ def processes(args) -> int:
     import torch
 
     if args.cpu or args.gpus:
-        return args.cpu or len(environment.chosen(args.gpus))
+        return args.cpu or len(args.gpus.split(","))
     # The driver's library counts NVIDIA's and AMD's; torch.accelerator would initialize them.
     return torch.cuda.device_count() or max(1, torch.accelerator.device_count())
 

@@ -17,17 +17,7 @@ from lib.utils.errors import FINISHED, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 # Set by an allocation or a launcher around this process, or secret: the job must not inherit them.
-FOREIGN = (
-    "SLURM_",
-    "SLURMD_",
-    "SRUN_",
-    "TORCHELASTIC_",
-    "RANK",
-    "LOCAL_",
-    "WORLD_SIZE",
-    "MASTER_",
-    "NGROK_AUTHTOKEN",
-)
+FOREIGN = ("SLURM", "SRUN_", "TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "NGROK_AUTHTOKEN")
 
 
 def submit(args, target: str) -> int:
@@ -38,11 +28,14 @@ def submit(args, target: str) -> int:
     """
     if args.gpus:
         raise UsageError(f"-gpus {args.gpus} with -slurm: Slurm says which GPUs; -slurm_ngpus says how many a node")
+    folder, has_sbatch = slurm_task.folder_of(args), bool(shutil.which("sbatch"))
     if args.slurm_dry:
-        return show(args)
-    if not shutil.which("sbatch"):
+        script = script_of(args, folder, ROOT)
+        print(script, flush=True)
+        print(sbatch(script, "--test-only").stderr.strip() if has_sbatch else "no sbatch here: not tested")
+        return FINISHED
+    if not has_sbatch:
         raise UsageError("-slurm: there is no sbatch on this machine: start on a login node, or without -slurm")
-    folder = slurm_task.folder_of(args)
     try:
         job = submit_job(args, target, folder)
     except OSError as error:
@@ -55,34 +48,19 @@ def submit(args, target: str) -> int:
     return FINISHED
 
 
-def show(args) -> int:
-    """Print the script that would be submitted, and what sbatch says to it. Returns the exit code."""
-    script = script_of(args, slurm_task.folder_of(args), ROOT)
-    print(script, flush=True)
-    test_only = sbatch(script, "--test-only").stderr if shutil.which("sbatch") else "no sbatch here: not tested"
-    print(test_only.strip())
-    return FINISHED
-
-
 def submit_job(args, target: str, folder: Path) -> str:
-    """Submit the job. Returns its number. A job that sbatch refuses leaves no files."""
+    """Submit the job, which runs a copy of the code. Returns its number. A refused job leaves no files."""
     from submitit.core.utils import DelayedSubmission
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the pickle in it runs as code
-    snapshot = folder / f"code_{uuid.uuid4().hex}"
+    code = folder / f"code_{uuid.uuid4().hex}"
     try:
-        if not args.slurm_live:
-            copy_code(snapshot)
-        script = script_of(args, folder, ROOT if args.slurm_live else snapshot)
-        job = re.findall(r"job (\d+)", sbatch(script).stdout)[0]
+        copy_code(code)
+        DelayedSubmission(slurm_task.work, args, target, str(Path.cwd())).dump(code / slurm_task.PICKLE)
+        return re.findall(r"job (\d+)", sbatch(script_of(args, folder, code)).stdout)[0]
     except BaseException:
-        shutil.rmtree(snapshot, ignore_errors=True)
+        shutil.rmtree(code, ignore_errors=True)
         raise
-    (folder / f"{job}_submission.sh").write_text(script)
-    temporary = folder / f"{job}.pkl"
-    DelayedSubmission(slurm_task.work, args, target, str(Path.cwd())).dump(temporary)
-    temporary.rename(slurm_task.pickle_of(folder, job))
-    return job
 
 
 def sbatch(script: str, *options: str) -> subprocess.CompletedProcess:
@@ -97,66 +75,44 @@ def sbatch(script: str, *options: str) -> subprocess.CompletedProcess:
 
 
 def script_of(args, folder: Path, code: Path) -> str:
-    """Return the batch script, with all that the job asks Slurm for."""
-    import submitit
-
-    class Executor(submitit.SlurmExecutor):
-        """Submitit's, but it also writes a script where there is no Slurm."""
-
-        @classmethod
-        def affinity(cls):
-            return 2
+    """Return the batch script: what the job asks for, and what its shell does before, with and after the tasks."""
+    from submitit.slurm import slurm  # its executor would refuse to write a script where there is no Slurm
 
     python = f"{shlex.quote(sys.executable)} -u -m lib.launch.slurm_task"
-    executor = Executor(folder=folder, python=f"{python} task")
-    executor.update_parameters(**resources(args), **commands(args, python, folder, code))
-    return executor._make_submission_file_text(executor._submitit_command_str, "")
-
-
-def resources(args) -> dict:
-    """Return what the job asks Slurm for, under Submitit's names."""
-    asked = {
-        "job_name": args.model,
-        "nodes": args.slurm_nnodes,
-        "ntasks_per_node": args.cpu or args.slurm_ngpus,
-        "cpus_per_task": cpus_per_task(args),
-        "gpus_per_node": None if args.cpu else args.slurm_ngpus,
-        "mem": f"{round(args.slurm_mem_gb * 1024)}MB" if args.slurm_mem_gb else None,
-        "partition": args.slurm_partition,
-        "account": args.slurm_account,
-        "qos": args.slurm_qos,
-        "constraint": args.slurm_constraint,
-        "exclude": args.slurm_exclude,
-        "signal_delay_s": args.slurm_signal_s,
-    }
-    # Submitit's own time limit is 5 minutes; None leaves the partition's.
-    return {"time": args.slurm_timeout} | {name: value for name, value in asked.items() if value is not None}
-
-
-def commands(args, python: str, folder: Path, code: Path) -> dict:
-    """Return what the job's shell does before, with and after the tasks, under Submitit's names."""
-    options = {"requeue": True, "chdir": str(code)}
-    if args.slurm_nodelist:
-        options["nodelist"] = args.slurm_nodelist
-    for key, equals, value in (option.partition("=") for option in args.slurm_arg):
-        options[key] = value if equals else True
-    return {
-        "stderr_to_stdout": True,
-        "setup": [
+    cpus = args.slurm_cpus or (8 if args.workers is None else args.workers) + 2
+    others = (option.partition("=") for option in args.slurm_arg)
+    return slurm._make_sbatch_string(
+        command=f"{python} task",
+        folder=folder,
+        job_name=args.model,
+        nodes=args.slurm_nnodes,
+        nodelist=args.slurm_nodelist,
+        ntasks_per_node=args.cpu or args.slurm_ngpus,
+        cpus_per_task=cpus,
+        gpus_per_node=None if args.cpu else args.slurm_ngpus,
+        mem=f"{round(args.slurm_mem_gb * 1024)}MB" if args.slurm_mem_gb else None,
+        time=args.slurm_timeout,  # None: the partition's
+        partition=args.slurm_partition,
+        account=args.slurm_account,
+        qos=args.slurm_qos,
+        constraint=args.slurm_constraint,
+        exclude=args.slurm_exclude,
+        signal_delay_s=args.slurm_signal_s,
+        stderr_to_stdout=True,
+        additional_parameters={
+            "requeue": True,
+            "chdir": str(code),
+            **{key: value if equals else True for key, equals, value in others},
+        },
+        setup=[
             *args.slurm_setup,
             "trap : TERM",  # the shell must outlive the signal that stops its tasks
             f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
         ],
         # srun does not inherit --cpus-per-task since Slurm 22.05.
-        "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus_per_task(args)}"],
-        "teardown": [f"exec {python} after {shlex.quote(str(folder))}/$SLURM_JOB_ID.json $?"],
-        "additional_parameters": options,
-    }
-
-
-def cpus_per_task(args) -> int:
-    """Return -slurm_cpus, or enough for the loader's workers."""
-    return args.slurm_cpus or (8 if args.workers is None else args.workers) + 2
+        srun_args=["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}"],
+        teardown=[f"exec {python} after {shlex.quote(str(folder))}/$SLURM_JOB_ID.json $?"],
+    )
 
 
 def copy_code(target: Path):

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 
 from lib.launch import environment, local, multinode, requeue
@@ -17,29 +16,25 @@ from lib.utils.errors import FINISHED, STOPPED, UsageError
 from lib.utils.monitoring import startup
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+PICKLE = "submitted.pkl"  # Submitit's, in the folder of the job's code: what each start runs
 PORTS = range(10_000, 30_000)  # below those that the system hands out
 
 
 def main(command: str, *arguments: str) -> int:
-    """Run `task ... FOLDER`, a process of a submitted job, or `after HISTORY CODE`, the end of a job."""
+    """Run `task`, a process of a submitted job, or `after HISTORY CODE`, the end of a job."""
     if command == "task":
-        return task(Path(arguments[-1]))
+        return task()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     history, code = arguments
     return requeue.after(Path(history), int(code))
 
 
-def task(folder: Path) -> int:
-    """Run a process of a submitted job: its pickle says what to do. Signals wait until the run handles them."""
+def task() -> int:
+    """Run a process of a submitted job: the pickle next to its code says what to do. Signals wait until it does."""
     signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
     from submitit.core import utils
 
-    os.environ["SUBMITIT_FOLDER"] = str(folder)
-    pickle = pickle_of(folder, os.environ["SLURM_JOB_ID"])
-    until = time.monotonic() + 60  # the job may start before its pickle is written
-    while not pickle.exists() and time.monotonic() < until:
-        time.sleep(0.2)
-    return utils.DelayedSubmission.load(pickle).result()
+    return utils.DelayedSubmission.load(PICKLE).result()
 
 
 def work(args, target: str, where: str) -> int:
@@ -76,11 +71,6 @@ def history_of(args) -> Path:
     return folder_of(args) / f"{os.environ['SLURM_JOB_ID']}.json"
 
 
-def pickle_of(folder: Path, job: str) -> Path:
-    """Return Submitit's pickle of a job, which each start of it runs."""
-    return folder / f"{job}_submitted.pkl"
-
-
 def folder_of(args) -> Path:
     """Return the folder of the job's files: -slurm_dir, or slurm/ in the run's folder."""
     return Path(args.slurm_dir).resolve() if args.slurm_dir else run_folder.run_of(args).resolve() / "slurm"
@@ -95,7 +85,7 @@ def step(args, target: str) -> int:
     environment.export(args.cache_dir, args.debug_dist)
     try:
         host, port = head(args.master_suffix)
-        store = open_store(host, port) if rank == 0 else None
+        store = multinode.open_store(multinode.serve(host, port), host, tasks()) if rank == 0 else None
         variables = environment.rank_variables(
             rank=rank,
             local_rank=int(environ["SLURM_LOCALID"]),
@@ -125,15 +115,6 @@ def is_task() -> bool:
 def tasks() -> int:
     """Return how many tasks this job step has."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", 1))
-
-
-def open_store(host: str, port: int):
-    """Return the rendezvous store. Raises RuntimeError if another program has its port."""
-    try:
-        return multinode.open_store(multinode.serve(host, port), host, tasks())
-    except OSError as error:
-        fault = f"port {port} of {host} cannot be used ({error.strerror})"
-        raise RuntimeError(f"{fault}: start again, the port follows from job, step and restart") from error
 
 
 def head(suffix: str | None) -> tuple[str, int]:

@@ -40,9 +40,9 @@ class Trainer(trainer.Trainer):
         with self.averaged():
             return super().evaluate(split)
 
-    def write_weights(self, name, must=True):
+    def whole_weights(self):
         with self.averaged():
-            return super().write_weights(name, must)
+            return super().whole_weights()
 
     @contextlib.contextmanager
     def averaged(self):

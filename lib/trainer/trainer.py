@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lib.core import batchnorm, parallel, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
-from lib.utils import preemption, runtime, seeding
+from lib.utils import distributed, preemption, runtime, seeding
 from lib.utils.checkpoint import manager, resume, run_folder, weights
 from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, untouched, unwrap
 from lib.utils.data.options import options_of
@@ -213,7 +213,8 @@ class Trainer:
         self.state.epoch += 1
         self.state.sums = {}
         self.logger.evaluated(self.state, "val", figures, self.answers)
-        if best and not self.failure() and self.write_weights("best", must=False):
+        if best and not self.failure():
+            self.checkpoints.write_best(self.whole_weights())
             self.state.best = best
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
         if milestone or self.every.epoch_due(self.state.epoch) or self.state.epoch == self.args.epochs:
@@ -249,7 +250,7 @@ class Trainer:
         """Continue from a checkpoint, or start a new run, from -weights if they are given."""
         self.checkpoints.open()
         if past:
-            resume.set_damaged_aside(past, self.checkpoints.disk)
+            resume.set_damaged_aside(past, self.checkpoints.disk, self.checkpoints.folder)
             if self.args.weights:
                 log.info("-weights is not used: the run goes on from its checkpoint")
             self.load(past)
@@ -307,10 +308,9 @@ class Trainer:
         self.saved = self.state.step, self.state.epoch
         self.every.saved()
 
-    def write_weights(self, name: str, must: bool = True) -> bool:
-        """Write NAME/weights.safetensors, ready for safetensors' load_file. False if that failed and need not be."""
-        self.checkpoints.check_folder()
-        return weights.keep(self.folder / name, model_tensors(unwrap(self.model)), self.world, must)
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """Return copies of the tensors that best/ and final/ hold, whole, on rank 0's CPU. All ranks call this."""
+        return weights.gathered(model_tensors(unwrap(self.model)), self.world)
 
     def finish(self) -> str:
         """Save for the last time; evaluate the test split and write the final weights of a finished run.
@@ -328,7 +328,8 @@ class Trainer:
         self.checkpoints.check_folder()
         if finished:
             self.logger.evaluated(self.state, "test", figures, self.answers)
-            self.write_weights("final")
+            final = self.whole_weights()
+            distributed.main_does(lambda: weights.write(self.folder / "final", final), self.world)
         self.save()
         self.checkpoints.close()
         self.logger.close(finished)

@@ -19,8 +19,6 @@ import threading
 import time
 from pathlib import Path
 
-import torch
-
 from lib.utils import distributed
 from lib.utils.distributed import World
 from lib.utils.errors import ABORTED, STOPPING
@@ -178,8 +176,8 @@ class Ballot:
         stop = self.stop
         wanted, now = stop.wanted(), time.monotonic()
         step_s = (now - self.since) / max(1, self.ticks)
-        mine = torch.tensor([wanted, step_s, alarm and self.world.is_main], dtype=torch.float64)
-        anyone_wants, step_s, alarmed = distributed.max_(mine, self.world).tolist()
+        mine = [float(wanted), step_s, float(alarm and self.world.is_main)]
+        anyone_wants, step_s, alarmed = distributed.largest(mine, self.world)
         self.alarmed = alarmed > 0
         # Twice as many at most: a GPU that was just waited for takes the next steps' launches in no time.
         self.vote_at = max(1, min(MOST_STEPS, 2 * self.ticks, int(ASK_EVERY_S / max(step_s, 1e-9))))

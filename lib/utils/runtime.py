@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lib.utils import distributed
+from lib.utils import distributed, seeding
 from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
@@ -65,10 +65,9 @@ def settle_threads(args, world: World, saved: int | None, model: nn.Module, samp
             return saved, f"as the run began{unused}"
         if given or share == 1 or world.device.type != "cpu":
             return given or share, "OMP_NUM_THREADS" if given else "its share of the cores"
-        work = work_of(model, sample())
-        return threads_for(
-            work, share
-        ), f"its share of the cores is {share}, an operation's work {work / 1e6:.2g} MFLOP"
+        with seeding.kept():
+            work = work_of(model, sample())
+        return threads_for(work, share), f"its share of the cores is {share}, a pass has {work / 1e9:.2g} GFLOP"
 
     count, reason = distributed.main_does(choose, world)
     torch.set_num_threads(count)
@@ -89,7 +88,7 @@ def work_of(model: nn.Module, batch) -> float:
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model.eval()(inputs)
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         log.debug("the work of a pass is not known: %r", error)
         return math.inf
     finally:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 import traceback
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,24 @@ def test_the_last_are_kept_and_those_that_were_forced(tmp_path):
     last.prepare_checkpoint_directory()
     assert latest(last).is_dir()  # until the next is complete
     assert [save(last) for _ in range(2)] and kept(tmp_path) == ["13", "1_force", "4_force"]
+
+
+def test_a_saver_knows_its_checkpoint_folders_by_their_number(tmp_path):
+    saver = AtomicDirectory(tmp_path, is_master=True, name="one", device="cpu")
+    save(saver)
+    save(saver, force=True)
+    (tmp_path / "one_checkpoint_5").write_text("no folder")
+    (tmp_path / "one_checkpoint_x").mkdir()
+    (tmp_path / "another_checkpoint_2").mkdir()
+    suffixes = {entry.name: saver.is_checkpoint_directory(str(entry)) for entry in tmp_path.iterdir()}
+    assert {name: suffix for name, suffix in suffixes.items() if suffix} == {
+        "one_checkpoint_0": "0", "one_checkpoint_1_force": "1_force",
+    }  # fmt: skip
+
+
+def test_torch_saves_pass_on_their_keywords(tmp_path):
+    atomic_torch_save({"a": 1}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert not zipfile.is_zipfile(tmp_path / "old.pt") and torch.load(tmp_path / "old.pt") == {"a": 1}
 
 
 def test_what_was_never_completed_is_removed(tmp_path):

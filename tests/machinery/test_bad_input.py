@@ -170,12 +170,6 @@ def test_a_number_outside_of_what_makes_sense_is_refused(words, said, error_of):
     assert error_of(words) == f"argument {words.split()[-2]}: {said}"
 
 
-@pytest.mark.parametrize("flag", ["-random_samples", "-fake_samples"])
-def test_more_samples_than_fit_into_memory_are_refused(flag, error_of):
-    line = error_of(["-cpu", "1", "-dataset", flag[1:].partition("_")[0], flag, "999999999999999"])
-    assert line == f"{flag} 999999999999999: they do not fit into memory, take fewer"
-
-
 def test_a_path_that_is_not_utf_8_is_refused(error_of, tmp_path):
     for flag in ("out", "data", "resume", "weights"):
         path = str(tmp_path / os.fsdecode(b"\xff"))

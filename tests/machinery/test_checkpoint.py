@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -12,10 +13,11 @@ import pytest
 import saves
 import torch
 from runs import few, lines, outcome, plugins, run, same
+from safetensors.torch import load_file
 from saves import SMALL, everything, log_of, names, save, saver
 
 from lib.utils import distributed
-from lib.utils.checkpoint import manager, resume, run_folder, shards, weights
+from lib.utils.checkpoint import manager, resume, run_folder, shards
 from lib.utils.distributed import World
 from lib.utils.monitoring import metrics
 
@@ -74,12 +76,12 @@ def test_one_save_at_most_is_in_flight_and_the_loop_is_stopped_by_none_before(tm
     flying, most, message = [], [], []
     real, goes_on = shards.write, threading.Semaphore(0)
 
-    def write(path, blocks):
+    def write(path, *blocks):
         flying.append(path)
         most.append(len(flying))
         assert goes_on.acquire(timeout=30), "the loop waits for the save that it began"
         time.sleep(0.2)  # long enough for another to come in between
-        answer = real(path, blocks)
+        answer = real(path, *blocks)
         flying.pop()
         message.append("written")
         return answer
@@ -226,26 +228,32 @@ def test_the_best_without_a_val_split_is_refused_before_anything_is_written(refu
     assert not (tmp_path / "alone").exists()
 
 
-class Ungatherable:
-    """A tensor that fails on this rank alone, as where memory runs out."""
+def test_a_checkpoint_that_names_the_best_weights_waits_for_them(tmp_path, caplog):
+    checkpoints = saves.saver(tmp_path)
+    save(checkpoints, 1)
+    (tmp_path / "best").touch()  # where a folder is to be: they cannot be written
+    checkpoints.write_best({"a": torch.ones(2)})
+    save(checkpoints, 2)
+    assert "best/weights.safetensors could not be written" in caplog.text and saves.newest(tmp_path) == 1
+    (tmp_path / "best").unlink()
+    save(checkpoints, 3)
+    assert saves.newest(tmp_path) == 3 and load_file(tmp_path / "best" / "weights.safetensors")["a"].sum() == 2
 
-    def detach(self):
-        raise RuntimeError("out of memory")
 
-
-def test_only_what_rank_0_does_with_gathered_weights_may_fail_without_ending_the_run(tmp_path, caplog, monkeypatch):
-    with pytest.raises(RuntimeError, match="out of memory"):
-        weights.keep(tmp_path / "best", {"a": Ungatherable()}, World(), must=False)
-    (tmp_path / "best").touch()  # where a folder is to be
-    tensors = {"a": torch.ones(2)}
-    assert not weights.keep(tmp_path / "best", tensors, World(), must=False)
-    assert "could not be written" in caplog.text
-    with pytest.raises(OSError):
-        weights.keep(tmp_path / "best", tensors, World())
-    lost = RuntimeError("[gloo] Connection closed by peer")
-    monkeypatch.setattr(weights, "write", lambda *_: (_ for _ in ()).throw(lost))
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        weights.keep(tmp_path / "best", tensors, World(), must=False)
+def test_a_kill_while_the_best_weights_are_written_leaves_the_older_ones_and_their_checkpoint(tmp_path):
+    checkpoints = saves.saver(tmp_path)
+    checkpoints.write_best({"a": torch.ones(2)})
+    save(checkpoints, 1)
+    child = os.fork()
+    if not child:
+        shards.raw = lambda values: os.kill(os.getpid(), signal.SIGKILL)  # within the file
+        again = saves.saver(tmp_path)
+        again.write_best({"a": torch.zeros(2)})
+        save(again, 2)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert saves.newest(tmp_path) == 1 and load_file(tmp_path / "best" / "weights.safetensors")["a"].sum() == 2
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["weights.safetensors"], "swept at the next start"
 
 
 def test_best_is_the_highest_score_and_never_one_that_is_not_a_number(caplog):

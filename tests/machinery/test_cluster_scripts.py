@@ -257,7 +257,7 @@ def test_a_job_folder_is_private_if_it_is_made_for_the_job(there, monkeypatch):
     for folder, mode in ((groups, 0o2770), (there / "mine" / "jobs", 0o700)):
         assert train.main(["-slurm", "-slurm_dir", str(folder), "-out", str(there / "out")]) == 0
         assert folder.stat().st_mode & 0o7777 == mode
-        assert {path.name for path in folder.glob("7_*")} == {"7_submitted.pkl", "7_submission.sh"}
+        assert [path.name for path in folder.glob("code_*/*.pkl")] == ["submitted.pkl"]
 
 
 def test_slurm_is_required_on_ci_and_elsewhere_its_absence_is_told(monkeypatch):

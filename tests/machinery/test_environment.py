@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def bare(monkeypatch, tmp_path):
     """An environment without any of these variables."""
     before = dict(os.environ)
-    for name in (*environment.CACHES, *environment.DEBUG, *environment.RECORDS, "SCRATCH", "SYSTEMNAME"):
+    for name in (*environment.CACHES, *environment.DEBUG, environment.RECORD, "SCRATCH", "SYSTEMNAME"):
         os.environ.pop(name, None)
     os.environ["USER"] = "ann"
     yield monkeypatch

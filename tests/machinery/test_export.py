@@ -62,7 +62,7 @@ def test_a_sharded_run_is_exported_whole(tmp_path):
     words = f"-cpu 2 -parallel fsdp -epochs 1 -convnet_width 8 -model sharded -data {config.ROOT / 'data'}"
     folder = run(tmp_path, words)
     newest = run_folder.listed(folder / "checkpoints")[0]
-    assert max(map(len, manager.read_manifest(newest)["pieces"].values())) == 2, "its tensors are in two blocks"
+    assert all(file.stat().st_size > 10_000 for file in newest.glob("shard_*")), "its tensors are in two blocks"
     exported(folder, "-from", newest, "-o", tmp_path / "out.safetensors")
     assert same(load_file(tmp_path / "out.safetensors"), load_file(folder / "final" / "weights.safetensors"))
 
@@ -72,13 +72,9 @@ def test_tensors_in_blocks_are_put_together_and_the_optimizer_is_not_read(tmp_pa
     halves = [[("model.a", whole["model.a"][:2])], [("model.a", whole["model.a"][2:]), ("model.b", whole["model.b"])]]
     halves[1].append(("optim.a.exp_avg", whole["optim.a.exp_avg"]))
     names = ["shard_0000.safetensors", "shard_0001.safetensors"]
-    pieces = {
-        "model.a": [[names[0], [0, 0], [2, 3]], [names[1], [2, 0], [3, 3]]],
-        "model.b": [[names[1], [], []]],
-        "optim.a.exp_avg": [[names[1], [0, 0], [5, 3]]],
-    }
-    files = {name: shards.write(tmp_path / name, part) for name, part in zip(names, halves)}
-    facts = {"format": manager.FORMAT, "tensors": manager.schema(whole), "shards": files, "pieces": pieces}
+    starts = [{}, {"model.a": [2, 0]}]
+    files = {name: shards.write(tmp_path / name, *part) for name, *part in zip(names, halves, starts)}
+    facts = {"format": manager.FORMAT, "tensors": manager.schema(whole), "shards": files}
     (tmp_path / "manifest.json").write_bytes(manager.sealed(facts))
     asked, real = [], shards.read
     monkeypatch.setattr(shards, "read", lambda *words: (asked.extend(words[2]), real(*words)))

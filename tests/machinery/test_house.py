@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MACHINERY = ["train.py", *(f"lib/{folder}/**/*.py" for folder in ("config", "core", "launch", "utils"))]
+MACHINERY = ["train.py", "lib/*.py", *(f"lib/{folder}/**/*.py" for folder in ("config", "core", "launch", "utils"))]
 COMPAT = "lib/utils/compat/*.py"
 
 
@@ -24,7 +24,6 @@ def named(folder: str, names: str) -> list[str]:
 
 
 PLUGINS = [
-    "lib/__init__.py",
     *named("lib/arch", "__init__ convnet gpt mlp resnet vit"),
     *named("lib/dataset", "__init__ cifar10 digits fake folder random text"),
     *named("lib/trainer", "__init__ contrastive ema trainer"),
@@ -40,7 +39,7 @@ READERS_PATH = [
     "train.py",
 ]
 BUDGETS = {  # of what: lines at most, patterns of files, of files left out
-    "train.py and lib without compat": (8500, MACHINERY + PLUGINS, [COMPAT]),  # the plan is 6,900
+    "train.py and lib without compat": (8570, MACHINERY + PLUGINS, [COMPAT]),  # the plan is 6,900
     "compat": (500, [COMPAT], []),
     "the reader's path": (2540, READERS_PATH, []),  # the plan is 2,000
     "README.md": (220, ["README.md"], []),

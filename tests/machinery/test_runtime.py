@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+import types
 
 import pytest
 import torch
@@ -106,6 +107,22 @@ def test_the_work_of_a_pass_is_counted_and_changes_nothing_of_the_model():
     assert runtime.work_of(model, (images, None)) == runtime.work_of(model, images) == 2 * 3 * 8 * 4
     assert runtime.work_of(model, {"images": images}) == math.inf, "nobody knows"
     assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_new_run_chooses_its_threads_without_a_draw_of_a_generator(monkeypatch):
+    """Or what a trainer draws would differ between the ranks: one of them fetches the sample."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(distributed, "cores_each", lambda world: 2)
+    before, model = torch.get_num_threads(), nn.Linear(1000, 1000, bias=False)
+    state = torch.get_rng_state()
+    try:
+        for rows, wanted in ((100, "1 (its share of the cores is 2, a pass has 0.2 GFLOP)"), (300, "2 (")):
+            args = types.SimpleNamespace(threads=None)
+            said = runtime.settle_threads(args, World(), None, model, lambda rows=rows: torch.rand(rows, 1000))
+            assert said.startswith(wanted) and torch.get_num_threads() == int(wanted[0])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(

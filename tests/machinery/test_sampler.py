@@ -190,11 +190,21 @@ def test_another_epoch_can_be_set_only_when_none_is_under_way():
             attempt()
     fewer = samplers(2, 10, state=sampler.state_dict())[0]
     assert fewer.progress == 0 and len(fewer) == 3
+    fewer.advance(1)
     with pytest.raises(HasNotResetProgressError):
         fewer.set_epoch(2)
     fewer.reset_progress()
     fewer.set_epoch(2)
     assert list(fewer) == truth.order(10, 2, 0, epoch=2)
+
+
+def test_right_after_a_state_is_loaded_any_epoch_goes_on_at_its_progress():
+    sampler = InterruptableDistributedSampler(range(10), 1, 0)
+    sampler.load_state_dict({"progress": 1, "epoch": 1})
+    with sampler.in_epoch(0):
+        assert list(sampler) == truth.order(10, epoch=0)[1:]
+    with sampler.in_epoch(1):
+        assert list(sampler) == truth.order(10, epoch=1)
 
 
 def test_an_exception_keeps_the_progress_of_its_epoch():

@@ -1,5 +1,6 @@
 """scripts/status.py says of each run what is true, also of those that cannot say it themselves any more."""
 
+import io
 import json
 import os
 import signal
@@ -43,6 +44,54 @@ def test_runs_are_shown_as_what_they_are(tmp_path):
     assert found["whole"]["best"] == f"accuracy {noted['value']:.4g}"
     assert found["whole"]["speed"].endswith("/s") and float(found["whole"]["loss"]) > 0
     assert not found["whole"]["left"] and found["whole"]["seen"].endswith("ago")
+
+
+def test_a_stopped_or_killed_run_shows_how_far_it_was_saved(tmp_path):
+    run(tmp_path, "-cpu 1 -arch mlp -epochs 2 -model early -limit_steps 7", wanted=75)  # before its first log line
+    later = run(tmp_path, f"{WORDS} -model later -limit_steps 23", wanted=75)
+    found = rows(tmp_path)
+    assert [found["early"][name] for name in ("state", "epoch", "step", "best")] == ["stopped", "1/2", "7/40", ""]
+    assert float(found["early"]["loss"]) > 0
+    assert [found["later"][name] for name in ("state", "epoch", "step")] == ["stopped", "2/2", "23/40"]
+    assert found["later"]["best"].startswith("accuracy 0.") and float(found["later"]["loss"]) > 0
+    killed = {**run_folder.read_json(later / "outcome.json"), "state": "running", "best": None}
+    (later / "outcome.json").write_text(json.dumps(killed))
+    (later / "metrics.jsonl").unlink()
+    assert {**found["later"], "state": "lost"}.items() >= {
+        name: value for name, value in rows(tmp_path)["later"].items() if name in ("state", "step", "best")
+    }.items()
+
+
+def test_runs_are_sorted_by_what_they_reached_and_by_when_they_wrote(tmp_path):
+    def make(name, written, best=None, loss=None):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "outcome.json").write_text(json.dumps({"state": "finished", "best": best}))
+        if loss:
+            (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "train/loss": loss}) + "\n")
+        for file in (tmp_path / name).iterdir():
+            os.utime(file, (written, written))
+
+    make("a", 300, {"metric": "accuracy", "value": 0.91, "score": 0.91}, 0.2)
+    make("b", 500, {"metric": "accuracy", "value": 0.95, "score": 0.95}, 0.3)
+    make("c", 400, None, 0.1)
+    make("d", 100, {"metric": "loss", "value": 1.5, "score": -1.5})
+    make("e", 200, {"metric": "loss", "value": 12.5, "score": -12.5}, 12.5)
+    for by, order in {"run": "abcde", "best": "badec", "loss": "cabed", "seen": "bcaed"}.items():
+        assert "".join(one["run"] for one in status.rows(tmp_path, by)) == order, by
+
+
+@pytest.mark.parametrize(("answer", "gone"), [("y\n", True), ("n\n", False), ("\n", False), ("", False)])
+def test_old_runs_are_removed_after_a_question(answer, gone, tmp_path, monkeypatch, capsys):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "outcome.json").write_text("{}")
+    assert status.main([str(tmp_path), "-delete"]) == 0 and "no old runs" in capsys.readouterr().out
+    (tmp_path / ".old" / "x-20260101-120000-abcdef" / "checkpoints").mkdir(parents=True)
+    (tmp_path / ".old" / "x-20260101-120000-abcdef" / "checkpoints" / "file").write_bytes(bytes(2_000_000))
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    assert status.main([str(tmp_path), "-delete"]) == 0
+    assert "x-20260101-120000-abcdef  0.002 GB" in capsys.readouterr().out
+    assert bool(list((tmp_path / ".old").iterdir())) is not gone
+    assert (tmp_path / "x" / "outcome.json").exists()
 
 
 def test_a_run_whose_job_waits_for_its_requeue_goes_on(tmp_path, monkeypatch):

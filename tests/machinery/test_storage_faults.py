@@ -117,7 +117,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, done, cpu)
         DAMAGE[damage](copy / "checkpoints" / name)
     folder = run(copy.parent, f"{SMALL} -cpu {cpu} -keep_last 9")
     assert distance(folder, done) < (1e-5 if cpu == 1 else 1e-30)
-    assert log_of(folder).count("set aside as") == 2 and "going on from" in log_of(folder).rpartition("set aside")[2]
+    assert log_of(folder).count("set aside;") == 2 and "going on from" in log_of(folder).rpartition("set aside")[2]
     assert [name for name in everything(folder) if "corrupt" in name] == [
         "000002_step_8.corrupt",
         "000003_step_12.corrupt",
@@ -238,13 +238,13 @@ def fail_writes(monkeypatch, when, error=FULL):
     """A write of a shard fails, half done, when(rank, step) says so."""
     real = shards.write
 
-    def write(path, blocks):
+    def write(path, *blocks):
         if "shard" in path.name and when(
             int(os.environ["RANK"]), int(path.parent.name.removesuffix(".partial").partition("_step_")[2])
         ):
             path.write_bytes(b"half")
             raise error
-        return real(path, blocks)
+        return real(path, *blocks)
 
     monkeypatch.setattr(shards, "write", write)
 

@@ -1,13 +1,14 @@
 """What a run says of its own speed: where the start went, and what holds it up."""
 
 import re
+import time
 
 import pytest
 import torch
 from runs import few, plugins, run
 
 from lib.utils.checkpoint.state import State
-from lib.utils.compat import timer as timers
+from lib.utils.compat import TimestampedTimer
 from lib.utils.monitoring import startup, throughput
 
 
@@ -38,17 +39,21 @@ def test_a_batch_is_waited_for_only_by_a_device_that_has_nothing_to_do(idle, mon
     assert rate.interval(State(step=3, samples=3))["data_share"] == pytest.approx(6 / 9 if idle else 0)
 
 
-def test_a_timer_tells_each_part_and_their_sum(monkeypatch):
-    clock, said = [100.0], []
-    monkeypatch.setattr(timers.time, "monotonic", lambda: clock[0])
-    timer = timers.TimestampedTimer(start_time=99.0, running=5.0, say=said.append)
+def test_a_timer_prints_each_part_and_their_sum_on_rank_0(monkeypatch, capsys):
+    timer = TimestampedTimer(start_time=time.time() - 3)
+    assert 3 <= timer.report("before", ret=True) < 60
+    clock = [100.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    capsys.readouterr()
+    timer = TimestampedTimer(start_time=99.0, running=5.0)
     clock[0] += 1
-    timer.report("sleeping")
-    timer.report("nothing")
+    assert timer.report("sleeping") is None and timer.report("nothing", ret=True) == 0
     assert (timer.running, timer.start_time) == (7.0, 101.0)
-    assert timer.reports == [("sleeping", 2.0), ("nothing", 0.0)]
+    said = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"\[ [\d: -]+ \] Start {65,} 0\.000 ms, +5\.00 s total", said[0]), said[0]
     assert re.search(r"\] sleeping +2,000\.000 ms, +7\.00 s total$", said[1])
+    monkeypatch.setenv("RANK", "1")
+    assert TimestampedTimer("x").report("y", ret=True) == 0 and capsys.readouterr().out == ""
 
 
 def test_the_parts_of_a_start_are_told_in_one_line_and_forgotten_by_the_next_run(monkeypatch):

@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 
 from lib.utils import distributed
-from lib.utils.checkpoint import atomic, run_folder, shards, shared_disk, staging
+from lib.utils.checkpoint import atomic, run_folder, shards, shared_disk, staging, weights
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
-FORMAT = 2
+FORMAT = 3
 SEAL = b',\n"crc32": %d\n}\n'  # the end of every manifest, whatever its format: the checksum of all before it
 EVERY = re.compile(r"(\d+)(epoch|step|min)?")  # the value of -save_every, which was checked
 FAILURES = 3  # saves in a row that may fail before the run ends
@@ -84,6 +84,7 @@ class Checkpoints:
         self.copies = staging.Copies()
         self.saving: Save | None = None
         self.failures = 0  # in a row
+        self.best: dict | None = None  # the best weights, until the thread has written them
 
     def open(self):
         """Find out which ranks share the folder, and remove what crashes left there. Call it before all else."""
@@ -125,16 +126,26 @@ class Checkpoints:
         self.check_folder()
         save = Save(f"step_{step}", {**facts, "tensors": schema(tensors)}, keep)
         try:
-            last = max(self.disk.do(lambda: run_folder.last_number(self.folder)))
+            newest = self.disk.do(lambda: str(run_folder.newest(self.folder) or ""))
+            last = max(run_folder.number(Path(path).name) for path in newest)
             save.name = f"{last + 1:06d}_step_{step}"
             self.disk.do(lambda: self._make_partial(save))
         except OSError as error:
             self._fail(save, f"{error}, {run_folder.free_there(self.folder)}")
             return
         mine = shards.pieces(tensors, self.disk.share, first)
-        places = [[piece.name, list(piece.start), list(piece.values.shape)] for piece in mine]
-        save.job = self.thread.submit(self._write, save, self.copies.make(mine), places)
+        starts = {piece.name: list(piece.start) for piece in mine if any(piece.start)}
+        save.job = self.thread.submit(self._write, save, self.copies.make(mine), starts)
         self.saving = save
+
+    def write_best(self, tensors: dict):
+        """Write best/weights.safetensors in the background, from whole tensors on rank 0's CPU that stay as they are.
+
+        The checkpoints that follow name them: none is published before they are written.
+        """
+        self.check_folder()
+        if self.world.is_main:
+            self.thread.submit(self._write_best, tensors)
 
     def writing(self) -> bool:
         """Whether this rank is at work on a save; any thread may ask."""
@@ -144,7 +155,7 @@ class Checkpoints:
     def poll(self):
         """Move the save in flight on, once every rank is ready. Raises SaveError when saving fails for good."""
         save = self.saving
-        if save is None or distributed.max_(torch.tensor([float(self.writing())]), self.world).item():
+        if save is None or distributed.largest([float(self.writing())], self.world)[0]:
             return
         answers = distributed.gather_json(self._answer(save), self.world)
         errors = [answer["error"] for answer in answers if "error" in answer]
@@ -201,10 +212,17 @@ class Checkpoints:
         if save.keep:
             (self._partial(save) / "keep").touch()
 
-    def _write(self, save, blocks, places):
+    def _write_best(self, tensors=None):
+        self.best = tensors or self.best
+        if self.best:
+            weights.write(self.folder.parent / "best", self.best)  # if it fails, the next save tries again
+            self.best = None
+
+    def _write(self, save, blocks, starts):
         self.copies.wait()
-        file = f"shard_{self.world.rank:04d}.safetensors"
-        return {"file": file, **shards.write(self._partial(save) / file, blocks), "pieces": places}
+        self._write_best()
+        file = shards.file_of(self.world.rank)
+        return {file: shards.write(self._partial(save) / file, blocks, starts)}
 
     def _answer(self, save):
         if save.job is None:
@@ -215,12 +233,8 @@ class Checkpoints:
         return save.job.result() or {}
 
     def _publish(self, save, answers):
-        table = {}
-        for answer in answers:
-            for name, start, shape in answer["pieces"]:
-                table.setdefault(name, []).append([answer["file"], start, shape])
-        files = {answer["file"]: {"bytes": answer["bytes"], "crc32": answer["crc32"]} for answer in answers}
-        manifest = {"format": FORMAT, **save.facts, "shards": files, "pieces": table}
+        files = {file: written for answer in answers for file, written in answer.items()}
+        manifest = {"format": FORMAT, **save.facts, "shards": files}
         atomic.write_file(self._partial(save) / "manifest.json", sealed(manifest))
         atomic.publish(self._partial(save), self.folder / save.name)
         try:
@@ -275,7 +289,6 @@ def read_manifest(folder: Path) -> dict:
     if manifest.get("format") != FORMAT:
         other = f"is of format {manifest.get('format')}, written by {manifest.get('about')}"
         raise UsageError(f"{path}: {other}; this code reads format {FORMAT}: take that version, or -reset")
-    shards.check(folder, manifest)
     return manifest
 
 

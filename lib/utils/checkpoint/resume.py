@@ -34,8 +34,7 @@ class Past:
     manifest: dict
     reader: int | None = None  # the rank that reads it for all others, where nodes do not share a disk
     own: bool = True  # or else that of another run
-    damaged: dict[Path, dict[int, str]] = field(default_factory=dict)  # newer ones of the run: what is wrong, by rank
-    passed_over: str = ""  # what is wrong with the newest one of another run
+    damaged: dict[Path, str] = field(default_factory=dict)  # newer ones: what is wrong on this disk, if anything
 
     @property
     def config(self) -> dict:
@@ -57,17 +56,15 @@ def find(args, disk: Disk) -> Past | None:
     if args.resume and _real(own) in _real(args.resume).parents:
         hint = "to start from an older one, give the new run another -model"
         raise UsageError(f"-resume {args.resume}: this run goes on from its newest checkpoint by itself; {hint}")
-    if any(disk.do(lambda: run_folder.restarts(args, disk.world))):
-        past, damaged = None, {}
-    else:
+    past, damaged = None, {}
+    if not any(disk.do(lambda: run_folder.restarts(args, disk.world))):
         past, damaged = newest_good(own, disk)
     if past is None and args.resume:
         past = _of_another_run(args.resume, disk)
-    if past is None and damaged:
+        past.damaged |= damaged
+    elif past is None and damaged:
         hint = "-reset starts from scratch, -resume takes another run's"
-        raise shards.Damaged(f"{_first_fault(damaged)}; no good checkpoint is left: {hint}")
-    if past:
-        past.damaged = damaged
+        raise shards.Damaged(f"{_fault(damaged)}; no good checkpoint is left: {hint}")
     return past
 
 
@@ -76,23 +73,22 @@ def _of_another_run(path: str, disk: Disk) -> Past:
         past, damaged = newest_good(_real(path), disk, own=False)
     except OSError as error:
         raise UsageError(f"-resume {path}: {error}") from None
-    if past is None and damaged:
-        raise UsageError(f"-resume {path}: no good checkpoint is there: {_first_fault(damaged)}")
-    if past is None:
-        raise UsageError(f"-resume {path}: there is no checkpoint; give a run's folder or one of its checkpoints")
-    past.passed_over = _first_fault(damaged) if damaged else ""
-    return past
+    if past:
+        return past
+    if damaged:
+        raise UsageError(f"-resume {path}: no good checkpoint is there: {_fault(damaged)}")
+    raise UsageError(f"-resume {path}: there is no checkpoint; give a run's folder or one of its checkpoints")
 
 
-def _first_fault(damaged):
-    return next(text for faults in damaged.values() for text in faults.values())
+def _fault(damaged):
+    return next(filter(None, damaged.values()), "damaged on another machine's disk")
 
 
 def _real(path: str | Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def newest_good(folder: Path, disk: Disk, own: bool = True) -> tuple[Past | None, dict]:
+def newest_good(folder: Path, disk: Disk, own: bool = True) -> tuple[Past | None, dict[Path, str]]:
     """Return the newest checkpoint that is whole on some disk, the same for all ranks, and the damaged newer ones."""
     names = disk.do(lambda: _names(folder, own))  # on each disk
     here = names[disk.groups.index(disk.ranks)]
@@ -103,14 +99,15 @@ def newest_good(folder: Path, disk: Disk, own: bool = True) -> tuple[Past | None
         for kind, raised in (("unreadable", OSError), ("refused", UsageError)):
             if texts := [text for found, text in reports if found == kind]:
                 raise raised(texts[0])
-        if faults := {rank: text for rank, (found, text) in enumerate(reports) if found == "damaged"}:
-            damaged[folder / name] = faults
+        if any(found == "damaged" for found, _ in reports):
+            ours = [reports[rank] for rank in disk.ranks]
+            damaged[folder / name] = next((text for found, text in ours if found == "damaged"), "")
         readers = [ranks[0] for ranks in disk.groups if all(reports[rank][0] == "good" for rank in ranks)]
         if readers and manifest and len(disk.groups) == 1:
-            return Past(folder / name, manifest, own=own), damaged
+            return Past(folder / name, manifest, own=own, damaged=damaged), damaged
         if readers:
             manifests = distributed.gather_json(manifest if disk.world.rank == readers[0] else None, disk.world)
-            return Past(folder / name, manifests[readers[0]], readers[0], own), damaged
+            return Past(folder / name, manifests[readers[0]], readers[0], own, damaged), damaged
     return None, damaged
 
 
@@ -123,13 +120,9 @@ def _names(folder, own):
 
 
 def _verify(folder, share):
-    """Return what this rank finds of a checkpoint, and its manifest; each rank checks its share of the files."""
+    """Return what this rank finds of a checkpoint, and its manifest."""
     try:
-        _retry(lambda: _check_visible(folder))
-        manifest = _retry(lambda: manager.read_manifest(folder))
-        _check_version(manifest)
-        for file, wanted in sorted(manifest["shards"].items())[share.rank :: share.size]:
-            _retry(lambda file=file, wanted=wanted: shards.verify(folder / file, wanted))
+        return ["good", ""], _retry(lambda: _check(folder, share))
     except OSError as error:
         hint = "this may pass, so nothing was moved; start again when the disk answers, or remove it to go on from an"
         return ["unreadable", f"{folder} cannot be read ({error}): {hint} older checkpoint"], None
@@ -137,7 +130,20 @@ def _verify(folder, share):
         return ["damaged", str(error)], None
     except UsageError as error:
         return ["refused", f"{folder}: {error}"], None
-    return ["good", ""], manifest
+
+
+def _check(folder, share):
+    """Return the manifest of a checkpoint, once this rank's share of the files is verified."""
+    _check_visible(folder)
+    manifest = manager.read_manifest(folder)
+    try:
+        State.from_dict(manifest.get("state", {}))
+    except TypeError as error:
+        other = f"written by another version of the code ({manifest.get('about')}): {error}"
+        raise UsageError(f"{other}; take that version, or -weights, or -reset") from None
+    for file, wanted in sorted(manifest["shards"].items())[share.rank :: share.size]:
+        shards.verify(folder / file, wanted)
+    return manifest
 
 
 def _check_visible(folder):
@@ -147,14 +153,6 @@ def _check_visible(folder):
     """
     if folder not in folder.parent.iterdir():
         raise OSError(errno.ESTALE, "it is not seen here, but by another process on the same disk")
-
-
-def _check_version(manifest):
-    try:
-        State.from_dict(manifest.get("state", {}))
-    except TypeError as error:
-        other = f"written by another version of the code ({manifest.get('about')}): {error}"
-        raise UsageError(f"{other}; take that version, or -weights, or -reset") from None
 
 
 def _retry(read):
@@ -202,9 +200,12 @@ def _micro_batch_size(args, batch: int, world: World, saved: int | None) -> int:
 
 def config(args, plan: Plan) -> dict:
     """Return all flags as JSON has them, with the numbers that the first start settled."""
-    settled = {"batch_size": plan.batch, "micro_batch": plan.micro, "threads": torch.get_num_threads()}
-    settled = {**vars(args), **settled, "samples": plan.samples}
-    return json.loads(json.dumps(settled, default=str))
+    return json.loads(json.dumps({**vars(args), **settled(plan), "samples": plan.samples}, default=str))
+
+
+def settled(plan: Plan) -> dict[str, int]:
+    """Return the flags that the first start settled where nobody gave them."""
+    return {"batch_size": plan.batch, "micro_batch": plan.micro, "threads": torch.get_num_threads()}
 
 
 def check(args, plan: Plan, past: Past | None, splits: dict):
@@ -256,15 +257,13 @@ def state(past: Past | None, plan: Plan) -> State:
     return saved
 
 
-def set_damaged_aside(past: Past, disk: Disk):
-    """Rename damaged checkpoints of the run to NAME.corrupt, on the disks where they are damaged."""
-    if past.passed_over:
-        log.warning("passed over: %s", past.passed_over)
-    for folder, faults in past.damaged.items():
-        fault = next((faults[rank] for rank in disk.ranks if rank in faults), None)
+def set_damaged_aside(past: Past, disk: Disk, own: Path):
+    """Rename damaged checkpoints in the run's own folder to NAME.corrupt, on the disks where they are damaged."""
+    for folder, fault in past.damaged.items():
+        aside = folder.parent == own and fault
         if fault:
-            log.warning("%s: set aside as %s.corrupt; an older checkpoint is taken", fault, folder.name)
-        disk.do(lambda folder=folder, fault=fault: _rename(folder) if fault else None)
+            log.warning("%s: %s; an older checkpoint is taken", fault, "set aside" if aside else "passed over")
+        disk.do(lambda folder=folder, aside=aside: _rename(folder) if aside else None)
 
 
 def _rename(folder):
@@ -308,7 +307,8 @@ def _check_tensors(past, tensors):
 @torch.no_grad()
 def _fill(past, tensors, world):
     if past.reader in (None, world.rank):
-        shards.read(past.folder, past.manifest["pieces"], tensors)
+        own = shards.file_of(world.rank)  # holds all blocks of this rank, if as many ranks wrote it
+        shards.read(past.folder, sorted(past.manifest["shards"], key=lambda file: file != own), tensors)
     for name in sorted(tensors) if past.reader is not None else ():
         values = tensors[name].detach().contiguous()
         dist.broadcast(values.reshape(-1).view(torch.uint8), past.reader)

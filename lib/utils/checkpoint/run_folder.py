@@ -73,11 +73,6 @@ def number(name: str) -> int:
     return int(match[1]) if match else 0
 
 
-def last_number(folder: Path) -> int:
-    """Return the number of the newest checkpoint in a folder, 0 without any."""
-    return max((number(entry.name) for entry in listed(folder)), default=0)
-
-
 # The lock
 
 
@@ -337,8 +332,6 @@ def free_bytes(folder: Path) -> int:
 def free_there(folder: Path) -> str:
     """Return the free bytes as words for a message."""
     try:
-        space = os.statvfs(folder if folder.exists() else folder.parent)
-        inodes = ", no inodes free" if space.f_files and not space.f_favail else ""
-        return f"{free_bytes(folder):,} bytes free{inodes}"
+        return f"{free_bytes(folder):,} bytes free"
     except OSError as error:
         return f"free bytes unknown: {error.strerror}"

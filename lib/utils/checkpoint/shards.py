@@ -48,6 +48,11 @@ class Damaged(Exception):
     """A checkpoint that is not what was written; the message names the file and the reason."""
 
 
+def file_of(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"shard_{rank:04d}.safetensors"
+
+
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Return whether a tensor is one of FSDP's. Only FSDP imports their module, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
@@ -57,10 +62,12 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
 def pieces(tensors: dict[str, Tensor], world: World, first: Collection[str] = ()) -> list[Piece]:
     """Return this rank's share of the tensors: its own blocks of sharded ones, and some of those that all ranks have.
 
-    Each rank gets about as many bytes of the latter; those named in `first` are rank 0's.
+    Each rank gets about as many bytes of the latter; those named in `first` are rank 0's. Next to sharded tensors
+    they are few and small, and all rank 0's: a reader then needs its own file and that one.
     """
     whole = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
     mine = [piece for name, tensor in tensors.items() if name not in whole for piece in _block(name, tensor)]
+    first = whole if len(whole) < len(tensors) else first
     given = sum(tensor.nbytes for name, tensor in whole.items() if name in first)
     load = [(given if rank == 0 else 0, rank) for rank in range(world.size)]
     heapq.heapify(load)
@@ -98,9 +105,13 @@ def _local(tensor):
     return local(tensor), tuple(start)
 
 
-def write(path: Path, blocks: list[tuple[str, Tensor]]) -> dict:
-    """Write CPU tensors to a safetensors file; it is on disk when this returns {"bytes": n, "crc32": n}."""
-    header, end = {}, 0
+def write(path: Path, blocks: list[tuple[str, Tensor]], starts: dict[str, list] | None = None) -> dict:
+    """Write CPU tensors to a safetensors file; it is on disk when this returns {"bytes": n, "crc32": n}.
+
+    `starts`: where blocks begin in their tensors, if not at 0.
+    """
+    header: dict = {"__metadata__": {"starts": json.dumps(starts)}} if starts else {}
+    end = 0
     for name, values in blocks:
         begin, end = end, end + values.nbytes
         kind = DTYPES[values.dtype]
@@ -148,59 +159,58 @@ def verify(path: Path, wanted: dict):
         raise Damaged(f"{path}: its checksum is {crc:08x} instead of {wanted['crc32']:08x}")
 
 
-def check(folder: Path, manifest: dict):
-    """Raise Damaged unless the blocks that a manifest lists make each tensor whole."""
-    for name, (_, shape) in manifest["tensors"].items():
-        if sum(math.prod(size) for _, _, size in manifest["pieces"].get(name, [])) != math.prod(shape):
-            raise Damaged(f"{folder / 'manifest.json'}: {name} is not whole")
-
-
 def whole(folder: Path, manifest: dict, start: str = "") -> dict[str, Tensor]:
     """Return the tensors of a checkpoint whose names start so, in one piece on the CPU. See `read`."""
     kinds = {word: kind for kind, word in DTYPES.items()}
     facts = {name: about for name, about in manifest["tensors"].items() if name.startswith(start)}
     tensors = {name: torch.empty(shape, dtype=kinds[kind]) for name, (kind, shape) in facts.items()}
-    read(folder, manifest["pieces"], tensors)
+    read(folder, [*manifest["shards"]], tensors)
     return tensors
 
 
-def read(folder: Path, table: dict[str, list], tensors: dict[str, Tensor]):
-    """Fill the tensors, whole or sharded, in place, from files that were verified.
+@torch.no_grad()
+def read(folder: Path, files: list[str], tensors: dict[str, Tensor]):
+    """Fill the tensors, whole or sharded, in place, from the files of a checkpoint, which were verified.
 
-    Args:
-        folder: the checkpoint.
-        table: the manifest's pieces: name -> [[file, start, shape], ...], blocks of the whole.
-        tensors: by name.
+    No more files are opened, in the order given, than it takes.
 
     Raises:
-        Damaged: a file holds something else.
+        Damaged: a file holds something else, or none holds a part of a tensor.
     """
-    files = {}
-    for name, tensor in tensors.items():
-        target, origin = _local(tensor)
-        for file, start, shape in table.get(name, []):
-            try:
-                if file not in files:
-                    files[file] = safe_open(folder / file, framework="pt")
-                block = files[file].get_slice(name)
-            except SafetensorError as error:
-                raise Damaged(f"{folder / file}: cannot be read ({error})") from None
-            if block.get_shape() != shape or block.get_dtype() != DTYPES[tensor.dtype]:
-                raise Damaged(f"{folder / file}: {name} is {block.get_dtype()} {block.get_shape()} there")
-            _fill(target, origin, block, start, shape)
+    targets = {name: _local(tensor) for name, tensor in tensors.items()}
+    missing = {name: target.numel() for name, (target, _) in targets.items() if target.numel()}
+    for file in files:
+        if not missing:
+            return
+        try:
+            with safe_open(folder / file, framework="pt") as blocks:
+                starts = json.loads((blocks.metadata() or {}).get("starts", "{}"))
+                for name in missing.keys() & blocks.keys():
+                    target, origin = targets[name]
+                    block, start = blocks.get_slice(name), starts.get(name, [0] * target.ndim)
+                    kind, shape = block.get_dtype(), block.get_shape()
+                    if kind != DTYPES[target.dtype] or len(shape) != target.ndim:
+                        raise Damaged(f"{folder / file}: {name} is {kind} {shape} there")
+                    missing[name] -= _fill(target, origin, block, start)
+        except SafetensorError as error:
+            raise Damaged(f"{folder / file}: cannot be read ({error})") from None
+        missing = {name: count for name, count in missing.items() if count}
+    if missing:
+        raise Damaged(f"{folder}: its files lack a part of {', '.join(sorted(missing)[:4])}")
 
 
-def _fill(target, origin, block, start, shape):
-    """Copy what a block and the target, both somewhere in the whole tensor, have in common."""
-    if not shape:
+def _fill(target, origin, block, start) -> int:
+    """Copy what a block and the target, both somewhere in the whole tensor, have in common. Returns its numbers."""
+    if not target.ndim:
         target.copy_(block[...])
-        return
+        return 1
     low = [max(a, b) for a, b in zip(origin, start)]
-    high = [min(a + n, b + m) for a, n, b, m in zip(origin, target.shape, start, shape)]
+    high = [min(a + n, b + m) for a, n, b, m in zip(origin, target.shape, start, block.get_shape())]
     if any(a >= b for a, b in zip(low, high)):
-        return
+        return 0
     source = block[tuple(slice(a - b, c - b) for a, b, c in zip(low, start, high))]
     target[tuple(slice(a - b, c - b) for a, b, c in zip(low, origin, high))].copy_(source)
+    return source.numel()
 
 
 @torch.no_grad()

@@ -15,22 +15,13 @@ class Copies:
         self.copied: torch.cuda.Event | None = None
 
     def make_room(self, pieces: list[Piece]):
-        """Make one buffer for all values of a dtype: pinned memory costs a call of the driver each time.
-
-        The first write to new memory takes several times as long as a copy, so it is done here.
-        """
+        """Take memory for these pieces, unless it is there. The first write to it takes longer than a copy."""
         layout = [(name, values.shape, values.dtype, values.is_cuda) for name, values, _ in pieces]
-        if layout == self.layout:
-            return
-        self.values, self.layout, kinds = {}, layout, {}
-        for piece in pieces:
-            kinds.setdefault((piece.values.dtype, piece.values.is_cuda), []).append(piece)
-        for (dtype, pinned), alike in kinds.items():
-            sizes = [piece.values.numel() for piece in alike]
-            buffer = torch.empty(sum(sizes), dtype=dtype, pin_memory=pinned)
-            buffer.view(torch.uint8).zero_()
-            for piece, room in zip(alike, buffer.split(sizes), strict=True):
-                self.values[piece.name] = room.view(piece.values.shape)
+        if layout != self.layout:
+            self.values = {
+                name: torch.zeros(shape, dtype=dtype, pin_memory=gpu) for name, shape, dtype, gpu in layout
+            }
+            self.layout = layout
 
     def make(self, pieces: list[Piece]) -> list[tuple[str, Tensor]]:
         """Return name and copy of each piece. The pieces may change as soon as this returns.

@@ -16,30 +16,13 @@ from lib.utils.errors import UsageError
 log = logging.getLogger(__name__)
 
 
-def keep(folder: Path, tensors: dict[str, Tensor], world: World, must: bool = True) -> bool:
-    """Write folder/weights.safetensors on rank 0 while all ranks wait.
-
-    Returns:
-        False, with a warning, if the disk failed and writing need not succeed (`must`).
-    """
-    whole = _gathered(tensors, world)
-    try:
-        distributed.main_does(lambda: write(folder, whole), world)
-    except OSError as error:  # and no other: a lost process is a RuntimeError
-        if must:
-            raise
-        log.warning("%s: the run goes on without", error)
-        return False
-    return True
-
-
-def _gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return the tensors, whole, on rank 0's CPU, and empty ones elsewhere. All ranks call this together."""
+def gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Return copies of the tensors, whole, on rank 0's CPU; empty ones elsewhere. All ranks call this together."""
     whole = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
         full = tensor.full_tensor() if shards.is_sharded(tensor) else tensor
-        whole[name] = full.cpu() if world.is_main else full.new_empty(0)
+        whole[name] = full.to("cpu", copy=True) if world.is_main else full.new_empty(0)
     return whole
 
 
@@ -87,23 +70,18 @@ def start_from(path: str, model: torch.nn.Module, whole: bool = False):
         UsageError: see `fitting`; or the model has something (`whole`) that the file lacks.
     """
     weights, mine, fits = fitting(path, model, "cpu")
-    if whole and fits != {*mine}:
-        names = ", ".join(sorted({*mine} - fits)[:4])
+    missing = sorted({*mine} - fits)
+    if whole and missing:
+        names = ", ".join(missing[:4])
         raise UsageError(f"-weights {path}: not the weights of this model: {names} is missing or of another shape")
     with torch.no_grad():
         for name in fits:
             shards.put(mine[name], weights[name])
     log.info("-weights %s: %d tensors taken", path, len(fits))
-    both = {*mine} & {*weights}
-    tied = {*model.state_dict()} - {*mine}  # other names of tensors that were taken
-    lists = {
-        "missing there": {*mine} - both,
-        "not used": {*weights} - both - tied,
-        "of another shape there": both - fits,
-    }
-    for kind, names in lists.items():
+    unused = sorted({*weights} - {*model.state_dict()})
+    for kind, names in (("missing there, or of another shape", missing), ("not used", unused)):
         if names:
-            log.warning("-weights %s: %s: %s", path, kind, ", ".join(sorted(names)))
+            log.warning("-weights %s: %s: %s", path, kind, ", ".join(names))
 
 
 def fitting(path: str, model: torch.nn.Module, device: str) -> tuple[dict, dict, set]:

@@ -12,10 +12,10 @@ from lib.utils.distributed import World
 STRATEGIES = ("sync_any", "sync_all", "async", "mono", "offline")  # offline: another name that mono has had
 
 
-def atomic_torch_save(obj, f: str | Path):
+def atomic_torch_save(obj, f: str | Path, **kwargs):
     """torch.save, but f becomes the new file in one instant, whole and on disk. Raises OSError."""
     with atomic.replacing(Path(f)) as file:
-        torch.save(obj, file)
+        torch.save(obj, file, **kwargs)
 
 
 class AtomicDirectory:
@@ -26,12 +26,20 @@ class AtomicDirectory:
     "async": each rank has its own NAME_rank_R_checkpoint_0, ... and link, and waits for nobody.
     "mono": one process, which talks to no other even if there is a group.
 
-    keep_last: how many complete folders to keep, not counting those kept for good; -1: all.
+    keep_last: how many complete folders to keep, not counting those kept for good; -1: all. device: not needed here.
     The link's target is an absolute path; in a tree that was moved or copied, a new AtomicDirectory fixes the link.
     An OSError of one rank is raised on all. Raises ValueError if strategy or masters do not fit.
     """
 
-    def __init__(self, output_directory, is_master=False, name="AtomicDirectory", keep_last=-1, strategy="sync_any"):
+    def __init__(
+        self,
+        output_directory,
+        is_master=False,
+        name="AtomicDirectory",
+        keep_last=-1,
+        strategy="sync_any",
+        device=None,
+    ):
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy {strategy!r}: one of {', '.join(STRATEGIES)} is needed")
         self.world = World() if strategy in ("mono", "offline") else distributed.world_in()
@@ -62,6 +70,12 @@ class AtomicDirectory:
         self._together(lambda: None)  # all have finished writing
         self._together(lambda: self._settle(path, checkpoint_directory))
         self._together(lambda: self._finish(path) if self.is_master else None)
+
+    def is_checkpoint_directory(self, path_str: str | Path) -> str | None:
+        """Return "12", or "12_force", of this saver's folder NAME_checkpoint_12; None for anything else."""
+        path = Path(path_str)
+        match = re.fullmatch(re.escape(self.name) + r"_checkpoint_(\d+(_force)?)", path.name)
+        return match[1] if match and path.is_dir() else None
 
     def _check_masters(self, strategy, is_master):
         masters = sum(distributed.gather_json(bool(is_master), self.world))
@@ -114,9 +128,9 @@ class AtomicDirectory:
         return self.output_directory / (atomic.read_link(self._writing) or "none")
 
     def _folders(self):  # and their numbers, ascending
-        match = re.compile(re.escape(self.name) + r"_checkpoint_(\d+)(_force)?").fullmatch
-        matches = [(entry, match(entry.name)) for entry in self.output_directory.iterdir() if entry.is_dir()]
-        return dict(sorted(((entry, int(found[1])) for entry, found in matches if found), key=lambda item: item[1]))
+        suffixes = {entry: self.is_checkpoint_directory(entry) for entry in self.output_directory.iterdir()}
+        numbers = {entry: int(suffix.split("_")[0]) for entry, suffix in suffixes.items() if suffix}
+        return dict(sorted(numbers.items(), key=lambda item: item[1]))
 
     def _together(self, action):
         return distributed.together(action, self.world)

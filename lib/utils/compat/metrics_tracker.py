@@ -9,7 +9,7 @@ class MetricsTracker(Sums):
     """Named sums: `update` adds on this process, `reduce` adds up all ranks, `end_epoch` closes the epoch.
 
     `agg` has the epoch's sums over all ranks, `epoch_reports` those of the epochs before. Unlike in cycling_utils,
-    reduce() returns the sums and begins a new interval, so that nothing is counted twice.
+    a reduce() begins a new interval, so that nothing is counted twice.
     """
 
     def __init__(self, group=None):
@@ -23,16 +23,16 @@ class MetricsTracker(Sums):
         super().update(metrics)
         return self
 
-    def reduce(self) -> dict[str, float]:
-        """Return this interval's sums over all ranks, add them to `agg`, and begin a new interval."""
+    def reduce(self):
+        """Put this interval's sums over all ranks into `local`, add them to `agg`, and begin a new interval."""
         self._reduced = super().reduce()
         add(self.agg, self._reduced)
-        return dict(self._reduced)
+        return self
 
     @property
-    def local(self) -> dict[str, float]:
-        """The sums of this process since the last reduce(), or else what that gave. Waits for the device."""
-        return self.floats() or dict(self._reduced)
+    def local(self) -> defaultdict[str, float]:
+        """The sums of this process since the last reduce(), or else those of that. Waits for the device."""
+        return defaultdict(float, self.floats() or self._reduced)
 
     def reset_local(self):
         """Forget what was added since the last reduce()."""

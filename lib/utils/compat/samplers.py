@@ -1,9 +1,6 @@
-"""cycling_utils' samplers, which stop anywhere and continue exactly on any number of processes.
+"""cycling_utils' samplers, which stop anywhere and continue exactly on any number of processes."""
 
-docs/compat.md has an example.
-"""
-
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 
 import torch
@@ -33,15 +30,7 @@ class InterruptableDistributedSampler(DistributedSampler):
 
     dataset: Sized  # torch declares no length
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-    ):
+    def __init__(self, dataset: Dataset, num_replicas=None, rank=None, shuffle=True, seed=0, drop_last=False):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self._begin(0)
 
@@ -57,6 +46,7 @@ class InterruptableDistributedSampler(DistributedSampler):
         """Record that this rank has consumed n more; past the end raises AdvancedTooFarError and records nothing."""
         self._check(self.progress + n, self.num_samples)
         self.progress += n
+        self._advanced = True
 
     @contextmanager
     def in_epoch(self, epoch: int):
@@ -66,8 +56,8 @@ class InterruptableDistributedSampler(DistributedSampler):
         self.reset_progress()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; raises HasNotResetProgressError if another one is under way."""
-        if epoch != self.epoch and (self.progress or self.start):
+        """Choose the epoch and keep the progress; raises HasNotResetProgressError after `advance` in another one."""
+        if epoch != self.epoch and self._advanced:
             place = f"progress {self.progress} of epoch {self.epoch}"
             raise HasNotResetProgressError(f"epoch {epoch} was set at {place}: call reset_progress() first")
         self.epoch = epoch
@@ -104,7 +94,7 @@ class InterruptableDistributedSampler(DistributedSampler):
         return left // replicas if self.drop_last else -(-left // replicas)
 
     def _begin(self, start: int) -> None:
-        self.start, self.progress = start, 0
+        self.start, self.progress, self._advanced = start, 0, False
         self.num_samples = self._share(start, self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
 
@@ -127,15 +117,7 @@ class InterruptableDistributedGroupedBatchSampler(InterruptableDistributedSample
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        group_ids: Sequence[int],
-        batch_size: int,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
+        self, dataset, group_ids, batch_size, num_replicas=None, rank=None, shuffle=True, seed=0, drop_last=False
     ):
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size}: at least 1 is needed")
@@ -186,15 +168,7 @@ class InterruptableDistributedGroupedBatchSampler(InterruptableDistributedSample
 class InterruptableSampler(InterruptableDistributedSampler):
     """The same for a dataset that is already this rank's shard. `num_replicas` and `rank` are not used."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-    ):
+    def __init__(self, dataset: Dataset, num_replicas=None, rank=None, shuffle=True, seed=0, drop_last=False):
         super().__init__(dataset, 1, 0, shuffle, seed, drop_last)
 
 

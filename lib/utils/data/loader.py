@@ -69,13 +69,12 @@ def splits(dataset, name: str, overfit: int | None = None) -> dict[str, MapDatas
     cannot be trained on.
     """
     if isinstance(dataset, (tuple, list)):
-        raise UsageError(f"-dataset {name}: get_dataset returns a {type(dataset).__name__}: it must return a dataset "
-                         "or a dict of splits, as {'train': ..., 'val': ...}")  # fmt: skip
+        given = f"-dataset {name}: get_dataset returns a {type(dataset).__name__}"
+        raise UsageError(f"{given}: it must return a dataset or a dict of splits, as {{'train': ..., 'val': ...}}")
     parts = dataset if isinstance(dataset, dict) else {"train": dataset}
     if "train" not in parts or not set(parts) <= {"train", "val", "test"}:
-        raise UsageError(
-            f"-dataset {name}: has the splits {sorted(parts)}; train is required, val and test may be there"
-        )
+        given = f"-dataset {name}: has the splits {sorted(parts)}"
+        raise UsageError(f"{given}; train is required, val and test may be there")
     for split, part in parts.items():
         if isinstance(part, IterableDataset) or not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
             kind = type(part).__name__
@@ -90,13 +89,12 @@ def splits(dataset, name: str, overfit: int | None = None) -> dict[str, MapDatas
 
 @contextlib.contextmanager
 def opened(*parts):
-    """The loaders that `get_loaders` returns; their worker processes end with the block, however it ends."""
-    loaders = get_loaders(*parts)
-    try:
-        yield loaders
-    finally:
+    """Give the loaders that `get_loaders` returns; their worker processes end with the block."""
+    with contextlib.ExitStack() as stack:
+        loaders = get_loaders(*parts)
         for one in loaders.values():
-            one.fetched.close()
+            stack.callback(one.fetched.close)
+        yield loaders
 
 
 def get_loaders(splits: dict[str, MapDataset], plan: Plan, world: World, args) -> dict[str, Loader]:

@@ -27,8 +27,12 @@ class Pixels:
             images = moved(images, draws[:, :2], self.pad)
         if self.mirror:
             images = torch.where((draws[:, 2] < 0.5)[:, None, None, None], images.flip(3), images)
+        return self.normalized(images), *others
+
+    def normalized(self, images: Tensor) -> Tensor:
+        """Return uint8 images (..., C, H, W) as floats, neither moved nor mirrored."""
         scale, shift = _constants(self.mean, self.deviation, images.device)
-        return images * scale - shift, *others
+        return images * scale - shift
 
 
 def moved(images: Tensor, draws: Tensor, pad: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The start and the end of a process: how long its start takes, and what makes both quick. Imports nothing heavy."""
+"""The start and the end of a process, and how long the start takes, part by part. Imports nothing heavy."""
 
 import atexit
 import contextlib

@@ -1,0 +1,47 @@
+"""What a run's model says of new images or texts, here and in notebooks; scripts/predict.py reads them from files."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import yaml
+
+from lib import config
+from lib.config import plugins
+from lib.core import parallel
+from lib.utils.checkpoint import weights
+from lib.utils.errors import UsageError
+
+
+def load(run: str | Path, device: str = "cpu") -> Callable[[list], list[dict[str, float]]]:
+    """Return a function from a list of PIL images, or of texts, to a dict for each: its probability by class.
+
+    With another loss than cross_entropy it is the model's outputs by number. Of a sequence, the last place counts.
+    The weights are the run's best ones, or where there are none, its final ones. The run's data is not needed.
+    """
+    file = Path(run) / "config.yaml"
+    args = config.parse_args(["-cfg", str(file)], describe=False)
+    names = yaml.safe_load(file.read_text())["about"].get("classes", [])
+    dataset = plugins.load("dataset", args.dataset)
+    if not hasattr(dataset, "get_transform"):
+        raise UsageError(f"-dataset {args.dataset}: lib/dataset/{args.dataset}.py has no get_transform(args), which "
+                         "makes an image or a text what the model sees (lib/dataset/__init__.py)")  # fmt: skip
+    files = [Path(run) / name / "weights.safetensors" for name in ("best", "final")]
+    best = next((one for one in files if one.is_file()), None)
+    if best is None:
+        raise UsageError(f"{run} has neither best nor final weights")
+    transform = dataset.get_transform(args)
+    model = plugins.load("arch", args.arch).get_model(args).eval()
+    weights.start_from(str(best), model, whole=True)
+    model, precision = model.to(device), parallel.autocast(args, torch.device(device))
+
+    @torch.no_grad()
+    def predict(inputs: list) -> list[dict[str, float]]:
+        with precision:
+            outputs = model(torch.stack([transform(one) for one in inputs]).to(device)).float()
+        outputs = outputs[:, -1] if outputs.ndim == 3 else outputs
+        outputs = outputs.softmax(1) if args.loss == "cross_entropy" else outputs
+        named = names + [str(number) for number in range(len(names), outputs.shape[1])]
+        return [dict(zip(named, values)) for values in outputs.tolist()]
+
+    return predict
