@@ -1,6 +1,7 @@
 """Trains a model: the whole run on one page."""
 
 import contextlib
+import logging
 from pathlib import Path
 
 from lib import config, launch
@@ -44,6 +45,7 @@ def run(args) -> int:
     startup.report("imports")
     mode = modes.chosen(args)
     training = mode == "train"
+    runtime.set_threads(args)
     seeding.for_building(args.seed)
     dataset, arch, trainers = (plugins.load(kind, getattr(args, kind)) for kind in config.BUILDERS)
     splits = loader.splits(dataset.get_dataset(args), args.dataset, args.overfit)
@@ -59,12 +61,16 @@ def run(args) -> int:
 
         past = resume.find(args, disk)
         plan = resume.plan(args, len(splits["train"]), world, past)
+        saved_threads = past.config.get("threads") if past else None
+        runtime.set_threads(args, saved_threads)
         resume.check(args, plan, past, splits)
         startup.report("past")
 
         model = parallel.build(arch, args, world)
         if args.weights and past is None:
             weights.fitting(args.weights, model, "meta")
+        sample = loader.Loader(splits["train"], plan, world, seed=args.seed, shuffle=args.shuffle, workers=0).sample
+        threads = runtime.settle_threads(args, world, saved_threads, model, sample)
         criterion = loss.get_loss(args)
         model = parallel.wrap(model, args, world, arch=arch)
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
@@ -73,8 +79,9 @@ def run(args) -> int:
         stack.enter_context(startup.over())
         names = options.options_of(splits["train"]).classes or ()
         about = {**runtime.about(world), "classes": [str(name) for name in names]}
-        folder.begin(config.to_yaml(args, about, batch_size=plan.batch, micro_batch=plan.micro))
+        folder.begin(config.to_yaml(args, about, **resume.settled(plan)))
         console.setup_logging(folder.path, world.rank, world.is_main)
+        logging.getLogger(__name__).info("threads:     %s", threads)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
         log = stack.enter_context(logger.opened(folder.path, world, args, plan.steps, resume.state(past, plan)))
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, log)

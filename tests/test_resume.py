@@ -135,6 +135,7 @@ CHANGES = {
     "-bf16": "-bf16 was False and is True",
     "-dataset more": "-samples was 50 and is 60",
     "-arch mlp": "-arch was norm_net and is mlp",
+    "-threads 3": "-threads was 1 and is 3",
 }
 
 
@@ -147,6 +148,17 @@ def test_what_bends_the_trajectory_is_refused_with_old_and_new_and_what_does_not
         assert "-epochs was" in line and "-seed" not in line
     easy = "-cpu 1 -workers 1 -log_every 3 -keep_last 3 -save_every 2epochs -best loss -max_bad_steps 5 -max_hours 3"
     run(copy.parent, f"{SMALL} {easy} -model few_norm_net")
+
+
+def test_a_run_keeps_its_number_of_threads_unless_a_change_is_allowed(copy, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    again = f"{SMALL} -cpu 2 -model few_norm_net"
+    run(copy.parent, again)
+    assert "threads:     1 (as the run began; OMP_NUM_THREADS=3 is not used)" in log_of(copy)
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    run(copy.parent, f"{again} -threads {share + 1} -allow_change threads")
+    assert f"threads:     {share + 1} (-threads; more than its share of the cores, {share})" in log_of(copy)
+    assert f"\nthreads: {share + 1}\n" in (copy / "config.yaml").read_text()
 
 
 def test_allowing_a_change_of_what_is_no_flag_is_refused(copy, refused, tmp_path):

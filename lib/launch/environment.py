@@ -110,12 +110,6 @@ def visible(gpus: str | None) -> dict[str, str]:
     return {VISIBLE: ",".join(names[int(gpu)] if gpu.isdigit() else gpu for gpu in wanted)}
 
 
-def threads(processes: int) -> str:
-    """Return the fair share of the cores for each of the processes, for OMP_NUM_THREADS."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return str(max(1, cores // processes))
-
-
 @contextlib.contextmanager
 def exported(variables: dict[str, str]):
     """Set these variables while the block runs."""

@@ -29,7 +29,6 @@ def start(args, target: str) -> int:
         if args.nnodes > 1 or count > 1 or too_late:
             return spawn(args, target, count)
         place = environment.rank_variables(rank=0, local_rank=0, size=1, local_size=1, run_id=uuid.uuid4().hex)
-        os.environ.setdefault("OMP_NUM_THREADS", environment.threads(1))
         os.environ.update(place)
         return call(target, args)
 
@@ -92,14 +91,14 @@ def start_children(children: list, run: Callable[[], int], grace_s: float, count
         shared["inherited"] = [
             one for one in (alive, meeting.listener, *(link.pipe for link in meeting.links)) if one
         ]
-    defaults = {"OMP_NUM_THREADS": environment.threads(count), "GLOO_SOCKET_IFNAME": meeting.interface}
-    defaults = {name: value for name, value in defaults.items() if value and name not in os.environ}
     for local_rank in range(count):
         rank = meeting.first_rank + local_rank
         place = {"rank": rank, "local_rank": local_rank, "size": meeting.size, "local_size": count}
         variables = environment.rank_variables(**place, run_id=meeting.run_id, store=meeting.store)
+        if meeting.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+            variables["GLOO_SOCKET_IFNAME"] = meeting.interface
         reader, writer = context.Pipe(duplex=False)
-        process = context.Process(target=child, args=(rank, {**defaults, **variables}, writer), kwargs=shared)
+        process = context.Process(target=child, args=(rank, variables, writer), kwargs=shared)
         process.start()
         writer.close()
         children.append(Child(rank, process, reader))

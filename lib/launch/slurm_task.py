@@ -83,7 +83,6 @@ def step(args, target: str) -> int:
     """
     rank, environ = int(os.environ["SLURM_PROCID"]), os.environ
     environment.export(args.cache_dir, args.debug_dist)
-    environ.setdefault("OMP_NUM_THREADS", environ.get("SLURM_CPUS_PER_TASK", "1"))
     try:
         host, port = head(args.master_suffix)
         store = multinode.open_store(multinode.serve(host, port), host, tasks()) if rank == 0 else None

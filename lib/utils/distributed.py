@@ -47,8 +47,6 @@ def joined(args):
         UsageError: the device that the flags name is not there, or a flag's value differs between the processes.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if "OMP_NUM_THREADS" in os.environ:  # another number of threads gives other bits: never left to chance
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     world = World(
         rank=int(os.environ.get("RANK", 0)),
         local_rank=local_rank,
@@ -172,6 +170,13 @@ def elastic() -> bool:
 def job_id() -> str | None:
     """Return the id of the Slurm job this process belongs to."""
     return os.environ.get("SLURM_JOB_ID")
+
+
+def user_threads() -> int | None:
+    """Return the user's OMP_NUM_THREADS. torchrun sets 1 for several processes where the user set nothing."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    of_torchrun = given == "1" and has_agent() and os.environ["LOCAL_WORLD_SIZE"] != "1"
+    return int(given) if given.isdigit() and not of_torchrun else None
 
 
 def cores_each(world: World) -> int:

@@ -3,19 +3,26 @@
 import collections
 import functools
 import importlib.metadata
+import logging
+import math
 import platform
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from lib.utils import distributed
+from lib.utils import distributed, seeding
 from lib.utils.distributed import World
 
+log = logging.getLogger(__name__)
+WORK = 5e8  # floating-point operations of a forward pass that are worth one more thread: docs/benchmarks.md
 FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, next to the plain one
 LAUNCHED = 4  # micro-batches that a GPU has still to compute while the next is made ready: each holds memory
 
@@ -31,6 +38,62 @@ def kernels(world: World, deterministic: bool):
         torch.backends.cudnn.benchmark = not deterministic  # its trials end differently each time
         for kernel in FAST_ATTENTION if deterministic else ():  # which warn_only lets through
             getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
+
+
+def set_threads(args, saved: int | None = None):
+    """Set the number of threads: of -threads, of the run's first start, of OMP_NUM_THREADS, else one.
+
+    One is for what comes before `settle_threads`: data and weights then have the same bits on any machine.
+    """
+    torch.set_num_threads(args.threads or saved or distributed.user_threads() or 1)
+
+
+def settle_threads(args, world: World, saved: int | None, model: nn.Module, sample: Callable[[], Any]) -> str:
+    """Set the run's number of threads, the same on all ranks. Return it and its reason.
+
+    Sums of another number have other bits, so nothing about it is measured, and a run keeps that of its first start
+    (`saved`). `sample` returns a micro-batch of the run.
+    """
+    share = min(distributed.gather_json(distributed.cores_each(world), world))
+
+    def choose():
+        given = distributed.user_threads()
+        if args.threads:
+            return args.threads, "-threads"
+        if saved:
+            unused = f"; OMP_NUM_THREADS={given} is not used" if given not in (None, saved) else ""
+            return saved, f"as the run began{unused}"
+        if given or share == 1 or world.device.type != "cpu":
+            return given or share, "OMP_NUM_THREADS" if given else "its share of the cores"
+        with seeding.kept():
+            work = work_of(model, sample())
+        return threads_for(work, share), f"its share of the cores is {share}, a pass has {work / 1e9:.2g} GFLOP"
+
+    count, reason = distributed.main_does(choose, world)
+    torch.set_num_threads(count)
+    return f"{count} ({reason}{f'; more than its share of the cores, {share}' if count > share else ''})"
+
+
+def threads_for(work: float, share: int) -> int:
+    """Return the number of threads for a pass of so many floating-point operations, at most a share of the cores."""
+    return int(min(share, 1 + work / WORK))
+
+
+def work_of(model: nn.Module, batch) -> float:
+    """Return the floating-point operations of a forward pass.
+
+    A model that does not take the first part of a batch is taken for a large one.
+    """
+    inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+    try:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model.eval()(inputs)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        log.debug("the work of a pass is not known: %r", error)
+        return math.inf
+    finally:
+        model.train()
+    return counter.get_total_flops()
 
 
 def throttle(batches: Iterable, device: torch.device) -> Iterator:
@@ -53,7 +116,6 @@ def about(world: World) -> dict:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "torchvision": _torchvision(),
-        "threads": torch.get_num_threads(),
         "host": socket.gethostname(),
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }

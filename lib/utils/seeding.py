@@ -4,6 +4,7 @@ The mixing function is SplitMix64's finalizer (Steele, Lea and Flood, Fast split
 OOPSLA 2014).
 """
 
+import contextlib
 import random
 
 import numpy as np
@@ -54,6 +55,18 @@ def for_micro_batch(seed: int, step: int, micro: int, device: torch.device):
     _seed_host(value)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(value)
+
+
+@contextlib.contextmanager
+def kept():
+    """Restore the states of Python's, NumPy's and torch's generators on the CPU after the block."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
 
 
 def _seed_host(value):

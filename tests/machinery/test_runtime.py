@@ -1,15 +1,18 @@
 """What makes a run faster is there, is put back, and leaves alone what was asked for."""
 
 import gc
+import math
 import os
+import types
 
 import pytest
 import torch
 from runs import plugins, run
+from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from lib.trainer import trainer
-from lib.utils import runtime
+from lib.utils import distributed, runtime
 from lib.utils.data import fetch
 from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
@@ -91,6 +94,53 @@ def test_garbage_of_a_dataset_or_a_trainer_is_collected_however_short_the_epochs
         run(tmp_path, "-dataset littered -trainer litters -arch mlp -mlp_width 8 -image_size 8 -num_classes 4 -cpu 1 "
                       f"-batch_size 50 -epochs 60 -save_every 60epochs -workers {workers}")  # fmt: skip
     assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_the_number_of_threads_is_a_function_of_a_pass_and_the_share_of_the_cores_alone():
+    chosen = [runtime.threads_for(work, share) for share in (1, 2, 16) for work in (1e6, 6e8, 3e9, 1e12, math.inf)]
+    assert chosen == [1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 1, 2, 7, 16, 16]
+
+
+def test_the_work_of_a_pass_is_counted_and_changes_nothing_of_the_model():
+    model, images = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4, bias=False)), torch.randn(3, 8)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert runtime.work_of(model, (images, None)) == runtime.work_of(model, images) == 2 * 3 * 8 * 4
+    assert runtime.work_of(model, {"images": images}) == math.inf, "nobody knows"
+    assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_new_run_chooses_its_threads_without_a_draw_of_a_generator(monkeypatch):
+    """Or what a trainer draws would differ between the ranks: one of them fetches the sample."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(distributed, "cores_each", lambda world: 2)
+    before, model = torch.get_num_threads(), nn.Linear(1000, 1000, bias=False)
+    state = torch.get_rng_state()
+    try:
+        for rows, wanted in ((100, "1 (its share of the cores is 2, a pass has 0.2 GFLOP)"), (300, "2 (")):
+            args = types.SimpleNamespace(threads=None)
+            said = runtime.settle_threads(args, World(), None, model, lambda rows=rows: torch.rand(rows, 1000))
+            assert said.startswith(wanted) and torch.get_num_threads() == int(wanted[0])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "environ, threads",
+    [
+        ({}, None),
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_MAX_RESTARTS": "0", "LOCAL_WORLD_SIZE": "2"}, None),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_MAX_RESTARTS": "0", "LOCAL_WORLD_SIZE": "1"}, 1),
+        ({"OMP_NUM_THREADS": "4,2"}, None),
+    ],
+)
+def test_what_a_launcher_sets_is_not_the_users_number_of_threads(environ, threads, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert distributed.user_threads() == threads
 
 
 def test_loader_processes_are_those_asked_for_or_a_share_of_the_cores(monkeypatch):

@@ -202,8 +202,12 @@ def _micro_batch_size(args, batch: int, world: World, saved: int | None) -> int:
 
 def config(args, plan: Plan) -> dict:
     """Return all flags as JSON has them, with the numbers that the first start settled."""
-    settled = {**vars(args), "batch_size": plan.batch, "micro_batch": plan.micro, "samples": plan.samples}
-    return json.loads(json.dumps(settled, default=str))
+    return json.loads(json.dumps({**vars(args), **settled(plan), "samples": plan.samples}, default=str))
+
+
+def settled(plan: Plan) -> dict[str, int]:
+    """Return the flags that the first start settled where nobody gave them."""
+    return {"batch_size": plan.batch, "micro_batch": plan.micro, "threads": torch.get_num_threads()}
 
 
 def check(args, plan: Plan, past: Past | None, splits: dict):
