@@ -74,10 +74,8 @@ def dry(trainer, past) -> str:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     with prepared(parts_of(trainer)) as tensors:
         size = shards.total_bytes(tensors)
-    own = next(trainer.loaders["train"].micro_batches(0)).count
     log.info("parameters:  %s, of which %s are trained", f"{count:,}", f"{trained:,}")
-    log.info("a step:      %d samples in micro-batches of %d, %d for this process at once; the first took %.2f s",
-             plan.batch, plan.pass_size, own, seconds)  # fmt: skip
+    log.info("a step:      %d samples in micro-batches of %d; the first took %.2f s", plan.batch, plan.micro, seconds)
     log.info("the run:     %d epochs of %d steps", trainer.args.epochs, plan.steps)
     log.info("memory:      %.2f GB at its peak on %s", throughput.memory(device) / 1e9, device)
     free = run_folder.free_bytes(trainer.folder)

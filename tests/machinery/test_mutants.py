@@ -16,7 +16,6 @@ from runs import few, norm_net, plugins
 
 import train
 from lib.core import scheduler
-from lib.trainer import trainer
 from lib.utils import seeding
 from lib.utils.checkpoint import atomic, manager, run_folder, shards
 from lib.utils.compat import samplers
@@ -152,7 +151,6 @@ GOING_ON = {  # what is broken, and how the run that was killed and went on diff
     "samples from the global generator": (seeding, "for_sample", lambda *place: None, "drawn otherwise"),
     "a loader off by one step": (loader.Loader, "epoch", one_too_far, "other samples"),
     "lr from a counter": (scheduler, "lr_at", lr_by_count, "other weights"),
-    "no warm-up on 4 ranks": (trainer.Trainer, "warm_up", lambda self: None, "other weights"),
 }
 
 
@@ -177,7 +175,7 @@ def test_a_run_that_goes_on_otherwise_is_found_out(name, tmp_path, capfd, only_k
     place, attribute, mutant, why = GOING_ON[name]
     monkeypatch.setattr(place, attribute, mutant)
     seeded = {"data": "few"} if "micro-batch" in name else {}  # noise would seed the dropout after it
-    code, line = killed(tmp_path, capfd, 4 if "4 ranks" in name else 2, **seeded)
+    code, line = killed(tmp_path, capfd, **seeded)
     assert code == 1 and "! step" in line and why in line, line
 
 
