@@ -23,7 +23,7 @@ def get_optimizer(model: nn.Module, args, batch_size: int) -> torch.optim.Optimi
     """Return the optimizer of a model that is wrapped and on its device. Each step sets its learning rate."""
     groups = decay_groups(model, args.weight_decay)
     options = {"lr": args.lr_start, **_own_options(args, batch_size)}
-    fused = _may_fuse([p for group in groups for p in group["params"]], args.optimizer, args.parallel) or None
+    fused = _may_fuse([p for group in groups for p in group["params"]], args) or None
     try:
         optimizer = BY_NAME[args.optimizer](groups, fused=fused, **options)
     except (RuntimeError, TypeError):  # no fused kernel for this device or dtype
@@ -65,13 +65,14 @@ def scaled_adam(ratio: float, betas=(0.9, 0.999), eps: float = 1e-8) -> dict:
     return {"betas": scaled, "eps": eps / ratio**0.5}
 
 
-def _may_fuse(parameters: list, name: str, parallel: str) -> bool:
+def _may_fuse(parameters: list, args) -> bool:
     """Whether torch has a fused kernel that can skip a step: for shards Adam's only, for GPUs all but Adagrad's, for
-    MPS none (torch 2.11). On the CPU the bits of a fused step depend on where a shard ends."""
+    MPS none (torch 2.11). On the CPU its bits depend on where a shard ends; -deterministic avoids it for all."""
     devices = {parameter.device.type for parameter in parameters}
-    if parallel == "fsdp":
-        return devices == {"cuda"} and name in ("adam", "adamw")
-    return devices <= ({"cpu"} if name == "adagrad" else {"cpu", "cuda"})
+    if devices == {"cpu"}:
+        return not args.deterministic and args.parallel != "fsdp"
+    known = ("adam", "adamw") if args.parallel == "fsdp" else ("adam", "adamw", "sgd")
+    return devices == {"cuda"} and args.optimizer in known
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lib.utils.data.plan import MicroBatch, rank_share
 from lib.utils.distributed import World
 
-BUCKET = 25 << 20  # bytes of gradients that travel together
+BUCKET = 8 << 20  # bytes of gradients that travel together
 SMALL = 1 << 19  # bytes of a node up to which all ranks get all nodes
 
 
@@ -83,8 +83,8 @@ class Sum:
         if ranks == 1:
             return
         own, self.nodes = list(self.nodes.values()), {}
-        most = max(map(len, self.by_rank))
         if self.small:
+            most = max(map(len, self.by_rank))
             sent = self.like[0].new_zeros(most, self.count)
             for row, values in zip(sent, own, strict=False):
                 torch.cat([_flat(value) for value in values], out=row)
@@ -94,10 +94,14 @@ class Sum:
         gap = self.like[0].new_zeros(self.slice * ranks - self.count)
         sent = gap.new_empty(ranks, len(own), self.slice)
         for number, values in enumerate(own):
-            sent[:, number] = torch.cat([*map(_flat, values), gap]).view(ranks, -1)
+            row = sent.view(-1) if len(own) == 1 else gap.new_empty(ranks * self.slice)
+            torch.cat([*map(_flat, values), gap], out=row)
+            if len(own) > 1:
+                sent[:, number] = row.view(ranks, -1)
         self.got = gap.new_empty(sum(map(len, self.by_rank)), self.slice)
         splits = [len(nodes) * self.slice for nodes in self.by_rank], [len(own) * self.slice] * ranks
-        self.work = dist.all_to_all_single(self.got.view(-1), sent.view(-1), *splits, async_op=True)
+        self.sum = sent.view(-1)
+        self.work = dist.all_to_all_single(self.got.view(-1), self.sum, *splits, async_op=True)
 
     def settle(self):
         """Add up what has come, and begin to give the sum of this rank's slice to the others."""
@@ -108,9 +112,12 @@ class Sum:
             rows = [row for part, nodes in zip(self.got, self.by_rank, strict=True) for row in part[: len(nodes)]]
         else:
             rows = list(self.got)
-        [self.sum] = total({first: [row] for first, row in zip(itertools.chain(*self.by_rank), rows, strict=True)})
-        if not self.small:
-            own, self.sum = self.sum, self.sum.new_empty(self.slice * self.world.size)
+        [own] = total({first: [row] for first, row in zip(itertools.chain(*self.by_rank), rows, strict=True)})
+        if self.small:
+            self.sum = own
+        else:
+            whole = self.slice * self.world.size
+            self.sum = self.sum[:whole] if len(self.sum) >= whole else own.new_empty(whole)  # what was sent is there
             self.work = dist.all_gather_into_tensor(self.sum, own, async_op=True)
 
     def wait(self) -> list[Tensor]:
@@ -157,7 +164,10 @@ class Gradients:
         sharded = [p for p in parameters if hasattr(p, "placements")]
         plain = [p for p in parameters if p not in wrapped and not hasattr(p, "placements")]
         self.world, self.averaged, self.sharded = world, [p for p in parameters if p in wrapped], sharded
-        self.scatters = scatters(model) if sharded and args.reduction == "tree" else []
+        groups: Any = [one for one in model.modules() if hasattr(one, "set_custom_reduce_scatter")]
+        self.scatters = [Scatter() for _ in groups if args.reduction == "tree"]
+        for group, scatter in zip(groups, self.scatters, strict=False):
+            group.set_custom_reduce_scatter(scatter)
         kind = AllReduce if args.reduction == "allreduce" and world.size > 1 else Sum
         self.buckets = [_Bucket(part, kind, world, args.parallel == "fsdp") for part in _parts(plain)]
         # Other collectives in a backward pass would meet these in another order on a rank that has nothing to do.
@@ -269,15 +279,6 @@ class _Bucket:
         used = flags.tolist() if self.unused else [1] * len(gradients)
         for parameter, gradient, one in zip(self.parameters, gradients, used, strict=True):
             parameter.grad = gradient if one else None
-
-
-def scatters(model: nn.Module) -> list["Scatter"]:
-    """Let a model sharded by FSDP2 sum its gradients in the tree's order."""
-    groups: Any = [module for module in model.modules() if hasattr(module, "set_custom_reduce_scatter")]
-    found = [Scatter() for _ in groups]
-    for group, scatter in zip(groups, found, strict=True):
-        group.set_custom_reduce_scatter(scatter)
-    return found
 
 
 class Scatter:
