@@ -61,11 +61,6 @@ class Loader:
                     last=turn == rounds - 1,
                 )
 
-    def sample(self):
-        """Return the first micro-batch of the run: what training data looks like."""
-        one, batch = next(iter(self.fetched(0, [next(self.micro_batches(0))])))
-        return self.finish(0, one.indices, batch)
-
     def indices(self, epoch: int, step: int) -> list[int]:
         """Return the samples of one step over all ranks, by their index in the dataset."""
         spans = self.plan.spans(step)
