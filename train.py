@@ -1,6 +1,7 @@
 """Trains a model: the whole run on one page."""
 
 import contextlib
+import functools
 import logging
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def run(args) -> int:
         model = parallel.build(arch, args, world)
         if args.weights and past is None:
             weights.fitting(args.weights, model, "meta")
-        sample = loader.Loader(splits["train"], plan, world, seed=args.seed, shuffle=args.shuffle, workers=0).sample
+        sample = functools.partial(loader.first_batch, splits["train"], plan, world, args)
         threads = runtime.settle_threads(args, world, saved_threads, model, sample)
         criterion = loss.get_loss(args)
         model = parallel.wrap(model, args, world, arch=arch)

@@ -1,7 +1,7 @@
 """Kills runs at random instants and lets them go on: each must end as the run that nothing disturbed.
 
     python scripts/chaos.py -kills 1000 -ranks 2            the same bits at every step, redone ones too
-    python scripts/chaos.py -kills 500 -ranks 1,2,3,4       each start on another number of processes, drawn at random
+    python scripts/chaos.py -kills 500 -ranks 1,2,3,4       likewise, each start on another number of processes
     python scripts/chaos.py -switch='-workers 0,-workers 1'  further flags of train.py, drawn so too
 
 Each start is forked from this one warm process. What every rank trained on must be, once each and in order, the
@@ -47,7 +47,7 @@ STRIKES = {  # what is struck -> how often
 }  # fmt: skip
 RUN = (
     "-dataset chaos -arch chaos -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 4 -save_every 4steps"
-    " -log_every 10 -lr_start 1e-2 -clip_grad 1"
+    " -log_every 10 -lr_start 1e-2 -clip_grad 1 -deterministic"
 )
 
 
@@ -71,7 +71,7 @@ class Tally:
     first: ledger.Difference | None = None
     story: list[str] = field(default_factory=list)  # the starts of the first run that was not as it should be
 
-    def lines(self, exact: bool) -> list[str]:
+    def lines(self) -> list[str]:
         """The table."""
         rows = {
             "kills": self.total,
@@ -79,11 +79,9 @@ class Tally:
             **{f"  {signal.Signals(number).name} to {who}": n for (who, number), n in sorted(self.kills.items())},
             "runs, starts, switches": f"{self.runs}, {self.starts}, {self.switches}",
             "kills a minute": f"{60 * self.total / max(self.seconds, 1):.0f}",
-            f"runs that differ{'' if exact else ' beyond 1e-5'}": self.differing,
+            "runs that differ": self.differing,
             "first difference": self.first or "none",
-            "largest difference": "not a bit"
-            if exact and not self.differing
-            else f"{self.share:.1e} of the largest weight, in double precision",
+            "largest difference": f"{self.share:.1e} of the largest weight" if self.differing else "not a bit",
             "samples missed, repeated": f"{self.missed}, {self.repeated}",
             "epochs in another order": self.disordered,
             "temporary files left": self.left,
@@ -105,7 +103,6 @@ class Way(NamedTuple):
     flags: str  # in addition to RUN
     args: object
     name: str  # of its undisturbed run
-    exact: bool  # the same bits are wanted: it is the only way
     span: float = 0.0  # seconds that it takes undisturbed
 
 
@@ -116,7 +113,7 @@ def storm(out: Path, tally: Tally, kills: int, sizes: list[int], switch=("",), s
     with plugins(), haste():
         flags = [f"-cpu {size} {more}" for size in sorted(set(sizes)) for more in switch]
         args = [config.parse_args([*f"{words} {more}".split(), "-out", str(out)]) for more in flags]
-        ways = [Way(flags[n], args[n], f"way_{n}", exact=len(flags) == 1) for n in range(len(flags))]
+        ways = [Way(flags[n], args[n], f"way_{n}") for n in range(len(flags))]
         ways = [undisturbed(way) for way in ways]
         began = time.monotonic()
         try:
@@ -174,10 +171,10 @@ def judge(truth: Way, story: list[str], tally: Tally):
     out, bad = Path(truth.args.out), tally.faults
     starts = ledger.read(book(truth, "run"))
     _, share, same = ledger.distance(*(out / name / "checkpoints" for name in (truth.name, "run")))
-    first = ledger.first_difference(ledger.read(book(truth, truth.name)), starts, truth.exact)
+    first = ledger.first_difference(ledger.read(book(truth, truth.name)), starts)
     tally.first = tally.first or first
     tally.share = max(tally.share, share)
-    tally.differing += first is not None or not (same if truth.exact else share <= check_resume.CLOSE)
+    tally.differing += first is not None or not same
     count(starts, truth.args, tally)
     tally.left += sum(file.suffix in (".partial", ".removed") for file in (out / "run").rglob("*"))
     if tally.faults > bad:
@@ -202,9 +199,8 @@ def count(starts, args, tally):
 
 
 def started(way: Way, name: str) -> check_resume.Start:
-    """In single precision; in double where only rounding may differ, so that it cannot grow to more."""
-    target = "scripts.check_resume:recorded" if way.exact else "scripts.check_resume:doubled"
-    return check_resume.Start(check_resume.changed(way.args, model=name), target, Path(way.args.out) / f"{name}.log")
+    args, log = check_resume.changed(way.args, model=name), Path(way.args.out) / f"{name}.log"
+    return check_resume.Start(args, "scripts.check_resume:recorded", log)
 
 
 def book(way: Way, name: str) -> Path:
@@ -290,7 +286,7 @@ def main() -> int:
     with contextlib.suppress(KeyboardInterrupt):
         storm(folder, tally, asked.kills, sizes, switch, asked.seed, f"{RUN} {asked.flags}")
     print(f"scripts/chaos.py {' '.join(sys.argv[1:])}")
-    print("\n".join(tally.lines(exact=len(set(sizes)) * len(switch) == 1)))
+    print("\n".join(tally.lines()))
     if tally.faults:
         print(f"what differs lies in {folder}, named bad_N")
         return 1

@@ -1,4 +1,4 @@
-"""-check_resume: is a run the same to the bit when it is killed and goes on, and to rounding on other processes?
+"""-check_resume: is a run the same to the bit when it is killed and goes on, and on other numbers of processes?
 
 The chosen configuration runs a few steps undisturbed; then again, killed with kill -9 at random moments and gone on
 with each time; then on other numbers of processes. All of it in a folder of its own below -out, removed at the end.
@@ -20,13 +20,12 @@ from pathlib import Path
 import torch
 
 from lib import launch
-from lib.launch import local
+from lib.launch import environment, local
 from lib.utils.data.plan import divisor
 from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE, UsageError
 from scripts import ledger
 
 STEPS, KILLS, SIZES = 20, 3, (1, 2, 3, 4)
-CLOSE = 1e-5  # largest difference of a weight on other numbers of processes, as a share of its tensor's largest
 LINE = "{:44} {:12} {:34} {}"
 
 
@@ -38,9 +37,7 @@ class Row:
     run: str  # its name
     sizes: list[int]  # processes of each start: all but the last are killed
     truth: str = "undisturbed"
-    exact: bool = True
     micro: int | None = None  # samples of a micro-batch, where it is not what was asked
-    target: str = "scripts.check_resume:recorded"
 
 
 class Broken(RuntimeError):
@@ -59,8 +56,13 @@ def check(args) -> int:
     if args.limit_steps == 1:
         raise UsageError("-limit_steps 1: -check_resume needs 2 steps or more, to kill the run in between")
     torch.set_num_threads(1)  # a process that is forked while this one has more would wait for them forever
+    threads = os.environ.get("OMP_NUM_THREADS", environment.threads(local.processes(args)))  # others give other bits
     try:
-        with folder_in(Path(args.out)) as folder, ending_well():
+        with (
+            folder_in(Path(args.out)) as folder,
+            ending_well(),
+            environment.exported({"OMP_NUM_THREADS": threads}),
+        ):
             return Check(args, folder).rows()
     except Broken as error:
         print(f"train.py: -check_resume: {error}", file=sys.stderr, flush=True)
@@ -91,7 +93,7 @@ class Check:
         self.step_s = (time.monotonic() - began) / self.steps
         facts = ledger.read(self.ledger("undisturbed"))[0].facts
         self.batch = facts["batch"]
-        good = [self.row(row) or (not row.exact and self.in_double(row)) for row in self.planned(facts)]
+        good = [self.row(row) for row in self.planned(facts)]
         print("all as promised" if all(good) else "not as promised, see ! above")
         return FINISHED if all(good) else FAILED
 
@@ -103,14 +105,15 @@ class Check:
         batch, micro = facts["batch"], facts["micro"]
         cut = micro if micro < batch else divisor(batch, math.ceil(batch / 4))
         most = min(batch // cut, max(SIZES) if self.cpu else self.size)
-        others = [size for size in SIZES if size <= most and size != self.size]
-        if not others:
+        half_shards = self.args.parallel == "fsdp" and (self.args.bf16 or self.args.fp16)  # one process has none
+        others = [size for size in SIZES if size <= most and size != self.size and (size > 1 or not half_shards)]
+        if not others or self.args.reduction == "allreduce" or self.args.sync_bn:
             return [killed]
         truth = {"truth": "undisturbed" if cut == micro else "cut", "micro": cut}
         whole = Row(f"undisturbed, with -micro_batch {cut}", "cut", [self.size], **truth)
-        alone = [Row("undisturbed", f"on_{size}", [size], **truth, exact=False) for size in others]
+        alone = [Row("undisturbed", f"on_{size}", [size], **truth) for size in others]
         turns = [*others, self.size, *others][: kills + 1]
-        moved = Row("killed, gone on with on others", "moved", turns, **truth, exact=False)
+        moved = Row("killed, gone on with on others", "moved", turns, **truth)
         return [killed, *([whole] if cut != micro else []), *alone, moved]
 
     def row(self, row: Row) -> bool:
@@ -118,8 +121,8 @@ class Check:
         self.through(row)
         most, share, same = ledger.distance(*(self.folder / name / "checkpoints" for name in (row.truth, row.run)))
         truth, run = (ledger.read(self.ledger(name)) for name in (row.truth, row.run))
-        first = ledger.first_difference(truth, run, row.exact)
-        good = first is None and (same if row.exact else share <= CLOSE)
+        first = ledger.first_difference(truth, run)
+        good = first is None and same
         far = "the same bits" if same else f"{most:.1e} ({share:.1e} of the largest)"
         self.tell(row, "" if row.run == row.truth else far, f"{'' if good else '! '}{first or ''}")
         return good
@@ -128,17 +131,6 @@ class Check:
         sizes = ", ".join(str(size) for size in dict.fromkeys(row.sizes))
         print(LINE.format(row.title, sizes, far, first).rstrip(), flush=True)
 
-    def in_double(self, row: Row) -> bool:
-        """Runs and prints a row once more in double precision, where rounding has no way to grow to a difference."""
-        title = {"title": "  is it rounding? in double precision", "target": "scripts.check_resume:doubled"}
-        try:
-            if not self.ledger("double").exists():
-                self.through(dataclasses.replace(row, **title, run="double", sizes=[self.size]))
-            return self.row(dataclasses.replace(row, **title, run=f"{row.run}_double", truth="double"))
-        except Broken as error:
-            print(f"! in double precision it does not run: {str(error).splitlines()[-1]}")
-            return False
-
     def through(self, row: Row):
         """Takes a run to its end, killed where the row says so. Raises Broken or UsageError if it fails by itself."""
         first = min(2 * self.every + 1, self.steps - len(row.sizes) + 1)  # by then there is a checkpoint
@@ -146,7 +138,7 @@ class Check:
         for size, moment in zip(row.sizes, [*moments, None], strict=True):
             args, book = self.on(size, row), self.ledger(row.run)
             ledger.hold(book, moment)  # a quick run would else be over before it is killed
-            with Start(args, row.target, self.folder / f"{row.run}.log") as start:
+            with Start(args, "scripts.check_resume:recorded", self.folder / f"{row.run}.log") as start:
                 if moment is not None and start.reaches(moment, book):
                     time.sleep(self.draw.uniform(0, self.step_s))
                     start.kill()
@@ -174,16 +166,6 @@ def recorded(args) -> int:
     module = importlib.import_module(f"lib.trainer.{args.trainer}")
     module.Trainer = ledger.keeping(module.Trainer, Path(args.out) / "ledgers" / args.model)
     return local.call("train:run", args)
-
-
-def doubled(args) -> int:
-    """The same in double precision."""
-    arch = importlib.import_module(f"lib.arch.{args.arch}")
-    trainer = importlib.import_module(f"lib.trainer.{args.trainer}")
-    single = arch.get_model
-    arch.get_model = lambda args: single(args).double()
-    trainer.Trainer = ledger.in_double(trainer.Trainer)
-    return recorded(changed(args, fp16=False, bf16=False))
 
 
 def changed(args, **others):

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lib.utils.checkpoint import manager, run_folder, shards
 from lib.utils.data import tensors
+from lib.utils.distributed import World
 
 HOLD = "hold"  # the file that says where a start is to wait
-ROUNDING = 1e-5  # largest share by which a loss differs on another number of processes
 
 
 class Record(NamedTuple):
@@ -40,7 +40,7 @@ class Start:
 
     facts: dict  # of its first line: size, batch, micro, samples, ...
     records: dict[tuple[int, int], Record] = field(default_factory=dict)  # by (step, micro-batch)
-    weights: dict[tuple[int, int], int] = field(default_factory=dict)  # checksum after a step, by (step, rank)
+    weights: dict[tuple[int, str], int] = field(default_factory=dict)  # checksum after a step, by (step, place)
 
     @property
     def first_step(self) -> float:
@@ -77,9 +77,11 @@ class Ledger:
         place = [state.epoch, state.step, key.number]
         self.write(at=place, indices=key.indices, rows=rows, loss=float(loss).hex())
 
-    def step(self, step: int, parameters: list[Tensor]):
-        """The weights, this rank's part of them, after a step."""
-        self.write(step=step, rank=self.rank, weights=checksum(parameters))
+    def step(self, step: int, parameters: list[Tensor], world: World):
+        """The weights after a step; of sharded ones, this rank's part."""
+        sharded = any(hasattr(parameter, "placements") for parameter in parameters)
+        place = f"shard {world.rank} of {world.size}" if sharded else f"rank {world.rank}"
+        self.write(step=step, place=place, weights=checksum(parameters))
 
 
 def keeping(chosen: type, folder: Path) -> type:
@@ -106,7 +108,7 @@ def keeping(chosen: type, folder: Path) -> type:
 
         def step(self, samples):
             super().step(samples)
-            self.ledger.step(self.state.step - 1, self.parameters)
+            self.ledger.step(self.state.step - 1, self.parameters, self.world)
 
     return Keeper
 
@@ -115,19 +117,6 @@ def hold(folder: Path, step: int | None):
     """The next start of the run waits, once so many steps are done, until it is killed; None: it does not."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / HOLD).write_text(str(math.inf if step is None else step))
-
-
-def in_double(chosen: type) -> type:
-    """A trainer class that is `chosen`, but for batches in double precision."""
-
-    class Double(chosen):
-        def training_step(self, batch):
-            return super().training_step(_double(batch))
-
-        def evaluation_step(self, model, batch, count):
-            return super().evaluation_step(model, _double(batch), count)
-
-    return Double
 
 
 def checksum(tensors: list[Tensor]) -> int:
@@ -139,10 +128,6 @@ def _rows(batch, count: int) -> list[list[Tensor]]:
     """The tensors of each sample of a collated batch."""
     whole = [part for _, part in tensors.tensors(batch) if part.ndim and len(part) == count]
     return [[part[row] for part in whole] for row in range(count)]
-
-
-def _double(batch):
-    return tensors.map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 def progress(folder: Path, session: int) -> int | None:
@@ -167,7 +152,7 @@ def read(folder: Path) -> list[Start]:
                 record = Record(*facts["at"], facts["indices"], facts["rows"], float.fromhex(facts["loss"]))
                 start.records[record.step, record.micro] = record
             else:
-                start.weights[facts["step"], facts["rank"]] = facts["weights"]
+                start.weights[facts["step"], facts["place"]] = facts["weights"]
     return sorted(starts.values(), key=lambda start: start.facts["time"])
 
 
@@ -190,33 +175,27 @@ def trained_on(starts: list[Start]) -> dict[tuple[int, int], list[int]]:
     return steps
 
 
-def first_difference(truth: list[Start], other: list[Start], exact: bool) -> Difference | None:
-    """Where any start of a run first did other than the true run did, None if nowhere.
-
-    `exact`: to the bit; else only the samples are compared so, and losses up to rounding.
-    """
+def first_difference(truth: list[Start], other: list[Start]) -> Difference | None:
+    """Where any start of a run first did other than the true run did, None if nowhere."""
     wanted = {at: record for start in truth for at, record in start.records.items()}
     weights = {at: value for start in truth for at, value in start.weights.items()}
     found = []
     for start in other:
         pairs = [(wanted.get(at), record) for at, record in start.records.items()]
-        found += [difference for one, record in pairs if (difference := _difference(one, record, exact))]
-        if exact:
-            odd = [step for (step, rank), value in start.weights.items() if weights.get((step, rank)) != value]
-            found += [Difference(step, None, "the same losses, other weights after it") for step in odd]
+        found += [difference for one, record in pairs if (difference := _difference(one, record))]
+        odd = [step for (step, place), value in start.weights.items() if weights.get((step, place), value) != value]
+        found += [Difference(step, None, "the same losses, other weights after it") for step in odd]
     return min(found, key=lambda one: (one.step, one.sample is None), default=None)
 
 
-def _difference(wanted, record, exact):
+def _difference(wanted, record):
     step, first = record.step, record.indices[0]
     if wanted is None or wanted.indices != record.indices:
         return Difference(step, first, "other samples, or in another order")
     for index, row, wanted_row in zip(record.indices, record.rows, wanted.rows):
         if row != wanted_row:
             return Difference(step, index, "the same sample, drawn otherwise")
-    near = ROUNDING * max(1.0, abs(wanted.loss))
-    same = record.loss == wanted.loss if exact else abs(record.loss - wanted.loss) <= near
-    if same or (math.isnan(record.loss) and math.isnan(wanted.loss)):
+    if record.loss == wanted.loss or (math.isnan(record.loss) and math.isnan(wanted.loss)):
         return None
     return Difference(step, first, "the same samples, another loss")
 

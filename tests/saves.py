@@ -4,7 +4,7 @@ import pickle
 from pathlib import Path
 
 import torch
-from runs import few, norm_net, run, same
+from runs import few, lines, norm_net, run, same, weights
 
 from lib.trainer import trainer
 from lib.utils import preemption
@@ -145,3 +145,11 @@ def payload(path: Path, mark: Path, wrap=lambda value: value) -> Path:
     """Writes a pickle that would make a file `mark` if anybody opened it."""
     path.write_bytes(pickle.dumps(wrap(Payload(mark))))
     return path
+
+
+def bits(folder: Path) -> dict:
+    """What a finished run leaves whose bits count: final weights, the newest checkpoint, figures but for speeds."""
+    newest = run_folder.newest(folder / "checkpoints")
+    found = {**weights(folder), **{f"saved {name}": value for name, value in tensors(newest).items()}}
+    figures = [{name: value for name, value in line.items() if "perf/" not in name} for line in lines(folder)]
+    return {"figures": figures, **{name: shards.fingerprint(value).item() for name, value in found.items()}}

@@ -16,6 +16,9 @@ def check(args: Args, given: set[str]):
     if args.parallel != "fsdp" and (args.offload or args.fsdp_replicas > 1):
         flag = "-offload" if args.offload else f"-fsdp_replicas {args.fsdp_replicas}"
         raise UsageError(f"{flag} is for sharded models: add -parallel fsdp")
+    if args.fsdp_replicas > 1 and args.reduction == "tree":
+        reason = "torch sums the copies' gradients itself, and other numbers of processes would give other bits"
+        raise UsageError(f"-fsdp_replicas {args.fsdp_replicas}: {reason}: add -reduction allreduce")
     if args.micro_batch and not args.batch_per_gpu and args.batch_size % args.micro_batch:
         near = max(args.micro_batch, args.batch_size - args.batch_size % args.micro_batch)
         divisor = math.gcd(args.batch_size, args.micro_batch)

@@ -78,11 +78,12 @@ def add_shared(parser) -> Rules:
     add("-bf16", SWITCH, "mixed precision with bfloat16", on_resume="refuse")
     add("-parallel", one_of("ddp", "fsdp"), "every process has the whole model, or a shard of it", "ddp")
     add("-fsdp_replicas", COUNT, "fsdp: copies of the sharded model, as one on each node", 1)
+    reduction = "sum gradients in one order for any number of processes, or leave it to the communication library"
+    add("-reduction", one_of("tree", "allreduce"), reduction, "tree", on_resume="refuse")
     add("-offload", SWITCH, "fsdp: parameters and optimizer in the CPU's memory, where the optimizer runs, too")
     add("-recompute", SWITCH, "keep no activations of a block, compute them again in the backward pass")
     add("-compile", one_of("blocks", "model"), "torch.compile, by blocks or in one", nargs="?", const="blocks")
     add("-channels_last", SWITCH, "keep channels last in a GPU's memory: faster for convolutions; not under fsdp")
-    add("-find_unused", SWITCH, "ddp: allow parameters that take no part in a step, and search for them")
     add("-deterministic", SWITCH, "use deterministic algorithms on a GPU, too, at some cost of speed")
     add("-sync_bn", SWITCH, "BatchNorm over the micro-batches of all processes (GPU only)", on_resume="refuse")
 

@@ -28,11 +28,11 @@ class Args(argparse.Namespace):
     bf16: bool
     parallel: str
     fsdp_replicas: int
+    reduction: str
     offload: bool
     recompute: bool
     compile: str | None
     channels_last: bool
-    find_unused: bool
     deterministic: bool
     sync_bn: bool
     dataset: str

@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
-from lib.utils import distributed
+from lib.core.reduction import Sum
 from lib.utils.checkpoint.state import unwrap
+from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 
 
@@ -18,36 +19,36 @@ class Statistics:
     them.
     """
 
-    def __init__(self, model: nn.Module, world: World, alone: bool):
+    def __init__(self, model: nn.Module, world: World, alone: bool, by_turns: bool = False):
         model = unwrap(model)
         saved, by_dtype = model.state_dict(keep_vars=True), {}
         for name, buffer in model.named_buffers():
             if name in saved:
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         needed = any(dtype.is_floating_point for dtype in by_dtype)
-        self.world, self.alone = world, alone
-        self.groups = [_Group(buffers) for buffers in by_dtype.values()] if needed else []
+        self.alone = alone
+        self.groups = [_Group(buffers, world, by_turns) for buffers in by_dtype.values()] if needed else []
 
     @torch.no_grad()
-    def before(self, first: bool):
-        """Prepare for a micro-batch; `first`: of this rank's in the step."""
+    def before(self, key: MicroBatch):
+        """Prepare for a micro-batch."""
         for group in self.groups:
-            if first:
+            if key.first:
                 torch._foreach_copy_(group.starts, group.buffers)
-                group.sums.zero_()
+                group.sum.begin(key.step_parts)
             else:
                 torch._foreach_copy_(group.buffers, group.starts)
 
     @torch.no_grad()
-    def after(self, weight: float):
-        """Add up a micro-batch that holds `weight` of the step's samples, over all ranks; 0 for padding."""
-        if self.alone or not weight:  # 0 times infinity would be NaN
+    def after(self, key: MicroBatch):
+        """Add up what a micro-batch made of the buffers; nothing of padding."""
+        if self.alone or not key.count:
             return
         for group in self.groups:
             if group.is_float:
-                torch._foreach_copy_(group.ends, group.buffers)
-                group.total.add_(group.end, alpha=weight)
-                group.changes.add_(group.end != group.start)
+                torch._foreach_copy_(group.totals, group.buffers)
+                changes = (group.total != group.start).to(group.total.dtype)
+                group.sum.add(key.number, [group.total * (key.count / key.step_samples), changes])
 
     @torch.no_grad()
     def reduce(self) -> torch.Tensor | None:
@@ -60,8 +61,10 @@ class Statistics:
             if self.alone or not group.is_float:
                 torch._foreach_copy_(group.totals, group.buffers)
             else:
-                distributed.sum_(group.sums, self.world)
-                torch.where(group.changes > 0, group.total, group.start, out=group.total)
+                group.sum.send()
+                group.sum.settle()
+                total, changes = group.sum.wait()
+                torch.where(changes > 0, total, group.start, out=group.total)
             if group.is_float:
                 here = (torch.isfinite(group.start) & ~torch.isfinite(group.total)).any()
                 broken = here if broken is None else broken | here
@@ -75,25 +78,18 @@ class Statistics:
             torch.where(good, group.total, group.start, out=group.total)
             torch._foreach_copy_(group.buffers, group.totals)
 
-    @torch.no_grad()
-    def restore(self):
-        """Set the buffers to what they were before the step."""
-        for group in self.groups:
-            torch._foreach_copy_(group.buffers, group.starts)
-
 
 class _Group:
     """The buffers of one dtype. All their values lie in one tensor, which a GPU handles at once; lists are views."""
 
-    def __init__(self, buffers: list[torch.Tensor]):
+    def __init__(self, buffers: list[torch.Tensor], world: World, by_turns: bool):
         first, sizes = buffers[0], [buffer.numel() for buffer in buffers]
         self.buffers, self.is_float = buffers, first.is_floating_point()
         exact = torch.promote_types(first.dtype, torch.float32) if self.is_float else first.dtype
-        values = torch.zeros(4 * sum(sizes), dtype=exact, device=first.device)
-        self.sums = values[: 2 * sum(sizes)]  # for one all-reduce: the weighted sum, and how often each value changed
-        self.total, self.changes, self.start, self.end = values.chunk(4)
+        self.total, self.start = torch.zeros(2 * sum(sizes), dtype=exact, device=first.device).chunk(2)
+        self.sum = Sum([self.total, self.total], world, by_turns)  # weighted, and how often each value changed
 
         def views(whole):
             return [part.view_as(buffer) for part, buffer in zip(whole.split(sizes), buffers, strict=True)]
 
-        self.totals, self.starts, self.ends = views(self.total), views(self.start), views(self.end)
+        self.totals, self.starts = views(self.total), views(self.start)

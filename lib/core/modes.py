@@ -75,9 +75,7 @@ def dry(trainer, past) -> str:
         size = shards.total_bytes(tensors)
     free = run_folder.free_bytes(trainer.folder)
     log.info("parameters:  %s, of which %s are trained", f"{_count(model):,}", f"{trained:,}")
-    log.info(
-        "a step:      %d samples in micro-batches of %d; the first took %.2f s", plan.batch, plan.pass_size, seconds
-    )
+    log.info("a step:      %d samples in micro-batches of %d; the first took %.2f s", plan.batch, plan.micro, seconds)
     log.info("the run:     %d epochs of %d steps", trainer.args.epochs, plan.steps)
     log.info("memory:      %.2f GB at its peak on %s", throughput.memory(device) / 1e9, device)
     log.info("checkpoint:  %.3f GB; %.1f GB are free in %s", size / 1e9, free / 1e9, trainer.args.out)

@@ -3,8 +3,10 @@
 import math
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from lib.utils.checkpoint import shards
 from lib.utils.errors import UsageError
@@ -21,7 +23,7 @@ def get_optimizer(model: nn.Module, args, batch_size: int) -> torch.optim.Optimi
     """Return the optimizer of a model that is wrapped and on its device. Each step sets its learning rate."""
     groups = decay_groups(model, args.weight_decay)
     options = {"lr": args.lr_start, **_own_options(args, batch_size)}
-    fused = _may_fuse([parameter for group in groups for parameter in group["params"]], args.optimizer) or None
+    fused = _may_fuse([p for group in groups for p in group["params"]], args) or None
     try:
         optimizer = BY_NAME[args.optimizer](groups, fused=fused, **options)
     except (RuntimeError, TypeError):  # no fused kernel for this device or dtype
@@ -63,13 +65,14 @@ def scaled_adam(ratio: float, betas=(0.9, 0.999), eps: float = 1e-8) -> dict:
     return {"betas": scaled, "eps": eps / ratio**0.5}
 
 
-def _may_fuse(parameters: list, name: str) -> bool:
+def _may_fuse(parameters: list, args) -> bool:
     """Whether torch has a fused kernel that can skip a step: for shards Adam's only, for GPUs all but Adagrad's, for
-    MPS none (torch 2.11)."""
-    if any(isinstance(parameter, DTensor) for parameter in parameters) and name not in ("adam", "adamw"):
-        return False
-    known = {"cpu"} if name == "adagrad" else {"cpu", "cuda"}
-    return {parameter.device.type for parameter in parameters} <= known
+    MPS none (torch 2.11). On the CPU its bits depend on where a shard ends; -deterministic avoids it for all."""
+    devices = {parameter.device.type for parameter in parameters}
+    if devices == {"cpu"}:
+        return not args.deterministic and args.parallel != "fsdp"
+    known = ("adam", "adamw") if args.parallel == "fsdp" else ("adam", "adamw", "sgd")
+    return devices == {"cuda"} and args.optimizer in known
 
 
 @torch.no_grad()
@@ -83,12 +86,29 @@ def spoil(parameters: list, bad: torch.Tensor):
 def clip(parameters: list, limit: float) -> torch.Tensor:
     """Return the norm of the whole gradient, 0-d, the same on all ranks; longer gradients are cut to `limit` (0:
     never)."""
-    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = torch.linalg.vector_norm(torch.cat(_row_norms([p.grad for p in parameters if p.grad is not None])))
     if limit:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm
+
+
+def _row_norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the norm of each row of each gradient, of all ranks' shards: the same bits, sharded or not."""
+    local = [shards.local(gradient) for gradient in gradients]
+    norms = [g.reshape(-1) if g.ndim < 2 else torch.linalg.vector_norm(g.flatten(1), dim=1) for g in local]
+    sharded = {number: gradient for number, gradient in enumerate(gradients) if isinstance(gradient, DTensor)}
+    if not sharded:
+        return norms
+    mesh = next(iter(sharded.values())).device_mesh
+    group = mesh.get_group(mesh.ndim - 1)  # of HSDP, those that share one copy of the model
+    rows = [-(-len(gradient) // group.size()) for gradient in sharded.values()]  # of each rank, at most
+    padded = [functional.pad(norms[at], (0, most - len(norms[at]))) for at, most in zip(sharded, rows, strict=True)]
+    mine = torch.cat(padded)
+    whole = mine.new_empty(group.size(), len(mine))
+    dist.all_gather_into_tensor(whole.view(-1), mine, group=group)
+    for (number, gradient), part in zip(sharded.items(), whole.split(rows, 1), strict=True):
+        norms[number] = part.reshape(-1)[: len(gradient)]
+    return norms
 
 
 def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: torch.Tensor):

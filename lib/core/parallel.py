@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lib.utils import distributed, seeding
 from lib.utils.checkpoint import shards
-from lib.utils.checkpoint.state import unwrap
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -94,7 +93,7 @@ def wrap(model: nn.Module, args, world: World, *, arch=None) -> nn.Module:
     if sharded:
         return _shard(model, parts, args, world)
     model = model.to(world.device)
-    return _replicate(model, args, world) if world.size > 1 else model
+    return _replicate(model, world) if world.size > 1 else model
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -105,45 +104,15 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [part for part in parts if next(part.parameters(), None) is not None]
 
 
-class _Replica(DistributedDataParallel):
-    """DDP that remembers whether its forward was called in this step."""
-
-    forward_called = False
-
-
-def _replicate(model, args, world):
+def _replicate(model, world):
     # batchnorm.Statistics keeps buffers alike. torch 2.15 renamed the option that leaves them alone.
     known = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    options = {"gradient_as_bucket_view": True, "find_unused_parameters": args.find_unused, buffers: False}
     devices = None if world.device.type == "cpu" else [world.device.index]
-    model = _Replica(model, device_ids=devices, **options)
-    model.register_forward_pre_hook(lambda model, inputs: setattr(model, "forward_called", True))
+    options = {"device_ids": devices, "gradient_as_bucket_view": True, buffers: False}
+    model = DistributedDataParallel(model, **options)
+    model.require_backward_grad_sync = False  # reduction.Gradients sums them
     return model
-
-
-def set_sync(model: nn.Module, last: bool):
-    """Let DDP reduce gradients in the backward pass of a step's last micro-batch only, as its no_sync does.
-
-    Sharded models reduce in each pass: no process has room for whole gradients.
-    """
-    if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = last
-
-
-def check_reduced(model: nn.Module, parameters: list):
-    """Raise UsageError where DDP did not average this step's gradients: its forward was not called, or a parameter
-    has no gradient."""
-    if not isinstance(model, _Replica):
-        return
-    if not model.forward_called:
-        raise UsageError("training_step went round self.model(...): the processes' gradients were not averaged; "
-                         "let the model's forward do all that is trained")  # fmt: skip
-    model.forward_called = False
-    if not model.find_unused_parameters and any(parameter.grad is None for parameter in parameters):
-        names = [name for name, p in unwrap(model).named_parameters() if p.requires_grad and p.grad is None]
-        raise UsageError(f"the parameter {names[0]} ({len(names)} in all) took no part in this step: add "
-                         f"-find_unused, or freeze it by requires_grad_(False)")  # fmt: skip
 
 
 def _is_sharded(args, world) -> bool:
@@ -165,6 +134,9 @@ def _shard(model, parts, args, world):
         fsdp.fully_shard(part, mp_policy=_precision_policy(part, args), **options)
     root_policy = fsdp.MixedPrecisionPolicy() if groups else _precision_policy(model, args)
     fsdp.fully_shard(model, mp_policy=root_policy, **options)
+    for part in (*groups, model):
+        part.set_gradient_divide_factor(1.0)  # a sum: each micro-batch counts by its samples already
+        part.set_force_sum_reduction_for_comms(True)
     if not world.is_main:
         _allocate(model, distributed.CPU if args.offload else world.device, world.device)
     for name, tensor in _named_tensors(model):

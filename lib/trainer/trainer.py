@@ -1,21 +1,22 @@
 """The usual way of training: epochs of steps, evaluation, checkpoints. For another, override `training_step`."""
 
 import dataclasses
+import functools
 import logging
 import math
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
-from lib.core import batchnorm, parallel, scheduler
+from lib.core import batchnorm, parallel, reduction, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding
 from lib.utils.checkpoint import manager, resume, run_folder, weights
-from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, untouched, unwrap
+from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, unwrap
 from lib.utils.data.options import options_of
-from lib.utils.data.tensors import shapes_in_errors, zeros
+from lib.utils.data.tensors import shapes_in_errors
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import images, metrics, throughput
 from lib.utils.watchdog import watched
@@ -56,8 +57,8 @@ class Trainer:
         # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
-        alone = world.size == 1 and self.plan.pass_size == self.plan.batch
-        self.statistics = batchnorm.Statistics(model, world, alone)
+        alone = world.size == 1 and self.plan.micro == self.plan.batch
+        self.statistics = batchnorm.Statistics(model, world, alone, by_turns=args.parallel == "fsdp")
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
         self.ballot, self.every = preemption.Ballot(self.stop, world), manager.Every(args.save_every)
@@ -88,7 +89,6 @@ class Trainer:
         self.votes = True
         with self.stop.listening():
             self.resume(past)
-            self.warm_up()
             self.rate = throughput.Rate(self.total_steps, self.state, self.world.device)
             minutes, saving = self.args.hang_minutes, self.checkpoints.writing
             with watched(self.state, self.ballot, self.world, minutes, self.folder, saving) as self.watchdog:
@@ -119,14 +119,15 @@ class Trainer:
     def micro_batch(self, key, batch):
         """Compute the gradients of one micro-batch under its own seed; they add up to the step's mean."""
         seeding.for_micro_batch(self.args.seed, self.state.step, key.number, self.world.device)
-        parallel.set_sync(self.model, key.last)
-        self.statistics.before(key.first)
+        self.statistics.before(key)
         padding = key.count == 0  # it counts nothing, as its gradients do
         with self.precision, shapes_in_errors(batch, self.args), self.metrics.ignoring(padding):
             loss = losses.checked(self.training_step(batch), self.args.trainer)
-        weight = key.count * self.world.size / key.step_samples  # DDP divides by the number of processes
+        weight = key.count / key.step_samples
+        self.gradients.before(key)
         self.scaler.scale(loss if weight == 1 else loss * weight).backward()
-        self.statistics.after(key.count / key.step_samples)
+        self.gradients.after()
+        self.statistics.after(key)
         self.window.append((loss.detach(), key.count))
 
     def step(self, samples: int):
@@ -134,7 +135,7 @@ class Trainer:
 
         All ranks alike skip it if the gradient is not finite, or a buffer of the model no longer is.
         """
-        parallel.check_reduced(self.model, self.parameters)
+        self.gradients.finish()
         broken = self.statistics.reduce()
         if broken is not None:
             optimizers.spoil(self.parameters, broken)
@@ -150,6 +151,14 @@ class Trainer:
         self.norms.append(norm)
         self.state.step += 1
         self.state.samples += samples
+
+    @functools.cached_property
+    def gradients(self) -> reduction.Gradients:
+        """What sums the gradients of all parameters that this trainer's optimizers train."""
+        optimizers = parts_of(self).optimizers.values()
+        trained = {p: None for one in optimizers for group in one.param_groups for p in group["params"]}
+        own = [value for value in vars(self).values() if isinstance(value, nn.Module) and value is not self.model]
+        return reduction.Gradients([*trained], self.model, own, self.world, self.args)
 
     def boundary(self) -> bool:
         """Do what is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
@@ -181,7 +190,7 @@ class Trainer:
         """Count the losses and gradient norms since the last call. Waits for the device."""
         self.state.count_bad(self.norms)
         self.last_norm = float(self.norms[-1]) if self.norms else self.last_norm
-        self.metrics.update(metrics.window_sums(self.window))
+        self.metrics.add(metrics.window_sums(self.window))
         self.window, self.norms = [], []
 
     def give_up(self):
@@ -267,29 +276,11 @@ class Trainer:
         resume.load(past, parts_of(self), self.world, self.args.allow_change)
         self.state = resume.state(past, self.plan)
         if self.world.is_main:
-            self.metrics.update(self.state.unlogged)
+            self.metrics.add(self.state.unlogged)
         if self.scaler.is_enabled() and self.state.scaler:
             self.scaler.load_state_dict(self.state.scaler)
         self.saved = (self.state.step, self.state.epoch) if past.own else None
         log.info("going on from %s: epoch %d, step %d", past.folder, self.state.epoch + 1, self.state.step)
-
-    def warm_up(self):
-        """Do two passes on zeros, after which DDP sums gradients in the order that it keeps.
-
-        On three ranks or more it rebuilds its buckets after the first pass: a resumed run would differ in the last
-        bits.
-        """
-        if not isinstance(self.model, DistributedDataParallel) or self.world.size < 3:
-            return
-        batch = zeros(self.loaders["train"].sample())
-        self.model.train()
-        for _ in range(2):
-            self.statistics.before(first=True)
-            with untouched(parts_of(self)):
-                with self.precision, self.metrics.ignoring(True):
-                    loss = self.training_step(batch)
-                loss.backward()
-            self.statistics.restore()
 
     def save(self, keep: bool = False):
         """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""

@@ -167,6 +167,12 @@ def elastic() -> bool:
     return has_agent() and "PET_NNODES" in os.environ
 
 
+def most_ranks(world: World) -> int:
+    """Return how many processes the run may grow to, where scripts/elastic.sh started it; else how many there are."""
+    most_nodes = int(os.environ["PET_NNODES"].rpartition(":")[2]) if elastic() else 1
+    return max(world.size, most_nodes * world.local_size)
+
+
 def job_id() -> str | None:
     """Return the id of the Slurm job this process belongs to."""
     return os.environ.get("SLURM_JOB_ID")

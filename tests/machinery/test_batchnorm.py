@@ -9,7 +9,7 @@ from torch import nn
 
 from lib.core import batchnorm
 from lib.core import optimizer as optimizers
-from lib.utils import distributed
+from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 
 
@@ -47,11 +47,18 @@ def mean_of(model, parts):
     }
 
 
+def micro_batch(number, count, of, parts):
+    return MicroBatch(
+        0, number, [], count, step_samples=of, step_parts=parts, first=number == 0, last=number == parts - 1
+    )
+
+
 def step(model, statistics, parts, of, norm=1.0):
     for number, part in enumerate(parts):
-        statistics.before(first=number == 0)
+        key = micro_batch(number, len(part), of, len(parts))
+        statistics.before(key)
         model(part)
-        statistics.after(len(part) / of)
+        statistics.after(key)
     broken = statistics.reduce()
     statistics.settle(torch.tensor(norm))
     return broken
@@ -95,28 +102,6 @@ def test_a_step_that_is_skipped_leaves_the_running_statistics_as_they_were(alone
     before = buffers(model)
     step(model, statistics, [torch.full((4, 4), math.nan)], 4, norm)
     assert all(torch.equal(value, before[name]) for name, value in buffers(model).items())
-    statistics.before(first=True)
-    model(torch.randn(4, 4))
-    assert not close(buffers(model), before)
-    statistics.restore()
-    assert all(torch.equal(value, before[name]) for name, value in buffers(model).items())
-
-
-def test_running_statistics_of_two_ranks_are_those_of_one_that_has_it_all(monkeypatch):
-    parts, totals = [torch.randn(size, 4) for size in (4, 2, 5)], {}
-    wanted, answers = mean_of(norms(), parts), []
-    for rank in (1, 0, 1):  # the first time for its sum alone
-        model, mine = norms().train(), parts[:2] if rank == 0 else parts[2:]
-        statistics = batchnorm.Statistics(model, World(rank=rank, size=2), alone=False)
-
-        def sum_(total, world, rank=rank):
-            totals[rank] = total.clone()
-            return total.add_(totals.get(1 - rank, 0.0))
-
-        monkeypatch.setattr(distributed, "sum_", sum_)
-        step(model, statistics, mine, 11)
-        answers.append(buffers(model))
-    assert close(answers[1], wanted) and close(answers[2], wanted)
 
 
 class Notes(nn.Module):
@@ -149,10 +134,10 @@ def test_a_borrowed_micro_batch_changes_no_buffer():
     model = Notes(-math.inf, 1.0)
     statistics = batchnorm.Statistics(model, World(), alone=False)
     model.coming = [{1: 5.0}, {0: 7.0, 1: math.nan}]
-    for weight in (1.0, 0.0):
-        statistics.before(first=weight == 1.0)
+    for key in (micro_batch(0, 3, 3, 1), micro_batch(1, 0, 3, 1)):
+        statistics.before(key)
         model(None)
-        statistics.after(weight)
+        statistics.after(key)
     assert not statistics.reduce()
     statistics.settle(torch.tensor(1.0))
     assert model.note.tolist() == [-math.inf, 5.0]

@@ -17,7 +17,7 @@ def storm(tmp_path):
     def raise_one(kills, sizes, **words):
         tally = chaos.Tally()
         chaos.storm(tmp_path, tally, kills, sizes, **words)
-        message = "\n".join(tally.lines(exact=len(sizes) == 1))
+        message = "\n".join(tally.lines())
         assert tally.faults == 0, f"{message}\nwhat differs lies in {tmp_path}, named bad_N"
         assert tally.total == kills, message
         return tally
@@ -33,10 +33,9 @@ def test_two_hundred_kills_on_two_ranks_change_no_bit_and_no_sample(storm):
 
 
 @pytest.mark.timeout(600)
-def test_kills_between_any_numbers_of_ranks_change_no_sample_and_no_weight_beyond_rounding(storm):
-    tally = storm(20, [1, 2, 3, 4], seed=2)
+def test_kills_between_any_numbers_of_ranks_and_wrappers_change_no_bit_and_no_sample(storm):
+    tally = storm(20, [1, 2, 3, 4, 5], switch=("-parallel ddp", "-parallel fsdp"), seed=2)
     assert tally.switches > 10
-    assert 0 < tally.share < chaos.check_resume.CLOSE, "the sums are added in another order"
 
 
 @pytest.mark.timeout(600)

@@ -11,7 +11,6 @@ from torch import nn
 
 import train
 from lib.utils.data import permutation
-from scripts import check_resume, ledger
 
 STEPS, BATCH = 8, 8
 SMALL = f"-num_classes 4 -batch_size {BATCH} -micro_batch 4 -lr_start 1e-2 -epochs 9 -cpu 2 -limit_steps {STEPS}"
@@ -39,9 +38,7 @@ def test_the_default_run_keeps_the_promise(checked):
     assert [line[:44].strip() for line in lines[2:-1]] == ROWS
     assert [line[44:56].strip() for line in lines[2:-1]] == ["2", "2", "1", "1, 2"]
     assert lines[3].endswith("the same bits") and not [line for line in lines if "!" in line]
-    assert all(
-        float(share) <= check_resume.CLOSE for share in re.findall(r"\((\S+) of the largest\)", "\n".join(lines))
-    )
+    assert all(line.endswith("the same bits") for line in lines[3:-1] if "with -micro_batch" not in line)
 
 
 # What breaks the promise
@@ -122,19 +119,7 @@ def test_a_model_that_is_another_on_other_numbers_of_processes_is_told(checked):
         code, lines, message = checked(f"{SMALL} -arch by_size -dataset few")
     assert code == 1 and lines[-1] == "not as promised, see ! above", message
     assert lines[3].endswith("the same bits")
-    assert [line.partition("! ")[2] for line in lines[4:-1]] == [f"step 0, sample {FIRST}: {LOSS}"] * 4
-
-
-def test_what_is_only_rounding_is_told_from_what_is_not(checked, monkeypatch):
-    """Nothing may differ by more than double precision rounds; so all in single precision is looked at twice."""
-    monkeypatch.setattr(check_resume, "CLOSE", 1e-12)
-    monkeypatch.setattr(ledger, "ROUNDING", 1e-12)
-    with plugins(dataset={"few": few}):
-        code, lines, _ = checked(f"{SMALL} -dataset few -arch mlp -image_size 8 -batch_size 12")
-    assert code == 0 and lines[-1] == "all as promised"
-    single, double = lines[4:-1:2], lines[5:-1:2]  # on 1, on 3, on all of them by turns
-    assert len(single) == 3 and all("! " in line for line in single)
-    assert len(double) == 3 and all("in double precision" in line and "!" not in line for line in double)
+    assert [line.partition("! ")[2] for line in lines[4:-1]] == [f"step 0, sample {FIRST}: {LOSS}"] * 2
 
 
 # What cannot be checked

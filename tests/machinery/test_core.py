@@ -17,7 +17,7 @@ from lib.utils.errors import UsageError
 
 STEADY = settings(deadline=None, derandomize=True, max_examples=100)
 ASKED = {"arch": "x", "optimizer": "adamw", "lr_start": 1e-3, "weight_decay": 0.1, "momentum": 0.9,
-         "scale_lr": "none", "lr_batch": 256}  # fmt: skip
+         "scale_lr": "none", "lr_batch": 256, "parallel": "ddp", "deterministic": False}  # fmt: skip
 
 
 def asked(**changes):
@@ -131,7 +131,9 @@ class Mixed(nn.Module):
 def test_an_optimizer_is_fused_where_torch_has_a_kernel_that_leaves_steps_out(name, on):
     for device in ("cpu", "cuda", "mps"):
         parameters = [types.SimpleNamespace(device=torch.device(device))]
-        assert optimizers._may_fuse(parameters, name) == (device in on.split())
+        assert optimizers._may_fuse(parameters, asked(optimizer=name)) == (device in on.split())
+        sharded = device == "cuda" and name == "adamw"
+        assert optimizers._may_fuse(parameters, asked(optimizer=name, parallel="fsdp")) == sharded
 
 
 @pytest.mark.parametrize("name", optimizers.BY_NAME)
@@ -165,9 +167,10 @@ def test_gradients_are_cut_as_torch_cuts_them(shapes, limit, scale, without):
         other.grad = None if mine.grad is None else mine.grad.clone()
     norm = optimizers.clip(ours, limit)
     wanted = torch.nn.utils.clip_grad_norm_(theirs, limit or math.inf)
-    assert norm.ndim == 0 and torch.equal(norm, wanted)
+    assert norm.ndim == 0
+    torch.testing.assert_close(norm, wanted)  # ours is a sum over rows, which shards have as well
     for mine, other in zip(ours, theirs, strict=True):
-        assert mine.grad is other.grad is None or torch.equal(mine.grad, other.grad)
+        assert mine.grad is other.grad is None or torch.allclose(mine.grad, other.grad, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -16,7 +16,7 @@ from lib.utils.data.plan import MicroBatch
 
 
 def of(indices):
-    return MicroBatch(0, 0, indices, len(indices), step_samples=8, first=True, last=True)
+    return MicroBatch(0, 0, indices, len(indices), step_samples=8, step_parts=1, first=True, last=True)
 
 
 class Holed(Dataset):

@@ -22,28 +22,28 @@ from lib.utils.distributed import World
 
 STEADY = settings(deadline=None, derandomize=True, max_examples=200)
 FEW = settings(deadline=None, derandomize=True, max_examples=4)
-SEEDS, EPOCHS = st.integers(0, 2**31), st.integers(0, 40)
+SEEDS, EPOCHS, RANKS = st.integers(0, 2**31), st.integers(0, 40), st.integers(1, 9)
 
 
 @st.composite
 def plans(draw):
-    """Plans as `resume.plan` makes them: a batch that its micro-batch divides, with a sample for each rank."""
-    samples, ranks = draw(st.integers(1, 150)), draw(st.integers(1, 9))
-    batch = draw(st.integers(ranks, 40))
+    """Plans as `resume.plan` makes them: a batch that its micro-batch divides."""
+    samples, batch = draw(st.integers(1, 150)), draw(st.integers(1, 40))
     micro = draw(st.sampled_from([part for part in range(1, batch + 1) if batch % part == 0]))
-    plan = Plan(samples, batch, micro, draw(st.booleans()), ranks)
+    plan = Plan(samples, batch, micro, draw(st.booleans()))
     assume(plan.steps)
     return plan
 
 
-def dealt(dataset, plan, rank, *, seed=0, shuffle=True, workers=0):
-    return Loader(dataset, plan, World(rank=rank, size=plan.ranks), seed=seed, shuffle=shuffle, workers=workers)
+def dealt(dataset, plan, rank, ranks=1, *, seed=0, shuffle=True, workers=0, by_turns=False):
+    world = World(rank=rank, size=ranks)
+    return Loader(dataset, plan, world, seed=seed, shuffle=shuffle, workers=workers, by_turns=by_turns)
 
 
-def all_shares(plan, epoch=0, first_step=0, **options):
+def all_shares(plan, ranks, epoch=0, first_step=0, **options):
     """The micro-batches of every rank."""
-    data = range(plan.samples)
-    return [list(dealt(data, plan, rank, **options).micro_batches(epoch, first_step)) for rank in range(plan.ranks)]
+    all_ranks = [dealt(range(plan.samples), plan, rank, ranks, **options) for rank in range(ranks)]
+    return [list(one.micro_batches(epoch, first_step)) for one in all_ranks]
 
 
 def counted(shares):
@@ -56,10 +56,10 @@ def counted(shares):
 
 @STEADY
 @given(plan=plans())
-@example(plan=Plan(150, 64, 8, False, 3))
-@example(plan=Plan(5, 40, 40, False, 9))  # more ranks than samples
-@example(plan=Plan(13, 8, 1, False, 1))
-@example(plan=Plan(7, 4, 2, False, 2))
+@example(plan=Plan(150, 64, 8))
+@example(plan=Plan(5, 40, 40))
+@example(plan=Plan(13, 8, 1))
+@example(plan=Plan(7, 4, 2))
 def test_a_step_is_cut_into_whole_micro_batches_and_a_short_one_into_parts_of_two_samples_or_more(plan):
     end = plan.steps * plan.batch if plan.drop_last else plan.samples
     steps = [plan.spans(step) for step in range(plan.steps)]
@@ -68,30 +68,28 @@ def test_a_step_is_cut_into_whole_micro_batches_and_a_short_one_into_parts_of_tw
     for parts in steps:
         sizes = [len(part) for part in parts]
         if sum(sizes) == plan.batch:
-            assert set(sizes) == {plan.pass_size} and len(parts) >= plan.ranks
+            assert set(sizes) == {plan.micro}
         else:
-            assert parts is steps[-1] and len(parts) <= plan.batch // plan.pass_size
+            assert parts is steps[-1] and len(parts) <= plan.batch // plan.micro
             assert max(sizes) - min(sizes) <= 1 and max(sizes) <= plan.micro
             assert min(sizes) >= 2 or sizes == [1] or plan.micro <= 2, "BatchNorm needs two, where they may be two"
-    assert plan.batch % plan.pass_size == 0 and plan.pass_size <= plan.micro
-    assert plan.pass_size == plan.micro or plan.batch < plan.micro * plan.ranks, "cut finer without need"
 
 
 @STEADY
-@given(plan=plans(), seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans())
-def test_all_ranks_together_see_each_sample_once_in_torchs_order(plan, seed, epoch, shuffle):
-    shares = all_shares(plan, epoch, seed=seed, shuffle=shuffle)
+@given(plan=plans(), ranks=RANKS, seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans(), by_turns=st.booleans())
+def test_all_ranks_together_see_each_sample_once_in_torchs_order(plan, ranks, seed, epoch, shuffle, by_turns):
+    shares = all_shares(plan, ranks, epoch, seed=seed, shuffle=shuffle, by_turns=by_turns)
     seen = [index for key in counted(shares) for index in key.indices]
     wanted = truth.order(plan.samples, epoch=epoch, seed=seed, shuffle=shuffle)
     assert seen == (wanted[: plan.steps * plan.batch] if plan.drop_last else wanted)
-    one = dealt(range(plan.samples), plan, plan.ranks - 1, seed=seed, shuffle=shuffle)
+    one = dealt(range(plan.samples), plan, ranks - 1, ranks, seed=seed, shuffle=shuffle)
     assert [index for step in range(plan.steps) for index in one.indices(epoch, step)] == seen
 
 
 @STEADY
-@given(plan=plans(), seed=SEEDS)
-def test_every_rank_takes_part_in_every_step_with_its_share_or_one_that_does_not_count(plan, seed):
-    shares = all_shares(plan, seed=seed)
+@given(plan=plans(), ranks=RANKS, seed=SEEDS, by_turns=st.booleans())
+def test_every_rank_takes_part_in_every_step_with_its_share_or_one_that_does_not_count(plan, ranks, seed, by_turns):
+    shares = all_shares(plan, ranks, seed=seed, by_turns=by_turns)
     for step in range(plan.steps):
         here = [[key for key in share if key.step == step] for share in shares]
         size = sum(key.count for keys in here for key in keys)
@@ -102,37 +100,35 @@ def test_every_rank_takes_part_in_every_step_with_its_share_or_one_that_does_not
             assert [key.last for key in keys] == [False] * (len(keys) - 1) + [True]
             assert all(key.step_samples == size and 0 < len(key.indices) <= plan.micro for key in keys)
             assert all(key.count == len(key.indices) for key in keys if key.count)
+            assert all(key.step_parts == len(plan.spans(step)) for key in keys)
+            turns = [key.number // ranks for key in keys if key.count]
+            assert not by_turns or turns == [*range(len(turns))], "in a turn each rank has one"
         assert len({len(keys) for keys in here}) == 1, "a sharded model needs all ranks in every forward pass"
 
 
 @STEADY
-@given(plan=plans(), seed=SEEDS, epoch=EPOCHS, data=st.data())
-def test_an_epoch_goes_on_from_any_step_on_any_number_of_ranks(plan, seed, epoch, data):
+@given(plan=plans(), ranks=RANKS, others=RANKS, seed=SEEDS, epoch=EPOCHS, data=st.data())
+def test_an_epoch_goes_on_from_any_step_on_any_number_of_ranks(plan, ranks, others, seed, epoch, data):
     first = data.draw(st.integers(0, plan.steps))
-    assert all_shares(plan, epoch, first, seed=seed) == [
-        [key for key in share if key.step >= first] for share in all_shares(plan, epoch, seed=seed)
+    assert all_shares(plan, ranks, epoch, first, seed=seed) == [
+        [key for key in share if key.step >= first] for share in all_shares(plan, ranks, epoch, seed=seed)
     ]
-    other = Plan(plan.samples, plan.batch, plan.micro, plan.drop_last, data.draw(st.integers(1, plan.batch)))
-    before = counted(all_shares(plan, epoch, seed=seed))
-    after = counted(all_shares(other, epoch, first, seed=seed))
-    both = [[index for key in keys for index in key.indices] for keys in (before, after)]
-    assert both[1] == both[0][first * plan.batch :], "a sample twice or missed after the change"
-    if other.pass_size == plan.pass_size:  # the micro-batches themselves are the same, whoever has them
-        where = [
-            [(one.step, one.number, one.indices) for one in ones if one.step >= first] for ones in (before, after)
-        ]
-        assert where[0] == where[1]
+    before = [one for one in counted(all_shares(plan, ranks, epoch, seed=seed)) if one.step >= first]
+    after = counted(all_shares(plan, others, epoch, first, seed=seed, by_turns=data.draw(st.booleans())))
+    both = [[(one.step, one.number, one.indices) for one in ones] for ones in (before, after)]
+    assert both[0] == both[1], "the micro-batches are the same, whoever has them"
 
 
 @STEADY
 @given(n=st.integers(1, 90), batch=st.integers(1, 12), ranks=st.integers(1, 6))
 def test_evaluation_counts_each_sample_once_and_the_ranks_take_equally_many_turns(n, batch, ranks):
-    args = types.SimpleNamespace(seed=0, workers=0, shuffle=True, debug=False)
-    plan, splits = Plan(n, ranks * batch, batch, ranks=ranks), {"train": range(n), "val": list(range(n))}
+    args = types.SimpleNamespace(seed=0, workers=0, shuffle=True, debug=False, parallel="ddp")
+    plan, splits = Plan(n, ranks * batch, batch), {"train": range(n), "val": list(range(n))}
     worlds = [World(rank=rank, size=ranks) for rank in range(ranks)]
     shares = [list(loader.get_loaders(splits, plan, world, args)["val"].epoch(0)) for world in worlds]
     assert sorted(n for share in shares for key, values in share if key.count for n in values.tolist()) == [*range(n)]
-    assert max(len(values) for share in shares for _, values in share) <= batch
+    sizes = sorted(len(values) for share in shares for key, values in share if key.count)
+    assert sizes == sorted([batch] * (n // batch) + [n % batch] * (n % batch > 0)), "the same for any number of ranks"
     assert len({sum(key.last for key, _ in share) for share in shares}) == 1
 
 
@@ -164,13 +160,12 @@ DATA = {
 @pytest.mark.parametrize("dataset", DATA.values(), ids=DATA)
 def test_a_batch_holds_the_samples_of_its_key_however_the_dataset_gives_them(dataset, workers):
     for rank in range(2):
-        one = dealt(dataset, Plan(len(dataset), 8, 2, False, 2), rank, workers=workers)
+        one = dealt(dataset, Plan(len(dataset), 8, 2), rank, 2, workers=workers)
         for epoch, first in ((0, 0), (1, 0), (1, 2)):
             fetched = list(one.epoch(epoch, first))
             assert [key for key, _ in fetched] == list(one.micro_batches(epoch, first))
             for key, batch in fetched:
                 assert same(batch, default_collate([dataset[index] for index in key.indices]))
-        assert same(one.sample(), default_collate([dataset[index] for index in next(one.micro_batches(0)).indices]))
 
 
 def same(one, other) -> bool:
@@ -204,7 +199,7 @@ class Stuck(Dataset):
 
 def test_worker_processes_end_with_the_run_whatever_they_are_at(monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # s, to wait for each
-    args = types.SimpleNamespace(seed=0, workers=2, shuffle=False, debug=False)
+    args = types.SimpleNamespace(seed=0, workers=2, shuffle=False, debug=False, parallel="ddp")
     before = multiprocessing.active_children()
     for data in (Stuck(), ROWS):
         with (
@@ -244,7 +239,7 @@ def drawn(dataset, epoch, ranks=1, first=0, workers=0, seed=3):
     """What every sample of an epoch was drawn as, by its index."""
     found = {}
     for rank in range(ranks):
-        one = dealt(dataset, Plan(30, 8, 2, False, ranks), rank, seed=seed, workers=workers)
+        one = dealt(dataset, Plan(30, 8, 2), rank, ranks, seed=seed, workers=workers)
         for key, batch in one.epoch(epoch, first):
             rows = zip(*(column.tolist() for column in batch), strict=True)
             found |= {row[0]: row[1:] for row in rows if key.count}

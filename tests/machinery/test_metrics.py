@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from disks import full_disk
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lib.utils.compat.metrics_tracker import MetricsTracker
 from lib.utils.monitoring import metrics
@@ -52,7 +54,28 @@ def test_update_never_looks_at_a_value_and_keeps_no_graph():
     for _ in range(3):
         tracker.update({"loss": torch.empty((), device="meta")})  # a meta tensor raises as soon as it is read
     tracker.reset_local().update({"loss": weight * 2})
-    assert not tracker._local["loss"].requires_grad and tracker.reduce().local == {"loss": 2.0}
+    assert not tracker._local["loss"][0].requires_grad and tracker.reduce().local == {"loss": 2.0}
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.floats(-1e30, 1e30), max_size=30), st.integers(1, 5), st.randoms())
+def test_a_sum_has_the_same_bits_in_any_order_and_in_any_parts(values, parts, draw):
+    shuffled, total = draw.sample(values, len(values)), metrics.Sums()
+    for number in range(parts):
+        part = metrics.Sums()
+        for value in shuffled[number::parts]:
+            part.update({"loss": value})
+        total.add(json.loads(json.dumps(part.pending())))  # as a checkpoint keeps it
+    assert total.reduce() == ({"loss": math.fsum(values)} if values else {})
+
+
+def test_a_long_sum_keeps_few_terms(monkeypatch):
+    monkeypatch.setattr(metrics, "MOST_TERMS", 10)
+    sums, values = metrics.Sums(), [1e16, 0.1, -1e16, 0.3] * 25
+    for value in values:
+        sums.update({"loss": torch.tensor(value, dtype=torch.float64)})
+        assert len(sums._local["loss"]) <= 10
+    assert sums.reduce() == {"loss": math.fsum(values)}
 
 
 def test_a_metric_of_many_values_is_refused_by_name():

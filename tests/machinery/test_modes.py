@@ -62,7 +62,11 @@ def test_dry_tells_what_a_run_would_be_and_writes_nothing(parts, tmp_path, capfd
     said = " ".join(capfd.readouterr().out.split())
     model = 64 * 24 + 2 * 24 + 24 * 4 + 4
     assert f"parameters: {model:,}, of which {model:,} are trained" in said
-    assert f"1 Linear ({16 // size}, 24) 1,536" in said and "3 epochs of 4 steps" in said
+    assert (
+        f"1 Linear ({16 // size}, 24) 1,536" in said
+        and f"micro-batches of {16 // size};" in said
+        and "3 epochs of 4 steps" in said
+    )
     # AdamW's two moments, and a step count for each of its tensors; BatchNorm's statistics and its counter.
     size = 3 * 4 * model + 4 * 5 + 2 * 4 * 24 + 8
     assert f"checkpoint: {size / 1e9:.3f} GB" in said

@@ -8,15 +8,15 @@ import shutil
 
 import crash
 import pytest
+import saves
 import test_atomic
 import test_crash_states
 import test_sampler
 import torch
-from runs import few, norm_net, plugins
+from runs import few, norm_net, plugins, run
 
 import train
-from lib.core import scheduler
-from lib.trainer import trainer
+from lib.core import reduction, scheduler
 from lib.utils import seeding
 from lib.utils.checkpoint import atomic, manager, run_folder, shards
 from lib.utils.compat import samplers
@@ -152,7 +152,6 @@ GOING_ON = {  # what is broken, and how the run that was killed and went on diff
     "samples from the global generator": (seeding, "for_sample", lambda *place: None, "drawn otherwise"),
     "a loader off by one step": (loader.Loader, "epoch", one_too_far, "other samples"),
     "lr from a counter": (scheduler, "lr_at", lr_by_count, "other weights"),
-    "no warm-up on 4 ranks": (trainer.Trainer, "warm_up", lambda self: None, "other weights"),
 }
 
 
@@ -177,8 +176,38 @@ def test_a_run_that_goes_on_otherwise_is_found_out(name, tmp_path, capfd, only_k
     place, attribute, mutant, why = GOING_ON[name]
     monkeypatch.setattr(place, attribute, mutant)
     seeded = {"data": "few"} if "micro-batch" in name else {}  # noise would seed the dropout after it
-    code, line = killed(tmp_path, capfd, 4 if "4 ranks" in name else 2, **seeded)
+    code, line = killed(tmp_path, capfd, **seeded)
     assert code == 1 and "! step" in line and why in line, line
+
+
+# The order of sums: in the tree's, any number of processes ends at the same bits
+
+
+def in_rank_order(nodes, leaf, values):
+    """Each rank adds up all that it has."""
+    if nodes:
+        torch._foreach_add_(next(iter(nodes.values())), values)
+    else:
+        nodes[leaf] = values
+
+
+def one_after_another(nodes):
+    first, *others = (values for _, values in sorted(nodes.items()))
+    for values in others:
+        torch._foreach_add_(first, values)
+    return first
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_gradients_that_are_summed_in_rank_order_are_found_out(broken, tmp_path, monkeypatch):
+    if broken:
+        monkeypatch.setattr(reduction, "grow", in_rank_order)
+        monkeypatch.setattr(reduction, "total", one_after_another)
+        reduction.nodes_by_rank.cache_clear()
+        monkeypatch.setattr(reduction, "nodes_by_rank", reduction.nodes_by_rank.__wrapped__)
+    with plugins(**saves.PLUGINS):
+        runs = [run(tmp_path, f"{saves.SMALL} -cpu {size} -model on_{size}") for size in (1, 3)]
+    assert (saves.bits(runs[0]) != saves.bits(runs[1])) == broken
 
 
 def after_one_more(self, state, real=samplers.InterruptableDistributedSampler.load_state_dict):

@@ -9,7 +9,7 @@ import torch
 from command_line import refusal
 from runs import distance, lines, outcome, plugins, run, same, weights
 from safetensors.torch import load_file
-from saves import SMALL, names
+from saves import SMALL, bits, names
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,7 +31,6 @@ class Pair(trainer.Trainer):
         super().__init__(*parts)
         self.critic = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=1e-3)
-        self.critic = DistributedDataParallel(self.critic) if self.world.size > 1 else self.critic
         self.notes = nn.Module()
         self.notes.register_buffer("center", torch.zeros(4))
         self.notes.register_buffer("now", torch.tensor(0))
@@ -112,9 +111,9 @@ def test_a_second_model_and_optimizer_go_on_exactly(ranks, tmp_path, request):
         alone = run(tmp_path, f"{words} alone -cpu 1")
         request.getfixturevalue("slowly")
         part = through(tmp_path, f"{words} part -cpu {ranks}", 1, 5)
-    truth, other = held(whole), held(alone)
+    truth = held(whole)
     assert same(all_held(part), all_held(whole)) and len(names(whole)) == 13
-    assert all((truth[name] - other[name]).abs().max() < 1e-5 for name in truth if truth[name].is_floating_point())
+    assert bits(whole) == bits(alone)
     own = {name for name in truth if not name.startswith(("model.", "optim."))}
     critic = {f"trainer.critic.{name}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")}
     words = ("step", "exp_avg", "exp_avg_sq")
@@ -170,11 +169,12 @@ def test_a_decay_that_is_none_is_refused():
 
 
 class Own(trainer.Trainer):
-    """Keeps what does not go well on several processes, and a figure of its own."""
+    """Keeps a module that it wraps itself and one with values of each process, and a figure of its own."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
         self.plain = nn.Linear(4, 1)
+        nn.init.constant_(self.plain.bias, self.world.rank)
         self.norm = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
         self.plain_optimizer = torch.optim.SGD([*self.plain.parameters(), *self.norm.parameters()], lr=0.1)
 
@@ -212,7 +212,7 @@ class Counting(trainer.Trainer):
 
 
 def test_a_trainers_own_figures_count_each_sample_once(tmp_path):
-    """Neither the passes on zeros of three ranks count, nor a rank that has no micro-batch left."""
+    """A rank that has no micro-batch left counts nothing."""
     with plugins(trainer={"counting": Counting}):
         folder = run(tmp_path, f"{SMALL} -trainer counting -cpu 3 -micro_batch 4 -log_every 1")
     assert {line["train/one"] for line in lines(folder) if "train/one" in line} == {1.0}
@@ -245,11 +245,12 @@ def test_the_average_is_that_of_the_weights_after_each_step(averaged):
 @pytest.mark.parametrize("words", ["-cpu 2 -save_every 1steps -keep_last 99", "-cpu 2 -parallel fsdp"])
 def test_averaged_weights_go_on_exactly_and_are_the_same_on_other_processes(averaged, slowly, words, tmp_path):
     folder = through(tmp_path, f"{EMA} {words}", 5)
-    if "fsdp" not in words:
-        assert same(all_held(folder), all_held(averaged)) and same(weights(folder), weights(averaged))
-    assert distance(folder, averaged) < 1e-5
     run(tmp_path, f"{EMA} {words} -model moved -limit_steps 7", wanted=75)
-    assert distance(run(tmp_path, f"{EMA} -cpu 1 -model moved"), averaged) < 1e-5
+    moved = run(tmp_path, f"{EMA} -cpu 1 -model moved")
+    if "fsdp" in words:  # its optimizer runs otherwise
+        assert max(distance(folder, averaged), distance(moved, averaged)) < 1e-5
+    else:
+        assert same(all_held(folder), all_held(averaged)) and bits(folder) == bits(moved) == bits(averaged)
 
 
 def test_evaluations_are_of_the_averaged_weights(averaged, tmp_path):

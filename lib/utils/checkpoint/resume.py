@@ -188,16 +188,16 @@ def plan(args, samples: int, world: World, past: Past | None) -> Plan:
         raise UsageError(f"-batch_size {batch} cannot be cut into micro-batches of -micro_batch {micro}")
     if args.drop_last and samples < batch:
         raise UsageError(f"-batch_size {batch} with -drop_last leaves nothing of {samples} training samples")
-    return Plan(samples, batch, micro, args.drop_last, world.size)
+    return Plan(samples, batch, micro, args.drop_last)
 
 
 def _micro_batch_size(args, batch: int, world: World, saved: int | None) -> int:
-    """Return the flag's; else as the run began, if that divides the batch; else one rank's share."""
+    """Return the flag's; else as the run began, if that divides the batch; else a share of the most ranks to come."""
     if args.micro_batch:
         return args.micro_batch
     if saved and batch % saved == 0:
         return saved
-    return divisor(batch, math.ceil(batch / world.size))
+    return divisor(batch, math.ceil(batch / distributed.most_ranks(world)))
 
 
 def config(args, plan: Plan) -> dict:

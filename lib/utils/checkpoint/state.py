@@ -23,7 +23,7 @@ class State:
     bad_row: int = 0  # of these, in a row until now
     best: dict | None = None  # metric, value and epoch of the weights in best/
     sums: dict[str, float] = field(default_factory=dict)  # the epoch's training metrics up to its last log line
-    unlogged: dict[str, float] = field(default_factory=dict)  # what came since; both as of the last save
+    unlogged: dict[str, list[float]] = field(default_factory=dict)  # what came since, exactly; as of the last save
     scaler: dict = field(default_factory=dict)  # of -fp16's gradients; as of the last save
 
     def to_dict(self) -> dict:
@@ -169,20 +169,3 @@ def prepared(parts: Parts) -> Iterator[dict[str, Tensor]]:
     finally:
         for optimizer in fresh:
             optimizer.state.clear()
-
-
-@contextlib.contextmanager
-def untouched(parts: Parts) -> Iterator[None]:
-    """Leave no gradients after the block; where a trainer has parts of its own, all tensors are as they were."""
-    fresh = [optimizer for optimizer in parts.optimizers.values() if not optimizer.state]
-    alone = len(parts.modules) == len(parts.optimizers) == 1
-    before = {} if alone else {name: tensor.detach().clone() for name, tensor in parts.tensors().items()}
-    yield
-    for optimizer in fresh:
-        optimizer.state.clear()
-    for optimizer in parts.optimizers.values():
-        optimizer.zero_grad(set_to_none=True)
-    tensors = parts.tensors()
-    with torch.no_grad():
-        for name, values in before.items():
-            tensors[name].copy_(values)

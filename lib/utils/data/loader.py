@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from lib.utils.data import fetch, permutation, prefetch
 from lib.utils.data.options import MapDataset
-from lib.utils.data.plan import MicroBatch, Plan, rank_share
+from lib.utils.data.plan import MicroBatch, Plan, divisor, rank_share
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -19,8 +19,18 @@ log = logging.getLogger(__name__)
 class Loader:
     """The samples of a split, shared out to the ranks by whole micro-batches."""
 
-    def __init__(self, dataset: MapDataset, plan: Plan, world: World, *, seed: int, shuffle: bool, workers: int):
-        self.dataset, self.plan, self.world = dataset, plan, world
+    def __init__(
+        self,
+        dataset: MapDataset,
+        plan: Plan,
+        world: World,
+        *,
+        seed: int,
+        shuffle: bool,
+        workers: int,
+        by_turns: bool = False,
+    ):
+        self.dataset, self.plan, self.world, self.by_turns = dataset, plan, world, by_turns
         self.seed, self.shuffle = seed, shuffle
         self.fetched = fetch.Fetcher(dataset, seed, workers, pin=world.device.type == "cuda")
         self.finish = prefetch.Finish(dataset, seed, world.device)
@@ -35,31 +45,33 @@ class Loader:
         order = permutation.order(self.plan.samples, self.seed, epoch, self.shuffle)
         for step in range(first_step, self.plan.steps):
             spans = self.plan.spans(step)
-            mine = rank_share(len(spans), self.world)
+            mine = rank_share(len(spans), self.world.rank, self.world.size, self.by_turns)
             rounds = math.ceil(len(spans) / self.world.size)  # the same on all ranks: each joins every collective
-            for number in range(mine.start, mine.start + rounds):
-                padding = number not in mine  # computed like the others, counted as 0 samples
-                span = spans[-1][:2] if padding else spans[number]  # BatchNorm needs two samples
+            for turn in range(rounds):
+                padding = turn >= len(mine)  # computed like the others, counted as 0 samples
+                span = spans[-1][:2] if padding else spans[mine[turn]]  # BatchNorm needs two samples
                 yield MicroBatch(
                     step=step,
-                    number=number,
+                    number=len(spans) if padding else mine[turn],
                     indices=order[span.start : span.stop].tolist(),
                     count=0 if padding else len(span),
                     step_samples=spans[-1].stop - spans[0].start,
-                    first=number == mine.start,
-                    last=number == mine.start + rounds - 1,
+                    step_parts=len(spans),
+                    first=turn == 0,
+                    last=turn == rounds - 1,
                 )
-
-    def sample(self):
-        """Return the first micro-batch of the run: what training data looks like."""
-        one, batch = next(iter(self.fetched(0, [next(self.micro_batches(0))])))
-        return self.finish(0, one.indices, batch)
 
     def indices(self, epoch: int, step: int) -> list[int]:
         """Return the samples of one step over all ranks, by their index in the dataset."""
         spans = self.plan.spans(step)
         order = permutation.order(self.plan.samples, self.seed, epoch, self.shuffle)
         return order[spans[0].start : spans[-1].stop].tolist()
+
+
+def first_batch(dataset: MapDataset, plan: Plan, world: World, args):
+    """Return the first micro-batch of a run, as its model sees it."""
+    first = Loader(dataset, plan, world, seed=args.seed, shuffle=args.shuffle, workers=0)
+    return next(first.epoch(0))[1]
 
 
 def splits(dataset, name: str, overfit: int | None = None) -> dict[str, MapDataset]:
@@ -100,14 +112,14 @@ def opened(*parts):
 def get_loaders(splits: dict[str, MapDataset], plan: Plan, world: World, args) -> dict[str, Loader]:
     """Return a Loader for each split: "train" by the plan, the others in order, a micro-batch for each rank at a
     time."""
-    if world.is_main and plan.pass_size < plan.micro:
-        log.warning(
-            "more processes than micro-batches: cut finer, %d samples instead of %d; the order of the samples stays "
-            "exact, dropout and BatchNorm see other micro-batches", plan.pass_size, plan.micro,
-        )  # fmt: skip
+    idle = world.size - plan.batch // plan.micro
+    if world.is_main and idle > 0:
+        finer = divisor(plan.batch, plan.batch // world.size)
+        hint = f"-micro_batch {finer} -allow_change micro_batch gives them work, and the run other bits"
+        log.warning("%d of %d processes idle, as a step has fewer micro-batches: %s", idle, world.size, hint)
     loaders = {}
     for name, part in splits.items():
-        in_order = Plan(len(part), plan.micro * world.size, plan.micro)
+        in_order = Plan(len(part), plan.micro * world.size, plan.micro, spread=False)
         workers = fetch.workers(0 if args.debug else args.workers, part, world)
         loaders[name] = Loader(
             part,
@@ -116,5 +128,6 @@ def get_loaders(splits: dict[str, MapDataset], plan: Plan, world: World, args) -
             seed=args.seed,
             shuffle=args.shuffle and name == "train",
             workers=workers,
+            by_turns=args.parallel == "fsdp",
         )
     return loaders

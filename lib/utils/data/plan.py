@@ -8,24 +8,16 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from lib.utils.distributed import World
-
 
 @dataclass(frozen=True)
 class Plan:
-    """How the samples of an epoch are cut into steps of `batch` and micro-batches of `micro` samples, shared by
-    `ranks`."""
+    """How the samples of an epoch are cut into steps of `batch` and micro-batches of `micro` samples."""
 
     samples: int
     batch: int
     micro: int
     drop_last: bool = False
-    ranks: int = 1
-
-    @property
-    def pass_size(self) -> int:
-        """Samples of one forward pass: `micro`, or fewer where there are more ranks than micro-batches."""
-        return self.micro if self.batch >= self.micro * self.ranks else divisor(self.batch, self.batch // self.ranks)
+    spread: bool = True  # a short last batch over several micro-batches, or else into whole ones and a rest
 
     @property
     def steps(self) -> int:
@@ -44,10 +36,10 @@ class Plan:
         """
         start = step * self.batch
         count = min(self.batch, self.samples - start)
-        if count == self.batch:
-            edges = range(start, start + count + 1, self.pass_size)
+        if count == self.batch or not self.spread:
+            edges = [*range(start, start + count, self.micro), start + count]
         else:
-            parts = max(math.ceil(count / self.micro), min(self.batch // self.pass_size, count // 2))
+            parts = max(math.ceil(count / self.micro), min(self.batch // self.micro, count // 2))
             edges = [start + part * count // parts for part in range(parts + 1)]
         return [range(*span) for span in itertools.pairwise(edges)]
 
@@ -61,14 +53,17 @@ class MicroBatch:
     indices: list[int]  # of its samples in the dataset
     count: int  # samples that count; 0 for padding
     step_samples: int  # samples of the whole step, over all ranks
+    step_parts: int  # micro-batches of the whole step, over all ranks
     first: bool  # of this rank's in the step
     last: bool
 
 
-def rank_share(count: int, world: World) -> range:
-    """Return which of a step's `count` micro-batches this rank computes: consecutive ones, as many as others or one
-    fewer."""
-    return range(world.rank * count // world.size, (world.rank + 1) * count // world.size)
+def rank_share(count: int, rank: int, size: int, by_turns: bool = False) -> range:
+    """Return which of a step's `count` micro-batches one of `size` ranks computes: as many as others or one fewer.
+
+    They are consecutive; `by_turns`, the ranks take them in turn, as sharded models need it.
+    """
+    return range(rank, count, size) if by_turns else range(rank * count // size, (rank + 1) * count // size)
 
 
 def divisor(number: int, at_most: int) -> int:

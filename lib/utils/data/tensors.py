@@ -73,11 +73,6 @@ def _copy(tensor, device):
     return tensor.to(device, non_blocking=device.type == "cuda")  # MPS would read memory that is another's by then
 
 
-def zeros(batch):
-    """Return a batch of the same form, all zeros."""
-    return map_tensors(batch, torch.zeros_like)
-
-
 def map_tensors(batch, change: Callable[[Tensor], Tensor]) -> Any:
     """Return the batch with `change` applied to each of its tensors."""
     if isinstance(batch, Tensor):

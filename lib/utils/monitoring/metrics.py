@@ -13,13 +13,15 @@ from lib.utils import distributed
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
+MOST_TERMS = 1000  # of a sum, that wait to be added up
 LESS_IS_BETTER = ("loss", "bits_per_byte")
 
 
 class Sums:
     """Named sums of this process; `reduce` adds up those of all ranks.
 
-    Ranks may have different names, or none: sums are matched by name. Every rank calls `reduce` equally often.
+    They are exact before they are rounded, so who added what, and when, changes no bit. Ranks may have different
+    names, or none: sums are matched by name. Every rank calls `reduce` equally often.
     """
 
     def __init__(self, group=None):
@@ -27,18 +29,17 @@ class Sums:
         self._local = {}
 
     def update(self, values: dict):
-        """Add numbers or 0-d tensors, in float64 where the device has it. Does not wait for the device."""
+        """Add numbers or 0-d tensors. Waits for the device once in many calls."""
         for name, value in values.items():
-            if isinstance(value, Tensor):
-                value = value.detach()
-                if value.is_floating_point() and value.device.type != "mps":
-                    value = value.double()
-            self._local[name] = self._local.get(name, 0) + value
+            terms = self._local.setdefault(name, [])
+            terms.append(value.detach() if isinstance(value, Tensor) else value)
+            if len(terms) > MOST_TERMS:
+                terms[:] = _exact(name, terms)
 
     @contextlib.contextmanager
     def ignoring(self, ignore: bool):
         """Forget what is added in the block, if `ignore`."""
-        before = dict(self._local) if ignore else self._local
+        before = {name: [*terms] for name, terms in self._local.items()} if ignore else self._local
         yield
         self._local = before
 
@@ -46,22 +47,40 @@ class Sums:
         """Return the sums over all ranks since the last call. Waits for the device and the other ranks."""
         totals = self.pending()
         self._local = {}
-        return totals
+        return {name: math.fsum(terms) for name, terms in totals.items()}
 
-    def pending(self) -> dict[str, float]:
-        """Return what `reduce` would, and keep it. Raises ValueError for a tensor of more than one value."""
+    def pending(self) -> dict[str, list[float]]:
+        """Return the sums over all ranks before they are rounded, each as a few terms, and keep them.
+
+        Raises ValueError for a tensor of more than one value.
+        """
         totals = {}
-        world = distributed.world_in(self._group)
-        for sums in distributed.gather_json(self.floats(), world, self._group):
-            add(totals, sums)
-        return totals
+        mine = {name: _exact(name, terms) for name, terms in sorted(self._local.items())}
+        for sums in distributed.gather_json(mine, distributed.world_in(self._group), self._group):
+            for name, terms in sums.items():
+                totals.setdefault(name, []).extend(terms)
+        return {name: _exact(name, terms) for name, terms in totals.items()}
+
+    def add(self, sums: dict[str, list[float]]):
+        """Add what `pending` returned."""
+        for name, terms in sums.items():
+            self._local.setdefault(name, []).extend(terms)
 
     def floats(self) -> dict[str, float]:
         """Return the sums of this process alone. Waits for the device."""
-        for name, value in self._local.items():
-            if isinstance(value, Tensor) and value.ndim:
-                raise ValueError(f"metric {name!r} is a tensor of shape {tuple(value.shape)}: it must be one value")
-        return {name: float(value) for name, value in sorted(self._local.items())}
+        return {name: math.fsum(_exact(name, terms)) for name, terms in sorted(self._local.items())}
+
+
+def _exact(name: str, terms: list) -> list[float]:
+    """Return few terms with the same sum, exactly: the sum, what its rounding left out, and so on."""
+    if shape := next((tuple(term.shape) for term in terms if isinstance(term, Tensor) and term.ndim), None):
+        raise ValueError(f"metric {name!r} is a tensor of shape {shape}: it must be one value")
+    values, parts = [float(term) for term in terms], []
+    if not all(map(math.isfinite, values)):
+        return [sum(values)]
+    while part := math.fsum([*values, *(-part for part in parts)]):
+        parts.append(part)
+    return parts
 
 
 def add(totals: dict[str, float], sums: dict[str, float]):
@@ -70,13 +89,11 @@ def add(totals: dict[str, float], sums: dict[str, float]):
         totals[name] = totals.get(name, 0.0) + value
 
 
-def window_sums(window: list) -> dict:
-    """Sum up the finite losses of (mean loss, samples) pairs, each times its samples, and their samples."""
-    if not window:
-        return {}
-    losses = torch.stack([loss for loss, _ in window]).tolist()
-    finite = [(loss, count) for loss, (_, count) in zip(losses, window, strict=True) if math.isfinite(loss)]
-    return {"loss": sum(loss * count for loss, count in finite), "samples": sum(count for _, count in finite)}
+def window_sums(window: list) -> dict[str, list[float]]:
+    """Return the finite losses of (mean loss, samples) pairs, each times its samples, and their samples, as terms."""
+    losses = torch.stack([loss for loss, _ in window]).tolist() if window else []
+    pairs = [(loss * count, count) for loss, (_, count) in zip(losses, window, strict=True) if math.isfinite(loss)]
+    return {"loss": [loss for loss, _ in pairs], "samples": [float(count) for _, count in pairs]} if window else {}
 
 
 def mean(totals: dict, name: str) -> float:

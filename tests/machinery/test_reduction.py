@@ -1,0 +1,167 @@
+"""The same bits on any number of processes: the tree of sums, and whole runs, sharded or not."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import few, norm_net, plugins, run
+from saves import SMALL, bits
+from test_parallel import NET, BlocksNet
+from torch import nn
+
+from lib.core import reduction
+from lib.utils.data.plan import rank_share
+from lib.utils.distributed import World
+
+SIZES = st.integers(1, 9)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins():
+    made = {"blocks_net": lambda args: BlocksNet(), "turns_net": lambda args: Turns(), "norm_net": norm_net}
+    with plugins(arch=made, dataset={"few": few}):
+        yield
+
+
+# The tree
+
+
+def joined(leaves: list[torch.Tensor], size: int, by_turns: bool) -> torch.Tensor:
+    """The sum of all leaves, of nodes that so many ranks make."""
+    nodes = {}
+    for rank, names in enumerate(reduction.nodes_by_rank(len(leaves), size, by_turns)):
+        own = {}
+        for leaf in rank_share(len(leaves), rank, size, by_turns):
+            reduction.grow(own, leaf, [leaves[leaf].clone()])
+        assert list(own) == names, "every rank knows what the others send"
+        nodes |= own
+    return reduction.total(dict(sorted(nodes.items())))[0]
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(st.integers(1, 40), SIZES, st.booleans(), st.integers(0, 99))
+def test_a_sum_has_the_same_bits_whoever_has_which_leaves(count, size, by_turns, seed):
+    leaves = list(torch.randn(count, 5, generator=torch.Generator().manual_seed(seed)))
+    wanted = joined(leaves, 1, by_turns=False)
+    assert torch.equal(joined(leaves, size, by_turns), wanted)
+    assert torch.allclose(wanted, torch.stack(leaves).sum(0), atol=1e-4)
+
+
+@given(st.integers(1, 4096), st.integers(1, 12))
+def test_a_rank_sends_few_nodes(count, size):
+    for rank, nodes in enumerate(reduction.nodes_by_rank(count, size, by_turns=False)):
+        own = len(rank_share(count, rank, size))
+        assert len(nodes) <= max(1, 2 * (own.bit_length() - 1)) if own else not nodes
+
+
+def test_a_sum_on_one_rank_keeps_layout_and_values():
+    like = [torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.empty(7), torch.empty(())]
+    leaves = [[torch.randn_like(one) for one in like] for _ in range(3)]
+    wanted = [(a + b) + c for a, b, c in zip(*leaves, strict=True)]
+    one = reduction.Sum(like, World(), by_turns=False)
+    one.begin(3)
+    for number, values in enumerate(leaves):
+        one.add(number, values)
+    one.send()
+    one.settle()
+    assert all(torch.equal(*pair) for pair in zip(one.wait(), wanted, strict=True))
+
+
+# Runs
+
+
+class Turns(nn.Module):
+    """Uses one of its parts in some micro-batches alone, and one in none."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.sometimes, self.never = nn.Linear(64, 4), nn.Linear(64, 4), nn.Linear(64, 4)
+
+    def forward(self, inputs):
+        outputs = self.first(inputs)
+        return outputs + self.sometimes(inputs) if inputs[0, 0] > 0.7 else outputs
+
+
+def moved(out, words: str, *starts: str):
+    """The bits of a run whose starts have these further flags; all but the last end after 5 steps more."""
+    for number, more in enumerate(starts[:-1], 1):
+        run(out, f"{words} -model moved {more} -limit_steps {5 * number}", wanted=75)
+    return bits(run(out, f"{words} -model moved {starts[-1]}"))
+
+
+@pytest.mark.parametrize(("words", "sizes"), [
+    (f"{SMALL} -clip_grad 0.5 -batch_size 12", (2, 5)),  # 3 micro-batches
+    (f"{NET} -epochs 3", (3,)),
+    (f"{NET} -epochs 3 -bf16", (2,)),
+    (f"{SMALL} -arch turns_net", (2, 4)),
+    (f"{SMALL} -trainer ema -optimizer sgd", (3,)),
+], ids=["three", "tied", "bf16", "turns", "ema"])  # fmt: skip
+def test_runs_end_at_the_same_bits_on_any_number_of_processes(words, sizes, tmp_path):
+    truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
+    for size in sizes:
+        assert bits(run(tmp_path, f"{words} -cpu {size} -model on_{size}")) == truth
+    assert moved(tmp_path, words, "-cpu 2", "-cpu 3", "-cpu 1") == truth
+
+
+def test_large_sums_travel_by_slices_and_end_at_the_same_bits(tmp_path, monkeypatch):
+    words = f"{NET} -epochs 2 -batch_size 12"
+    truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
+    monkeypatch.setattr(reduction, "SMALL", 0)
+    monkeypatch.setattr(reduction, "BUCKET", 20_000)
+    for size in (2, 3, 5):
+        assert bits(run(tmp_path, f"{words} -cpu {size} -model on_{size}")) == truth
+
+
+def test_sharded_runs_end_at_the_same_bits_on_any_number_of_processes(tmp_path):
+    words = f"{NET} -epochs 3 -parallel fsdp"
+    truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
+    for more in ("-cpu 2", "-cpu 3 -offload", "-cpu 5 -recompute"):
+        assert bits(run(tmp_path, f"{words} {more} -model {more[5]}")) == truth
+    assert moved(tmp_path, words, "-cpu 3", "-cpu 1", "-cpu 2") == truth
+
+
+def test_sharded_or_not_a_deterministic_run_ends_at_the_same_bits(tmp_path):
+    words = f"{NET} -epochs 3 -deterministic"
+    truth = bits(run(tmp_path, f"{words} -cpu 2 -model whole"))
+    assert moved(tmp_path, words, "-cpu 3 -parallel fsdp", "-cpu 2", "-cpu 2 -parallel fsdp") == truth
+
+
+def test_sharded_runs_in_half_precision_end_at_the_same_bits(tmp_path):
+    words = f"{NET} -epochs 3 -parallel fsdp -bf16"
+    truth = bits(run(tmp_path, f"{words} -cpu 2 -model two"))
+    assert bits(run(tmp_path, f"{words} -cpu 3 -model three")) == truth
+
+
+@pytest.mark.slow
+def test_eight_processes_end_at_the_bits_of_one(tmp_path):
+    truth = bits(run(tmp_path, f"{SMALL} -cpu 1 -model alone"))
+    assert moved(tmp_path, SMALL, "-cpu 8", "-cpu 5", "-cpu 8") == truth
+
+
+@pytest.mark.parametrize("more", ["-cpu 3", "-cpu 2 -parallel fsdp"])
+def test_sums_left_to_the_library_go_on_at_the_same_bits(more, tmp_path):
+    words = f"{NET} -epochs 3 -reduction allreduce {more}"
+    truth = bits(run(tmp_path, f"{words} -model whole"))
+    assert moved(tmp_path, words, "", "") == truth
+    run(tmp_path, f"{NET} -epochs 4 -model moved {more}", wanted=2)
+
+
+class Twice(nn.Module):
+    """Recomputes a part by the old way, whose backward pass is one inside another."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.head = nn.Linear(64, 64), nn.Linear(64, 4)
+
+    def forward(self, inputs):
+        inputs = inputs.requires_grad_()
+        for _ in range(2):
+            inputs = torch.utils.checkpoint.checkpoint(self.part, inputs, use_reentrant=True)
+        return self.head(inputs)
+
+
+def test_a_parameter_with_two_gradients_in_one_pass_is_refused_or_summed(tmp_path, capfd):
+    with plugins(arch={"twice": lambda args: Twice()}):
+        run(tmp_path, f"{SMALL} -arch twice -cpu 1 -model alone")
+        run(tmp_path, f"{SMALL} -arch twice -cpu 2 -model two", wanted=1)
+    assert "use_reentrant=False" in capfd.readouterr().err
