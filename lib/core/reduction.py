@@ -19,7 +19,7 @@ from lib.utils.data.plan import MicroBatch, rank_share
 from lib.utils.distributed import World
 
 BUCKET = 8 << 20  # bytes of gradients that travel together
-SMALL = 1 << 19  # bytes of a node up to which all ranks get all nodes
+SMALL = 1 << 20  # bytes of a node of each rank, together, up to which all ranks get all nodes
 
 
 def grow(nodes: dict[int, list[Tensor]], leaf: int, values: list[Tensor]):
@@ -65,7 +65,7 @@ class Sum:
         self.sizes, self.strides = [tensor.numel() for tensor in like], [_strides(tensor) for tensor in like]
         self.count = sum(self.sizes)
         self.slice = -(-self.count // world.size)
-        self.small = self.count * like[0].element_size() <= SMALL
+        self.small = self.count * like[0].element_size() * world.size <= SMALL
         self.nodes: dict[int, list[Tensor]] = {}
         self.work: Any = None  # of the library, under way
 
