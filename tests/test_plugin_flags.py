@@ -206,6 +206,10 @@ def test_a_loss_or_optimizer_of_a_fork_is_a_choice(monkeypatch, tmp_path):
     for text, found in (
         ("BY_NAME = {'mine': 1, 'adamw': 2}", ("mine", "adamw")),
         ("BY_NAME = {'mine': 1}\nBY_NAME['other'] = 2", flags.table("optimizer")),  # imports the module
+        (
+            "BY_NAME = {'mine': 1}\ndef add(one): BY_NAME[one] = one\n@add\ndef other(): pass",
+            flags.table("optimizer"),
+        ),
         ("BY_NAME = {**{}, 'mine': 1}", flags.table("optimizer")),
     ):
         (tmp_path / "lib" / "core").mkdir(parents=True, exist_ok=True)

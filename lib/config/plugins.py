@@ -73,13 +73,18 @@ def read(kind: str, name: str) -> ModuleType:
 
 def needed(tree: ast.Module) -> ast.Module:
     """Return the statements that define or change one of FLAGS, the names in these statements, and so on."""
-    functions = {one.name: named(one) for one in tree.body if isinstance(one, DEFINITIONS)}
-    changed = {one: bound(one) | reached(called(one), functions) for one in tree.body}
+    changed = changes(tree)
     kept, wanted = set(), {*FLAGS, "annotations"}  # of __future__, which changes how the rest is read
     while more := [one for one in tree.body if one not in kept and changed[one] & wanted]:
         kept.update(more)
         wanted = wanted.union(*map(named, more))
     return ast.Module([one for one in tree.body if one in kept], [])
+
+
+def changes(tree: ast.Module) -> dict[ast.stmt, set[str]]:
+    """Return the names that each statement binds or may change, also by a function of the file that it calls."""
+    functions = {one.name: named(one) for one in tree.body if isinstance(one, DEFINITIONS)}
+    return {one: bound(one) | reached(called(one), functions) for one in tree.body}
 
 
 def called(statement: ast.stmt) -> set[str]:
