@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from lib import launch
-from lib.launch import environment, local
+from lib.launch import local
 from lib.utils.data.plan import divisor
 from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE, UsageError
 from scripts import ledger
@@ -56,13 +56,8 @@ def check(args) -> int:
     if args.limit_steps == 1:
         raise UsageError("-limit_steps 1: -check_resume needs 2 steps or more, to kill the run in between")
     torch.set_num_threads(1)  # a process that is forked while this one has more would wait for them forever
-    threads = os.environ.get("OMP_NUM_THREADS", environment.threads(local.processes(args)))  # others give other bits
     try:
-        with (
-            folder_in(Path(args.out)) as folder,
-            ending_well(),
-            environment.exported({"OMP_NUM_THREADS": threads}),
-        ):
+        with folder_in(Path(args.out)) as folder, ending_well():
             return Check(args, folder).rows()
     except Broken as error:
         print(f"train.py: -check_resume: {error}", file=sys.stderr, flush=True)
@@ -93,6 +88,7 @@ class Check:
         self.step_s = (time.monotonic() - began) / self.steps
         facts = ledger.read(self.ledger("undisturbed"))[0].facts
         self.batch = facts["batch"]
+        self.args = changed(self.args, threads=facts["threads"])  # on other processes it would choose others
         good = [self.row(row) for row in self.planned(facts)]
         print("all as promised" if all(good) else "not as promised, see ! above")
         return FINISHED if all(good) else FAILED

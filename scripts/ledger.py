@@ -90,6 +90,7 @@ def keeping(chosen: type, folder: Path) -> type:
     class Keeper(chosen):
         def fit(self, past=None):
             facts = {"size": self.world.size, "batch": self.plan.batch, "micro": self.plan.micro}
+            facts["threads"] = torch.get_num_threads()
             self.ledger = Ledger(folder, self.world.rank, **facts)
             self.held = float((folder / HOLD).read_text()) if (folder / HOLD).exists() else math.inf
             return super().fit(past)

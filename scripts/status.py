@@ -127,7 +127,7 @@ def progress(folder: Path, saved: dict) -> tuple[str, str, str]:
 
 def unlogged(saved: dict) -> float | None:
     """The mean loss that a run saved before its first log line."""
-    sums = saved.get("state", {}).get("unlogged", {})
+    sums = {name: sum(terms) for name, terms in saved.get("state", {}).get("unlogged", {}).items()}
     return sums["loss"] / sums["samples"] if sums.get("samples") else None
 
 

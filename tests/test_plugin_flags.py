@@ -180,6 +180,9 @@ def test_help_and_wrong_flags_are_answered_without_importing_torch():
         "exec('CHOICES = list(\"ab\")')\nget_model = print\n",
         "try:\n    import no_such_package\nexcept ImportError:\n    CHOICES = 'ab'\nget_model = print\n",
         "from __future__ import annotations\nif True:\n    def get_model(args): pass\n    CHOICES = {'a': 1, 'b': 2}\n",
+        "CHOICES = {}\ndef register(function):\n    CHOICES[function.__name__] = function\n    return function\n"
+        "@register\ndef a(): pass\n@register\ndef b(): pass\nget_model = print\n",
+        "CHOICES = []\ndef fill(): more()\ndef more(): CHOICES.extend('ab')\nfill()\nget_model = print\n",
         "import enum\nclass CHOICES(str, enum.Enum):\n    a, b = 'a', 'b'\nget_model = print\n",
     ],
 )
@@ -203,6 +206,10 @@ def test_a_loss_or_optimizer_of_a_fork_is_a_choice(monkeypatch, tmp_path):
     for text, found in (
         ("BY_NAME = {'mine': 1, 'adamw': 2}", ("mine", "adamw")),
         ("BY_NAME = {'mine': 1}\nBY_NAME['other'] = 2", flags.table("optimizer")),  # imports the module
+        (
+            "BY_NAME = {'mine': 1}\ndef add(one): BY_NAME[one] = one\n@add\ndef other(): pass",
+            flags.table("optimizer"),
+        ),
         ("BY_NAME = {**{}, 'mine': 1}", flags.table("optimizer")),
     ):
         (tmp_path / "lib" / "core").mkdir(parents=True, exist_ok=True)

@@ -176,7 +176,7 @@ def add_shared(parser) -> Rules:
 def table(kind: str) -> tuple[str, ...]:
     """Return the names that lib/core/KIND.py knows, from its text if that shows them: importing it takes seconds."""
     tree = ast.parse((plugins.ROOT / "lib" / "core" / f"{kind}.py").read_bytes())
-    match [one for one in tree.body if "BY_NAME" in plugins.bound(one)]:
+    match [one for one, names in plugins.changes(tree).items() if "BY_NAME" in names]:
         case [ast.Assign(value=ast.Dict(keys=keys))]:
             found = tuple(str(key.value) for key in keys if isinstance(key, ast.Constant))
             if len(found) == len(keys):

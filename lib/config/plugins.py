@@ -73,11 +73,35 @@ def read(kind: str, name: str) -> ModuleType:
 
 def needed(tree: ast.Module) -> ast.Module:
     """Return the statements that define or change one of FLAGS, the names in these statements, and so on."""
+    changed = changes(tree)
     kept, wanted = set(), {*FLAGS, "annotations"}  # of __future__, which changes how the rest is read
-    while more := [one for one in tree.body if one not in kept and bound(one) & wanted]:
+    while more := [one for one in tree.body if one not in kept and changed[one] & wanted]:
         kept.update(more)
         wanted = wanted.union(*map(named, more))
     return ast.Module([one for one in tree.body if one in kept], [])
+
+
+def changes(tree: ast.Module) -> dict[ast.stmt, set[str]]:
+    """Return the names that each statement binds or may change, also by a function of the file that it calls."""
+    functions = {one.name: named(one) for one in tree.body if isinstance(one, DEFINITIONS)}
+    return {one: bound(one) | reached(called(one), functions) for one in tree.body}
+
+
+def called(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement executes: all but those in the body of a definition."""
+    if not isinstance(statement, DEFINITIONS):
+        return named(statement)
+    bases = [*statement.bases, *statement.keywords] if isinstance(statement, ast.ClassDef) else []
+    return set().union(*map(named, [*statement.decorator_list, *bases]))
+
+
+def reached(names: set[str], functions: dict[str, set[str]]) -> set[str]:
+    """Return the names in these functions of the file and in those that they name: what a call may change."""
+    found, new = set(), names & functions.keys()
+    while new:
+        found |= new
+        new = set().union(*(functions[name] for name in new)) & functions.keys() - found
+    return found.union(*(functions[name] for name in found))
 
 
 def bound(statement: ast.stmt) -> set[str]:

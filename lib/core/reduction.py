@@ -19,7 +19,7 @@ from lib.utils.data.plan import MicroBatch, rank_share
 from lib.utils.distributed import World
 
 BUCKET = 8 << 20  # bytes of gradients that travel together
-SMALL = 1 << 19  # bytes of a node up to which all ranks get all nodes
+SMALL = 1 << 20  # bytes of a node of each rank, together, up to which all ranks get all nodes
 
 
 def grow(nodes: dict[int, list[Tensor]], leaf: int, values: list[Tensor]):
@@ -62,10 +62,10 @@ class Sum:
 
     def __init__(self, like: list[Tensor], world: World, by_turns: bool):
         self.like, self.world, self.by_turns = like, world, by_turns
-        self.sizes = [tensor.numel() for tensor in like]
+        self.sizes, self.strides = [tensor.numel() for tensor in like], [_strides(tensor) for tensor in like]
         self.count = sum(self.sizes)
         self.slice = -(-self.count // world.size)
-        self.small = self.count * like[0].element_size() <= SMALL
+        self.small = self.count * like[0].element_size() * world.size <= SMALL
         self.nodes: dict[int, list[Tensor]] = {}
         self.work: Any = None  # of the library, under way
 
@@ -127,7 +127,14 @@ class Sum:
         self.work.wait()
         parts = self.sum[: self.count].split(self.sizes)
         del self.got, self.sum
-        return [part.as_strided(one.shape, one.stride()) for part, one in zip(parts, self.like, strict=True)]
+        layouts = zip(parts, self.like, self.strides, strict=True)
+        return [part.as_strided(one.shape, strides) for part, one, strides in layouts]
+
+
+def _strides(tensor):
+    """The strides of its gradient: its own where its values lie without gaps, else those of a contiguous tensor."""
+    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
 
 
 def _flat(tensor):
@@ -174,7 +181,7 @@ class Gradients:
         self.early = world.size > 1 and not (wrapped or sharded or args.sync_bn)
         self.active, self.sent = False, 0
         for bucket in self.buckets if self.early else ():
-            for parameter in bucket.parameters:
+            for parameter in filter(lambda parameter: parameter.requires_grad, bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
 
     def before(self, key: MicroBatch):

@@ -105,7 +105,7 @@ def plan(args) -> list[dict]:
     for size in args.ranks:
         row: dict = {"ranks": size}
         for name, samples in (("2^24 samples", permutation.TORCH_UP_TO), ("10^12 samples", 10**12)):
-            cut, last = Plan(samples, 4 * size, 4, False, size), World(rank=size - 1, size=size)
+            cut, last = Plan(samples, 4 * size, 4), World(rank=size - 1, size=size)
             loader = Loader(range(samples), cut, last, seed=0, shuffle=True, workers=0)
             batches = loader.micro_batches(0)
             row[f"epoch's first of {name}, ms"] = cpu_ms(lambda batches=batches: next(batches), 1)

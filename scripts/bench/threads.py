@@ -53,7 +53,7 @@ def prepared(words: str):
     seeding.for_building(args.seed)
     data = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset)["train"]
     plan = Plan(len(data), args.batch_size, args.batch_size)
-    batch = loader.Loader(data, plan, world, seed=args.seed, shuffle=True, workers=0).sample()
+    batch = loader.first_batch(data, plan, world, args)
     model, criterion = plugins.load("arch", args.arch).get_model(args), losses.get_loss(args)
     optimizer = optimizers.get_optimizer(model, args, plan.batch)
     inputs, targets = batch

@@ -240,6 +240,26 @@ def test_a_checkpoint_that_names_the_best_weights_waits_for_them(tmp_path, caplo
     assert saves.newest(tmp_path) == 3 and load_file(tmp_path / "best" / "weights.safetensors")["a"].sum() == 2
 
 
+def test_best_weights_that_wait_for_a_slow_disk_are_dropped_for_better_ones(tmp_path, monkeypatch):
+    checkpoints, begun, goes_on, written = saves.saver(tmp_path), threading.Event(), threading.Event(), []
+
+    def write(folder, tensors):
+        begun.set()
+        assert goes_on.wait(60)
+        written.append(tensors["a"])
+
+    monkeypatch.setattr(manager.weights, "write", write)
+    checkpoints.write_best({"a": 1})
+    assert begun.wait(60)
+    for number in (2, 3, 4):
+        checkpoints.write_best({"a": number})
+    checkpoints.save(saves.state(1), saves.facts(1), step=1, first=set())
+    checkpoints.write_best({"a": 5})
+    goes_on.set()
+    checkpoints.close()
+    assert written == [1, 4, 5], "a checkpoint has its own"
+
+
 def test_a_kill_while_the_best_weights_are_written_leaves_the_older_ones_and_their_checkpoint(tmp_path):
     checkpoints = saves.saver(tmp_path)
     checkpoints.write_best({"a": torch.ones(2)})

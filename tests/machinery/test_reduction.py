@@ -10,6 +10,7 @@ from test_parallel import NET, BlocksNet
 from torch import nn
 
 from lib.core import reduction
+from lib.trainer import trainer
 from lib.utils.data.plan import rank_share
 from lib.utils.distributed import World
 
@@ -144,6 +145,41 @@ def test_sums_left_to_the_library_go_on_at_the_same_bits(more, tmp_path):
     truth = bits(run(tmp_path, f"{words} -model whole"))
     assert moved(tmp_path, words, "", "") == truth
     run(tmp_path, f"{NET} -epochs 4 -model moved {more}", wanted=2)
+
+
+class Gapped(nn.Module):
+    """Has a parameter whose values do not lie next to each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.scale = nn.Linear(64, 4), nn.Parameter(torch.ones(64, 3)[:, 1])
+
+    def forward(self, inputs):
+        return self.head(inputs * self.scale)
+
+
+class Guided(trainer.Trainer):
+    """Gives an optimizer a part that is not trained, as one that is trained later."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.guide = nn.Linear(4, 4)
+        self.guide.bias.requires_grad_(False)
+        self.guide_optimizer = torch.optim.SGD(self.guide.parameters(), lr=0.1)
+
+    def training_step(self, batch):
+        return self.loss(self.guide(self.model(batch[0])), batch[1])
+
+    def step(self, samples):
+        super().step(samples)
+        self.guide_optimizer.step()
+        self.guide_optimizer.zero_grad()
+
+
+def test_parameters_with_gaps_and_frozen_ones_of_a_trainer_end_at_the_same_bits(tmp_path):
+    with plugins(arch={"gapped": lambda args: Gapped()}, trainer={"guided": Guided}):
+        words = f"{SMALL} -arch gapped -trainer guided"
+        assert bits(run(tmp_path, f"{words} -cpu 2 -model two")) == bits(run(tmp_path, f"{words} -cpu 1 -model one"))
 
 
 class Twice(nn.Module):

@@ -85,6 +85,7 @@ class Checkpoints:
         self.saving: Save | None = None
         self.failures = 0  # in a row
         self.best: dict | None = None  # the best weights, until the thread has written them
+        self.best_job: concurrent.futures.Future | None = None  # the last one since the last save began
 
     def open(self):
         """Find out which ranks share the folder, and remove what crashes left there. Call it before all else."""
@@ -136,16 +137,19 @@ class Checkpoints:
         mine = shards.pieces(tensors, self.disk.share, first)
         starts = {piece.name: list(piece.start) for piece in mine if any(piece.start)}
         save.job = self.thread.submit(self._write, save, self.copies.make(mine), starts)
-        self.saving = save
+        self.saving, self.best_job = save, None
 
     def write_best(self, tensors: dict):
         """Write best/weights.safetensors in the background, from whole tensors on rank 0's CPU that stay as they are.
 
-        The checkpoints that follow name them: none is published before they are written.
+        The checkpoints that follow name them: none is published before they are written. Weights that wait for a slow
+        disk when better ones come are not written, so that they do not fill the memory.
         """
         self.check_folder()
         if self.world.is_main:
-            self.thread.submit(self._write_best, tensors)
+            if self.best_job:
+                self.best_job.cancel()  # unless it has begun
+            self.best_job = self.thread.submit(self._write_best, tensors)
 
     def writing(self) -> bool:
         """Whether this rank is at work on a save; any thread may ask."""
