@@ -202,5 +202,12 @@ def test_config_yaml_repeats_any_command_line(tmp_path, data):
         if name not in (*NOT_DRAWN, *MACHINES)
     }
     chosen = data.draw(st.fixed_dictionaries({}, optional=strategies))
-    args = parsed(["-parallel=fsdp", "-lr_end=0", *(f"-{name}={value}" for name, value in chosen.items())])
+    args = parsed(
+        [
+            "-parallel=fsdp",
+            "-reduction=allreduce",
+            "-lr_end=0",
+            *(f"-{name}={value}" for name, value in chosen.items()),
+        ]
+    )
     assert repeated(args, tmp_path) == lasting(args)

@@ -121,7 +121,7 @@ def test_copies_for_a_save_pin_their_memory_once(card):
 
 @pytest.mark.parametrize(("words", "ranks", "wanted"), [
     ("-gpus 0,1 -sync_bn -arch resnet -limit_steps 2", 2, 20),  # BatchNorms
-    ("-gpus 0,1,2,3 -parallel fsdp -fsdp_replicas 2 -limit_steps 2", 2, 1),
+    ("-gpus 0,1,2,3 -parallel fsdp -fsdp_replicas 2 -reduction allreduce -limit_steps 2", 2, 1),
 ], ids=["sync_bn", "replicas"])  # fmt: skip
 def test_on_a_card_that_computes_nothing_as_many_ranks_exchange_as_belong_together(
     card, words, ranks, wanted, tmp_path
