@@ -176,9 +176,7 @@ class Ballot:
         stop = self.stop
         wanted, now = stop.wanted(), time.monotonic()
         step_s = (now - self.since) / max(1, self.ticks)
-        wish = (
-            self.world.size - self.world.rank if wanted else 0
-        )  # the lowest rank that wants to stop has the largest
+        wish = self.world.size - self.world.rank if wanted else 0  # the largest is the lowest rank's
         mine = [wish, step_s, alarm and self.world.is_main]
         wish, step_s, alarmed = distributed.largest(mine, self.world)
         self.alarmed = alarmed > 0

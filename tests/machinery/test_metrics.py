@@ -78,6 +78,14 @@ def test_a_long_sum_keeps_few_terms(monkeypatch):
     assert sums.reduce() == {"loss": math.fsum(values)}
 
 
+def test_a_sum_that_is_too_large_or_not_a_number_ends_no_run():
+    sums = metrics.Sums()
+    sums.update({"large": 1e308, "opposite": math.inf, "nan": math.nan})
+    sums.update({"large": 1e308, "opposite": -math.inf, "nan": 1.0})
+    totals = sums.reduce()
+    assert totals["large"] == math.inf and math.isnan(totals["opposite"]) and math.isnan(totals["nan"])
+
+
 def test_a_metric_of_many_values_is_refused_by_name():
     with pytest.raises(ValueError, match=r"'logits'.*\(3,\)"):
         MetricsTracker().update({"logits": torch.ones(3)}).reduce()

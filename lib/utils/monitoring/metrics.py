@@ -78,8 +78,11 @@ def _exact(name: str, terms: list) -> list[float]:
     values, parts = [float(term) for term in terms], []
     if not all(map(math.isfinite, values)):
         return [sum(values)]
-    while part := math.fsum([*values, *(-part for part in parts)]):
-        parts.append(part)
+    try:
+        while part := math.fsum([*values, *(-part for part in parts)]):
+            parts.append(part)
+    except OverflowError:
+        return [sum(values)]
     return parts
 
 
