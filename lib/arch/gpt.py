@@ -74,7 +74,9 @@ class Block(nn.Module):
 
     def attention(self, x, cos, sin):
         batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # (B, heads, length, size)
+        q, k, v = (
+            self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )  # (B, heads, length, size)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return mixed.transpose(1, 2).reshape(batch, length, width)
