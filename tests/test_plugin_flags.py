@@ -179,7 +179,8 @@ def test_help_and_wrong_flags_are_answered_without_importing_torch():
         "from string import *\nCHOICES = ['a', 'b']\nget_model = print\n",
         "exec('CHOICES = list(\"ab\")')\nget_model = print\n",
         "try:\n    import no_such_package\nexcept ImportError:\n    CHOICES = 'ab'\nget_model = print\n",
-        "from __future__ import annotations\nif True:\n    def get_model(args): pass\n    CHOICES = {'a': 1, 'b': 2}\n",
+        "from __future__ import annotations\nif True:\n    def get_model(args): pass\n"
+        "    CHOICES = {'a': 1, 'b': 2}\n",
         "CHOICES = {}\ndef register(function):\n    CHOICES[function.__name__] = function\n    return function\n"
         "@register\ndef a(): pass\n@register\ndef b(): pass\nget_model = print\n",
         "CHOICES = []\ndef fill(): more()\ndef more(): CHOICES.extend('ab')\nfill()\nget_model = print\n",
