@@ -114,10 +114,9 @@ class Unequal(Exception):
 
 def main(argv: list[str] | None = None):
     asked = parse(argv)
-    adopt_orphans()
     names = installed([BATON, *asked.peers], asked.composer)
     print(describe_machine(names, argv))
-    with keep_a_core_busy(asked.busy):
+    with adopting_orphans(), keep_a_core_busy(asked.busy):
         for name in asked.cases:
             for procs in asked.procs:
                 options = Options(procs, asked.threads, {"composer": asked.composer} if asked.composer else {})
@@ -168,11 +167,15 @@ def describe_machine(names: list[str], argv: list[str] | None) -> str:
     )
 
 
-def adopt_orphans():
-    """Make this process the parent of those whose own parent ends: Lightning does not wait for its second process."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
-    if prctl:
-        prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+@contextlib.contextmanager
+def adopting_orphans():
+    """Be the parent of processes whose own parent ends: Lightning does not wait for its second process."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)  # Linux
+    prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    try:
+        yield
+    finally:
+        prctl(36, 0, 0, 0, 0)
 
 
 @contextlib.contextmanager
