@@ -296,7 +296,7 @@ class Scatter:
     """
 
     def __init__(self):
-        self.nodes, self.first, self.leaves = {}, 0, 0
+        self.nodes, self.turn, self.leaves = {}, 0, 0
 
     def begin(self, key: MicroBatch):
         """Prepare for the backward pass of a turn."""

@@ -80,14 +80,16 @@ def threads_for(work: float, share: int) -> int:
 
 
 def work_of(model: nn.Module, batch) -> float:
-    """Return the floating-point operations of a forward pass.
+    """Return the floating-point operations of a forward pass, on the meta device: it computes and changes no values.
 
-    A model that does not take the first part of a batch is taken for a large one.
+    A model that does not take the first part of a batch, or needs values, is taken for a large one.
     """
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+    named = [*model.named_parameters(), *model.named_buffers()]
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in named}
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model.eval()(inputs)
+            torch.func.functional_call(model.eval(), shapes, (inputs.to("meta"),))
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         log.debug("the work of a pass is not known: %r", error)
         return math.inf

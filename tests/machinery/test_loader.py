@@ -116,7 +116,7 @@ def test_an_epoch_goes_on_from_any_step_on_any_number_of_ranks(plan, ranks, othe
     before = [one for one in counted(all_shares(plan, ranks, epoch, seed=seed)) if one.step >= first]
     after = counted(all_shares(plan, others, epoch, first, seed=seed, by_turns=data.draw(st.booleans())))
     both = [[(one.step, one.number, one.indices) for one in ones] for ones in (before, after)]
-    assert both[0] == both[1], "the micro-batches are the same, whoever has them"
+    assert both[0] == both[1], "the micro-batches are the same on any rank"
 
 
 @STEADY

@@ -109,6 +109,21 @@ def test_the_work_of_a_pass_is_counted_and_changes_nothing_of_the_model():
     assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_buffer_that_each_pass_changes_is_as_it_was_when_its_work_is_counted():
+    class Counts(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("passes", torch.zeros(()))
+
+        def forward(self, inputs):
+            self.passes += 1
+            return super().forward(inputs)
+
+    model = Counts()
+    assert runtime.work_of(model, torch.zeros(3, 4)) == 2 * 3 * 4 * 4
+    assert model.passes == 0
+
+
 def test_a_new_run_chooses_its_threads_without_a_draw_of_a_generator(monkeypatch):
     """Or what a trainer draws would differ between the ranks: one of them fetches the sample."""
     monkeypatch.delenv("OMP_NUM_THREADS")

@@ -135,7 +135,7 @@ def test_a_job_that_only_looks_at_a_run_ends_with_its_own_code(slurm, out):
     assert slurm.ended(submitted)["JobState"] == "COMPLETED", slurm.log("dry_too")()
     assert (slurm.ended(wrong)["JobState"], slurm.job(wrong)["ExitCode"]) == ("FAILED", "2:0"), slurm.log("none")()
     assert not any("was lost" in slurm.log(name)() for name in ("by_dry", "dry_too", "none", "looking"))
-    assert "nanobind" not in slurm.log("none")(), "leaks are told of behind the one line that counts"
+    assert "nanobind" not in slurm.log("none")(), "messages on leaks follow the one line that counts"
 
 
 def test_a_run_whose_task_is_killed_is_started_again(slurm, out):
