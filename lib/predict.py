@@ -26,8 +26,7 @@ def load(run: str | Path, device: str = "cpu") -> Callable[[list], list[dict[str
     if not hasattr(dataset, "get_transform"):
         raise UsageError(f"-dataset {args.dataset}: lib/dataset/{args.dataset}.py has no get_transform(args), which "
                          "makes an image or a text what the model sees (lib/dataset/__init__.py)")  # fmt: skip
-    files = [Path(run) / name / "weights.safetensors" for name in ("best", "final")]
-    best = next((one for one in files if one.is_file()), None)
+    best = weights.of_run(Path(run))
     if best is None:
         raise UsageError(f"{run} has neither best nor final weights")
     transform = dataset.get_transform(args)

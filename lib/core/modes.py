@@ -40,19 +40,18 @@ def evaluate(trainer, past) -> str:
         UsageError: there are no weights, they are not the whole model's, or there is nothing to evaluate on.
     """
     args, folder = trainer.args, trainer.folder
-    own = [folder / name / "weights.safetensors" for name in ("best", "final")]
-    path = args.weights or next((str(one) for one in own if one.is_file()), None)
+    path = args.weights or weights.of_run(folder)
     splits = [split for split in ("val", "test") if split in trainer.loaders]
     if path is None:
         raise UsageError(f"-eval: {folder} has neither best nor final weights; name some by -weights FILE")
     if not splits:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
-    weights.start_from(path, unwrap(trainer.model), whole=True)
+    weights.start_from(str(path), unwrap(trainer.model), whole=True)
     figures = {split: trainer.evaluate(split) for split in splits}
     for split in splits:
         log.info("%s  %s", split, "  ".join(f"{name} {value:.4f}" for name, value in figures[split].items()))
     if trainer.world.is_main:
-        text = json.dumps({"weights": path, "time": time.strftime("%Y-%m-%d %H:%M:%S"), **figures}, indent=2)
+        text = json.dumps({"weights": str(path), "time": time.strftime("%Y-%m-%d %H:%M:%S"), **figures}, indent=2)
         folder.mkdir(parents=True, exist_ok=True)
         atomic.write_file(folder / "eval.json", text + "\n")
         log.info("written:     %s", folder / "eval.json")

@@ -45,6 +45,12 @@ def write(folder: Path, tensors: dict[str, Tensor]):
         raise OSError(f"{path} could not be written ({error}, {run_folder.free_there(folder.parent)})") from error
 
 
+def of_run(run: Path) -> Path | None:
+    """Return the file of a run's best weights, or else of its final ones."""
+    files = [run / name / "weights.safetensors" for name in ("best", "final")]
+    return next((file for file in files if file.is_file()), None)
+
+
 def read(path: Path, device: str = "cpu") -> dict[str, Tensor]:
     """Return the tensors of a weights file: safetensors, or torch's without code (`weights_only=True`).
 
