@@ -53,7 +53,7 @@ def resumes(folder: Path) -> list[int]:
 
 
 def held(folder: Path) -> bool | None:
-    """Whether a process, on whatever host, holds the run's lock; asked without taking it. None: cannot be known."""
+    """Whether a process, on whatever host, holds the run's lock, which this does not take. None: it cannot be known."""
     if not sys.platform.startswith("linux"):
         return None
     try:
