@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lib.utils.checkpoint import manager, run_folder, shards
+from lib.utils.checkpoint import run_folder, shards
 from lib.utils.data import tensors
 from lib.utils.distributed import World
 
@@ -217,4 +217,4 @@ def distance(one: Path, other: Path) -> tuple[float, float, bool]:
 
 def _newest(folder):
     newest = run_folder.newest(folder)
-    return shards.whole(newest, manager.read_manifest(newest))
+    return shards.whole(newest, shards.read_manifest(newest))

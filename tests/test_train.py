@@ -19,7 +19,7 @@ from torch import nn
 from lib.trainer import trainer
 from lib.trainer.trainer import BadSteps
 from lib.utils import preemption
-from lib.utils.checkpoint import manager, run_folder, shards
+from lib.utils.checkpoint import run_folder, shards
 from lib.utils.data.tensors import Tensors
 from lib.utils.monitoring import logger
 
@@ -186,7 +186,7 @@ def test_a_finished_run_is_not_trained_again(undisturbed):
 
 def test_a_manifest_does_not_grow_with_the_epochs(undisturbed):
     folders = run_folder.listed(undisturbed[1] / "checkpoints")
-    states = [manager.read_manifest(folder)["state"] for folder in folders]
+    states = [shards.read_manifest(folder)["state"] for folder in folders]
     assert [(state["epoch"], state["sums"], state["unlogged"]) for state in states] == [(3, {}, {}), (2, {}, {})]
 
 

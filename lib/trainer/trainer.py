@@ -172,7 +172,7 @@ class Trainer:
             self.checkpoints.poll()
         if stop and step < self.total_steps:  # a stop on the very last step finishes the run
             return True
-        if self.every.step_due(step) or self.ballot.alarmed:
+        if self.every.due("step", step) or self.ballot.alarmed:
             self.save()
         return False
 
@@ -226,7 +226,7 @@ class Trainer:
             self.checkpoints.write_best(self.whole_weights())
             self.state.best = best
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
-        if milestone or self.every.epoch_due(self.state.epoch) or self.state.epoch == self.args.epochs:
+        if milestone or self.every.due("epoch", self.state.epoch) or self.state.epoch == self.args.epochs:
             self.save(keep=bool(milestone))
         return True
 
@@ -256,15 +256,12 @@ class Trainer:
         return {name: metrics.mean(sums, name) for name in sums if name != "samples"}
 
     def resume(self, past):
-        """Continue from a checkpoint, or start a new run, from -weights if they are given."""
+        """Continue from a checkpoint, or start a new run."""
         self.checkpoints.open()
         if past:
-            resume.set_damaged_aside(past, self.checkpoints.disk, self.checkpoints.folder)
             if self.args.weights:
                 log.info("-weights is not used: the run goes on from its checkpoint")
             self.load(past)
-        elif self.args.weights:
-            weights.start_from(self.args.weights, unwrap(self.model))
         parts = parts_of(self)
         with prepared(parts) as tensors:
             self.checkpoints.make_room(tensors, parts.first())

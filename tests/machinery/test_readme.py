@@ -256,10 +256,7 @@ def test_the_files_in_the_pages_train_as_they_should(fork, said):
 
 
 def test_a_run_starts_from_saved_weights_as_the_faq_says(said):
-    assert (
-        "-weights resnet18.pt: missing there, or of another shape: fc.bias, fc.weight" in said
-        and "tensors taken" in said
-    )
+    assert "resnet18.pt: " in said and "tensors taken; missing there, or of another shape: fc.bias, fc.weight" in said
 
 
 def test_figures_are_sent_as_the_faq_says(fork, said):
