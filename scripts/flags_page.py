@@ -8,6 +8,7 @@ import re
 import sys
 import typing
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config
@@ -77,8 +78,8 @@ def page() -> str:
 
 def help_text() -> str:
     """What train.py prints for -h."""
-    printed, os.environ["COLUMNS"] = io.StringIO(), "1000"  # a flag a line
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+    printed, wide = io.StringIO(), mock.patch.dict(os.environ, COLUMNS="1000")  # a flag a line
+    with wide, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         config.parse_args(["-h"])
     return printed.getvalue()
 
