@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lib import config, launch
 from lib.config import plugins
-from lib.launch import environment, local, signals
+from lib.launch import local, signals
 from lib.utils.errors import EXIT_CODES, UsageError
 from lib.utils.monitoring import startup
 
@@ -18,13 +18,10 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0 finished, 75 stopped, 1 failed, 2 bad usage.
     """
-    startup.begin()
     try:
         with signals.leaving():
             args = config.parse_args(argv)
-            environment.export(args.cache_dir, args.debug_dist)
-            for kind in config.BUILDERS:  # torch is imported here, and reads these variables
-                plugins.load(kind, getattr(args, kind))
+            launch.prepare(args)
         if args.check_resume:
             from scripts import check_resume
 
@@ -34,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         return local.refused(error)
 
 
-def run(args) -> int:
+def run(args: config.Args) -> int:
     """Be one process of the run: join the others, find the past, build the parts, train."""
     from lib.core import loss, modes, parallel
     from lib.core import optimizer as optimizers
@@ -43,17 +40,14 @@ def run(args) -> int:
     from lib.utils.data import loader, options
     from lib.utils.monitoring import console, logger
 
-    startup.report("imports")
     mode = modes.chosen(args)
     training = mode == "train"
     runtime.set_threads(args)
     seeding.for_building(args.seed)
     dataset, arch, trainers = (plugins.load(kind, getattr(args, kind)) for kind in config.BUILDERS)
     splits = loader.splits(dataset.get_dataset(args), args.dataset, args.overfit)
-    startup.report("data")
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(distributed.joined(args))
-        startup.report("processes")
         runtime.kernels(world, args.deterministic)
         folder, disk = run_folder.Untouched(), shared_disk.one(world)
         if training:
@@ -65,7 +59,6 @@ def run(args) -> int:
         saved_threads = past.config.get("threads") if past else None
         runtime.set_threads(args, saved_threads)
         resume.check(args, plan, past, splits)
-        startup.report("past")
 
         model = parallel.build(arch, args, world)
         taken = weights.start_from(args.weights, model) if args.weights and past is None else ""
@@ -74,7 +67,6 @@ def run(args) -> int:
         criterion = loss.get_loss(args)
         model = parallel.wrap(model, args, world, arch=arch)
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
-        startup.report("model")
 
         stack.enter_context(startup.over())
         names = options.options_of(splits["train"]).classes or ()

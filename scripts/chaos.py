@@ -211,8 +211,8 @@ def book(way: Way, name: str) -> Path:
 def haste() -> Iterator[None]:
     """One thread for every process, and short waits, for the time of the block: votes after milliseconds, the other
     ranks of a failed run ended at once."""
-    before = preemption.ASK_EVERY_S, children.SETTLE_S, children.END_S
-    preemption.ASK_EVERY_S, children.SETTLE_S, children.END_S = 0.01, 0.05, 0.3
+    before = preemption.ASK_EVERY_S, children.END_S
+    preemption.ASK_EVERY_S, children.END_S = 0.01, 0.3
     torch.set_num_threads(1)
     gc.freeze()  # or the collector of every child would touch, and so copy, all that it inherits
     try:
@@ -220,7 +220,7 @@ def haste() -> Iterator[None]:
             yield
     finally:
         gc.unfreeze()
-        preemption.ASK_EVERY_S, children.SETTLE_S, children.END_S = before
+        preemption.ASK_EVERY_S, children.END_S = before
 
 
 SAMPLES = 200

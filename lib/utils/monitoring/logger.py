@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 from pathlib import Path
 
 from lib.utils.distributed import World
@@ -50,7 +51,6 @@ class Logger(Silent):
 
     def __init__(self, folder: Path, world: World, args, *, total_steps: int, state):
         """`total_steps`: of the whole run; `state`: how far it is already."""
-        startup.report("resume")
         self.main = main = world.is_main
         self.folder, self.args, self.total_steps = folder, args, total_steps
         self.start_step, self.shown_step = state.step, state.step
@@ -71,8 +71,7 @@ class Logger(Silent):
         if self.started:
             return
         self.started = True
-        startup.report("first step")
-        log.info("start-up %s", startup.summary())
+        log.info("start-up:    %.1f s", time.monotonic() - startup.STARTED)
         if self.main and isinstance(batch, (tuple, list)) and images.is_picture(batch[0]):
             self.board.image("train/samples", images.grid(batch[0]), self.start_step + 1)
 

@@ -1,4 +1,4 @@
-"""The start and the end of a process, and how long the start takes, part by part. Imports nothing heavy."""
+"""The start and the end of a process. Imports nothing heavy."""
 
 import atexit
 import contextlib
@@ -10,8 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 
-parts: dict[str, float] = {}  # seconds by name
-_last = time.monotonic()  # when the last part ended
+STARTED = time.monotonic()
 
 
 def program(main: Callable[[], int]):
@@ -50,21 +49,3 @@ def over():
         yield
     finally:
         gc.unfreeze()
-
-
-def begin():
-    """Forget the parts of an earlier run in this process."""
-    if parts:
-        report("earlier")
-        parts.clear()
-
-
-def report(part: str):
-    """Note that a part has ended."""
-    global _last
-    parts[part], _last = time.monotonic() - _last, time.monotonic()
-
-
-def summary() -> str:
-    """Return all parts in one line: "3.2 s: imports 2.1, data 0.1, ..."."""
-    return f"{sum(parts.values()):.1f} s: {', '.join(f'{name} {s:.1f}' for name, s in parts.items())}"
