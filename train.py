@@ -18,7 +18,6 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0 finished, 75 stopped, 1 failed, 2 bad usage.
     """
-    startup.begin()
     try:
         with signals.leaving():
             args = config.parse_args(argv)
@@ -41,7 +40,8 @@ def run(args) -> int:
     from lib.utils import distributed, runtime, seeding
     from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
     from lib.utils.data import loader, options
-    from lib.utils.monitoring import console, logger
+    from lib.utils.monitoring import console
+    from lib.utils.monitoring.logger import Logger, Silent
 
     startup.report("imports")
     mode = modes.chosen(args)
@@ -77,15 +77,17 @@ def run(args) -> int:
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
         startup.report("model")
 
-        stack.enter_context(startup.over())
+        stack.enter_context(startup.garbage_collector())
         names = options.options_of(splits["train"]).classes or ()
         about = {**runtime.about(world), "classes": [str(name) for name in names]}
         folder.begin(config.to_yaml(args, about, **resume.settled(plan)))
         console.setup_logging(folder.path, world.rank, world.is_main)
         logging.getLogger(__name__).info("threads:     %s", threads)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
-        log = stack.enter_context(logger.opened(folder.path, world, args, plan.steps, resume.state(past, plan)))
-        trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, log)
+        logger = Logger(folder.path, world, args, plan, resume.state(past, plan)) if folder.path else Silent()
+        stack.callback(logger.close)
+        seeding.for_trainer(args.seed)
+        trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)
         return EXIT_CODES[modes.RUN[mode](trainer, past)]
 
 

@@ -71,7 +71,7 @@ def spawn(args, target: str, count: int) -> int:
     if fork_is_safe():
         importlib.import_module("torch._dynamo")  # takes a second, here once for all
     children = []
-    with startup.over(), pass_signals_to(children) as passed:
+    with startup.garbage_collector(), pass_signals_to(children) as passed:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until there is a child to pass them to
         alive = start_children(children, functools.partial(call, target, args), args.grace_s, count, meeting)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
