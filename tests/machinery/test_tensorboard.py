@@ -57,7 +57,7 @@ def loaded(folder):
 
 def test_a_protobuf_that_does_not_fit_costs_tensorboard_and_not_the_run(tmp_path, monkeypatch, caplog):
     """Its import then ends in "Descriptors cannot be created directly", a TypeError."""
-    monkeypatch.setattr(tensorboard.Board, "_open", lambda board, summary: None + 1)
+    monkeypatch.setattr(tensorboard.Board, "_open", lambda board: None + 1)
     board = opened(tmp_path)
     for step in (1, 2):
         board.scalars(step, {"train/loss": 0.5})

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import sys
 import threading
 from pathlib import Path
@@ -86,12 +87,8 @@ class Progress:
         if self._bar.disable:
             return
         facts = {**self._bar.format_dict, "prefix": ""}
-        room, text = (facts["ncols"] or 80) - len(self._bar.format_meter(**facts)), ""
-        for field in fields(figures):
-            if len(text) + 2 + len(field) >= room:
-                break
-            text += f"  {field}"
-        self._bar.set_description_str(text)
+        room = (facts["ncols"] or 80) - len(self._bar.format_meter(**facts))
+        self._bar.set_description_str(f"  {line(figures, room - 3)}")
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -107,18 +104,16 @@ def _tqdm() -> Any:
     return tqdm
 
 
-def fields(figures: dict) -> list[str]:
-    """Return the parts of a log line: the figures of FORMS, then any others as `name value`."""
-    known = [FORMS[name](figures[name]) for name in FORMS if name in figures]
-    return known + [f"{name} {_three_digits(value)}" for name, value in figures.items() if name not in FORMS]
-
-
-def line(figures: dict) -> str:
-    """Return the log line of these figures.
+def line(figures: dict, room: float = math.inf) -> str:
+    """Return the log line of these figures: those of FORMS first, then any others; as many as have room.
 
     "epoch 3/12  step 400/1200  loss 0.123  mean 0.150  lr 1.0e-03  grad 0.52  12,345 samples/s  data 3 %"
     """
-    return "  ".join(fields(figures))
+    parts = [FORMS[name](figures[name]) for name in FORMS if name in figures]
+    parts += [f"{name} {_three_digits(value)}" for name, value in figures.items() if name not in FORMS]
+    while parts and len("  ".join(parts)) > room:
+        parts.pop()
+    return "  ".join(parts)
 
 
 def _three_digits(value: float) -> str:

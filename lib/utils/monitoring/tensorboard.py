@@ -30,41 +30,41 @@ class Board:
     def __init__(self, folder: Path, main: bool, first_step: int, hparams: dict[str, Any]):
         self._folder, self._on, self._first_step, self._hparams = folder, main, first_step, hparams
         self._writer: Any = None
+        self._summary: Any = None  # torch's module that makes the messages
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Add the points of one step, {"train/loss": 0.3, ...}."""
         points = [{"tag": tag, "simple_value": float(value)} for tag, value in values.items()]
-        self._try(lambda summary: self._add(step, summary={"value": points}))
+        self._try(lambda: self._add(step, summary={"value": points}))
 
     def image(self, tag: str, image: Tensor, step: int) -> None:
         """Add an image (C, height, width) of uint8."""
-        self._try(lambda summary: self._add(step, summary=summary.image(tag, image, dataformats="CHW")))
+        self._try(lambda: self._add(step, summary=self._summary.image(tag, image, dataformats="CHW")))
 
     def close(self, finished: bool) -> None:
         """Close the file, if it is open. A finished run is marked as a success."""
         if self._writer is not None:
             if finished:
-                self._try(lambda summary: self._add(summary=summary.hparams({}, {})[2]))
-            self._try(lambda summary: self._writer.close())
+                self._try(lambda: self._add(summary=self._summary.hparams({}, {})[2]))
+            self._try(self._writer.close)
         self._on = False
 
-    def _try(self, write: Callable[[Any], None]) -> None:
-        """Call write(torch's module of summaries)."""
+    def _try(self, write: Callable[[], None]) -> None:
         if not self._on:
             return
         try:
-            from torch.utils.tensorboard import summary
-
             if self._writer is None:
-                self._open(summary)
-            write(summary)
+                self._open()
+            write()
         except (ImportError, OSError, AttributeError, TypeError) as error:  # the last two: another protobuf
             self._on = False
             log.warning("nothing more is written for TensorBoard (%s); training continues", error)
 
-    def _open(self, summary: Any) -> None:
+    def _open(self) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard import summary
 
+        self._summary = summary
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"  # TensorBoard sorts files by name
         self._writer = RecordWriter((self._folder / name).open("xb"))
         self._add(file_version="brain.Event:2")
