@@ -41,7 +41,7 @@ def run(args) -> int:
     from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
     from lib.utils.data import loader, options
     from lib.utils.monitoring import console
-    from lib.utils.monitoring.logger import Logger, Silent
+    from lib.utils.monitoring.logger import Logger, Off
 
     startup.report("imports")
     mode = modes.chosen(args)
@@ -84,7 +84,7 @@ def run(args) -> int:
         console.setup_logging(folder.path, world.rank, world.is_main)
         logging.getLogger(__name__).info("threads:     %s", threads)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
-        logger = Logger(folder.path, world, args, plan, resume.state(past, plan)) if folder.path else Silent()
+        logger = Logger(folder.path, world, args, plan, resume.state(past, plan)) if folder.path else Off()
         stack.callback(logger.close)
         seeding.for_trainer(args.seed)
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)

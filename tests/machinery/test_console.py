@@ -26,7 +26,7 @@ from lib.utils.monitoring import console
 folder, rank = sys.argv[1], int(sys.argv[2])
 console.setup_logging(folder, rank, main=rank == 0)
 log = logging.getLogger("lib.trainer")
-bar = console.Progress(200, 100, main=rank == 0)
+bar = console.Progress(200, 100)
 for step in range(101, 201):
     bar.step(9.87)
     if step % 10 == 0:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def opened(folder, first_step=1, hparams=None):
-    return tensorboard.Board(folder, True, first_step, hparams or {})
+    return tensorboard.Board(folder, first_step, hparams or {})
 
 
 def test_a_full_disk_leaves_event_files_readable_and_is_one_warning(tmp_path, caplog):
@@ -103,14 +103,13 @@ def test_a_killed_run_has_its_last_log_line_in_the_event_file_and_draws_one_line
     assert {point.step: point.value for point in points} == pytest.approx(logged, rel=1e-6)
 
 
-def test_a_board_off_rank_0_or_without_the_package_does_nothing(tmp_path, monkeypatch, caplog):
+def test_a_board_without_the_package_does_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
-    for main in (False, True):
-        board = tensorboard.Board(tmp_path / "board", main, 1, {"a": 1})
-        board.image("samples", torch.zeros(1, 2, 2), 1)
-        board.scalars(1, {"loss": 1.0})
-        board.scalars(2, {"loss": 1.0})
-        board.close(finished=True)
+    board = tensorboard.Board(tmp_path / "board", 1, {"a": 1})
+    board.image("samples", torch.zeros(1, 2, 2), 1)
+    board.scalars(1, {"loss": 1.0})
+    board.scalars(2, {"loss": 1.0})
+    board.close(finished=True)
     assert not (tmp_path / "board").exists()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 

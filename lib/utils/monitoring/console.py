@@ -59,16 +59,16 @@ class Terminal(logging.StreamHandler):
 
 
 class Progress:
-    """A progress bar on stderr if that is a terminal; rank 0 (main) only."""
+    """A progress bar on stderr if that is a terminal."""
 
-    def __init__(self, total_steps: int, start_step: int, main: bool):
+    def __init__(self, total_steps: int, start_step: int):
         self._bar = _tqdm()(
             total=total_steps,
             initial=start_step,
             bar_format=f"{{remaining:>7}} left |{{bar:10}}| step {{n:{len(f'{total_steps}')}}}/{total_steps}{{desc}}",
             dynamic_ncols=True,
             smoothing=0,  # the time left follows from all steps of this start
-            disable=None if main else True,  # None: unless stderr is a terminal
+            disable=None,  # unless stderr is a terminal
         )
 
     @property

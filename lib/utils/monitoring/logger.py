@@ -14,8 +14,8 @@ from lib.utils.monitoring import console, images, metrics, profiler, startup, te
 log = logging.getLogger(__name__)
 
 
-class Silent:
-    """A logger that does nothing, for -dry, -debug and -eval."""
+class Off:
+    """What is switched off: each method does nothing. As the logger of -dry, -debug and -eval."""
 
     def __getattr__(self, method: str) -> Callable[..., None]:
         return lambda *_: None
@@ -26,20 +26,22 @@ class Logger:
 
     def __init__(self, folder: Path, world: World, args: Namespace, plan: Any, state: Any):
         startup.report("resume")
-        self.main = main = world.is_main
+        self.main = world.is_main
         self.folder, self.args, self.start_step = folder, args, state.step
         self.total_steps = args.epochs * plan.steps
         self.started = False
-        # Steps after the checkpoint come again; an evaluation at its very step may be logged already.
-        self.logged = metrics.cut_back(folder / "metrics.jsonl", state.step) if main else set()
-        self.lines = metrics.Lines(folder / "metrics.jsonl", main)
-        comparable = [name for name in vars(args) if name not in args.flag_rules.free]
-        self.board = tensorboard.Board(folder, main, state.step + 1, {name: vars(args)[name] for name in comparable})
-        self.bar = console.Progress(self.total_steps, state.step, main)
-        self.profile = profiler.started(folder / "profile", world, args.profile) if args.profile else profiler.Off()
-        self.server = None
-        if main and (args.tb or args.ngrok):
-            self.server = tensorboard_server.Server(folder, args.ngrok_auth if args.ngrok else "")
+        self.profile: Any = profiler.started(folder / "profile", world, args.profile) if args.profile else Off()
+        self.lines: Any = Off()
+        self.board = self.bar = self.server = self.lines
+        if self.main:
+            # Steps after the checkpoint come again; an evaluation at its very step may be logged already.
+            self.logged = metrics.cut_back(folder / "metrics.jsonl", state.step)
+            self.lines = metrics.Lines(folder / "metrics.jsonl")
+            hparams = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
+            self.board = tensorboard.Board(folder, state.step + 1, hparams)
+            self.bar = console.Progress(self.total_steps, state.step)
+            if args.tb or args.ngrok:
+                self.server = tensorboard_server.Server(folder, args.ngrok_auth if args.ngrok else "")
 
     def first_batch(self, batch: Any) -> None:
         """After each micro-batch: the first one ends the start of the run, and is shown if it is images."""
@@ -83,7 +85,7 @@ class Logger:
         shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         log.info("epoch %d/%d  %s  %s", state.epoch, self.args.epochs, split, shown)
         tagged = {f"{split}/{name}": value for name, value in figures.items()}
-        if state.step == self.start_step and self.logged & tagged.keys():
+        if not self.main or (state.step == self.start_step and self.logged & tagged.keys()):
             return
         for name, picture in pictures.items():
             self.board.image(f"{split}/{name}", picture, state.step)
@@ -109,11 +111,10 @@ class Logger:
     def close(self, finished: bool = False) -> None:
         """Close the files, and end the progress bar, the profile and TensorBoard's server."""
         self.profile.stop()
-        self.profile = profiler.Off()  # stopped once
+        self.profile = Off()  # stopped once
         self.bar.close()
         self.board.close(finished)
-        if self.server is not None:
-            self.server.close()
+        self.server.close()
 
     def _write(self, state: Any, tagged: dict) -> None:
         self.board.scalars(state.step, tagged)  # first: TensorBoard has every line of metrics.jsonl

@@ -129,19 +129,17 @@ def better(best: dict | None, figures: dict[str, float], metric: str | None, epo
 
 
 class Lines:
-    """metrics.jsonl: one JSON object a line, flushed at once; rank 0 (main) only.
+    """metrics.jsonl: one JSON object a line, flushed at once.
 
     If it cannot be written, one warning says so, and training continues.
     """
 
-    def __init__(self, path: Path, main: bool):
-        self._file = path.open("a", buffering=1) if main else None
+    def __init__(self, path: Path):
+        self._file = path.open("a", buffering=1)
         self._warned = False
 
     def write(self, figures: dict[str, Any]) -> None:
         """Append a line. NaN and infinity, which JSON does not know, become null."""
-        if self._file is None:
-            return
         odd = {name: None for name, value in figures.items() if isinstance(value, float) and not math.isfinite(value)}
         try:
             self._file.write(json.dumps(figures | odd) + "\n")

@@ -11,16 +11,6 @@ log = logging.getLogger(__name__)
 WAIT, WARM_UP = 3, 2  # steps that are not recorded: the first of a run are unlike the others
 
 
-class Off:
-    """Record nothing, by torch's names."""
-
-    def step(self) -> None:
-        """End an optimizer step."""
-
-    def stop(self) -> None:
-        """End the recording."""
-
-
 def started(folder: Path, world: World, count: int) -> torch.profiler.profile:
     """Record `count` steps of this rank, after a few: rank_N.trace.json.gz, for ui.perfetto.dev, and a table."""
 

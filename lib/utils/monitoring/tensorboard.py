@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Board:
-    """The event file of a run, in its folder; rank 0 (main) only.
+    """The event file of a run, in its folder.
 
     It is opened at the first use, as the import takes a moment. Everything is flushed: kill -9 loses no log line. If
     the file cannot be written, one warning says so and the rest is dropped.
@@ -27,8 +27,8 @@ class Board:
         hparams: the flags by which runs are compared, and their values.
     """
 
-    def __init__(self, folder: Path, main: bool, first_step: int, hparams: dict[str, Any]):
-        self._folder, self._on, self._first_step, self._hparams = folder, main, first_step, hparams
+    def __init__(self, folder: Path, first_step: int, hparams: dict[str, Any]):
+        self._folder, self._on, self._first_step, self._hparams = folder, True, first_step, hparams
         self._writer: Any = None
         self._summary: Any = None  # torch's module that makes the messages
 
