@@ -38,7 +38,8 @@ def run(args: config.Args) -> int:
     from lib.utils import distributed, runtime, seeding
     from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
     from lib.utils.data import loader, options
-    from lib.utils.monitoring import console, logger
+    from lib.utils.monitoring import console
+    from lib.utils.monitoring.logger import Logger, Off
 
     mode = modes.chosen(args)
     training = mode == "train"
@@ -68,7 +69,7 @@ def run(args: config.Args) -> int:
         model = parallel.wrap(model, args, world, arch=arch)
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
 
-        stack.enter_context(startup.over())
+        stack.enter_context(startup.garbage_collector())
         names = options.options_of(splits["train"]).classes or ()
         about = {**runtime.about(world), "classes": [str(name) for name in names]}
         folder.begin(config.to_yaml(args, about, **resume.settled(plan)))
@@ -77,8 +78,10 @@ def run(args: config.Args) -> int:
         if taken:
             logging.getLogger(__name__).info("-weights:    %s", taken)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
-        log = stack.enter_context(logger.opened(folder.path, world, args, plan.steps, resume.state(past, plan)))
-        trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, log)
+        logger = Logger(folder.path, world, args, plan, resume.state(past, plan)) if folder.path else Off()
+        stack.callback(logger.close)
+        seeding.for_trainer(args.seed)
+        trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)
         return EXIT_CODES[modes.RUN[mode](trainer, past)]
 
 

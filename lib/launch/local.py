@@ -72,7 +72,7 @@ def spawn(args: Args, target: str, count: int) -> int:
         fault = f"-batch_size {args.batch_size} has not a sample for each of {meeting.size} processes"
         raise UsageError(f"{fault}: try {meeting.size}")
     children = []
-    with startup.over(), pass_signals_to(children) as passed:
+    with startup.garbage_collector(), pass_signals_to(children) as passed:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until there is a child to pass them to
         alive = start_children(children, functools.partial(call, target, args), count, meeting)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -19,7 +19,7 @@ from lib.utils.data.options import options_of
 from lib.utils.data.tensors import shapes_in_errors
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import images, metrics, throughput
-from lib.utils.watchdog import watched
+from lib.utils.watchdog import Watch, watched
 
 if TYPE_CHECKING:
     from lib.config import Args
@@ -91,7 +91,8 @@ class Trainer:
             self.resume(past)
             self.rate = throughput.Rate(self.total_steps, self.state, self.world.device)
             minutes, saving = self.args.hang_minutes, self.checkpoints.writing
-            with watched(self.state, self.ballot, self.world, minutes, self.folder, saving) as self.watchdog:
+            self.watchdog = Watch(self.state, self.ballot, self.world, minutes, self.folder, saving)
+            with watched(self.watchdog):
                 while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():
                     pass
                 return self.finish()
@@ -164,7 +165,7 @@ class Trainer:
         """Do what is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
         step = self.state.step
         self.watchdog.mark()
-        self.logger.profile.step()
+        self.logger.step(self.window[-1][0])
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
         stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.stop.at_limit(step)
@@ -242,7 +243,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, split: str) -> dict | None:
         """Return means over the samples of a split, of all ranks. None if all ranks agree to stop."""
-        self.stop.trained = self.state.step == self.total_steps
+        self.stop.evaluating(last=self.state.step == self.total_steps)
         model, totals = unwrap(self.model).eval(), metrics.Sums()
         self.answers.reset(wanted=split == "test" or images.due(self.state.epoch + 1, self.args.epochs))
         for key, batch in runtime.throttle(self.loaders[split].epoch(0), self.world.device):
@@ -331,6 +332,6 @@ class Trainer:
         if self.checkpoints.disk.leads:
             run_folder.write_outcome(self.folder, self.world, **outcome)
             if finished or self.stop.cause.reason == preemption.FILE_THERE:
-                self.stop.remove_file()
-        self.logger.last_words(outcome, self.args)
+                self.stop.file.unlink(missing_ok=True)  # it stops a run once
+        self.logger.end(outcome)
         return "failed" if self.stop.only_other_nodes_leave() and not finished else outcome["state"]

@@ -1,6 +1,8 @@
 """What a trainer keeps beside the model, weights averaged over steps among them: saved, and gone on with exactly."""
 
 import json
+import logging
+import re
 import time
 
 import pytest
@@ -207,6 +209,23 @@ def test_a_trainers_own_figures_count_each_sample_once(tmp_path):
     with plugins(trainer={"counting": Counting}):
         folder = run(tmp_path, f"{SMALL} -trainer counting -cpu 3 -micro_batch 4 -log_every 1")
     assert {line["train/one"] for line in lines(folder) if "train/one" in line} == {1.0}
+
+
+class Draws(trainer.Trainer):
+    """Draws a number when it is built."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        logging.getLogger("lib.trainer").info("drawn %r", torch.rand(()).item())
+
+
+def test_what_a_trainer_draws_when_it_is_built_is_the_same_on_all_ranks_and_at_every_start(tmp_path):
+    """Rank 0 has fetched a sample, under seeds of its own, to choose the number of threads."""
+    with plugins(trainer={"draws": Draws}):
+        folder = run(tmp_path, f"{SMALL} -trainer draws -cpu 2 -limit_steps 3", wanted=75)
+        run(tmp_path, f"{SMALL} -trainer draws -cpu 1")
+    drawn = [re.findall(r"drawn (.+)", saves.log_of(folder, rank)) for rank in (0, 1)]
+    assert [len(numbers) for numbers in drawn] == [2, 1] and len({*drawn[0], *drawn[1]}) == 1
 
 
 @pytest.fixture(scope="module")
