@@ -58,7 +58,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
         alone = world.size == 1 and self.plan.micro == self.plan.batch
-        self.statistics = batchnorm.Statistics(model, world, alone, by_turns=args.parallel == "fsdp")
+        self.statistics = batchnorm.Statistics(model, world, alone, round_robin=args.parallel == "fsdp")
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
         self.ballot, self.every = preemption.Ballot(self.stop, world), manager.Every(args.save_every)
@@ -148,7 +148,7 @@ class Trainer:
         optimizers.step(self.optimizer, self.scaler, norm)
         for parameter in self.parameters:
             parameter.grad = None
-        self.statistics.settle(norm)
+        self.statistics.finish(norm)
         self.norms.append(norm)
         self.state.step += 1
         self.state.samples += samples
