@@ -71,7 +71,7 @@ ATOMIC = [  # what of lib.utils.checkpoint.atomic is broken, and who saves with 
     *[("os", Unsynced(), kind) for kind in (FILE, LINK, SAVE, DIRECTORY)],
     ("write_file", in_place, FILE),
     *[("swap_link", link_anew, kind) for kind in (LINK, SAVE, DIRECTORY)],
-    *[("_unique", shared_name, kind) for kind in (FILE, LINK)],
+    ("_unique", shared_name, LINK),
     ("remove_folder", shutil.rmtree, SAVE),
     ("log", atomic.log, PublishedInPlace()),
     ("log", atomic.log, RemovedFirst()),

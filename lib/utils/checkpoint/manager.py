@@ -149,8 +149,8 @@ class Checkpoints:
         if save is None or distributed.largest([self.writing()], self.world)[0]:
             return
         error = save.job.exception()
-        answer = {"error": f"rank {self.world.rank}: {type(error).__name__}: {error}"} if error else save.job.result()
-        answers = distributed.gather_json(answer, self.world)
+        fault = f"rank {self.world.rank}: {type(error).__name__}: {error}"
+        answers = distributed.gather_json({"error": fault} if error else save.job.result() or {}, self.world)
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:
             self.best = self.best or save.best
@@ -204,9 +204,9 @@ class Checkpoints:
         file = shards.file_of(self.world.rank)
         return {file: shards.write(self._partial(name) / file, blocks, starts)}
 
-    def _publish(self, save: Save, answers: list[dict]) -> dict:
+    def _publish(self, save: Save, answers: list[dict]) -> None:
         if not self.disk.leads:
-            return {}
+            return
         files = {file: written for answer in answers for file, written in answer.items()}
         manifest = {"format": shards.FORMAT, **save.facts, "shards": files}
         atomic.write_file(self._partial(save.name) / "manifest.json", shards.sealed(manifest))
@@ -216,7 +216,6 @@ class Checkpoints:
         removable = [folder for folder in run_folder.listed(self.folder) if not (folder / "keep").exists()]
         for folder in removable[self.keep_last :]:
             atomic.remove_folder(folder)
-        return {}
 
     def _fail(self, name: str, reason: str) -> None:
         self.saving = None

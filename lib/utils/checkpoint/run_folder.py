@@ -1,4 +1,4 @@
-"""The folder of a run, out/NAME: its checkpoints' names, who holds it, starting from scratch, how the run ended.
+"""The folder of a run, out/NAME: its checkpoints' names, its lock, starting from scratch, how the run ended.
 
 Imports no torch: the launchers and what handles a Slurm job's first signals need it at once.
 """
@@ -33,7 +33,7 @@ NAME = re.compile(r"(\d{6,})_step_(\d+)")
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # there is no such file
 LESS_MEMORY = "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp"
 LOST_PEER = {"DistError", "Hang"}  # classes of torch.distributed and of watchdog, by name
-WAIT_S = 120.0  # for a holder of the lock that may still be saving; NFS keeps the lock of a lost host for 90 s
+WAIT_S = 120.0  # for another process with the lock, which may be saving; NFS keeps the lock of a lost host for 90 s
 
 
 # Checkpoints by name: a number that grows with every save, and the step for people
@@ -116,13 +116,13 @@ class Untouched:
 
 
 class RunFolder:
-    """The folder of a run; the first rank of each disk holds its lock."""
+    """The folder of a run; the first rank of each disk has its lock."""
 
     def __init__(self, args: Args, world: World, disk: Disk, job: str | None):
         self.args, self.world, self.disk, self.job = args, world, disk, job
         self.path = run_of(args)
         self.lock_file: IO[str] | None = None
-        self.lock_id = None  # once the run has begun
+        self.lock_id = None  # None until `begin`
 
     def begin(self, config: str) -> None:
         """Make room for a new run under -reset, and write config.yaml and the outcome "running"."""
@@ -170,7 +170,7 @@ class RunFolder:
             return None
         except OSError as error:
             log.warning("%s: this file system has no locks (%s): a second run is not noticed", file.name, error)
-        if _id(os.fstat(file.fileno())) != lock_id(self.path):  # its last holder has removed it
+        if _id(os.fstat(file.fileno())) != lock_id(self.path):  # whoever had it has removed it
             file.close()
             return None
         return file
@@ -212,7 +212,7 @@ class RunFolder:
 def lock_id(run: Path) -> tuple[int, int] | None:
     """Return what identifies a run's lock file, wherever its folder is moved; None where there is none.
 
-    While its holder has it open, no other file can have the same.
+    While the run has it open, no other file can have the same.
     """
     try:
         return _id((run / ".lock").stat())

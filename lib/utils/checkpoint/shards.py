@@ -61,7 +61,7 @@ def read_manifest(folder: Path) -> dict:
     data = path.read_bytes()
     body = data.rpartition(SEAL[:10])[0]
     if data != body + SEAL % zlib.crc32(body):
-        raise Damaged(f"{path}: its checksum does not hold")
+        raise Damaged(f"{path}: its checksum is wrong")
     manifest = json.loads(data)
     if manifest.get("format") != FORMAT:
         other = f"is of format {manifest.get('format')}, written by {manifest.get('about')}"
