@@ -68,8 +68,9 @@ def run(args) -> int:
         startup.report("past")
 
         model = parallel.build(arch, args, world)
-        if args.weights and past is None:
-            weights.fitting(args.weights, model, "meta")
+        taken = ""
+        if args.weights and past is None and mode != "eval":
+            taken = weights.start_from(args.weights, model, tensors=weights.pretrained(arch, args))
         sample = functools.partial(loader.first_batch, splits["train"], plan, world, args)
         threads = runtime.settle_threads(args, world, saved_threads, model, sample)
         criterion = loss.get_loss(args)
@@ -83,6 +84,8 @@ def run(args) -> int:
         folder.begin(config.to_yaml(args, about, **resume.settled(plan)))
         console.setup_logging(folder.path, world.rank, world.is_main)
         logging.getLogger(__name__).info("threads:     %s", threads)
+        if taken:
+            logging.getLogger(__name__).info("-weights:    %s", taken)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
         log = stack.enter_context(logger.opened(folder.path, world, args, plan.steps, resume.state(past, plan)))
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, log)

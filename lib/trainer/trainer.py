@@ -256,15 +256,13 @@ class Trainer:
         return {name: metrics.mean(sums, name) for name in sums if name != "samples"}
 
     def resume(self, past):
-        """Continue from a checkpoint, or start a new run, from -weights if they are given."""
+        """Continue from a checkpoint, or start a new run."""
         self.checkpoints.open()
         if past:
             resume.set_damaged_aside(past, self.checkpoints.disk, self.checkpoints.folder)
             if self.args.weights:
                 log.info("-weights is not used: the run goes on from its checkpoint")
             self.load(past)
-        elif self.args.weights:
-            weights.start_from(self.args.weights, unwrap(self.model))
         parts = parts_of(self)
         with prepared(parts) as tensors:
             self.checkpoints.make_room(tensors, parts.first())
