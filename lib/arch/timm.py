@@ -29,14 +29,13 @@ def get_model(args, **pretrained) -> nn.Module:
 
 
 def get_weights(args) -> dict[str, Tensor]:
-    """Return the weights for -weights imagenet, of torch.hub's folder or as timm finds them, or raise UsageError."""
-    import timm
-
-    source = timm.get_pretrained_cfg(args.timm_name).hf_hub_id or args.timm_name
+    """Return the weights for -weights imagenet, of torch.hub's folder or as timm finds them, or raise OSError."""
+    source = get_model(args).pretrained_cfg["hf_hub_id"]
     file = Path(torch.hub.get_dir(), "checkpoints", f"{Path(source).name}.safetensors")
     options = {"pretrained_cfg_overlay": {"file": str(file)}} if file.is_file() else {}
     try:
         return get_model(args, pretrained=True, **options).state_dict()
-    except (OSError, RuntimeError) as error:  # RuntimeError: there are none
-        hint = f"put https://huggingface.co/{source}/resolve/main/model.safetensors at {file}"
-        raise UsageError(f"-weights imagenet: timm has no {source} ({error}): {hint}") from None
+    except OSError as error:
+        raise OSError(
+            f"{error}: put https://huggingface.co/{source}/resolve/main/model.safetensors at {file}"
+        ) from None

@@ -34,10 +34,10 @@ def get_model(args, weights=None) -> nn.Module:
 
 
 def get_weights(args) -> dict[str, Tensor]:
-    """Return the weights for -weights imagenet, of torch.hub's cache or downloaded. Raises UsageError if they are not."""
+    """Return the weights for -weights imagenet, of torch.hub's cache or downloaded. Raises OSError if they are not."""
     best = models.get_model_weights(args.torchvision_name).DEFAULT
     try:
         return get_model(args, best).state_dict()
     except OSError as error:
         file = Path(torch.hub.get_dir(), "checkpoints", Path(best.url).name)
-        raise UsageError(f"-weights imagenet: {best.url} cannot be downloaded ({error}): put it at {file}") from None
+        raise OSError(f"{error}: put {best.url} at {file}") from None

@@ -14,8 +14,7 @@ from lib.utils.errors import UsageError
 
 def add_args(parser):
     parser.add_argument("-tokens_length", type=int, default=256, metavar="N", help="tokens of a sample")
-    count = "training samples an epoch, spread over the file; 0: as many as it fills"
-    parser.add_argument("-tokens_samples", type=int, default=0, metavar="N", help=count)
+    parser.add_argument("-tokens_samples", type=int, default=0, metavar="N", help="training samples an epoch; 0: all")
     parser.set_defaults(num_classes=50257, arch="gpt", epochs=1, batch_size=16, lr_start=1e-3, lr_end=1e-4)  # GPT-2's
     parser.set_defaults(lr_warmup=0.05, weight_decay=0.1, clip_grad=1.0, channels=1, image_size=1)
 

@@ -1,20 +1,19 @@
 """Weights alone, in a file that every reader of safetensors takes: written, read, and started from."""
 
-from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from lib.utils import distributed
-from lib.utils.checkpoint import atomic, run_folder, shards
+from lib.utils.checkpoint import atomic, shards
 from lib.utils.checkpoint.state import model_tensors
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
-IMAGENET = "imagenet"  # as -weights: what the architecture's file gives
+IMAGENET = "imagenet"  # as -weights: no file, but what the architecture's get_weights(args) returns
 
 
 def gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
@@ -27,7 +26,7 @@ def gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     return whole
 
 
-def not_finite(model: nn.Module, world: World) -> list[str]:
+def not_finite(model: torch.nn.Module, world: World) -> list[str]:
     """Return the parameters that hold NaN or infinity on any rank, the same on all. All ranks call this together."""
     finite = {name: torch.isfinite(shards.local(value)).all() for name, value in model.named_parameters()}
     good = torch.stack([*finite.values()]).tolist() if finite else []  # waits for the device once
@@ -35,15 +34,11 @@ def not_finite(model: nn.Module, world: World) -> list[str]:
     return sorted({name for names in distributed.gather_json(mine, world) for name in names})
 
 
-def write(folder: Path, tensors: dict[str, Tensor]):
+def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write folder/weights.safetensors from whole tensors on the CPU, in place of an older one."""
-    path = folder / "weights.safetensors"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with atomic.staged(path) as partial:
-            shards.write(partial, list(tensors.items()))
-    except OSError as error:
-        raise OSError(f"{path} could not be written ({error}, {run_folder.free_there(folder.parent)})") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic.staged(folder / "weights.safetensors") as partial:
+        shards.write(partial, list(tensors.items()))
 
 
 def of_run(run: Path) -> Path | None:
@@ -64,25 +59,16 @@ def read(path: Path) -> dict[str, Tensor]:
     return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
 
 
-def pretrained(arch: ModuleType, args: Namespace) -> dict[str, Tensor] | None:
-    """Return the tensors of -weights imagenet, which an architecture's get_weights(args) gives; None for a file."""
-    if args.weights != IMAGENET:
-        return None
-    if not hasattr(arch, "get_weights"):
-        raise UsageError(f"-weights imagenet: -arch {args.arch} has none: -arch torchvision and -arch timm have")
-    return arch.get_weights(args)
-
-
-def start_from(path: str, model: nn.Module, whole: bool = False, tensors: dict[str, Tensor] | None = None) -> str:
+def start_from(path: str, model: torch.nn.Module, whole: bool = False, imagenet: Callable = dict) -> str:
     """Give the model the weights in a file; return how many, and what is missing, of another shape or not used.
 
-    With `tensors`, these are the weights, and `path` is no file but their name.
+    For the path "imagenet" they are what `imagenet()` returns: tensors by name.
 
     Raises:
         UsageError: the file cannot be read, nothing in it fits, or (`whole`) the model has something that it lacks.
     """
     try:
-        weights = read(Path(path)) if tensors is None else tensors
+        weights = imagenet() if path == IMAGENET else read(Path(path))
     except Exception as error:  # what a file that is none may raise, nobody lists
         reason = (str(error) or repr(error)).splitlines()[0]
         raise UsageError(f"-weights {path}: cannot be read ({reason})") from error
