@@ -62,7 +62,9 @@ def run(args: config.Args) -> int:
         resume.check(args, plan, past, splits)
 
         model = parallel.build(arch, args, world)
-        taken = weights.start_from(args.weights, model) if args.weights and past is None else ""
+        taken = ""
+        if args.weights and past is None and mode != "eval":
+            taken = weights.start_from(args.weights, model, imagenet=lambda: arch.get_weights(args))
         sample = functools.partial(loader.first_batch, splits["train"], plan, world, args)
         threads = runtime.settle_threads(args, world, saved_threads, model, sample)
         criterion = loss.get_loss(args)

@@ -28,8 +28,8 @@ ARCHS, DATASETS = plugins.names("arch"), plugins.names("dataset")
 # The plugins that come with the template keep to its conventions, and each arch goes with each dataset. Your own need
 # not: a dataset is tried with the arch and trainer that it asks for, an arch and a trainer with the digits.
 WITH_THE_TEMPLATE = {
-    "arch": ["convnet", "gpt", "mlp", "resnet", "vit"],
-    "dataset": ["cifar10", "digits", "fake", "folder", "random", "text"],
+    "arch": ["convnet", "gpt", "mlp", "resnet", "timm", "torchvision", "vit"],
+    "dataset": ["cifar10", "digits", "fake", "folder", "random", "text", "tokens"],
     "trainer": ["contrastive", "ema", "trainer"],
 }
 PLUGINS = [(kind, name) for kind in config.BUILDERS for name in plugins.names(kind)]
@@ -39,6 +39,7 @@ SMALL = {  # flags that make a shipped dataset small
     "fake": ["-fake_samples", "3", "-image_size", "32", "-num_classes", "5"],
     "folder": ["-image_size", "32"],
     "text": ["-text_length", "16", "-text_samples", "40"],
+    "tokens": ["-tokens_length", "16", "-tokens_samples", "40"],
 }
 PROBE = """
 import json, socket, sys, time

@@ -11,7 +11,9 @@ RECIPES = sorted((config.ROOT / "scripts" / "recipes").glob("*.yaml"))
 SMALL = {  # what makes a recipe a matter of seconds
     "resnet": "-image_size 32 -epochs 1 -batch_size 2 -resnet_depth 18 -limit_steps 1 -lr_warmup 0",
     "convnet": "-limit_steps 2",
-    "gpt": "-text_length 16 -text_samples 16 -batch_size 4 -micro_batch 2 -gpt_depth 1 -gpt_width 24 -limit_steps 2",
+    "gpt": "-batch_size 4 -micro_batch 2 -gpt_depth 1 -gpt_width 24 -limit_steps 2",
+    "text": "-text_length 16 -text_samples 16",
+    "tokens": "-tokens_length 16 -tokens_samples 16",
 }
 
 
@@ -26,8 +28,9 @@ def test_there_is_a_recipe_for_each_task_and_their_page_names_it():
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_a_recipe_is_read_and_trains_on_two_processes(file, tmp_path, monkeypatch):
     words = ["-cfg", str(file)]
-    if "imagenet" in file.stem:
-        tiny_data.make_folder(tmp_path)
+    made = {"imagenet_resnet50": tiny_data.make_folder, "gpt_tokens": tiny_data.make_tokens}
+    if file.stem in made:
+        made[file.stem](tmp_path)
         words += ["-data", str(tmp_path)]
     args = config.parse_args(words)
     assert all(f"{name}: " in file.read_text() for name in ("dataset", "arch", "epochs"))
@@ -36,7 +39,9 @@ def test_a_recipe_is_read_and_trains_on_two_processes(file, tmp_path, monkeypatc
         tiny_data.make_cifar10(tmp_path, monkeypatch)
         words += ["-data", str(tmp_path)]
     small = [
-        word for word in SMALL[args.arch].split() if args.dataset != "cifar10" or word not in ("-image_size", "32")
+        word
+        for word in f"{SMALL[args.arch]} {SMALL.get(args.dataset, '')}".split()
+        if args.dataset != "cifar10" or word not in ("-image_size", "32")
     ]
     monkeypatch.setattr(torch, "compile", lambda forward: forward)  # half a minute of a C++ compiler
     run(tmp_path / "out", " ".join([*words, *small, "-cpu", "2", "-bf16", "no"]), wanted=75)

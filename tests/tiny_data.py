@@ -37,6 +37,13 @@ def make_folder(root, _monkeypatch=None):
                 image(root / split / name / f"{number}.jpg")
 
 
+def make_tokens(root, _monkeypatch=None):
+    """Files of random tokens of a vocabulary of 50."""
+    for split, count in (("train", 700), ("val", 90)):
+        np.random.default_rng(count).integers(0, 50, count, dtype=np.uint16).tofile(root / f"{split}.bin")
+    (root / "meta.json").write_text('{"vocabulary": 50}')
+
+
 def image(file):
     pixels = np.random.default_rng(len(str(file))).integers(0, 256, (40, 30, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(file)

@@ -121,7 +121,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's for good; 0: none", 0)
     add("-best", value(types.metric, "METRIC"), "val metric of the best weights: f1, mae:min (accuracy, else loss)")
     add("-resume", PATH, "go on from another run's folder or checkpoint", on_resume="forget")
-    add("-weights", FILE, "start from these weights: safetensors or a torch file")
+    add("-weights", FILE, "start from these weights: safetensors, a torch file, or imagenet")
     allowed = "flag that may differ from the checkpoint, repeatable; nan: allow weights that are not finite"
     add("-allow_change", value(text, "FLAG", **REPEATABLE), allowed, on_resume="forget")
     add("-max_hours", POSITIVE, "stop, with the state saved, after X hours")

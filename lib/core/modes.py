@@ -34,13 +34,13 @@ def train(trainer, past) -> str:
 
 
 def evaluate(trainer, past) -> str:
-    """Evaluate -weights, or the run's best or final weights, on val and test; log the figures and write eval.json.
+    """Evaluate -weights FILE, or the run's best or final weights, on val and test; log the figures, write eval.json.
 
     Raises:
         UsageError: there are no weights, they are not the whole model's, or there is nothing to evaluate on.
     """
     args, folder = trainer.args, trainer.folder
-    path = args.weights or weights.of_run(folder)
+    path = weights.of_run(folder) if args.weights in (None, weights.IMAGENET) else args.weights
     splits = [split for split in ("val", "test") if split in trainer.loaders]
     if path is None:
         raise UsageError(f"-eval: {folder} has neither best nor final weights; name some by -weights FILE")

@@ -9,6 +9,7 @@ may have get_transform(args): a function from one PIL image, or one text, to the
     cifar10.py  CIFAR-10 of torchvision
     folder.py   images in one folder for each class
     text.py     the bytes of text files
+    tokens.py   files of tokens, by any tokenizer and of any size
     random.py   random regression data
     fake.py     random images, to measure speed
 """

@@ -24,8 +24,8 @@ def named(folder: str, names: str) -> list[str]:
 
 
 PLUGINS = [
-    *named("lib/arch", "__init__ convnet gpt mlp resnet vit"),
-    *named("lib/dataset", "__init__ cifar10 digits fake folder random text"),
+    *named("lib/arch", "__init__ convnet gpt mlp resnet timm torchvision vit"),
+    *named("lib/dataset", "__init__ cifar10 digits fake folder random text tokens"),
     *named("lib/trainer", "__init__ contrastive ema trainer"),
 ]
 TESTS = named(

@@ -1,5 +1,6 @@
 """Weights alone, in a file that every reader of safetensors takes: written, read, and started from."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from lib.utils.checkpoint import atomic, shards
 from lib.utils.checkpoint.state import model_tensors
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
+
+IMAGENET = "imagenet"  # as -weights: no file, but what the architecture's get_weights(args) returns
 
 
 def gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
@@ -56,14 +59,16 @@ def read(path: Path) -> dict[str, Tensor]:
     return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
 
 
-def start_from(path: str, model: torch.nn.Module, whole: bool = False) -> str:
+def start_from(path: str, model: torch.nn.Module, whole: bool = False, imagenet: Callable = dict) -> str:
     """Give the model the weights in a file; return how many, and what is missing, of another shape or not used.
+
+    For the path "imagenet" they are what `imagenet()` returns: tensors by name.
 
     Raises:
         UsageError: the file cannot be read, nothing in it fits, or (`whole`) the model has something that it lacks.
     """
     try:
-        weights = read(Path(path))
+        weights = imagenet() if path == IMAGENET else read(Path(path))
     except Exception as error:  # what a file that is none may raise, nobody lists
         reason = (str(error) or repr(error)).splitlines()[0]
         raise UsageError(f"-weights {path}: cannot be read ({reason})") from error

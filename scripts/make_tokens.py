@@ -1,0 +1,141 @@
+"""Makes token files for -dataset tokens: python scripts/make_tokens.py TEXTS... [-o data/tokens].
+
+TEXTS are files, or folders, of which all files are read. It trains a byte-pair encoding of -vocabulary tokens on
+them, or takes the one in a tokenizer.json of Hugging Face; both need `pip install tokenizers`. With -bytes each byte
+is a token, and no package is needed. The last part of the texts goes into val.bin, the rest into train.bin.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.utils.checkpoint import atomic
+from lib.utils.errors import UsageError
+
+PIECE = 1 << 20  # bytes that are encoded at once, up to the end of a line
+END = "<|endoftext|>"  # the token behind each file, if the tokenizer has it
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", nargs="+", type=Path, metavar="TEXTS", help="text files, or folders of them")
+    parser.add_argument("-o", type=Path, default=Path("data/tokens"), metavar="DIR", help="(%(default)s)")
+    parser.add_argument(
+        "-val", type=float, default=0.05, metavar="X", help="share of the texts for val (%(default)s)"
+    )
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("-vocabulary", type=int, default=4096, metavar="N", help="of the new encoding (%(default)s)")
+    kind.add_argument("-tokenizer", type=Path, metavar="FILE", help="take the tokenizer in this file")
+    kind.add_argument("-bytes", action="store_true", help="make each byte a token")
+    args = parser.parse_args(argv)
+    try:
+        files = found(args.texts)
+        train_bytes = round(sum(file.stat().st_size for file in files) * (1 - args.val))
+        tokenizer = Bytes() if args.bytes else Tokenizer(args.tokenizer, args.vocabulary, pieces(files, train_bytes))
+        counts = write(args.o, tokenizer, pieces(files, train_bytes))
+    except (UsageError, OSError) as error:
+        parser.exit(2, f"make_tokens.py: {error}\n")
+    print(f"{args.o}: {counts['train']:,} tokens for training, {counts['val']:,} for validation")
+    return 0
+
+
+def found(texts: list[Path]) -> list[Path]:
+    """Return the files, and those in the folders but hidden ones, sorted. Raises UsageError if one has none."""
+    files = []
+    for text in texts:
+        inner = [text] if text.is_file() else sorted(file for file in text.rglob("*") if file.is_file())
+        inner = [file for file in inner if not any(part.startswith(".") for part in file.relative_to(text).parts)]
+        if not inner:
+            raise UsageError(f"{text}: no such file, or a folder without files")
+        files += inner
+    return files
+
+
+def pieces(files: list[Path], train_bytes: int) -> Iterator[tuple[str, bytes]]:
+    """Return the bytes of the files in pieces, each with its split, and an empty piece behind each file."""
+    done = 0
+    for file in files:
+        with file.open("rb") as opened:
+            while piece := b"".join(opened.readlines(PIECE)):
+                cut = max(0, min(train_bytes - done, len(piece)))
+                if 0 < cut < len(piece):
+                    cut = piece.rfind(b"\n", 0, cut) + 1 or cut
+                yield from ((split, part) for split, part in (("train", piece[:cut]), ("val", piece[cut:])) if part)
+                done += len(piece)
+        yield "train" if done <= train_bytes else "val", b""
+
+
+class Bytes:
+    """Each byte is a token."""
+
+    vocabulary = 256
+
+    def encode(self, piece: bytes) -> np.ndarray:
+        return np.frombuffer(piece, np.uint8)
+
+    def save(self, folder: Path):
+        """There is nothing to save."""
+
+
+class Tokenizer:
+    """A tokenizer of Hugging Face, from a file, or a byte-level byte-pair encoding that is trained here."""
+
+    def __init__(self, file: Path | None, vocabulary: int, texts: Iterator[tuple[str, bytes]]):
+        try:
+            import tokenizers
+        except ModuleNotFoundError:
+            hint = "`uv pip install tokenizers` installs it, and -bytes needs none"
+            raise UsageError(f"the package tokenizers is not installed: {hint}") from None
+        if file:
+            try:
+                self.inner = tokenizers.Tokenizer.from_file(str(file))
+            except Exception as error:  # it raises nothing more specific
+                raise UsageError(f"-tokenizer {file}: not a tokenizer.json of Hugging Face ({error})") from error
+        else:
+            byte_level = tokenizers.pre_tokenizers.ByteLevel
+            self.inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+            self.inner.pre_tokenizer, self.inner.decoder = byte_level(False), tokenizers.decoders.ByteLevel()
+            options = {"special_tokens": [END], "initial_alphabet": byte_level.alphabet(), "show_progress": False}
+            trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocabulary, **options)
+            self.inner.train_from_iterator((text(piece) for split, piece in texts if split == "train"), trainer)
+        self.vocabulary, end = max(self.inner.get_vocab().values()) + 1, self.inner.token_to_id(END)
+        self.end = [] if end is None else [end]
+
+    def encode(self, piece: bytes) -> list[int]:
+        return self.inner.encode(text(piece), add_special_tokens=False).ids if piece else self.end
+
+    def save(self, folder: Path):
+        """Write tokenizer.json."""
+        atomic.write_file(folder / "tokenizer.json", self.inner.to_str())
+
+
+def text(piece: bytes) -> str:
+    return piece.decode(errors="replace")
+
+
+def write(folder: Path, tokenizer: Bytes | Tokenizer, texts: Iterator[tuple[str, bytes]]) -> dict[str, int]:
+    """Write train.bin, val.bin, meta.json and the tokenizer; return how many tokens each split has."""
+    kind, counts = "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32", {"train": 0, "val": 0}
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        partials = {split: stack.enter_context(atomic.staged(folder / f"{split}.bin")) for split in counts}
+        files = {split: stack.enter_context(partial.open("xb")) for split, partial in partials.items()}
+        for split, piece in texts:
+            tokens = np.asarray(tokenizer.encode(piece), kind)
+            files[split].write(tokens.tobytes())
+            counts[split] += len(tokens)
+    atomic.write_file(
+        folder / "meta.json", json.dumps({"vocabulary": tokenizer.vocabulary, "type": kind, **counts}) + "\n"
+    )
+    tokenizer.save(folder)
+    return counts
+
+
+if __name__ == "__main__":
+    sys.exit(main())
