@@ -32,7 +32,7 @@ class Rules:
     def __init__(self, parser: argparse.ArgumentParser):
         self.parser = parser
         self.free: set[str] = set()  # a resumed run may change them; the forgotten ones, too
-        self.forgotten: set[str] = set()  # hold for one start: config.yaml does not keep them
+        self.forgotten: set[str] = set()  # count for one start: config.yaml does not keep them
         self.per_node: set[str] = set()  # may differ between the machines of a run
 
     def group(self, title: str, mark: str) -> None:
