@@ -27,6 +27,7 @@ metric = matching(r"[^\x00-\x1f\x7f:]+(:min|:max)?", "a metric like accuracy, re
 every = matching(r"(?=0*[1-9])[0-9]{1,18}(epochs?|steps?|min|)", "an interval like 5epochs, 500steps or 10min")
 suffix = matching(r"[A-Za-z0-9-]*", "the end of a host name: letters, digits, dashes")
 key_value = matching(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?", "an option of sbatch like reservation=school or exclusive")
+weights = matching(r"\d+(\.\d+)?(,\d+(\.\d+)?)*", "a list of numbers like 1,2.5,0.5")
 gpu_names = matching(
     r"(\d{1,4}|[A-Za-z][\w/-]*)(,(\d{1,4}|[A-Za-z][\w/-]*))*", "a list of GPUs like 0,1,2 or GPU-8932f937"
 )
