@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lib import config, launch
 from lib.config import plugins
-from lib.launch import environment, local, signals
+from lib.launch import local, signals
 from lib.utils.errors import EXIT_CODES, UsageError
 from lib.utils.monitoring import startup
 
@@ -18,13 +18,10 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0 finished, 75 stopped, 1 failed, 2 bad usage.
     """
-    startup.begin()
     try:
         with signals.leaving():
             args = config.parse_args(argv)
-            environment.export(args.cache_dir, args.debug_dist)
-            for kind in config.BUILDERS:  # torch is imported here, and reads these variables
-                plugins.load(kind, getattr(args, kind))
+            launch.prepare(args)
         if args.check_resume:
             from scripts import check_resume
 
@@ -34,58 +31,57 @@ def main(argv: list[str] | None = None) -> int:
         return local.refused(error)
 
 
-def run(args) -> int:
+def run(args: config.Args) -> int:
     """Be one process of the run: join the others, find the past, build the parts, train."""
     from lib.core import loss, modes, parallel
     from lib.core import optimizer as optimizers
     from lib.utils import distributed, runtime, seeding
     from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
     from lib.utils.data import loader, options
-    from lib.utils.monitoring import console, logger
+    from lib.utils.monitoring import console
+    from lib.utils.monitoring.logger import Logger, Off
 
-    startup.report("imports")
     mode = modes.chosen(args)
     training = mode == "train"
     runtime.set_threads(args)
     seeding.for_building(args.seed)
     dataset, arch, trainers = (plugins.load(kind, getattr(args, kind)) for kind in config.BUILDERS)
     splits = loader.splits(dataset.get_dataset(args), args.dataset, args.overfit)
-    startup.report("data")
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(distributed.joined(args))
-        startup.report("processes")
         runtime.kernels(world, args.deterministic)
         folder, disk = run_folder.Untouched(), shared_disk.one(world)
         if training:
             disk = shared_disk.look(Path(args.out), world)
-            folder = stack.enter_context(run_folder.held(args, world, disk, distributed.job_id()))
+            folder = stack.enter_context(run_folder.locked(args, world, disk, distributed.job_id()))
 
         past = resume.find(args, disk)
         plan = resume.plan(args, len(splits["train"]), world, past)
         saved_threads = past.config.get("threads") if past else None
         runtime.set_threads(args, saved_threads)
         resume.check(args, plan, past, splits)
-        startup.report("past")
 
         model = parallel.build(arch, args, world)
-        if args.weights and past is None:
-            weights.fitting(args.weights, model, "meta")
+        taken = weights.start_from(args.weights, model) if args.weights and past is None else ""
         sample = functools.partial(loader.first_batch, splits["train"], plan, world, args)
         threads = runtime.settle_threads(args, world, saved_threads, model, sample)
         criterion = loss.get_loss(args)
         model = parallel.wrap(model, args, world, arch=arch)
         optimizer = optimizers.get_optimizer(model, args, plan.batch)
-        startup.report("model")
 
-        stack.enter_context(startup.over())
+        stack.enter_context(startup.garbage_collector())
         names = options.options_of(splits["train"]).classes or ()
         about = {**runtime.about(world), "classes": [str(name) for name in names]}
         folder.begin(config.to_yaml(args, about, **resume.settled(plan)))
         console.setup_logging(folder.path, world.rank, world.is_main)
         logging.getLogger(__name__).info("threads:     %s", threads)
+        if taken:
+            logging.getLogger(__name__).info("-weights:    %s", taken)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
-        log = stack.enter_context(logger.opened(folder.path, world, args, plan.steps, resume.state(past, plan)))
-        trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, log)
+        logger = Logger(folder.path, world, args, plan, resume.state(past, plan)) if folder.path else Off()
+        stack.callback(logger.close)
+        seeding.for_trainer(args.seed)
+        trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)
         return EXIT_CODES[modes.RUN[mode](trainer, past)]
 
 

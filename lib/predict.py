@@ -24,8 +24,8 @@ def load(run: str | Path, device: str = "cpu") -> Callable[[list], list[dict[str
     names = yaml.safe_load(file.read_text())["about"].get("classes", [])
     dataset = plugins.load("dataset", args.dataset)
     if not hasattr(dataset, "get_transform"):
-        raise UsageError(f"-dataset {args.dataset}: lib/dataset/{args.dataset}.py has no get_transform(args), which "
-                         "makes an image or a text what the model sees (lib/dataset/__init__.py)")  # fmt: skip
+        file = f"lib/dataset/{args.dataset}.py"
+        raise UsageError(f"{file} has no get_transform(args), which prepares an input (lib/dataset/__init__.py)")
     best = weights.of_run(Path(run))
     if best is None:
         raise UsageError(f"{run} has neither best nor final weights")

@@ -33,10 +33,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lib import config
-from lib.config import plugins as found
+from lib.config import plugins as plugin_files
 from lib.launch import children, environment
 from lib.utils import preemption
-from lib.utils.data import permutation
 from lib.utils.errors import FINISHED
 from scripts import check_resume, ledger
 
@@ -63,10 +62,8 @@ class Tally:
     switches: int = 0  # starts in another way than the one before
     seconds: float = 0.0
     differing: int = 0  # runs that did not end as they should, or did a step again in another way
-    share: float = 0.0  # largest difference of a weight, as a share of the largest of its tensor
     missed: int = 0  # samples
     repeated: int = 0
-    disordered: int = 0  # epochs
     left: int = 0  # temporary files after a run's end
     first: ledger.Difference | None = None
     story: list[str] = field(default_factory=list)  # the starts of the first run that was not as it should be
@@ -81,9 +78,7 @@ class Tally:
             "kills a minute": f"{60 * self.total / max(self.seconds, 1):.0f}",
             "runs that differ": self.differing,
             "first difference": self.first or "none",
-            "largest difference": f"{self.share:.1e} of the largest weight" if self.differing else "not a bit",
             "samples missed, repeated": f"{self.missed}, {self.repeated}",
-            "epochs in another order": self.disordered,
             "temporary files left": self.left,
         }
         return [f"{name:30} {value}" for name, value in rows.items()] + self.story
@@ -94,7 +89,7 @@ class Tally:
 
     @property
     def faults(self) -> int:
-        return self.differing + self.missed + self.repeated + self.disordered + self.left
+        return self.differing + self.missed + self.repeated + self.left
 
 
 class Way(NamedTuple):
@@ -130,7 +125,7 @@ def undisturbed(way: Way) -> Way:
     with started(way, way.name) as start:
         code = start.ends()
     if code:
-        raise check_resume.Broken(start.last_words())
+        raise check_resume.Broken(start.last_lines())
     return way._replace(span=time.monotonic() - began)
 
 
@@ -153,7 +148,7 @@ def disturbed(ways, draw, tally, most) -> list[str]:
         tally.late += bool(struck) and code == FINISHED
         before = way
         if code != FINISHED and not struck:
-            raise check_resume.Broken("\n".join([*story, start.last_words()]))
+            raise check_resume.Broken("\n".join([*story, start.last_lines()]))
     tally.runs += 1
     return story
 
@@ -170,11 +165,10 @@ def judge(truth: Way, story: list[str], tally: Tally):
     """Compares what a run left with the truth, and removes it if it is as it should be."""
     out, bad = Path(truth.args.out), tally.faults
     starts = ledger.read(book(truth, "run"))
-    _, share, same = ledger.distance(*(out / name / "checkpoints" for name in (truth.name, "run")))
+    distance = ledger.distance(*(out / name / "checkpoints" for name in (truth.name, "run")))
     first = ledger.first_difference(ledger.read(book(truth, truth.name)), starts)
     tally.first = tally.first or first
-    tally.share = max(tally.share, share)
-    tally.differing += first is not None or not same
+    tally.differing += bool(first or distance.names)
     count(starts, truth.args, tally)
     tally.left += sum(file.suffix in (".partial", ".removed") for file in (out / "run").rglob("*"))
     if tally.faults > bad:
@@ -187,15 +181,14 @@ def judge(truth: Way, story: list[str], tally: Tally):
 
 
 def count(starts, args, tally):
-    """The samples that led to the end of a run, against the order of each epoch."""
+    """Count each epoch's samples that led to the end of a run; their order is compared with the true run's."""
     trained: dict[int, list[int]] = {}
     for (epoch, _), indices in ledger.trained_on(starts).items():
         trained.setdefault(epoch, []).extend(indices)
     for epoch in range(args.epochs):
-        got, wanted = trained.get(epoch, []), permutation.order(SAMPLES, args.seed, epoch)[:].tolist()
-        tally.missed += len(set(wanted) - set(got))
-        tally.repeated += len(got) - len(set(got))
-        tally.disordered += got != wanted
+        samples = trained.get(epoch, [])
+        tally.missed += SAMPLES - len(set(samples))
+        tally.repeated += len(samples) - len(set(samples))
 
 
 def started(way: Way, name: str) -> check_resume.Start:
@@ -211,8 +204,8 @@ def book(way: Way, name: str) -> Path:
 def haste() -> Iterator[None]:
     """One thread for every process, and short waits, for the time of the block: votes after milliseconds, the other
     ranks of a failed run ended at once."""
-    before = preemption.ASK_EVERY_S, children.SETTLE_S, children.END_S
-    preemption.ASK_EVERY_S, children.SETTLE_S, children.END_S = 0.01, 0.05, 0.3
+    before = preemption.ASK_EVERY_S, children.END_S
+    preemption.ASK_EVERY_S, children.END_S = 0.01, 0.3
     torch.set_num_threads(1)
     gc.freeze()  # or the collector of every child would touch, and so copy, all that it inherits
     try:
@@ -220,7 +213,7 @@ def haste() -> Iterator[None]:
             yield
     finally:
         gc.unfreeze()
-        preemption.ASK_EVERY_S, children.SETTLE_S, children.END_S = before
+        preemption.ASK_EVERY_S, children.END_S = before
 
 
 SAMPLES = 200
@@ -256,17 +249,17 @@ def plugins() -> Iterator[None]:
     """lib.arch.chaos and lib.dataset.chaos, in memory, for the time of the block. Imports what a run would."""
     importlib.import_module("torch.utils.tensorboard.summary")
     there, made = (
-        found.names,
+        plugin_files.names,
         {"arch": ("get_model", smooth_net), "dataset": ("get_dataset", lambda args: Noisy())},
     )
     for kind, (name, builder) in made.items():
         sys.modules[f"lib.{kind}.chaos"] = module = types.ModuleType(f"lib.{kind}.chaos")
         setattr(module, name, builder)
-    found.names = lambda kind: [*there(kind), "chaos"] if kind in made else there(kind)
+    plugin_files.names = lambda kind: [*there(kind), "chaos"] if kind in made else there(kind)
     try:
         yield
     finally:
-        found.names = there
+        plugin_files.names = there
         for kind in made:
             del sys.modules[f"lib.{kind}.chaos"]
 
@@ -278,13 +271,13 @@ def main() -> int:
     parser.add_argument("-switch", default="", help="further flags of a start, drawn from several: '-a 1,-a 2'")
     parser.add_argument("-seed", type=int, default=0, help="of the instants")
     parser.add_argument("-flags", default="", help="further flags of train.py, as '-workers 1'")
-    asked = parser.parse_args()
-    sizes, switch = [int(size) for size in asked.ranks.split(",")], asked.switch.split(",")
+    options = parser.parse_args()
+    sizes, switch = [int(size) for size in options.ranks.split(",")], options.switch.split(",")
     folder, tally = Path(tempfile.mkdtemp(prefix="chaos_")), Tally()
     for number in (signal.SIGINT, TERM):  # in the background too
         signal.signal(number, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
-        storm(folder, tally, asked.kills, sizes, switch, asked.seed, f"{RUN} {asked.flags}")
+        storm(folder, tally, options.kills, sizes, switch, options.seed, f"{RUN} {options.flags}")
     print(f"scripts/chaos.py {' '.join(sys.argv[1:])}")
     print("\n".join(tally.lines()))
     if tally.faults:

@@ -1,7 +1,8 @@
-"""-check_resume: is a run the same to the bit when it is killed and goes on, and on other numbers of processes?
+"""-check_resume: is a run the same to the bit when it is killed and resumed, and on other numbers of processes?
 
-The chosen configuration runs a few steps undisturbed; then again, killed with kill -9 at random moments and gone on
-with each time; then on other numbers of processes. All of it in a folder of its own below -out, removed at the end.
+The chosen configuration runs a few steps without a kill; then again, killed with kill -9 at random moments; then on
+other numbers of processes. If bits differ, more runs look for the cause. All of it is in a folder of its own below
+-out, which is removed at the end.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,8 +27,22 @@ from lib.utils.data.plan import divisor
 from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE, UsageError
 from scripts import ledger
 
+if TYPE_CHECKING:
+    from lib.config import Args
+
 STEPS, KILLS, SIZES = 20, 3, (1, 2, 3, 4)
 LINE = "{:44} {:12} {:34} {}"
+
+# What a difference looks like: a flag, the value of it that helps, and the cause.
+DATA = [("workers", 0, "data that depend on the worker process that draws them: not with -workers 0")]
+RESULTS = [
+    ("compile", None, "-compile, whose code depends on the sizes that it meets first: not without it"),
+    ("deterministic", True, "kernels that are chosen by time or add in any order: not with -deterministic"),
+]
+AGAIN = "randomness or time in the {}, not from torch, NumPy or random: it differs without a kill, too"
+RESUMED = "a state of the {} that no checkpoint holds, as a counter or a generator of its own"
+SPLIT = "a {} that depends on the number of processes or the rank"
+SUMS = "sums over processes that the trainer makes itself, as by a DistributedDataParallel of its own"
 
 
 @dataclasses.dataclass
@@ -37,17 +53,17 @@ class Row:
     run: str  # its name
     sizes: list[int]  # processes of each start: all but the last are killed
     truth: str = "undisturbed"
-    micro: int | None = None  # samples of a micro-batch, where it is not what was asked
+    flags: dict = dataclasses.field(default_factory=dict)  # that differ from the chosen ones
 
 
 class Broken(RuntimeError):
     """A run failed that nobody had disturbed."""
 
 
-def check(args) -> int:
-    """Runs and prints the table. Returns the exit code: 0 if all runs agree, 1 if not.
+def check(args: "Args") -> int:
+    """Run and print the table. Returns the exit code: 0 if all runs agree, 1 if not.
 
-    Raises UsageError where the runs cannot be started from here, or what was asked cannot be run.
+    Raises UsageError where the runs cannot be started from here, or the flags cannot be run.
     """
     if launch.launched() or args.slurm or args.nnodes > 1:
         raise UsageError(
@@ -56,9 +72,15 @@ def check(args) -> int:
     if args.limit_steps == 1:
         raise UsageError("-limit_steps 1: -check_resume needs 2 steps or more, to kill the run in between")
     torch.set_num_threads(1)  # a process that is forked while this one has more would wait for them forever
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the runs end, their folder goes
     try:
-        with folder_in(Path(args.out)) as folder, ending_well():
-            return Check(args, folder).rows()
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(prefix=".check_", dir=args.out)
+    except OSError as error:
+        raise UsageError(f"-out {args.out}: cannot be written ({error.strerror})") from None
+    try:
+        with temporary as folder:
+            return Check(args, Path(folder)).rows()
     except Broken as error:
         print(f"train.py: -check_resume: {error}", file=sys.stderr, flush=True)
         return FAILED
@@ -67,7 +89,7 @@ def check(args) -> int:
 class Check:
     """The runs of one check, and what they left in its folder."""
 
-    def __init__(self, args, folder: Path):
+    def __init__(self, args: "Args", folder: Path):
         self.steps, self.folder, self.draw = args.limit_steps or STEPS, folder, random.Random()
         self.size = local.processes(args)
         self.cpu = bool(args.cpu) or not (torch.cuda.device_count() or torch.accelerator.is_available())
@@ -77,76 +99,111 @@ class Check:
             reset=False, tb=False, check_resume=False, max_hours=None,
             deterministic=args.deterministic or not self.cpu,  # nor would a GPU's bits be the same
         )  # fmt: skip
-        self.step_s, self.batch = 0.0, None  # of the undisturbed run: seconds a step, at most; samples a step
+        self.seconds, self.batch = 0.0, None  # of the first run; samples of a step
 
     def rows(self) -> int:
-        """Runs and prints them all."""
+        """Run and print them all, and the cause of the first that differs."""
         print(f"-check_resume: {self.steps} steps of {self.args.model}, in {self.folder} (removed at the end)")
-        print(LINE.format("what was done", "processes", "largest difference", "first step, from 0, that differs"))
+        print("the first run, without a kill, shows how long the others take", flush=True)
         began = time.monotonic()
-        self.row(Row("undisturbed", "undisturbed", [self.size]))
-        self.step_s = (time.monotonic() - began) / self.steps
+        self.complete(Row("", "undisturbed", [self.size]))
+        self.seconds = time.monotonic() - began
         facts = ledger.read(self.ledger("undisturbed"))[0].facts
         self.batch = facts["batch"]
         self.args = changed(self.args, threads=facts["threads"])  # on other processes it would choose others
-        good = [self.row(row) for row in self.planned(facts)]
-        print("all as promised" if all(good) else "not as promised, see ! above")
-        return FINISHED if all(good) else FAILED
+        rows = self.planned(facts)
+        print(f"{len(rows)} more runs: {self.duration(rows)}")
+        header = LINE.format("what was done", "processes", "largest difference", "first step, from 0, that differs")
+        print(header, flush=True)
+        failed = [(row, first) for row in rows if (first := self.row(row))]
+        print(f"not as promised: it looks like {self.cause(*failed[0])}" if failed else "all as promised")
+        return FAILED if failed else FINISHED
+
+    def duration(self, rows: list[Row]) -> str:
+        """Say how long rows will take, by the first run: fewer processes take longer."""
+        seconds = sum(self.seconds * max(1, self.size / size) for row in rows for size in row.sizes)
+        return f"about {seconds:.0f} s" if seconds < 100 else f"about {seconds / 60:.0f} minutes"
 
     def planned(self, facts: dict) -> list[Row]:
-        """What is compared: killed and resumed; then on other numbers of processes, as far as there are micro-batches
-        and devices for them."""
+        """What is compared: killed; then on as many other processes as there are micro-batches and devices for."""
         kills = min(KILLS, self.steps - 1)
-        killed = Row(f"killed {kills} times, gone on with each time", "killed", [self.size] * (kills + 1))
+        killed = Row(f"killed {kills} times and resumed", "killed", [self.size] * (kills + 1))
+        if self.args.reduction == "allreduce" or self.args.sync_bn:
+            why = "-sync_bn" if self.args.sync_bn else "-reduction allreduce"
+            print(f"other numbers of processes are not compared: with {why} they agree to rounding only")
+            return [killed]
         batch, micro = facts["batch"], facts["micro"]
         cut = micro if micro < batch else divisor(batch, math.ceil(batch / 4))
         most = min(batch // cut, max(SIZES) if self.cpu else self.size)
         half_shards = self.args.parallel == "fsdp" and (self.args.bf16 or self.args.fp16)  # one process has none
         others = [size for size in SIZES if size <= most and size != self.size and (size > 1 or not half_shards)]
-        if not others or self.args.reduction == "allreduce" or self.args.sync_bn:
+        if not others:
             return [killed]
-        truth = {"truth": "undisturbed" if cut == micro else "cut", "micro": cut}
-        whole = Row(f"undisturbed, with -micro_batch {cut}", "cut", [self.size], **truth)
-        alone = [Row("undisturbed", f"on_{size}", [size], **truth) for size in others]
+        truth = {"truth": "undisturbed" if cut == micro else "cut", "flags": {"micro_batch": cut}}
+        whole = Row(f"with -micro_batch {cut}", "cut", [self.size], **truth)
+        alone = [Row("on another number of processes", f"on_{size}", [size], **truth) for size in others]
         turns = [*others, self.size, *others][: kills + 1]
-        moved = Row("killed, gone on with on others", "moved", turns, **truth)
+        moved = Row("killed and resumed on others", "moved", turns, **truth)
         return [killed, *([whole] if cut != micro else []), *alone, moved]
 
-    def row(self, row: Row) -> bool:
-        """Runs and prints one. True if it agrees with its truth."""
-        self.through(row)
-        most, share, same = ledger.distance(*(self.folder / name / "checkpoints" for name in (row.truth, row.run)))
-        truth, run = (ledger.read(self.ledger(name)) for name in (row.truth, row.run))
-        first = ledger.first_difference(truth, run)
-        good = first is None and same
-        far = "the same bits" if same else f"{most:.1e} ({share:.1e} of the largest)"
-        self.tell(row, "" if row.run == row.truth else far, f"{'' if good else '! '}{first or ''}")
-        return good
-
-    def tell(self, row: Row, far: str, first: str):
+    def row(self, row: Row) -> ledger.Difference | None:
+        """Run and print one. Returns where it first differs from its truth, or None."""
+        self.complete(row)
+        distance = ledger.distance(*(self.folder / name / "checkpoints" for name in (row.truth, row.run)))
+        first = ledger.first_difference(*(ledger.read(self.ledger(name)) for name in (row.truth, row.run)))
+        if distance.names and not first:
+            first = ledger.Difference(self.steps - 1, None, f"another {distance.names[0]} in its checkpoint")
+        far = f"{distance.share:.1e} of the largest weight" if distance.names else "the same bits"
         sizes = ", ".join(str(size) for size in dict.fromkeys(row.sizes))
-        print(LINE.format(row.title, sizes, far, first).rstrip(), flush=True)
+        far = "" if row.run == row.truth else far
+        print(LINE.format(row.title, sizes, far, f"! {first}" if first else "").rstrip(), flush=True)
+        return first
 
-    def through(self, row: Row):
-        """Takes a run to its end, killed where the row says so. Raises Broken or UsageError if it fails by itself."""
+    def cause(self, row: Row, first: ledger.Difference) -> str:
+        """Say what the cause of a difference looks like, by runs that differ from the row in one thing."""
+        starts = [start for name in (row.truth, row.run) for start in ledger.read(self.ledger(name))]
+        if len(threads := {start.facts["threads"] for start in starts}) > 1:
+            return f"another number of threads: {' and '.join(map(str, sorted(threads)))}"
+        text = RESUMED if len(row.sizes) > 1 else SPLIT if first.step == 0 else SUMS
+        again = dataclasses.replace(row, title="without a kill, again", run="again", sizes=[self.size])
+        if other := self.row(again):
+            text, row, first = AGAIN, again, other
+        data = first.why in (ledger.SAMPLES, ledger.DRAWN)
+        for flag, value, cause in DATA if data else RESULTS:
+            if getattr(self.args, flag) != value and self.helps(row, flag, value):
+                return cause
+        return text.format("dataset" if data else "model, loss or trainer")
+
+    def helps(self, row: Row, flag: str, value: object) -> bool:
+        """Whether a row agrees with its truth once both have this value of a flag."""
+        flags = {**row.flags, flag: value}
+        truth = Row(f"{flag} = {value}", f"truth_{flag}", [self.size], f"truth_{flag}", flags)
+        other = dataclasses.replace(row, title=f"  {row.title}", run=f"row_{flag}", truth=truth.run, flags=flags)
+        try:
+            return not self.row(truth) and not self.row(other)
+        except (Broken, UsageError):  # the model cannot do that
+            return False
+
+    def complete(self, row: Row) -> None:
+        """Take a run to its end, killed where the row says so. Raises Broken or UsageError if it fails by itself."""
         first = min(2 * self.every + 1, self.steps - len(row.sizes) + 1)  # by then there is a checkpoint
         moments = sorted(self.draw.sample(range(first, self.steps), len(row.sizes) - 1))
         for size, moment in zip(row.sizes, [*moments, None], strict=True):
             args, book = self.on(size, row), self.ledger(row.run)
-            ledger.hold(book, moment)  # a quick run would else be over before it is killed
+            ledger.pause(book, moment)  # a quick run would else be over before it is killed
             with Start(args, "scripts.check_resume:recorded", self.folder / f"{row.run}.log") as start:
                 if moment is not None and start.reaches(moment, book):
-                    time.sleep(self.draw.uniform(0, self.step_s))
+                    time.sleep(self.draw.uniform(0, self.seconds / self.steps))
                     start.kill()
                     start.ends()
                     continue
                 code = start.ends()
                 if code not in (FINISHED, STOPPED):
-                    raise (UsageError if code == USAGE else Broken)(start.last_words())
+                    raise (UsageError if code == USAGE else Broken)(start.last_lines())
 
-    def on(self, size: int, row: Row):
+    def on(self, size: int, row: Row) -> "Args":
         """The args of a row's run on this number of processes."""
-        args = changed(self.args, model=row.run, **({"micro_batch": row.micro} if row.micro else {}))
+        args = changed(self.args, model=row.run, **row.flags)
         if size == self.size:
             return args
         args = changed(args, batch_size=self.batch, batch_per_gpu=None)
@@ -157,14 +214,14 @@ class Check:
         return self.folder / "ledgers" / run
 
 
-def recorded(args) -> int:
+def recorded(args: "Args") -> int:
     """One process of a run that keeps a ledger in -out/ledgers/NAME."""
     module = importlib.import_module(f"lib.trainer.{args.trainer}")
     module.Trainer = ledger.keeping(module.Trainer, Path(args.out) / "ledgers" / args.model)
     return local.call("train:run", args)
 
 
-def changed(args, **others):
+def changed(args: "Args", **others: object) -> "Args":
     """A copy of args in which these flags differ."""
     copy = type(args)()
     vars(copy).update({**vars(args), **others})
@@ -174,7 +231,7 @@ def changed(args, **others):
 class Start:
     """A start of a run in a session of its own, as if at another terminal. None of it outlives the block."""
 
-    def __init__(self, args, target: str, log: Path):
+    def __init__(self, args: "Args", target: str, log: Path):
         context = multiprocessing.get_context("fork" if local.fork_is_safe() else "spawn")
         self.process, self.log = context.Process(target=_alone, args=(args, target, str(log))), log
         log.touch()
@@ -210,7 +267,7 @@ class Start:
         threads = int(more[13])  # a zombie with more than one is still writing, and holds its locks
         return int(session) == self.pid and (state not in "ZX" or threads > 1)
 
-    def kill(self, number: int = signal.SIGKILL, pid: int | None = None):
+    def kill(self, number: int = signal.SIGKILL, pid: int | None = None) -> None:
         """Sends a signal to one of its processes, or to all at once."""
         with contextlib.suppress(ProcessLookupError):
             if pid is not None:
@@ -228,14 +285,14 @@ class Start:
                 time.sleep(0.002)
         return self.process.exitcode
 
-    def last_words(self) -> str:
-        """What it said at last."""
+    def last_lines(self) -> str:
+        """The end of its output."""
         lines = self.log.read_text(errors="replace").strip().splitlines()[-20:]
         lines = lines[-1:] if self.process.exitcode == USAGE else lines
         return "\n".join(lines).removeprefix("train.py: ")
 
 
-def _alone(args, target, log):
+def _alone(args: "Args", target: str, log: str) -> None:
     """What the process of a Start does."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -248,31 +305,3 @@ def _alone(args, target, log):
     except UsageError as error:
         code = local.refused(error)
     sys.exit(code)
-
-
-@contextlib.contextmanager
-def folder_in(out: Path):
-    """A folder in `out` for the time of the block, and nothing left behind."""
-    new = [folder for folder in (out, *out.parents) if not folder.exists()]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(prefix=".check_", dir=out)
-    except OSError as error:
-        raise UsageError(f"-out {out}: cannot be written ({error.strerror})") from None
-    try:
-        with made as folder:
-            yield Path(folder)
-    finally:
-        for folder in new:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-
-
-@contextlib.contextmanager
-def ending_well():
-    """A SIGTERM in the block is an exception: what it started is ended, what it wrote removed."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

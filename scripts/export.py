@@ -17,7 +17,7 @@ from lib import config
 from lib.config import plugins
 from lib.core import loss
 from lib.utils import distributed
-from lib.utils.checkpoint import atomic, manager, run_folder, shards, state, weights
+from lib.utils.checkpoint import atomic, run_folder, shards, state, weights
 from lib.utils.data import fetch, loader, prefetch
 from lib.utils.errors import UsageError
 
@@ -65,7 +65,7 @@ def read(source: Path) -> dict[str, Tensor]:
     """The model's tensors by name. Raises shards.Damaged for a checkpoint that is not what was written."""
     if source.is_file():
         return weights.read(source)
-    manifest = manager.read_manifest(source)
+    manifest = shards.read_manifest(source)
     for file, facts in manifest["shards"].items():
         shards.verify(source / file, facts)
     tensors = shards.whole(source, manifest, "model.")

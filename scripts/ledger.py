@@ -16,11 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lib.utils.checkpoint import manager, run_folder, shards
+from lib.utils.checkpoint import run_folder, shards
+from lib.utils.checkpoint.state import model_tensors, unwrap
 from lib.utils.data import tensors
 from lib.utils.distributed import World
 
-HOLD = "hold"  # the file that says where a start is to wait
+PAUSE = "pause"  # the file that says at which step a start waits
+SAMPLES, DRAWN = "other samples, or in another order", "the same sample, drawn otherwise"
+LOSS, WEIGHTS = "the same samples, another loss", "the same losses, another"
 
 
 class Record(NamedTuple):
@@ -38,9 +41,9 @@ class Record(NamedTuple):
 class Start:
     """What one start of a run did, over all its ranks."""
 
-    facts: dict  # of its first line: size, batch, micro, samples, ...
+    facts: dict  # of its first line: size, batch, micro, threads, names of the weights, ...
     records: dict[tuple[int, int], Record] = field(default_factory=dict)  # by (step, micro-batch)
-    weights: dict[tuple[int, str], int] = field(default_factory=dict)  # checksum after a step, by (step, place)
+    weights: dict[tuple[int, str], list[int]] = field(default_factory=dict)  # checksums, by (step, place)
 
     @property
     def first_step(self) -> float:
@@ -77,11 +80,11 @@ class Ledger:
         place = [state.epoch, state.step, key.number]
         self.write(at=place, indices=key.indices, rows=rows, loss=float(loss).hex())
 
-    def step(self, step: int, parameters: list[Tensor], world: World):
+    def step(self, step: int, weights: list[Tensor], world: World):
         """The weights after a step; of sharded ones, this rank's part."""
-        sharded = any(hasattr(parameter, "placements") for parameter in parameters)
+        sharded = any(hasattr(one, "placements") for one in weights)
         place = f"shard {world.rank} of {world.size}" if sharded else f"rank {world.rank}"
-        self.write(step=step, place=place, weights=checksum(parameters))
+        self.write(step=step, place=place, weights=[checksum([one]) for one in weights])
 
 
 def keeping(chosen: type, folder: Path) -> type:
@@ -89,10 +92,12 @@ def keeping(chosen: type, folder: Path) -> type:
 
     class Keeper(chosen):
         def fit(self, past=None):
+            named = model_tensors(unwrap(self.model))
+            self.weights = {name: one for name, one in named.items() if one.is_floating_point()}
             facts = {"size": self.world.size, "batch": self.plan.batch, "micro": self.plan.micro}
-            facts["threads"] = torch.get_num_threads()
+            facts |= {"threads": torch.get_num_threads(), "names": [*self.weights]}
             self.ledger = Ledger(folder, self.world.rank, **facts)
-            self.held = float((folder / HOLD).read_text()) if (folder / HOLD).exists() else math.inf
+            self.pause = float((folder / PAUSE).read_text()) if (folder / PAUSE).exists() else math.inf
             return super().fit(past)
 
         def training_step(self, batch):
@@ -101,7 +106,7 @@ def keeping(chosen: type, folder: Path) -> type:
             return loss
 
         def micro_batch(self, key, batch):
-            while self.state.step >= self.held:
+            while self.state.step >= self.pause:
                 time.sleep(0.01)
             super().micro_batch(key, batch)
             if key.count:
@@ -109,15 +114,15 @@ def keeping(chosen: type, folder: Path) -> type:
 
         def step(self, samples):
             super().step(samples)
-            self.ledger.step(self.state.step - 1, self.parameters, self.world)
+            self.ledger.step(self.state.step - 1, [*self.weights.values()], self.world)
 
     return Keeper
 
 
-def hold(folder: Path, step: int | None):
-    """The next start of the run waits, once so many steps are done, until it is killed; None: it does not."""
+def pause(folder: Path, step: int | None):
+    """Let the next start of the run wait, once so many steps are done, until it is killed; None: it does not."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / HOLD).write_text(str(math.inf if step is None else step))
+    (folder / PAUSE).write_text(str(math.inf if step is None else step))
 
 
 def checksum(tensors: list[Tensor]) -> int:
@@ -180,41 +185,54 @@ def first_difference(truth: list[Start], other: list[Start]) -> Difference | Non
     """Where any start of a run first did other than the true run did, None if nowhere."""
     wanted = {at: record for start in truth for at, record in start.records.items()}
     weights = {at: value for start in truth for at, value in start.weights.items()}
-    found = []
+    differences = []
     for start in other:
         pairs = [(wanted.get(at), record) for at, record in start.records.items()]
-        found += [difference for one, record in pairs if (difference := _difference(one, record))]
-        odd = [step for (step, place), value in start.weights.items() if weights.get((step, place), value) != value]
-        found += [Difference(step, None, "the same losses, other weights after it") for step in odd]
-    return min(found, key=lambda one: (one.step, one.sample is None), default=None)
+        differences += [difference for one, record in pairs if (difference := _difference(one, record))]
+        for (step, place), values in start.weights.items():
+            pairs = zip(start.facts["names"], values, weights.get((step, place), values), strict=True)
+            names = [name for name, value, true in pairs if value != true]
+            if names:
+                why = f"{WEIGHTS} {names[0]} after it ({len(names)} of {len(values)} tensors)"
+                differences.append(Difference(step, None, why))
+    return min(differences, key=lambda one: (one.step, one.sample is None), default=None)
 
 
 def _difference(wanted, record):
     step, first = record.step, record.indices[0]
     if wanted is None or wanted.indices != record.indices:
-        return Difference(step, first, "other samples, or in another order")
+        return Difference(step, first, SAMPLES)
     for index, row, wanted_row in zip(record.indices, record.rows, wanted.rows):
         if row != wanted_row:
-            return Difference(step, index, "the same sample, drawn otherwise")
+            return Difference(step, index, DRAWN)
     if record.loss == wanted.loss or (math.isnan(record.loss) and math.isnan(wanted.loss)):
         return None
-    return Difference(step, first, "the same samples, another loss")
+    return Difference(step, first, LOSS)
 
 
-def distance(one: Path, other: Path) -> tuple[float, float, bool]:
-    """How far the newest checkpoints of two folders are apart: the largest difference of a weight; the same as a
-    share of the largest weight of its tensor; and whether all bits are the same, the optimizer's memory too."""
+class Distance(NamedTuple):
+    """How far the newest checkpoints of two runs are apart."""
+
+    share: float  # the largest difference of a weight, as a share of the largest of its tensor
+    names: list[str]  # of the tensors that differ in any bit, the optimizer's memory too
+
+
+def distance(one: Path, other: Path) -> Distance:
+    """Compare the newest checkpoints of two folders."""
     a, b = _newest(one), _newest(other)
-    if {name: value.shape for name, value in a.items()} != {name: value.shape for name, value in b.items()}:
-        return math.inf, math.inf, False
-    most = share = 0.0
-    for name in a:
-        if name.startswith("model.") and a[name].numel():
-            gap = torch.nan_to_num((a[name].double() - b[name].double()).abs(), nan=math.inf).max().item()
-            most, share = max(most, gap), max(share, gap / max(a[name].double().abs().max().item(), 1e-30))
-    return most, share, all(checksum([a[name]]) == checksum([b[name]]) for name in a)
+    bits = [{name: (value.shape, checksum([value])) for name, value in tensors.items()} for tensors in (a, b)]
+    names = [name for name in {**a, **b} if bits[0].get(name) != bits[1].get(name)]
+    shares = [_share(a.get(name), b.get(name)) for name in names if name.startswith("model.")]
+    return Distance(max(shares, default=0.0), names)
 
 
-def _newest(folder):
+def _share(one: Tensor | None, other: Tensor | None) -> float:
+    if one is None or other is None or one.shape != other.shape:
+        return math.inf
+    gap = torch.nan_to_num((one.double() - other.double()).abs(), nan=math.inf).max().item()
+    return gap / max(one.double().abs().max().item(), 1e-30)
+
+
+def _newest(folder: Path) -> dict[str, Tensor]:
     newest = run_folder.newest(folder)
-    return shards.whole(newest, manager.read_manifest(newest))
+    return shards.whole(newest, shards.read_manifest(newest))

@@ -34,21 +34,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-o", type=Path, metavar="FILE", help=".csv or .json, with all probabilities (a table)")
     parser.add_argument("-format", choices=FORMATS, help="(table, or what the ending of -o says)")
     parser.add_argument("-device", default=default_device(), help="cpu, cuda, cuda:1, mps, ... (%(default)s)")
-    asked = parser.parse_args(argv)
-    ending = asked.o.suffix.lstrip(".") if asked.o else ""
-    form = asked.format or (ending if ending in FORMATS else "table")
+    args = parser.parse_args(argv)
+    ending = args.o.suffix.lstrip(".") if args.o else ""
+    form = args.format or (ending if ending in FORMATS else "table")
     try:
-        check_device(asked.device)
-        model = predict.load(asked.run, asked.device)
-        found = list(answers(model, [*files(asked.files), *asked.text]))
-        if not found:
+        check_device(args.device)
+        model = predict.load(args.run, args.device)
+        predictions = list(answers(model, [*files(args.files), *args.text]))
+        if not predictions:
             raise UsageError("nothing to predict: name images, text files or folders of images, or give -text")
-        text = FORMATS[form](found, is_classifier(asked.run))
-        if asked.o:
-            atomic.write_file(asked.o, text)
+        text = FORMATS[form](predictions, is_classifier(args.run))
+        if args.o:
+            atomic.write_file(args.o, text)
     except (UsageError, OSError) as error:
         parser.exit(2, f"predict.py: {error}\n")
-    print(f"{asked.o}: {len(found)} predictions" if asked.o else text.rstrip("\n"))
+    print(f"{args.o}: {len(predictions)} predictions" if args.o else text.rstrip("\n"))
     return 0
 
 
@@ -109,32 +109,32 @@ def content(one: Path | str) -> Image.Image | str | bytes:
     return text
 
 
-def to_table(found: list[tuple[str, dict]], classifier: bool) -> str:
+def to_table(predictions: list[tuple[str, dict]], classifier: bool) -> str:
     """A line for each input: the most probable classes, or all outputs."""
-    wide = max(len(name) for name, _ in found)
+    wide = max(len(name) for name, _ in predictions)
     lines = []
-    for name, values in found:
+    for name, values in predictions:
         shown = sorted(values.items(), key=lambda item: -item[1])[:SHOWN] if classifier else values.items()
         lines.append("  ".join([name.ljust(wide), *(f"{one} {value:.4f}" for one, value in shown)]))
     return "\n".join(lines) + "\n"
 
 
-def to_csv(found: list[tuple[str, dict]], classifier: bool) -> str:
-    rows, stream = records(found, classifier), io.StringIO()
+def to_csv(predictions: list[tuple[str, dict]], classifier: bool) -> str:
+    rows, stream = records(predictions, classifier), io.StringIO()
     writer = csv.DictWriter(stream, rows[0], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return stream.getvalue()
 
 
-def to_json(found: list[tuple[str, dict]], classifier: bool) -> str:
-    return json.dumps(records(found, classifier), indent=1) + "\n"
+def to_json(predictions: list[tuple[str, dict]], classifier: bool) -> str:
+    return json.dumps(records(predictions, classifier), indent=1) + "\n"
 
 
-def records(found: list[tuple[str, dict]], classifier: bool) -> list[dict]:
+def records(predictions: list[tuple[str, dict]], classifier: bool) -> list[dict]:
     """A dict for each input: of a classifier its class and the probability of that, before those of all classes."""
     rows = []
-    for name, values in found:
+    for name, values in predictions:
         best = max(values, key=values.__getitem__)
         answer = {"class": best, "probability": values[best]} if classifier else {}
         rows.append({"file": name, **answer, **values})

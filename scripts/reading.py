@@ -53,7 +53,7 @@ def resumes(folder: Path) -> list[int]:
 
 
 def held(folder: Path) -> bool | None:
-    """Whether a process, on whatever host, holds the run's lock; asked without taking it. None: cannot be known."""
+    """Whether a process, on whatever host, holds the run's lock. None: it cannot be known. Takes no lock."""
     if not sys.platform.startswith("linux"):
         return None
     try:

@@ -53,12 +53,9 @@ def newest(folder: Path) -> int | None:
 
 
 def found(folder: Path) -> resume.Past | None:
-    """The newest good checkpoint of a run; those that are damaged are set aside."""
+    """The newest good checkpoint of a run."""
     checkpoints = saver(folder)
-    past, _ = resume.newest_good(checkpoints.folder, checkpoints.disk)
-    if past:
-        resume.set_damaged_aside(past, checkpoints.disk, checkpoints.folder)
-    return past
+    return resume.newest_good(checkpoints.folder, checkpoints.disk)
 
 
 def facts(step: int) -> dict:
@@ -85,7 +82,7 @@ def kept(folder: Path) -> list[int]:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All that a checkpoint holds."""
-    return shards.whole(folder, manager.read_manifest(folder))
+    return shards.whole(folder, shards.read_manifest(folder))
 
 
 def names(folder: Path) -> list[str]:
@@ -106,8 +103,8 @@ def log_of(folder: Path, rank: int = 0) -> str:
 def rewrite(folder: Path, change):
     """Writes a checkpoint's manifest anew, as an attacker or another version might: its seal is right."""
     path = folder / "manifest.json"
-    manifest = {name: value for name, value in manager.read_manifest(folder).items() if name != "crc32"}
-    path.write_bytes(manager.sealed(change(manifest) or manifest))
+    manifest = {name: value for name, value in shards.read_manifest(folder).items() if name != "crc32"}
+    path.write_bytes(shards.sealed(change(manifest) or manifest))
 
 
 def refused(out: Path, words: str, capfd) -> str:

@@ -40,7 +40,16 @@ def test_a_flag_reads_the_same_in_all_its_forms(name):
 
 @pytest.mark.parametrize("name", [name for name in ALONE if shared()[name].type is types.yes_no])
 def test_a_switch_stands_alone_or_has_yes_or_no_behind_it(name):
-    for word, value in {"yes": True, "True": True, "1": True, "no": False, "FALSE": False, "0": False}.items():
+    for word, value in {
+        "yes": True,
+        "True": True,
+        "on": True,
+        "1": True,
+        "no": False,
+        "FALSE": False,
+        "off": False,
+        "0": False,
+    }.items():
         assert vars(parsed(f"-{name} {word}"))[name] is value is vars(parsed(f"-{name}={word}"))[name]
     assert vars(parsed(f"-{name}"))[name] is True is vars(parsed(f"-{name} -seed 3"))[name]
     assert f"-{name}: 'maybe' is neither yes nor no" in refusal(f"-{name} maybe")
@@ -159,17 +168,28 @@ def test_batch_per_gpu_is_read_beside_any_default_of_the_batch():
     assert parsed("-fp16 -bf16=no").fp16 and parsed("-batch_size 12 -micro_batch 4").micro_batch == 4
 
 
-def test_help_shows_groups_flags_defaults_and_units(capsys):
+def test_help_shows_groups_flags_defaults_and_units_as_wide_as_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "72")
     out = help_of("-h", capsys)
     lines = {line.split()[0].rstrip(","): line for line in out.splitlines() if line.startswith("  -")}
     assert {f"-{name}" for name in shared()} <= set(lines)
     for group in ("run", "machine", "data", "training", "optimization", "saving and stopping", "slurm"):
         assert f"\n{group}:\n" in out
     args = parsed("")
-    for name in ("epochs", "lr_start", "batch_size", "weight_decay", "optimizer", "save_every", "out"):
+    for name in (
+        "epochs",
+        "lr_start",
+        "batch_size",
+        "weight_decay",
+        "optimizer",
+        "save_every",
+        "out",
+        "clip_grad",
+        "seed",
+    ):
         at = out.index(f"\n  -{name} ")
         assert f"({getattr(args, name)})" in out[at : at + 240].replace("\n", " "), f"-{name} without its default"
-    assert max(map(len, out.splitlines())) <= 118
+    assert max(map(len, out.splitlines())) <= 72
     for action in shared().values():
         assert action.help
 
@@ -196,8 +216,6 @@ def test_args_are_read_only_and_travel_to_other_processes():
         args.lr_start = 3
     with pytest.raises(AttributeError, match="read-only"):
         args.brand_new = 3
-    with pytest.raises(AttributeError, match=r"args is read-only: args\.epochs cannot be deleted"):
-        del args.epochs
     with pytest.raises(AttributeError):
         setattr(args, "epochs", 4)  # noqa: B010
     for copied in (pickle.loads(pickle.dumps(args)), copy.copy(args), copy.deepcopy(args)):
@@ -213,4 +231,4 @@ def test_every_flag_says_what_it_is_and_names_its_attribute():
         assert action.metavar or action.choices or action.type is types.yes_no
     plain = argparse.ArgumentParser(add_help=False)
     flags.add_shared(plain)
-    assert {action.dest for action in plain._actions} == {*shared(), "h", "list"}
+    assert {action.dest for action in plain._actions} == {*shared(), "h"}

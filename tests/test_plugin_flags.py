@@ -11,6 +11,7 @@ from command_line import cfg_file, help_of, lasting, parsed, plugin_file, plugin
 import train
 from lib import config
 from lib.config import flags, plugins
+from lib.utils.errors import UsageError
 
 
 @pytest.mark.parametrize("number", ["-3", "-3.5", "-.5", "-1e-3", "-1E+3", "-1e3", "-2.", "+4", "1e-3", "-inf"])
@@ -72,18 +73,9 @@ def test_two_plugins_with_one_flag_are_refused(monkeypatch, tmp_path):
     assert "lib/arch/one.py: its flag clashes" in refusal("-arch one -dataset two")
 
 
-def test_a_plugin_without_its_builder_or_loaded_too_late_is_named(monkeypatch, tmp_path):
+def test_a_plugin_without_its_builder_is_named(monkeypatch, tmp_path):
     plugin_file(monkeypatch, tmp_path, "arch", "empty", "x = 3\n")
     assert refusal("-arch empty") == "-arch empty: lib/arch/empty.py has no get_model that can be called"
-    plugin_file(
-        monkeypatch,
-        tmp_path,
-        "arch",
-        "late",
-        "def add_args(parser): parser.set_defaults(dataset='random')\nget_model = print\n",
-    )
-    assert refusal("-arch late").startswith("-dataset random is a default that a plugin set too late")
-    assert parsed("-arch late -dataset random").random_samples > 0
 
 
 def test_a_dataset_chooses_the_arch_that_suits_it(monkeypatch, tmp_path):
@@ -163,7 +155,7 @@ def test_help_and_wrong_flags_are_answered_without_importing_torch():
         "dataset": ["cifar10", "digits", "fake", "random", "text"],
         "trainer": ["contrastive", "ema", "trainer"],
     }
-    lines = ["0 -list", "2 -lr_strat 3", "2 -arch nope", "2 -cfg scripts/recipes/digits.yaml -epochs 0"]
+    lines = ["2 -lr_strat 3", "2 -arch nope", "2 -cfg scripts/recipes/digits.yaml -epochs 0"]
     for kind, its_names in shipped.items():
         there = [f"-{kind} {name}" for name in its_names if name in plugins.names(kind)]
         lines += [f"0 {words} -h" for words in there] + [f"2 {words} -lr_end 9" for words in there]
@@ -204,19 +196,15 @@ def test_only_what_the_flags_need_is_executed(monkeypatch, tmp_path, capsys):
 
 
 def test_a_loss_or_optimizer_of_a_fork_is_a_choice(monkeypatch, tmp_path):
-    for text, found in (
-        ("BY_NAME = {'mine': 1, 'adamw': 2}", ("mine", "adamw")),
-        ("BY_NAME = {'mine': 1}\nBY_NAME['other'] = 2", flags.table("optimizer")),  # imports the module
-        (
-            "BY_NAME = {'mine': 1}\ndef add(one): BY_NAME[one] = one\n@add\ndef other(): pass",
-            flags.table("optimizer"),
-        ),
-        ("BY_NAME = {**{}, 'mine': 1}", flags.table("optimizer")),
-    ):
-        (tmp_path / "lib" / "core").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "lib" / "core" / "optimizer.py").write_text(text)
-        monkeypatch.setattr(plugins, "ROOT", tmp_path)
-        assert flags.table.__wrapped__("optimizer") == found
+    """The source template's own files have no table: what one is here is said in a line."""
+    core = tmp_path / "lib" / "core"
+    core.mkdir(parents=True)
+    (core / "optimizer.py").write_text("import torch\nBY_NAME = {'mine': 1, 'adamw': torch.optim.AdamW}\n")
+    (core / "loss.py").write_text("from torch import nn\ndef get_loss(args):\n    return nn.CrossEntropyLoss()\n")
+    monkeypatch.setattr(plugins, "ROOT", tmp_path)
+    assert flags.table.__wrapped__("optimizer") == ("mine", "adamw")
+    with pytest.raises(UsageError, match=r"lib/core/loss.py has no BY_NAME, a dict of the names of -loss and what"):
+        flags.table.__wrapped__("loss")
 
 
 def test_plugin_files_of_the_source_template_run_unchanged(monkeypatch, tmp_path):

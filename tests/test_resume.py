@@ -7,7 +7,7 @@ import sys
 import pytest
 import saves
 import torch
-from runs import distance, few, norm_net, outcome, plugins, run, weights
+from runs import distance, few, norm_net, outcome, plugins, run, same, weights
 from safetensors.torch import save_file
 from saves import SMALL, log_of, names
 from torch import nn
@@ -40,7 +40,7 @@ def test_another_runs_damaged_checkpoint_is_passed_over_and_left_where_it_is(cop
     shard = copy / "checkpoints" / newest / "shard_0001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     folder = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {copy}")
-    assert f"{shard}" in log_of(folder) and "passed over; an older" in log_of(folder)
+    assert f"{shard}: " in log_of(folder) and "an older checkpoint is taken" in log_of(folder)
     assert distance(folder, done) == 0.0 and names(copy)[0] == newest
 
 
@@ -53,9 +53,9 @@ def test_what_cannot_be_resumed_is_refused_and_nothing_in_it_is_executed(refused
         assert f"-resume {words}: there is no checkpoint" in refused(f"{SMALL} -resume {words}")
     for name in names(copy):
         saves.payload(copy / "checkpoints" / name / "manifest.json", mark)
-    assert "no good checkpoint is there" in refused(f"{SMALL} -cpu 2 -resume {copy}")
+    assert "no good checkpoint is left" in refused(f"{SMALL} -cpu 2 -resume {copy}")
     one = copy / "checkpoints" / names(copy)[3]
-    assert "no good checkpoint is there" in refused(f"{SMALL} -resume {one}")
+    assert "no good checkpoint is left" in refused(f"{SMALL} -resume {one}")
     assert not mark.exists()
 
 
@@ -96,6 +96,21 @@ def test_weights_are_taken_once_and_what_does_not_fit_is_told(done, tmp_path):
         assert message in log_of(folder)
     again = log_of(run(tmp_path, words)).partition("going on from")
     assert "tensors taken" not in again[2] and "-weights is not used" in again[0]
+
+
+def test_a_trainer_is_made_with_the_weights_of_a_file(done, tmp_path):
+    """So what it copies in its `__init__`, a teacher or an average, begins with them."""
+    copied = {}
+
+    class Copying(trainer.Trainer):
+        def __init__(self, *parts):
+            super().__init__(*parts)
+            copied.update({name: value.clone() for name, value in self.model.state_dict().items()})
+
+    with plugins(trainer={"copying": Copying}):
+        words = f"{SMALL} -cpu 1 -trainer copying -limit_steps 1 -weights {done / 'final' / 'weights.safetensors'}"
+        run(tmp_path, words, wanted=75)
+    assert same(copied, weights(done))
 
 
 def test_weights_that_cannot_be_read_or_do_not_fit_are_refused_and_run_no_code(refused, tmp_path):

@@ -20,7 +20,7 @@ from torch import nn
 from lib.trainer import trainer
 from lib.trainer.trainer import BadSteps
 from lib.utils import preemption
-from lib.utils.checkpoint import manager, run_folder, shards
+from lib.utils.checkpoint import run_folder, shards
 from lib.utils.data.tensors import Tensors
 from lib.utils.monitoring import logger
 
@@ -188,7 +188,7 @@ def test_a_finished_run_is_not_trained_again(undisturbed):
 
 def test_a_manifest_does_not_grow_with_the_epochs(undisturbed):
     folders = run_folder.listed(undisturbed[1] / "checkpoints")
-    states = [manager.read_manifest(folder)["state"] for folder in folders]
+    states = [shards.read_manifest(folder)["state"] for folder in folders]
     assert [(state["epoch"], state["sums"], state["unlogged"]) for state in states] == [(3, {}, {}), (2, {}, {})]
 
 
@@ -291,7 +291,7 @@ def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, m
     assert [line["epoch"] for line in message if "val/loss" in line] == [1, 2, 3]
     assert sum("test/loss" in line for line in message) == 1
     assert [line["step"] for line in message if "train/loss" in line] == [4, 8, 12]
-    board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "images": 0}).Reload()
+    board = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0}).Reload()
     for name, wanted in (("train", [4, 8, 12]), ("val", [4, 8, 12]), ("test", [12])):
         assert [point.step for point in board.Scalars(f"{name}/loss")] == wanted
         if name != "train":

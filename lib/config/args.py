@@ -45,11 +45,6 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
         if describe and hasattr(module, "describe"):  # a dataset sets defaults that only its files can tell
             parser.set_known(module.describe(_parse(parser, words)), module)
     args = _parse(parser, words)
-    for kind, name in chosen.items():
-        if getattr(args, kind) != name:
-            raise UsageError(
-                f"-{kind} {getattr(args, kind)} is a default that a plugin set too late: name it yourself"
-            )
     combinations.check(args, given | set(entries))
     return args
 
@@ -122,7 +117,7 @@ def to_yaml(args: Args, about: dict, **settled) -> str:
     return yaml.safe_dump({**kept, "about": about}, sort_keys=False, width=118, default_flow_style=None)
 
 
-def _plain(value):
+def _plain(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     return value if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)) else str(value)

@@ -6,7 +6,7 @@ from lib.config.namespace import Args
 from lib.utils.errors import UsageError
 
 
-def check(args: Args, given: set[str]):
+def check(args: Args, given: set[str]) -> None:
     """Raise UsageError for such flags. `given`: those of the command line and the -cfg file."""
     if {"batch_size", "batch_per_gpu"} <= given:
         raise UsageError("-batch_size is the global batch and -batch_per_gpu its share: give one of them")
@@ -31,15 +31,13 @@ def check(args: Args, given: set[str]):
     check_machines(args)
 
 
-def check_machines(args: Args):
+def check_machines(args: Args) -> None:
     """Raise UsageError for flags of several machines that do not make a run."""
-    if args.nnodes == 1:
-        if args.node_rank is not None or args.master_addr is not None:
-            raise UsageError("-node_rank and -master_addr without -nnodes: say how many machines take part")
+    if args.nnodes == 1 and args.node_rank is None and args.master_addr is None:
         return
-    if args.node_rank is None or args.master_addr is None:
-        missing = "node_rank" if args.node_rank is None else "master_addr"
-        raise UsageError(f"-nnodes {args.nnodes} needs -{missing}, as in -node_rank 1 -master_addr HOST_OF_RANK_0")
+    if args.nnodes == 1 or args.node_rank is None or args.master_addr is None:
+        example = "-nnodes 2 -node_rank 1 -master_addr HOST_OF_NODE_0"
+        raise UsageError(f"-nnodes, -node_rank and -master_addr belong together, as in {example}")
     if args.node_rank >= args.nnodes:
         raise UsageError(f"-node_rank {args.node_rank} of -nnodes {args.nnodes}: 0 to {args.nnodes - 1} are wanted")
     if args.slurm or args.slurm_dry:

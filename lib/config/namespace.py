@@ -11,11 +11,8 @@ class Args(argparse.Namespace):
     def __init__(self, **values):
         vars(self).update(values)
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: object):
         raise AttributeError(f"args is read-only: args.{name} cannot be set to {value!r} after parse_args")
-
-    def __delattr__(self, name):
-        raise AttributeError(f"args is read-only: args.{name} cannot be deleted")
 
     @property
     def flag_rules(self) -> flags.Rules:

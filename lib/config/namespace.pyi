@@ -20,21 +20,6 @@ class Args(argparse.Namespace):
     ngrok: bool
     ngrok_auth: str
     seed: int
-    gpus: str | None
-    cpu: int | None
-    workers: int | None
-    threads: int | None
-    fp16: bool
-    bf16: bool
-    parallel: str
-    fsdp_replicas: int
-    reduction: str
-    offload: bool
-    recompute: bool
-    compile: str | None
-    channels_last: bool
-    deterministic: bool
-    sync_bn: bool
     dataset: str
     batch_size: int
     batch_per_gpu: int | None
@@ -54,11 +39,6 @@ class Args(argparse.Namespace):
     train_metrics: bool
     log_every: int
     max_bad_steps: int
-    dry: bool
-    debug: bool
-    eval: bool
-    overfit: int | None
-    profile: int | None
     optimizer: str
     lr_start: float
     lr_end: float
@@ -80,6 +60,26 @@ class Args(argparse.Namespace):
     limit_steps: int | None
     check_resume: bool
     hang_minutes: float
+    gpus: str | None
+    cpu: int | None
+    workers: int | None
+    threads: int | None
+    fp16: bool
+    bf16: bool
+    parallel: str
+    fsdp_replicas: int
+    reduction: str
+    offload: bool
+    recompute: bool
+    compile: str | None
+    channels_last: bool
+    deterministic: bool
+    sync_bn: bool
+    dry: bool
+    debug: bool
+    eval: bool
+    overfit: int | None
+    profile: int | None
     nnodes: int
     node_rank: int | None
     master_addr: str | None
@@ -91,15 +91,9 @@ class Args(argparse.Namespace):
     slurm_nnodes: int
     slurm_ngpus: int
     slurm_nodelist: str | None
-    slurm_exclude: str | None
     slurm_partition: str | None
-    slurm_account: str | None
-    slurm_qos: str | None
-    slurm_constraint: str | None
     slurm_timeout: int | None
-    slurm_mem_gb: float | None
     slurm_cpus: int | None
-    slurm_setup: list[str]
     slurm_arg: list[str]
     slurm_requeues: int
     slurm_signal_s: int

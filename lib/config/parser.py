@@ -3,9 +3,9 @@
 import argparse
 import functools
 import re
-import sys
+from types import ModuleType
+from typing import NoReturn
 
-from lib.config import plugins
 from lib.config.types import yes_no
 from lib.utils.errors import UsageError, close, no_exit
 
@@ -26,7 +26,8 @@ class Parser(argparse.ArgumentParser):
         self.register("type", bool, yes_no)
         self.register("action", "store_true", functools.partial(argparse._StoreAction, **SWITCH))
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse finds wrong."""
         raise UsageError(message)
 
     def exact(self, word: str, source: str = "") -> str:
@@ -45,34 +46,31 @@ class Parser(argparse.ArgumentParser):
         for key, values in entries.items():
             flag = self.exact(f"-{key}", f"{path}: ")
             action = self._option_string_actions[flag]
-            if isinstance(action, argparse._AppendAction) and action.nargs is None:
+            if len(values) == 1 or isinstance(action, argparse._AppendAction):
                 words += [f"{flag}={value}" for value in values]
-            elif action.nargs in (None, "?", 0) and len(values) != 1:
+            elif action.nargs in (None, "?", 0):
                 raise UsageError(f"{path}: -{key} takes one value and not the list [{', '.join(values[:9])}]")
-            elif len(values) == 1:
-                words += [f"{flag}={values[0]}"]
             else:
                 words += [flag, *values]
         return words
 
-    def add_own(self, module, title: str):
+    def add_own(self, module: ModuleType, title: str) -> None:
         """Add a plugin's flags. Raise UsageError for one that exists already or that config.yaml cannot keep."""
-        there = {action.dest for action in self._actions}
-        count = len(self._actions)
+        shared = list(self._actions)
         try:
             with no_exit():
                 getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
         except argparse.ArgumentError as error:
             raise UsageError(f"{_file(module)}: its flag clashes with a shared one ({error})") from None
-        for action in self._actions[count:]:
-            if action.dest in there:
+        for action in self._actions[len(shared) :]:
+            if action.dest in [one.dest for one in shared]:
                 raise UsageError(f"{_file(module)}: its flag -{action.dest} clashes with a shared one")
             if action.nargs == 0 or action.dest not in [option.lstrip("-") for option in action.option_strings]:
                 wanted = f"config.yaml needs a flag -{action.dest} with a value, or store_true"
                 raise UsageError(f"{_file(module)}: {action.dest}: {wanted}")
         self.set_known({}, module)
 
-    def set_known(self, defaults: dict, module):
+    def set_known(self, defaults: dict, module: ModuleType) -> None:
         """Set a plugin's defaults. Raise UsageError for a default, here or in its add_args, of an unknown flag."""
         self.set_defaults(**defaults)
         names = [action.dest for action in self._actions]
@@ -81,28 +79,15 @@ class Parser(argparse.ArgumentParser):
 
 
 class Help(argparse.HelpFormatter):
-    """One line a flag where it fits, the default behind it."""
+    """Shows the default of a flag behind its help, in lines as long as the terminal's."""
 
-    def __init__(self, prog):
-        super().__init__(prog, max_help_position=34, width=118)
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=34)
 
-    def _get_help_string(self, action):
-        quiet = action.default in (None, False, "", argparse.SUPPRESS) or action.default == []
-        return action.help if quiet else f"{action.help} (%(default)s)"
-
-
-class Listing(argparse.Action):
-    """A flag that shows the plugins, each with the first line of its docstring, and exits, as -h does."""
-
-    def __init__(self, option_strings, dest, help=None):
-        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        for kind in ("arch", "dataset", "trainer"):
-            rows = (f"  {name:20} {plugins.summary(kind, name)}\n" for name in plugins.names(kind))
-            parser._print_message(f"-{kind} NAME\n{''.join(rows)}", sys.stdout)
-        parser.exit()
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        hidden = action.default is False or action.default in (None, "", argparse.SUPPRESS, [])
+        return action.help if hidden else f"{action.help} (%(default)s)"
 
 
-def _file(module):
+def _file(module: ModuleType) -> str:
     return f"{module.__name__.replace('.', '/')}.py"

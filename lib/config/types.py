@@ -3,12 +3,14 @@
 import argparse
 import math
 import re
+from collections.abc import Callable
 
 DIGITS = re.compile(r"[+-]?[0-9]{1,18}")
 DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+GPU = re.compile(r"\d{1,4}|[A-Za-z][\w/-]*")
 
 
-def matching(pattern: str, wanted: str):
+def matching(pattern: str, wanted: str) -> Callable[[str], str]:
     """Return a type for text that matches the whole pattern; `wanted` describes it."""
 
     def read(value: str) -> str:
@@ -27,21 +29,19 @@ metric = matching(r"[^\x00-\x1f\x7f:]+(:min|:max)?", "a metric like accuracy, re
 every = matching(r"(?=0*[1-9])[0-9]{1,18}(epochs?|steps?|min|)", "an interval like 5epochs, 500steps or 10min")
 suffix = matching(r"[A-Za-z0-9-]*", "the end of a host name: letters, digits, dashes")
 key_value = matching(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?", "an option of sbatch like reservation=school or exclusive")
+
 weights = matching(r"\d+(\.\d+)?(,\d+(\.\d+)?)*", "a list of numbers like 1,2.5,0.5")
-gpu_names = matching(
-    r"(\d{1,4}|[A-Za-z][\w/-]*)(,(\d{1,4}|[A-Za-z][\w/-]*))*", "a list of GPUs like 0,1,2 or GPU-8932f937"
-)
 
 
 def gpu_list(value: str) -> str:
-    """GPUs by index or UUID, each once."""
-    names = gpu_names(value).split(",")
-    if len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{value!r} is not a list of GPUs like 0,1,2, each once")
+    """Return text that lists GPUs by index or UUID, each once."""
+    names = value.split(",")
+    if len(set(names)) < len(names) or not all(GPU.fullmatch(name) for name in names):
+        raise argparse.ArgumentTypeError(f"{value!r} is not a list of GPUs like 0,1,2 or GPU-8932f937, each once")
     return value
 
 
-def whole(low: int, high: int = 10**18 - 1):
+def whole(low: int, high: int = 10**18 - 1) -> Callable[[str], int]:
     """Return a type for whole numbers from `low` to `high`."""
 
     def read(value: str) -> int:
@@ -53,7 +53,7 @@ def whole(low: int, high: int = 10**18 - 1):
     return read
 
 
-def real(low: float, high: float = math.inf, above: bool = False, below: bool = False):
+def real(low: float, high: float = math.inf, above: bool = False, below: bool = False) -> Callable[[str], float]:
     """Return a type for finite numbers from `low` (or above it) to `high` (or below it)."""
 
     def read(value: str) -> float:
@@ -69,7 +69,9 @@ def real(low: float, high: float = math.inf, above: bool = False, below: bool = 
 
 
 def yes_no(value: str) -> bool:
-    """True for yes, true and 1; False for no, false and 0."""
-    if value.lower() not in ("yes", "true", "1", "no", "false", "0"):
-        raise argparse.ArgumentTypeError(f"{value!r} is neither yes nor no")
-    return value.lower() in ("yes", "true", "1")
+    """Return True for yes, true, on and 1, False for no, false, off and 0."""
+    if value.lower() in ("yes", "true", "on", "1"):
+        return True
+    if value.lower() in ("no", "false", "off", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{value!r} is neither yes nor no")

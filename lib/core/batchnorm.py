@@ -19,7 +19,7 @@ class Statistics:
     them.
     """
 
-    def __init__(self, model: nn.Module, world: World, alone: bool, by_turns: bool = False):
+    def __init__(self, model: nn.Module, world: World, alone: bool, round_robin: bool = False):
         model = unwrap(model)
         saved, by_dtype = model.state_dict(keep_vars=True), {}
         for name, buffer in model.named_buffers():
@@ -27,10 +27,10 @@ class Statistics:
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         needed = any(dtype.is_floating_point for dtype in by_dtype)
         self.alone = alone
-        self.groups = [_Group(buffers, world, by_turns) for buffers in by_dtype.values()] if needed else []
+        self.groups = [_Group(buffers, world, round_robin) for buffers in by_dtype.values()] if needed else []
 
     @torch.no_grad()
-    def before(self, key: MicroBatch):
+    def before(self, key: MicroBatch) -> None:
         """Prepare for a micro-batch."""
         for group in self.groups:
             if key.first:
@@ -40,7 +40,7 @@ class Statistics:
                 torch._foreach_copy_(group.buffers, group.starts)
 
     @torch.no_grad()
-    def after(self, key: MicroBatch):
+    def after(self, key: MicroBatch) -> None:
         """Add up what a micro-batch made of the buffers; nothing of padding."""
         if self.alone or not key.count:
             return
@@ -62,8 +62,8 @@ class Statistics:
                 torch._foreach_copy_(group.totals, group.buffers)
             else:
                 group.sum.send()
-                group.sum.settle()
-                total, changes = group.sum.wait()
+                group.sum.reduce()
+                total, changes = group.sum.result()
                 torch.where(changes > 0, total, group.start, out=group.total)
             if group.is_float:
                 here = (torch.isfinite(group.start) & ~torch.isfinite(group.total)).any()
@@ -71,7 +71,7 @@ class Statistics:
         return broken
 
     @torch.no_grad()
-    def settle(self, norm: torch.Tensor):
+    def finish(self, norm: torch.Tensor) -> None:
         """End a step whose gradient has this norm, after `reduce`: a bad one leaves the buffers as they were."""
         good = torch.isfinite(norm)
         for group in self.groups:
@@ -82,14 +82,14 @@ class Statistics:
 class _Group:
     """The buffers of one dtype. All their values lie in one tensor, which a GPU handles at once; lists are views."""
 
-    def __init__(self, buffers: list[torch.Tensor], world: World, by_turns: bool):
+    def __init__(self, buffers: list[torch.Tensor], world: World, round_robin: bool):
         first, sizes = buffers[0], [buffer.numel() for buffer in buffers]
         self.buffers, self.is_float = buffers, first.is_floating_point()
         exact = torch.promote_types(first.dtype, torch.float32) if self.is_float else first.dtype
         self.total, self.start = torch.zeros(2 * sum(sizes), dtype=exact, device=first.device).chunk(2)
-        self.sum = Sum([self.total, self.total], world, by_turns)  # weighted, and how often each value changed
+        self.sum = Sum([self.total, self.total], world, round_robin)  # weighted, and how often each value changed
 
-        def views(whole):
+        def views(whole: torch.Tensor) -> list[torch.Tensor]:
             return [part.view_as(buffer) for part, buffer in zip(whole.split(sizes), buffers, strict=True)]
 
         self.totals, self.starts = views(self.total), views(self.start)

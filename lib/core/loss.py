@@ -105,8 +105,8 @@ def outputs_of(answer: Any) -> tuple[Any, Any]:
     return named.get("logits", others[0] if others else None), named.get("loss")
 
 
-def get_loss(args: "Args") -> Callable:
-    """Return a callable (outputs, targets) -> the mean loss over the batch, a scalar."""
+def get_loss(args: "Args") -> nn.Module:
+    """Return a module (outputs, targets) -> the mean loss over the batch, a scalar."""
     if args.loss != "cross_entropy":
         return BY_NAME[args.loss]()
     weights = torch.tensor([float(one) for one in args.class_weights.split(",")]) if args.class_weights else None

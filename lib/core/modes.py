@@ -46,7 +46,7 @@ def evaluate(trainer, past) -> str:
         raise UsageError(f"-eval: {folder} has neither best nor final weights; name some by -weights FILE")
     if not splits:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
-    weights.start_from(str(path), unwrap(trainer.model), whole=True)
+    log.info("weights:     %s", weights.start_from(str(path), unwrap(trainer.model), whole=True))
     figures = {split: trainer.evaluate(split) for split in splits}
     for split in splits:
         log.info("%s  %s", split, "  ".join(f"{name} {value:.4f}" for name, value in figures[split].items()))

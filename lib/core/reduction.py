@@ -3,12 +3,12 @@
 Micro-batch m is leaf m of one binary tree. A node is the sum of 2^k leaves from a multiple of 2^k on; leaves past the
 last one are left out. Each rank adds up its own leaves as far as they make whole nodes. Between ranks nodes are only
 moved, and then added in the tree's order: each rank gets one slice of all nodes (all_to_all), adds, and gives the sum
-to all (all_gather). Small sums take one all_gather of all nodes.
+to all (all_gather). Two ranks with one node each let the library add (all_reduce): a + b has the bits of b + a.
 """
 
 import functools
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lib.utils.data.plan import MicroBatch, rank_share
 from lib.utils.distributed import World
+from lib.utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from lib.config import Args
 
 BUCKET = 8 << 20  # bytes of gradients that travel together
-SMALL = 1 << 20  # bytes of a node of each rank, together, up to which all ranks get all nodes
 
 
-def grow(nodes: dict[int, list[Tensor]], leaf: int, values: list[Tensor]):
+def add_leaf(nodes: dict[int, list[Tensor]], leaf: int, values: list[Tensor]) -> None:
     """Add a leaf to nodes, named by their first leaf. Leaves come in order; the values become the node's."""
     size = 1
     while leaf & size and leaf - size in nodes:
@@ -32,8 +35,8 @@ def grow(nodes: dict[int, list[Tensor]], leaf: int, values: list[Tensor]):
     nodes[leaf] = values
 
 
-def total(nodes: dict[int, list[Tensor]]) -> list[Tensor]:
-    """Return the sum of nodes that hold all leaves; it takes their memory."""
+def sum_nodes(nodes: dict[int, list[Tensor]]) -> list[Tensor]:
+    """Return the sum of nodes that cover all leaves; it takes their memory."""
     size = 1
     while len(nodes) > 1:
         for first in [first for first in nodes if first & size]:
@@ -43,118 +46,104 @@ def total(nodes: dict[int, list[Tensor]]) -> list[Tensor]:
 
 
 @functools.lru_cache(maxsize=64)
-def nodes_by_rank(leaves: int, size: int, by_turns: bool) -> list[list[int]]:
+def nodes_by_rank(leaves: int, size: int, round_robin: bool) -> list[list[int]]:
     """Return the nodes that each rank makes of its share of the leaves."""
-    found, nothing = [], torch.empty(0)
+    by_rank, nothing = [], torch.empty(0)
     for rank in range(size):
         nodes = {}
-        for leaf in rank_share(leaves, rank, size, by_turns):
-            grow(nodes, leaf, [nothing])
-        found.append(list(nodes))
-    return found
+        for leaf in rank_share(leaves, rank, size, round_robin):
+            add_leaf(nodes, leaf, [nothing])
+        by_rank.append(list(nodes))
+    return by_rank
 
 
 class Sum:
-    """The sum of a list of tensors: `begin` a step, `add` each own micro-batch, `send`, `settle`, `wait`.
+    """The sum of tensors like `templates`: `begin` a step, `add` each own micro-batch, `send`, `reduce`, `result`.
 
-    Between the last three other work may go on. All ranks call them in the same order.
+    Between the last three other work may go on. All ranks call them in the same order. With `by_library` the
+    communication library chooses the order of additions, which depends on the number of ranks.
     """
 
-    def __init__(self, like: list[Tensor], world: World, by_turns: bool):
-        self.like, self.world, self.by_turns = like, world, by_turns
-        self.sizes, self.strides = [tensor.numel() for tensor in like], [_strides(tensor) for tensor in like]
+    def __init__(self, templates: list[Tensor], world: World, round_robin: bool, by_library: bool = False):
+        self.templates, self.world, self.round_robin, self.by_library = templates, world, round_robin, by_library
+        self.sizes, self.strides = [one.numel() for one in templates], [_strides(one) for one in templates]
         self.count = sum(self.sizes)
         self.slice = -(-self.count // world.size)
-        self.small = self.count * like[0].element_size() * world.size <= SMALL
         self.nodes: dict[int, list[Tensor]] = {}
         self.work: Any = None  # of the library, under way
 
-    def begin(self, leaves: int):
+    def begin(self, leaves: int) -> None:
         """Begin a step of so many micro-batches over all ranks."""
-        self.by_rank, self.nodes = nodes_by_rank(leaves, self.world.size, self.by_turns), {}
+        self.by_rank, self.nodes = nodes_by_rank(leaves, self.world.size, self.round_robin), {}
+        self.all_reduce = self.by_library or [len(nodes) for nodes in self.by_rank] == [1, 1]
 
-    def add(self, leaf: int, values: list[Tensor]):
+    def add(self, leaf: int, values: list[Tensor]) -> None:
         """Add what this rank's next micro-batch made; the tensors become this sum's."""
-        grow(self.nodes, leaf, values)
+        add_leaf(self.nodes, leaf, values)
 
-    def send(self):
+    def send(self) -> None:
         """Begin to move the nodes."""
-        ranks = self.world.size
-        if ranks == 1:
+        if self.world.size == 1:
             return
         own, self.nodes = list(self.nodes.values()), {}
-        if self.small:
-            most = max(map(len, self.by_rank))
-            sent = self.like[0].new_zeros(most, self.count)
-            for row, values in zip(sent, own, strict=False):
-                torch.cat([_flat(value) for value in values], out=row)
-            self.got = sent.new_empty(ranks, most, self.count)
-            self.work = dist.all_gather_into_tensor(self.got.view(-1), sent.view(-1), async_op=True)
-            return
-        gap = self.like[0].new_zeros(self.slice * ranks - self.count)
+        if self.all_reduce:
+            self._send_to_library(own)
+        else:
+            self._send_slices(own)
+
+    def _send_to_library(self, own: list[list[Tensor]]) -> None:
+        first, *others = own or [[torch.zeros_like(one) for one in self.templates]]
+        for values in others:
+            torch._foreach_add_(first, values)
+        self.sum = torch.cat([_flat(value) for value in first])
+        self.work = dist.all_reduce(self.sum, async_op=True)
+
+    def _send_slices(self, own: list[list[Tensor]]) -> None:
+        ranks = self.world.size
+        gap = self.templates[0].new_zeros(self.slice * ranks - self.count)
         sent = gap.new_empty(ranks, len(own), self.slice)
         for number, values in enumerate(own):
             row = sent.view(-1) if len(own) == 1 else gap.new_empty(ranks * self.slice)
             torch.cat([*map(_flat, values), gap], out=row)
             if len(own) > 1:
                 sent[:, number] = row.view(ranks, -1)
-        self.got = gap.new_empty(sum(map(len, self.by_rank)), self.slice)
+        self.received = gap.new_empty(sum(map(len, self.by_rank)), self.slice)
         splits = [len(nodes) * self.slice for nodes in self.by_rank], [len(own) * self.slice] * ranks
         self.sum = sent.view(-1)
-        self.work = dist.all_to_all_single(self.got.view(-1), self.sum, *splits, async_op=True)
+        self.work = dist.all_to_all_single(self.received.view(-1), self.sum, *splits, async_op=True)
 
-    def settle(self):
-        """Add up what has come, and begin to give the sum of this rank's slice to the others."""
-        if self.world.size == 1:
+    def reduce(self) -> None:
+        """Add up what has arrived, and begin to give the sum of this rank's slice to the others."""
+        if self.world.size == 1 or self.all_reduce:
             return
         self.work.wait()
-        if self.small:
-            rows = [row for part, nodes in zip(self.got, self.by_rank, strict=True) for row in part[: len(nodes)]]
-        else:
-            rows = list(self.got)
-        [own] = total({first: [row] for first, row in zip(itertools.chain(*self.by_rank), rows, strict=True)})
-        if self.small:
-            self.sum = own
-        else:
-            whole = self.slice * self.world.size
-            self.sum = self.sum[:whole] if len(self.sum) >= whole else own.new_empty(whole)  # what was sent is there
-            self.work = dist.all_gather_into_tensor(self.sum, own, async_op=True)
+        nodes = zip(itertools.chain(*self.by_rank), self.received, strict=True)
+        [own] = sum_nodes({first: [row] for first, row in nodes})
+        whole = self.slice * self.world.size
+        self.sum = self.sum[:whole] if len(self.sum) >= whole else own.new_empty(whole)  # what was sent has arrived
+        self.work = dist.all_gather_into_tensor(self.sum, own, async_op=True)
+        del self.received
 
-    def wait(self) -> list[Tensor]:
-        """Return the sums, laid out in memory like the tensors that they are the sums of."""
+    def result(self) -> list[Tensor]:
+        """Return the sums, laid out in memory like the templates."""
         if self.world.size == 1:
-            return total(self.nodes)
+            return sum_nodes(self.nodes)
         self.work.wait()
         parts = self.sum[: self.count].split(self.sizes)
-        del self.got, self.sum
-        layouts = zip(parts, self.like, self.strides, strict=True)
+        del self.sum
+        layouts = zip(parts, self.templates, self.strides, strict=True)
         return [part.as_strided(one.shape, strides) for part, one, strides in layouts]
 
 
-def _strides(tensor):
+def _strides(tensor: Tensor) -> tuple[int, ...]:
     """The strides of its gradient: its own where its values lie without gaps, else those of a contiguous tensor."""
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
 
 
-def _flat(tensor):
+def _flat(tensor: Tensor) -> Tensor:
     """Its values in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-class AllReduce(Sum):
-    """The same sum in the order that the communication library chooses, which depends on the number of ranks."""
-
-    def send(self):
-        first, *others = self.nodes.values() or [[torch.zeros_like(one) for one in self.like]]
-        for values in others:
-            torch._foreach_add_(first, values)
-        self.sum = torch.cat([_flat(value) for value in first])
-        self.got = self.nodes = {}
-        self.work = dist.all_reduce(self.sum, async_op=True)
-
-    def settle(self):
-        pass
 
 
 class Gradients:
@@ -166,7 +155,9 @@ class Gradients:
     the number of ranks.
     """
 
-    def __init__(self, parameters: list, model: nn.Module, own: list[nn.Module], world: World, args):
+    def __init__(self, parameters: list, model: nn.Module, own: list[nn.Module], world: World, args: "Args"):
+        if any(getattr(one, "sparse", False) for part in (model, *own) for one in part.modules()):
+            raise UsageError("nn.Embedding(sparse=True): sparse gradients are not summed; use sparse=False")
         wrapped = {p for one in own if isinstance(one, DistributedDataParallel) for p in one.parameters()}
         sharded = [p for p in parameters if hasattr(p, "placements")]
         plain = [p for p in parameters if p not in wrapped and not hasattr(p, "placements")]
@@ -175,29 +166,29 @@ class Gradients:
         self.scatters = [Scatter() for _ in groups if args.reduction == "tree"]
         for group, scatter in zip(groups, self.scatters, strict=False):
             group.set_custom_reduce_scatter(scatter)
-        kind = AllReduce if args.reduction == "allreduce" and world.size > 1 else Sum
-        self.buckets = [_Bucket(part, kind, world, args.parallel == "fsdp") for part in _parts(plain)]
+        how = {"round_robin": args.parallel == "fsdp", "by_library": args.reduction == "allreduce"}
+        self.buckets = [_Bucket(part, world, **how) for part in _parts(plain)]
         # Other collectives in a backward pass would meet these in another order on a rank that has nothing to do.
-        self.early = world.size > 1 and not (wrapped or sharded or args.sync_bn)
+        self.overlaps = world.size > 1 and not (wrapped or sharded or args.sync_bn)
         self.active, self.sent = False, 0
-        for bucket in self.buckets if self.early else ():
+        for bucket in self.buckets if self.overlaps else ():
             for parameter in filter(lambda parameter: parameter.requires_grad, bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, bucket))
 
-    def before(self, key: MicroBatch):
+    def before(self, key: MicroBatch) -> None:
         """Prepare for the backward pass of a micro-batch."""
         self.key, self.alone = key, self.world.size == key.step_parts == 1
         if key.first:
             self.sent = 0
             for bucket in self.buckets:
-                bucket.begin(key.step_parts)
+                bucket.begin(key)
         for scatter in self.scatters:
             scatter.begin(key)
-        self.active = self.early and key.last and key.count > 0
+        self.active = self.overlaps and key.last and key.count > 0
         for bucket in self.buckets if self.active else ():
             bucket.awaited = len(bucket.parameters)
 
-    def after(self):
+    def after(self) -> None:
         """Take the gradients of the micro-batch, unless it is the only one of all: then they are the sum."""
         self.active = False
         if self.alone:
@@ -208,19 +199,19 @@ class Gradients:
             for parameter in self.sharded:
                 parameter.grad = None  # what is whole comes with the last pass
 
-    def finish(self):
+    def finish(self) -> None:
         """Set each parameter's gradient to the sum over the step's micro-batches."""
         if not self.alone:
             self._send(len(self.buckets))
             for bucket in self.buckets[-1:]:
-                bucket.sum.settle()
+                bucket.sum.reduce()
             for bucket in self.buckets:
                 bucket.finish()
         used = [parameter.grad for parameter in self.averaged if parameter.grad is not None]
         if used:
             torch._foreach_mul_(used, self.world.size)
 
-    def _arrived(self, bucket, _):
+    def _on_gradient(self, bucket: "_Bucket", _: Tensor) -> None:
         if self.active:
             bucket.awaited -= 1
             if bucket.awaited == 0:
@@ -228,16 +219,16 @@ class Gradients:
                 ready = itertools.takewhile(lambda bucket: bucket.awaited == 0, self.buckets)
                 self._send(sum(1 for _ in ready))
 
-    def _send(self, ready: int):
-        """Send the buckets up to this one, and settle those that were sent before: in one order on all ranks."""
+    def _send(self, ready: int) -> None:
+        """Send the buckets up to this one, and reduce those that were sent before: in one order on all ranks."""
         for number in range(self.sent, ready):
             self.buckets[number].sum.send()
             if number:
-                self.buckets[number - 1].sum.settle()
+                self.buckets[number - 1].sum.reduce()
         self.sent = max(self.sent, ready)
 
 
-def _parts(parameters):
+def _parts(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Lists of parameters of one dtype and device, in the order in which a backward pass meets them."""
     parts = {}
     for parameter in reversed(parameters):
@@ -251,24 +242,27 @@ def _parts(parameters):
 class _Bucket:
     """Parameters whose gradients travel together, each with a flag that says whether any micro-batch used it."""
 
-    def __init__(self, parameters, kind, world, by_turns):
+    def __init__(self, parameters: list[nn.Parameter], world: World, *, round_robin: bool, by_library: bool):
         self.parameters, self.flags = parameters, parameters[0].detach().new_ones(len(parameters))
-        self.sum = kind([*parameters, self.flags], world, by_turns)
+        self.sum = Sum([*parameters, self.flags], world, round_robin, by_library)
         self.awaited = 0  # gradients still to come in this backward pass
 
-    def begin(self, leaves):
-        self.sum.begin(leaves)
+    def begin(self, key: MicroBatch) -> None:
+        self.sum.begin(key.step_parts)
         self.unused = {*range(len(self.parameters))}  # by all micro-batches of this rank
         self.taken = None
+        for parameter in self.parameters if key.number else ():
+            parameter.grad = None  # what a trainer keeps from the step before counts once, in the first micro-batch
 
-    def take(self, key):
+    def take(self, key: MicroBatch) -> None:
         """Move the gradients of a micro-batch into the sum, or drop those of padding."""
         if self.taken is key:
             if any(parameter.grad is not None for parameter in self.parameters):
                 raise RuntimeError("a parameter got two gradients in one backward pass, as from checkpoint(..., "
                                    "use_reentrant=True): use_reentrant=False gives it one")  # fmt: skip
             return
-        self.taken, gradients = key, [parameter.grad for parameter in self.parameters]
+        self.taken = key
+        gradients: list[Any] = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         if key.count == 0:
@@ -281,8 +275,8 @@ class _Bucket:
         self.unused &= missing
         self.sum.add(key.number, [*gradients, flags])
 
-    def finish(self):
-        *gradients, flags = self.sum.wait()
+    def finish(self) -> None:
+        *gradients, flags = self.sum.result()
         used = flags.tolist() if self.unused else [1] * len(gradients)
         for parameter, gradient, one in zip(self.parameters, gradients, used, strict=True):
             parameter.grad = gradient if one else None
@@ -292,29 +286,35 @@ class Scatter:
     """FSDP2's reduce-scatter for one group of parameters.
 
     In turn t rank r has micro-batch t x ranks + r. The leaves of a turn move to the owners of their shards, who add
-    them up as far as they make nodes. What it returns is whole in the step's last turn.
+    them up as far as they make nodes. What it returns is whole in the step's last turn. A block that is called
+    several times in a pass may be reduced several times: each time has nodes of its own, and FSDP adds up the sums.
     """
 
     def __init__(self):
-        self.nodes, self.turn, self.leaves = {}, 0, 0
+        self.nodes: dict[int, dict[int, list[Tensor]]] = {}  # of each call within a turn
+        self.turn = self.calls = self.leaves = 0
 
-    def begin(self, key: MicroBatch):
+    def begin(self, key: MicroBatch) -> None:
         """Prepare for the backward pass of a turn."""
-        self.turn = 0 if key.first else self.turn + 1
+        self.turn, self.calls = 0 if key.first else self.turn + 1, 0
         self.leaves = key.step_parts
         self.nodes = {} if key.first else self.nodes
 
-    def allocate(self, size, *, dtype, device):
+    def allocate(self, size: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for what FSDP sends or receives."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        size = group.size()
-        got, first = torch.empty_like(input_tensor), self.turn * size
-        dist.all_to_all_single(got, input_tensor, group=group)
-        for leaf, part in enumerate(got.view(size, -1)[: self.leaves - first], first):
-            grow(self.nodes, leaf, [part])
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        size, nodes = group.size(), self.nodes.setdefault(self.calls, {})
+        self.calls += 1
+        received, first = torch.empty_like(input_tensor), self.turn * size
+        dist.all_to_all_single(received, input_tensor, group=group)
+        for leaf, part in enumerate(received.view(size, -1)[: self.leaves - first], first):
+            add_leaf(nodes, leaf, [part])
         if first + size >= self.leaves:
-            output_tensor.copy_(total(self.nodes)[0])
-            self.nodes = {}
+            output_tensor.copy_(sum_nodes(nodes)[0])
+            del self.nodes[self.calls - 1]
         else:  # keep nothing but the nodes
-            self.nodes = {leaf: [part.clone()] if leaf >= first else [part] for leaf, [part] in self.nodes.items()}
+            nodes.update({leaf: [part.clone()] for leaf, [part] in nodes.items() if leaf >= first})

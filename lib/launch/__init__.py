@@ -17,12 +17,23 @@ them. So one worker serves every launcher.
 import contextlib
 import os
 import re
+import sys
 
+from lib.config import BUILDERS, Args, plugins
 from lib.launch import environment, local, signals
 from lib.utils.errors import FINISHED, STOPPED, UsageError
 
 
-def launch(args, target: str) -> int:
+def prepare(args: Args) -> None:
+    """Say what starts, set what torch reads when it is imported, and import the plugins. Raises UsageError."""
+    if sys.stderr.isatty() and not launched():
+        print(f"starting:    {args.model} (-dataset {args.dataset} -arch {args.arch})", file=sys.stderr, flush=True)
+    environment.export(args.cache_dir, args.debug_dist)
+    for kind in BUILDERS:
+        plugins.load(kind, getattr(args, kind))
+
+
+def launch(args: Args, target: str) -> int:
     """Run `target` ("module:function", called with args) in as many processes as args ask for. Returns the exit code.
 
     Raises UsageError, and in a run of one process whatever it fails with.
@@ -30,8 +41,8 @@ def launch(args, target: str) -> int:
     from lib.launch import slurm, slurm_task  # `python -m lib.launch.slurm_task` imports this file first
 
     if args.ngrok and not re.fullmatch(r"[^\s:$]{12,128}", os.environ.get("NGROK_PASSWORD", "")):
-        raise UsageError("-ngrok opens no tunnel without a password: set NGROK_PASSWORD to 12 to 128 characters, "
-                         "without $, colon or space")  # fmt: skip
+        wanted = "set NGROK_PASSWORD to 12 to 128 characters, without $, colon or space"
+        raise UsageError(f"-ngrok opens no tunnel without a password: {wanted}")
     if launched() or slurm_task.is_task():
         if args.nnodes > 1:
             raise UsageError(

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -14,19 +15,18 @@ from multiprocessing.process import BaseProcess
 from lib.launch import multinode, signals
 from lib.utils.errors import ABORTED, FAILED, FINISHED, STOPPED
 
-SETTLE_S, END_S = 0.3, 2.0  # for other ranks to report failures; for a cause to be reported, and for ranks to end
+END_S = 2.0  # after the first failure: for other processes to report theirs, and again for them to end
 RAISED = "rank {} failed with exit code {}; the others are ended"
 
 
 class Cause(enum.IntEnum):
     """Why a process failed; of several failures the one with the lowest cause explains the others."""
 
-    SECOND_CTRL_C = 0
-    KILLED = 1
-    RAISED = 2
-    SIGABRT = 3  # torch's way to end a rank that lost another
-    ELSEWHERE = 4  # on another machine
-    LOST_PEER = 5
+    KILLED = 0
+    RAISED = 1
+    SIGABRT = 2  # torch's way to end a rank that lost another
+    ELSEWHERE = 3  # on another machine
+    LOST_PEER = 4
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Child:
     reader: connection.Connection
     report: Failure | None = None
 
-    def listen(self):
+    def listen(self) -> None:
         """Receive its report, if there is one."""
         try:
             if not self.reader.closed and self.reader.poll():
@@ -59,21 +59,17 @@ class Child:
             self.reader.close()
 
     @property
-    def code(self) -> int | None:
-        """Its exit code; None while it runs, negative after a signal."""
-        return self.process.exitcode
-
-    @property
     def failed(self) -> bool:
-        return bool(self.report) or self.code not in (None, FINISHED, STOPPED)  # after a report its end may hang
+        """Whether it reported a failure, after which its end may hang, or ended with one."""
+        return bool(self.report) or self.process.exitcode not in (None, FINISHED, STOPPED)
 
     def failure(self, passed: list[int]) -> Failure:
         """Return why it failed; `passed` are the signals that it got from its parent."""
         if self.report:
             return self.report
-        code = self.code or FAILED
+        code = self.process.exitcode or FAILED
         if code == ABORTED:
-            return Failure(Cause.SECOND_CTRL_C, "ended at the second Ctrl-C; the last checkpoint is good", ABORTED)
+            return Failure(Cause.KILLED, "ended at the second Ctrl-C; the last checkpoint is good", ABORTED)
         if code > 0:
             return Failure(Cause.RAISED, RAISED.format(self.rank, code))
         number = signal.Signals(-code)
@@ -86,21 +82,25 @@ class Child:
 def watch(children: list[Child], meeting: multinode.Meeting, passed: list[int]) -> int:
     """Wait for the children. Returns the run's exit code.
 
-    The first failure, here or on another machine, ends the rest. It is printed and sent to the other machines.
+    The first failure, here or on another machine, ends the rest. The one that explains the others is printed and
+    sent to the other machines.
     """
-    links = meeting.links
-    while not any(one.failed for one in (*children, *links)) and wait(children, links):
-        pass
-    if not any(one.failed for one in (*children, *links)):
-        code = max(child.code or FINISHED for child in children)
+    links, failure, running = meeting.links, None, True
+    while running and not failure:
+        running = wait(children, links)
+        failure = first_cause(children, links, passed)
+    if not failure:
+        code = max(child.process.exitcode or FINISHED for child in children)
         meeting.report(code)
         return code
-    settled = time.monotonic() + (3 * SETTLE_S if links else SETTLE_S)
-    while wait(children, links, SETTLE_S / 3):
-        lost = first_cause(children, links, passed).cause == Cause.LOST_PEER  # its peer may still say why
-        if time.monotonic() > settled + (END_S if lost else 0.0):
-            break
-    failure = first_cause(children, links, passed)
+    until = time.monotonic() + END_S
+    while running and time.monotonic() < until:
+        running = wait(children, links, END_S / 20)
+    failure = first_cause(children, links, passed) or failure
+    if failure.cause == Cause.LOST_PEER:
+        for link in links:  # another machine may say why
+            link.listen(END_S)
+        failure = first_cause(children, links, passed) or failure
     print(f"{failure.traceback}train.py: {failure.message}", file=sys.stderr, flush=True)
     meeting.report(FAILED if failure.exit_code == STOPPED else failure.exit_code, failure.message)
     end(children, END_S)
@@ -109,7 +109,7 @@ def watch(children: list[Child], meeting: multinode.Meeting, passed: list[int]) 
 
 def wait(children: list[Child], links: list[multinode.Link], timeout: float = 1.0) -> bool:
     """Wait for news, but not for ever: a child that has just ended wakes nobody. Returns whether a child runs."""
-    running = [child for child in children if child.code is None]
+    running = [child for child in children if child.process.exitcode is None]
     pipes = [child.reader for child in running if not child.reader.closed]
     pipes += [link.pipe for link in links if link.code is None]
     if running:
@@ -119,14 +119,14 @@ def wait(children: list[Child], links: list[multinode.Link], timeout: float = 1.
     return bool(running)
 
 
-def first_cause(children: list[Child], links: list[multinode.Link], passed: list[int]) -> Failure:
-    """Return the failure that explains the others; `passed` are the signals that this process passed on."""
+def first_cause(children: list[Child], links: list[multinode.Link], passed: list[int]) -> Failure | None:
+    """Return the failure that explains the others, None if there is none. `passed`: the signals passed on."""
     failures = [child.failure(passed) for child in children if child.failed]
     failures += [Failure(Cause.ELSEWHERE, link.message) for link in links if link.failed]
-    return min(failures, key=lambda failure: (failure.cause, failure.time))
+    return min(failures, key=lambda failure: (failure.cause, failure.time), default=None)
 
 
-def end(children: list[Child], seconds: float):
+def end(children: list[Child], seconds: float) -> None:
     """Give children that still run some seconds to end by themselves, then kill them."""
     until = time.monotonic() + seconds
     for one in children:
@@ -138,11 +138,11 @@ def end(children: list[Child], seconds: float):
 
 
 @contextlib.contextmanager
-def pass_signals_to(children: list[Child]):
+def pass_signals_to(children: list[Child]) -> Iterator[list[int]]:
     """Pass signals on to the children while the block runs, and end them after it. Yields a list of what came."""
     passed = []
 
-    def pass_on(number, frame):
+    def pass_on(number: int, frame: object) -> None:
         passed.append(number)
         for one in children:
             with contextlib.suppress(ProcessLookupError):

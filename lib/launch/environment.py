@@ -1,4 +1,4 @@
-"""The environment of a run's processes: RANK and its kin, caches, debug switches, names on fast networks.
+"""The environment of a run's processes: RANK and its kin, GPUs, caches, debug switches, names on fast networks.
 
 This is the only file that writes it. torchrun's variables are overwritten; any other that the user has set stays.
 """
@@ -8,8 +8,10 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from lib.config import Args
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import UsageError
 
@@ -43,9 +45,8 @@ def export(cache_dir: str | None, debug: bool) -> dict[str, str]:
         cache_dir: where packages keep what they compile and download; None: a folder in $SCRATCH, if that is set.
         debug: turn on verbose logging in torch.distributed, torchrun and NCCL.
     """
-    scratch = os.environ.get("SCRATCH")
-    if scratch and not cache_dir:
-        cache_dir = f"{scratch}/cache_{os.environ.get('USER') or os.getuid()}"
+    if not cache_dir and "SCRATCH" in os.environ:
+        cache_dir = f"{os.environ['SCRATCH']}/cache_{os.environ.get('USER') or os.getuid()}"
     wanted = dict(DEBUG) if debug else {}
     if cache_dir:
         wanted |= {name: str(Path(cache_dir, part).absolute()) for name, part in CACHES.items()}
@@ -55,27 +56,26 @@ def export(cache_dir: str | None, debug: bool) -> dict[str, str]:
 
 
 def rank_variables(
-    *, rank: int, local_rank: int, size: int, local_size: int, run_id: str, store: tuple[str, int] | None = None
+    place: dict[str, int], run_id: str, store: tuple[str, int] | None = None, interface: str | None = None
 ) -> dict[str, str]:
-    """Return torchrun's variables for one process of a run.
+    """Return torchrun's variables for one process of a run, and gloo's network interface.
 
     Args:
-        rank: its number in the run.
-        local_rank: its number on this machine.
-        size: processes of the run.
-        local_size: processes on this machine.
+        place: RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
         run_id: the same for all processes and restarts of a launch.
         store: host and port of the rendezvous store, which the launcher opens; a single process needs none.
+        interface: None leaves it to gloo.
     """
-    variables: dict[str, object] = {"TORCHELASTIC_RUN_ID": run_id, "RANK": rank, "LOCAL_RANK": local_rank}
-    variables |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
+    variables: dict[str, object] = {**place, "TORCHELASTIC_RUN_ID": run_id}
     if store:
         variables |= {"MASTER_ADDR": store[0], "MASTER_PORT": store[1]}
         variables |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True}
+    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        variables["GLOO_SOCKET_IFNAME"] = interface
     return {name: str(value) for name, value in variables.items()}
 
 
-def of_run(args) -> dict[str, str]:
+def of_run(args: Args) -> dict[str, str]:
     """Return what a run needs set: NCCL's flight recorder for -debug_dist, cuBLAS's workspace for -deterministic.
 
     On many ranks, gloo connects two of them when they first talk: docs/scaling.md.
@@ -102,16 +102,16 @@ def visible(gpus: str | None) -> dict[str, str]:
     wanted, count = gpus.split(","), torch.cuda.device_count()
     if not count:
         raise UsageError(f"-gpus {gpus}: no GPU is visible here; -cpu N trains on the CPU")
-    numbers = ",".join(str(gpu) for gpu in range(count))
+    numbers = [str(gpu) for gpu in range(count)]
     missing = [gpu for gpu in wanted if gpu.isdigit() and int(gpu) >= count]
     if missing:
-        raise UsageError(f"-gpus {gpus}: {', '.join(missing)} is not one of the GPUs here: {numbers}")
-    names = [name.strip() for name in (os.environ.get(VISIBLE) or numbers).split(",")]
+        raise UsageError(f"-gpus {gpus}: {', '.join(missing)} is not one of the GPUs here: {','.join(numbers)}")
+    names = os.environ[VISIBLE].replace(" ", "").split(",") if os.environ.get(VISIBLE) else numbers
     return {VISIBLE: ",".join(names[int(gpu)] if gpu.isdigit() else gpu for gpu in wanted)}
 
 
 @contextlib.contextmanager
-def exported(variables: dict[str, str]):
+def exported(variables: dict[str, str]) -> Iterator[None]:
     """Set these variables while the block runs."""
     before = dict(os.environ)
     os.environ.update(variables)

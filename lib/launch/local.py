@@ -12,7 +12,9 @@ import traceback
 import uuid
 from collections.abc import Callable
 from multiprocessing import connection
+from multiprocessing.connection import Connection
 
+from lib.config import Args
 from lib.launch import environment, multinode, requeue, signals
 from lib.launch.children import RAISED, Cause, Child, Failure, pass_signals_to, watch
 from lib.utils.checkpoint import run_folder
@@ -20,7 +22,7 @@ from lib.utils.errors import FAILED, STOPPING, USAGE, UsageError, no_exit
 from lib.utils.monitoring import startup
 
 
-def start(args, target: str) -> int:
+def start(args: Args, target: str) -> int:
     """Run the processes of this machine. Returns the exit code."""
     count = 1 if args.debug and args.nnodes == 1 else processes(args)
     with environment.exported(environment.visible(args.gpus)):
@@ -28,17 +30,19 @@ def start(args, target: str) -> int:
         too_late = args.gpus and not fork_is_safe()  # to choose GPUs in this process
         if args.nnodes > 1 or count > 1 or too_late:
             return spawn(args, target, count)
-        place = environment.rank_variables(rank=0, local_rank=0, size=1, local_size=1, run_id=uuid.uuid4().hex)
-        os.environ.update(place)
+        place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+        os.environ.update(environment.rank_variables(place, run_id=uuid.uuid4().hex))
         return call(target, args)
 
 
-def processes(args) -> int:
+def processes(args: Args) -> int:
     """Return how many processes this machine runs. Touches no device, so that a fork stays safe."""
     import torch
 
-    if args.cpu or args.gpus:
-        return args.cpu or len(args.gpus.split(","))
+    if args.gpus:
+        return len(args.gpus.split(","))
+    if args.cpu:
+        return args.cpu
     # The driver's library counts NVIDIA's and AMD's; torch.accelerator would initialize them.
     return torch.cuda.device_count() or max(1, torch.accelerator.device_count())
 
@@ -57,7 +61,7 @@ def fork_is_safe() -> bool:
     return not torch.accelerator.is_available()
 
 
-def spawn(args, target: str, count: int) -> int:
+def spawn(args: Args, target: str, count: int) -> int:
     """Run `count` processes on this machine and wait for them. Returns the exit code.
 
     Like torchrun's agent, this process (on node 0) has the rendezvous store, on a port that is its own before the
@@ -65,15 +69,12 @@ def spawn(args, target: str, count: int) -> int:
     """
     meeting = multinode.meet(args, count) if args.nnodes > 1 else multinode.alone(count)
     if not args.batch_per_gpu and args.batch_size < meeting.size:
-        raise UsageError(
-            f"-batch_size {args.batch_size} has not a sample for each of {meeting.size} processes: try {meeting.size}"
-        )
-    if fork_is_safe():
-        importlib.import_module("torch._dynamo")  # takes a second, here once for all
+        fault = f"-batch_size {args.batch_size} has not a sample for each of {meeting.size} processes"
+        raise UsageError(f"{fault}: try {meeting.size}")
     children = []
-    with startup.over(), pass_signals_to(children) as passed:
+    with startup.garbage_collector(), pass_signals_to(children) as passed:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until there is a child to pass them to
-        alive = start_children(children, functools.partial(call, target, args), args.grace_s, count, meeting)
+        alive = start_children(children, functools.partial(call, target, args), count, meeting)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         store = multinode.open_store(meeting.listener, meeting.store[0], meeting.size) if meeting.listener else None
         code = watch(children, meeting, passed)
@@ -82,23 +83,22 @@ def spawn(args, target: str, count: int) -> int:
     return code
 
 
-def start_children(children: list, run: Callable[[], int], grace_s: float, count: int, meeting: multinode.Meeting):
+def start_children(
+    children: list[Child], run: Callable[[], int], count: int, meeting: multinode.Meeting
+) -> Connection:
     """Start the processes of this machine. Returns a connection; they end when it is closed."""
     context = multiprocessing.get_context("fork") if fork_is_safe() else multiprocessing.get_context("spawn")
     ended, alive = context.Pipe(duplex=False)
-    shared = {"run": run, "grace_s": grace_s, "parent_ended": ended, "inherited": []}
+    inherited = []
     if context.get_start_method() == "fork":
-        shared["inherited"] = [
-            one for one in (alive, meeting.listener, *(link.pipe for link in meeting.links)) if one
-        ]
+        importlib.import_module("torch._dynamo")  # takes a second, here once for all
+        inherited = [alive, *filter(None, [meeting.listener]), *(link.pipe for link in meeting.links)]
     for local_rank in range(count):
         rank = meeting.first_rank + local_rank
-        place = {"rank": rank, "local_rank": local_rank, "size": meeting.size, "local_size": count}
-        variables = environment.rank_variables(**place, run_id=meeting.run_id, store=meeting.store)
-        if meeting.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-            variables["GLOO_SOCKET_IFNAME"] = meeting.interface
+        place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": meeting.size, "LOCAL_WORLD_SIZE": count}
+        variables = environment.rank_variables(place, meeting.run_id, meeting.store, meeting.interface)
         reader, writer = context.Pipe(duplex=False)
-        process = context.Process(target=child, args=(rank, variables, writer), kwargs=shared)
+        process = context.Process(target=child, args=(variables, run, writer, ended, inherited))
         process.start()
         writer.close()
         children.append(Child(rank, process, reader))
@@ -106,15 +106,15 @@ def start_children(children: list, run: Callable[[], int], grace_s: float, count
 
 
 def child(
-    rank: int, variables: dict[str, str], writer: connection.Connection, *, run, grace_s, parent_ended, inherited
-):
+    variables: dict[str, str], run: Callable[[], int], writer: Connection, parent_ended: Connection, inherited: list
+) -> None:
     """Run in a child: set its environment, run, report a failure."""
     for one in inherited:  # the parent's own; open here, they would seem to be in use after its end
         one.close()
     signals.set_handlers(signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     os.environ.update(variables)
-    threading.Thread(target=end_with_parent, args=(parent_ended, grace_s), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=[parent_ended], daemon=True).start()
     try:
         code = run()
     except UsageError as error:
@@ -123,21 +123,21 @@ def child(
     except Exception as error:
         code = FAILED
         cause = Cause.LOST_PEER if run_folder.lost_peer(error) else Cause.RAISED
-        writer.send(Failure(cause, RAISED.format(rank, code), code, traceback.format_exc(), time.monotonic()))
+        writer.send(
+            Failure(cause, RAISED.format(variables["RANK"], code), code, traceback.format_exc(), time.monotonic())
+        )
     signals.set_handlers(signal.SIG_IGN)  # a second signal would change the exit code
     writer.close()
     sys.exit(code)
 
 
-def end_with_parent(parent_ended: connection.Connection, grace_s: float):
-    """Stop this process when its parent is gone: with its state saved, or after the grace without."""
+def end_with_parent(parent_ended: Connection) -> None:
+    """Stop this process when its parent is gone, as a signal to it would."""
     connection.wait([parent_ended])
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(grace_s + 1)
-    os._exit(FAILED)
 
 
-def call(target: str, args) -> int:
+def call(target: str, args: Args) -> int:
     """Call the function named "module:function" with args. Returns the exit code."""
     module, _, function = target.partition(":")
     with environment.exported({**environment.of_run(args), **os.environ}), no_exit():

@@ -16,6 +16,7 @@ import uuid
 from dataclasses import dataclass, field
 from multiprocessing import connection
 
+from lib.config import Args
 from lib.launch import environment
 from lib.utils.errors import FAILED, FINISHED, STOPPED, UsageError
 
@@ -27,33 +28,35 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a machi
 class Link:
     """The connection to the launcher on another machine."""
 
-    def __init__(self, wire: socket.socket, name: str = ""):
-        self.name = name
+    def __init__(self, wire: socket.socket):
+        self.name = ""
         self.code: int | None = None  # its exit code, once the run is over there
         self.message = ""  # what it printed if the run failed
         wire.setblocking(True)
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEPALIVE.items():
-            if hasattr(socket, option):
+            if hasattr(socket, option):  # macOS lacks one
                 wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self.pipe = connection.Connection(wire.detach())
 
     @property
     def failed(self) -> bool:
+        """Whether the run failed there."""
         return self.code not in (None, FINISHED, STOPPED)
 
-    def send(self, **message):
-        with contextlib.suppress(OSError):  # `listen` notices a lost connection
+    def send(self, **message: object) -> None:
+        """Send a message; `listen` notices if the connection is lost."""
+        with contextlib.suppress(OSError):
             self.pipe.send_bytes(json.dumps(message).encode())
 
-    def receive(self, seconds: float) -> dict | None:
-        """Return the next message, None if there is none in time or the connection is lost."""
+    def receive(self, seconds: float) -> dict:
+        """Return the next message, {} if there is none in time or the connection is lost."""
         try:
-            return json.loads(self.pipe.recv_bytes(MESSAGE_BYTES)) if self.pipe.poll(seconds) else None
+            return (self.pipe.poll(seconds) and json.loads(self.pipe.recv_bytes(MESSAGE_BYTES))) or {}
         except (OSError, EOFError, ValueError):
-            return None
+            return {}
 
-    def listen(self, seconds: float = 0.0):
+    def listen(self, seconds: float = 0.0) -> None:
         """Receive how the run ended there, if it did or if the connection is lost."""
         if self.code is None and self.pipe.poll(seconds):
             end = self.receive(HELLO_S) or {"code": FAILED, "message": f"{self.name} is gone"}
@@ -73,12 +76,12 @@ class Meeting:
     listener: socket.socket | None = None  # of the store, on node 0
     links: list[Link] = field(default_factory=list)
 
-    def report(self, code: int, message: str = ""):
+    def report(self, code: int, message: str = "") -> None:
         """Send the other machines how the run ended here."""
         for link in self.links:
             link.send(code=code, message=f"{self.name}: {message}")
 
-    def leave(self):
+    def leave(self) -> None:
         """Close the links. Node 0 has the store, and waits until the others no longer need it."""
         for link in self.links:
             if self.listener:
@@ -92,38 +95,42 @@ def alone(count: int) -> Meeting:
     return Meeting(0, count, uuid.uuid4().hex, listener.getsockname(), environment.LOOPBACK, listener=listener)
 
 
-def meet(args, count: int) -> Meeting:
+def meet(args: Args, count: int) -> Meeting:
     """Wait until all machines are there; this one will run `count` processes.
 
     Raises:
         UsageError: what keeps them from meeting within -hang_minutes.
     """
-    host = environment.fast_name(args.master_addr, args.master_suffix)
+    host = environment.fast_name(str(args.master_addr), args.master_suffix)
     name = f"node {args.node_rank} ({socket.gethostname()})"
-    own = {"rank": args.node_rank, "name": name, "nnodes": args.nnodes, "count": count}
+    own = {"rank": args.node_rank, "name": name, "count": count}
     until = time.monotonic() + args.hang_minutes * 60
-    return (join if args.node_rank else gather)(host, args.master_port, own, until)
+    if args.node_rank:
+        return join(host, args.master_port, own, until)
+    return gather(host, args.master_port, own, args.nnodes, until)
 
 
-def gather(host: str, port: int, own: dict, until: float) -> Meeting:
+def gather(host: str, port: int, own: dict, nnodes: int, until: float) -> Meeting:
     """Wait on node 0 for the others, then send each its place."""
     listener = listen(host, port)
     store = listener.getsockname()[:2]
-    say(f"waiting for {own['nnodes'] - 1} more at {store[0]}, port {port}")
+    say(f"waiting for {nnodes - 1} more at {store[0]}, port {port}")
     nodes, links = {0: own}, {}
-    while missing := [str(rank) for rank in range(own["nnodes"]) if rank not in nodes]:
+    while missing := [str(rank) for rank in range(nnodes) if rank not in nodes]:
         listener.settimeout(max(RETRY_S, until - time.monotonic()))
         try:
             link = Link(listener.accept()[0])
         except TimeoutError:
-            fault = f"-nnodes {own['nnodes']}: -node_rank {', '.join(missing)} did not come within -hang_minutes"
-            raise UsageError(fault) from None
-        node = link.receive(HELLO_S) or {}
-        if node.keys() == own.keys():
-            admit(link, node, own, links)
-            nodes[node["rank"]] = node
-        else:
-            link.pipe.close()  # a stranger
+            who = f"-node_rank {', '.join(missing)}"
+            raise UsageError(f"-nnodes {nnodes}: {who} did not come within -hang_minutes") from None
+        node = link.receive(HELLO_S)
+        if node.keys() != own.keys():  # a stranger
+            link.pipe.close()
+            continue
+        link.name = node["name"]
+        say(f"{link.name} is there")
+        link.send(waiting=True)
+        nodes[node["rank"]], links[node["rank"]] = node, link  # the last one of a rank, if it was started again
     listener.setblocking(True)
     size, run_id = sum(node["count"] for node in nodes.values()), uuid.uuid4().hex
     for rank, link in links.items():
@@ -131,23 +138,6 @@ def gather(host: str, port: int, own: dict, until: float) -> Meeting:
         link.send(first_rank=first_rank, size=size, run_id=run_id, name=own["name"])
     interface = environment.interface_of(store[0])
     return Meeting(0, size, run_id, store, interface, own["name"], listener, list(links.values()))
-
-
-def admit(link: Link, node: dict, own: dict, links: dict[int, Link]):
-    """Add the link of a machine that connected. Raises UsageError, here and there, if it cannot take part."""
-    rank, link.name = node["rank"], node["name"]
-    if node["nnodes"] != own["nnodes"]:
-        fault = (
-            f"-nnodes is {node['nnodes']} on {link.name} and {own['nnodes']} on node 0: give all machines the same"
-        )
-        link.send(refused=fault)
-        raise UsageError(fault)
-    say(f"{link.name} is there")
-    if rank in links:  # it was started again, or on two machines by mistake
-        links[rank].send(refused=f"{link.name} came with the same -node_rank: each machine needs its own")
-        links[rank].pipe.close()
-    link.send(waiting=True)
-    links[rank] = link
 
 
 def join(host: str, port: int, own: dict, until: float) -> Meeting:
@@ -162,36 +152,30 @@ def join(host: str, port: int, own: dict, until: float) -> Meeting:
             if time.monotonic() > until:
                 raise UsageError(f"{where}: node 0 does not answer ({error.strerror or error})") from None
         time.sleep(RETRY_S)
-    store, own_address = (wire.getpeername()[0], port), wire.getsockname()[0]
+    store, interface = (wire.getpeername()[0], port), environment.interface_of(wire.getsockname()[0])
     link = Link(wire)
     link.send(**own)
-    place = link.receive(ANSWER_S) or {}  # a store that took over the socket answers nothing
-    if place.get("waiting"):
-        place = link.receive(max(HELLO_S, until - time.monotonic())) or {}
-    if not place or "refused" in place:
-        raise UsageError(
-            place.get("refused", f"{where}: what listens there waits for no machine: does the run go on already?")
-        )
+    place = link.receive(ANSWER_S)  # a store that took over the socket answers nothing
+    if "waiting" in place:
+        place = link.receive(max(HELLO_S, until - time.monotonic()))
+    if "size" not in place:
+        why = f"does the run go on already, or did another machine come with -node_rank {own['rank']}?"
+        raise UsageError(f"{where}: node 0 does not wait for this machine: {why}")
     link.name = place.pop("name")
-    return Meeting(
-        **place, store=store, interface=environment.interface_of(own_address), name=own["name"], links=[link]
-    )
+    return Meeting(**place, store=store, interface=interface, name=own["name"], links=[link])
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Listen on this machine's address of that name, and on no other."""
     try:
-        addresses = [str(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-        reachable = [one for one in addresses if not ipaddress.ip_address(one.partition("%")[0]).is_loopback]
-        if not reachable and host not in ("localhost", *addresses):
-            raise UsageError(
-                f"-master_addr {host} means {addresses[0]} on this machine, where others cannot reach it: "
-                "give its address in the network"
-            )
-        return serve((reachable or addresses)[0], port)
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback or host in ("localhost", address):
+            return serve(address, port)
     except OSError as error:
         fault = f"-node_rank 0 cannot listen at -master_addr {host} -master_port {port} ({error.strerror})"
         raise UsageError(f"{fault}: name an address and a free port of this machine") from None
+    fault = f"-master_addr {host} means {address} on this machine, where others cannot reach it"
+    raise UsageError(f"{fault}: give its address in the network")
 
 
 def serve(address: str, port: int) -> socket.socket:
@@ -200,23 +184,19 @@ def serve(address: str, port: int) -> socket.socket:
     return socket.create_server((address, port), family=family, backlog=1024)
 
 
-def open_store(listener: socket.socket, host: str, size: int):
-    """Return the rendezvous store of `size` processes, on a socket that listens already. Keep it while it is used."""
+def open_store(listener: socket.socket, host: str, size: int) -> object:
+    """Return the rendezvous store of `size` processes, on a socket that listens already. Keep it while it is used.
+
+    It has two connections from each process, so this process may have as many files open as the machine allows.
+    """
     from torch.distributed import TCPStore
 
-    _allow_connections(size)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2 * size + 512, hard)), hard))
     port, fd = listener.getsockname()[1], listener.detach()
     return TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
-def _allow_connections(size: int):
-    """Let this process have the files open that the store needs: two connections from each process of the run."""
-    needed, (soft, hard) = 2 * size + 512, resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < needed:
-        with contextlib.suppress(ValueError, OSError):  # more than the machine allows: torch says so, if they come
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def say(text: str):
+def say(text: str) -> None:
     """Print a line for the person at the terminal."""
     print(f"train.py: {text}", file=sys.stderr, flush=True)

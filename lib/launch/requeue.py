@@ -21,35 +21,30 @@ RUNNING = ("RUNNING", "SIGNALING")  # states of a job that runs; the second whil
 COUNTED = ("time limit", "a process was lost")  # by -slurm_requeues; preemptions are not
 
 
-def begin(history: Path, run: Path, requeues: int):
+def begin(history: Path, run: Path, requeues: int) -> None:
     """Note what this start of the job begins with."""
-    starts = [start for start in read(history).get("starts", []) if start["restart"] != restart()]
+    starts = [start for start in run_folder.read_json(history).get("starts", []) if start["restart"] != restart()]
     written = run_folder.outcome(run).get("written")
     starts.append({"restart": restart(), "checkpoint": newest(run), "outcome": written})
     write(history, {"run": str(run.resolve()), "requeues": requeues, "starts": starts})
 
 
-def refuse(reason: str):
+def refuse(reason: str) -> None:
     """Note that this start was refused for a usage error, as another would be. Without a job it does nothing."""
     history = Path(os.environ.get(HISTORY, ""))
-    facts = read(history)
+    facts = run_folder.read_json(history)
     if facts and facts["starts"][-1]["restart"] == restart():
         facts["starts"][-1]["refused"] = reason
-        with contextlib.suppress(OSError):  # the reason was printed already
-            write(history, facts)
+        write(history, facts)
 
 
 def after(history: Path, code: int) -> int:
-    """Requeue the job if its run must go on, else say why not.
-
-    Args:
-        history: the file with the job's starts.
-        code: the tasks' exit code.
+    """Requeue the job if its run must go on, else say why not. `code` is the tasks' exit code.
 
     Returns:
         The job's exit code: 0 for a run that is finished or goes on, else 75, 2 or 1.
     """
-    facts = read(history)
+    facts = run_folder.read_json(history)
     start = facts["starts"][-1] if facts else {}
     if start.get("restart") != restart():
         log.info("no training began in this start: job %s is not requeued", name())
@@ -154,14 +149,6 @@ def newest(run: Path) -> str | None:
     return found.name if found else None
 
 
-def read(history: Path) -> dict:
-    """Return the history of a job, {} if there is none."""
-    try:
-        return json.loads(history.read_text())
-    except (OSError, ValueError):
-        return {}
-
-
-def write(history: Path, facts: dict):
+def write(history: Path, facts: dict) -> None:
     """Replace the history of a job."""
     atomic.write_file(history, json.dumps(facts, indent=1) + "\n")

@@ -4,21 +4,22 @@ import contextlib
 import functools
 import os
 import signal
+from collections.abc import Callable, Iterator
 
 from lib.utils.errors import STOPPED, STOPPING
 
 OUTSIDE = "{} before or after the training: stopped at once, and what is saved is whole"
 
 
-def leaving():
+def leaving() -> contextlib.AbstractContextManager:
     """End this process at once if a signal stops the run while the block lasts, with the exit code of a stop.
 
-    There is nothing to save before and after the training, which handles signals itself.
+    There is nothing to save before and after the training.
     """
     return handled_by(functools.partial(_leave, os.getpid()))
 
 
-def _leave(pid, number, frame):
+def _leave(pid: int, number: int, frame: object) -> None:
     if os.getpid() != pid:  # a process that a plugin forked, as multiprocessing.Pool does
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -28,7 +29,7 @@ def _leave(pid, number, frame):
 
 
 @contextlib.contextmanager
-def handled_by(handler):
+def handled_by(handler: Callable) -> Iterator[None]:
     """Set the handler of the signals that stop a run while the block lasts."""
     before = set_handlers(handler)
     try:
@@ -38,7 +39,7 @@ def handled_by(handler):
             signal.signal(number, handler)
 
 
-def set_handlers(handler) -> dict:
+def set_handlers(handler: Callable | signal.Handlers) -> dict:
     """Set the handler of the signals that stop a run, except for what nohup ignores. Returns the handlers before."""
     heard = [number for number in STOPPING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heard}

@@ -4,6 +4,7 @@ slurm_task.py has what the job does then.
 """
 
 import os
+import pickle
 import re
 import shlex
 import shutil
@@ -12,6 +13,7 @@ import sys
 import uuid
 from pathlib import Path
 
+from lib.config import Args
 from lib.launch import slurm_task
 from lib.utils.errors import FINISHED, UsageError
 
@@ -20,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FOREIGN = ("SLURM", "SRUN_", "TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "NGROK_AUTHTOKEN")
 
 
-def submit(args, target: str) -> int:
-    """Submit the run and print the job's number and log. Returns the exit code.
+def submit(args: Args, target: str) -> int:
+    """Submit the run and print the job's number and log. Returns the exit code. A refused job leaves no files.
 
     Raises:
         UsageError: there is no sbatch, it refuses the job, or the job's files cannot be written.
@@ -36,31 +38,23 @@ def submit(args, target: str) -> int:
         return FINISHED
     if not has_sbatch:
         raise UsageError("-slurm: there is no sbatch on this machine: start on a login node, or without -slurm")
+    code = folder / f"code_{uuid.uuid4().hex}"
     try:
-        job = submit_job(args, target, folder)
-    except OSError as error:
-        raise UsageError(f"-slurm_dir {folder}: the job's files cannot be written ({error})") from None
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the pickle in it runs as code
+        copy_code(code)
+        (code / slurm_task.PICKLE).write_bytes(pickle.dumps((args, target, str(Path.cwd()))))
+        job = re.findall(r"job (\d+)", sbatch(script_of(args, folder, code)).stdout)[0]
+    except BaseException as error:
+        shutil.rmtree(code, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise UsageError(f"-slurm_dir {folder}: the job's files cannot be written ({error})") from None
+        raise
     log = folder / f"{job}_0_log.out"
     print(f"submitted:   job {job}")
     print(f"log:         {log}")
     print(f"follow:      tail -F {shlex.quote(str(log))}")
     print(f"cancel:      scancel {job}", flush=True)
     return FINISHED
-
-
-def submit_job(args, target: str, folder: Path) -> str:
-    """Submit the job, which runs a copy of the code. Returns its number. A refused job leaves no files."""
-    from submitit.core.utils import DelayedSubmission
-
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the pickle in it runs as code
-    code = folder / f"code_{uuid.uuid4().hex}"
-    try:
-        copy_code(code)
-        DelayedSubmission(slurm_task.work, args, target, str(Path.cwd())).dump(code / slurm_task.PICKLE)
-        return re.findall(r"job (\d+)", sbatch(script_of(args, folder, code)).stdout)[0]
-    except BaseException:
-        shutil.rmtree(code, ignore_errors=True)
-        raise
 
 
 def sbatch(script: str, *options: str) -> subprocess.CompletedProcess:
@@ -74,7 +68,7 @@ def sbatch(script: str, *options: str) -> subprocess.CompletedProcess:
     return answer
 
 
-def script_of(args, folder: Path, code: Path) -> str:
+def script_of(args: Args, folder: Path, code: Path) -> str:
     """Return the batch script: what the job asks for, and what its shell does before, with and after the tasks."""
     from submitit.slurm import slurm  # its executor would refuse to write a script where there is no Slurm
 
@@ -90,13 +84,8 @@ def script_of(args, folder: Path, code: Path) -> str:
         ntasks_per_node=args.cpu or args.slurm_ngpus,
         cpus_per_task=cpus,
         gpus_per_node=None if args.cpu else args.slurm_ngpus,
-        mem=f"{round(args.slurm_mem_gb * 1024)}MB" if args.slurm_mem_gb else None,
-        time=args.slurm_timeout,  # None: the partition's
+        time=args.slurm_timeout,  # pyright: ignore[reportArgumentType]  # None: the partition's
         partition=args.slurm_partition,
-        account=args.slurm_account,
-        qos=args.slurm_qos,
-        constraint=args.slurm_constraint,
-        exclude=args.slurm_exclude,
         signal_delay_s=args.slurm_signal_s,
         stderr_to_stdout=True,
         additional_parameters={
@@ -105,9 +94,8 @@ def script_of(args, folder: Path, code: Path) -> str:
             **{key: value if equals else True for key, equals, value in others},
         },
         setup=[
-            *args.slurm_setup,
             "trap : TERM",  # the shell must outlive the signal that stops its tasks
-            f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+            f"export PYTHONPATH={shlex.quote(f'{code}:{ROOT}')}${{PYTHONPATH:+:$PYTHONPATH}}",
         ],
         # srun does not inherit --cpus-per-task since Slurm 22.05.
         srun_args=["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}"],
@@ -115,17 +103,8 @@ def script_of(args, folder: Path, code: Path) -> str:
     )
 
 
-def copy_code(target: Path):
-    """Copy the files that git tracks and new Python files; without git, train.py and lib."""
-    listing = "git ls-files -z && git ls-files -z --others --exclude-standard '*.py'"
-    git = subprocess.run(listing, shell=True, cwd=ROOT, capture_output=True, text=True)
-    if git.returncode == 0:
-        names = [name for name in git.stdout.split("\0") if name]
-    else:
-        names = [str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.py"), *ROOT.glob("lib/**/*.py"))]
-    target.mkdir()
-    (target / ".gitignore").write_text("*\n")  # the next snapshot must not list this one
-    for name in names:
-        if (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+def copy_code(target: Path) -> None:
+    """Copy train.py, lib and scripts, which may change while the job waits. Other modules are imported from ROOT."""
+    for folder in ("lib", "scripts"):
+        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy2(ROOT / "train.py", target)

@@ -5,18 +5,20 @@ It starts without torch, so that signals are handled from the first moment.
 
 import logging
 import os
+import pickle
 import signal
 import socket
 import sys
 from pathlib import Path
 
+from lib.config import Args
 from lib.launch import environment, local, multinode, requeue
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, STOPPED, UsageError
 from lib.utils.monitoring import startup
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-PICKLE = "submitted.pkl"  # Submitit's, in the folder of the job's code: what each start runs
+PICKLE = "submitted.pkl"  # in the folder of the job's code: args, target and working folder of each start
 PORTS = range(10_000, 30_000)  # below those that the system hands out
 
 
@@ -30,15 +32,12 @@ def main(command: str, *arguments: str) -> int:
 
 
 def task() -> int:
-    """Run a process of a submitted job: the pickle next to its code says what to do. Signals wait until it does."""
+    """Run a process of a submitted job. A stopped run exits with 0, so that the job's shell goes on.
+
+    Signals wait until the training handles them.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
-    from submitit.core import utils
-
-    return utils.DelayedSubmission.load(PICKLE).result()
-
-
-def work(args, target: str, where: str) -> int:
-    """Run from the folder that the job was submitted from. A stopped run exits with 0: the job's shell goes on."""
+    args, target, where = pickle.loads(Path(PICKLE).read_bytes())
     os.chdir(where)
     for number in WARNINGS:  # before and after the training they end nothing; `after` asks Slurm why they came
         signal.signal(number, lambda *_: None)
@@ -52,7 +51,7 @@ def work(args, target: str, where: str) -> int:
     return FINISHED if code == STOPPED else code
 
 
-def begin(args) -> Path:
+def begin(args: Args) -> Path:
     """Note a start of this job, if it trains. Returns the path of the job's history."""
     history = history_of(args)
     history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,42 +60,36 @@ def begin(args) -> Path:
     return history
 
 
-def trains(args) -> bool:
+def trains(args: Args) -> bool:
     """Whether a start trains, and so writes an outcome."""
     return not (args.eval or args.dry or args.debug or args.check_resume)
 
 
-def history_of(args) -> Path:
+def history_of(args: Args) -> Path:
     """Return the path of this job's history."""
     return folder_of(args) / f"{os.environ['SLURM_JOB_ID']}.json"
 
 
-def folder_of(args) -> Path:
+def folder_of(args: Args) -> Path:
     """Return the folder of the job's files: -slurm_dir, or slurm/ in the run's folder."""
     return Path(args.slurm_dir).resolve() if args.slurm_dir else run_folder.run_of(args).resolve() / "slurm"
 
 
-def step(args, target: str) -> int:
+def step(args: Args, target: str) -> int:
     """Run as a task of a job step, submitted or under srun. Returns the exit code.
 
     Only rank 0 exits with 75 for a stopped run: srun kills the other tasks when one does.
     """
-    rank, environ = int(os.environ["SLURM_PROCID"]), os.environ
+    environ, rank, size = os.environ, int(os.environ["SLURM_PROCID"]), tasks()
     environment.export(args.cache_dir, args.debug_dist)
     try:
         host, port = head(args.master_suffix)
-        store = multinode.open_store(multinode.serve(host, port), host, tasks()) if rank == 0 else None
-        variables = environment.rank_variables(
-            rank=rank,
-            local_rank=int(environ["SLURM_LOCALID"]),
-            size=tasks(),
-            local_size=len(environ["SLURM_GTIDS"].split(",")),
-            run_id=f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}",
-            store=(host, port),
-        )
-        environ.update(variables)
-        if environment.on_infiniband():
-            environ.setdefault("GLOO_SOCKET_IFNAME", "ib0")
+        store = multinode.open_store(multinode.serve(host, port), host, size) if rank == 0 else None
+        place = {"RANK": rank, "LOCAL_RANK": int(environ["SLURM_LOCALID"]), "WORLD_SIZE": size}
+        place["LOCAL_WORLD_SIZE"] = len(environ["SLURM_GTIDS"].split(","))
+        run_id = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+        interface = "ib0" if environment.on_infiniband() else None
+        environ.update(environment.rank_variables(place, run_id, (host, port), interface))
         code = local.call(target, args)
     except UsageError as error:
         return local.refused(error)

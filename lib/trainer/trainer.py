@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from lib.utils.data.plan import MicroBatch
 from lib.utils.data.tensors import shapes_in_errors
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import images, logger, metrics, throughput
-from lib.utils.watchdog import watched
+from lib.utils.watchdog import Watch, watched
 
 if TYPE_CHECKING:
     from lib.config import Args
@@ -45,9 +45,9 @@ class Trainer:
         world: distributed.World,
         loaders: dict[str, Loader],
         model: nn.Module,
-        loss: Callable,
+        loss: nn.Module,
         optimizer: torch.optim.Optimizer,
-        log: logger.Silent,
+        log: logger.Logger,
     ):
         self.args, self.world, self.loaders = args, world, loaders
         self.model, self.loss, self.optimizer, self.logger = model, loss, optimizer, log
@@ -62,7 +62,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
         alone = world.size == 1 and self.plan.micro == self.plan.batch
-        self.statistics = batchnorm.Statistics(model, world, alone, by_turns=args.parallel == "fsdp")
+        self.statistics = batchnorm.Statistics(model, world, alone, round_robin=args.parallel == "fsdp")
         self.window, self.norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
         shown = loaders.get("val", loaders["train"]).dataset
@@ -101,19 +101,17 @@ class Trainer:
             self.resume(past)
             self.rate = throughput.Rate(self.total_steps, self.state, self.world.device)
             minutes, saving = self.args.hang_minutes, self.checkpoints.writing
-            with watched(self.state, self.ballot, self.world, minutes, self.folder, saving) as self.watchdog:
+            self.watchdog = Watch(self.state, self.ballot, self.world, minutes, self.folder, saving)
+            with watched(self.watchdog):
                 while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():
                     pass
                 return self.finish()
 
     def resume(self, past: Past | None) -> None:
-        """Continue from a checkpoint, or start a new run, from -weights if they are given."""
+        """Continue from a checkpoint, or start a new run."""
         self.checkpoints.open()
         if past:
-            resume.set_damaged_aside(past, self.checkpoints.disk, self.checkpoints.folder)
             self.load(past)
-        elif self.args.weights:
-            weights.start_from(self.args.weights, unwrap(self.model))
         parts = parts_of(self)
         with prepared(parts) as tensors:
             self.checkpoints.make_room(tensors, parts.first())
@@ -182,7 +180,7 @@ class Trainer:
         optimizers.step(self.optimizer, self.scaler, norm)
         for parameter in self.parameters:
             parameter.grad = None
-        self.statistics.settle(norm)
+        self.statistics.finish(norm)
         self.norms.append(norm)
         self.state.step += 1
         self.state.samples += samples
@@ -199,7 +197,7 @@ class Trainer:
         """Do what is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
         step = self.state.step
         self.watchdog.mark()
-        self.logger.profile.step()
+        self.logger.step(self.window[-1][0])
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
         stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.stop.at_limit(step)
@@ -207,7 +205,7 @@ class Trainer:
             self.checkpoints.poll()
         if stop and step < self.total_steps:  # a stop on the very last step finishes the run
             return True
-        if self.every.step_due(step) or self.ballot.alarmed:
+        if self.every.due("step", step) or self.ballot.alarmed:
             self.save()
         return False
 
@@ -252,14 +250,14 @@ class Trainer:
             self.checkpoints.write_best(self.whole_weights())
             self.state.best = best
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
-        if milestone or self.every.epoch_due(self.state.epoch) or self.state.epoch == self.args.epochs:
+        if milestone or self.every.due("epoch", self.state.epoch) or self.state.epoch == self.args.epochs:
             self.save(keep=bool(milestone))
         return True
 
     @torch.no_grad()
     def evaluate(self, split: str) -> dict[str, float] | None:
         """Return the metrics of a split over the samples of all ranks. None if all ranks agree to stop."""
-        self.stop.trained = self.state.step == self.total_steps
+        self.stop.evaluating(last=self.state.step == self.total_steps)
         model, totals = unwrap(self.model).eval(), metrics.Sums()
         self.answers.reset(wanted=split == "test" or images.due(self.state.epoch + 1, self.args.epochs))
         for key, batch in runtime.throttle(self.loaders[split].epoch(0), self.world.device):
@@ -324,6 +322,6 @@ class Trainer:
         if self.checkpoints.disk.leads:
             run_folder.write_outcome(self.folder, self.world, **outcome)
             if finished or self.stop.cause.reason == preemption.FILE_THERE:
-                self.stop.remove_file()
-        self.logger.last_words(outcome, self.args)
+                self.stop.file.unlink(missing_ok=True)  # it stops a run once
+        self.logger.end(outcome)
         return "failed" if self.stop.only_other_nodes_leave() and not finished else outcome["state"]

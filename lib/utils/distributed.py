@@ -6,6 +6,8 @@ import datetime
 import json
 import os
 import socket
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,11 +16,11 @@ import torch.distributed as dist
 from lib.utils.errors import PARENT, UsageError
 
 CPU = torch.device("cpu")
-FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # that `together` shares, the most telling first
-ROOM = 504  # bytes of JSON that one exchange brings: what most values take
-LEFT = []  # process groups that this process left
+FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # that `attempt` shares
+ROW_BYTES = 504  # of JSON that one exchange brings from each rank: what most values take
 TAG = 1_000_003  # of the messages between two ranks below; plugins may send their own
 START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read
+_left_groups = []  # process groups that this process left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +40,7 @@ class World:
 
 
 @contextlib.contextmanager
-def joined(args):
+def joined(args: Namespace) -> Iterator[World]:
     """Join the run's process group for the block, and yield this process's World.
 
     A single process needs no group: every collective below is then the identity.
@@ -56,21 +58,16 @@ def joined(args):
     )
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device.index)
-    if world.size == 1:
-        yield agreed(args, world)
-        return
-    backend = "gloo" if world.device.type == "cpu" else f"cpu:gloo,{_backend(world.device)}"
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=max(START_MINUTES, args.hang_minutes)))
-    try:
-        yield agreed(args, world)
-    except BaseException:
-        if world.device.type == "cpu":  # NCCL would wait for the others here, who may wait for this rank
-            _leave()
-        raise
-    _leave()
+    if world.size > 1:
+        own = dist.get_default_backend_for_device(world.device)
+        backend = own if own == "gloo" else f"cpu:gloo,{world.device.type}:{own}"
+        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=max(START_MINUTES, args.hang_minutes)))
+    yield agreed(args, world)
+    if world.size > 1:  # a rank that fails does not come here: it waits for nobody
+        _leave()
 
 
-def pick_device(args, local_rank: int) -> torch.device:
+def pick_device(args: Namespace, local_rank: int) -> torch.device:
     """Return the accelerator of this local rank, or the CPU if there is none or -cpu asks for it.
 
     Raises UsageError if one was promised (by -gpus, the driver or Slurm) and does not start.
@@ -92,7 +89,7 @@ def pick_device(args, local_rank: int) -> torch.device:
     return torch.device(accelerator.type, local_rank % count)
 
 
-def agreed(args, world: World) -> World:
+def agreed(args: Namespace, world: World) -> World:
     """Return the World with rank 0's `launch_id`, once all ranks have the same flags.
 
     torchrun starts each node with arguments of its own. Where they differ, each node would train in its own way.
@@ -103,7 +100,7 @@ def agreed(args, world: World) -> World:
     flags = {name: str(value) for name, value in sorted(vars(args).items()) if name not in args.flag_rules.per_node}
     launch, first = broadcast_json([launch_id(), flags], world)
 
-    def compare():
+    def compare() -> None:
         for name in {**first, **flags}:
             if first.get(name) != flags.get(name):
                 values = f"-{name} is {flags.get(name)} on rank {world.rank} and {first.get(name)} on rank 0"
@@ -113,21 +110,17 @@ def agreed(args, world: World) -> World:
     return dataclasses.replace(world, launch=launch)
 
 
-def _backend(device):
-    return f"{device.type}:{dist.get_default_backend_for_device(device)}"
-
-
-def _leave():
+def _leave() -> None:
     """Leave all process groups, but keep their C++ parts until this process ends.
 
     gloo's are taken down with Python's lock held, and may wait forever for a thread of theirs that needs it (torch
     2.11).
     """
-    LEFT.extend(dist.distributed_c10d._world.pg_map)
+    _left_groups.extend(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
 
 
-def set_patience(seconds: float):
+def set_patience(seconds: float) -> None:
     """Let collectives of all groups (also FSDP's) fail if the others do not come within so many seconds."""
     c10d = dist.distributed_c10d
     set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
@@ -135,7 +128,7 @@ def set_patience(seconds: float):
         set_timeout(datetime.timedelta(seconds=seconds), group)
 
 
-def store_of_own(seconds: float):
+def store_of_own(seconds: float) -> dist.Store:
     """Return the rendezvous store over a connection of its own, which raises RuntimeError after so many seconds."""
     store = dist.distributed_c10d._get_default_store().clone()
     store.set_timeout(datetime.timedelta(seconds=max(1.0, seconds)))
@@ -224,21 +217,21 @@ def largest(values: list[float], world: World) -> list[float]:
     return tensor.tolist()
 
 
-def world_in(group=None) -> World:
+def world_in(group: Any = None) -> World:
     """Return this process's place in a process group (default: all); alone where there is none."""
     if not (dist.is_available() and dist.is_initialized()):
         return World()
     return World(rank=dist.get_rank(group), size=dist.get_world_size(group))
 
 
-def gather_json(value, world: World, group=None) -> list:
+def gather_json(value: Any, world: World, group: Any = None) -> list:
     """Return every rank's value (JSON), by rank, on all ranks. A `group` comes with its own `world_in`.
 
-    It costs one collective; a second one if a rank's text is longer than ROOM.
+    It costs one collective; a second one if a rank's text is longer than ROW_BYTES.
     """
     if world.size == 1:
         return [value]
-    text, room = json.dumps(value).encode(), ROOM
+    text, room = json.dumps(value).encode(), ROW_BYTES
     device = CPU if "cpu:" in dist.get_backend_config(group) else torch.accelerator.current_accelerator()
     while True:
         row = len(text).to_bytes(8, "little") + text[:room].ljust(room)
@@ -252,7 +245,7 @@ def gather_json(value, world: World, group=None) -> list:
         room = longest
 
 
-def broadcast_json(value, world: World, root: int = 0) -> Any:
+def broadcast_json(value: Any, world: World, root: int = 0) -> Any:
     """Return the value (JSON) of one rank, on all ranks."""
     if world.size == 1:
         return value
@@ -264,36 +257,35 @@ def broadcast_json(value, world: World, root: int = 0) -> Any:
     return json.loads(bytes(data.numpy()))
 
 
-def attempt(action, world: World) -> Any:
+def attempt(action: Callable[[], Any] | None, world: World) -> Any:
     """Return what `action()` gave on this rank, None where `action` is None. If it raises on one, it raises on all.
 
     So none waits in vain.
 
     Raises:
-        UsageError, OSError, RuntimeError or ValueError: the first of them, on the lowest rank that met it.
+        UsageError, OSError, RuntimeError or ValueError: that of the lowest rank that met one.
     """
     value = failure = None
     try:
         value = action() if action else None
     except FAILURES as error:
         failure = error
-    kind = next((number for number, kind in enumerate(FAILURES) if isinstance(failure, kind)), len(FAILURES))
-    gravity = (len(FAILURES) - kind) * world.size - (world.rank if failure else 0)  # differs between failed ranks
-    worst = int(largest([gravity], world)[0])
-    if not worst:
+    wish = world.size - world.rank if failure else 0  # the largest is the lowest rank's
+    failed = world.size - int(largest([wish], world)[0])
+    if failed == world.size:
         return value
-    failed = -worst % world.size
+    kind = [isinstance(failure, kind) for kind in FAILURES].index(True) if failure else 0
     kind, text = broadcast_json([kind, str(failure)], world, failed)
     if failure and failed == world.rank:
         raise failure
-    raise UsageError(text) if kind == 0 else FAILURES[kind](f"rank {failed}: {text}")
+    raise FAILURES[kind](text if kind == 0 else f"rank {failed}: {text}")
 
 
-def together(action, world: World) -> list:
+def together(action: Callable[[], Any] | None, world: World) -> list:
     """Return what `action()` gave (JSON) on each rank, by rank, on all ranks. What one raises, all do: `attempt`."""
     return gather_json(attempt(action, world), world)
 
 
-def main_does(action, world: World) -> Any:
+def main_does(action: Callable[[], Any], world: World) -> Any:
     """Return what `action()` gave (JSON) on rank 0, on all ranks. What it raises there, all raise: see `attempt`."""
     return broadcast_json(attempt(action if world.is_main else None, world), world)

@@ -5,6 +5,7 @@ import difflib
 import os
 import signal
 import traceback
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 FINISHED, FAILED, USAGE, STOPPED, ABORTED = 0, 1, 2, 75, 130  # 75 is EX_TEMPFAIL: try again, it goes on
@@ -18,7 +19,7 @@ class UsageError(Exception):
 
 
 @contextlib.contextmanager
-def no_exit():
+def no_exit() -> Iterator[None]:
     """Turn sys.exit in the block, by a plugin or an argparse of its own, into a RuntimeError that names the plugin.
 
     Exit code 0 would mean that the run is finished.
@@ -29,11 +30,11 @@ def no_exit():
         frames = traceback.extract_tb(error.__traceback__)
         plugins = [one for one in frames if Path(one.filename).parent.name in ("dataset", "arch", "trainer")]
         place = (plugins or frames)[-1]
-        raise RuntimeError(f"{place.filename}, line {place.lineno}: sys.exit({error.code!r}) was called, and the run "
-                           "is not finished") from error  # fmt: skip
+        call = f"{place.filename}, line {place.lineno}: sys.exit({error.code!r})"
+        raise RuntimeError(f"{call} was called, and the run is not finished") from error
 
 
-def close(name: str, there) -> str:
+def close(name: str, there: Iterable[str]) -> str:
     """Return a question after the existing names that a misspelt one may mean; "" if nothing comes near."""
     text = name.lstrip("-")
     starts = [other for other in there if text and other.lstrip("-").startswith(text)]

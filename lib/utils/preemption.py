@@ -17,7 +17,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lib.utils import distributed
 from lib.utils.distributed import World
@@ -48,34 +50,33 @@ class Stop:
     """
 
     def __init__(self, folder: Path, max_hours: float | None, grace_s: float, limit_steps: int | None):
-        self.file = folder / "STOP"
-        self.grace_s, self.limit_steps = grace_s, limit_steps
+        self.file, self.grace_s, self.limit_steps = folder / "STOP", grace_s, limit_steps
         self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
+        self.not_before = -math.inf  # a request waits until then
+        self.signalled_at: float | None = None  # time.monotonic() of the first signal
         self.request: Request | None = None  # of this process, the first one
-        self.requested_at = self.looked_at = -math.inf  # times are time.monotonic()
-        self.signalled_at: float | None = None  # the first signal
         self.agreed: Request | None = None  # by all ranks
-        self.trained = False  # only an evaluation is left: a request waits LAST_S for it to finish the run
 
-    def ask(self, reason: str, signal: str | None = None):
+    def ask(self, reason: str, signal: str | None = None) -> None:
         """Request a stop, unless there is a request."""
-        if self.request is None:
-            self.requested_at = time.monotonic()
-            self.request = Request(reason, signal)
+        self.request = self.request or Request(reason, signal)
+
+    def evaluating(self, last: bool) -> None:
+        """Note that an evaluation begins. The last one of a run gets LAST_S to finish the run before a request."""
+        self.not_before = time.monotonic() + LAST_S if last else -math.inf
 
     def wanted(self) -> bool:
-        """Return whether this process wants to stop. Looks for the file once a second."""
+        """Return whether this process wants to stop."""
         now = time.monotonic()
-        if now >= self.deadline:
-            self.ask("-max_hours is over")
-        if self.request is None and now - self.looked_at >= ASK_EVERY_S:
-            self.looked_at = now
-            if self.file.exists():
+        if self.request is None:
+            if now >= self.deadline:
+                self.ask("-max_hours is over")
+            elif self.file.exists():
                 self.ask(FILE_THERE)
             elif distributed.orphaned():
                 self.ask(AGENT_GONE)
-                faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)
-        return self.request is not None and (not self.trained or now - self.requested_at >= LAST_S)
+                self._limit_time()
+        return self.request is not None and now >= self.not_before
 
     def at_limit(self, step: int) -> bool:
         """Return whether -limit_steps is reached, which all ranks see at the same step."""
@@ -96,15 +97,8 @@ class Stop:
         only_others = self.agreed.signal is not None and self.signalled_at is None
         return self.agreed.reason == AGENT_GONE or (only_others and distributed.elastic())
 
-    def remove_file(self):
-        """Remove the file STOP: it stops the run once, whatever its age by another machine's clock."""
-        try:
-            self.file.unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("%s cannot be removed (%s): the next start will stop for it, too", self.file, error)
-
     @contextlib.contextmanager
-    def listening(self):
+    def listening(self) -> Iterator[None]:
         """Let signals request a stop in the block; afterwards they do again what they did before."""
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
@@ -115,7 +109,7 @@ class Stop:
         os.register_at_fork(after_in_child=functools.partial(_forget_signals, theirs))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # a task of a Slurm job blocks them until now
         try:
-            yield self
+            yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -126,23 +120,21 @@ class Stop:
             theirs.close()
             ours.close()
 
-    def _listen(self, pipe):
+    def _listen(self, pipe: socket.socket) -> None:
         while numbers := pipe.recv(64):
             for number in numbers:
-                self._heard(number)
+                now = time.monotonic()
+                if number in STOPPING and self.signalled_at is None:
+                    name, self.signalled_at = signal.Signals(number).name, now
+                    self.ask(f"signal {name}", signal=name)
+                    self._limit_time()
+                    log.info("signal %s: stopping after this step, or after -grace_s %g", name, self.grace_s)
+                elif number == signal.SIGINT and now - (self.signalled_at or now) > TWICE_S:
+                    os._exit(ABORTED)
 
-    def _heard(self, number):
-        if number not in STOPPING:
-            return
-        now = time.monotonic()
-        if self.signalled_at is None:
-            self.signalled_at = now
-            name = signal.Signals(number).name
-            self.ask(f"signal {name}", signal=name)
-            faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)  # no Python code can be in its way
-            log.info("signal %s: stopping after this step, or after -grace_s %g without a save", name, self.grace_s)
-        elif number == signal.SIGINT and now - self.signalled_at > TWICE_S:
-            os._exit(ABORTED)
+    def _limit_time(self) -> None:
+        """End the process with all stacks after -grace_s. No Python code can be in the way of this timer."""
+        faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)
 
 
 class Ballot:
@@ -173,10 +165,8 @@ class Ballot:
 
     def vote(self, alarm: bool = False) -> bool:
         """Vote now; all ranks must. Return whether they agree to stop."""
-        stop = self.stop
-        wanted, now = stop.wanted(), time.monotonic()
-        step_s = (now - self.since) / max(1, self.ticks)
-        wish = self.world.size - self.world.rank if wanted else 0  # the largest is the lowest rank's
+        step_s = (time.monotonic() - self.since) / max(1, self.ticks)
+        wish = self.world.size - self.world.rank if self.stop.wanted() else 0  # the largest is the lowest rank's
         mine = [wish, step_s, alarm and self.world.is_main]
         wish, step_s, alarmed = distributed.largest(mine, self.world)
         self.alarmed = alarmed > 0
@@ -184,24 +174,21 @@ class Ballot:
         self.vote_at = max(1, min(MOST_STEPS, 2 * self.ticks, int(ASK_EVERY_S / max(step_s, 1e-9))))
         self.ticks, self.since = 0, time.monotonic()
         if wish:
-            request = stop.request and dataclasses.astuple(stop.request)
-            stop.agreed = Request(*distributed.broadcast_json(request, self.world, self.world.size - int(wish)))
+            request = self.stop.request and dataclasses.astuple(self.stop.request)
+            agreed = distributed.broadcast_json(request, self.world, self.world.size - int(wish))
+            self.stop.agreed = Request(*agreed)
         return wish > 0
 
 
-def _handler(number):
+def _handler(number: signal.Signals) -> Any:
     """Return the handler of a signal. SIGHUP stops a run only if it has a terminal and was not started by nohup."""
     at_terminal = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
     nohup = signal.getsignal(number) == signal.SIG_IGN
-    ignored = signal.Signals(number).name == "SIGHUP" and (nohup or not at_terminal)
-    return signal.SIG_IGN if ignored else _leave_to_the_thread
+    ignored = number == signal.SIGHUP and (nohup or not at_terminal)
+    return signal.SIG_IGN if ignored else lambda *_: None  # the pipe has the number already
 
 
-def _leave_to_the_thread(number, frame):
-    """Do nothing: the pipe has the number already."""
-
-
-def _forget_signals(pipe):
+def _forget_signals(pipe: socket.socket) -> None:
     """Give a process that a plugin forks (as multiprocessing.Pool does) the usual SIGTERM: it is not the run's."""
     if pipe.fileno() >= 0:  # else nobody listens any more
         signal.set_wakeup_fd(-1)

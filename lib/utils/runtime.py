@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import importlib.metadata
 import logging
 import math
 import platform
@@ -10,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,16 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lib.utils import distributed, seeding
+from lib.utils import distributed
 from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
 WORK = 5e8  # floating-point operations of a forward pass that are worth one more thread: docs/benchmarks.md
 FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, next to the plain one
-LAUNCHED = 4  # micro-batches that a GPU has still to compute while the next is made ready: each holds memory
+MOST_QUEUED = 4  # micro-batches that a GPU has still to compute while the next is made ready: each holds memory
 
 
-def kernels(world: World, deterministic: bool):
+def kernels(world: World, deterministic: bool) -> None:
     """Enable TF32 and cuDNN's autotuning on a GPU; with `deterministic`, deterministic algorithms instead."""
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -40,7 +40,7 @@ def kernels(world: World, deterministic: bool):
             getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
 
 
-def set_threads(args, saved: int | None = None):
+def set_threads(args: Namespace, saved: int | None = None) -> None:
     """Set the number of threads: of -threads, of the run's first start, of OMP_NUM_THREADS, else one.
 
     One is for what comes before `settle_threads`: data and weights then have the same bits on any machine.
@@ -48,15 +48,15 @@ def set_threads(args, saved: int | None = None):
     torch.set_num_threads(args.threads or saved or distributed.user_threads() or 1)
 
 
-def settle_threads(args, world: World, saved: int | None, model: nn.Module, sample: Callable[[], Any]) -> str:
+def settle_threads(args: Namespace, world: World, saved: int | None, model: nn.Module, sample: Callable) -> str:
     """Set the run's number of threads, the same on all ranks. Return it and its reason.
 
     Sums of another number have other bits, so nothing about it is measured, and a run keeps that of its first start
     (`saved`). `sample` returns a micro-batch of the run.
     """
-    share = min(distributed.gather_json(distributed.cores_each(world), world))
+    share = -int(distributed.largest([-distributed.cores_each(world)], world)[0])
 
-    def choose():
+    def choose() -> tuple[int, str]:
         given = distributed.user_threads()
         if args.threads:
             return args.threads, "-threads"
@@ -65,8 +65,7 @@ def settle_threads(args, world: World, saved: int | None, model: nn.Module, samp
             return saved, f"as the run began{unused}"
         if given or share == 1 or world.device.type != "cpu":
             return given or share, "OMP_NUM_THREADS" if given else "its share of the cores"
-        with seeding.kept():
-            work = work_of(model, sample())
+        work = work_of(model, sample())
         return threads_for(work, share), f"its share of the cores is {share}, a pass has {work / 1e9:.2g} GFLOP"
 
     count, reason = distributed.main_does(choose, world)
@@ -79,7 +78,7 @@ def threads_for(work: float, share: int) -> int:
     return int(min(share, 1 + work / WORK))
 
 
-def work_of(model: nn.Module, batch) -> float:
+def work_of(model: nn.Module, batch: Any) -> float:
     """Return the floating-point operations of a forward pass, on the meta device: it computes and changes no values.
 
     A model that does not take the first part of a batch, or needs values, is taken for a large one.
@@ -99,44 +98,38 @@ def work_of(model: nn.Module, batch) -> float:
 
 
 def throttle(batches: Iterable, device: torch.device) -> Iterator:
-    """Yield the same batches. Waits for a GPU that is LAUNCHED batches behind, which costs it nothing."""
-    launched = collections.deque()
+    """Yield the same batches. Waits for a GPU that is MOST_QUEUED batches behind, which costs it nothing."""
+    queued = collections.deque()
     for batch in batches:
         yield batch
         if device.type == "cuda":
-            launched.append(torch.cuda.Event(blocking=True))
-            launched[-1].record()
-            if len(launched) > LAUNCHED:
-                launched.popleft().synchronize()
+            queued.append(torch.cuda.Event(blocking=True))
+            queued[-1].record()
+            if len(queued) > MOST_QUEUED:
+                queued.popleft().synchronize()
 
 
-def about(world: World) -> dict:
+def about(world: World) -> dict[str, Any]:
     """Return facts on the code and the machine for config.yaml and every checkpoint. Called by all ranks."""
     return {
         "command": " ".join(["python", *sys.argv]),
         **_code(world),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "torchvision": _torchvision(),
         "host": socket.gethostname(),
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
 
-@functools.cache  # reading it takes a millisecond, and every checkpoint has it
-def _torchvision():
-    return importlib.metadata.version("torchvision")
-
-
 @functools.cache  # a checkpoint needs it, too, and must start no process
-def _code(world):
+def _code(world: World) -> dict[str, Any]:
     """Return what git says on rank 0: not all ranks read the repository, which may lie on a shared disk."""
     return distributed.main_does(
         lambda: {"git": _git("rev-parse", "HEAD"), "changed_files": _git("status", "--porcelain")}, world
     )
 
 
-def _git(*words):
+def _git(*words: str) -> str | None:
     words = ("git", "--no-optional-locks", *words)  # or kill -9 could leave a lock in the user's repository
     try:
         done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)

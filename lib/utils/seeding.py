@@ -4,14 +4,15 @@ The mixing function is SplitMix64's finalizer (Steele, Lea and Flood, Fast split
 OOPSLA 2014).
 """
 
-import contextlib
 import random
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
-SAMPLE, MICRO_BATCH, MODEL, DRAWS = 1, 2, 3, 4  # one stream each
+SAMPLE, MICRO_BATCH, MODEL, DRAWS, TRAINER = 1, 2, 3, 4, 5  # one stream each
+Bits = TypeVar("Bits", int, np.ndarray)
 
 
 def mix(*numbers: int) -> int:
@@ -24,8 +25,7 @@ def mix(*numbers: int) -> int:
 
 
 def uniform(seed: int, epoch: int, indices: list[int], count: int = 8) -> torch.Tensor:
-    """Return numbers from 0 to below 1 for each sample, (len(indices), count) float32: row i is a function of (seed,
-    epoch, indices[i])."""
+    """Return numbers in [0, 1), (len(indices), count) float32: row i is a function of (seed, epoch, indices[i])."""
     states = scramble(np.asarray(indices, np.int64).astype(np.uint64) + np.uint64(mix(DRAWS, seed, epoch)))
     states ^= states >> 31
     bits = scramble(states[:, None] + np.arange(1, count + 1, dtype=np.uint64) * GOLDEN)
@@ -33,23 +33,28 @@ def uniform(seed: int, epoch: int, indices: list[int], count: int = 8) -> torch.
     return torch.from_numpy((bits >> 40).astype(np.float32) / np.float32(1 << 24))
 
 
-def scramble(state):
+def scramble(state: Bits) -> Bits:
     """Return SplitMix64's mixture of the bits of a number, or of an array of uint64, but for its last shift."""
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     return (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
 
 
-def for_building(seed: int):
+def for_building(seed: int) -> None:
     """Seed Python, NumPy and torch, the same on every rank and at every start, for building a dataset or a model."""
     _seed_host(mix(MODEL, seed))
 
 
-def for_sample(seed: int, epoch: int, index: int):
+def for_trainer(seed: int) -> None:
+    """Seed them, the same on every rank and at every start, for building a trainer."""
+    _seed_host(mix(TRAINER, seed))
+
+
+def for_sample(seed: int, epoch: int, index: int) -> None:
     """Seed Python, NumPy and torch for drawing one sample (or one fetched batch that begins with it)."""
     _seed_host(mix(SAMPLE, seed, epoch, index))
 
 
-def for_micro_batch(seed: int, step: int, micro: int, device: torch.device):
+def for_micro_batch(seed: int, step: int, micro: int, device: torch.device) -> None:
     """Seed Python, NumPy and torch for the forward and backward pass of micro-batch `micro` of step `step`."""
     value = mix(MICRO_BATCH, seed, step, micro)
     _seed_host(value)
@@ -57,19 +62,7 @@ def for_micro_batch(seed: int, step: int, micro: int, device: torch.device):
         torch.get_device_module(device).manual_seed(value)
 
 
-@contextlib.contextmanager
-def kept():
-    """Restore the states of Python's, NumPy's and torch's generators on the CPU after the block."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-
-
-def _seed_host(value):
+def _seed_host(value: int) -> None:
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     torch.default_generator.manual_seed(value)

@@ -9,7 +9,9 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from lib.utils import distributed
 from lib.utils.distributed import World
@@ -24,21 +26,18 @@ class Hang(RuntimeError):
 
 
 @contextlib.contextmanager
-def watched(state, ballot, world: World, minutes: float, folder: Path, saving=lambda: False):
+def watched(watch: "Watch") -> Iterator[None]:
     """Watch over the run in the block.
-
-    `saving()`: whether this process is writing its part of a checkpoint, however slow the disk is.
 
     Raises:
         Hang: names the ranks and steps, in place of what a collective raises after such a wait. A single process has
             no collectives: it is interrupted.
     """
-    watch = Watch(state, ballot, world, minutes * 60, folder / "logs" / f"rank_{world.rank}.log", saving)
     before = signal.signal(signal.SIGALRM, watch.interrupt)
     thread = threading.Thread(target=watch.run, name="watchdog", daemon=True)
     thread.start()
     try:
-        yield watch
+        yield
     except RuntimeError as error:
         if watch.stalled >= watch.patience:
             watch.reported.wait(4 * watch.pulse_s)
@@ -52,25 +51,29 @@ def watched(state, ballot, world: World, minutes: float, folder: Path, saving=la
 
 
 class Watch:
-    """A rank's view of the others: at each pulse, a rank leaves its step in the rendezvous store."""
+    """A rank's view of the others: at each pulse, a rank leaves its step in the rendezvous store.
 
-    def __init__(self, state, ballot, world: World, patience_s: float, log_file: Path, saving=lambda: False):
+    `saving()`: whether this process is writing its part of a checkpoint, however slow the disk is.
+    """
+
+    def __init__(self, state: Any, ballot: Any, world: World, minutes: float, folder: Path, saving: Callable):
         self.state, self.ballot, self.world, self.saving = state, ballot, world, saving
-        self.patience_s, self.log_file, self.main_thread = patience_s, log_file, threading.get_ident()
-        self.pulse_s = min(LONGEST_PULSE_S, patience_s / 12)
-        self.patience = math.ceil(patience_s / self.pulse_s)  # pulses
+        self.patience_s, self.main_thread = minutes * 60, threading.get_ident()
+        self.log_file = folder / "logs" / f"rank_{world.rank}.log"
+        self.pulse_s = min(LONGEST_PULSE_S, self.patience_s / 12)
+        self.patience = math.ceil(self.patience_s / self.pulse_s)  # pulses
         self.stalled = 0  # pulses since the last progress: of a process that is suspended, none is counted
         self.stepped = False  # the first step may take any time
         self.over, self.reported, self.report = threading.Event(), threading.Event(), ""
 
-    def mark(self):
+    def mark(self) -> None:
         """Note that a step is done. After the first, collectives wait a little longer than -hang_minutes."""
         if not self.stepped and self.world.size > 1:
             queued_s = 0.0 if self.world.device.type == "cpu" else self.patience_s / 2  # a GPU runs behind
             distributed.set_patience(self.patience_s + max(4 * self.pulse_s, queued_s))
         self.stepped = True
 
-    def run(self):
+    def run(self) -> None:
         """Leave signs of life, and report once nothing has moved for too long."""
         store = distributed.store_of_own(self.pulse_s) if self.world.size > 1 else None
         place, pulse, first = None, 0, []
@@ -81,28 +84,26 @@ class Watch:
             if now != place or self.saving() or not self.stepped:
                 place, self.stalled, self.report = now, 0, ""
                 self.reported.clear()
-            suspicious = self.stalled in (self.patience, self.patience + 2)
-            found = self.exchange(store, {"step": self.state.step, "pulse": pulse}, read=suspicious)
+            mine = {"step": self.state.step, "pulse": pulse}
+            found = self.exchange(store, mine, read=self.stalled in (self.patience, self.patience + 2))
             if self.stalled == self.patience:
                 first = found
             elif self.stalled == self.patience + 2:
                 self.end(describe(first, found))
 
-    def exchange(self, store, mine: dict, read: bool) -> list[dict | None]:
-        """Leave a sign of life in the store. Return the last one of every rank, None of a rank that left none."""
+    def exchange(self, store: Any, mine: dict, read: bool) -> list[dict | None]:
+        """Leave a sign of life in the store. Return the last one of every rank, in one request: docs/scaling.md."""
         if store is None:
             return [mine]
-        found: list[dict | None] = [None] * self.world.size
         try:
             store.set(f"watchdog/{self.world.rank}", json.dumps(mine))
-            for rank in range(self.world.size if read else 0):
-                key = f"watchdog/{rank}"
-                found[rank] = json.loads(store.get(key)) if store.check([key]) else None
+            keys = [f"watchdog/{rank}" for rank in range(self.world.size)]
+            return [json.loads(sign) for sign in store.multi_get(keys)] if read else []
         except RuntimeError as error:  # the process that holds the store is one of those that hang, or gone
             log.debug("the rendezvous store does not answer: %s", error)
-        return found
+            return [None] * self.world.size
 
-    def end(self, text: str):
+    def end(self, text: str) -> None:
         """Log the report, and in this rank's own log the stacks of its threads. Interrupt a single process."""
         self.report = f"nothing moved for {self.patience_s:.0f} s (-hang_minutes {self.patience_s / 60:g}): {text}"
         log.error("%s; what this rank was doing: %s", self.report, self.log_file)
@@ -115,7 +116,7 @@ class Watch:
             if not self.over.wait(3 * self.pulse_s):  # it waits in C code, where signals are not handled
                 os._exit(FAILED)
 
-    def interrupt(self, number, frame):
+    def interrupt(self, *_: Any) -> None:
         """End the wait of a single process's main thread."""
         raise Hang(self.report)
 

@@ -48,14 +48,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-smoke", action="store_true", help="the smallest form, on the CPU")
     parser.add_argument("-json", help="write the figures to this file")
-    asked = parser.parse_args()
-    if not asked.smoke and not torch.cuda.is_available():
+    args = parser.parse_args()
+    if not args.smoke and not torch.cuda.is_available():
         print("gpu.py: there is no GPU here, so nothing is measured; -smoke shows on the CPU that it runs")
         return 2
-    sizes, device = (SMOKE, torch.device("cpu")) if asked.smoke else (FULL, torch.device("cuda", 0))
-    if asked.smoke:
+    sizes, device = (SMOKE, torch.device("cpu")) if args.smoke else (FULL, torch.device("cuda", 0))
+    if args.smoke:
         print("on the CPU, in its smallest form: GPU figures were not measured")
-    options = compare.Options(procs=1, threads=1) if asked.smoke else compare.Options(procs=0)
+    options = compare.Options(procs=1, threads=1) if args.smoke else compare.Options(procs=0)
     limit = matrix_rate(sizes["matrix"], device)
     found = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -66,11 +66,11 @@ def main() -> int:
     }
     for name in ("GPT 124 M", "GPT 1 B"):
         found[name] = tokens(sizes[name], options, limit)
-    found["fp16"] = None if asked.smoke else half(sizes["GPT 124 M"], options)
+    found["fp16"] = None if args.smoke else half(sizes["GPT 124 M"], options)
     found["resumed_alike"] = resumed(device)
     print(json.dumps(found, indent=2))
-    if asked.json:
-        Path(asked.json).write_text(json.dumps(found, indent=2) + "\n")
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
     return 0
 
 

@@ -166,7 +166,7 @@ def _store(_rank, _size, ranks):
         "all connect, ms": 1e3 * connected,
         "a sign of each, ms": signs,
         "signs a second": int(1e3 * ranks / signs),
-        "one reads all, ms": cpu_ms(lambda: [clients[0].get(key) for key in keys if clients[0].check([key])], 3),
+        "one reads all, ms": cpu_ms(lambda: clients[0].multi_get(keys), 3),
     }
 
 
@@ -225,9 +225,9 @@ def _checkpoint(folder, size, count):
         "about": {},
         "tensors": {name: ["F32", [96 * size, 12288]] for name in names},
     }
-    save = manager.Save("000001_step_1", facts, keep=False)
-    saver._make_partial(save)
-    partial, answers = saver._partial(save), []
+    save = manager.Save("000001_step_1", facts, best={}, job=concurrent.futures.Future())
+    saver._make_partial(save.name, keep=False)
+    partial, answers = saver._partial(save.name), []
     for file in map(shards.file_of, range(size)):
         answers.append({file: shards.write(partial / file, [("w", torch.zeros(8))])})
     began = time.perf_counter()
@@ -238,7 +238,7 @@ def _checkpoint(folder, size, count):
         "publish, ms": publish,
         "publish, wall ms": 1e3 * wall,
         "list, ms": cpu_ms(lambda: run_folder.listed(saver.folder)),
-        "read manifest, ms": cpu_ms(lambda: manager.read_manifest(past), 5),
+        "read manifest, ms": cpu_ms(lambda: shards.read_manifest(past), 5),
         "verify a rank's share, ms": cpu_ms(lambda: resume._verify(past, World(rank=size - 1, size=size)), 5),
         "remove, ms": cpu_ms(lambda: atomic.remove_folder(past), 1),
     }

@@ -216,8 +216,6 @@ def test_slurm_where_there_is_none_is_refused(error_of, monkeypatch, tmp_path):
 
 
 BROKEN = {
-    "syntax": ("def get_model(args:\n    return 5\n", ["syntax error in ", "syntax.py, line 1: "]),
-    "nul": ("get_model = 5\n\0", ["syntax error in ", "nul.py"]),
     "missing": ("import no_such_package.part\n", ["lib/arch/missing.py needs", "'no_such_package'"]),
     "five": ("get_model = 5\n", ["lib/arch/five.py has no get_model that can be called"]),
 }
@@ -229,17 +227,6 @@ def test_a_plugin_that_cannot_be_imported_is_refused_with_the_place(name, error_
     plugin_folder(monkeypatch, tmp_path, "arch", name, text)
     line = error_of(["-arch", name])
     assert line.startswith(f"-arch {name}: ") and all(part in line for part in parts), line
-
-
-def test_the_list_of_plugins_shows_those_that_cannot_be_read(tmp_path, monkeypatch):
-    files = {"nul": "\0", "syntax": "def (", "bytes": b"\xff", "good": '"""Good."""\n'}
-    monkeypatch.setattr(plugins, "ROOT", tmp_path)
-    (tmp_path / "lib" / "arch").mkdir(parents=True)
-    for name, text in files.items():
-        (tmp_path / "lib" / "arch" / f"{name}.py").write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert plugins.summary("arch", "good") == "Good."
-    for name in ("nul", "syntax", "bytes"):
-        assert plugins.summary("arch", name).startswith("cannot be read: ")
 
 
 def test_a_plugin_flag_that_clashes_is_refused(error_of, monkeypatch, tmp_path):

@@ -60,7 +60,7 @@ def step(model, statistics, parts, of, norm=1.0):
         model(part)
         statistics.after(key)
     broken = statistics.reduce()
-    statistics.settle(torch.tensor(norm))
+    statistics.finish(torch.tensor(norm))
     return broken
 
 
@@ -139,7 +139,7 @@ def test_a_borrowed_micro_batch_changes_no_buffer():
         model(None)
         statistics.after(key)
     assert not statistics.reduce()
-    statistics.settle(torch.tensor(1.0))
+    statistics.finish(torch.tensor(1.0))
     assert model.note.tolist() == [-math.inf, 5.0]
 
 

@@ -46,21 +46,21 @@ def data(address, path, **asked):
 def test_the_page_of_a_killed_and_resumed_run_shows_one_line(board, tmp_path, request):
     points = {
         run: [(step, value) for _, step, value in data(board, "plugin/scalars/scalars", run=run, tag="train/loss")]
-        for run in ("killed/tensorboard", "whole/tensorboard")
+        for run in ("killed", "whole")
     }
-    assert [step for step, _ in points["killed/tensorboard"]] == [*range(1, STEPS + 1)], "no tooth, no gap, no double"
-    assert points["killed/tensorboard"] == points["whole/tensorboard"]
+    assert [step for step, _ in points["killed"]] == [*range(1, STEPS + 1)], "no tooth, no gap, no double"
+    assert points["killed"] == points["whole"]
 
-    groups = {tag.split("/")[0] for tag in data(board, "plugin/scalars/tags")["killed/tensorboard"]}
+    groups = {tag.split("/")[0] for tag in data(board, "plugin/scalars/tags")["killed"]}
     assert groups == {"train", "val", "test", "perf"}
-    images = data(board, "plugin/images/tags")["killed/tensorboard"]
+    images = data(board, "plugin/images/tags")["killed"]
     assert {"train/samples", "val/answers", "val/confusion", "test/confusion"} <= set(images)
 
     with browser.opened(f"{board}?tagFilter=loss%24#timeseries", tmp_path / "browser") as page:
         lines = page.until(f"({LINES}).length == 4 && {LINES}")  # of two runs, each smoothed and as it is
         text = re.sub(r"\s", "", page.value("document.body.innerText"))
         picture = page.screenshot()
-    for words in ("train/loss", "val/loss", "test/loss", "killed/tensorboard", "whole/tensorboard"):
+    for words in ("train/loss", "val/loss", "test/loss", "killed", "whole"):
         assert words in text, f"{words} is not on the page"
     for line in lines:
         across = [float(point.split(",")[0]) for point in line[1:].split("L")]

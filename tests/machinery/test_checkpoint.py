@@ -49,7 +49,7 @@ def test_a_run_goes_on_beside_a_slow_write_and_each_checkpoint_is_that_of_an_eas
     slow = run(tmp_path, f"{SMALL} -cpu 2 -save_every 1steps -keep_last 99")
     assert names(slow) == names(done) and len(names(slow)) == 13
     for name in names(slow):
-        manifests = [manager.read_manifest(folder / "checkpoints" / name) for folder in (slow, done)]
+        manifests = [shards.read_manifest(folder / "checkpoints" / name) for folder in (slow, done)]
         assert manifests[0]["shards"] == manifests[1]["shards"], name
 
 
@@ -145,7 +145,7 @@ def test_only_rank_0_asks_git_and_once(tmp_path, monkeypatch):
     folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 4steps")
     assert (tmp_path / "asked").read_text().splitlines() == ["0 rev-parse", "0 status"]
     newest = folder / "checkpoints" / names(folder)[0]
-    assert manager.read_manifest(newest)["about"]["git"] == real("rev-parse", "HEAD")
+    assert shards.read_manifest(newest)["about"]["git"] == real("rev-parse", "HEAD")
 
 
 def test_to_ask_git_takes_no_lock_that_a_kill_would_leave_behind(tmp_path, monkeypatch):
@@ -234,30 +234,34 @@ def test_a_checkpoint_that_names_the_best_weights_waits_for_them(tmp_path, caplo
     (tmp_path / "best").touch()  # where a folder is to be: they cannot be written
     checkpoints.write_best({"a": torch.ones(2)})
     save(checkpoints, 2)
-    assert "best/weights.safetensors could not be written" in caplog.text and saves.newest(tmp_path) == 1
+    assert f"{tmp_path / 'best'}" in caplog.text and saves.newest(tmp_path) == 1
     (tmp_path / "best").unlink()
     save(checkpoints, 3)
     assert saves.newest(tmp_path) == 3 and load_file(tmp_path / "best" / "weights.safetensors")["a"].sum() == 2
 
 
-def test_best_weights_that_wait_for_a_slow_disk_are_dropped_for_better_ones(tmp_path, monkeypatch):
+def test_of_best_weights_only_the_last_before_a_save_are_written_with_it(tmp_path, monkeypatch):
+    """Also where an earlier save is still in flight, or has failed."""
     checkpoints, begun, goes_on, written = saves.saver(tmp_path), threading.Event(), threading.Event(), []
 
     def write(folder, tensors):
         begun.set()
         assert goes_on.wait(60)
         written.append(tensors["a"])
+        if written == [1, 4]:
+            raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(manager.weights, "write", write)
     checkpoints.write_best({"a": 1})
+    checkpoints.save(saves.state(1), saves.facts(1), step=1, first=set())
     assert begun.wait(60)
     for number in (2, 3, 4):
         checkpoints.write_best({"a": number})
-    checkpoints.save(saves.state(1), saves.facts(1), step=1, first=set())
-    checkpoints.write_best({"a": 5})
     goes_on.set()
+    save(checkpoints, 2)
+    save(checkpoints, 3)
     checkpoints.close()
-    assert written == [1, 4, 5], "a checkpoint has its own"
+    assert written == [1, 4, 4] and saves.steps(tmp_path) == [3, 1]
 
 
 def test_a_kill_while_the_best_weights_are_written_leaves_the_older_ones_and_their_checkpoint(tmp_path):
@@ -328,5 +332,5 @@ def test_a_folder_of_checkpoints_may_hold_other_things(tmp_path):
 
 def test_a_rank_alone_needs_no_group_and_finds_nothing_in_a_new_folder(tmp_path):
     checkpoints = saver(tmp_path / "new")
-    assert resume.newest_good(checkpoints.folder, checkpoints.disk) == (None, {})
+    assert resume.newest_good(checkpoints.folder, checkpoints.disk) is None
     assert distributed.gather_json(1, World()) == [1]

@@ -13,7 +13,7 @@ from torch import nn
 
 from lib import config
 from lib.arch import convnet
-from lib.utils.checkpoint import manager, run_folder, shards
+from lib.utils.checkpoint import run_folder, shards
 from scripts import export
 
 
@@ -75,8 +75,8 @@ def test_tensors_in_blocks_are_put_together_and_the_optimizer_is_not_read(tmp_pa
     names = ["shard_0000.safetensors", "shard_0001.safetensors"]
     starts = [{}, {"model.a": [2, 0]}]
     files = {name: shards.write(tmp_path / name, *part) for name, *part in zip(names, halves, starts)}
-    facts = {"format": manager.FORMAT, "tensors": manager.schema(whole), "shards": files}
-    (tmp_path / "manifest.json").write_bytes(manager.sealed(facts))
+    facts = {"format": shards.FORMAT, "tensors": shards.schema(whole), "shards": files}
+    (tmp_path / "manifest.json").write_bytes(shards.sealed(facts))
     asked, real = [], shards.read
     monkeypatch.setattr(shards, "read", lambda *words: (asked.extend(words[2]), real(*words)))
     assert same(export.read(tmp_path), {"a": whole["model.a"], "b": whole["model.b"]})

@@ -33,6 +33,7 @@ SOON_S = 30  # until a failed run is over, on a machine that has much else to do
 def test_one_process_runs_in_the_parent_where_breakpoint_works(start):
     deed = {"do": "debug", "step": 5}
     run = start("one", deed=deed, cpu=1, terminal=("stdin", "stdout", "stderr"))
+    run.says("starting:    one (-dataset digits -arch mlp)")
     run.says("(Pdb)")
     run.type("p 6 * 7\n")
     run.says("42")

@@ -23,7 +23,7 @@ def at(step, micro, indices, loss=1.0, rows=None):
 
 def after(step, weights, place="rank 0"):
     """The line of a step that is done."""
-    return {"step": step, "place": place, "weights": weights}
+    return {"step": step, "place": place, "weights": [7, weights]}
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def book(tmp_path):
         for number, start in enumerate(starts):
             for rank, lines in (start if isinstance(start, dict) else {0: start}).items():
                 (tmp_path / name).mkdir(exist_ok=True)
-                head = {"session": number + 100, "time": number, "size": 1}
+                head = {"session": number + 100, "time": number, "size": 1, "names": ["bias", "head.weight"]}
                 with (tmp_path / name / f"rank_{rank}.jsonl").open("a") as file:
                     file.write("".join(f"\n{json.dumps(line)}" for line in [head, *lines]))
         return ledger.read(tmp_path / name)
@@ -90,9 +90,9 @@ OTHERS = {  # what a start did -> where it differs
     "another loss": ([at(1, 0, [5, 6], loss=1.1)], (1, 5, "another loss")),
     "a rounded loss": ([at(1, 0, [5, 6], loss=1 + 1e-6)], (1, 5, "another loss")),
     "a loss that is a number": ([at(2, 0, [3, 4])], (2, 3, "another loss")),
-    "other weights": ([at(1, 0, [5, 6]), after(1, 0)], (1, None, "other weights")),
+    "other weights": ([at(1, 0, [5, 6]), after(1, 0)], (1, None, "another head.weight after it (1 of 2 tensors)")),
     "a shard, which the truth has not": ([at(1, 0, [5, 6]), after(1, 0, "shard 0 of 2")], None),
-    "two of them": ([at(2, 0, [4]), at(1, 0, [6]), after(0, 0)], (0, None, "other weights")),
+    "two of them": ([at(2, 0, [4]), at(1, 0, [6]), after(0, 0)], (0, None, "another head.weight")),
 }
 
 
@@ -132,11 +132,13 @@ def test_the_distance_of_two_runs_is_that_of_their_newest_checkpoints(tmp_path):
             checkpoints.close()
         return ledger.distance(here / "one" / "checkpoints", here / "other" / "checkpoints")
 
-    assert distance(dict) == (0.0, 0.0, True)
-    assert distance(lambda state: state | {"model.weight": torch.full((3, 5), 5.0)}) == (1.0, 0.25, False)
-    assert distance(lambda state: state | {"optim.weight.exp_avg": torch.zeros(3, 5)}) == (0.0, 0.0, False)
-    assert distance(lambda state: state | {"model.weight": torch.full((3, 5), math.nan)})[0] == math.inf
-    assert distance(lambda state: state | {"model.weight": torch.zeros(2, 5)}) == (math.inf, math.inf, False)
+    weight, memory = "model.weight", "optim.weight.exp_avg"
+    assert distance(dict) == (0.0, [])
+    assert distance(lambda state: state | {weight: torch.full((3, 5), 5.0)}) == (0.25, [weight])
+    assert distance(lambda state: state | {memory: torch.zeros(3, 5)}) == (0.0, [memory])
+    assert distance(lambda state: state | {weight: torch.full((3, 5), math.nan)}) == (math.inf, [weight])
+    assert distance(lambda state: state | {weight: torch.zeros(2, 5)}) == (math.inf, [weight])
+    assert distance(lambda state: state | {"model.more": torch.zeros(2)}) == (math.inf, ["model.more"])
 
 
 # What a run writes
@@ -160,7 +162,8 @@ def test_a_run_writes_every_micro_batch_once_and_its_weights_after_every_step(ke
     assert ledger.trained_on(kept) == {place: order.tolist() for place, order in wanted.items()}
     assert len(start.records) == 2 * (3 * 4 + 1)
     assert start.weights.keys() == {(step, f"rank {rank}") for step in range(2 * STEPS) for rank in range(2)}
-    assert len(set(start.weights.values())) == 2 * STEPS, "the same on both ranks, another after each step"
+    assert {len(values) for values in start.weights.values()} == {len(start.facts["names"])}
+    assert len({str(values) for values in start.weights.values()}) == 2 * STEPS, "the same on both, new in each step"
 
 
 def test_a_sample_is_told_by_what_was_drawn(kept):

@@ -9,7 +9,7 @@ from saves import SMALL, names
 
 from lib import config
 from lib.core import optimizer as optimizers
-from lib.utils.checkpoint import manager, shards
+from lib.utils.checkpoint import shards
 from lib.utils.checkpoint import state as states
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -22,7 +22,7 @@ def test_a_newer_format_is_refused_with_its_version_and_left_where_it_is(copy, r
     before = names(copy)
     saves.rewrite(copy / "checkpoints" / before[0], lambda manifest: {**manifest, "format": 9})
     line = refused(f"{SMALL} -cpu 2 -model few_norm_net", out=copy.parent)
-    assert "is of format 9" in line and f"reads format {manager.FORMAT}" in line
+    assert "is of format 9" in line and f"reads format {shards.FORMAT}" in line
     assert names(copy) == before
 
 
@@ -38,7 +38,7 @@ def test_entries_that_are_not_known_are_refused_with_the_version(copy, refused, 
     newest = copy / "checkpoints" / names(copy)[0]
     saves.rewrite(newest, change)
     line = refused(f"{SMALL} -cpu 2 -model few_norm_net", out=copy.parent)
-    assert "another version of the code" in line and message in line and "torch" in line
+    assert "another version of the code" in line and message in line
     assert newest.exists()
 
 
@@ -49,7 +49,7 @@ def test_weights_that_are_not_finite_are_refused_unless_it_is_allowed(copy, refu
         if "model.5.bias" in held:
             held["model.5.bias"][2] = float("inf")
             save_file(held, shard)
-            facts = {"bytes": shard.stat().st_size, "crc32": manager.zlib.crc32(shard.read_bytes())}
+            facts = {"bytes": shard.stat().st_size, "crc32": shards.zlib.crc32(shard.read_bytes())}
             saves.rewrite(newest, lambda m, f=facts, s=shard: {**m, "shards": {**m["shards"], s.name: f}})
     for cpu in (1, 2):
         line = refused(f"{SMALL} -cpu {cpu} -model few_norm_net", out=copy.parent)
@@ -106,7 +106,7 @@ FILE = "shard_0000.safetensors"
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"9" * 10**5])
-def test_text_that_is_no_manifest_is_set_aside(tmp_path, data):
+def test_text_that_is_no_manifest_is_passed_over(tmp_path, data):
     checkpoints = saves.saver(tmp_path)
     for step in (1, 2):
         saves.save(checkpoints, step)
@@ -129,7 +129,7 @@ def test_files_whose_checksum_is_right_but_not_their_content_are_refused_and_run
         lambda: shard.write_bytes((2**60).to_bytes(8, "little") + b"{}"),
     ):
         write()
-        facts = {"bytes": shard.stat().st_size, "crc32": manager.zlib.crc32(shard.read_bytes())}
+        facts = {"bytes": shard.stat().st_size, "crc32": shards.zlib.crc32(shard.read_bytes())}
         saves.rewrite(newest, lambda m, f=facts: {**m, "shards": {**m["shards"], FILE: f}})
         with pytest.raises(shards.Damaged, match=f"{FILE}|its files lack a part of model"):
             run(copy.parent, f"{SMALL} -cpu 1 -model few_norm_net")

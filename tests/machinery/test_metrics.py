@@ -160,11 +160,9 @@ def _collectives():
 
 def test_metrics_lines_are_json_at_once_also_with_nan(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    lines = metrics.Lines(path, main=True)
+    lines = metrics.Lines(path)
     lines.write({"step": 1, "loss": math.nan, "rate": -math.inf, "name": "é", "on": True})
     assert json.loads(path.read_text()) == {"step": 1, "loss": None, "rate": None, "name": "é", "on": True}
-    metrics.Lines(tmp_path / "other.jsonl", main=False).write({"step": 1})
-    assert not (tmp_path / "other.jsonl").exists()
 
 
 def test_a_resumed_run_cuts_metrics_back_to_its_checkpoint(tmp_path):
@@ -187,7 +185,7 @@ def test_a_resumed_run_cuts_metrics_back_to_its_checkpoint(tmp_path):
 
 def test_a_full_disk_costs_one_warning_and_no_half_line(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
-    lines = metrics.Lines(path, main=True)
+    lines = metrics.Lines(path)
     with full_disk(100):
         for step in range(20):
             lines.write({"step": step})

@@ -13,8 +13,6 @@ from lib.core import modes
 from lib.trainer.trainer import Trainer
 from lib.utils.data import tensors
 from lib.utils.data.tensors import Tensors
-from lib.utils.distributed import World
-from lib.utils.monitoring import profiler
 
 WORDS = "-dataset few -arch norm_net -image_size 8 -num_classes 4 -batch_size 16 -epochs 3 -log_every 1 -model looked"
 
@@ -181,15 +179,6 @@ def test_overfit_trains_and_evaluates_on_the_same_samples(parts, tmp_path):
     assert lines(folder)[-1]["samples"] == 30 * 12
     assert [line["val/accuracy"] for line in lines(folder) if "val/accuracy" in line][-1] == 1.0
     assert train.main([*f"{words} -overfit 13 -out {tmp_path}".split()]) == 2, "not on top of another"
-
-
-def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, caplog):
-    (tmp_path / "file").touch()
-    profile = profiler.Profile(tmp_path / "file" / "profile", World(), 2)
-    for _ in range(8):
-        profile.step()
-    profile.close()
-    assert "cannot be written" in caplog.text
 
 
 @pytest.mark.parametrize(("wanted", "count"), [(2, 2), (50, 8)])

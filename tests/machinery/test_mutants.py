@@ -151,7 +151,7 @@ GOING_ON = {  # what is broken, and how the run that was killed and went on diff
     "micro-batch seeds left out": (seeding, "for_micro_batch", lambda *place: None, "another loss"),
     "samples from the global generator": (seeding, "for_sample", lambda *place: None, "drawn otherwise"),
     "a loader off by one step": (loader.Loader, "epoch", one_too_far, "other samples"),
-    "lr from a counter": (scheduler, "lr_at", lr_by_count, "other weights"),
+    "lr from a counter": (scheduler, "lr_at", lr_by_count, "the same losses, another"),
 }
 
 
@@ -201,8 +201,8 @@ def one_after_another(nodes):
 @pytest.mark.parametrize("broken", [False, True])
 def test_gradients_that_are_summed_in_rank_order_are_found_out(broken, tmp_path, monkeypatch):
     if broken:
-        monkeypatch.setattr(reduction, "grow", in_rank_order)
-        monkeypatch.setattr(reduction, "total", one_after_another)
+        monkeypatch.setattr(reduction, "add_leaf", in_rank_order)
+        monkeypatch.setattr(reduction, "sum_nodes", one_after_another)
         reduction.nodes_by_rank.cache_clear()
         monkeypatch.setattr(reduction, "nodes_by_rank", reduction.nodes_by_rank.__wrapped__)
     with plugins(**saves.PLUGINS):

@@ -103,9 +103,8 @@ def test_every_command_of_train_py_is_understood(tmp_path):
         if len(parts) == 2 and not command.startswith("kubectl"):
             for shape, instead in shapes.items():
                 parts[1] = re.sub(shape, instead, parts[1])
-            config.parse_args(shlex.split(parts[1])) if "-h" not in shlex.split(parts[1]) and "-list" not in parts[
-                1
-            ] else None
+            if "-h" not in shlex.split(parts[1]):
+                config.parse_args(shlex.split(parts[1]))
             understood += 1
     assert understood >= 40
 
@@ -270,10 +269,7 @@ def test_tied_weights_are_exported_as_the_page_says(fork, said):
 
 
 def test_a_run_starts_from_saved_weights_as_the_faq_says(said):
-    assert (
-        "-weights resnet18.pt: missing there, or of another shape: fc.bias, fc.weight" in said
-        and "tensors taken" in said
-    )
+    assert "resnet18.pt: " in said and "tensors taken; missing there, or of another shape: fc.bias, fc.weight" in said
 
 
 def test_figures_are_sent_as_the_faq_says(fork, said):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -108,10 +109,10 @@ def test_a_refused_start_says_nothing_of_what_others_wrote(stopped, monkeypatch,
     assert capsys.readouterr().err == "train.py: -model run: in use by job 11\n"
     run = stopped.parent / "run"
     for other in ({"state": "running"}, {"state": "stopped", "signal": "SIGUSR2"}, {"state": "finished"}):
-        (run / "outcome.json").write_text(json.dumps({**other, "launch": "11.0"}))
+        write_outcome(run, "11.0", {**other})
         assert requeue.after(stopped, 1) == 2
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    (run / "outcome.json").write_text(json.dumps({"state": "stopped", "signal": "SIGUSR2", "launch": "12.0"}))
+    write_outcome(run, "12.0", {"state": "stopped", "signal": "SIGUSR2"})
     requeue.begin(stopped, run, 3)
     local.refused(UsageError("-epochs 3"))
     assert requeue.after(stopped, 2) == 2, "stopped by the start before it"
@@ -147,8 +148,13 @@ def stopped(tmp_path, monkeypatch):
     run, history = tmp_path / "run", tmp_path / "12.json"
     requeue.begin(history, run, 3)
     (run / "checkpoints" / "000001_step_9").mkdir(parents=True)
-    (run / "outcome.json").write_text(json.dumps({"state": "stopped", "signal": "SIGUSR2", "launch": "12.0"}))
+    write_outcome(run, "12.0", {"state": "stopped", "signal": "SIGUSR2"})
     return history
+
+
+def write_outcome(run: Path, launch: str, facts: dict):
+    """The outcome that a start of a launch leaves."""
+    (run / "outcome.json").write_text(json.dumps({**facts, "launch": launch, "written": time.time_ns()}))
 
 
 def says(folder: Path, job: str):
@@ -177,7 +183,7 @@ def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
         assert requeue.after(stopped, 137) == code, "the second got no further, either"
     done = [start.get("requeued") for start in json.loads(stopped.read_text())["starts"]]
     assert done == ["time limit", "a process was lost", None]
-    (stopped.parent / "run" / "outcome.json").write_text(json.dumps({"state": "finished", "launch": "12.0"}))
+    write_outcome(stopped.parent / "run", "12.0", {"state": "finished"})
     assert requeue.after(stopped, 137) == 0
 
 

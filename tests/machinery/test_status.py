@@ -102,7 +102,7 @@ def test_a_run_whose_job_waits_for_its_requeue_goes_on(tmp_path, monkeypatch):
     history = folder / "slurm" / "12.json"
     requeue.begin(history, folder, 3)
     assert status.row(folder)["state"] == "stopped"
-    facts = requeue.read(history)
+    facts = run_folder.read_json(history)
     facts["starts"][-1]["requeued"] = "time limit"
     requeue.write(history, facts)
     assert (status.row(folder)["state"], status.row(folder)["why"]) == (

@@ -251,7 +251,7 @@ def test_a_start_waits_for_the_ranks_that_still_save_after_their_launcher_was_ki
     old.noted(2)
     os.kill(old.pid, signal.SIGKILL)
     new = start("again")
-    new.says("its launcher is gone, so it is saving: waiting up to")
+    new.says("waiting up to")
     assert new.ended() is None
     old.go()
     assert new.ends() == 0, new.text()

@@ -1,25 +1,14 @@
-"""What a run says of its own speed: where the start went, and what holds it up."""
+"""What a run says of its own speed: what holds it up."""
 
 import re
 import time
 
 import pytest
 import torch
-from runs import few, plugins, run
 
 from lib.utils.checkpoint.state import State
 from lib.utils.compat import TimestampedTimer
-from lib.utils.monitoring import startup, throughput
-
-
-def test_a_run_says_where_its_start_went(tmp_path):
-    words = "-dataset few -arch mlp -image_size 8 -num_classes 4 -batch_size 8 -epochs 1 -cpu 2 -model x"
-    with plugins(dataset={"few": few}):
-        log = (run(tmp_path, words) / "logs" / "rank_0.log").read_text()
-    parts = re.search(r"start-up [\d.]+ s: (.*)", log)[1]
-    assert [part.rpartition(" ")[0] for part in parts.split(", ")] == [
-        "imports", "data", "processes", "past", "model", "resume", "first step"
-    ]  # fmt: skip
+from lib.utils.monitoring import throughput
 
 
 @pytest.mark.parametrize("idle", [True, False])
@@ -54,14 +43,3 @@ def test_a_timer_prints_each_part_and_their_sum_on_rank_0(monkeypatch, capsys):
     assert re.search(r"\] sleeping +2,000\.000 ms, +7\.00 s total$", said[1])
     monkeypatch.setenv("RANK", "1")
     assert TimestampedTimer("x").report("y", ret=True) == 0 and capsys.readouterr().out == ""
-
-
-def test_the_parts_of_a_start_are_told_in_one_line_and_forgotten_by_the_next_run(monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(startup.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(startup, "parts", {"an old one": 9.0})
-    startup.begin()
-    for part, seconds in (("imports", 2.0), ("data", 0.5)):
-        clock[0] += seconds
-        startup.report(part)
-    assert startup.summary() == "2.5 s: imports 2.0, data 0.5"

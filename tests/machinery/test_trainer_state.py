@@ -1,6 +1,8 @@
 """What a trainer keeps beside the model, weights averaged over steps among them: saved, and gone on with exactly."""
 
 import json
+import logging
+import re
 import time
 
 import pytest
@@ -65,18 +67,12 @@ class Twice(trainer.Trainer):
         return super().training_step(batch)
 
 
-MADE = [
-    lambda: torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1),
-    lambda: torch.optim.LBFGS([nn.Parameter(torch.ones(3))]),
-]
-
-
 class Stray(trainer.Trainer):
-    """Keeps an optimizer, by -seed."""
+    """Keeps an optimizer of a parameter that is in no module."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
-        self.second = MADE[self.args.seed]()
+        self.second = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
 
 
 def held(folder, name=None):
@@ -146,13 +142,10 @@ def test_a_trainer_that_keeps_something_else_than_before_is_refused(tmp_path, ca
         assert "of another trainer: trainer.critic.0.bias was None" in message
 
 
-@pytest.mark.parametrize(("seed", "said"), [
-    (0, "trainer.second (SGD) trains what neither the model nor a module that the trainer keeps has"),
-    (1, "LBFGS takes no step by itself"),
-])  # fmt: skip
-def test_an_optimizer_that_no_checkpoint_can_hold_is_refused(seed, said, tmp_path, capfd):
+def test_an_optimizer_that_no_checkpoint_can_hold_is_refused(tmp_path, capfd):
     with plugins(trainer={"stray": Stray}):
-        run(tmp_path, f"{SMALL} -cpu 1 -trainer stray -seed {seed}", wanted=2)
+        run(tmp_path, f"{SMALL} -cpu 1 -trainer stray", wanted=2)
+    said = "trainer.second (SGD) trains what neither the model nor a module that the trainer keeps has"
     assert said in capfd.readouterr().err.splitlines()[-1]
 
 
@@ -218,6 +211,23 @@ def test_a_trainers_own_figures_count_each_sample_once(tmp_path):
     with plugins(trainer={"counting": Counting}):
         folder = run(tmp_path, f"{SMALL} -trainer counting -cpu 3 -micro_batch 4 -log_every 1")
     assert {line["train/one"] for line in lines(folder) if "train/one" in line} == {1.0}
+
+
+class Draws(trainer.Trainer):
+    """Draws a number when it is built."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        logging.getLogger("lib.trainer").info("drawn %r", torch.rand(()).item())
+
+
+def test_what_a_trainer_draws_when_it_is_built_is_the_same_on_all_ranks_and_at_every_start(tmp_path):
+    """Rank 0 has fetched a sample, under seeds of its own, to choose the number of threads."""
+    with plugins(trainer={"draws": Draws}):
+        folder = run(tmp_path, f"{SMALL} -trainer draws -cpu 2 -limit_steps 3", wanted=75)
+        run(tmp_path, f"{SMALL} -trainer draws -cpu 1")
+    drawn = [re.findall(r"drawn (.+)", saves.log_of(folder, rank)) for rank in (0, 1)]
+    assert [len(numbers) for numbers in drawn] == [2, 1] and len({*drawn[0], *drawn[1]}) == 1
 
 
 @pytest.fixture(scope="module")

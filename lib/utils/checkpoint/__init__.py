@@ -3,7 +3,7 @@
 manager.py      when a checkpoint is saved, the save in the background, how many are kept
 state.py        what is saved: the run's progress, models, optimizers
 staging.py      copies tensors next to the running step
-shards.py       one safetensors file for each process, with checksums
+shards.py       a checkpoint's files: a safetensors file for each process, and the manifest with their checksums
 resume.py       finds the newest good checkpoint, checks that a run may continue from it, and loads it
 run_folder.py   out/NAME: names of checkpoints, its lock, what -reset moves away, outcome.json; imports no torch
 atomic.py       files and folders that are whole or absent; imports no torch

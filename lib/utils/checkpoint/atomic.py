@@ -10,36 +10,29 @@ import logging
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 log = logging.getLogger(__name__)
-UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM)  # links, or the fsync of a folder
+NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM)  # of folders, on some file systems
 
 
-def write_file(path: Path, data: bytes | str):
+def write_file(path: Path, data: bytes | str) -> None:
     """Put data (text as UTF-8) into a file in one instant: it holds the old content or the new, whole.
 
     It is on disk when this returns. If this raises OSError, the file is as it was.
     """
-    with replacing(Path(path)) as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+    with staged(path) as partial:
+        partial.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager
-def replacing(path: Path):
-    """Give a file to write bytes to; when the block ends it takes the path's place in one instant, and is on disk."""
-    with staged(path) as partial, partial.open("xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def staged(path: Path):
-    """Give a new name in path's folder; what is there when the block ends, synced, takes path's place at once."""
+def staged(path: Path) -> Iterator[Path]:
+    """Give a new name in path's folder; the file there, synced when the block ends, takes path's place at once."""
     partial = _unique(path, "partial")
     try:
         yield partial
+        fsync_file(partial)
         partial.replace(path)
     finally:
         with contextlib.suppress(OSError):
@@ -47,11 +40,11 @@ def staged(path: Path):
     fsync_folder(path.parent)
 
 
-def _unique(path, ending):
+def _unique(path: Path, ending: str) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.{ending}")
 
 
-def fsync_file(path: Path):
+def fsync_file(path: Path) -> None:
     """Return when the content of a file is on disk; its name is only after `fsync_folder`."""
     number = os.open(path, os.O_RDONLY)
     try:
@@ -60,47 +53,43 @@ def fsync_file(path: Path):
         os.close(number)
 
 
-def fsync_folder(path: Path):
+def fsync_folder(path: Path) -> None:
     """Return when the names in a folder are on disk; at once where the file system has no such call."""
     try:
         fsync_file(path)
     except OSError as error:
-        if error.errno not in UNSUPPORTED:
+        if error.errno not in NO_FSYNC:
             raise
 
 
-def publish(partial: Path, final: Path):
+def publish(partial: Path, final: Path) -> None:
     """Give a finished folder its name; OSError if that is taken. Its writers have synced its files."""
     fsync_folder(partial)
     partial.rename(final)
     fsync_folder(final.parent)
 
 
-def swap_link(link: Path, target_name: str):
+def swap_link(link: Path, target_name: str) -> None:
     """Point a link at a target, which is on disk already, in one instant: a reader sees the old or the new.
 
-    Where there are no symbolic links, a file that holds the name stands for one; `read_link` reads both.
-    A folder there, from a copy that followed links (cp -rL), is moved to NAME.*.aside.
+    A folder there, from a copy that followed links (scp -r), is moved to NAME.*.aside.
     """
     if link.is_dir() and not link.is_symlink():
         link.rename(_unique(link, "aside"))
-    try:
-        with staged(link) as partial:
-            partial.symlink_to(target_name)
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-        write_file(link, target_name)
+    partial = _unique(link, "partial")
+    partial.symlink_to(target_name)
+    partial.replace(link)
+    fsync_folder(link.parent)
 
 
 def read_link(link: Path) -> str | None:
-    """Return the target that `swap_link` wrote, or None where there is neither a link nor a file in its place."""
+    """Return the target of a link, or what a file in its place holds; None where there is neither."""
     if link.is_symlink():
         return str(link.readlink())
     return link.read_text(errors="replace").strip() if link.is_file() else None
 
 
-def remove_folder(path: Path):
+def remove_folder(path: Path) -> None:
     """Remove a folder: first its name, on disk, so that a half-removed one never looks whole; then what is in it.
 
     What cannot be deleted is left to `sweep`, with a warning.
@@ -111,17 +100,14 @@ def remove_folder(path: Path):
     _delete(removed)
 
 
-def sweep(folder: Path, start: str | tuple = ""):
-    """Remove what crashes left in a folder: all that is called START*.partial or START*.removed, and nothing else.
-
-    For its owner, while nobody writes there.
-    """
-    for entry in sorted(folder.iterdir()):
+def sweep(folder: Path, start: str | tuple[str, ...] = "") -> None:
+    """Remove what crashes left in a folder where nobody writes: START*.partial and START*.removed."""
+    for entry in sorted(folder.glob("*")):
         if entry.name.startswith(start) and entry.name.endswith((".partial", ".removed")):
             _delete(entry)
 
 
-def _delete(path):
+def _delete(path: Path) -> None:
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

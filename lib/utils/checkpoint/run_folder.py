@@ -16,14 +16,15 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from lib.utils.checkpoint import atomic
 from lib.utils.errors import UsageError, no_exit
 
 if TYPE_CHECKING:
+    from lib.config import Args
     from lib.utils.checkpoint.shared_disk import Disk
     from lib.utils.distributed import World
 
@@ -32,14 +33,13 @@ NAME = re.compile(r"(\d{6,})_step_(\d+)")
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # there is no such file
 LESS_MEMORY = "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp"
 LOST_PEER = {"DistError", "Hang"}  # classes of torch.distributed and of watchdog, by name
-PATIENCE_S = 3.0  # for a holder of the lock that was killed and is not quite gone
-LEAVING_S = 180.0  # for one that may be ending; NFS keeps the lock of a lost host for 90 s
+WAIT_S = 120.0  # for a holder of the lock that may still be saving; NFS keeps the lock of a lost host for 90 s
 
 
 # Checkpoints by name: a number that grows with every save, and the step for people
 
 
-def run_of(args) -> Path:
+def run_of(args: Args) -> Path:
     """Return the run's folder, out/NAME."""
     return Path(args.out) / args.model
 
@@ -60,11 +60,15 @@ def newest(folder: Path) -> Path | None:
     return next(iter(listed(folder)), None)
 
 
+def last_number(folder: Path) -> int:
+    """Return the running number of the newest checkpoint in a folder, 0 without any."""
+    return max((number(checkpoint.name) for checkpoint in listed(folder)), default=0)
+
+
 def checkpoints_at(path: Path) -> list[Path]:
     """Return the checkpoints at a path, newest first: of a run's folder or checkpoints folder, or itself."""
-    if (path / "manifest.json").is_file():
-        return [path]
-    return listed(path) or listed(path / "checkpoints")
+    itself = [path] if (path / "manifest.json").is_file() else []
+    return listed(path) or listed(path / "checkpoints") or itself
 
 
 def number(name: str) -> int:
@@ -76,19 +80,19 @@ def number(name: str) -> int:
 # The lock
 
 
-def restarts(args, world: World) -> bool:
+def restarts(args: Args, world: World) -> bool:
     """Whether -reset is still to be carried out: once in a launch, whatever restarts and requeues follow."""
     return args.reset and outcome(run_of(args)).get("launch") != world.launch
 
 
 @contextlib.contextmanager
-def held(args, world: World, disk: Disk, job: str | None = None) -> Iterator[RunFolder]:
-    """Hold the run's folder for this run alone during the block. All ranks call this together.
+def locked(args: Args, world: World, disk: Disk, job: str | None = None) -> Iterator[RunFolder]:
+    """Keep the run's folder for this run alone during the block. All ranks call this together.
 
     A start that is refused before `begin` leaves the folder as it was. Another exception makes the outcome "failed".
 
     Raises:
-        UsageError: the folder cannot be written, or another run holds it.
+        UsageError: the folder cannot be written, or another run has it.
     """
     folder = RunFolder(args, world, disk, job)
     try:
@@ -107,25 +111,25 @@ class Untouched:
 
     path = None
 
-    def begin(self, config: str):
+    def begin(self, config: str) -> None:
         """Do nothing."""
 
 
 class RunFolder:
     """The folder of a run; the first rank of each disk holds its lock."""
 
-    def __init__(self, args, world: World, disk: Disk, job: str | None):
+    def __init__(self, args: Args, world: World, disk: Disk, job: str | None):
         self.args, self.world, self.disk, self.job = args, world, disk, job
         self.path = run_of(args)
-        self.locked = None  # the open lock file
-        self.begun, self.owned = False, lambda: True
+        self.lock_file: IO[str] | None = None
+        self.lock_id = None  # once the run has begun
 
-    def begin(self, config: str):
+    def begin(self, config: str) -> None:
         """Make room for a new run under -reset, and write config.yaml and the outcome "running"."""
         self.disk.do(lambda: self._begin(config))
-        self.begun, self.owned = True, owner_check(self.path)
+        self.lock_id = lock_id(self.path)
 
-    def _begin(self, config: str):
+    def _begin(self, config: str) -> None:
         with self._writing():
             if restarts(self.args, self.world):
                 _move_away(self.path)
@@ -133,30 +137,26 @@ class RunFolder:
                 atomic.write_file(self.path / "config.yaml", config)
             write_outcome(self.path, self.world, "running")
 
-    def lock(self):
-        """Take the lock. Wait a moment for a holder that was killed, longer for one that may be ending.
+    def lock(self) -> None:
+        """Take the lock. Wait for another process that has it: it may be saving.
 
         A record lock belongs to the process: no child inherits it, and the kernel frees it after kill -9.
         """
-        started, warned = time.monotonic(), False
-        patience_s = max(LEAVING_S, self.args.grace_s + PATIENCE_S)
+        wait_s = max(WAIT_S, self.args.grace_s)
+        started, used = time.monotonic(), ""
         while not (file := self._take()):
-            owner = read_json(self.path / ".lock")
-            named = ", ".join(f"{name} {owner[name]}" for name in ("host", "pid", "job") if owner.get(name))
-            used = f"{self.path} is in use by {named or 'another process'}"
-            leaving = _may_be_leaving(owner, self.world.launch)
-            if time.monotonic() - started > (patience_s if leaving else PATIENCE_S):
+            if not used:
+                owner = read_json(self.path / ".lock")
+                named = ", ".join(f"{name} {owner[name]}" for name in ("host", "pid", "job") if owner.get(name))
+                used = f"{self.path} is in use by {named or 'another process'}"
+                log.warning("%s: waiting up to %.0f s until it is gone", used, wait_s)
+            if time.monotonic() - started > wait_s:
                 raise UsageError(f"-model {self.path.name}: {used}; take another name or wait")
-            if leaving and not warned:
-                warned = True
-                log.warning("%s, and %s: waiting up to %.0f s until it is gone", used, leaving, patience_s)
             time.sleep(0.05)
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": self.job,
-                 "launcher": os.getppid() if self.world.size > 1 else None, "launch": self.world.launch}  # fmt: skip
-        self.locked = file
+        self.lock_file = file
         with self._writing():
             file.truncate(0)
-            file.write(json.dumps(owner))
+            file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": self.job}))
             file.flush()
 
     def _take(self) -> IO[str] | None:
@@ -170,65 +170,61 @@ class RunFolder:
             return None
         except OSError as error:
             log.warning("%s: this file system has no locks (%s): a second run is not noticed", file.name, error)
-        if os.fstat(file.fileno()).st_ino != (_lock_file(self.path) or (0, 0))[1]:  # its last holder has removed it
+        if _id(os.fstat(file.fileno())) != lock_id(self.path):  # its last holder has removed it
             file.close()
             return None
         return file
 
-    def unlock(self):
+    def unlock(self) -> None:
         """Release the lock; remove what a start that was refused has made."""
-        if self.locked is None:
+        if self.lock_file is None:
             return
         with contextlib.suppress(OSError):
             if [entry.name for entry in self.path.iterdir()] == [".lock"]:
                 (self.path / ".lock").unlink()
                 self.path.rmdir()
         with contextlib.suppress(OSError):  # a full disk
-            self.locked.close()
+            self.lock_file.close()
 
-    def fail(self, error: Exception):
+    def fail(self, error: Exception) -> None:
         """Write why the run failed, unless the start was refused or the folder may be another run's by now."""
         if type(error).__name__ == "OutOfMemoryError":
             error.args = (f"{error} ({LESS_MEMORY})",)
-        if self.begun:
+        if self.lock_id:
             log.critical("failed", exc_info=error)
         elif isinstance(error, UsageError) or not self.path.is_dir() or restarts(self.args, self.world):
             return
         try:
-            if self.owned():
+            if self.lock_id in (None, lock_id(self.path)):
                 record_failure(self.path, self.world, error)
         except OSError as second:  # the first one is the cause
             log.warning("%s could not be written (%s)", self.path / "outcome.json", second)
 
     @contextlib.contextmanager
-    def _writing(self):
+    def _writing(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            free = f", {free_there(self.path)}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
             flags = f"-out {self.path.parent} -model {self.path.name}"
-            raise UsageError(f"{flags}: cannot be written ({error.strerror}{free})") from error
+            raise UsageError(f"{flags}: cannot be written ({error.strerror})") from error
 
 
-def _may_be_leaving(owner: dict, launch: str) -> str:
-    """Return why the holder of a lock may be gone soon; "" for one of this machine that is well."""
-    if owner.get("host", socket.gethostname()) != socket.gethostname():
-        return "whether it runs cannot be seen from this machine"
-    if owner.get("launch") == launch:
-        return "it is an earlier start of this launch"
-    if owner.get("launcher") and _parent(owner.get("pid")) not in (None, owner["launcher"]):
-        return "its launcher is gone, so it is saving"
-    return ""
+def lock_id(run: Path) -> tuple[int, int] | None:
+    """Return what identifies a run's lock file, wherever its folder is moved; None where there is none.
 
-
-def _parent(pid) -> int | None:
+    While its holder has it open, no other file can have the same.
+    """
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
+        return _id((run / ".lock").stat())
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def _move_away(folder: Path):
+def _id(file: os.stat_result) -> tuple[int, int]:
+    return file.st_dev, file.st_ino
+
+
+def _move_away(folder: Path) -> None:
     """Move an old run to out/.old, all but the lock and what a Slurm job that carries out -reset lives from."""
     entries = [entry for entry in folder.iterdir() if entry.name not in (".lock", "slurm")]
     target = folder.parent / ".old" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
@@ -238,41 +234,12 @@ def _move_away(folder: Path):
         entry.rename(target / entry.name)
 
 
-def owner_check(run: Path) -> Callable[[], bool]:
-    """Return a function that says whether a run's folder still is the one that it is now; also if its disk fails.
-
-    The lock's inode decides: while its holder has it open, no other file can have that, wherever the folder is moved.
-    """
-    ours = _lock_file(run)
-
-    def owned() -> bool:
-        try:
-            return ours is None or _lock_file(run) == ours
-        except OSError:
-            return True
-
-    return owned
-
-
-def _lock_file(run):
-    try:
-        file = (run / ".lock").stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return file.st_dev, file.st_ino
-
-
 # How the run ended
 
 
 def outcome(run: Path) -> dict:
-    """Return outcome.json with an entry `written`, which differs for each file written; {} if there is none."""
-    path = run / "outcome.json"
-    facts = read_json(path)
-    with contextlib.suppress(OSError):
-        file = path.stat()
-        return {**facts, "written": f"{file.st_ino}-{file.st_mtime_ns}"} if facts else {}
-    return {}
+    """Return outcome.json, {} if there is none. Its entry `written` differs each time that it is written."""
+    return read_json(run / "outcome.json")
 
 
 def outcome_of(run: Path, job: str) -> dict:
@@ -281,23 +248,17 @@ def outcome_of(run: Path, job: str) -> dict:
     return facts if str(facts.get("launch")).partition(".")[0] == job else {}
 
 
-def write_outcome(folder: Path, world: World, state: str, **facts):
+def write_outcome(folder: Path, world: World, state: str, **facts: Any) -> None:
     """Write outcome.json: running, finished, stopped or failed, and why. Launchers and people decide from it."""
-    who = {"launch": world.launch, "host": socket.gethostname(), "pid": os.getpid()}
-    path, text = folder / "outcome.json", json.dumps({"state": state, **facts, **who}, indent=2) + "\n"
-    try:
-        atomic.write_file(path, text)
-    except OSError:  # a full disk has room for what takes the old one's place
-        if not path.exists():
-            raise
-        with path.open("r+") as file:
-            file.write(text)
-            file.truncate()
+    who = {"launch": world.launch, "host": socket.gethostname(), "pid": os.getpid(), "written": time.time_ns()}
+    atomic.write_file(folder / "outcome.json", json.dumps({"state": state, **facts, **who}, indent=2) + "\n")
 
 
-def record_failure(folder: Path, world: World, error: Exception):
-    """Write the outcome "failed". The first rank gives the reason; one that fails because another is gone does not
-    replace that, in whatever order they write."""
+def record_failure(folder: Path, world: World, error: Exception) -> None:
+    """Write the outcome "failed" and the first rank's reason.
+
+    A rank that fails because another is gone does not replace it, in whatever order they write.
+    """
     before, lost = outcome(folder), lost_peer(error)
     known = before.get("state") == "failed" and before.get("launch") == world.launch
     if not known or (before.get("lost_peer") and not lost):
@@ -321,17 +282,6 @@ def read_json(path: Path) -> dict:
     return facts if isinstance(facts, dict) else {}
 
 
-# Room
-
-
 def free_bytes(folder: Path) -> int:
     """Return the free bytes on the disk of a folder, whether it exists yet or not. Raises OSError."""
     return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
-
-
-def free_there(folder: Path) -> str:
-    """Return the free bytes as words for a message."""
-    try:
-        return f"{free_bytes(folder):,} bytes free"
-    except OSError as error:
-        return f"free bytes unknown: {error.strerror}"

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, each rank its own share, and back on any number of ranks.
+"""The files of a checkpoint: a safetensors file of each rank, read on any number of ranks, and manifest.json.
 
 The file format is safetensors' (https://github.com/huggingface/safetensors, "Format"): the length of a JSON header,
 the header, the bytes. Written here, in one pass with its checksum: safetensors' own writer would hold up the training
@@ -7,26 +7,25 @@ thread. Read by the library.
 
 import heapq
 import json
-import logging
-import math
 import os
 import sys
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lib.utils.checkpoint import run_folder
 from lib.utils.distributed import World
+from lib.utils.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-log = logging.getLogger(__name__)
+FORMAT = 3
+SEAL = b',\n"crc32": %d\n}\n'  # the end of every manifest, whatever its format: the checksum of all before it
 CHUNK = 1 << 20  # bytes
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -34,6 +33,52 @@ DTYPES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+
+
+class Damaged(Exception):
+    """A checkpoint that is not what was written; the message names the file and the reason."""
+
+
+# The manifest: a run's progress and flags, the type and shape of every tensor, size and checksum of every file
+
+
+def sealed(manifest: dict) -> bytes:
+    """Return a manifest as it is written: a line for each entry, the checksum in the last."""
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.items()]
+    body = ("{\n" + ",\n".join(lines)).encode()
+    return body + SEAL % zlib.crc32(body)
+
+
+def read_manifest(folder: Path) -> dict:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        Damaged: it is not what was written.
+        UsageError: it is of another format.
+        OSError: it is missing, or the disk does not answer.
+    """
+    path = folder / "manifest.json"
+    data = path.read_bytes()
+    body = data.rpartition(SEAL[:10])[0]
+    if data != body + SEAL % zlib.crc32(body):
+        raise Damaged(f"{path}: its checksum does not hold")
+    manifest = json.loads(data)
+    if manifest.get("format") != FORMAT:
+        other = f"is of format {manifest.get('format')}, written by {manifest.get('about')}"
+        raise UsageError(f"{path}: {other}; this code reads format {FORMAT}: take that version, or -reset")
+    return manifest
+
+
+def schema(tensors: dict[str, Tensor]) -> dict[str, list]:
+    """Return the type and shape of every tensor, as JSON has it. Raises UsageError for a type safetensors lacks."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            hint = "use another type, or a buffer with persistent=False"
+            raise UsageError(f"{name} is of {tensor.dtype}, which a checkpoint cannot hold: {hint}")
+    return {name: [DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
+
+
+# The tensors
 
 
 class Piece(NamedTuple):
@@ -44,19 +89,9 @@ class Piece(NamedTuple):
     start: tuple[int, ...]
 
 
-class Damaged(Exception):
-    """A checkpoint that is not what was written; the message names the file and the reason."""
-
-
 def file_of(rank: int) -> str:
     """Return the name of a rank's file."""
     return f"shard_{rank:04d}.safetensors"
-
-
-def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return whether a tensor is one of FSDP's. Only FSDP imports their module, which takes half a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def pieces(tensors: dict[str, Tensor], world: World, first: Collection[str] = ()) -> list[Piece]:
@@ -66,7 +101,7 @@ def pieces(tensors: dict[str, Tensor], world: World, first: Collection[str] = ()
     they are few and small, and all rank 0's: a reader then needs its own file and that one.
     """
     whole = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
-    mine = [piece for name, tensor in tensors.items() if name not in whole for piece in _block(name, tensor)]
+    mine = [piece for name, tensor in tensors.items() if is_sharded(tensor) for piece in _block(name, tensor)]
     first = whole if len(whole) < len(tensors) else first
     given = sum(tensor.nbytes for name, tensor in whole.items() if name in first)
     load = [(given if rank == 0 else 0, rank) for rank in range(world.size)]
@@ -81,28 +116,14 @@ def pieces(tensors: dict[str, Tensor], world: World, first: Collection[str] = ()
     return mine
 
 
-def _block(name, tensor):
+def _block(name: str, tensor: "DTensor") -> list[Piece]:
     """Return a DTensor's local block, on one rank of those that hold copies of it."""
     copies = [i for i, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    if any(tensor.device_mesh.get_coordinate()[i] for i in copies):
+    place = tensor.device_mesh.get_coordinate() or []
+    if any(place[i] for i in copies):
         return []
-    local, start = _local(tensor)
-    return [Piece(name, local, start)] if local.numel() else []
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor, sharded or not."""
-    return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
-
-
-def _local(tensor):
-    """Return the same, and where in the whole it begins, by torch's own arithmetic."""
-    if not is_sharded(tensor):
-        return tensor.detach(), (0,) * tensor.ndim
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return local(tensor), tuple(start)
+    values, start = _local(tensor)
+    return [Piece(name, values, start)] if values.numel() else []
 
 
 def write(path: Path, blocks: list[tuple[str, Tensor]], starts: dict[str, list] | None = None) -> dict:
@@ -130,31 +151,13 @@ def write(path: Path, blocks: list[tuple[str, Tensor]], starts: dict[str, list] 
         return {"bytes": file.tell(), "crc32": crc}
 
 
-def checksum(chunks) -> int:
-    """Return the CRC-32 of these pieces of bytes, one after the other."""
-    crc = 0
-    for chunk in chunks:
-        crc = zlib.crc32(chunk, crc)
-    return crc
-
-
-def raw(values: Tensor) -> memoryview | bytes:
-    """Return the bytes of a tensor on the CPU."""
-    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data if values.numel() else b""
-
-
-def verify(path: Path, wanted: dict):
-    """Raise Damaged unless the file is, byte for byte, what `write` wrote; OSError where it cannot be read."""
-    try:
-        size = path.stat().st_size
+def verify(path: Path, wanted: dict) -> None:
+    """Raise Damaged unless the file is what `write` wrote; OSError if it is missing, or the disk does not answer."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         if size != wanted["bytes"]:
             raise Damaged(f"{path}: {size:,} bytes instead of {wanted['bytes']:,}")
-        with path.open("rb") as file:
-            crc = checksum(iter(lambda: file.read(CHUNK), b""))
-    except OSError as error:
-        if error.errno not in run_folder.MISSING:
-            raise
-        raise Damaged(f"{path}: is missing ({error.strerror})") from None
+        crc = checksum(iter(lambda: file.read(CHUNK), b""))
     if crc != wanted["crc32"]:
         raise Damaged(f"{path}: its checksum is {crc:08x} instead of {wanted['crc32']:08x}")
 
@@ -169,7 +172,7 @@ def whole(folder: Path, manifest: dict, start: str = "") -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def read(folder: Path, files: list[str], tensors: dict[str, Tensor]):
+def read(folder: Path, files: list[str], tensors: dict[str, Tensor]) -> None:
     """Fill the tensors, whole or sharded, in place, from the files of a checkpoint, which were verified.
 
     No more files are opened, in the order given, than it takes.
@@ -199,7 +202,7 @@ def read(folder: Path, files: list[str], tensors: dict[str, Tensor]):
         raise Damaged(f"{folder}: its files lack a part of {', '.join(sorted(missing)[:4])}")
 
 
-def _fill(target, origin, block, start) -> int:
+def _fill(target: Tensor, origin: Sequence[int], block: Any, start: Sequence[int]) -> int:
     """Copy what a block and the target, both somewhere in the whole tensor, have in common. Returns its numbers."""
     if not target.ndim:
         target.copy_(block[...])
@@ -214,12 +217,46 @@ def _fill(target, origin, block, start) -> int:
 
 
 @torch.no_grad()
-def put(tensor: Tensor, whole: Tensor):
+def put(tensor: Tensor, whole: Tensor) -> None:
     """Give a tensor, or the local block of a sharded one, the values of a whole one."""
     target, start = _local(tensor)
-    target.copy_(whole[tuple(slice(a, a + n) for a, n in zip(start, target.shape))] if whole.ndim else whole)
+    target.copy_(whole[tuple(slice(a, a + n) for a, n in zip(start, target.shape))])
 
 
 def total_bytes(tensors: dict[str, Tensor]) -> int:
     """Return the bytes of all tensors, each counted whole."""
-    return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors.values())
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor, sharded or not."""
+    return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
+
+
+def _local(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the same, and where in the whole it begins, by torch's own arithmetic."""
+    if not is_sharded(tensor):
+        return tensor.detach(), (0,) * tensor.ndim
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return local(tensor), tuple(start)
+
+
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Return whether a tensor is one of FSDP's. Only FSDP imports their module, which takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def checksum(chunks: Iterable[bytes | memoryview]) -> int:
+    """Return the CRC-32 of these pieces of bytes, one after the other."""
+    crc = 0
+    for chunk in chunks:
+        crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def raw(values: Tensor) -> memoryview | bytes:
+    """Return the bytes of a tensor on the CPU."""
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data if values.numel() else b""

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class Disk:
         """This rank's place among those of its disk, for dividing work."""
         return World(rank=self.ranks.index(self.world.rank), size=len(self.ranks))
 
-    def do(self, action) -> list:
+    def do(self, action: Callable) -> list:
         """Return what `action()` returned (JSON) on the first rank of each disk.
 
         Raises:
@@ -63,35 +64,25 @@ def look(folder: Path, world: World) -> Disk:
     if world.local_size == world.size:
         return one(world)
     mark = folder / f"rank_{world.rank}.{secrets.token_hex(4)}.partial"
+
+    def leave() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        return mark.name
+
     try:
-        name = distributed.attempt((lambda: _leave(mark)) if world.local_rank == 0 else None, world)
-        if _all_see(folder / distributed.broadcast_json(name, world), world):
-            return one(world)
-        names = distributed.gather_json(name, world)
-        seen = _marks_seen(folder, {rank: name for rank, name in enumerate(names) if name}, world)
+        name = distributed.attempt(leave if world.local_rank == 0 else None, world)
+        first = folder / distributed.broadcast_json(name, world)
+        for wait_s in (0.0, PATIENCE_S):
+            time.sleep(wait_s)
+            if not distributed.largest([not first.exists()], world)[0]:
+                return one(world)
+        marks = distributed.gather_json(name, world)
+        mine = [rank for rank, name in enumerate(marks) if name and (folder / name).exists()]
+        seen = distributed.gather_json(mine, world)  # no rank removes its own before all have looked
     except OSError as error:
         raise UsageError(f"-out: {folder} cannot be written ({error})") from None
     finally:
         mark.unlink(missing_ok=True)
-    firsts = [ranks[0] if ranks else rank for rank, ranks in enumerate(seen)]
+    firsts = [min(ranks, default=rank) for rank, ranks in enumerate(seen)]
     return Disk(world, [[rank for rank in range(world.size) if firsts[rank] == first] for first in sorted({*firsts})])
-
-
-def _leave(mark):
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
-    return mark.name
-
-
-def _all_see(mark, world):
-    """Return whether all ranks see a mark. No rank removes its own before all have looked."""
-    for wait in (0.0, PATIENCE_S):
-        time.sleep(wait)
-        if not distributed.largest([not mark.exists()], world)[0]:
-            return True
-    return False
-
-
-def _marks_seen(folder, names, world):
-    """Return whose marks each rank sees. All have waited for a slow disk already."""
-    return distributed.gather_json([rank for rank, name in names.items() if (folder / name).exists()], world)

@@ -14,7 +14,7 @@ class Copies:
         self.layout: list[tuple] = []  # of the pieces that `values` has room for
         self.copied: torch.cuda.Event | None = None
 
-    def make_room(self, pieces: list[Piece]):
+    def make_room(self, pieces: list[Piece]) -> None:
         """Take memory for these pieces, unless it is there. The first write to it takes longer than a copy."""
         layout = [(name, values.shape, values.dtype, values.is_cuda) for name, values, _ in pieces]
         if layout != self.layout:
@@ -36,7 +36,7 @@ class Copies:
             self.copied.record()
         return [(piece.name, self.values[piece.name]) for piece in pieces]
 
-    def wait(self):
+    def wait(self) -> None:
         """Return once the copies are made; any thread may wait."""
         if self.copied is not None:
             self.copied.synchronize()

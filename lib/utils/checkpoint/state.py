@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +33,14 @@ class State:
 
     @classmethod
     def from_dict(cls, saved: dict) -> "State":
-        """Return the State that `to_dict` gave. Raises TypeError where a name is missing or unknown."""
+        """Return the State that `to_dict` gave. Raises UsageError where a name is missing or unknown."""
         names = {one.name for one in dataclasses.fields(cls)}
-        if {*saved} != names:
-            raise TypeError(f"{', '.join(sorted({*saved} ^ names))} is missing there or unknown here")
+        if odd := sorted({*saved} ^ names):
+            other = f"another version of the code: {', '.join(odd)} is missing there or unknown here"
+            raise UsageError(f"the checkpoint is of {other}; take that version, or -weights, or -reset")
         return cls(**saved)
 
-    def count_bad(self, norms: list[Tensor]):
+    def count_bad(self, norms: list[Tensor]) -> None:
         """Count the steps whose gradient norm (0-d tensors) is not finite. Waits for the device."""
         finite = torch.isfinite(torch.stack(norms)).tolist() if norms else []
         self.bad_row = next((i for i, good in enumerate(reversed(finite)) if good), len(finite) + self.bad_row)
@@ -87,7 +89,7 @@ class Parts:
         buffers = {f"model.{name}" for name, _ in self.modules["model"].named_buffers()}
         return buffers | {name for name in self.tensors() if name.startswith("trainer.")}
 
-    def _memory(self):
+    def _memory(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter, dict[str, Tensor]]]:
         """Yield each optimizer, each of its parameters, and what it remembers of that: tensors by name."""
         names = {}
         for part, module in reversed(self.modules.items()):
@@ -103,14 +105,14 @@ class Parts:
                 tensors = {f"{start}.{key}": value for key, value in memory if torch.is_tensor(value)}
                 yield optimizer, parameter, tensors
 
-    def forget_all_but(self, loaded: set[str], optimizers: list):
+    def forget_all_but(self, loaded: set[str], optimizers: list) -> None:
         """Drop what these optimizers remember of parameters, but for those of which some is loaded."""
         for optimizer, parameter, memory in self._memory():
             if optimizer in optimizers and not any(name in loaded for name in memory):
                 optimizer.state.pop(parameter, None)
 
 
-def parts_of(trainer) -> Parts:
+def parts_of(trainer: Any) -> Parts:
     """Return the model and the optimizer of a trainer, and all modules and optimizers that are attributes of it."""
     given = (trainer.model, trainer.loss, trainer.optimizer)  # a loss is what the flags make of it
     own = {
@@ -133,11 +135,7 @@ def prepare(parts: Parts) -> list[torch.optim.Optimizer]:
     """
     fresh = [optimizer for optimizer in parts.optimizers.values() if not optimizer.state]
     for optimizer in fresh:
-        try:
-            _take_zero_step(optimizer)
-        except TypeError as error:  # LBFGS and its kin
-            kind = type(optimizer).__name__
-            raise UsageError(f"{kind} takes no step by itself ({error}): its memory cannot be made ready") from None
+        _take_zero_step(optimizer)
     for optimizer in parts.optimizers.values():
         memory = [item for one in optimizer.state.values() for item in one.items()]
         odd = [name for name, value in memory if not isinstance(value, Tensor | None)]
@@ -148,7 +146,7 @@ def prepare(parts: Parts) -> list[torch.optim.Optimizer]:
 
 
 @torch.no_grad()
-def _take_zero_step(optimizer):
+def _take_zero_step(optimizer: torch.optim.Optimizer) -> None:
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0

@@ -1,6 +1,5 @@
 """Weights alone, in a file that every reader of safetensors takes: written, read, and started from."""
 
-import logging
 from pathlib import Path
 
 import torch
@@ -8,12 +7,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lib.utils import distributed
-from lib.utils.checkpoint import atomic, run_folder, shards
+from lib.utils.checkpoint import atomic, shards
 from lib.utils.checkpoint.state import model_tensors
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
-
-log = logging.getLogger(__name__)
 
 
 def gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
@@ -34,15 +31,11 @@ def not_finite(model: torch.nn.Module, world: World) -> list[str]:
     return sorted({name for names in distributed.gather_json(mine, world) for name in names})
 
 
-def write(folder: Path, tensors: dict[str, Tensor]):
+def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write folder/weights.safetensors from whole tensors on the CPU, in place of an older one."""
-    path = folder / "weights.safetensors"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with atomic.staged(path) as partial:
-            shards.write(partial, list(tensors.items()))
-    except OSError as error:
-        raise OSError(f"{path} could not be written ({error}, {run_folder.free_there(folder.parent)})") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic.staged(folder / "weights.safetensors") as partial:
+        shards.write(partial, list(tensors.items()))
 
 
 def of_run(run: Path) -> Path | None:
@@ -51,60 +44,41 @@ def of_run(run: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def read(path: Path, device: str = "cpu") -> dict[str, Tensor]:
-    """Return the tensors of a weights file: safetensors, or torch's without code (`weights_only=True`).
-
-    On "meta" only the shapes are read, if the file is safetensors.
-    """
+def read(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a weights file: safetensors, or torch's without code (`weights_only=True`)."""
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            if device == "meta":
-                return {name: torch.empty(file.get_slice(name).get_shape(), device="meta") for name in names}
-            return {name: file.get_tensor(name) for name in names}
-    loaded = torch.load(path, map_location=device, weights_only=True)
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
     for key in ("model", "state_dict"):  # as many save them
         if isinstance(loaded.get(key), dict):
             loaded = loaded[key]
     return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
 
 
-def start_from(path: str, model: torch.nn.Module, whole: bool = False):
-    """Start from the weights in a file, on every rank; log what is missing, of another shape or not used.
+def start_from(path: str, model: torch.nn.Module, whole: bool = False) -> str:
+    """Give the model the weights in a file; return how many, and what is missing, of another shape or not used.
 
     Raises:
-        UsageError: see `fitting`; or the model has something (`whole`) that the file lacks.
+        UsageError: the file cannot be read, nothing in it fits, or (`whole`) the model has something that it lacks.
     """
-    weights, mine, fits = fitting(path, model, "cpu")
-    missing = sorted({*mine} - fits)
+    try:
+        weights = read(Path(path))
+    except Exception as error:  # what a file that is none may raise, nobody lists
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise UsageError(f"-weights {path}: cannot be read ({reason})") from error
+    weights = {name.removeprefix("_orig_mod.").removeprefix("module."): value for name, value in weights.items()}
+    mine = model_tensors(model)
+    fits = {name for name in mine if name in weights and weights[name].shape == mine[name].shape}
+    missing, unused = sorted({*mine} - fits), sorted({*weights} - {*model.state_dict()})
+    if not fits:
+        raise UsageError(f"-weights {path}: none of its {len(weights)} tensors fits this model by name and shape")
     if whole and missing:
         names = ", ".join(missing[:4])
         raise UsageError(f"-weights {path}: not the weights of this model: {names} is missing or of another shape")
     with torch.no_grad():
         for name in fits:
             shards.put(mine[name], weights[name])
-    log.info("-weights %s: %d tensors taken", path, len(fits))
-    unused = sorted({*weights} - {*model.state_dict()})
-    for kind, names in (("missing there, or of another shape", missing), ("not used", unused)):
-        if names:
-            log.warning("-weights %s: %s: %s", path, kind, ", ".join(names))
-
-
-def fitting(path: str, model: torch.nn.Module, device: str) -> tuple[dict, dict, set]:
-    """Return the tensors in a file and those of the model, by name, and the names of those that fit by shape.
-
-    Raises:
-        UsageError: the file cannot be read, or nothing in it fits.
-    """
-    try:
-        weights = read(Path(path), device)
-    except Exception as error:  # what a file that is none may raise, nobody lists
-        raise UsageError(
-            f"-weights {path}: cannot be read ({(str(error) or repr(error)).splitlines()[0]})"
-        ) from error
-    weights = {name.removeprefix("_orig_mod.").removeprefix("module."): value for name, value in weights.items()}
-    mine = model_tensors(model)
-    fits = {name for name in mine if name in weights and weights[name].shape == mine[name].shape}
-    if not fits:
-        raise UsageError(f"-weights {path}: none of its {len(weights)} tensors fits this model by name and shape")
-    return weights, mine, fits
+    text = f"{path}: {len(fits)} tensors taken"
+    text += f"; missing there, or of another shape: {', '.join(missing)}" if missing else ""
+    return text + (f"; not used: {', '.join(unused)}" if unused else "")

@@ -14,7 +14,7 @@ STRATEGIES = ("sync_any", "sync_all", "async", "mono", "offline")  # offline: an
 
 def atomic_torch_save(obj, f: str | Path, **kwargs):
     """torch.save, but f becomes the new file in one instant, whole and on disk. Raises OSError."""
-    with atomic.replacing(Path(f)) as file:
+    with atomic.staged(Path(f)) as partial, partial.open("wb") as file:
         torch.save(obj, file, **kwargs)
 
 

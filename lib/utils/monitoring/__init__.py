@@ -8,5 +8,5 @@ tensorboard.py         TensorBoard's event file
 tensorboard_server.py  -tb: TensorBoard's server; -ngrok: a tunnel to it
 images.py              samples, the model's answers and the confusion matrix as images
 profiler.py            -profile
-startup.py             how long the start takes; quick imports, and a quick end
+startup.py             quick imports, and a quick end
 """

@@ -1,17 +1,17 @@
 """The terminal and the log files: log lines, the progress bar, and how a line of figures looks."""
 
-import contextlib
 import functools
 import logging
+import math
 import sys
 import threading
 from pathlib import Path
+from typing import Any, SupportsFloat
 
-log = logging.getLogger(__name__)
 OURS = ("lib", "train", "__main__", "root")  # the first part of our loggers' names
 
 
-def setup_logging(folder: Path | None, rank: int, main: bool):
+def setup_logging(folder: Path | None, rank: int, main: bool) -> None:
     """Send Python's logging to folder/logs/rank_N.log and, on rank 0 (main), to stdout.
 
     The file (none without a folder) gets time, level, message and traceback, also of warnings.warn. The terminal gets
@@ -24,74 +24,79 @@ def setup_logging(folder: Path | None, rank: int, main: bool):
     if folder is not None:
         path = Path(folder) / "logs" / f"rank_{rank}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        root.addHandler(LogFile(path, errors="backslashreplace"))
-        root.handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        file = logging.FileHandler(path, errors="backslashreplace")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        file.name = "lib.file"
+        root.addHandler(file)
     if main:
         root.addHandler(Terminal(sys.stdout))
 
 
-def close_logging():
+def close_logging() -> None:
     """Undo `setup_logging`, but for the level."""
     root = logging.getLogger()
-    for handler in [one for one in root.handlers if isinstance(one, (LogFile, Terminal))]:
+    for handler in [one for one in root.handlers if one.name == "lib.file" or isinstance(one, Terminal)]:
         root.removeHandler(handler)
         handler.close()
-
-
-class LogFile(logging.FileHandler):
-    """The log of one rank. On a full disk it loses lines, without a word: metrics.jsonl warns of that."""
-
-    def handleError(self, record):
-        """Handle what `emit` raises."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)
 
 
 class Terminal(logging.StreamHandler):
     """Messages on stdout, above the progress bar if there is one. Records marked `in_bar` are left out."""
 
-    def filter(self, record):
-        """Whether the terminal shows this record."""
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the terminal shows this record."""
         ours = record.name.partition(".")[0] in OURS
         return (ours or record.levelno >= logging.WARNING) and not getattr(record, "in_bar", False)
 
-    def format(self, record):
-        """The message alone: Python prints the traceback that ends a run."""
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the message alone: Python prints the traceback that ends a run."""
         return record.getMessage()
 
-    def emit(self, record):
+    def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
-        with _tqdm().external_write_mode(file=self.stream) if self.stream.isatty() else contextlib.nullcontext():
+        with _tqdm().external_write_mode(file=self.stream):
             super().emit(record)
 
 
 class Progress:
-    """Show the figures of a run in a progress bar if stderr is a terminal, else in log lines; rank 0 (main) only."""
+    """A progress bar on stderr if that is a terminal."""
 
-    def __init__(self, total_steps: int, start_step: int, main: bool):
-        self._main = main
+    def __init__(self, total_steps: int, start_step: int):
         self._bar = _tqdm()(
             total=total_steps,
             initial=start_step,
+            bar_format=f"{{remaining:>7}} left |{{bar:10}}| step {{n:{len(f'{total_steps}')}}}/{total_steps}{{desc}}",
             dynamic_ncols=True,
-            bar_format="{percentage:3.0f} %|{bar:20}| {desc}",
-            disable=None if main else True,  # None: unless stderr is a terminal
+            smoothing=0,  # the time left follows from all steps of this start
+            disable=None,  # unless stderr is a terminal
         )
 
-    def show(self, steps: int, figures: str):
-        """Move the bar on by so many steps and log the figures. A terminal with a bar shows them there alone."""
-        self._bar.update(steps)
-        if self._main:
-            log.info("%s", figures, extra={"in_bar": not self._bar.disable and sys.stdout.isatty()})
-        self._bar.set_description_str(figures)
+    @property
+    def on_stdout(self) -> bool:
+        """Return whether who sees stdout sees the bar."""
+        return not self._bar.disable and sys.stdout.isatty()
 
-    def close(self):
+    def step(self, loss: SupportsFloat) -> None:
+        """Move the bar by a step, which had this loss. The first loss is read from the device and shown."""
+        self._bar.update()
+        if not (self._bar.disable or self._bar.desc):
+            self.show({"loss": float(loss)})
+
+    def show(self, figures: dict) -> None:
+        """Show as many figures as the terminal's line has room for, the first ones of FORMS first."""
+        if self._bar.disable:
+            return
+        facts = {**self._bar.format_dict, "prefix": ""}
+        room = (facts["ncols"] or 80) - len(self._bar.format_meter(**facts))
+        self._bar.set_description_str(f"  {line(figures, room - 3)}")
+
+    def close(self) -> None:
         """Leave the bar as it stands."""
         self._bar.close()
 
 
 @functools.cache
-def _tqdm():
+def _tqdm() -> Any:
     from tqdm import tqdm
 
     tqdm.monitor_interval = 0  # no thread that redraws
@@ -99,33 +104,31 @@ def _tqdm():
     return tqdm
 
 
-def line(figures: dict) -> str:
-    """Return the log line of these figures: those of FORMS first, then any others as `name value`.
+def line(figures: dict, room: float = math.inf) -> str:
+    """Return the log line of these figures: those of FORMS first, then any others; as many as have room.
 
-    "epoch 3/12  step 400/1200  loss 0.123 (mean 0.150)  lr 1.0e-03  grad 0.52  12,345 samples/s  data 3 %"
+    "epoch 3/12  step 400/1200  loss 0.123  mean 0.150  lr 1.0e-03  grad 0.52  12,345 samples/s  data 3 %"
     """
-    known = [FORMS[name](figures[name]) for name in FORMS if name in figures]
-    others = [f"{name} {_three_digits(value)}" for name, value in figures.items() if name not in FORMS]
-    return "  ".join(known + others).replace("  (mean", " (mean")
+    parts = [FORMS[name](figures[name]) for name in FORMS if name in figures]
+    parts += [f"{name} {_three_digits(value)}" for name, value in figures.items() if name not in FORMS]
+    while parts and len("  ".join(parts)) > room:
+        parts.pop()
+    return "  ".join(parts)
 
 
-def _three_digits(value):
+def _three_digits(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:#.3g}".rstrip(".")
-
-
-def _bytes(count):
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
 FORMS = {  # epoch and step: now, and of how many; data_share: from 0 to 1; memory: in bytes
     "epoch": lambda value: "epoch {}/{}".format(*value),
     "step": lambda value: "step {}/{}".format(*value),
     "loss": lambda value: f"loss {_three_digits(value)}",
-    "loss_mean": lambda value: f"(mean {_three_digits(value)})",
+    "loss_mean": lambda value: f"mean {_three_digits(value)}",
     "lr": lambda value: f"lr {value:.1e}",
     "grad_norm": lambda value: f"grad {value:.3g}",
     "samples_per_s": lambda value: f"{value:,.0f} samples/s" if value >= 10 else f"{value:.2g} samples/s",
     "data_share": lambda value: f"data {100 * value:.0f} %",
-    "memory": lambda value: f"mem {_bytes(value)}",
+    "memory": lambda value: f"mem {value / 1e9:.2f} GB",
     "left_s": lambda value: f"left {_tqdm().format_interval(round(value))}",
 }

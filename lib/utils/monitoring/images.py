@@ -1,55 +1,53 @@
-"""Images for TensorBoard: samples, samples with the model's answers, and a confusion matrix.
+"""Images for TensorBoard, legible at 350 pixels: samples, samples with the model's answers, a confusion matrix.
 
-Each is a tensor (C, height, width) of uint8, with 1 or 3 channels.
+Each is a tensor (3, height, width) of uint8.
 """
 
-import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lib.utils import distributed
 from lib.utils.distributed import World
 
-log = logging.getLogger(__name__)
 EPOCHS = 10  # from one picture to the next, as drawing takes as long as a small evaluation
-SAMPLES = 16  # that are shown with the model's answers
+SAMPLES, ACROSS = 16, 4  # that are shown, and in a row
+TILE, GAP, CAPTION = 84, 3, 26  # pixels: a sample's width, the space around it, two lines of text below it
 MAX_CLASSES = 100  # of a confusion matrix
-MAX_LABELED = 20  # classes of one that has names and numbers in it
-GREEN, RED, BLACK, WHITE, DARK_BLUE = (0, 128, 0), (200, 0, 0), (0, 0, 0), (255, 255, 255), (8, 48, 107)
+NAMES_FROM, NUMBERS_FROM = 10, 24  # pixels of a class in it, to have room for its name, and for its numbers
+DARK_BLUE = (8, 48, 107)
 
 
 def due(epoch: int, epochs: int) -> bool:
-    """Whether the answers after this epoch are drawn: after the first, every tenth, and the last."""
+    """Return whether the answers after this epoch are drawn: after the first, every tenth, and the last."""
     return epoch == 1 or epoch % EPOCHS == 0 or epoch == epochs
 
 
 class Answers:
-    """Collect what a classifier answers in an evaluation: the confusion matrix, its F1, and the first samples.
+    """Collect what a classifier answers in an evaluation: the confusion matrix and the first samples.
 
     Nothing is collected for another loss than cross-entropy, or for more than 100 classes. A class without a name is
     called by its number.
     """
 
-    def __init__(self, loss, classes: int, names: Sequence[str] | None, world: World):
+    def __init__(self, loss: nn.Module, classes: int, names: Sequence[str] | None, world: World):
         self.on = isinstance(loss, nn.CrossEntropyLoss) and classes <= MAX_CLASSES
-        self.classes, self.world = classes, world
-        named = [str(name) for name in names or ()][:classes]
-        self.names = named + [str(number) for number in range(len(named), classes)]
+        self.classes, self.world = classes if self.on else 0, world
+        self.names = [*map(str, names or ()), *map(str, range(len(names or ()), self.classes))]
         self.reset(wanted=True)
 
-    def reset(self, wanted: bool):
+    def reset(self, wanted: bool) -> None:
         """Forget everything, for the next evaluation; whether its pictures are `wanted`, all ranks know alike."""
         self.wanted = wanted
-        self.samples = None  # this rank's first inputs, targets and answers, if the inputs are images
+        self.samples: list[Tensor] | None = None  # this rank's first inputs, targets and answers, of images
         self.counts = torch.zeros(self.classes, self.classes, dtype=torch.int64, device=self.world.device)
 
-    def add(self, inputs, targets, outputs: Tensor | None, count: int):
+    def add(self, inputs: Any, targets: Any, outputs: Any, count: int) -> None:
         """Add a batch with the model's outputs (B, classes). Does not wait for the device."""
         if not (self.on and count and isinstance(targets, Tensor) and isinstance(outputs, Tensor)):
             return
@@ -59,7 +57,7 @@ class Answers:
         answers = outputs.detach().argmax(1)
         if self.wanted and self.samples is None and is_picture(inputs):
             self.samples = [part[:SAMPLES].clone() for part in (inputs, targets, answers)]
-        counted = (targets >= 0) & (targets < self.classes)  # others are to be ignored, as -100 and 255
+        counted = (targets >= 0) & (targets < self.classes)  # the loss ignores others, as -100 and 255
         place = targets.clamp(0, self.classes - 1) * self.classes + answers
         self.counts.view(-1).index_add_(0, place, counted.long())
 
@@ -74,86 +72,69 @@ class Answers:
         both = counts.sum(0) + counts.sum(1)
         return {"f1": (2 * counts.diag() / both)[both > 0].mean().item()} if both.any() else {}
 
-    def shown(self) -> dict[str, Tensor]:
+    def draw(self) -> dict[str, Tensor]:
         """Return the images by name, of the answers of all ranks. Every rank calls this; rank 0 gets the images."""
         if not (self.on and self.wanted):
             return {}
         counts = distributed.sum_(self.counts, self.world).cpu()
         if not self.world.is_main or not counts.any():
             return {}
-        try:
-            pictures = {"confusion": confusion(counts, self.names)}
-            if self.samples is not None:
-                inputs, targets, answers = self.samples
-                pictures["answers"] = answered(inputs, targets.tolist(), answers.tolist(), self.names)
-        except Exception as error:
-            log.warning("the model's answers are not drawn (%r)", error)
-            return {}
+        pictures = {"confusion": confusion(counts, self.names)}
+        if self.samples is not None:
+            inputs, targets, answers = self.samples
+            pairs = zip(targets.tolist(), answers.tolist(), strict=True)
+            pictures["answers"] = tiles(inputs, [self._caption(target, answer) for target, answer in pairs])
         return pictures
 
+    def _caption(self, target: int, answer: int) -> tuple[str, str]:
+        if answer == target or not 0 <= target < self.classes:
+            return self.names[answer], "green" if answer == target else "black"
+        return f"{self.names[answer]}\nnot {self.names[target]}", "red"
 
-def is_picture(images) -> bool:
-    """Whether these are images that can be shown: a tensor (B, C, H, W) with 1 or 3 channels."""
+
+def is_picture(images: Any) -> bool:
+    """Return whether these are images that can be shown: a tensor (B, C, H, W) with 1 or 3 channels."""
     return isinstance(images, Tensor) and images.ndim == 4 and images.shape[1] in (1, 3) and len(images) > 0
 
 
-def grid(images: Tensor) -> Tensor:
-    """Put up to 64 images (B, C, H, W) of any range into one."""
-    return _square(_bytes(images[:64]), padding=1)
+def tiles(images: Tensor, captions: Sequence[tuple[str, str]] = ()) -> Tensor:
+    """Put the first 16 images (B, C, H, W) of any range into one, each above its caption: a text and its color."""
+    images = images[:SAMPLES].detach().float().cpu().nan_to_num()
+    low, high = images.aminmax()
+    pixels = ((images - low) / (high - low).clamp_min(1e-12) * 255).byte()
+    pixels = pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
+    height = max(1, TILE * pixels.shape[1] // pixels.shape[2])
+    column, row = TILE + GAP, height + GAP + (CAPTION if captions else 0)
+    sheet = Image.new("RGB", (GAP + ACROSS * column, GAP + math.ceil(len(pixels) / ACROSS) * row), "white")
+    for number, image in enumerate(pixels):
+        left, top = GAP + number % ACROSS * column, GAP + number // ACROSS * row
+        sheet.paste(Image.fromarray(image).resize((TILE, height), Image.Resampling.BOX), (left, top))
+        if captions:
+            text, color = captions[number]
+            ImageDraw.Draw(sheet).text((left, top + height), text, fill=color)
+    return _tensor(sheet)
 
 
-def answered(images: Tensor, targets: list[int], answers: list[int], names: list[str]) -> Tensor:
-    """Put images (B, C, H, W) of any range into one, each above its answer: green if right, else red."""
-    pixels = _bytes(images).expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
-    scale = max(1, math.ceil(64 / max(pixels.shape[1:3])))
-    height, width = pixels.shape[1] * scale, pixels.shape[2] * scale
-    tiles = []
-    for image, target, answer in zip(pixels, targets, answers):
-        tile = Image.new("RGB", (width, height + 14), WHITE)
-        tile.paste(Image.fromarray(image).resize((width, height), Image.Resampling.NEAREST))
-        wrong = answer != target and 0 <= target < len(names)
-        text = f"{names[answer]} not {names[target]}" if wrong else names[answer]
-        ImageDraw.Draw(tile).text((2, height + 1), text, fill=GREEN if answer == target else RED)
-        tiles.append(_tensor(tile))
-    return _square(torch.stack(tiles), padding=2, background=255)
-
-
-def confusion(counts: Tensor, names: list[str]) -> Tensor:
+def confusion(counts: Tensor, names: Sequence[str]) -> Tensor:
     """Draw counts (class, answer): a row for each class, dark at its answers. The diagonal is right."""
     classes = len(counts)
-    labeled = classes <= MAX_LABELED
-    cell, margin = (34, 60) if labeled else (max(4, 600 // classes), 16)
+    cell, margin = max(3, 290 // classes), 60
     shares = (counts / counts.sum(1, keepdim=True).clamp_min(1)).numpy()
     shades = (255 - shares[..., None] * (255 - np.array(DARK_BLUE))).round().astype(np.uint8)
-    image = Image.new("RGB", (margin + cell * classes, margin + cell * classes), WHITE)
+    image = Image.new("RGB", (margin + cell * classes, margin + cell * classes), "white")
     image.paste(Image.fromarray(shades.repeat(cell, 0).repeat(cell, 1)), (margin, margin))
     draw = ImageDraw.Draw(image)
-    draw.text((2, 2), "class \\ answer", fill=BLACK)
-    if labeled:
-        middles = [margin + (number + 0.5) * cell for number in range(classes)]
-        for row, column in np.argwhere(counts.numpy()):
-            color = WHITE if shares[row, column] > 0.5 else BLACK
-            draw.text((middles[column], middles[row]), str(int(counts[row, column])), fill=color, anchor="mm")
-        for name, middle in zip(names, middles):
-            draw.text((margin - 4, middle), name[:8], fill=BLACK, anchor="rm")
-            draw.text((middle, margin - 8), name[:5], fill=BLACK, anchor="mm")
+    draw.text((2, 2), "class \\ answer", fill="black")
+    middles = [margin + (number + 0.5) * cell for number in range(classes)]
+    for name, middle in zip(names, middles) if cell >= NAMES_FROM else ():
+        draw.text((margin - 4, middle), name[:10], fill="black", anchor="rm")
+        if cell >= NUMBERS_FROM:
+            draw.text((middle, margin - 8), name[: cell // 6], fill="black", anchor="mm")
+    for row, column in np.argwhere(counts.numpy()) if cell >= NUMBERS_FROM else ():
+        color = "white" if shares[row, column] > 0.5 else "black"
+        draw.text((middles[column], middles[row]), str(int(counts[row, column])), fill=color, anchor="mm")
     return _tensor(image)
 
 
-def _square(tiles, padding, background=0):
-    """Put tiles (N, C, height, width) next to each other, row by row."""
-    across = math.ceil(math.sqrt(len(tiles)))
-    down = math.ceil(len(tiles) / across)
-    tiles = functional.pad(tiles, (padding, 0, padding, 0, 0, 0, 0, down * across - len(tiles)), value=background)
-    rows = tiles.unflatten(0, (down, across)).permute(2, 0, 3, 1, 4)  # (C, down, height, across, width)
-    return functional.pad(rows.flatten(3, 4).flatten(1, 2), (0, padding, 0, padding), value=background)
-
-
-def _bytes(images):
-    images = images.detach().float().cpu().nan_to_num()
-    low, high = images.aminmax()
-    return ((images - low) / (high - low).clamp_min(1e-12) * 255).byte()
-
-
-def _tensor(image):
+def _tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)

@@ -4,7 +4,9 @@ import contextlib
 import json
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,102 +26,98 @@ class Sums:
     names, or none: sums are matched by name. Every rank calls `reduce` equally often.
     """
 
-    def __init__(self, group=None):
+    def __init__(self, group: Any = None):
         self._group = group
-        self._local = {}
+        self._local: dict[str, list] = {}
 
-    def update(self, values: dict):
+    def update(self, values: dict[str, Any]) -> Any:
         """Add numbers or 0-d tensors. Waits for the device once in many calls."""
         for name, value in values.items():
+            if isinstance(value, Tensor):
+                if value.ndim:
+                    raise ValueError(f"metric {name!r} has the shape {tuple(value.shape)}: it must be one value")
+                value = value.detach()
             terms = self._local.setdefault(name, [])
-            terms.append(value.detach() if isinstance(value, Tensor) else value)
+            terms.append(value)
             if len(terms) > MOST_TERMS:
-                terms[:] = _exact(name, terms)
+                terms[:] = _exact(terms)
 
     @contextlib.contextmanager
-    def ignoring(self, ignore: bool):
+    def ignoring(self, ignore: bool) -> Iterator[None]:
         """Forget what is added in the block, if `ignore`."""
         before = {name: [*terms] for name, terms in self._local.items()} if ignore else self._local
         yield
         self._local = before
 
-    def reduce(self) -> dict[str, float]:
+    def reduce(self) -> Any:
         """Return the sums over all ranks since the last call. Waits for the device and the other ranks."""
         totals = self.pending()
         self._local = {}
         return {name: math.fsum(terms) for name, terms in totals.items()}
 
     def pending(self) -> dict[str, list[float]]:
-        """Return the sums over all ranks before they are rounded, each as a few terms, and keep them.
-
-        Raises ValueError for a tensor of more than one value.
-        """
+        """Return the sums over all ranks before they are rounded, each as a few terms, and keep them."""
         totals = {}
-        mine = {name: _exact(name, terms) for name, terms in sorted(self._local.items())}
+        mine = {name: _exact(terms) for name, terms in sorted(self._local.items())}
         for sums in distributed.gather_json(mine, distributed.world_in(self._group), self._group):
             for name, terms in sums.items():
                 totals.setdefault(name, []).extend(terms)
-        return {name: _exact(name, terms) for name, terms in totals.items()}
+        return {name: _exact(terms) for name, terms in totals.items()}
 
-    def add(self, sums: dict[str, list[float]]):
+    def add(self, sums: dict[str, list[float]]) -> None:
         """Add what `pending` returned."""
         for name, terms in sums.items():
             self._local.setdefault(name, []).extend(terms)
 
     def floats(self) -> dict[str, float]:
         """Return the sums of this process alone. Waits for the device."""
-        return {name: math.fsum(_exact(name, terms)) for name, terms in sorted(self._local.items())}
+        return {name: math.fsum(_exact(terms)) for name, terms in sorted(self._local.items())}
 
 
-def _exact(name: str, terms: list) -> list[float]:
+def _exact(terms: list) -> list[float]:
     """Return few terms with the same sum, exactly: the sum, what its rounding left out, and so on."""
-    if shape := next((tuple(term.shape) for term in terms if isinstance(term, Tensor) and term.ndim), None):
-        raise ValueError(f"metric {name!r} is a tensor of shape {shape}: it must be one value")
     values, parts = [float(term) for term in terms], []
-    if not all(map(math.isfinite, values)):
+    if not math.isfinite(sum(values)):
         return [sum(values)]
-    try:
-        while part := math.fsum([*values, *(-part for part in parts)]):
-            parts.append(part)
-    except OverflowError:
-        return [sum(values)]
+    while part := math.fsum([*values, *(-part for part in parts)]):
+        parts.append(part)
     return parts
 
 
-def add(totals: dict[str, float], sums: dict[str, float]):
+def add(totals: dict[str, float], sums: dict[str, float]) -> None:
     """Add sums to totals, by name."""
     for name, value in sums.items():
         totals[name] = totals.get(name, 0.0) + value
 
 
-def window_sums(window: list) -> dict[str, list[float]]:
+def window_sums(window: list[tuple[Tensor, int]]) -> dict[str, list[float]]:
     """Return the finite losses of (mean loss, samples) pairs, each times its samples, and their samples, as terms."""
-    losses = torch.stack([loss for loss, _ in window]).tolist() if window else []
+    if not window:
+        return {}
+    losses = torch.stack([loss for loss, _ in window]).tolist()
     pairs = [(loss * count, count) for loss, (_, count) in zip(losses, window, strict=True) if math.isfinite(loss)]
-    return {"loss": [loss for loss, _ in pairs], "samples": [float(count) for _, count in pairs]} if window else {}
+    return {"loss": [loss for loss, _ in pairs], "samples": [float(count) for _, count in pairs]}
 
 
-def mean(totals: dict, name: str) -> float:
+def mean(totals: dict[str, float], name: str) -> float:
     """Return the mean over samples of a sum over samples, or NaN if nothing was counted."""
     count = totals.get("samples", 0)
     return totals.get(name, math.nan) / count if count else math.nan
 
 
-def better(best: dict | None, figures: dict, metric: str | None, epoch: int) -> dict | None:
+def better(best: dict | None, figures: dict[str, float], metric: str | None, epoch: int) -> dict | None:
     """Return the new best validation, or None if these figures are not better than `best` or the loss is NaN.
 
     `metric` is the one to go by: a name, or NAME:min if less is better; without one it is accuracy, or else the loss.
     Raises UsageError if the evaluation does not give it.
     """
     name, _, direction = (metric or ("accuracy" if "accuracy" in figures else "loss")).partition(":")
+    given = ", ".join(figures) or "nothing"
     if name not in figures:
         if metric:
-            raise UsageError(f"-best {metric}: the evaluation on val gives {', '.join(figures)}")
+            raise UsageError(f"-best {metric}: the evaluation on val gives {given}")
         if epoch == 1:
-            given = ", ".join(figures) or "nothing"
-            log.warning(
-                "no best weights are kept: the evaluation gives %s; choose one by -best NAME or NAME:min", given
-            )
+            log.warning("no best weights: the evaluation gives %s; choose one by -best NAME or NAME:min", given)
         return None
     less = direction == "min" or (not direction and name in LESS_IS_BETTER)
     score = -figures[name] if less else figures[name]
@@ -131,26 +129,20 @@ def better(best: dict | None, figures: dict, metric: str | None, epoch: int) -> 
 
 
 class Lines:
-    """Append to metrics.jsonl, one JSON object a line, flushed at once; rank 0 (main) only.
+    """metrics.jsonl: one JSON object a line, flushed at once.
 
-    If the file cannot be written, one warning says so, and training continues.
+    If it cannot be written, one warning says so, and training continues.
     """
 
-    def __init__(self, path: Path, main: bool):
-        self._file = path.open("a") if main else None
+    def __init__(self, path: Path):
+        self._file = path.open("a", buffering=1)
         self._warned = False
 
-    def write(self, figures: dict):
+    def write(self, figures: dict[str, Any]) -> None:
         """Append a line. NaN and infinity, which JSON does not know, become null."""
-        if self._file is None:
-            return
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in figures.items()
-        }
+        odd = {name: None for name, value in figures.items() if isinstance(value, float) and not math.isfinite(value)}
         try:
-            self._file.write(json.dumps(finite) + "\n")
-            self._file.flush()
+            self._file.write(json.dumps(figures | odd) + "\n")
         except OSError as error:
             if not self._warned:
                 log.warning("cannot write %s (%s): training continues", self._file.name, error)

@@ -45,7 +45,7 @@ def main():
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save({**state, "step": step, "epoch": epoch, "best": best}, checkpoint)
 
-    train_loss = val = torch.zeros(())
+    figures = {}  # of the last whole epoch
     for epoch in range(first, args.epochs):
         if sampler:
             sampler.set_epoch(epoch)
@@ -71,9 +71,10 @@ def main():
         if step == args.limit_steps:
             save(epoch)
             break
-        train_loss = mean(total, world)[0]
+        figures["train_loss"] = mean(total, world)[0]
         if "val" in held_out:
             val = evaluate(args, model, held_out["val"], world)
+            figures |= {"val_loss": val[0], "val_accuracy": val[1]}
             if rank == 0:
                 print(f"epoch {epoch + 1}  val loss {val[0]:.4f}  accuracy {val[1]:.4f}", flush=True)
                 if val[1] >= best:
@@ -87,8 +88,7 @@ def main():
         if rank == 0:
             torch.save(model.state_dict(), args.out / "final.pt")
     if rank == 0:
-        figures = {"val_loss": val[0], "val_accuracy": val[1]} if val.ndim else {}
-        task.report(args, step, train_loss=train_loss, **figures)
+        task.report(args, step, **figures)
     if world > 1:
         dist.barrier()
         sys.stdout.flush()
