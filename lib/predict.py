@@ -8,7 +8,7 @@ import yaml
 
 from lib import config
 from lib.config import plugins
-from lib.core import parallel
+from lib.core import loss, parallel
 from lib.utils.checkpoint import weights
 from lib.utils.errors import UsageError
 
@@ -37,7 +37,8 @@ def load(run: str | Path, device: str = "cpu") -> Callable[[list], list[dict[str
     @torch.no_grad()
     def predict(inputs: list) -> list[dict[str, float]]:
         with precision:
-            outputs = model(torch.stack([transform(one) for one in inputs]).to(device)).float()
+            answer = model(torch.stack([transform(one) for one in inputs]).to(device))
+        outputs = loss.outputs_of(answer)[0].float()
         outputs = outputs[:, -1] if outputs.ndim == 3 else outputs
         outputs = outputs.softmax(1) if args.loss == "cross_entropy" else outputs
         named = names + [str(number) for number in range(len(names), outputs.shape[1])]

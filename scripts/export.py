@@ -15,6 +15,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config
 from lib.config import plugins
+from lib.core import loss
 from lib.utils import distributed
 from lib.utils.checkpoint import atomic, run_folder, shards, state, weights
 from lib.utils.data import fetch, loader, prefetch
@@ -76,11 +77,12 @@ def to_safetensors(asked, tensors: dict, file: Path):
 
 
 def to_torch(asked, tensors: dict, file: Path):
-    torch.save(tensors, file)
+    """Write the model's state_dict, which has tied tensors under each of their names: strict loading takes it."""
+    torch.save(built(asked, tensors).state_dict(), file)
 
 
 def to_torchexport(asked, tensors: dict, file: Path):
-    model, inputs = built(asked, tensors)
+    model, inputs = built(asked, tensors), example(asked)
     program = torch.export.export(model, (inputs,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     with file.open("wb") as stream:
         torch.export.save(program, stream)
@@ -92,15 +94,15 @@ def to_onnx(asked, tensors: dict, file: Path):
         raise UsageError(
             f"-format onnx needs {' and '.join(missing)}: uv pip install -r pyproject.toml --group export"
         )
-    model, inputs = built(asked, tensors)
+    model, inputs = built(asked, tensors), example(asked)
     names = {"input_names": ["input"], "output_names": ["output"]}
     shapes = ({0: torch.export.Dim("batch")},)
     torch.onnx.export(model, (inputs,), file, dynamic_shapes=shapes, external_data=False, verbose=False, **names)
 
 
-def built(asked, tensors: dict) -> tuple[nn.Module, Tensor]:
-    """The run's model with these weights, for evaluation, and two inputs. Raises UsageError where they do not fit."""
-    args = config.parse_args(["-cfg", str(asked.run / "config.yaml")])
+def built(asked, tensors: dict) -> nn.Module:
+    """The run's model with these weights, for evaluation. Raises UsageError where they do not fit."""
+    args = config.parse_args(["-cfg", str(asked.run / "config.yaml")], describe=False)
     model = plugins.load("arch", args.arch).get_model(args).eval().requires_grad_(False)
     mine = state.model_tensors(model)
     odd = [name for name in {**mine, **tensors} if not alike(mine.get(name), tensors.get(name))]
@@ -109,16 +111,30 @@ def built(asked, tensors: dict) -> tuple[nn.Module, Tensor]:
                          f"take the code that it was trained with")  # fmt: skip
     for name, tensor in mine.items():
         tensor.copy_(tensors[name])
-    return model, torch.zeros(2, *asked.shape) if asked.shape else samples(args)
+    return model
 
 
-def samples(args) -> Tensor:
-    """The inputs of two training samples, of the shape and type that the run's model gets. Raises UsageError."""
+def example(asked) -> Tensor:
+    """Two inputs of the shape and type that the run's model gets: zeros of -shape, or of two training samples.
+
+    Raises UsageError where there are none, or where the model takes more than one tensor.
+    """
+    if asked.shape:
+        return torch.zeros(2, *asked.shape)
+    args = config.parse_args(["-cfg", str(asked.run / "config.yaml")], describe=False)
     try:
         part = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset)["train"]
     except UsageError as error:
         raise UsageError(f"{error}; -shape tells what one input is, where the data is not at hand") from None
-    return prefetch.Finish(part, args.seed, distributed.CPU)(0, [0, 1], fetch.Fetch(part, args.seed)[0, [0, 1]])[0]
+    batch = prefetch.Finish(part, args.seed, distributed.CPU)(0, [0, 1], fetch.Fetch(part, args.seed)[0, [0, 1]])
+    inputs = loss.parts(batch)[0]
+    if isinstance(inputs, dict) and len(inputs) == 1:
+        inputs = next(iter(inputs.values()))
+    if not isinstance(inputs, Tensor):
+        given = f"a dict of {', '.join(inputs)}" if isinstance(inputs, dict) else f"a {type(inputs).__name__}"
+        raise UsageError(f"-format {asked.format} is for models of one tensor, and -dataset {args.dataset} gives "
+                         f"{given}: give get_model a wrapper that takes one, or use -format torch")  # fmt: skip
+    return inputs
 
 
 def numbers(text: str) -> list[int]:

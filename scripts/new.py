@@ -120,13 +120,13 @@ do not need, but for the defaults `convnet`, `digits` and `trainer`.
 
 ## Documentation
 
-- [extending.md](docs/extending.md): models, data, trainers
+- [extending.md](docs/extending.md): models, data, trainers; nanoGPT, timm, Hugging Face, detection, a GAN
 - [launching.md](docs/launching.md): a workstation, several machines, Slurm, Kubernetes
 - [resume.md](docs/resume.md): what is promised after a stop, and what is not
 - [monitoring.md](docs/monitoring.md), [debugging.md](docs/debugging.md), [large_models.md](docs/large_models.md)
 - [flags.md](docs/flags.md): all flags
 - [architecture.md](docs/architecture.md): how it is built, and what must not break
-- [faq.md](docs/faq.md): out of memory, pretrained weights, Hugging Face, W&B
+- [faq.md](docs/faq.md): out of memory, pretrained weights, W&B
 
 This project started from OLD. [LICENSE](LICENSE) holds its terms, [data/README.md](data/README.md) those of the
 digits.

@@ -15,7 +15,7 @@ from lib.utils.errors import UsageError
 OTHERS = {"loss": "mse", "optimizer": "sgd", "scale_lr": "sqrt", "save_every": "5steps", "gpus": "0,1"}
 OTHERS |= {"compile": "model", "parallel": "fsdp", "reduction": "allreduce"}
 OTHERS |= {"dataset": "random", "arch": "mlp", "micro_batch": "16", "lr_end": "1e-5", "momentum": "0.5"}
-OTHERS |= {"label_smoothing": "0.5", "trainer": "contrastive"}
+OTHERS |= {"label_smoothing": "0.5", "class_weights": "1,2", "trainer": "contrastive"}
 
 
 def parsed(words) -> config.Args:

@@ -101,6 +101,8 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-epochs", COUNT, "passes over the training samples", 10)
     add("-loss", {"choices": table("loss")}, "loss function, of lib/core/loss.py", "cross_entropy")
     add("-label_smoothing", value(real(0, 1), "X"), "label smoothing of cross_entropy, 0 to 1", 0.0)
+    add("-class_weights", value(types.weights, "X,X,..."), "weights of the classes in cross_entropy (all 1)")
+    add("-train_metrics", SWITCH, "log accuracy and the like of the training samples, too", on_resume="allow")
     add("-log_every", COUNT, "steps between log lines", 50, on_resume="allow")
     add("-max_bad_steps", COUNT, "fail after N steps in a row whose gradients are not finite", 10, on_resume="allow")
 

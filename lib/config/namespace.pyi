@@ -35,6 +35,8 @@ class Args(argparse.Namespace):
     epochs: int
     loss: str
     label_smoothing: float
+    class_weights: str | None
+    train_metrics: bool
     log_every: int
     max_bad_steps: int
     optimizer: str

@@ -30,6 +30,8 @@ every = matching(r"(?=0*[1-9])[0-9]{1,18}(epochs?|steps?|min|)", "an interval li
 suffix = matching(r"[A-Za-z0-9-]*", "the end of a host name: letters, digits, dashes")
 key_value = matching(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?", "an option of sbatch like reservation=school or exclusive")
 
+weights = matching(r"\d+(\.\d+)?(,\d+(\.\d+)?)*", "a list of numbers like 1,2.5,0.5")
+
 
 def gpu_list(value: str) -> str:
     """Return text that lists GPUs by index or UUID, each once."""

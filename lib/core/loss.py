@@ -1,78 +1,198 @@
-"""Losses and the metrics that go with them, chosen by -loss."""
+"""The loss and the metrics of a batch: by -loss, or by the model itself where it returns its loss."""
 
 import functools
+import inspect
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lib.utils.checkpoint.state import unwrap
+from lib.utils.data.tensors import tensors
 from lib.utils.errors import UsageError
+from lib.utils.monitoring import metrics
+
+if TYPE_CHECKING:
+    from lib.config import Args
+
+TARGETS = ("labels", "targets", "label", "target")  # names of them, in a batch and as a parameter of a forward
 
 
-def get_loss(args):
-    """Return a callable (outputs, targets) -> the mean loss over the batch, a scalar."""
-    options = {"label_smoothing": args.label_smoothing} if args.loss == "cross_entropy" else {}
-    return BY_NAME[args.loss](**options)
+@dataclass
+class Pass:
+    """What a forward pass gives: the mean loss of the batch, and what metrics are computed from."""
+
+    loss: Tensor
+    inputs: Any
+    targets: Any
+    outputs: Tensor | None
+
+
+def forward(model: nn.Module, batch: Any, criterion: Callable) -> Pass:
+    """Compute the loss of a batch: the model's own if it returns one, else `criterion(outputs, targets)`.
+
+    A model whose `forward` has a parameter named labels or targets gets them, too. Of a dict it gets the entries that
+    `forward` names, or all of them as **batch; if it names none, it gets the values without the targets, in order.
+    Raises UsageError where all this gives no loss.
+    """
+    inputs, targets = parts(batch)
+    names = _parameters(type(unwrap(model)))
+    positional, named = [inputs], {}
+    if isinstance(inputs, dict):
+        named = {name: value for name, value in inputs.items() if name in names} or ("**" in names and batch) or {}
+        positional = [] if named else inputs.values()
+    given = {name: targets for name in names if name in TARGETS and targets is not None}
+    answer = model(*positional, **{**named, **given})
+    outputs, loss = outputs_of(answer)
+    if loss is not None:  # which may pair a row of targets otherwise with the outputs, as one token further
+        one_each = isinstance(targets, Tensor) and targets.ndim == 1
+        return Pass(loss, inputs, targets, outputs if one_each else None)
+    if outputs is None or targets is None:
+        raise _refusal(batch, f", and the model returns a {type(answer).__name__} without a loss")
+    if isinstance(criterion, OF_NUMBERS) and outputs.shape != targets.shape:  # torch would stretch one of them
+        given = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
+        raise UsageError(f"{given}: this -loss needs the same shape")
+    return Pass(criterion(outputs, targets), inputs, targets, outputs)
+
+
+def parts(batch: Any) -> tuple[Any, Any]:
+    """Return the inputs and the targets of a batch: a pair, or a dict, whose inputs are a dict. Targets may be None.
+
+    Raises UsageError for a tuple of more.
+    """
+    if isinstance(batch, dict):
+        key = next((name for name in TARGETS if name in batch), None)
+        return {name: value for name, value in batch.items() if name != key}, batch.get(key)
+    if not isinstance(batch, (tuple, list)):
+        return batch, None
+    if len(batch) > 2:
+        raise _refusal(batch)
+    inputs, targets = (*batch, None)[:2]
+    return inputs, targets
+
+
+def _refusal(batch: Any, more: str = "") -> UsageError:
+    shapes = ", ".join(f"{name}: {tuple(one.shape)}" for name, one in tensors(batch)) or "no tensors"
+    return UsageError("the default trainer takes (inputs, targets) or a dict with labels; this dataset gives a "
+                      f"{type(batch).__name__} of {shapes}{more}: python scripts/new.py trainer NAME")  # fmt: skip
+
+
+@functools.cache
+def _parameters(model: type[nn.Module]) -> list[str]:
+    """The names of what a model's forward takes; ** if it takes any name."""
+    found = [*inspect.signature(model.forward).parameters.values()][1:]
+    return ["**" if one.kind is one.VAR_KEYWORD else one.name for one in found]
+
+
+def outputs_of(answer: Any) -> tuple[Any, Any]:
+    """Return the outputs and the loss in what a model returned, each None if it is not there.
+
+    The loss is called loss, or is the 0-d tensor of a tuple. The outputs are called logits, or are the first tensor
+    of more dimensions.
+    """
+    if isinstance(answer, Tensor):
+        answer = (answer,)
+    if isinstance(answer, (tuple, list)):
+        scalars = [one for one in answer if isinstance(one, Tensor) and not one.ndim]
+        named = {**dict(enumerate(answer)), "loss": scalars[0] if scalars else None}
+    else:
+        named = answer if isinstance(answer, dict) else getattr(answer, "__dict__", {})
+    others = [one for one in named.values() if isinstance(one, Tensor) and one.ndim]
+    return named.get("logits", others[0] if others else None), named.get("loss")
+
+
+def get_loss(args: "Args") -> nn.Module:
+    """Return a module (outputs, targets) -> the mean loss over the batch, a scalar."""
+    if args.loss != "cross_entropy":
+        return BY_NAME[args.loss]()
+    weights = torch.tensor([float(one) for one in args.class_weights.split(",")]) if args.class_weights else None
+    if weights is not None and len(weights) != args.num_classes:
+        raise UsageError(
+            f"-class_weights {args.class_weights}: -num_classes {args.num_classes} needs as many weights"
+        )
+    return CrossEntropy(weights, label_smoothing=args.label_smoothing)
 
 
 class CrossEntropy(nn.CrossEntropyLoss):
-    """torch's, which also takes classes in the last dimension: outputs (B, length, classes), targets (B, length)."""
+    """torch's, which also takes classes in the last dimension: outputs (B, length, classes), targets (B, length).
+
+    With class weights it is the mean of the weighted losses, so that micro-batches add up to their batch. (torch
+    divides by the sum of the weights.)
+    """
+
+    checked = False  # the targets, once
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if _classes_last(outputs, targets):
             outputs, targets = outputs.flatten(0, -2), targets.flatten()
-        return super().forward(outputs, targets)
+        if targets.is_floating_point() and not self.checked:
+            _check_probabilities(outputs, targets)
+        self.checked = True
+        if self.weight is None:
+            return super().forward(outputs, targets)
+        weight, smoothing = self.weight.to(outputs.device), self.label_smoothing
+        total = functional.cross_entropy(outputs, targets, weight, reduction="sum", label_smoothing=smoothing)
+        return total / (len(targets) if targets.is_floating_point() else (targets != self.ignore_index).sum())
 
 
-def _classes_last(outputs, targets) -> bool:
-    """Whether the classes are in the last dimension. Where both readings fit, (B, C, C) is a row of C places and
-    (B, C, C, C) an image, classes first as torch has them."""
+def _classes_last(outputs: Tensor, targets: Tensor) -> bool:
+    """Whether the classes are in the last dimension.
+
+    Where both readings fit, (B, C, C) is a row of C places and (B, C, C, C) an image, classes first, as in torch.
+    """
     fits = outputs.shape[:-1] == targets.shape
     return fits and (outputs.ndim < 4 or outputs.shape[:1] + outputs.shape[2:] != targets.shape)
 
 
-class SameShape(nn.Module):
-    """A loss of torch's that refuses outputs and targets of different shapes; torch would stretch one of them."""
-
-    def __init__(self, loss: type[nn.Module]):
-        super().__init__()
-        self.loss = loss()
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if outputs.shape != targets.shape:
-            raise UsageError(f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}: "
-                             "this -loss needs the same shape")  # fmt: skip
-        return self.loss(outputs, targets)
+def _check_probabilities(outputs: Tensor, targets: Tensor) -> None:
+    """Raise UsageError for floats that are no probabilities: torch would compute a loss from them all the same."""
+    if targets.shape != outputs.shape or targets.min() < 0 or (targets.sum(1) - 1).abs().max() > 0.01:
+        raise UsageError("-loss cross_entropy takes class numbers or probabilities, and these targets are floats "
+                         f"{tuple(targets.shape)} that are neither; for a regression: -loss mse")  # fmt: skip
 
 
-def metric_sums(loss, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+BY_NAME = {"cross_entropy": CrossEntropy, "mse": nn.MSELoss, "l1": nn.L1Loss, "huber": nn.HuberLoss}
+OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.HuberLoss)
+
+
+def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = False) -> dict[str, Tensor]:
     """Return what a batch adds to each metric but the loss: sums over its samples, so that shares of any size add up.
 
-    One class a sample: accuracy. A class at each place (tokens; a byte is one of 256): bits_per_byte, the mean over
-    a sample's places of the code length in bits, without label smoothing.
+    One class a sample: accuracy, and top5 of more than 10 classes. A class at each place (tokens; a byte is one of
+    256): bits_per_byte, the mean over a sample's places of the code length in bits, without label smoothing. Numbers:
+    mae, and for one number a sample what r2 needs, unless only `means` are wanted.
     """
-    if not isinstance(loss, CrossEntropy) or not _classes_last(outputs, targets):
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
+        return {}
+    outputs = outputs.detach()
+    if isinstance(criterion, OF_NUMBERS) and outputs.shape == targets.shape:
+        exact = torch.float32 if outputs.device.type == "mps" else torch.float64
+        outputs, targets = outputs.to(exact), targets.to(exact)
+        error = outputs - targets
+        sums = {"mae": error.abs().mean() * len(targets)}
+        if targets.numel() == len(targets) and not means:
+            terms = {"_error": error.square(), "_targets": targets, "_squares": targets.square()}
+            sums |= {name: one.sum() for name, one in terms.items()}
+        return sums
+    if not isinstance(criterion, CrossEntropy) or targets.is_floating_point() or not _classes_last(outputs, targets):
         return {}
     if targets.ndim == 1:
-        return {"accuracy": (outputs.detach().argmax(1) == targets).sum()}
-    nats = functional.cross_entropy(outputs.detach().flatten(0, -2).float(), targets.flatten())
+        sums = {"accuracy": (outputs.argmax(1) == targets).sum()}
+        if outputs.shape[1] > 10:
+            sums["top5"] = (outputs.topk(5).indices == targets[:, None]).sum()
+        return sums
+    nats = functional.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
     return {"bits_per_byte": nats * (len(targets) / math.log(2))}
 
 
-def checked(loss, trainer: str) -> Tensor:
-    """Return what a training_step returned. Raises UsageError unless it is a 0-d tensor that leads to a gradient."""
-    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-        kind = f"a {type(loss).__name__}"
-        if isinstance(loss, Tensor):
-            kind = f"a tensor of shape {tuple(loss.shape)}{'' if loss.requires_grad else ' without a gradient'}"
-        raise UsageError(f"-trainer {trainer}: training_step returns {kind}; it must return the mean loss, a 0-d "
-                         "tensor ready for backward")  # fmt: skip
-    return loss
-
-
-BY_NAME = {
-    "cross_entropy": CrossEntropy,
-    "mse": functools.partial(SameShape, nn.MSELoss),
-    "l1": functools.partial(SameShape, nn.L1Loss),
-    "huber": functools.partial(SameShape, nn.HuberLoss),
-}
+def figures(sums: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of an evaluation from its sums over all samples: their means, and r2 from those with a _."""
+    found = {name: metrics.mean(sums, name) for name in sums if name[0] != "_" and name != "samples"}
+    if "_error" in sums:
+        spread = sums["_squares"] - sums["_targets"] ** 2 / sums["samples"]
+        found["r2"] = 1 - sums["_error"] / spread if spread else math.nan
+    return found

@@ -5,47 +5,45 @@ example of a trainer with a state of its own: the average is an attribute, and s
 """
 
 import contextlib
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lib.config.types import real
 from lib.trainer import trainer
 from lib.utils.checkpoint.shards import local
 from lib.utils.checkpoint.state import model_tensors, unwrap
 
 
-def add_args(parser):
-    parser.add_argument("-ema_decay", type=share, default=0.999, metavar="X", help="share that a step leaves of it")
-
-
-def share(text: str) -> float:
-    """A number from 0 to below 1."""
-    if not 0 <= float(text) < 1:
-        raise ValueError
-    return float(text)
+def add_args(parser: ArgumentParser) -> None:
+    decay = real(0, 1, below=True)
+    parser.add_argument("-ema_decay", type=decay, default=0.999, metavar="X", help="share that a step leaves of it")
 
 
 class Trainer(trainer.Trainer):
     """The usual trainer, whose evaluations, best and final weights are those of the average."""
 
-    def __init__(self, args, world, loaders, model, loss, optimizer, logger):
-        super().__init__(args, world, loaders, model, loss, optimizer, logger)
-        self.average = Average(model_tensors(unwrap(model)), args.ema_decay)
+    def __init__(self, *parts: Any):
+        super().__init__(*parts)
+        self.average = Average(model_tensors(unwrap(self.model)), self.args.ema_decay)
 
-    def step(self, samples):
+    def step(self, samples: int) -> None:
         super().step(samples)
         self.average.update(model_tensors(unwrap(self.model)))
 
-    def evaluate(self, split):
+    def evaluate(self, split: str) -> dict[str, float] | None:
         with self.averaged():
             return super().evaluate(split)
 
-    def whole_weights(self):
+    def whole_weights(self) -> dict[str, Tensor]:
         with self.averaged():
             return super().whole_weights()
 
     @contextlib.contextmanager
-    def averaged(self):
+    def averaged(self) -> Iterator[None]:
         """The model with the averaged weights while the block runs."""
         tensors = model_tensors(unwrap(self.model))
         self.average.swap(tensors)
@@ -71,21 +69,21 @@ class Average(nn.Module):
             self.held.register_buffer(name.replace(".", "/"), tensors[name].detach().clone())
 
     @torch.no_grad()
-    def update(self, tensors: dict[str, Tensor]):
-        """Takes the tensors in as they are now; the first time it becomes what they are."""
+    def update(self, tensors: dict[str, Tensor]) -> None:
+        """Include the tensors as they are now; the first time the averages become what they are."""
         averages, now = self._local(tensors)
         steps = int(self.steps)
         torch._foreach_lerp_(averages, now, 1 - min(self.decay, steps / (steps + 9)))
         self.steps += 1
 
     @torch.no_grad()
-    def swap(self, tensors: dict[str, Tensor]):
-        """Gives the tensors the values of the averages, and those theirs; nothing where no step was taken in."""
+    def swap(self, tensors: dict[str, Tensor]) -> None:
+        """Exchange the values of the tensors and of the averages, unless there was no step yet."""
         for average, tensor in zip(*self._local(tensors), strict=True) if self.steps else ():
             kept = tensor.clone()
             tensor.copy_(average)
             average.copy_(kept)
 
-    def _local(self, tensors):
-        """Yield pairs of an average and its tensor; of sharded ones, what this rank has."""
+    def _local(self, tensors: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the averages and their tensors; of sharded ones, what this rank has."""
         return [local(one) for one in self.held.buffers()], [local(tensors[name]) for name in self.names]

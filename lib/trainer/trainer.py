@@ -4,28 +4,32 @@ import dataclasses
 import functools
 import logging
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lib.core import batchnorm, parallel, reduction, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding
 from lib.utils.checkpoint import manager, resume, run_folder, weights
+from lib.utils.checkpoint.resume import Past
 from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, unwrap
+from lib.utils.data.loader import Loader
 from lib.utils.data.options import options_of
+from lib.utils.data.plan import MicroBatch
 from lib.utils.data.tensors import shapes_in_errors
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import images, metrics, throughput
+from lib.utils.monitoring import images, logger, metrics, throughput
 from lib.utils.watchdog import Watch, watched
 
 if TYPE_CHECKING:
     from lib.config import Args
 
 log = logging.getLogger(__name__)
-AGAINST_BAD_STEPS = "a lower -lr_start, -clip_grad or -bf16 for -fp16 may help"
+HINT = "-debug names the first bad tensor; a lower -lr_start, -clip_grad or -bf16 for -fp16 may help"
 
 
 class BadSteps(RuntimeError):
@@ -35,52 +39,58 @@ class BadSteps(RuntimeError):
 class Trainer:
     """Trains a wrapped model on `loaders["train"]` and evaluates it on "val" and "test" if they exist."""
 
-    def __init__(self, args: "Args", world, loaders, model, loss, optimizer, logger):
+    def __init__(
+        self,
+        args: "Args",
+        world: distributed.World,
+        loaders: dict[str, Loader],
+        model: nn.Module,
+        loss: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        log: logger.Logger,
+    ):
         self.args, self.world, self.loaders = args, world, loaders
-        self.model, self.loss, self.optimizer, self.logger = model, loss, optimizer, logger
+        self.model, self.loss, self.optimizer, self.logger = model, loss, optimizer, log
         self.folder, self.plan = run_folder.run_of(args), loaders["train"].plan
+        self.state, self.metrics = State(), metrics.Sums()
         self.total_steps = args.epochs * self.plan.steps
         scale = scheduler.scale(args.scale_lr, self.plan.batch, args.lr_batch)
-        self.schedule = {
-            "total": self.total_steps,
-            "warmup": args.lr_warmup * self.plan.steps,
-            "start": args.lr_start * scale,
-            "end": args.lr_end * scale,
-        }
-        self.state, self.metrics = State(), metrics.Sums()
-        self.saved = None  # the (step, epoch) of the last checkpoint
-        shown = loaders.get("val", loaders["train"]).dataset
-        self.answers = images.Answers(loss, args.num_classes, options_of(shown).classes, world)
-        self.window, self.norms = [], []  # losses and gradient norms not yet read from the device
-        self.last_norm = math.nan  # the last one that was read
+        rates = {"start": args.lr_start * scale, "end": args.lr_end * scale}
+        self.schedule = {"total": self.total_steps, "warmup": args.lr_warmup * self.plan.steps, **rates}
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
         alone = world.size == 1 and self.plan.micro == self.plan.batch
         self.statistics = batchnorm.Statistics(model, world, alone, round_robin=args.parallel == "fsdp")
+        self.window, self.norms = [], []  # losses and gradient norms not yet read from the device
+        self.last_norm = math.nan  # the last one that was read
+        shown = loaders.get("val", loaders["train"]).dataset
+        self.answers = images.Answers(loss, args.num_classes, options_of(shown).classes, world)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
-        self.ballot, self.every = preemption.Ballot(self.stop, world), manager.Every(args.save_every)
-        self.votes = False  # on a stop: only in `fit`
+        self.ballot, self.votes = preemption.Ballot(self.stop, world), False  # on a stop: only in `fit`
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
+        self.every = manager.Every(args.save_every)
+        self.saved = None  # the (step, epoch) of the last checkpoint
 
-    def training_step(self, batch):
+    def training_step(self, batch: Any) -> Tensor:
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
-        inputs, targets = batch
-        return self.loss(self.model(inputs), targets)
+        done = losses.forward(self.model, batch, self.loss)
+        if self.args.train_metrics:
+            self.metrics.update(losses.metric_sums(self.loss, done.outputs, done.targets, means=True))
+        return done.loss
 
-    def evaluation_step(self, model, batch, count):
+    def evaluation_step(self, model: nn.Module, batch: Any, count: int) -> dict[str, Tensor]:
         """Return what a batch of `count` samples adds to each metric: sums over its samples, 0-d tensors.
 
         `model` is unwrapped.
         """
-        inputs, targets = batch
-        outputs = model(inputs)
-        self.answers.add(inputs, targets, outputs, count)
-        return {"loss": self.loss(outputs, targets) * count, **losses.metric_sums(self.loss, outputs, targets)}
+        done = losses.forward(model, batch, self.loss)
+        self.answers.add(done.inputs, done.targets, done.outputs, count)
+        return {"loss": done.loss * count, **losses.metric_sums(self.loss, done.outputs, done.targets)}
 
-    def fit(self, past=None) -> str:
+    def fit(self, past: Past | None = None) -> str:
         """Train from `past` (resume.find), or from step 0, to the end or to a stop with the state saved.
 
         Returns:
@@ -97,17 +107,39 @@ class Trainer:
                     pass
                 return self.finish()
 
+    def resume(self, past: Past | None) -> None:
+        """Continue from a checkpoint, or start a new run."""
+        self.checkpoints.open()
+        if past:
+            self.load(past)
+        parts = parts_of(self)
+        with prepared(parts) as tensors:
+            self.checkpoints.make_room(tensors, parts.first())
+
+    def load(self, past: Past) -> None:
+        """Take the state and the tensors of a checkpoint."""
+        if different := resume.changes(past.config, resume.config(self.args, self.plan), self.args):
+            log.warning("going on with other settings: %s", different)
+        resume.load(past, parts_of(self), self.world, self.args.allow_change)
+        self.state = resume.state(past, self.plan)
+        if self.world.is_main:
+            self.metrics.add(self.state.unlogged)
+        if self.scaler.is_enabled() and self.state.scaler:
+            self.scaler.load_state_dict(self.state.scaler)
+        self.saved = (self.state.step, self.state.epoch) if past.own else None
+        log.info("going on from %s: epoch %d, step %d", past.folder, self.state.epoch + 1, self.state.step)
+
     def train_epoch(self) -> bool:
         """Train the rest of the epoch. False if the run is to stop first."""
         if self.stop.at_limit(self.state.step):
             return False
         return not any(self.boundary() for _ in self.steps(self.rate.waiting(self.batches())))
 
-    def batches(self):
-        """Return the rest of the epoch's micro-batches of this rank: pairs of (key, batch)."""
+    def batches(self) -> Iterator[tuple[MicroBatch, Any]]:
+        """Return the rest of the epoch's micro-batches of this rank."""
         return self.loaders["train"].epoch(self.state.epoch, self.plan.step_in_epoch(self.state))
 
-    def steps(self, batches):
+    def steps(self, batches: Iterable[tuple[MicroBatch, Any]]) -> Iterator[None]:
         """Train on these micro-batches; yield after each optimizer step."""
         self.model.train()
         for key, batch in runtime.throttle(batches, self.world.device):
@@ -117,13 +149,13 @@ class Trainer:
                 self.step(key.step_samples)
                 yield
 
-    def micro_batch(self, key, batch):
+    def micro_batch(self, key: MicroBatch, batch: Any) -> None:
         """Compute the gradients of one micro-batch under its own seed; they add up to the step's mean."""
         seeding.for_micro_batch(self.args.seed, self.state.step, key.number, self.world.device)
         self.statistics.before(key)
         padding = key.count == 0  # it counts nothing, as its gradients do
         with self.precision, shapes_in_errors(batch, self.args), self.metrics.ignoring(padding):
-            loss = losses.checked(self.training_step(batch), self.args.trainer)
+            loss = self.training_step(batch)
         weight = key.count / key.step_samples
         self.gradients.before(key)
         self.scaler.scale(loss if weight == 1 else loss * weight).backward()
@@ -131,7 +163,7 @@ class Trainer:
         self.statistics.after(key)
         self.window.append((loss.detach(), key.count))
 
-    def step(self, samples: int):
+    def step(self, samples: int) -> None:
         """Take the optimizer's step of `samples` samples.
 
         All ranks alike skip it if the gradient is not finite, or a buffer of the model no longer is.
@@ -156,8 +188,8 @@ class Trainer:
     @functools.cached_property
     def gradients(self) -> reduction.Gradients:
         """What sums the gradients of all parameters that this trainer's optimizers train."""
-        optimizers = parts_of(self).optimizers.values()
-        trained = {p: None for one in optimizers for group in one.param_groups for p in group["params"]}
+        groups = [group for one in parts_of(self).optimizers.values() for group in one.param_groups]
+        trained = dict.fromkeys(parameter for group in groups for parameter in group["params"])
         own = [value for value in vars(self).values() if isinstance(value, nn.Module) and value is not self.model]
         return reduction.Gradients([*trained], self.model, own, self.world, self.args)
 
@@ -177,7 +209,7 @@ class Trainer:
             self.save()
         return False
 
-    def log(self):
+    def log(self) -> None:
         """Log the interval since the last line; end the run after too many bad steps in a row."""
         self.read_figures()
         interval = self.metrics.reduce()
@@ -185,25 +217,16 @@ class Trainer:
         figures = {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self.last_norm}
         self.logger.training(self.state, interval, figures, self.rate.interval(self.state))
         if self.state.bad_row >= self.args.max_bad_steps:
-            self.give_up()
+            self.checkpoints.finish()
+            bad = f"{self.state.bad_row} steps in a row without a finite gradient (-max_bad_steps)"
+            raise BadSteps(f"{bad}, the last of them step {self.state.step - 1}; {HINT}")
 
-    def read_figures(self):
+    def read_figures(self) -> None:
         """Count the losses and gradient norms since the last call. Waits for the device."""
         self.state.count_bad(self.norms)
         self.last_norm = float(self.norms[-1]) if self.norms else self.last_norm
         self.metrics.add(metrics.window_sums(self.window))
         self.window, self.norms = [], []
-
-    def give_up(self):
-        """Raise BadSteps with the step, its samples, and the last good checkpoint."""
-        self.checkpoints.finish()
-        samples = self.loaders["train"].indices(self.state.epoch, self.plan.step_in_epoch(self.state) - 1)
-        newest = run_folder.newest(self.checkpoints.folder)
-        raise BadSteps(
-            f"{self.state.bad_row} steps in a row without a finite gradient (-max_bad_steps "
-            f"{self.args.max_bad_steps}), the last of them step {self.state.step - 1} with the samples "
-            f"{samples[:64]}; last good checkpoint: {newest or 'none'}; {AGAINST_BAD_STEPS}"
-        )
 
     def end_epoch(self) -> bool:
         """Evaluate, log, keep the best weights, save. False if the run is to stop first.
@@ -223,7 +246,7 @@ class Trainer:
         self.state.epoch += 1
         self.state.sums = {}
         self.logger.evaluated(self.state, "val", figures, self.answers)
-        if best and not self.failure():
+        if best and not self.fault():
             self.checkpoints.write_best(self.whole_weights())
             self.state.best = best
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
@@ -231,18 +254,9 @@ class Trainer:
             self.save(keep=bool(milestone))
         return True
 
-    def failure(self) -> str:
-        """Return why the weights are not worth keeping, "" if they are; the same on all ranks."""
-        if "nan" in self.args.allow_change:
-            return ""
-        if self.state.bad_row >= self.state.step > 0:
-            return f"none of the {self.state.step} steps had a finite gradient"
-        odd = weights.not_finite(unwrap(self.model), self.world)
-        return f"the parameter {odd[0]} ({len(odd)} in all) is not finite" if odd else ""
-
     @torch.no_grad()
-    def evaluate(self, split: str) -> dict | None:
-        """Return means over the samples of a split, of all ranks. None if all ranks agree to stop."""
+    def evaluate(self, split: str) -> dict[str, float] | None:
+        """Return the metrics of a split over the samples of all ranks. None if all ranks agree to stop."""
         self.stop.evaluating(last=self.state.step == self.total_steps)
         model, totals = unwrap(self.model).eval(), metrics.Sums()
         self.answers.reset(wanted=split == "test" or images.due(self.state.epoch + 1, self.args.epochs))
@@ -253,51 +267,31 @@ class Trainer:
                 totals.update({**sums, "samples": key.count})
             if self.votes and key.last and self.ballot.tick():
                 return None
-        sums = totals.reduce()
-        return {name: metrics.mean(sums, name) for name in sums if name != "samples"}
+        return {**losses.figures(totals.reduce()), **self.answers.figures()}
 
-    def resume(self, past):
-        """Continue from a checkpoint, or start a new run."""
-        self.checkpoints.open()
-        if past:
-            if self.args.weights:
-                log.info("-weights is not used: the run goes on from its checkpoint")
-            self.load(past)
-        parts = parts_of(self)
-        with prepared(parts) as tensors:
-            self.checkpoints.make_room(tensors, parts.first())
-
-    def load(self, past):
-        """Take the state and the tensors of a checkpoint."""
-        if different := resume.changes(past.config, resume.config(self.args, self.plan), self.args):
-            log.warning("going on with other settings: %s", different)
-        resume.load(past, parts_of(self), self.world, self.args.allow_change)
-        self.state = resume.state(past, self.plan)
-        if self.world.is_main:
-            self.metrics.add(self.state.unlogged)
-        if self.scaler.is_enabled() and self.state.scaler:
-            self.scaler.load_state_dict(self.state.scaler)
-        self.saved = (self.state.step, self.state.epoch) if past.own else None
-        log.info("going on from %s: epoch %d, step %d", past.folder, self.state.epoch + 1, self.state.step)
-
-    def save(self, keep: bool = False):
+    def save(self, keep: bool = False) -> None:
         """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
         if self.saved == (self.state.step, self.state.epoch) and not self.checkpoints.failures:
             return
         self.read_figures()
         self.state.unlogged = self.metrics.pending()
         self.state.scaler = self.scaler.state_dict()
-        facts = {
-            "state": self.state.to_dict(),
-            "config": resume.config(self.args, self.plan),
-            "about": runtime.about(self.world),
-        }
-        parts = parts_of(self)
+        config, parts = resume.config(self.args, self.plan), parts_of(self)
+        facts = {"state": self.state.to_dict(), "config": config, "about": runtime.about(self.world)}
         self.checkpoints.save(parts.tensors(), facts, step=self.state.step, first=parts.first(), keep=keep)
         self.saved = self.state.step, self.state.epoch
         self.every.saved()
 
-    def whole_weights(self) -> dict[str, torch.Tensor]:
+    def fault(self) -> str:
+        """Return why the weights are not worth keeping, "" if they are; the same on all ranks."""
+        if "nan" in self.args.allow_change:
+            return ""
+        if self.state.bad_row >= self.state.step > 0:
+            return f"none of the {self.state.step} steps had a finite gradient"
+        odd = weights.not_finite(unwrap(self.model), self.world)
+        return f"the parameter {odd[0]} ({len(odd)} in all) is not finite" if odd else ""
+
+    def whole_weights(self) -> dict[str, Tensor]:
         """Return copies of the tensors that best/ and final/ hold, whole, on rank 0's CPU. All ranks call this."""
         return weights.gathered(model_tensors(unwrap(self.model)), self.world)
 
@@ -310,25 +304,21 @@ class Trainer:
         """
         self.checkpoints.finish()  # the state is safe, however long the evaluation takes
         trained = self.state.epoch >= self.args.epochs
-        if trained and (why := self.failure()):
-            raise BadSteps(f"{why}: no final weights are written; {AGAINST_BAD_STEPS}")
+        if trained and (why := self.fault()):
+            raise BadSteps(f"{why}: no final weights are written; {HINT}")
         figures = self.evaluate("test") if trained and "test" in self.loaders else {}
-        finished = trained and figures is not None
         self.checkpoints.check_folder()
+        finished = trained and figures is not None
         if finished:
-            self.logger.evaluated(self.state, "test", figures, self.answers)
+            self.logger.evaluated(self.state, "test", figures or {}, self.answers)
             final = self.whole_weights()
             distributed.main_does(lambda: weights.write(self.folder / "final", final), self.world)
         self.save()
         self.checkpoints.close()
         self.logger.close(finished)
-        outcome = {
-            "state": "finished" if finished else "stopped",
-            **{name: getattr(self.state, name) for name in ("epoch", "step", "samples")},
-            **dataclasses.asdict(self.stop.cause),
-            "best": self.state.best,
-            "test": figures,
-        }
+        facts = {name: getattr(self.state, name) for name in ("epoch", "step", "samples", "best")}
+        facts |= {**dataclasses.asdict(self.stop.cause), "test": figures}
+        outcome = {"state": "finished" if finished else "stopped", **facts}
         if self.checkpoints.disk.leads:
             run_folder.write_outcome(self.folder, self.world, **outcome)
             if finished or self.stop.cause.reason == preemption.FILE_THERE:

@@ -147,28 +147,6 @@ def test_a_run_without_enough_memory_is_told_what_takes_less(tmp_path):
     assert "a smaller -micro_batch" in runs.outcome(tmp_path / "big")["reason"]
 
 
-STEPS = {
-    "nothing": (lambda loss: None, "returns a NoneType;"),
-    "a number": (lambda loss: float(loss), "returns a float;"),
-    "a row": (lambda loss: loss.expand(3), "returns a tensor of shape (3,);"),
-    "no gradient": (lambda loss: loss.detach(), "returns a tensor of shape () without a gradient;"),
-}
-
-
-@pytest.mark.parametrize("kind", STEPS)
-def test_a_training_step_that_gives_no_loss_is_told_in_a_line(kind, tmp_path, capfd):
-    change, said = STEPS[kind]
-
-    class Odd(Trainer):
-        def training_step(self, batch):
-            return change(super().training_step(batch))
-
-    with runs.plugins(trainer={"odd": Odd}):
-        assert train.main([*FAST, "-trainer", "odd", "-out", str(tmp_path)]) == 2
-    message = capfd.readouterr().err
-    assert f"-trainer odd: training_step {said}" in message.splitlines()[-1]
-
-
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

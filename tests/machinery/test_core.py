@@ -17,7 +17,8 @@ from lib.utils.errors import UsageError
 
 STEADY = settings(deadline=None, derandomize=True, max_examples=100)
 ASKED = {"arch": "x", "optimizer": "adamw", "lr_start": 1e-3, "weight_decay": 0.1, "momentum": 0.9,
-         "scale_lr": "none", "lr_batch": 256, "parallel": "ddp", "deterministic": False}  # fmt: skip
+         "scale_lr": "none", "lr_batch": 256, "parallel": "ddp", "deterministic": False,
+         "class_weights": None}  # fmt: skip
 
 
 def asked(**changes):
@@ -232,4 +233,4 @@ def test_losses_and_accuracy_are_torchs():
     for name, theirs in {"mse": "mse_loss", "l1": "l1_loss", "huber": "huber_loss"}.items():
         loss = losses.get_loss(asked(loss=name, label_smoothing=0.2))
         assert torch.equal(loss(outputs, 2 * outputs), getattr(nn.functional, theirs)(outputs, 2 * outputs))
-        assert losses.metric_sums(loss, outputs, outputs) == {}
+        assert losses.metric_sums(loss, outputs, outputs + 1)["mae"] == pytest.approx(9)

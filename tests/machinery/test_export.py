@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from command_line import parsed
-from runs import run, same
+from runs import plugins, run, same, weights
 from safetensors.torch import load_file
+from torch import nn
 
 from lib import config
 from lib.arch import convnet
@@ -119,6 +120,35 @@ def test_onnx_gives_the_same_outputs_for_any_batch(trained):
         images = torch.rand(count, 1, 8, 8)
         [outputs] = session.run(None, {"input": images.numpy()})
         np.testing.assert_allclose(outputs, model(images).detach().numpy(), rtol=1e-3, atol=1e-4)
+
+
+class Tied(nn.Module):
+    """Gives the same weight two names; its inputs are dicts."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, args.num_classes), nn.Linear(args.num_classes, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens, mask):
+        return self.head(self.embed(tokens) * mask[..., None]).mean(1)
+
+
+def dicts(args):
+    return {"train": [{"tokens": torch.arange(4) + at, "mask": torch.ones(4), "label": at} for at in range(4)]}
+
+
+def test_tied_weights_keep_all_their_names_and_dicts_are_refused_where_one_tensor_is_needed(tmp_path, capsys):
+    with plugins(arch={"tied": Tied}, dataset={"dicts": dicts}):
+        folder = run(tmp_path, "-arch tied -dataset dicts -num_classes 5 -batch_size 4 -epochs 1 -cpu 1 -model tied")
+        exported(folder, "-format", "torch")
+        saved = torch.load(folder / "tied.pt", weights_only=True)
+        model = Tied(parsed("-num_classes 5"))
+        model.load_state_dict(saved)
+        assert {*saved} == {"embed.weight", "head.weight"} and model.head.weight is model.embed.weight
+        assert torch.equal(model.head.weight, weights(folder)["embed.weight"])
+        line = refused(capsys, folder, "-format", "torchexport")
+    assert "is for models of one tensor, and -dataset dicts gives a dict of tokens, mask: give get_model" in line
 
 
 def test_what_cannot_be_exported_is_said_in_one_line(trained, tmp_path, capsys, monkeypatch):

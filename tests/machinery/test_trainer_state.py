@@ -158,7 +158,9 @@ def test_a_dry_run_counts_what_a_trainer_keeps(tmp_path, monkeypatch):
 
 def test_a_decay_that_is_none_is_refused():
     for decay in ("-0.1", "1", "x"):
-        assert f"-ema_decay: invalid share value: {decay!r}" in refusal(f"-trainer ema -ema_decay={decay}")
+        assert f"-ema_decay: {decay!r} is not a number from 0 to below 1" in refusal(
+            f"-trainer ema -ema_decay={decay}"
+        )
 
 
 class Own(trainer.Trainer):

@@ -12,7 +12,7 @@ class MapDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index, /) -> Any: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,11 @@ def options_of(dataset: MapDataset) -> Options:
     whole: object = dataset
     while isinstance(whole, Subset):
         whole = whole.dataset
+    classes = getattr(whole, "classes", None)  # of other people's datasets: also a number
     return Options(
         whole_batches=callable(getattr(whole, "__getitems__", None)),
         collate_fn=getattr(whole, "collate_fn", default_collate),
         fixed=bool(getattr(whole, "fixed", False)),
         on_device=getattr(whole, "on_device", None),
-        classes=getattr(whole, "classes", None),
+        classes=classes if isinstance(classes, Sequence) else None,
     )

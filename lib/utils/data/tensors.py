@@ -53,8 +53,9 @@ def shapes_in_errors(batch, args):
     """
     try:
         yield
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        if type(error) in (RuntimeError, TypeError, ValueError, IndexError) and len(error.args) == 1:
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        plain = type(error) in (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+        if plain and len(error.args) == 1:
             shapes = ", ".join(f"{name}: {tuple(one.shape)} {one.dtype}" for name, one in tensors(batch))
             flags = " ".join(f"-{name} {getattr(args, name)}" for name in ("channels", "image_size", "num_classes"))
             error.args = (f"{error}\nIn a batch of -dataset {args.dataset} with {shapes}; the flags are {flags}",)

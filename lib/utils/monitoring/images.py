@@ -42,26 +42,39 @@ class Answers:
         self.reset(wanted=True)
 
     def reset(self, wanted: bool) -> None:
-        """Forget everything, for the next evaluation; whether its answers are `wanted`, all ranks know alike."""
-        self.collecting = self.on and wanted
+        """Forget everything, for the next evaluation; whether its pictures are `wanted`, all ranks know alike."""
+        self.wanted = wanted
         self.samples: list[Tensor] | None = None  # this rank's first inputs, targets and answers, of images
         self.counts = torch.zeros(self.classes, self.classes, dtype=torch.int64, device=self.world.device)
 
     def add(self, inputs: Any, targets: Any, outputs: Any, count: int) -> None:
         """Add a batch with the model's outputs (B, classes). Does not wait for the device."""
-        one_class_each = isinstance(targets, Tensor) and targets.ndim == 1 and isinstance(outputs, Tensor)
-        if not (self.collecting and count and one_class_each and outputs.shape == (len(targets), self.classes)):
+        if not (self.on and count and isinstance(targets, Tensor) and isinstance(outputs, Tensor)):
+            return
+        one_class_each = targets.ndim == 1 and not targets.is_floating_point()
+        if not one_class_each or outputs.shape != (len(targets), self.classes):
             return
         answers = outputs.detach().argmax(1)
-        if self.samples is None and is_picture(inputs):
+        if self.wanted and self.samples is None and is_picture(inputs):
             self.samples = [part[:SAMPLES].clone() for part in (inputs, targets, answers)]
         counted = (targets >= 0) & (targets < self.classes)  # the loss ignores others, as -100 and 255
         place = targets.clamp(0, self.classes - 1) * self.classes + answers
         self.counts.view(-1).index_add_(0, place, counted.long())
 
+    def figures(self) -> dict[str, float]:
+        """Return the macro F1 over the answers of all ranks, or nothing if none were counted. Every rank calls this.
+
+        A class that is neither a target nor an answer does not count.
+        """
+        if not self.on:
+            return {}
+        counts = distributed.sum_(self.counts.clone(), self.world).double().cpu()
+        both = counts.sum(0) + counts.sum(1)
+        return {"f1": (2 * counts.diag() / both)[both > 0].mean().item()} if both.any() else {}
+
     def draw(self) -> dict[str, Tensor]:
         """Return the images by name, of the answers of all ranks. Every rank calls this; rank 0 gets the images."""
-        if not self.collecting:
+        if not (self.on and self.wanted):
             return {}
         counts = distributed.sum_(self.counts, self.world).cpu()
         if not self.world.is_main or not counts.any():

@@ -1,0 +1,416 @@
+"""Models and data that were written elsewhere train as they are, at the same bits on any number of processes."""
+
+import collections
+import dataclasses
+
+import pytest
+import torch
+from command_line import parsed
+from runs import distance, few, lines, norm_net, outcome, plugins, run, weights
+from saves import SMALL, bits
+from sklearn import metrics as truth
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from lib.arch import mlp
+from lib.core import loss as losses
+from lib.trainer import trainer
+from lib.utils import seeding
+from lib.utils.data import permutation
+from lib.utils.data.tensors import Tensors
+from lib.utils.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("small_plugins")
+
+
+class Output(collections.OrderedDict):
+    """A dict whose entries are attributes, without those that are None: the manners of Hugging Face's ModelOutput."""
+
+    def __init__(self, **entries):
+        super().__init__({name: value for name, value in entries.items() if value is not None})
+
+    def __getattr__(self, name):
+        return self.get(name)
+
+
+@dataclasses.dataclass
+class Answer:
+    """What a model may return."""
+
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class Net(nn.Sequential):
+    """The network of SMALL; each kind below returns something else."""
+
+    def __init__(self, args):
+        super().__init__(*norm_net(args))
+
+    def both(self, inputs, targets):
+        logits = super().forward(inputs)
+        return logits, None if targets is None else functional.cross_entropy(logits, targets)
+
+
+class LikeHuggingFace(Net):
+    def forward(self, input_values=None, position=None, labels=None, **options):
+        logits, loss = self.both(input_values, labels)
+        return Output(loss=loss, logits=logits, attentions=None)
+
+
+class LikeNanoGpt(Net):
+    def forward(self, tokens, targets=None):
+        return self.both(tokens, targets)
+
+
+class LossFirst(Net):
+    def forward(self, inputs, labels):
+        return self.both(inputs, labels)[::-1]
+
+
+class OfABatch(Net):
+    def forward(self, **batch):
+        return Answer(*self.both(batch["input_values"], batch["label"]))
+
+
+class Logits(Net):
+    def forward(self, input_values):
+        return Answer(self.both(input_values, None)[0])
+
+
+class Rows(Dataset):
+    """A dataset in the manner of Hugging Face's: rows are dicts, and the names of its methods are common ones."""
+
+    def __init__(self, part: Tensors):
+        self.part, self.column_names = part, ["idx", "input_values", "label"]
+
+    def __len__(self):
+        return len(self.part)
+
+    def __getitem__(self, index):
+        return {"idx": index, "input_values": self.part[index][0], "label": self.part[index][1]}
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+    def shard(self, num_shards, index):
+        raise AssertionError("nobody asked for it")
+
+    map = select = with_format = filter = shard
+
+
+class Named(Rows):
+    """Only what a model of one tensor can take."""
+
+    def __getitem__(self, index):
+        return {"input_values": self.part[index][0], "label": self.part[index][1]}
+
+
+ARCHS = {"hugging": LikeHuggingFace, "nano": LikeNanoGpt, "first": LossFirst, "batch": OfABatch, "logits": Logits}
+DATASETS = {
+    "rows": lambda args: {name: Rows(part) for name, part in few(args).items()},
+    "named": lambda args: {name: Named(part) for name, part in few(args).items()},
+}
+
+
+@pytest.fixture(scope="module")
+def usual(small_plugins, tmp_path_factory):
+    """A run on pairs, of a model that returns a tensor."""
+    return run(tmp_path_factory.mktemp("usual"), f"{SMALL} -cpu 1")
+
+
+@pytest.mark.parametrize(
+    ("arch", "dataset"),
+    [("hugging", "rows"), ("batch", "rows"), ("logits", "rows"), ("nano", "few"), ("first", "few"),
+     ("hugging", "few"), ("norm_net", "named")],
+)  # fmt: skip
+def test_models_and_batches_of_many_kinds_train_as_the_usual_ones(arch, dataset, usual, tmp_path):
+    """The same losses, weights and metrics, though the model computes the loss, or the batch is a dict."""
+    with plugins(arch=ARCHS, dataset=DATASETS):
+        for size in (1, 2):
+            words = f"{SMALL} -arch {arch} -dataset {dataset} -cpu {size} -model on_{size}"
+            assert bits(run(tmp_path, words)) == bits(usual), size
+
+
+class Own(LikeHuggingFace):
+    """Has a loss that is none of -loss."""
+
+    def both(self, inputs, targets):
+        logits = nn.Sequential.forward(self, inputs)
+        return logits, None if targets is None else functional.multi_margin_loss(logits, targets)
+
+
+def test_a_models_own_loss_is_trained_on_as_a_plain_loop_does(tmp_path):
+    words = f"{SMALL.replace('norm_net', 'own')} -dataset rows -shuffle no -optimizer sgd -momentum 0 -weight_decay 0"
+    words = f"{words} -lr_start 0.1 -lr_end 0.1 -micro_batch 16 -epochs 2"
+    with plugins(arch={"own": Own}, dataset=DATASETS):
+        folder = run(tmp_path, words)
+        args = parsed(words)
+    seeding.for_building(args.seed)
+    model, part = Own(args), few(args)["train"].tensors
+    step = 0
+    for _ in range(args.epochs):
+        for rows in torch.arange(50).split(16):
+            seeding.for_micro_batch(args.seed, step, 0, torch.device("cpu"))  # dropout
+            loss = model(input_values=part[0][rows], labels=part[1][rows]).loss
+            gradients = torch.autograd.grad(loss, [*model.parameters()])
+            with torch.no_grad():
+                for parameter, gradient in zip(model.parameters(), gradients):
+                    parameter -= 0.1 * gradient
+            step += 1
+    for name, value in weights(folder).items():
+        assert torch.allclose(value, model.state_dict()[name], atol=1e-6), name
+
+
+def test_sharded_models_may_return_such_outputs(tmp_path, usual):
+    with plugins(arch=ARCHS, dataset=DATASETS):
+        folder = run(tmp_path, f"{SMALL} -arch hugging -dataset rows -cpu 2 -parallel fsdp")
+    assert distance(folder, usual) < 1e-5
+
+
+def test_a_row_of_labels_is_not_measured_where_the_model_may_move_it():
+    class Causal(nn.Linear):
+        def forward(self, inputs, labels=None):
+            return Output(loss=super().forward(inputs).mean(), logits=super().forward(inputs))
+
+    batch = {"inputs": torch.randn(2, 5, 3), "labels": torch.zeros(2, 5, dtype=torch.int64)}
+    done = losses.forward(Causal(3, 4), batch, losses.CrossEntropy())
+    assert done.outputs is None and losses.metric_sums(losses.CrossEntropy(), done.outputs, done.targets) == {}
+
+
+class Three(Tensors):
+    """Gives one part too many."""
+
+    def __init__(self, part):
+        super().__init__(*part.tensors, part.tensors[1])
+
+
+class Words(Rows):
+    """Gives texts, and no labels."""
+
+    def __getitem__(self, index):
+        return {"text": "a text"}
+
+
+class Untold(Rows):
+    """Gives no labels."""
+
+    def __getitem__(self, index):
+        return {"input_values": self.part[index][0]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(Three, "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): python scripts/new.py trainer NAME"),
+     (Untold, "this dataset gives a dict of input_values: (4, 64), and the model returns a Tensor without a loss")],
+)  # fmt: skip
+def test_a_batch_that_the_default_trainer_cannot_take_is_refused_in_a_sentence(kind, said, tmp_path, refused):
+    with plugins(dataset={"odd": lambda args: kind(few(args)["train"])}):
+        line = refused(f"{SMALL} -dataset odd -cpu 1")
+    assert "the default trainer takes (inputs, targets) or a dict with labels" in line and said in line
+
+
+@pytest.mark.parametrize("kind", [Words, Rows])
+def test_what_a_model_says_against_a_batch_comes_with_its_shapes_and_the_flags(kind, tmp_path):
+    with plugins(dataset={"odd": lambda args: kind(few(args)["train"])}), pytest.raises(Exception) as caught:
+        run(tmp_path, f"{SMALL} -dataset odd -cpu 1")
+    assert "In a batch of -dataset odd with " in str(caught.value)
+    assert "the flags are -channels 1 -image_size 8 -num_classes 4" in str(caught.value)
+
+
+class Halves(trainer.Trainer):
+    """A trainer of its own for a model that returns a tuple and batches of three."""
+
+    def training_step(self, batch):
+        inputs, _, targets = batch
+        one, other = self.model(inputs)
+        return self.loss(one + other, targets)
+
+    def evaluation_step(self, model, batch, count):
+        return {"half": model(batch[0])[0].sum()}
+
+
+def test_a_trainer_of_its_own_may_take_anything(tmp_path):
+    class Pair(Net):
+        def forward(self, inputs):
+            outputs = self.both(inputs, None)[0]
+            return outputs / 2, outputs / 2
+
+    with plugins(
+        arch={"pair": Pair},
+        trainer={"halves": Halves},
+        dataset={"three": lambda args: {name: Three(part) for name, part in few(args).items()}},
+    ):
+        one, two = (run(tmp_path, f"{SMALL} -arch pair -trainer halves -dataset three -cpu {size} -model {size}")
+                    for size in (1, 2))  # fmt: skip
+    assert bits(one) == bits(two)
+
+
+class Boxes(Dataset):
+    """Images of different sizes, each with a dict of boxes."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        image = torch.rand(1, 6 + index % 3, 6, generator=torch.Generator().manual_seed(index))
+        return image, {"boxes": torch.rand(1 + index % 2, 4), "labels": torch.ones(1 + index % 2)}
+
+    def collate_fn(self, items):
+        images, targets = zip(*items)
+        return list(images), list(targets)
+
+
+class Detector(nn.Module):
+    """Takes lists of images and of dicts; returns a dict of losses in training, or else lists of boxes."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.features, self.norm, self.head = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, images, targets=None):
+        assert isinstance(images, list) and (targets is None or [*targets[0]] == ["boxes", "labels"])
+        found = [self.head(self.norm(self.features(image[None])).mean((0, 2, 3))) for image in images]
+        if not self.training:
+            return [{"boxes": one[None]} for one in found]
+        far = [(one - target["boxes"]).square().mean() for one, target in zip(found, targets)]
+        near = [(one - torch.rand(4)).abs().mean() for one in found]  # drawn, as detectors draw their samples
+        return {"loss_box": torch.stack(far).mean(), "loss_class": torch.stack(near).mean()}
+
+
+class Detection(trainer.Trainer):
+    def training_step(self, batch):
+        return sum(self.model(*batch).values())
+
+    def evaluation_step(self, model, batch, count):
+        return {"size": sum(answer["boxes"].abs().sum() for answer in model(batch[0]))}
+
+
+def test_a_detector_trains_on_any_number_of_processes(tmp_path):
+    """3 micro-batches a step, the last step of 1 and 1: some processes idle or borrow one."""
+    words = "-dataset boxes -arch detector -trainer detection -batch_size 6 -micro_batch 2 -epochs 2 -best size:min"
+    files = {
+        "dataset": {"boxes": lambda args: {"train": Boxes(), "val": Boxes()}},
+        "arch": {"detector": Detector},
+        "trainer": {"detection": Detection},
+    }
+    with plugins(**files):
+        found = [bits(run(tmp_path, f"{words} -cpu {size} -model on_{size}")) for size in (1, 2, 3)]
+    assert found[0] == found[1] == found[2]
+
+
+# Losses and metrics
+
+
+def criterion(words: str):
+    return losses.get_loss(parsed(words))
+
+
+@pytest.mark.parametrize("targets", [torch.randn(8, 4), torch.rand(8), torch.full((8, 4), 0.3)])
+def test_floats_that_are_no_probabilities_are_refused_by_cross_entropy(targets):
+    with pytest.raises(UsageError, match=r"-loss cross_entropy takes class numbers or probabilities.*-loss mse"):
+        criterion("")(torch.randn(8, 4), targets)
+    soft = torch.randn(8, 4).softmax(1)
+    outputs = torch.randn(8, 4)
+    assert torch.equal(criterion("-label_smoothing 0")(outputs, soft), functional.cross_entropy(outputs, soft))
+
+
+def test_a_regression_by_cross_entropy_is_refused_in_one_line(tmp_path, refused):
+    line = refused("-dataset random -random_samples 64 -image_size 4 -num_classes 3 -loss cross_entropy -cpu 1")
+    assert "for a regression: -loss mse" in line
+
+
+def test_class_weights_multiply_each_samples_loss():
+    outputs, labels = torch.randn(12, 3), torch.randint(3, (12,))
+    weighted = criterion("-num_classes 3 -class_weights 1,2.5,0 -label_smoothing 0")
+    alone = functional.cross_entropy(outputs, labels, reduction="none")
+    assert torch.allclose(weighted(outputs, labels), (alone * torch.tensor([1, 2.5, 0])[labels]).mean())
+    halves = [weighted(outputs[part], labels[part]) for part in (slice(0, 6), slice(6, 12))]
+    assert torch.allclose(weighted(outputs, labels), sum(halves) / 2)
+    ignored = torch.where(torch.arange(12) < 4, -100, labels)
+    assert torch.allclose(weighted(outputs, ignored), weighted(outputs[4:], labels[4:]))
+    soft, smooth = (
+        outputs.roll(1, 0).softmax(1),
+        criterion("-num_classes 3 -class_weights 1,1,1 -label_smoothing 0.1"),
+    )
+    assert torch.allclose(smooth(outputs, soft), functional.cross_entropy(outputs, soft, label_smoothing=0.1))
+    with pytest.raises(UsageError, match="-class_weights 1,2: -num_classes 3"):
+        criterion("-num_classes 3 -class_weights 1,2")
+
+
+def test_class_weights_train_at_the_same_bits_on_two_processes(tmp_path):
+    words = f"{SMALL} -class_weights 1,2,0.5,3 -epochs 1 -model"
+    one, two = (run(tmp_path, f"{words} on_{size} -cpu {size}") for size in (1, 2))
+    assert bits(one) == bits(two)
+    assert bits(run(tmp_path, f"-cfg {one / 'config.yaml'} -model again")) == bits(one)
+
+
+def test_the_metrics_of_training_samples_are_those_of_a_plain_loop(tmp_path):
+    words = (
+        f"{SMALL.replace('norm_net', 'mlp')} -mlp_width 8 -image_size 8 -train_metrics -log_every 1 -epochs 1 -model"
+    )
+    one, two = (run(tmp_path, f"{words} on_{size} -cpu {size}") for size in (1, 2))
+    assert bits(one) == bits(two)
+    losses_of, part = [line for line in lines(one) if "train/accuracy" in line], few(None)["train"]
+    assert len(losses_of) == 4 and all(line["train/accuracy"] * 16 % 1 == 0 for line in losses_of[:3])
+    seeding.for_building(0)
+    args = parsed(words + " x")
+    model = mlp.get_model(args)
+    rows = permutation.order(50, args.seed, 0, True)[:16]
+    right = (model(part.tensors[0][rows]).argmax(1) == part.tensors[1][rows]).double().mean().item()
+    assert losses_of[0]["train/accuracy"] == pytest.approx(right)
+
+
+def many(args):
+    """Data in 12 classes, of which val lacks one."""
+    generator = torch.Generator().manual_seed(3)
+
+    def part(count, classes):
+        labels = torch.randint(classes, (count,), generator=generator)
+        return Tensors(torch.randn(count, 64, generator=generator) + labels[:, None] / 4, labels)
+
+    return {"train": part(60, 12), "val": part(37, 11)}
+
+
+def test_classes_are_measured_as_scikit_learn_does_on_any_number_of_processes(tmp_path):
+    words = "-dataset many -arch norm_net -num_classes 12 -batch_size 16 -micro_batch 4 -epochs 2 -lr_start 1e-2"
+    with plugins(dataset={"many": many}):
+        folders = [run(tmp_path, f"{words} -cpu {size} -model on_{size}") for size in (1, 3)]
+    found = [[line for line in lines(folder) if "val/f1" in line][-1] for folder in folders]
+    model = norm_net(parsed("-num_classes 12"))
+    model.load_state_dict(weights(folders[0]))
+    inputs, labels = many(None)["val"].tensors
+    outputs = model.eval()(inputs).detach()
+    wanted = {
+        "val/accuracy": truth.accuracy_score(labels, outputs.argmax(1)),
+        "val/f1": truth.f1_score(labels, outputs.argmax(1), average="macro"),
+        "val/top5": truth.top_k_accuracy_score(labels, outputs, k=5, labels=range(12)),
+    }
+    for line in found:
+        assert {name: line[name] for name in wanted} == pytest.approx(wanted)
+    assert bits(folders[0])["figures"] == bits(folders[1])["figures"]
+
+
+def numbers(args):
+    generator = torch.Generator().manual_seed(5)
+
+    def part(count):
+        inputs = torch.randn(count, 64, generator=generator)
+        return Tensors(inputs, inputs[:, :2].sum(1, keepdim=True) + 100)
+
+    return {"train": part(60), "val": part(37), "test": part(9)}
+
+
+def test_numbers_are_measured_as_scikit_learn_does_on_any_number_of_processes(tmp_path):
+    words = "-dataset numbers -arch norm_net -num_classes 1 -loss mse -batch_size 16 -micro_batch 4 -lr_start 1e-2"
+    with plugins(dataset={"numbers": numbers}):
+        folders = [run(tmp_path, f"{words} -cpu {size} -model on_{size} -best r2 -epochs 2") for size in (1, 3)]
+    model = norm_net(parsed("-num_classes 1"))
+    model.load_state_dict(weights(folders[0]))
+    inputs, targets = numbers(None)["test"].tensors
+    outputs = model.eval()(inputs).detach()
+    found = [outcome(folder)["test"] for folder in folders]
+    wanted = {"mae": truth.mean_absolute_error(targets, outputs), "r2": truth.r2_score(targets, outputs)}
+    wanted["loss"] = truth.mean_squared_error(targets, outputs)
+    assert found[0] == pytest.approx(wanted, rel=1e-5) and found[0] == found[1]
