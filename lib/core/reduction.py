@@ -66,8 +66,8 @@ class Sum:
 
     def __init__(self, templates: list[Tensor], world: World, round_robin: bool, by_library: bool = False):
         self.templates, self.world, self.round_robin, self.by_library = templates, world, round_robin, by_library
-        self.sizes, self.strides = [one.numel() for one in templates], [_strides(one) for one in templates]
-        self.count = sum(self.sizes)
+        *starts, self.count = itertools.accumulate((one.numel() for one in templates), initial=0)
+        self.layouts = [(one.shape, _strides(one), start) for one, start in zip(templates, starts, strict=True)]
         self.slice = -(-self.count // world.size)
         self.nodes: dict[int, list[Tensor]] = {}
         self.work: Any = None  # of the library, under way
@@ -129,10 +129,9 @@ class Sum:
         if self.world.size == 1:
             return sum_nodes(self.nodes)
         self.work.wait()
-        parts = self.sum[: self.count].split(self.sizes)
+        sums = [self.sum.as_strided(*layout) for layout in self.layouts]
         del self.sum
-        layouts = zip(parts, self.templates, self.strides, strict=True)
-        return [part.as_strided(one.shape, strides) for part, one, strides in layouts]
+        return sums
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
