@@ -15,9 +15,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config
 from lib.config import plugins
-from lib.utils import distributed
 from lib.utils.checkpoint import atomic, manager, run_folder, shards, state, weights
-from lib.utils.data import fetch, loader, prefetch
+from lib.utils.data import loader
+from lib.utils.data.plan import Plan
+from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 
@@ -118,7 +119,7 @@ def samples(args) -> Tensor:
         part = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset)["train"]
     except UsageError as error:
         raise UsageError(f"{error}; -shape tells what one input is, where the data is not at hand") from None
-    return prefetch.Finish(part, args.seed, distributed.CPU)(0, [0, 1], fetch.Fetch(part, args.seed)[0, [0, 1]])[0]
+    return loader.first_batch(part, Plan(len(part), 2, 2), World(), args)[0]
 
 
 def numbers(text: str) -> list[int]:
