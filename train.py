@@ -74,7 +74,7 @@ def run(args) -> int:
         threads = runtime.settle_threads(args, world, saved_threads, model, sample)
         criterion = loss.get_loss(args)
         model = parallel.wrap(model, args, world, arch=arch)
-        optimizer = optimizers.get_optimizer(model, args, plan.batch)
+        optimizer = optimizers.get_optimizer(model, args)
         startup.report("model")
 
         stack.enter_context(startup.over())

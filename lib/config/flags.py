@@ -117,6 +117,7 @@ def add_shared(parser) -> Rules:
 
     add = group("optimization", "refuse")
     add("-optimizer", one_of(*table("optimizer")), "optimizer, of lib/core/optimizer.py", "adamw")
+    add("-lr_schedule", one_of(*table("scheduler")), "fall after the warm-up, of lib/core/scheduler.py", "cosine")
     add("-lr_start", POSITIVE, "peak learning rate", 0.001)
     add("-lr_end", value(real(-math.inf), "X"), "learning rate after the last step", 1e-06)
     add("-lr_warmup", NOT_NEGATIVE, "epochs of linear warm-up; fractions are allowed", 0.0)

@@ -58,6 +58,7 @@ class Args(argparse.Namespace):
     overfit: int | None
     profile: int | None
     optimizer: str
+    lr_schedule: str
     lr_start: float
     lr_end: float
     lr_warmup: float
