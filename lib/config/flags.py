@@ -108,6 +108,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
 
     group("optimization", "refuse")
     add("-optimizer", {"choices": table("optimizer")}, "optimizer, of lib/core/optimizer.py", "adamw")
+    add("-lr_schedule", {"choices": table("scheduler")}, "fall after the warm-up, of lib/core/scheduler.py", "cosine")
     add("-lr_start", POSITIVE, "peak learning rate", 0.001)
     add("-lr_end", value(real(-math.inf), "X"), "learning rate after the last step", 1e-06)
     add("-lr_warmup", NOT_NEGATIVE, "epochs of linear warm-up; fractions are allowed", 0.0)

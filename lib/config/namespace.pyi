@@ -40,6 +40,7 @@ class Args(argparse.Namespace):
     log_every: int
     max_bad_steps: int
     optimizer: str
+    lr_schedule: str
     lr_start: float
     lr_end: float
     lr_warmup: float

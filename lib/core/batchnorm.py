@@ -41,11 +41,14 @@ class Statistics:
 
     @torch.no_grad()
     def after(self, key: MicroBatch) -> None:
-        """Add up what a micro-batch made of the buffers; nothing of padding."""
-        if self.alone or not key.count:
-            return
+        """Add up what the forward pass made of the buffers; nothing of padding.
+
+        This comes before the backward pass, which may compute blocks again (-recompute) and count a batch twice.
+        """
         for group in self.groups:
-            if group.is_float:
+            if self.alone or not group.is_float:
+                torch._foreach_copy_(group.totals, group.buffers)
+            elif key.count:
                 torch._foreach_copy_(group.totals, group.buffers)
                 changes = (group.total != group.start).to(group.total.dtype)
                 group.sum.add(key.number, [group.total * (key.count / key.step_samples), changes])
@@ -57,17 +60,14 @@ class Statistics:
         Returns whether a value that was finite no longer is, 0-d, the same on all ranks; None without float buffers.
         """
         broken = None
-        for group in self.groups:
-            if self.alone or not group.is_float:
-                torch._foreach_copy_(group.totals, group.buffers)
-            else:
+        for group in filter(lambda group: group.is_float, self.groups):
+            if not self.alone:
                 group.sum.send()
                 group.sum.reduce()
                 total, changes = group.sum.result()
                 torch.where(changes > 0, total, group.start, out=group.total)
-            if group.is_float:
-                here = (torch.isfinite(group.start) & ~torch.isfinite(group.total)).any()
-                broken = here if broken is None else broken | here
+            here = (torch.isfinite(group.start) & ~torch.isfinite(group.total)).any()
+            broken = here if broken is None else broken | here
         return broken
 
     @torch.no_grad()

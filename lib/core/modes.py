@@ -6,14 +6,22 @@ import json
 import logging
 import math
 import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from lib.utils.checkpoint import atomic, run_folder, shards, weights
-from lib.utils.checkpoint.state import parts_of, prepared, unwrap
-from lib.utils.data import tensors as data
+from lib.utils.checkpoint.resume import Past
+from lib.utils.checkpoint.state import parts_of, unwrap
+from lib.utils.data.tensors import tensors
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import metrics, throughput
+
+if TYPE_CHECKING:
+    from lib.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 DEBUG_STEPS = 10  # unless -limit_steps says otherwise
@@ -23,18 +31,18 @@ class BadTensor(RuntimeError):
     """A tensor, which the message names, holds values that are not finite."""
 
 
-def chosen(args) -> str:
+def chosen(args: Namespace) -> str:
     """Return the mode of a start: a key of RUN."""
     return next((mode for mode in ("eval", "debug", "dry") if getattr(args, mode)), "train")
 
 
-def train(trainer, past) -> str:
+def train(trainer: "Trainer", past: Past | None) -> str:
     """Train to the end or to a stop."""
     return trainer.fit(past)
 
 
-def evaluate(trainer, past) -> str:
-    """Evaluate -weights FILE, or the run's best or final weights, on val and test; log the figures, write eval.json.
+def evaluate(trainer: "Trainer", past: Past | None) -> str:
+    """Evaluate -weights, or the run's best or final weights, on val and test; log the figures and write eval.json.
 
     Raises:
         UsageError: there are no weights, they are not the whole model's, or there is nothing to evaluate on.
@@ -47,7 +55,7 @@ def evaluate(trainer, past) -> str:
     if not splits:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
     log.info("weights:     %s", weights.start_from(str(path), unwrap(trainer.model), whole=True))
-    figures = {split: trainer.evaluate(split) for split in splits}
+    figures = {split: trainer.evaluate(split) or {} for split in splits}
     for split in splits:
         log.info("%s  %s", split, "  ".join(f"{name} {value:.4f}" for name, value in figures[split].items()))
     if trainer.world.is_main:
@@ -58,7 +66,7 @@ def evaluate(trainer, past) -> str:
     return "finished"
 
 
-def dry(trainer, past) -> str:
+def dry(trainer: "Trainer", past: Past | None) -> str:
     """Train one step, evaluate one batch, log the shapes, parameters, memory and the size of a checkpoint."""
     model, device, plan = unwrap(trainer.model), trainer.world.device, trainer.plan
     started = time.monotonic()
@@ -70,9 +78,7 @@ def dry(trainer, past) -> str:
         with torch.no_grad(), trainer.precision:
             trainer.evaluation_step(model.eval(), batch, key.count)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    with prepared(parts_of(trainer)) as tensors:
-        size = shards.total_bytes(tensors)
-    free = run_folder.free_bytes(trainer.folder)
+    size, free = shards.total_bytes(parts_of(trainer).tensors()), run_folder.free_bytes(trainer.folder)
     log.info("parameters:  %s, of which %s are trained", f"{_count(model):,}", f"{trained:,}")
     log.info("a step:      %d samples in micro-batches of %d; the first took %.2f s", plan.batch, plan.micro, seconds)
     log.info("the run:     %d epochs of %d steps", trainer.args.epochs, plan.steps)
@@ -82,8 +88,8 @@ def dry(trainer, past) -> str:
     return "finished"
 
 
-def debug(trainer, past) -> str:
-    """Train a few steps, from the newest checkpoint if there is one, and look at each tensor as it comes.
+def debug(trainer: "Trainer", past: Past | None) -> str:
+    """Train a few steps, from the newest checkpoint if there is one, and check each tensor as it comes.
 
     Raises:
         BadTensor: the first tensor that is not finite.
@@ -93,8 +99,8 @@ def debug(trainer, past) -> str:
         trainer.load(past)
         trainer.metrics.reduce()  # forget what the run had not logged yet
     model, first = unwrap(trainer.model), trainer.state.step
+    _check("the parameter", model.named_parameters())
     for name, parameter in model.named_parameters():
-        _check("the parameter", [(name, parameter)])
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(
                 lambda parameter, name=name: _check("the gradient of", [(name, parameter.grad)])
@@ -117,7 +123,7 @@ RUN = {"train": train, "eval": evaluate, "debug": debug, "dry": dry}
 
 
 @contextlib.contextmanager
-def _hooked(model, hook):
+def _hooked(model: nn.Module, hook: Callable[[str, nn.Module, Any], None]) -> Iterator[None]:
     """Call hook(name, module, output) after each module of the model in the block."""
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():
@@ -126,27 +132,28 @@ def _hooked(model, hook):
         yield
 
 
-def _log_shape(name, module, output):
+def _log_shape(name: str, module: nn.Module, output: Any) -> None:
     if not any(module.children()):
-        shapes = ", ".join(str(tuple(one.shape)) for _, one in data.tensors(output))
+        shapes = ", ".join(str(tuple(tensor.shape)) for _, tensor in tensors(output))
         log.info("  %-32s %-20s %-24s %12s", name or "(model)", type(module).__name__, shapes, f"{_count(module):,}")
 
 
-def _count(module):
+def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _checked(batches):
+def _checked(batches: Iterable) -> Iterator:
     for key, batch in batches:
-        _check(f"in the batch of the samples {key.indices[:8]}..., the tensor", data.tensors(batch))
+        _check(f"in the batch of the samples {key.indices[:8]}..., the tensor", tensors(batch))
         yield key, batch
 
 
-def _check_output(name, module, output):
-    _check(f"the output of {name or 'the model'} ({type(module).__name__}), tensor", data.tensors(output))
+def _check_output(name: str, module: nn.Module, output: Any) -> None:
+    _check(f"the output of {name or 'the model'} ({type(module).__name__}), tensor", tensors(output))
 
 
-def _check(what, named):
+def _check(what: str, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise BadTensor for the first of these tensors that is not finite."""
     for name, tensor in named:
         bad = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
         if bad:

@@ -1,15 +1,15 @@
 """Optimizers, chosen by -optimizer: fused where that is safe, no weight decay on biases and norms."""
 
 import math
+from argparse import Namespace
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from lib.utils.checkpoint import shards
-from lib.utils.errors import UsageError
 
 BY_NAME = {
     "sgd": torch.optim.SGD,
@@ -19,20 +19,19 @@ BY_NAME = {
 }
 
 
-def get_optimizer(model: nn.Module, args, batch_size: int) -> torch.optim.Optimizer:
+def get_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
     """Return the optimizer of a model that is wrapped and on its device. Each step sets its learning rate."""
     groups = decay_groups(model, args.weight_decay)
-    options = {"lr": args.lr_start, **_own_options(args, batch_size)}
-    fused = _may_fuse([p for group in groups for p in group["params"]], args) or None
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    options = {"lr": args.lr_start, **({"momentum": args.momentum} if args.optimizer == "sgd" else {})}
     try:
-        optimizer = BY_NAME[args.optimizer](groups, fused=fused, **options)
+        optimizer = BY_NAME[args.optimizer](groups, fused=_may_fuse(parameters, args) or None, **options)
     except (RuntimeError, TypeError):  # no fused kernel for this device or dtype
         optimizer = BY_NAME[args.optimizer](groups, **options)
     if type(optimizer) is torch.optim.SGD and args.momentum:
         # If a fused first step is skipped, torch leaves momentum that was never written (torch 2.11 to 2.15).
-        for group in groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        for parameter in parameters:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
@@ -45,54 +44,28 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     ]
 
 
-def _own_options(args, batch_size):
-    if args.optimizer == "sgd":
-        return {"momentum": args.momentum}
-    if args.optimizer in ("adam", "adamw") and args.scale_lr == "sqrt":
-        return scaled_adam(batch_size / args.lr_batch)
-    return {}
+def _may_fuse(parameters: list[Tensor], args: Namespace) -> bool:
+    """Return whether torch has a fused kernel that can skip a step and has the same bits everywhere.
 
-
-def scaled_adam(ratio: float, betas=(0.9, 0.999), eps: float = 1e-8) -> dict:
-    """Return Adam's betas and eps for a batch `ratio` times as large: square root scaling rule, arXiv:2205.10287,
-    definition 4.
-
-    1 - beta grows with the batch, eps falls with its root. Raises UsageError where 1 - beta would pass 1.
+    It has Adam's for shards, all but Adagrad's for GPUs, and none for MPS (torch 2.11). On the CPU its bits depend on
+    where a shard ends; -deterministic avoids it for all.
     """
-    scaled = tuple(1 - ratio * (1 - beta) for beta in betas)
-    if min(scaled) < 0:
-        raise UsageError(f"-scale_lr sqrt: a batch {ratio:g} times -lr_batch is too large for it: raise -lr_batch")
-    return {"betas": scaled, "eps": eps / ratio**0.5}
-
-
-def _may_fuse(parameters: list, args) -> bool:
-    """Whether torch has a fused kernel that can skip a step: for shards Adam's only, for GPUs all but Adagrad's, for
-    MPS none (torch 2.11). On the CPU its bits depend on where a shard ends; -deterministic avoids it for all."""
     devices = {parameter.device.type for parameter in parameters}
     if devices == {"cpu"}:
         return not args.deterministic and args.parallel != "fsdp"
-    known = ("adam", "adamw") if args.parallel == "fsdp" else ("adam", "adamw", "sgd")
-    return devices == {"cuda"} and args.optimizer in known
+    fused = ("adam", "adamw") if args.parallel == "fsdp" else ("adam", "adamw", "sgd")
+    return devices == {"cuda"} and args.optimizer in fused
 
 
-@torch.no_grad()
-def spoil(parameters: list, bad: torch.Tensor):
-    """Make the gradient NaN if `bad` (0-d, the same on all ranks), so that the step is skipped, without waiting for
-    the device."""
-    gradient = next(shards.local(p.grad) for p in reversed(parameters) if p.grad is not None)
-    gradient.masked_fill_(bad.to(gradient.device), math.nan)
-
-
-def clip(parameters: list, limit: float) -> torch.Tensor:
-    """Return the norm of the whole gradient, 0-d, the same on all ranks; longer gradients are cut to `limit` (0:
-    never)."""
+def clip(parameters: list[Tensor], limit: float) -> Tensor:
+    """Return the norm of the whole gradient, 0-d, the same on all ranks; cut a longer one to `limit` (0: never)."""
     norm = torch.linalg.vector_norm(torch.cat(_row_norms([p.grad for p in parameters if p.grad is not None])))
     if limit:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm
 
 
-def _row_norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+def _row_norms(gradients: list[Tensor]) -> list[Tensor]:
     """Return the norm of each row of each gradient, of all ranks' shards: the same bits, sharded or not."""
     local = [shards.local(gradient) for gradient in gradients]
     norms = [g.reshape(-1) if g.ndim < 2 else torch.linalg.vector_norm(g.flatten(1), dim=1) for g in local]
@@ -111,21 +84,19 @@ def _row_norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     return norms
 
 
-def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: torch.Tensor):
+def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> None:
     """Take one step, or none if the gradient is not finite.
 
     On a GPU the fused kernels decide, and nobody waits for the answer. Other optimizers wait for it.
     """
     if norm.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
         step_if_finite(optimizer, norm)
-    elif scaler.is_enabled():
-        scaler.step(optimizer)  # takes no step itself if the gradient is not finite
     elif math.isfinite(norm.item()):
-        optimizer.step()
+        scaler.step(optimizer)
     scaler.update()
 
 
-def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor):
+def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
     """Take one step if the gradient's norm is finite, by the fused kernels' own switch, as GradScaler uses it."""
     vars(optimizer)["found_inf"] = (~torch.isfinite(norm)).float()
     optimizer.step()

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import http.client
 import logging
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torchvision.datasets import CIFAR10
 from torchvision.transforms.functional import pil_to_tensor
 
-from lib.utils.data.tensors import Tensors, check_flags
+from lib.utils.data.tensors import Tensors
 from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError
 
@@ -34,15 +33,13 @@ def get_dataset(args) -> dict[str, Tensors]:
     and mirrored at random (He et al., arXiv:1512.03385, section 4.2). Raises UsageError if the files are neither in
     -data nor to be downloaded.
     """
-    check_flags(args, channels=3, image_size=32)
-    train, test = load(args.data)
-    kept = len(train[0]) - len(train[0]) // 10
+    (images, labels), test = load(args.data)
+    split = len(labels) - len(labels) // 10
     still = Pixels(MEAN, STD)
+    moving = Pixels(MEAN, STD, PAD, mirror=True) if args.augment else still
     parts = {
-        "train": Tensors(
-            train[0][:kept], train[1][:kept], on_device=Pixels(MEAN, STD, PAD, mirror=True) if args.augment else still
-        ),
-        "val": Tensors(train[0][kept:], train[1][kept:], on_device=still),
+        "train": Tensors(images[:split], labels[:split], on_device=moving),
+        "val": Tensors(images[split:], labels[split:], on_device=still),
         "test": Tensors(*test, on_device=still),
     }
     for part in parts.values():
@@ -59,34 +56,23 @@ def get_transform(args):
 def load(data: str) -> list[tuple[Tensor, Tensor]]:
     """Return the training and test files as uint8 images (N, 3, 32, 32) and labels (N,), downloaded first if need be.
 
-    One process downloads, those that come meanwhile wait for it: on each machine, or once for all where `data` is a
-    shared folder with working locks. torchvision checks the files' digests before it opens them.
+    One process downloads, the others wait for it: on each machine, or once for all where `data` is a shared folder
+    with working locks. torchvision checks the files' digests before it opens them.
     """
     with contextlib.suppress(RuntimeError):  # not there, damaged, or just being unpacked by another
         return _read(data)
     try:
-        with _locked(Path(data) / "cifar10.lock"):
-            CIFAR10(data, download=True)  # does nothing if another process was faster
+        Path(data).mkdir(parents=True, exist_ok=True)
+        with Path(data, "cifar10.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when the process ends
+            log.info("downloading %s into %s, if no other process has", CIFAR10.url, data)
+            CIFAR10(data, download=True)
         return _read(data)
-    except (OSError, RuntimeError, http.client.HTTPException) as error:
-        raise UsageError(
-            f"-data {data}: CIFAR-10 is missing or damaged there, and cannot be downloaded ({error}); "
-            f"put {CIFAR10.filename} from {CIFAR10.url} there"
-        ) from None
+    except (OSError, RuntimeError) as error:
+        missing = f"-data {data}: CIFAR-10 is missing or damaged there, and cannot be downloaded ({error})"
+        raise UsageError(f"{missing}; put {CIFAR10.filename} from {CIFAR10.url} there") from None
 
 
 def _read(data):
-    return [_tensors(CIFAR10(data, train=train)) for train in (True, False)]
-
-
-def _tensors(files):
-    return torch.from_numpy(files.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(files.targets)
-
-
-@contextlib.contextmanager
-def _locked(file):
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)  # let go by the kernel when the process ends, whatever way
-        log.info("fetching %s into %s, if no other process has", CIFAR10.url, file.parent)
-        yield
+    files = [CIFAR10(data, train=train) for train in (True, False)]
+    return [(torch.from_numpy(one.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(one.targets)) for one in files]

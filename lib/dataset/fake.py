@@ -5,7 +5,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lib.utils.data.transforms import Pixels
-from lib.utils.errors import UsageError
 
 STRIDE = 4093  # bytes of noise from one image to the next: a prime, so that rows of pixels do not repeat
 
@@ -20,8 +19,6 @@ def get_dataset(args) -> dict[str, Dataset]:
 
     On the device the pixels become floats of about mean 0 and deviation 1.
     """
-    if args.fake_samples < 1:
-        raise UsageError(f"-fake_samples {args.fake_samples}: at least 1 is needed")
     shape, val = (args.channels, args.image_size, args.image_size), max(1, args.fake_samples // 10)
     return {
         "train": Noise(args.fake_samples, shape, args.num_classes, seed=0),

@@ -1,6 +1,5 @@
 """Images in class folders: DATA/train/CLASS/*.jpg, DATA/val/CLASS/*.jpg and, if there, DATA/test/CLASS/*.jpg."""
 
-import struct
 from pathlib import Path
 
 from PIL import Image
@@ -12,8 +11,6 @@ from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError
 
 COLOUR, GREY = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.449,), (0.226,))  # mean, deviation (ImageNet's)
-# What Pillow raises for damaged files.
-BROKEN = (OSError, SyntaxError, TypeError, ValueError, struct.error, Image.DecompressionBombError)
 NEEDED = "-dataset folder reads DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg, and DATA/test if it is there"
 
 
@@ -48,11 +45,15 @@ def get_transform(args):
     return lambda image: still.on_device.normalized(still.transform(image.convert(still.mode)))
 
 
-def class_names(data: str) -> list[str]:
-    """Return the classes: the folders in DATA/train, sorted, no hidden ones. Raises UsageError if there are none."""
-    names = _folders(data, "train")
+def class_names(data: str, part: str = "train") -> list[str]:
+    """Return the class folders in DATA/PART, sorted, no hidden ones. Raises UsageError if there are none."""
+    folder = Path(data) / part
+    try:
+        names = sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+    except OSError as error:
+        raise UsageError(f"-data {data}: cannot read {folder} ({error.strerror}); {NEEDED}") from None
     if not names:
-        raise UsageError(f"-data {data}: no class folders in {Path(data) / 'train'}; {NEEDED}")
+        raise UsageError(f"-data {data}: no class folders in {folder}; {NEEDED}")
     return names
 
 
@@ -76,33 +77,18 @@ class Images(Dataset):
         try:
             with Image.open(file) as opened:
                 image = opened.convert(self.mode)
-        except BROKEN as error:
+        except Exception as error:  # Pillow raises many kinds for damaged files
             raise UsageError(f"{file}: not a readable image ({error}); fix or remove it") from None
         return self.transform(image), label
 
 
 def _images(args, part, names):
-    folder = Path(args.data) / part
-    unknown = sorted(set(_folders(args.data, part)) - set(names))
+    folder, classes = Path(args.data) / part, class_names(args.data, part)
+    unknown = sorted(set(classes) - set(names))
     if unknown:
         raise UsageError(f"-data {args.data}: {folder / unknown[0]} is not a class in train")
-    return Images(_files(args.data, part, names), names, args, drawn=part == "train" and args.augment)
-
-
-def _folders(data, part):
     try:
-        entries = sorted((Path(data) / part).iterdir())
-    except OSError as error:
-        raise UsageError(f"-data {data}: cannot read {Path(data) / part} ({error.strerror}); {NEEDED}") from None
-    return [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-
-
-def _files(data, part, names):
-    classes = {name: label for label, name in enumerate(names)}
-    files = make_dataset(str(Path(data) / part), classes, IMG_EXTENSIONS, allow_empty=True)
-    labels = {label for _, label in files}
-    empty = [name for name in _folders(data, part) if classes[name] not in labels]
-    if empty or not files:
-        where = Path(data) / part / (empty[0] if empty else "")
-        raise UsageError(f"-data {data}: no images in {where} (of {', '.join(IMG_EXTENSIONS)})")
-    return files
+        files = make_dataset(str(folder), {name: names.index(name) for name in classes}, IMG_EXTENSIONS)
+    except FileNotFoundError as error:  # a class without images
+        raise UsageError(f"-data {args.data}: {folder}: {error}") from None
+    return Images(files, names, args, drawn=part == "train" and args.augment)

@@ -3,7 +3,6 @@
 import torch
 
 from lib.utils.data.tensors import Tensors
-from lib.utils.errors import UsageError
 
 
 def add_args(parser):
@@ -13,8 +12,6 @@ def add_args(parser):
 
 def get_dataset(args) -> Tensors:
     """Return inputs (channels * image_size ** 2,) and targets (num_classes,), normal numbers that -seed decides."""
-    if args.random_samples < 1:
-        raise UsageError(f"-random_samples {args.random_samples}: at least 1 is needed")
     generator = torch.Generator().manual_seed(args.seed)
     inputs = torch.randn(args.random_samples, args.channels * args.image_size**2, generator=generator)
     targets = torch.randn(args.random_samples, args.num_classes, generator=generator)

@@ -1,6 +1,5 @@
 """Text as bytes, no tokenizer: the Python standard library's own source, or any file or folder."""
 
-import functools
 import os
 import sysconfig
 from pathlib import Path
@@ -27,7 +26,7 @@ def add_args(parser):
 
 
 def get_dataset(args) -> dict[str, Dataset]:
-    """Return bytes (text_length,), int64, and the bytes that follow each; the text is mapped, not read into memory.
+    """Return bytes (text_length,), int64, and the bytes that follow each.
 
     Training samples begin at places that -seed and the index decide; those of val and test, a sixteenth as many,
     stand at even distances in the last tenth of the text. Raises UsageError for a text that is not there or too
@@ -36,9 +35,7 @@ def get_dataset(args) -> dict[str, Dataset]:
     length = args.text_length
     if args.num_classes < 256:
         raise UsageError(f"-num_classes {args.num_classes}: -dataset text has the 256 bytes")
-    if length < 1 or args.text_samples < 0:
-        raise UsageError(f"-text_length {length} -text_samples {args.text_samples}: at least 1 and 0 are needed")
-    text = Text(files_of(args))
+    text = read(files_of(args))
     edges = [0, len(text) - 2 * (len(text) // HELD_OUT), len(text) - len(text) // HELD_OUT, len(text)]
     if edges[2] - edges[1] < 2 * length:
         needed = 2 * HELD_OUT * length
@@ -66,7 +63,7 @@ class Windows(Dataset):
     fixed = True
     classes = tuple(ascii(chr(byte))[1:-1] for byte in range(256))
 
-    def __init__(self, text: "Text", start: int, stop: int, *, length: int, samples: int, seed: int | None):
+    def __init__(self, text: np.ndarray, start: int, stop: int, *, length: int, samples: int, seed: int | None):
         self.text, self.start, self.length, self.seed = text, start, length, seed
         self.places = stop - start - length  # where a sample can begin
         fills = self.places // length
@@ -80,9 +77,9 @@ class Windows(Dataset):
 
     def __getitems__(self, indices) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, (len(indices), length) each."""
-        rows = np.stack([self.text.read(self.begin(index), self.length + 1) for index in indices])
-        bytes_ = torch.from_numpy(rows).long()
-        return bytes_[:, :-1], bytes_[:, 1:]
+        begins = [self.begin(index) for index in indices]
+        rows = torch.from_numpy(np.stack([self.text[begin : begin + self.length + 1] for begin in begins])).long()
+        return rows[:, :-1], rows[:, 1:]
 
     def begin(self, index: int) -> int:
         """Return where a sample begins in the text."""
@@ -90,31 +87,11 @@ class Windows(Dataset):
         return self.start + low + (0 if self.seed is None else seeding.mix(self.seed, index) % (high - low))
 
 
-class Text:
-    """Files as one sequence of bytes, mapped into memory when they are read."""
-
-    def __init__(self, files: list[Path]):
-        self.files = files
-        self.ends = np.cumsum([file.stat().st_size for file in files])
-
-    def __len__(self):
-        return int(self.ends[-1])
-
-    def read(self, begin: int, count: int) -> np.ndarray:
-        """Return text[begin:begin + count], uint8, from as many files as it takes."""
-        found = []
-        for number in range(int(np.searchsorted(self.ends, begin, "right")), len(self.files)):
-            first = int(self.ends[number - 1]) if number else 0
-            found.append(mapped(self.files[number])[begin - first :][:count])
-            begin, count = begin + len(found[-1]), count - len(found[-1])
-            if not count:
-                break
-        return np.concatenate(found)
-
-
-@functools.lru_cache(maxsize=256)  # a map keeps its file open, and a process may not have many
-def mapped(file: Path) -> np.ndarray:
-    return np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
+def read(files: list[Path]) -> np.ndarray:
+    """Return the bytes of all files. One file is mapped and may be larger than the memory; several are read into it."""
+    if len(files) == 1:
+        return np.memmap(files[0], np.uint8, "r")
+    return np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
 
 
 def files_of(args) -> list[Path]:

@@ -56,7 +56,7 @@ class Trainer:
         self.total_steps = args.epochs * self.plan.steps
         scale = scheduler.scale(args.scale_lr, self.plan.batch, args.lr_batch)
         rates = {"start": args.lr_start * scale, "end": args.lr_end * scale}
-        self.schedule = {"total": self.total_steps, "warmup": args.lr_warmup * self.plan.steps, **rates}
+        self.schedule = {"kind": args.lr_schedule, "total": self.total_steps, "warmup": args.lr_warmup * self.plan.steps, **rates}
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
@@ -156,11 +156,11 @@ class Trainer:
         padding = key.count == 0  # it counts nothing, as its gradients do
         with self.precision, shapes_in_errors(batch, self.args), self.metrics.ignoring(padding):
             loss = self.training_step(batch)
+        self.statistics.after(key)
         weight = key.count / key.step_samples
         self.gradients.before(key)
         self.scaler.scale(loss if weight == 1 else loss * weight).backward()
         self.gradients.after()
-        self.statistics.after(key)
         self.window.append((loss.detach(), key.count))
 
     def step(self, samples: int) -> None:
@@ -170,10 +170,10 @@ class Trainer:
         """
         self.gradients.finish()
         broken = self.statistics.reduce()
-        if broken is not None:
-            optimizers.spoil(self.parameters, broken)
         self.scaler.unscale_(self.optimizer)
         norm = optimizers.clip(self.parameters, self.args.clip_grad)
+        if broken is not None:
+            norm = norm.masked_fill(broken.to(norm.device), math.nan)
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

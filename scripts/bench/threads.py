@@ -55,7 +55,7 @@ def prepared(words: str):
     plan = Plan(len(data), args.batch_size, args.batch_size)
     batch = loader.first_batch(data, plan, world, args)
     model, criterion = plugins.load("arch", args.arch).get_model(args), losses.get_loss(args)
-    optimizer = optimizers.get_optimizer(model, args, plan.batch)
+    optimizer = optimizers.get_optimizer(model, args)
     inputs, targets = batch
 
     def step():

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lib.core import batchnorm
-from lib.core import optimizer as optimizers
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 
@@ -160,15 +159,6 @@ def test_a_value_that_stops_being_finite_is_told(value, alone):
         model.coming = [{0: value} if number == at else {} for number in range(3)]
         assert step(model, statistics, PARTS[:1] if alone else PARTS, 10)
         model.note[0] = 1.0
-
-
-def test_a_gradient_is_spoiled_only_where_a_buffer_is():
-    for bad in (False, True):
-        parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
-        for parameter in parameters[:2]:
-            parameter.grad = torch.ones(2)
-        optimizers.spoil(parameters, torch.tensor(bad))
-        assert torch.isfinite(optimizers.clip(parameters[:2], 1.0)) != bad
 
 
 def test_a_model_without_running_statistics_has_none_to_keep():

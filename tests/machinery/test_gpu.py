@@ -14,7 +14,7 @@ from runs import distance
 
 from lib import config
 
-AHEAD = """
+BATCHES = """
 import torch
 from lib.utils.data.plan import Plan
 from lib.utils.data import loader
@@ -69,8 +69,8 @@ def python(*words, env=None):
 
 
 @pytest.mark.gpu
-def test_batches_copied_ahead_are_those_of_the_cpu():
-    code, said = python("-c", AHEAD)
+def test_batches_on_a_gpu_are_those_of_the_cpu():
+    code, said = python("-c", BATCHES)
     assert code == 0, said
 
 

@@ -35,9 +35,9 @@ def plans(draw):
     return plan
 
 
-def dealt(dataset, plan, rank, ranks=1, *, seed=0, shuffle=True, workers=0, by_turns=False):
+def dealt(dataset, plan, rank, ranks=1, *, seed=0, shuffle=True, workers=0, interleaved=False):
     world = World(rank=rank, size=ranks)
-    return Loader(dataset, plan, world, seed=seed, shuffle=shuffle, workers=workers, by_turns=by_turns)
+    return Loader(dataset, plan, world, seed=seed, shuffle=shuffle, workers=workers, interleaved=interleaved)
 
 
 def all_shares(plan, ranks, epoch=0, first_step=0, **options):
@@ -76,9 +76,9 @@ def test_a_step_is_cut_into_whole_micro_batches_and_a_short_one_into_parts_of_tw
 
 
 @STEADY
-@given(plan=plans(), ranks=RANKS, seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans(), by_turns=st.booleans())
-def test_all_ranks_together_see_each_sample_once_in_torchs_order(plan, ranks, seed, epoch, shuffle, by_turns):
-    shares = all_shares(plan, ranks, epoch, seed=seed, shuffle=shuffle, by_turns=by_turns)
+@given(plan=plans(), ranks=RANKS, seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans(), interleaved=st.booleans())
+def test_all_ranks_together_see_each_sample_once_in_torchs_order(plan, ranks, seed, epoch, shuffle, interleaved):
+    shares = all_shares(plan, ranks, epoch, seed=seed, shuffle=shuffle, interleaved=interleaved)
     seen = [index for key in counted(shares) for index in key.indices]
     wanted = truth.order(plan.samples, epoch=epoch, seed=seed, shuffle=shuffle)
     assert seen == (wanted[: plan.steps * plan.batch] if plan.drop_last else wanted)
@@ -87,9 +87,9 @@ def test_all_ranks_together_see_each_sample_once_in_torchs_order(plan, ranks, se
 
 
 @STEADY
-@given(plan=plans(), ranks=RANKS, seed=SEEDS, by_turns=st.booleans())
-def test_every_rank_takes_part_in_every_step_with_its_share_or_one_that_does_not_count(plan, ranks, seed, by_turns):
-    shares = all_shares(plan, ranks, seed=seed, by_turns=by_turns)
+@given(plan=plans(), ranks=RANKS, seed=SEEDS, interleaved=st.booleans())
+def test_every_rank_takes_part_in_every_step_with_its_share_or_padding(plan, ranks, seed, interleaved):
+    shares = all_shares(plan, ranks, seed=seed, interleaved=interleaved)
     for step in range(plan.steps):
         here = [[key for key in share if key.step == step] for share in shares]
         size = sum(key.count for keys in here for key in keys)
@@ -102,7 +102,7 @@ def test_every_rank_takes_part_in_every_step_with_its_share_or_one_that_does_not
             assert all(key.count == len(key.indices) for key in keys if key.count)
             assert all(key.step_parts == len(plan.spans(step)) for key in keys)
             turns = [key.number // ranks for key in keys if key.count]
-            assert not by_turns or turns == [*range(len(turns))], "in a turn each rank has one"
+            assert not interleaved or turns == [*range(len(turns))], "in a turn each rank has one"
         assert len({len(keys) for keys in here}) == 1, "a sharded model needs all ranks in every forward pass"
 
 
@@ -114,7 +114,7 @@ def test_an_epoch_goes_on_from_any_step_on_any_number_of_ranks(plan, ranks, othe
         [key for key in share if key.step >= first] for share in all_shares(plan, ranks, epoch, seed=seed)
     ]
     before = [one for one in counted(all_shares(plan, ranks, epoch, seed=seed)) if one.step >= first]
-    after = counted(all_shares(plan, others, epoch, first, seed=seed, by_turns=data.draw(st.booleans())))
+    after = counted(all_shares(plan, others, epoch, first, seed=seed, interleaved=data.draw(st.booleans())))
     both = [[(one.step, one.number, one.indices) for one in ones] for ones in (before, after)]
     assert both[0] == both[1], "the micro-batches are the same on any rank"
 
@@ -125,7 +125,10 @@ def test_evaluation_counts_each_sample_once_and_the_ranks_take_equally_many_turn
     args = types.SimpleNamespace(seed=0, workers=0, shuffle=True, debug=False, parallel="ddp")
     plan, splits = Plan(n, ranks * batch, batch), {"train": range(n), "val": list(range(n))}
     worlds = [World(rank=rank, size=ranks) for rank in range(ranks)]
-    shares = [list(loader.get_loaders(splits, plan, world, args)["val"].epoch(0)) for world in worlds]
+    shares = []
+    for world in worlds:
+        with loader.opened(splits, plan, world, args) as loaders:
+            shares.append(list(loaders["val"].epoch(0)))
     assert sorted(n for share in shares for key, values in share if key.count for n in values.tolist()) == [*range(n)]
     sizes = sorted(len(values) for share in shares for key, values in share if key.count)
     assert sizes == sorted([batch] * (n // batch) + [n % batch] * (n % batch > 0)), "the same for any number of ranks"

@@ -87,7 +87,7 @@ def test_looking_ahead_leaves_model_and_optimizer_as_they_were(name):
     args = config.parse_args(f"-optimizer {name} -num_classes 4".split())
     torch.manual_seed(0)
     model = norm_net(args)
-    optimizer = optimizers.get_optimizer(model, args, 16)
+    optimizer = optimizers.get_optimizer(model, args)
     parts = states.Parts({"model": model}, {"optim": optimizer})
     before = {key: value.clone() for key, value in parts.tensors().items()}
     with states.prepared(parts) as tensors:

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from lib import config
-from lib.arch import gpt, vit
-from lib.core import parallel
+from lib.arch import gpt
 
 SMALL = ["-arch", "gpt", "-num_classes", "17", "-gpt_depth", "3", "-gpt_width", "24", "-gpt_heads", "3"]
 
@@ -53,44 +52,7 @@ def test_gpt_has_the_parameters_that_its_sizes_say():
     assert count > 9e8
 
 
-@pytest.mark.parametrize("words", [SMALL, ["-arch", "vit"]])
-def test_a_transformer_from_the_meta_device_is_filled_by_its_modules(words):
-    """As FSDP does after sharding: every module that owns parameters can draw them, and it is as on the CPU."""
-    args = config.parse_args(words)
-    module = {"gpt": gpt, "vit": vit}[args.arch]
-    with torch.device("meta"):
-        model = module.get_model(args)
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"} and not [*model.buffers()]
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, torch.nan)
-    for part in model.modules():
-        if list(part.parameters(recurse=False)):
-            part.reset_parameters()
-    truth = dict(module.get_model(args).named_parameters())
-    for name, parameter in model.named_parameters():
-        (mean, deviation), (own_mean, own_deviation) = stated(truth[name]), stated(parameter)
-        assert own_deviation == pytest.approx(deviation, rel=0.2, abs=1e-8), name
-        assert own_mean == pytest.approx(mean, abs=0.01), name
-    blocks = parallel.blocks(model)
-    assert len(blocks) == len(model.blocks) and all(isinstance(block, module.Block) for block in blocks)
-
-
-def test_vit_cuts_patches_as_a_convolution_with_their_stride_does():
-    args = config.parse_args(["-arch", "vit", "-channels", "3", "-image_size", "12", "-vit_patch", "4"])
-    patches = vit.get_model(args).patches
-    images = torch.randn(2, 3, 12, 12)
-    filters = patches.linear.weight.view(-1, 3, 4, 4)
-    wanted = nn.functional.conv2d(images, filters, patches.linear.bias, stride=4).flatten(2).transpose(1, 2)
-    got = patches(images) - patches.places
-    assert got.shape[1] == 9 and torch.allclose(got, wanted, atol=1e-5)
-
-
-def test_gpt_of_odd_sizes_and_of_images_is_refused():
+def test_gpt_refuses_images():
     model = gpt.get_model(config.parse_args(SMALL))
     with pytest.raises(gpt.UsageError, match="reads whole numbers"):
         model(torch.randn(2, 1, 8, 8))
-
-
-def stated(values):
-    return values.mean().item(), values.std().item()

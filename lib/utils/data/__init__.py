@@ -6,7 +6,6 @@ In the order of a sample's way:
     loader.py       the samples of a split, fetched and put on the device; checks what get_dataset gives
     fetch.py        reads and collates samples, in worker processes
     options.py      reads the optional attributes of a dataset
-    prefetch.py     copies a batch to the device while the step before it runs
     tensors.py      a dataset of tensors in memory; functions over all tensors of a batch
     transforms.py   uint8 images to floats on the device, random crops and flips
 """

@@ -1,4 +1,4 @@
-"""Reads and collates the samples of micro-batches, here or in worker processes."""
+"""Reads and collates the samples of micro-batches, here or in worker processes of torch's DataLoader."""
 
 import contextlib
 import itertools
@@ -26,33 +26,34 @@ class Fetcher:
     """Collated samples of micro-batches, fetched here or in worker processes that live as long as the loader."""
 
     def __init__(self, dataset: MapDataset, seed: int, workers: int, pin: bool):
-        self.fetch = Fetch(dataset, seed)
-        self.source = _Source()
-        self.loader = None
+        self.fetch, self.requests, self.loader = Fetch(dataset, seed), _Requests(), None
         if workers:
             self.loader = DataLoader(
                 self.fetch,
                 batch_size=None,
-                sampler=self.source,
+                sampler=self.requests,
                 num_workers=workers,
                 pin_memory=pin,
                 persistent_workers=True,
                 generator=torch.Generator(),  # or iter() would draw from the global one
-                multiprocessing_context="fork" if sys.platform == "linux" else multiprocessing.get_start_method(),
-                worker_init_fn=_use_one_thread,
+                multiprocessing_context="fork" if sys.platform == "linux" else None,
             )
 
-    def __call__(self, epoch: int, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, object]]:
-        """Return the micro-batches in order, each with its collated samples."""
-        if self.loader is None:
-            return ((one, self.fetch[epoch, one.indices]) for one in micro_batches)
+    def __call__(self, epoch: int, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
+        """Yield the micro-batches in order, each with its collated samples."""
         requests, fetched = itertools.tee(micro_batches)
-        self.source.keys = ((epoch, one.indices) for one in requests)
-        with _stop_signals_blocked():
-            batches = iter(self.loader)
-        return ((one, _unless_error(batch)) for batch, one in zip(batches, fetched))
+        self.requests.keys = ((epoch, one.indices) for one in requests)
+        if self.loader is None:
+            batches = map(self.fetch.__getitem__, self.requests)
+        else:
+            with _stop_signals_blocked():
+                batches = iter(self.loader)
+        for batch, micro_batch in zip(batches, fetched):
+            if isinstance(batch, UsageError):
+                raise batch
+            yield micro_batch, batch
 
-    def close(self):
+    def close(self) -> None:
         """End the worker processes: idle ones by themselves, a busy one by force."""
         running = getattr(self.loader, "_iterator", None)
         if isinstance(running, _MultiProcessingDataLoaderIter):
@@ -68,59 +69,49 @@ class Fetch(Dataset):
     def __init__(self, dataset: MapDataset, seed: int):
         self.dataset: Any = dataset  # it may have __getitems__
         self.seed, self.options = seed, options_of(dataset)
-        self.index = None  # of the sample that is being fetched
 
-    def __getitem__(self, key: tuple[int, list[int]]):
+    def __getitem__(self, key: tuple[int, list[int]]) -> Any:
         epoch, indices = key
-        self.index = None
+        self.current = indices  # the samples that are being fetched
         try:
             with no_exit():  # it would end a worker without a message
-                batch = self._whole_batch(epoch, indices) if self.options.whole_batches else self._items(*key)
+                batch = self._read(epoch, indices)
                 return self.options.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
-            where = f"samples {reprlib.repr(indices)}" if self.index is None else f"sample {self.index}"
-            error.args = (f"{error} (while fetching the {where})",)
+            error.args = (f"{error} (while fetching sample {reprlib.repr(self.current)})",)
             if isinstance(error, UsageError) and get_worker_info():
                 return error  # raised here, it would come with the worker's traceback in its message
             raise
 
-    def _whole_batch(self, epoch, indices):
-        if not self.options.fixed:
-            seeding.for_sample(self.seed, epoch, indices[0])
-        return self.dataset.__getitems__(indices)
-
-    def _items(self, epoch, indices):
+    def _read(self, epoch: int, indices: list[int]) -> Any:
+        """Return the dataset's items, or a whole batch if the dataset gives batches."""
+        if self.options.whole_batches:
+            self._seed(epoch, indices[0])
+            return self.dataset.__getitems__(indices)
         items = []
         for index in indices:
-            self.index = index
-            if not self.options.fixed:
-                seeding.for_sample(self.seed, epoch, index)
+            self.current = index
+            self._seed(epoch, index)
             items.append(self.dataset[index])
-        self.index = None
+        self.current = indices
         return items
 
+    def _seed(self, epoch: int, index: int) -> None:
+        if not self.options.fixed:
+            seeding.for_sample(self.seed, epoch, index)
 
-class _Source:
+
+class _Requests:
     """The sampler of a DataLoader that lives for many epochs, each with keys of its own."""
 
-    keys: Iterable = ()
+    keys: Iterable[tuple[int, list[int]]] = ()
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         return iter(self.keys)
 
 
-def _unless_error(batch):
-    if isinstance(batch, UsageError):
-        raise batch
-    return batch
-
-
-def _use_one_thread(_worker):
-    torch.set_num_threads(1)
-
-
 @contextlib.contextmanager
-def _stop_signals_blocked():
+def _stop_signals_blocked() -> Iterator[None]:
     """Let child processes that start in the block never get the signals that stop a run; `close` ends them.
 
     If not all can start, those that did are killed: at its exit, Python would wait for them for ever.

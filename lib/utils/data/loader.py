@@ -3,12 +3,15 @@
 import contextlib
 import logging
 import math
+from argparse import Namespace
 from collections.abc import Iterator
+from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
 
-from lib.utils.data import fetch, permutation, prefetch
-from lib.utils.data.options import MapDataset
+from lib.utils import seeding
+from lib.utils.data import fetch, permutation, tensors
+from lib.utils.data.options import MapDataset, options_of
 from lib.utils.data.plan import MicroBatch, Plan, divisor, rank_share
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -17,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Loader:
-    """The samples of a split, shared out to the ranks by whole micro-batches."""
+    """The samples of a split, shared out to the ranks by whole micro-batches; `interleaved` as in `rank_share`."""
 
     def __init__(
         self,
@@ -28,24 +31,28 @@ class Loader:
         seed: int,
         shuffle: bool,
         workers: int,
-        by_turns: bool = False,
+        interleaved: bool = False,
     ):
-        self.dataset, self.plan, self.world, self.by_turns = dataset, plan, world, by_turns
+        self.dataset, self.plan, self.world, self.interleaved = dataset, plan, world, interleaved
         self.seed, self.shuffle = seed, shuffle
+        self.on_device = options_of(dataset).on_device
         self.fetched = fetch.Fetcher(dataset, seed, workers, pin=world.device.type == "cuda")
-        self.finish = prefetch.Finish(dataset, seed, world.device)
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[MicroBatch, object]]:
-        """Return this rank's micro-batches of an epoch, in order, each with its batch on the device."""
-        pairs = self.fetched(epoch, self.micro_batches(epoch, first_step))
-        return prefetch.prefetch(pairs, epoch, self.finish)
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[MicroBatch, Any]]:
+        """Yield this rank's micro-batches of an epoch, in order, each with its batch on the device."""
+        for micro_batch, batch in self.fetched(epoch, self.micro_batches(epoch, first_step)):
+            batch = tensors.to_device(batch, self.world.device)
+            if self.on_device:
+                draws = seeding.uniform(self.seed, epoch, micro_batch.indices)
+                batch = self.on_device(batch, tensors.to_device(draws, self.world.device))
+            yield micro_batch, tensors.to_device(batch, self.world.device)
 
     def micro_batches(self, epoch: int, first_step: int = 0) -> Iterator[MicroBatch]:
-        """Return what `epoch` will fetch, without fetching it."""
+        """Yield what `epoch` will fetch, without fetching it."""
         order = permutation.order(self.plan.samples, self.seed, epoch, self.shuffle)
         for step in range(first_step, self.plan.steps):
             spans = self.plan.spans(step)
-            mine = rank_share(len(spans), self.world.rank, self.world.size, self.by_turns)
+            mine = rank_share(len(spans), self.world.rank, self.world.size, self.interleaved)
             rounds = math.ceil(len(spans) / self.world.size)  # the same on all ranks: each joins every collective
             for turn in range(rounds):
                 padding = turn >= len(mine)  # computed like the others, counted as 0 samples
@@ -68,13 +75,13 @@ class Loader:
         return order[spans[0].start : spans[-1].stop].tolist()
 
 
-def first_batch(dataset: MapDataset, plan: Plan, world: World, args):
+def first_batch(dataset: MapDataset, plan: Plan, world: World, args: Namespace) -> Any:
     """Return the first micro-batch of a run, as its model sees it."""
     first = Loader(dataset, plan, world, seed=args.seed, shuffle=args.shuffle, workers=0)
     return next(first.epoch(0))[1]
 
 
-def splits(dataset, name: str, overfit: int | None = None) -> dict[str, MapDataset]:
+def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, MapDataset]:
     """Return what get_dataset gave as {"train": ..., "val": ..., "test": ...}.
 
     With `overfit`, these are the first so many training samples, evaluated on as well. Raises UsageError for what
@@ -100,34 +107,28 @@ def splits(dataset, name: str, overfit: int | None = None) -> dict[str, MapDatas
 
 
 @contextlib.contextmanager
-def opened(*parts):
-    """Give the loaders that `get_loaders` returns; their worker processes end with the block."""
-    with contextlib.ExitStack() as stack:
-        loaders = get_loaders(*parts)
-        for one in loaders.values():
-            stack.callback(one.fetched.close)
-        yield loaders
+def opened(splits: dict[str, MapDataset], plan: Plan, world: World, args: Namespace) -> Iterator[dict[str, Loader]]:
+    """Give a Loader for each split; their worker processes end with the block.
 
-
-def get_loaders(splits: dict[str, MapDataset], plan: Plan, world: World, args) -> dict[str, Loader]:
-    """Return a Loader for each split: "train" by the plan, the others in order, a micro-batch for each rank at a
-    time."""
+    "train" goes by the plan, the others in order, a micro-batch for each rank at a time.
+    """
     idle = world.size - plan.batch // plan.micro
     if world.is_main and idle > 0:
         finer = divisor(plan.batch, plan.batch // world.size)
         hint = f"-micro_batch {finer} -allow_change micro_batch gives them work, and the run other bits"
         log.warning("%d of %d processes idle, as a step has fewer micro-batches: %s", idle, world.size, hint)
-    loaders = {}
-    for name, part in splits.items():
-        in_order = Plan(len(part), plan.micro * world.size, plan.micro, spread=False)
-        workers = fetch.workers(0 if args.debug else args.workers, part, world)
-        loaders[name] = Loader(
-            part,
-            plan if name == "train" else in_order,
-            world,
-            seed=args.seed,
-            shuffle=args.shuffle and name == "train",
-            workers=workers,
-            by_turns=args.parallel == "fsdp",
-        )
-    return loaders
+    with contextlib.ExitStack() as stack:
+        loaders = {}
+        for name, part in splits.items():
+            in_order = Plan(len(part), plan.micro * world.size, plan.micro, spread=False)
+            loaders[name] = Loader(
+                part,
+                plan if name == "train" else in_order,
+                world,
+                seed=args.seed,
+                shuffle=args.shuffle and name == "train",
+                workers=fetch.workers(0 if args.debug else args.workers, part, world),
+                interleaved=args.parallel == "fsdp",
+            )
+            stack.callback(loaders[name].fetched.close)
+        yield loaders

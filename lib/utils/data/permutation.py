@@ -52,12 +52,12 @@ class KeyedPermutation:
     """A permutation of 0..n-1, n up to 2^62, drawn by (n, seed, epoch); its state is eight keys, whatever n is.
 
     A Feistel network of 8 rounds (Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom
-    functions", 1988) over pairs (left, right) in a x b, with a and b next to the square root of n and addition modulo
-    a and b in place of xor; what falls outside 0..n-1 is sent through again until it falls inside (generalised
-    Feistel and cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). From n = 64 on,
-    a * b - n is below a: hardly one index in the square root of n walks. The round function is SplitMix64's, brought
-    below a or b by a multiplication (Lemire, "Fast random integer generation in an interval", 2019); the keys are a
-    BLAKE2b digest. Good for drawing samples; no cipher.
+    functions", 1988) over pairs (left, right) in a x b, with a and b close to the square root of n and addition
+    modulo a and b in place of xor. What falls outside 0..n-1 is sent through again until it falls inside (generalised
+    Feistel and cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002); from n = 64 on,
+    hardly one index in the square root of n does. The round function is SplitMix64's, brought below a or b by a
+    multiplication (Lemire, "Fast random integer generation in an interval", 2019); the keys are a BLAKE2b digest.
+    Good for drawing samples; no cipher.
     """
 
     def __init__(self, n: int, seed: int, epoch: int):
@@ -71,21 +71,16 @@ class KeyedPermutation:
 
     def take(self, places: Tensor) -> Tensor:
         """Return where these places are sent, computed block by block: (k,) int64 in 0..n-1, in and out."""
-        wanted = places.numpy().view(np.uint64)
-        found = np.empty_like(wanted)
-        for start in range(0, len(wanted), BLOCK):
-            found[start : start + BLOCK] = self._walk(wanted[start : start + BLOCK])
-        return torch.from_numpy(found.view(np.int64))
+        indices = places.numpy().view(np.uint64).copy()
+        for start in range(0, len(indices), BLOCK):
+            block = indices[start : start + BLOCK]
+            outside = np.arange(len(block))
+            while outside.size:
+                block[outside] = self._encrypt(block[outside])
+                outside = outside[block[outside] >= np.uint64(self.n)]
+        return torch.from_numpy(indices.view(np.int64))
 
-    def _walk(self, places):
-        found = self._encrypt(places)
-        outside = np.flatnonzero(found >= np.uint64(self.n))
-        while outside.size:
-            found[outside] = self._encrypt(found[outside])
-            outside = outside[found[outside] >= np.uint64(self.n)]
-        return found
-
-    def _encrypt(self, places):
+    def _encrypt(self, places: np.ndarray) -> np.ndarray:
         left, right = np.divmod(places, np.uint64(self.right))
         for key in range(0, ROUNDS, 2):
             left = _add(left, _draw(right ^ self.keys[key], self.left), self.left)
@@ -93,13 +88,13 @@ class KeyedPermutation:
         return left * np.uint64(self.right) + right
 
 
-def _add(half, other, size):
-    """Their sum modulo `size`, both below it."""
+def _add(half: np.ndarray, other: np.ndarray, size: int) -> np.ndarray:
+    """Return their sum modulo `size`, both below it."""
     total = half + other
     return np.minimum(total, total - np.uint64(size))  # unsigned: below size the difference wraps to a huge number
 
 
-def _draw(states, size):
-    """A number below `size` for each state."""
+def _draw(states: np.ndarray, size: int) -> np.ndarray:
+    """Return a number below `size` for each state."""
     bits = size.bit_length()  # the high 64 - bits of 64 are kept: times size they still fit into 64
     return (seeding.scramble(states) >> np.uint64(bits)) * np.uint64(size) >> np.uint64(64 - bits)

@@ -7,6 +7,7 @@ is repeated to fill a share.
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Plan:
         """Optimizer steps in an epoch."""
         return self.samples // self.batch if self.drop_last else math.ceil(self.samples / self.batch)
 
-    def step_in_epoch(self, state) -> int:
+    def step_in_epoch(self, state: Any) -> int:
         """Return how many steps of its epoch a run has done; `state` holds its epoch and step."""
         return state.step - state.epoch * self.steps
 
@@ -58,12 +59,12 @@ class MicroBatch:
     last: bool
 
 
-def rank_share(count: int, rank: int, size: int, by_turns: bool = False) -> range:
+def rank_share(count: int, rank: int, size: int, interleaved: bool = False) -> range:
     """Return which of a step's `count` micro-batches one of `size` ranks computes: as many as others or one fewer.
 
-    They are consecutive; `by_turns`, the ranks take them in turn, as sharded models need it.
+    They are consecutive. If `interleaved`, the ranks take one each in turn, as sharded models need it.
     """
-    return range(rank, count, size) if by_turns else range(rank * count // size, (rank + 1) * count // size)
+    return range(rank, count, size) if interleaved else range(rank * count // size, (rank + 1) * count // size)
 
 
 def divisor(number: int, at_most: int) -> int:

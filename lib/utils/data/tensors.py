@@ -1,52 +1,40 @@
 """Data in memory, fetched by whole batches; functions over all tensors of a batch."""
 
 import contextlib
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lib.utils.errors import UsageError
-
 
 class Tensors(Dataset):
-    """Tensors that share their first dimension: item i is a tuple of their i-th rows, a batch one gather each.
+    """Tensors that share their first dimension: item i is a tuple of their i-th rows."""
 
-    `transform`, if given, changes a whole batch: a tuple of tensors (B, ...) in, the same out. A dataset with a
-    random transform is not `fixed`: its batches are drawn under their own seed. `on_device`: see lib/dataset.
-    """
+    fixed = True
 
-    def __init__(self, *tensors: Tensor, transform: Callable | None = None, on_device: Callable | None = None):
+    def __init__(self, *tensors: Tensor, on_device: Callable | None = None):
         lengths = {len(tensor) for tensor in tensors}
         if len(lengths) != 1:
             raise ValueError(f"tensors of one length are needed, these have {sorted(lengths)} rows")
-        self.tensors, self.transform, self.on_device = tensors, transform, on_device
-        self.fixed = transform is None
+        self.tensors, self.on_device = tensors, on_device
 
     def __len__(self):
         return len(self.tensors[0])
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return tuple(tensor[0] for tensor in self.__getitems__([index]))
 
-    def __getitems__(self, indices):
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         """Return the batch of these rows: a tuple of tensors (len(indices), ...)."""
         rows = torch.tensor(indices, device=self.tensors[0].device)
-        batch = tuple(tensor.index_select(0, rows) for tensor in self.tensors)
-        return self.transform(batch) if self.transform else batch
-
-
-def check_flags(args, **facts: int):
-    """Raise UsageError where a flag does not describe the data: `check_flags(args, channels=1)`."""
-    for name, value in facts.items():
-        if getattr(args, name) != value:
-            raise UsageError(f"-{name} {getattr(args, name)}: it is {value} in -dataset {args.dataset}")
+        return tuple(tensor.index_select(0, rows) for tensor in self.tensors)
 
 
 @contextlib.contextmanager
-def shapes_in_errors(batch, args):
+def shapes_in_errors(batch: Any, args: Namespace) -> Iterator[None]:
     """Add the shapes of the batch, and the flags that a model is built by, to an error in the block.
 
     Errors of torch's own kinds, as of memory or a lost process, stay as they are.
@@ -62,19 +50,19 @@ def shapes_in_errors(batch, args):
         raise
 
 
-def to_device(batch, device: torch.device):
+def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch (a tensor, or a tuple, list or dict of batches) on the device; the copy is queued there."""
     return batch if device.type == "cpu" else map_tensors(batch, lambda tensor: _copy(tensor, device))
 
 
-def _copy(tensor, device):
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu" and not (tensor.is_pinned() and tensor.is_contiguous()):
         # Or the copy would wait. `pin_memory` keeps the gaps of a view, which go through memory that is not pinned.
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=device.type == "cuda")  # MPS would read memory that is another's by then
 
 
-def map_tensors(batch, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return the batch with `change` applied to each of its tensors."""
     if isinstance(batch, Tensor):
         return change(batch)
@@ -82,15 +70,13 @@ def map_tensors(batch, change: Callable[[Tensor], Tensor]) -> Any:
         return {name: map_tensors(part, change) for name, part in batch.items()}
     if isinstance(batch, (tuple, list)):
         parts = [map_tensors(part, change) for part in batch]
-        if hasattr(batch, "_fields"):
-            return type(batch)(*parts)
-        return parts if isinstance(batch, list) else tuple(parts)
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
 
 
-def tensors(batch, place: str = "") -> list[tuple[str, Tensor]]:
-    """Return the tensors in a batch, in order, each with where it is in there: "0", "image", "pair.1"."""
+def tensors(batch: Any, place: str = "") -> list[tuple[str, Tensor]]:
+    """Return the tensors in a batch, in order, each with its place there: "0", "image", "pair.1"."""
     if isinstance(batch, Tensor):
         return [(place or "0", batch)]
     parts = batch.items() if isinstance(batch, dict) else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
-    return [found for name, part in parts for found in tensors(part, f"{place}.{name}".lstrip("."))]
+    return [one for name, part in parts for one in tensors(part, f"{place}.{name}".lstrip("."))]

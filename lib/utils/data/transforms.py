@@ -36,7 +36,7 @@ class Pixels:
 
 
 def moved(images: Tensor, draws: Tensor, pad: int) -> Tensor:
-    """Each image moved by -pad to pad pixels down and right, as its two draws (B, 2) say; zeros come in."""
+    """Return each image moved by -pad to pad pixels down and right, as its two draws (B, 2) say; zeros come in."""
     height, width = images.shape[2:]
     padded = functional.pad(images, [pad] * 4)
     views = padded.unfold(2, height, 1).unfold(3, width, 1)  # (B, C, 2 pad + 1, 2 pad + 1, H, W) without copying
@@ -45,6 +45,6 @@ def moved(images: Tensor, draws: Tensor, pad: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def _constants(mean, deviation, device):
-    mean, deviation = (torch.tensor(values)[:, None, None] for values in (mean, deviation))
-    return (1 / (255 * deviation)).to(device), (mean / deviation).to(device)
+def _constants(mean: tuple, deviation: tuple, device: torch.device) -> tuple[Tensor, Tensor]:
+    means, deviations = (torch.tensor(values)[:, None, None] for values in (mean, deviation))
+    return (1 / (255 * deviations)).to(device), (means / deviations).to(device)
