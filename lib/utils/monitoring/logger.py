@@ -8,6 +8,7 @@ from lib.utils.distributed import World
 from lib.utils.monitoring import console, images, metrics, profiler, startup, tensorboard, tensorboard_server
 
 log = logging.getLogger(__name__)
+FEW_STEPS = 100  # a finished run with fewer is advised to take more
 
 
 @contextlib.contextmanager
@@ -39,7 +40,7 @@ class Silent:
         """The metrics of a split and pictures of the model's answers; every rank calls this."""
 
     def last_words(self, outcome: dict, args):
-        """How the run ended (as in outcome.json), where its files are, and what to type next."""
+        """How the run ended (as in outcome.json), where its files are, and what to try next, if anything."""
 
     def close(self, finished: bool = False):
         """Close the files, and end the progress bar, the profile and TensorBoard's server."""
@@ -103,11 +104,10 @@ class Logger(Silent):
     def last_words(self, outcome, args):
         if not self.main:
             return
-        command = f"python train.py -cfg {self.folder / 'config.yaml'}"
         if outcome["state"] == "stopped":
             place = f"epoch {outcome['epoch'] + 1}" if outcome["epoch"] < args.epochs else "the last evaluation"
             log.info("stopped (%s) in %s at step %d, state saved", outcome["reason"], place, outcome["step"])
-            log.info("go on:       %s", command)
+            log.info("go on:       python train.py -cfg %s", self.folder / "config.yaml")
             return
         reached = "  ".join(f"{name} {value:.4f}" for name, value in outcome["test"].items())
         reached = f"test {reached}" if reached else f"{args.epochs} epochs"
@@ -116,7 +116,10 @@ class Logger(Silent):
         log.info("finished:    %s", reached)
         log.info("weights:     %s", self.folder / "final" / "weights.safetensors")
         log.info("logs:        %s, tensorboard --logdir %s", self.folder / "logs", self.folder.parent)
-        log.info("try next:    %s -model %s_2 -lr_start %g", command, self.folder.name, args.lr_start / 2)
+        if self.total_steps < FEW_STEPS:
+            log.info("try next:    %d steps only: a smaller -batch_size or more -epochs", self.total_steps)
+        elif best and best["epoch"] == args.epochs > 1:
+            log.info("try next:    more -epochs: the last one was the best")
 
     def close(self, finished=False):
         self.profile.close()
