@@ -154,7 +154,7 @@ class Trial:
     words: list[str]  # of train.py's command line
     number: int | None = None  # in Optuna's study
     slot: list[str] | None = None  # the words that give it its GPUs; None: it has no turn yet
-    process: BaseProcess | None = None  # Under Slurm the one that submits the job
+    process: BaseProcess | None = None  # under Slurm the one that submits the job
     code: int | None = None  # its exit code
     began: float = 0.0
     state: str = ""  # finished, pruned, stopped or failed; "" before its end
@@ -187,12 +187,9 @@ class Trial:
         """Return its row in a table of scripts/status.py."""
         known = status.row(self.folder) if self.outcome else {}
         shown = {name: known.get(name, "") for name in ("epoch", "loss", "best")}
-        shown |= {
-            "run": self.args.model,
-            "state": self.state,
-            "why": self.why()[:60] if self.state == "failed" else "",
-        }
-        return {**dict.fromkeys(status.COLUMNS, ""), **shown}
+        why = self.why()[:60] if self.state == "failed" else ""
+        own = {"run": self.args.model, "state": self.state, "why": why}
+        return {**dict.fromkeys(status.COLUMNS, ""), **shown, **own}
 
 
 class Plan:
@@ -307,6 +304,7 @@ class Runner:
         self.prune_from, self.study = prune_from, study
         self.active: list[Trial] = []
         self.over: list[Trial] = []
+        self.metric, self.curves = {}, []  # of the finished trials: what "best" goes by, and the scores by epoch
         self.stopping = False  # a signal came
         self.queue: set[tuple[str, str]] | None = None  # names and folders of Slurm's jobs; None: it did not answer
         # On Linux trials are forked from a process that has imported torch, once for all.
@@ -364,9 +362,8 @@ class Runner:
         if not self.slurm:
             return bool(reading.held(trial.folder))
         jobs = str(slurm_task.folder_of(trial.args))
-        return self.queue is None or any(
-            name == trial.args.model and folder.startswith(jobs) for name, folder in self.queue
-        )
+        mine = [job for job, folder in self.queue or () if job == trial.args.model and folder.startswith(jobs)]
+        return self.queue is None or bool(mine)
 
     def start(self, trial: Trial):
         """Start the process of a trial."""
@@ -383,12 +380,10 @@ class Runner:
 
     def is_poor(self, trial: Trial) -> bool:
         """Whether its best value so far is below the median of the finished trials' at the same epoch."""
-        finished = [one for one in self.over if one.state == "finished" and one.best]
-        mine = curve(trial.folder, finished[0].best) if len(finished) >= ENOUGH else {}
+        mine = curve(trial.folder, self.metric) if len(self.curves) >= ENOUGH else {}
         epoch = max(mine, default=0)
-        others = [curve(one.folder, one.best) for one in finished] if epoch >= self.prune_from else []
-        reached = [values[epoch] for values in others if epoch in values]
-        return len(reached) >= ENOUGH and mine[epoch] < statistics.median(reached)
+        reached = [values[epoch] for values in self.curves if epoch in values]
+        return epoch >= self.prune_from and len(reached) >= ENOUGH and mine[epoch] < statistics.median(reached)
 
     def end(self, trial: Trial, state: str):
         """Note how a trial ended, and say it in a line."""
@@ -397,6 +392,9 @@ class Runner:
         if trial.slot is not None:
             self.active.remove(trial)
             self.slots.insert(0, trial.slot)
+        if state == "finished" and trial.best:
+            self.metric = trial.best
+            self.curves.append(curve(trial.folder, trial.best))
         if self.study:
             self.study.tell(trial)
         about = f"{trial.why()} ({trial.folder / 'output.log'})" if state == "failed" else trial.row()["best"]
@@ -426,8 +424,9 @@ def queue() -> set[tuple[str, str]] | None:
 def curve(run: Path, metric: dict) -> dict[int, float]:
     """Return the best score of a run up to each epoch; more is better. `metric`: `best` of a run's outcome.json."""
     name, sign = f"val/{metric['metric']}", 1 if metric["score"] == metric["value"] else -1
-    values = [(line["epoch"], sign * line[name]) for line in reading.lines(run) if line.get(name) is not None]
-    return {epoch: max(value for _, value in values[: i + 1]) for i, (epoch, _) in enumerate(values)}
+    lines = [line for line in reading.lines(run) if line.get(name) is not None]
+    best = itertools.accumulate((sign * line[name] for line in lines), max)
+    return dict(zip((line["epoch"] for line in lines), best))
 
 
 if __name__ == "__main__":

@@ -156,10 +156,12 @@ def test_the_median_of_finished_trials_at_the_same_epoch_decides(tmp_path):
 
     plan = plan_of(f"-out {tmp_path} -seed 1,2")
     runner = sweep.Runner(plan, 2, None)
-    runner.over = [trial("a", [5, 3, 1], "finished"), trial("b", [5, 4, 6], "finished")]
+    for name, values in {"a": [5, 3, 1], "b": [5, 4, 6]}.items():
+        runner.end(trial(name, values, "finished"), "finished")
     slow = trial("slow", [6, 5])
     assert not runner.is_poor(slow), "two finished ones are not enough"
-    runner.over += [trial("c", [5, 2], "finished"), trial("stopped", [1, 1], "stopped")]
+    runner.end(trial("c", [5, 2], "finished"), "finished")
+    runner.end(trial("stopped", [1, 1], "stopped"), "stopped")
     assert runner.is_poor(slow)
     assert not runner.is_poor(trial("first", [9])), "-prune 2 begins with epoch 2"
     assert not runner.is_poor(trial("middle", [5, 3])), "as good as the median"
