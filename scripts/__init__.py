@@ -2,6 +2,7 @@
 
 check_resume.py  -check_resume: kills a run and compares bits, by what ledger.py wrote down; chaos.py kills for longer
 doctor.py        whether a run can start on this machine
+sweep.py         many runs over values of flags
 status.py        all runs in a table; reading.py reads their folders
 plot.py          the curves of runs
 predict.py       what a run's model says of files

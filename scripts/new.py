@@ -110,7 +110,7 @@ lib/core/         READ  loss, optimizer, scheduler, DDP and FSDP
 lib/config/             flags and -cfg files
 lib/launch/             processes here, on several machines, on Slurm
 lib/utils/              data order, checkpoints, logs, stop signals
-scripts/                train, test, status, plot, predict, export, doctor, recipes, Slurm, Kubernetes
+scripts/                train, test, sweep, status, plot, predict, export, doctor, recipes, Slurm, Kubernetes
 tests/                  tests of the plugins, the configuration, a run, a resume
 ```
 
@@ -123,6 +123,7 @@ do not need, but for the defaults `convnet`, `digits` and `trainer`.
 - [extending.md](docs/extending.md): models, data, trainers; nanoGPT, timm, Hugging Face, detection, a GAN
 - [launching.md](docs/launching.md): a workstation, several machines, Slurm, Kubernetes
 - [resume.md](docs/resume.md): what is promised after a stop, and what is not
+- [sweep.md](docs/sweep.md): many values of a flag
 - [monitoring.md](docs/monitoring.md), [debugging.md](docs/debugging.md), [large_models.md](docs/large_models.md)
 - [flags.md](docs/flags.md): all flags
 - [architecture.md](docs/architecture.md): how it is built, and what must not break

@@ -11,11 +11,13 @@ import sys
 import termios
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from lib.utils.checkpoint.state import State
-from lib.utils.monitoring import console, throughput
+from lib.utils.monitoring import console, logger, throughput
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -191,3 +193,24 @@ def test_memory_is_counted_in_bytes():
     before = throughput.memory(torch.device("cpu"))
     held = torch.ones(50_000_000 // 4)
     assert 1e7 < before <= throughput.memory(torch.device("cpu")) < 1e12 and held.sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "best", "advice"),
+    [
+        (18, 6, 6, "try next:    18 steps only: a smaller -batch_size or more -epochs"),
+        (18, 1, None, "try next:    18 steps only: a smaller -batch_size or more -epochs"),
+        (600, 30, 30, "try next:    more -epochs: the last one was the best"),
+        (600, 30, 29, ""),
+        (600, 1, 1, ""),
+        (600, 30, None, ""),
+    ],
+)
+def test_a_finished_run_says_what_it_calls_for_or_nothing(steps, epochs, best, advice, tmp_path, caplog):
+    board = SimpleNamespace(main=True, folder=tmp_path, total_steps=steps)
+    best = best and {"metric": "accuracy", "value": 0.9, "epoch": best}
+    with caplog.at_level("INFO"):
+        logger.Logger.last_words(
+            board, {"state": "finished", "test": {}, "best": best}, SimpleNamespace(epochs=epochs)
+        )
+    assert [message for message in caplog.messages if message.startswith("try next:")] == [advice] * bool(advice)

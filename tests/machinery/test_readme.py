@@ -20,7 +20,7 @@ from PIL import Image
 import train
 from lib import config
 from lib.config import plugins
-from scripts import flags_page
+from scripts import flags_page, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -118,7 +118,9 @@ def test_every_command_of_a_script_has_flags_that_it_knows():
         if script := re.match(r"(?:python |\./)(scripts/[\w/]+\.(?:py|sh))(.*)", command):
             text = (ROOT / script[1]).read_text()
             seen += 1
-            if script[1].endswith(".py") and "doctor" not in script[1]:
+            if "sweep" in script[1]:
+                assert sweep.parsed(shlex.split(script[2])), command
+            elif script[1].endswith(".py") and "doctor" not in script[1]:
                 given = re.findall(r"(?<=\s)-\w+", script[2])
                 assert all(f'"{flag}"' in text for flag in given), command
             elif "mini_cluster" in script[1]:

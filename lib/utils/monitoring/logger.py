@@ -13,6 +13,7 @@ from lib.utils.distributed import World
 from lib.utils.monitoring import console, images, metrics, profiler, startup, tensorboard, tensorboard_server
 
 log = logging.getLogger(__name__)
+FEW_STEPS = 100  # a finished run with fewer is advised to take more
 
 
 class Off:
@@ -91,7 +92,7 @@ class Logger:
         self._write(state, tagged)
 
     def end(self, outcome: dict) -> None:
-        """Log how the run ended (as in outcome.json), where its files are, and what continues it."""
+        """Log how the run ended (as in outcome.json), where its files are, and what to do next."""
         if not self.main:
             return
         if outcome["state"] == "stopped":
@@ -106,6 +107,10 @@ class Logger:
         log.info("finished:    %s", reached)
         log.info("weights:     %s", self.folder / "final" / "weights.safetensors")
         log.info("logs:        %s, tensorboard --logdir %s", self.folder / "logs", self.folder.parent)
+        if self.total_steps < FEW_STEPS:
+            log.info("try next:    %d steps only: a smaller -batch_size or more -epochs", self.total_steps)
+        elif best and best["epoch"] == self.args.epochs > 1:
+            log.info("try next:    more -epochs: the last one was the best")
 
     def close(self, finished: bool = False) -> None:
         """Close the files, and end the progress bar, the profile and TensorBoard's server."""

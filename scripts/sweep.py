@@ -1,0 +1,433 @@
+"""Many runs over values of train.py's flags: python scripts/sweep.py -lr_start 1e-3,3e-3 -arch mlp,convnet [-jobs 2].
+
+Values with commas make a grid. With -trials 50, Optuna chooses: of such values, and of ranges as log:1e-4:1e-2 or
+lin:0:0.5; a range with whole ends gives whole numbers. Only flags that change the result can vary; all others are
+passed to train.py. Each trial is an ordinary run, named after its flags: out/sweep_lr_start_1e-3_arch_mlp. -model
+gives another name than sweep.
+
+A line for each trial says how it ended; then come a table, best first, and the curves of the best, out/sweep.png.
+After Ctrl-C, kill -9 or a failure, type the same command again: trials that are finished or pruned stay as they are,
+the others continue from their checkpoints.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import math
+import multiprocessing
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from zlib import crc32
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import train
+from lib import config
+from lib.config import flags
+from lib.config.parser import NEGATIVE, Parser
+from lib.config.types import DIGITS, whole
+from lib.launch import environment, local, signals, slurm_task
+from lib.utils.checkpoint import run_folder
+from lib.utils.errors import EXIT_CODES, STOPPED, USAGE, UsageError
+from lib.utils.monitoring import startup
+from scripts import plot, reading, status
+
+POLL_S, PRUNE_S, QUEUE_S = 0.2, 1.0, 5.0  # seconds between looks at the processes, the metrics, Slurm's queue
+ENOUGH = 3  # finished trials, before one is pruned
+ONE_RUN = ("reset", "eval", "dry", "debug", "check_resume", "slurm_dry")  # flags that make no sense here
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return sweep(*parsed(sys.argv[1:] if argv is None else argv))
+    except UsageError as error:
+        print(f"sweep.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:  # before the first trial
+        return STOPPED
+
+
+def sweep(plan: "Plan", prune_from: int | None, optuna: bool) -> int:
+    """Run all trials, and show what came of them. Returns the exit code."""
+    if plan.args.slurm and not shutil.which("squeue"):
+        raise UsageError("-slurm: there is no Slurm on this machine: start on a login node, or without -slurm")
+    out, over = Path(plan.args.out), " ".join(f"-{name}" for name in plan.spaces)
+    out.mkdir(parents=True, exist_ok=True)
+    study = Study(out / f"{plan.name}.db", plan) if optuna else None
+    print(f"{plan.name}: {plan.count} trials over {over}, {len(plan.slots)} at once", flush=True)
+    runner = Runner(plan, prune_from, study)
+    runner.run(study.trials() if study else iter(plan.examples))
+
+    trials = sorted(runner.over, key=lambda trial: -trial.best.get("score", -math.inf))
+    print(f"\n{status.table([trial.row() for trial in trials])}")
+    if runner.stopping:
+        print(f"stopped: the same command continues{'; the jobs go on by themselves' if plan.args.slurm else ''}")
+        return STOPPED
+    if drawn := [str(trial.folder) for trial in trials if trial.best][: len(plot.COLOURS)]:
+        with contextlib.suppress(SystemExit):  # matplotlib is missing, which it has said
+            plot.main([*drawn, "-o", str(out / f"{plan.name}.png")])
+    states = {trial.state for trial in trials}
+    return EXIT_CODES[next((state for state in ("failed", "stopped") if state in states), "finished")]
+
+
+def parsed(argv: list[str]) -> tuple["Plan", int | None, bool]:
+    """Return what to run, from which epoch on to prune, and whether Optuna chooses. Raises UsageError."""
+    pairs, parser = by_flag(argv), new_parser()
+    own = {option.lstrip("-") for option in parser._option_string_actions}
+    asked = parser.parse_args([word for name, values in pairs if name in own for word in (f"-{name}", *values)])
+    return Plan([pair for pair in pairs if pair[0] not in own], asked), asked.prune, bool(asked.trials)
+
+
+def new_parser() -> Parser:
+    """Return the parser of the flags that are the sweep's own."""
+    usage, end = "%(prog)s -flag value,value ... [-flag value ...]", "all other flags: python train.py -h"
+    parser = Parser(prog="sweep.py", usage=usage, description=__doc__, epilog=end)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("-h", "-help", action="help", help="show this help")
+    parser.add_argument("-trials", type=whole(1), metavar="N", help="N trials that Optuna chooses (the whole grid)")
+    parser.add_argument("-jobs", type=whole(1), metavar="N", help="trials at once (1; under -slurm the whole grid)")
+    parser.add_argument("-gpus_per_trial", type=whole(1), metavar="N", help="share -gpus out, N to a trial (all)")
+    rule = "from epoch N on (1), stop trials that are below the median of the finished ones at the same epoch"
+    parser.add_argument("-prune", type=whole(1), nargs="?", const=1, metavar="N", help=rule)
+    return parser
+
+
+def by_flag(words: list[str]) -> list[tuple[str, list[str]]]:
+    """Return each flag with its values, in their order."""
+    pairs = []
+    for word in words:
+        if word.startswith("-") and not NEGATIVE.match(word):
+            name, equals, value = word.partition("=")
+            pairs.append((name.lstrip("-"), [value] if equals else []))
+        elif pairs:
+            pairs[-1][1].append(word)
+        else:
+            raise UsageError(f"{word!r} belongs to no flag")
+    return pairs
+
+
+@dataclass
+class Space:
+    """The values that a flag may have, as they are typed; with a scale, "log" or "lin", the two ends of a range."""
+
+    values: list[str]
+    scale: str = ""
+
+    def suggest(self, trial, name: str) -> str:
+        """Return what Optuna chooses for its trial; numbers to 4 digits."""
+        if not self.scale:
+            return trial.suggest_categorical(name, self.values)
+        if all(DIGITS.fullmatch(value) for value in self.values):
+            return str(trial.suggest_int(name, *map(int, self.values), log=self.scale == "log"))
+        return f"{trial.suggest_float(name, *map(float, self.values), log=self.scale == 'log'):.4g}"
+
+
+def space_of(name: str, text: str) -> Space | None:
+    """Return what the text of a flag's value lets vary, None if it is one value."""
+    if found := re.fullmatch(r"(log|lin):([^:,]+):([^:,]+)", text):
+        with contextlib.suppress(ValueError):
+            if (0 if found[1] == "log" else -math.inf) < float(found[2]) < float(found[3]) < math.inf:
+                return Space([found[2], found[3]], scale=found[1])
+        raise UsageError(f"-{name} {text}: two rising numbers are wanted, as log:1e-4:1e-2 (above 0) or lin:0:0.5")
+    values = list(dict.fromkeys(text.split(",")))
+    if "" in values:
+        raise UsageError(f"-{name} {text}: a value is missing next to a comma")
+    return Space(values) if len(values) > 1 else None
+
+
+@dataclass(eq=False)
+class Trial:
+    """A run of train.py with values of its own."""
+
+    args: config.Args
+    words: list[str]  # of train.py's command line
+    number: int | None = None  # in Optuna's study
+    slot: list[str] | None = None  # the words that give it its GPUs; None: it has no turn yet
+    process: BaseProcess | None = None  # under Slurm the one that submits the job
+    code: int | None = None  # its exit code
+    began: float = 0.0
+    state: str = ""  # finished, pruned, stopped or failed; "" before its end
+
+    @property
+    def folder(self) -> Path:
+        return run_folder.run_of(self.args)
+
+    @property
+    def outcome(self) -> dict:
+        return run_folder.outcome(self.folder)
+
+    @property
+    def best(self) -> dict:
+        return self.outcome.get("best") or {}
+
+    def settled(self) -> str:
+        """Return "finished" or "pruned" if nothing is left to do. The file STOP prunes a trial, whoever made it."""
+        state, reason = self.outcome.get("state"), str(self.outcome.get("reason"))
+        return "pruned" if state == "stopped" and "file STOP" in reason else "finished" if state == "finished" else ""
+
+    def why(self) -> str:
+        """Return why it failed: as it says itself, or the last line that it printed."""
+        if self.outcome.get("state") == "failed":
+            return str(self.outcome["reason"]).partition("\n")[0]
+        printed = (self.folder / "output.log").read_text(errors="replace").strip()
+        return printed.rpartition("\n")[2] or f"exit code {self.code}"
+
+    def row(self) -> dict[str, str]:
+        """Return its row in a table of scripts/status.py."""
+        known = status.row(self.folder) if self.outcome else {}
+        shown = {name: known.get(name, "") for name in ("epoch", "loss", "best")}
+        why = self.why()[:60] if self.state == "failed" else ""
+        own = {"run": self.args.model, "state": self.state, "why": why}
+        return {**dict.fromkeys(status.COLUMNS, ""), **shown, **own}
+
+
+class Plan:
+    """What varies, what does not, and what the trials that run at once share out."""
+
+    def __init__(self, pairs: list[tuple[str, list[str]]], asked):
+        self.spaces, self.words, self.name = {}, [], "sweep"
+        for name, values in pairs:
+            value = values[0] if len(values) == 1 else ""
+            space = space_of(name, value) if value and name not in flags.rules().free else None
+            if space:
+                self.spaces[name] = space
+            else:
+                self.words += [f"-{name}", *values]
+            self.name = value if name == "model" and value else self.name
+        if not self.spaces:
+            raise UsageError("nothing varies: give a flag several values, as -lr_start 1e-3,3e-3")
+        ranges = [name for name, space in self.spaces.items() if space.scale]
+        if ranges and not asked.trials:
+            raise UsageError(f"-{ranges[0]} is a range: add -trials N, how many trials Optuna chooses")
+        self.examples = [self.trial(values) for values in self._examples(bool(asked.trials))]
+        self.args = args = self.examples[0].args
+        self.count = asked.trials or len(self.examples)
+        jobs = asked.jobs or (self.count if args.slurm and not asked.trials else 1)
+        self.slots = [[] for _ in range(min(jobs, self.count))]
+        if size := asked.gpus_per_trial:
+            gpus = args.gpus.split(",") if args.gpus else []
+            if asked.jobs or len(gpus) < size:
+                raise UsageError(f"-gpus_per_trial {size} needs -gpus LIST of as many, and no -jobs")
+            starts = range(0, len(gpus) - size + 1, size)
+            self.slots = [["-gpus", ",".join(gpus[start : start + size])] for start in starts]
+
+    def _examples(self, chosen: bool) -> list[dict[str, str]]:
+        """Return the values of all trials; if Optuna chooses, so many that each choice and end of a range occurs."""
+        lists = {name: space.values for name, space in self.spaces.items()}
+        if not chosen:
+            return [dict(zip(lists, values)) for values in itertools.product(*lists.values())]
+        first = {name: values[0] for name, values in lists.items()}
+        return [{**first, name: value} for name, values in lists.items() for value in values]
+
+    def trial(self, values: dict[str, str], number: int | None = None) -> Trial:
+        """Return the trial of these values. Raises UsageError for what train.py would refuse."""
+        model = "_".join([self.name, *(f"{name}_{value}" for name, value in values.items())])
+        if re.search(r"[^A-Za-z0-9._-]", model) or len(model) > 100:
+            digest = hashlib.sha256(model.encode()).hexdigest()[:10]
+            model = f"{re.sub(r'[^A-Za-z0-9._-]', '-', model)[:89]}_{digest}"
+        words = [*self.words, *(f"-{name}={value}" for name, value in values.items()), "-model", model]
+        args = config.parse_args(words)
+        nodes = "nnodes" if args.nnodes > 1 else ""
+        if wrong := next((flag for flag in ONE_RUN if getattr(args, flag)), nodes):
+            raise UsageError(f"-{wrong} is for a single run; another -model NAME starts a new sweep")
+        check_earlier(run_folder.run_of(args), args)
+        return Trial(args, words, number)
+
+
+def check_earlier(run: Path, args: config.Args):
+    """Raise UsageError if a trial's folder holds a run with other flags."""
+    if not (run / "config.yaml").exists():
+        return
+    earlier = vars(config.parse_args(["-cfg", str(run / "config.yaml")], describe=False))
+    may_differ = {*flags.rules().free, *args.allow_change, *(["batch_size"] if args.batch_per_gpu else [])}
+    for flag, value in vars(args).items():
+        if flag not in may_differ and value is not None and earlier.get(flag) != value:
+            was = f"{run} was trained with -{flag} {earlier.get(flag)} and not {value}"
+            raise UsageError(f"{was}: another -model NAME starts a new sweep")
+
+
+class Study:
+    """Optuna's study in a file of SQLite: what it has chosen so far, and what came of it."""
+
+    def __init__(self, file: Path, plan: Plan):
+        try:
+            import optuna
+        except ModuleNotFoundError:
+            raise UsageError("-trials needs Optuna: uv pip install -r pyproject.toml --group sweep") from None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.optuna, self.plan, url = optuna, plan, f"sqlite:///{file.absolute()}"
+        self.study = optuna.create_study(storage=url, study_name="sweep", direction="maximize", load_if_exists=True)
+
+    def trials(self) -> Iterator[Trial]:
+        """Yield the trials that were chosen before, then new ones up to the plan's count."""
+        earlier = [self.optuna.trial.Trial(self.study, one._trial_id) for one in self.study.trials]
+        yield from [self.choose(one) for one in earlier]
+        while len(self.study.trials) < self.plan.count:
+            yield self.choose(self.study.ask())
+
+    def choose(self, one) -> Trial:
+        """Return Optuna's trial as ours. Its values follow from -seed, its number and the results so far."""
+        values = {}
+        for name, space in self.plan.spaces.items():
+            seed = crc32(f"{self.plan.args.seed} {one.number} {name}".encode())
+            self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
+            try:
+                values[name] = space.suggest(one, name)
+            except ValueError as error:  # other choices than before
+                raise UsageError(f"-{name}: {error}: another -model NAME starts a new sweep") from None
+        return self.plan.trial(values, one.number)
+
+    def tell(self, trial: Trial):
+        """Note what came of a trial. One that is stopped or failed stays open, for the next start."""
+        states, score = self.optuna.trial.TrialState, trial.best.get("score")
+        if trial.state in ("finished", "pruned"):
+            state = states.PRUNED if trial.state == "pruned" else states.FAIL if score is None else states.COMPLETE
+            self.study.tell(trial.number, score if state is states.COMPLETE else None, state, skip_if_finished=True)
+
+
+class Runner:
+    """Keeps as many trials running as there are slots, until all are over or a signal stops the sweep."""
+
+    def __init__(self, plan: Plan, prune_from: int | None, study: Study | None):
+        self.count, self.slots, self.slurm = plan.count, plan.slots, plan.args.slurm
+        self.prune_from, self.study = prune_from, study
+        self.active: list[Trial] = []
+        self.over: list[Trial] = []
+        self.metric, self.curves = {}, []  # of the finished trials: what "best" goes by, and the scores by epoch
+        self.stopping = False  # a signal came
+        self.queue: set[tuple[str, str]] | None = None  # names and folders of Slurm's jobs; None: it did not answer
+        # On Linux trials are forked from a process that has imported torch, once for all.
+        self.context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        self.context.set_forkserver_preload(["train", "lib.trainer.trainer", "torch._dynamo"])
+        environment.export(plan.args.cache_dir, plan.args.debug_dist)  # which torch reads then
+        self.sweep_ended, self.alive = self.context.Pipe(duplex=False)  # closed by the end of this process
+
+    def run(self, trials: Iterator[Trial]):
+        """Run the trials. A signal stops them, with their states saved, and leaves Slurm's jobs alone."""
+        with signals.handled_by(self.stop):
+            self.fill(trials)
+            while self.active:
+                time.sleep(QUEUE_S if self.slurm else PRUNE_S if self.prune_from else POLL_S)
+                for trial in self.active:
+                    trial.code = trial.process.exitcode if trial.process else None
+                self.queue = queue() if self.slurm else None  # after the codes: every job that was submitted is in it
+                for trial in [*self.active]:
+                    self.advance(trial)
+                self.fill(trials)
+
+    def stop(self, number, frame):
+        self.stopping = True
+
+    def fill(self, trials: Iterator[Trial]):
+        """Give the free slots to the next trials that are not settled."""
+        while self.slots and not self.stopping and (trial := next(trials, None)):
+            if state := trial.settled():
+                self.end(trial, state)
+            else:
+                trial.slot = self.slots.pop(0)
+                self.active.append(trial)
+
+    def advance(self, trial: Trial):
+        """Do what is due for a trial: note its end, stop it, start it, or prune it."""
+        if trial.code is not None and not (self.slurm and trial.code == 0 and self.busy(trial)):
+            self.end(trial, self.result(trial))
+        elif self.stopping:
+            if trial.process is None or (self.slurm and trial.code == 0):
+                self.active.remove(trial)
+            elif not self.slurm:
+                trial.process.terminate()
+        elif trial.process is None and not self.busy(trial):
+            if state := trial.settled():  # as a job, or by a process of a killed sweep that was still saving
+                self.end(trial, state)
+            else:
+                self.start(trial)
+        elif self.prune_from and self.is_poor(trial):
+            (trial.folder / "STOP").touch()
+
+    def busy(self, trial: Trial) -> bool:
+        """Whether the trial's run goes on, also where an earlier sweep or another trial of the same name began it."""
+        if any(one.process and one.folder == trial.folder for one in self.active if one is not trial):
+            return True
+        if not self.slurm:
+            return bool(reading.held(trial.folder))
+        jobs = str(slurm_task.folder_of(trial.args))
+        mine = [job for job, folder in self.queue or () if job == trial.args.model and folder.startswith(jobs)]
+        return self.queue is None or bool(mine)
+
+    def start(self, trial: Trial):
+        """Start the process of a trial."""
+        trial.folder.mkdir(parents=True, exist_ok=True)
+        words, log, trial.began = [*trial.words, *trial.slot], trial.folder / "output.log", time.monotonic()
+        facts = (words, log, trial.args.grace_s, self.sweep_ended)
+        trial.process = self.context.Process(target=be_trial, args=facts)
+        trial.process.start()
+
+    def result(self, trial: Trial) -> str:
+        """Return how a trial ended, whose process, and whose job if it is one, is gone."""
+        job_stopped = self.slurm and trial.outcome.get("state") == "stopped"
+        return trial.settled() or ("stopped" if self.stopping or job_stopped or trial.code == STOPPED else "failed")
+
+    def is_poor(self, trial: Trial) -> bool:
+        """Whether its best value so far is below the median of the finished trials' at the same epoch."""
+        mine = curve(trial.folder, self.metric) if len(self.curves) >= ENOUGH else {}
+        epoch = max(mine, default=0)
+        reached = [values[epoch] for values in self.curves if epoch in values]
+        return epoch >= self.prune_from and len(reached) >= ENOUGH and mine[epoch] < statistics.median(reached)
+
+    def end(self, trial: Trial, state: str):
+        """Note how a trial ended, and say it in a line."""
+        trial.state = state
+        self.over.append(trial)
+        if trial.slot is not None:
+            self.active.remove(trial)
+            self.slots.insert(0, trial.slot)
+        if state == "finished" and trial.best:
+            self.metric = trial.best
+            self.curves.append(curve(trial.folder, trial.best))
+        if self.study:
+            self.study.tell(trial)
+        about = f"{trial.why()} ({trial.folder / 'output.log'})" if state == "failed" else trial.row()["best"]
+        seconds = f"in {status.span(time.monotonic() - trial.began)}" if trial.began else "before"
+        print(f"[{len(self.over)}/{self.count}] {trial.args.model}: {state} {seconds}  {about}".rstrip(), flush=True)
+
+
+def be_trial(words: list[str], log: Path, grace_s: float, sweep_ended: connection.Connection):
+    """Be the process of a trial: train.py with these words. It saves its state and stops if the sweep is gone."""
+    os.setsid()  # Ctrl-C at the terminal is for the sweep, which passes it on
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["train.py", *words]
+    threading.Thread(target=local.end_with_parent, args=(sweep_ended, grace_s), daemon=True).start()
+    startup.report("imports")  # of the process that this one was forked from
+    startup.program(train.main)
+
+
+def queue() -> set[tuple[str, str]] | None:
+    """Return the names and folders of this user's jobs in Slurm's queue, None if it does not answer."""
+    answer = subprocess.run(["squeue", "--me", "-h", "-o", "%j|%Z"], capture_output=True, text=True)
+    rows = (line.partition("|") for line in answer.stdout.splitlines())
+    return None if answer.returncode else {(name, folder) for name, _, folder in rows}
+
+
+def curve(run: Path, metric: dict) -> dict[int, float]:
+    """Return the best score of a run up to each epoch; more is better. `metric`: `best` of a run's outcome.json."""
+    name, sign = f"val/{metric['metric']}", 1 if metric["score"] == metric["value"] else -1
+    lines = [line for line in reading.lines(run) if line.get(name) is not None]
+    best = itertools.accumulate((sign * line[name] for line in lines), max)
+    return dict(zip((line["epoch"] for line in lines), best))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
