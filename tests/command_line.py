@@ -12,7 +12,14 @@ from lib import config
 from lib.config import flags, plugins, types
 from lib.utils.errors import UsageError
 
-OTHERS = {"loss": "mse", "optimizer": "sgd", "scale_lr": "sqrt", "save_every": "5steps", "gpus": "0,1"}
+OTHERS = {
+    "loss": "mse",
+    "optimizer": "sgd",
+    "lr_schedule": "linear",
+    "scale_lr": "sqrt",
+    "save_every": "5steps",
+    "gpus": "0,1",
+}
 OTHERS |= {"compile": "model", "parallel": "fsdp", "reduction": "allreduce"}
 OTHERS |= {"dataset": "random", "arch": "mlp", "micro_batch": "16", "lr_end": "1e-5", "momentum": "0.5"}
 OTHERS |= {"label_smoothing": "0.5", "class_weights": "1,2", "trainer": "contrastive"}
@@ -61,7 +68,7 @@ def help_of(words, capsys) -> str:
 
 def shared() -> dict:
     """The flags of every run, by name."""
-    return {action.dest: action for action in config.new_parser()._actions if action.dest != "h"}
+    return {action.dest: action for action in config.new_parser()._actions if action.dest not in ("h", "list")}
 
 
 def other_value(action) -> str:

@@ -20,6 +20,12 @@ def names(kind: str) -> list[str]:
     return sorted(file.stem for file in (ROOT / "lib" / kind).glob("*.py") if not file.stem.startswith("_"))
 
 
+def summary(kind: str, name: str) -> str:
+    """Return the first line of a plugin's docstring."""
+    text = (ROOT / "lib" / kind / f"{name}.py").read_text()
+    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+
+
 def load(kind: str, name: str) -> ModuleType:
     """Import lib/KIND/NAME.py. Raises UsageError if it needs a package that is missing, or has no builder."""
     file = f"lib/{kind}/{name}.py"
