@@ -102,8 +102,10 @@ class Way(NamedTuple):
 
 
 def storm(out: Path, tally: Tally, kills: int, sizes: list[int], switch=("",), seed: int = 0, words: str = RUN):
-    """Kills runs so many times, and counts in `tally`; each start has one of these numbers of processes, and one of
-    these further flags."""
+    """Kill runs so many times, and count in `tally`.
+
+    Each start has one of these numbers of processes, and one of these further flags.
+    """
     draw = random.Random(seed)
     with plugins(), haste():
         flags = [f"-cpu {size} {more}" for size in sorted(set(sizes)) for more in switch]
@@ -202,8 +204,10 @@ def book(way: Way, name: str) -> Path:
 
 @contextlib.contextmanager
 def haste() -> Iterator[None]:
-    """One thread for every process, and short waits, for the time of the block: votes after milliseconds, the other
-    ranks of a failed run ended at once."""
+    """Give every process one thread, and make waits short, for the time of the block.
+
+    Votes come after milliseconds, and the other ranks of a failed run are ended at once.
+    """
     before = preemption.ASK_EVERY_S, children.END_S
     preemption.ASK_EVERY_S, children.END_S = 0.01, 0.3
     torch.set_num_threads(1)

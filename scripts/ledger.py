@@ -137,8 +137,10 @@ def _rows(batch, count: int) -> list[list[Tensor]]:
 
 
 def progress(folder: Path, session: int) -> int | None:
-    """How many steps a run has done, by the ledger of the start that is this session; None before its first sample,
-    0 until a step is done."""
+    """Return how many steps a run has done, by the ledger of the start that is this session.
+
+    None before its first sample, 0 until a step is done.
+    """
     file, mine, done = folder / "rank_0.jsonl", False, None
     for facts in _lines(file) if file.exists() else ():
         mine = facts.get("session", session if mine else None) == session
@@ -170,8 +172,10 @@ def _lines(file):
 
 
 def trained_on(starts: list[Start]) -> dict[tuple[int, int], list[int]]:
-    """The samples, in their order, of each (epoch, step) that led to where the run is: where a later start did a step
-    again, its own."""
+    """Return the samples, in their order, of each (epoch, step) that led to where the run is.
+
+    Where a later start did a step again, its own count.
+    """
     lasting: dict[tuple[int, int], Record] = {}
     for start in starts:
         lasting = {at: record for at, record in lasting.items() if at[0] < start.first_step} | start.records

@@ -23,7 +23,7 @@ def main():
 
 
 def digits() -> dict[str, np.ndarray]:
-    """images (1797, 8, 8) uint8 from 0 to 16, labels (1797,) uint8, split (1797,) of "train", "val" and "test"."""
+    """Images (1797, 8, 8) uint8 from 0 to 16, labels (1797,) uint8, split (1797,) of "train", "val" and "test"."""
     from sklearn.datasets import load_digits
 
     source = load_digits()

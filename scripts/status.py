@@ -114,8 +114,11 @@ def row(folder: Path) -> dict[str, str]:
 
 
 def progress(folder: Path, saved: dict) -> tuple[str, str, str]:
-    """The epoch and the step, each with its total, and the time left: of the last log line, or of the newest
-    checkpoint, which is later where a run stopped between two lines."""
+    """Return the epoch and the step, each with its total, and the time left.
+
+    They are those of the last log line, or of the newest checkpoint, which is later where a run stopped between two
+    lines.
+    """
     logged = re.findall(r"epoch (\S+)  step (\S+)  .*?(?:left (\S+))?$", reading.log(folder, 1 << 16), re.M)
     if not saved or (logged and int(logged[-1][1].split("/")[0]) >= saved["state"]["step"]):
         return logged[-1] if logged else ("", "", "")

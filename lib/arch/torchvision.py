@@ -34,7 +34,7 @@ def get_model(args, weights=None) -> nn.Module:
 
 
 def get_weights(args) -> dict[str, Tensor]:
-    """Return the weights for -weights imagenet, of torch.hub's cache or downloaded. Raises OSError if they are not."""
+    """Return the weights for -weights imagenet, of torch.hub's cache or downloaded. Raises OSError."""
     best = models.get_model_weights(args.torchvision_name).DEFAULT
     try:
         return get_model(args, best).state_dict()

@@ -98,6 +98,7 @@ class Listing(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_) -> NoReturn:
+        """Show them."""
         for kind in ("arch", "dataset", "trainer"):
             rows = (f"  {name:20} {plugins.summary(kind, name)}\n" for name in plugins.names(kind))
             parser._print_message(f"-{kind} NAME\n{''.join(rows)}", sys.stdout)

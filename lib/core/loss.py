@@ -127,6 +127,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
     checked = False  # the targets, once
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss, 0-d, of outputs (B, ..., classes) or (B, classes, ...)."""
         if _classes_last(outputs, targets):
             outputs, targets = outputs.flatten(0, -2), targets.flatten()
         if targets.is_floating_point() and not self.checked:

@@ -306,6 +306,7 @@ class Scatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
+        """Put the sum of this rank's shard into the output. Returns None: there is no work to wait for."""
         size, nodes = group.size(), self.nodes.setdefault(self.calls, {})
         self.calls += 1
         received, first = torch.empty_like(input_tensor), self.turn * size

@@ -77,7 +77,7 @@ class Images(Dataset):
         try:
             with Image.open(file) as opened:
                 image = opened.convert(self.mode)
-        except Exception as error:  # Pillow raises many kinds for damaged files
+        except Exception as error:  # noqa: BLE001  # Pillow raises many kinds
             raise UsageError(f"{file}: not a readable image ({error}); fix or remove it") from None
         return self.transform(image), label
 

@@ -88,7 +88,7 @@ class Windows(Dataset):
 
 
 def read(files: list[Path]) -> np.ndarray:
-    """Return the bytes of all files. One file is mapped and may be larger than the memory; several are read into it."""
+    """Return the bytes of all files. One file is mapped and may be larger than memory; several are read into it."""
     if len(files) == 1:
         return np.memmap(files[0], np.uint8, "r")
     return np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)

@@ -55,8 +55,13 @@ class Trainer:
         self.state, self.metrics = State(), metrics.Sums()
         self.total_steps = args.epochs * self.plan.steps
         scale = scheduler.scale(args.scale_lr, self.plan.batch, args.lr_batch)
-        rates = {"start": args.lr_start * scale, "end": args.lr_end * scale}
-        self.schedule = {"kind": args.lr_schedule, "total": self.total_steps, "warmup": args.lr_warmup * self.plan.steps, **rates}
+        self.schedule = {
+            "kind": args.lr_schedule,
+            "total": self.total_steps,
+            "warmup": args.lr_warmup * self.plan.steps,
+            "start": args.lr_start * scale,
+            "end": args.lr_end * scale,
+        }
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)

@@ -36,6 +36,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
 

@@ -119,8 +119,10 @@ def images(flags: str, options: compare.Options) -> dict:
 
 
 def tokens(flags: str, options: compare.Options, limit: float) -> dict:
-    """Return tokens a second, and the share of the matrix rate: 6 N + 12 depth length width FLOPs a token
-    (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B)."""
+    """Return tokens a second, and the share of the matrix rate.
+
+    A token takes 6 N + 12 depth length width FLOPs (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B).
+    """
     unsaved, saved = (train(compare.BATON, f"{flags} {more}", options) for more in (UNSAVED, SAVED))
     depth, width, length = (flag(flags, name) for name in ("gpt_depth", "gpt_width", "text_length"))
     parameters = 12 * depth * width**2 + (2 * depth + 1) * width + flag(flags, "num_classes", 256) * width

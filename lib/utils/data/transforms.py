@@ -22,6 +22,7 @@ class Pixels:
     mirror: bool = False
 
     def __call__(self, batch: tuple, draws: Tensor) -> tuple:
+        """Return the batch with its images (B, C, H, W) changed by draws in [0, 1), a row for each image."""
         images, *others = batch
         if self.pad:
             images = moved(images, draws[:, :2], self.pad)
