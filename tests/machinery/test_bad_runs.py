@@ -151,7 +151,6 @@ def test_a_run_without_enough_memory_is_told_what_takes_less(tmp_path):
     ("words", "parts"),
     [
         ("-sync_bn", ["-sync_bn", "GPU"]),
-        ("-scale_lr sqrt -batch_size 1000 -lr_batch 1", ["-scale_lr sqrt", "-lr_batch"]),
         ("-resume nowhere", ["-resume nowhere"]),
         ("-resume README.md", ["-resume README.md"]),
         ("-weights nowhere", ["-weights nowhere"]),
