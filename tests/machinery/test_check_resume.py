@@ -17,6 +17,7 @@ import train
 from lib.core import parallel
 from lib.trainer import trainer
 from lib.utils.data import permutation
+from lib.utils.data.tensors import Tensors
 from scripts import check_resume, ledger
 
 STEPS, BATCH = 8, 8
@@ -63,11 +64,21 @@ def noisy(generator):
 
     def get_dataset(args):
         parts = few(args)
-        parts["train"].fixed = False
-        parts["train"].transform = lambda batch: (batch[0] + torch.randn(64, generator=generator()), batch[1])
-        return parts
+        return {**parts, "train": Noisy(generator, *parts["train"].tensors)}
 
     return get_dataset
+
+
+class Noisy(Tensors):
+    fixed = False
+
+    def __init__(self, generator, *tensors):
+        super().__init__(*tensors)
+        self.generator = generator
+
+    def __getitems__(self, indices):
+        inputs, targets = super().__getitems__(indices)
+        return inputs + torch.randn(64, generator=self.generator()), targets
 
 
 def unseeded():

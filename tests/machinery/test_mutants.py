@@ -21,6 +21,7 @@ from lib.utils import seeding
 from lib.utils.checkpoint import atomic, manager, run_folder, shards
 from lib.utils.compat import samplers
 from lib.utils.data import loader
+from lib.utils.data.tensors import Tensors
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
@@ -131,9 +132,17 @@ def test_a_broken_save_of_a_checkpoint_is_found_out(name, tmp_path, monkeypatch)
 
 def noisy(args):
     parts = few(args)
-    parts["train"].fixed = False
-    parts["train"].transform = lambda batch: (batch[0] + torch.randn(batch[0].shape), batch[1])
-    return parts
+    return {**parts, "train": Noisy(*parts["train"].tensors)}
+
+
+class Noisy(Tensors):
+    """The little dataset, its samples drawn with noise."""
+
+    fixed = False
+
+    def __getitems__(self, indices):
+        inputs, targets = super().__getitems__(indices)
+        return inputs + torch.randn(inputs.shape), targets
 
 
 COUNT = itertools.count()
