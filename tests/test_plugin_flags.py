@@ -271,3 +271,30 @@ def get_model(args): pass
     file = tmp_path / "config.yaml"
     file.write_text("arch: many\n")
     assert parsed(["-cfg", str(file), "-many_needed", "a"]).many_needed == "a"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "A = 3",
+        "A = 3\nA += 1",
+        "B = 3\nA = 2 * B",
+        "A: int = 3",
+        "A = B = 3",
+        "if hasattr(sys, 'argv'):\n    A = 3",
+        "try:\n    A = missing\nexcept NameError:\n    A = 3",
+        "from math import *\nA = pi",
+        "@dataclasses.dataclass\nclass Options:\n    size: int = 3\nA = Options().size",
+        "def triple(number=1):\n    return 3 * number\ntriple.__defaults__ = (2,)\nA = 3",
+        "A = 3\ndef count():\n    global A\n    A = 4\ncount()",
+        "A = 3\nfor number in range(3):\n    A = number",
+        "A = 3\nglobals()['A'] = 4",
+    ],
+)
+def test_flags_are_those_of_the_whole_file_whatever_is_in_it(lines, monkeypatch, tmp_path):
+    own = "def add_args(parser):\n    parser.add_argument('-whole_a', default=A)\n"
+    text = f"import dataclasses, sys\n{lines}\n{own}def get_model(args): pass\n"
+    plugin_folder(monkeypatch, tmp_path, "arch", "whole", text)
+    whole = {}
+    exec(text, whole)
+    assert parsed(["-arch", "whole"]).whole_a == whole["A"]

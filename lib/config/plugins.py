@@ -82,7 +82,7 @@ def is_plain(statement: ast.stmt) -> bool:
 def bound(statement: ast.stmt) -> set[str]:
     """Return the names that a definition or an assignment binds; of other statements all names in them."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-        return {statement.name}
+        return {statement.name}.union(*(one.names for one in ast.walk(statement) if isinstance(one, ast.Global)))
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement]
     return set().union(*map(used, targets))
 

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +48,12 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> Pass:
     given = {name: targets for name in names if name in TARGETS and targets is not None}
     answer = model(*positional, **{**named, **given})
     outputs, loss = outputs_of(answer)
-    if loss is not None:  # which may pair a row of targets otherwise with the outputs, as one token further
-        one_each = isinstance(targets, Tensor) and targets.ndim == 1
-        return Pass(loss, inputs, targets, outputs if one_each else None)
+    if loss is not None:
+        # Without the targets, outputs need not be answers (an autoencoder's are none); with them, a model may pair
+        # a row of targets otherwise with the outputs, as one token further.
+        answers = (given or named is batch) and isinstance(targets, Tensor) and targets.ndim == 1
+        exact = loss if loss.dtype == torch.float64 else loss.float()  # bfloat16 has no room for sums over samples
+        return Pass(exact, inputs, targets, outputs if answers else None)
     if outputs is None or targets is None:
         raise _refusal(batch, f", and the model returns a {type(answer).__name__} without a loss")
     if isinstance(criterion, OF_NUMBERS) and outputs.shape != targets.shape:  # torch would stretch one of them
@@ -64,7 +67,7 @@ def parts(batch: Any) -> tuple[Any, Any]:
 
     Raises UsageError for a tuple of more.
     """
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         key = next((name for name in TARGETS if name in batch), None)
         return {name: value for name, value in batch.items() if name != key}, batch.get(key)
     if not isinstance(batch, (tuple, list)):
@@ -83,8 +86,11 @@ def _refusal(batch: Any, more: str = "") -> UsageError:
 
 @functools.cache
 def _parameters(model: type[nn.Module]) -> list[str]:
-    """The names of what a model's forward takes; ** if it takes any name."""
-    found = [*inspect.signature(model.forward).parameters.values()][1:]
+    """The names of what a model's forward takes; ** if it takes any name. None are known of TorchScript's classes."""
+    try:
+        found = [*inspect.signature(model.forward).parameters.values()][1:]
+    except (AttributeError, TypeError, ValueError):
+        return []
     return ["**" if one.kind is one.VAR_KEYWORD else one.name for one in found]
 
 
@@ -137,7 +143,8 @@ class CrossEntropy(nn.CrossEntropyLoss):
             return super().forward(outputs, targets)
         weight, smoothing = self.weight.to(outputs.device), self.label_smoothing
         total = functional.cross_entropy(outputs, targets, weight, reduction="sum", label_smoothing=smoothing)
-        return total / (len(targets) if targets.is_floating_point() else (targets != self.ignore_index).sum())
+        rows = targets[:, 0].numel() if targets.is_floating_point() else (targets != self.ignore_index).sum()
+        return total / rows
 
 
 def _classes_last(outputs: Tensor, targets: Tensor) -> bool:
@@ -182,6 +189,8 @@ def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = F
     if not isinstance(criterion, CrossEntropy) or targets.is_floating_point() or not _classes_last(outputs, targets):
         return {}
     if targets.ndim == 1:
+        if outputs.shape[1] == 1:  # one number a sample, as of a binary loss: its largest says nothing
+            return {}
         sums = {"accuracy": (outputs.argmax(1) == targets).sum()}
         if outputs.shape[1] > 10:
             sums["top5"] = (outputs.topk(5).indices == targets[:, None]).sum()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lib.config import Args
 
 BUCKET = 8 << 20  # bytes of gradients that travel together
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def add_leaf(nodes: dict[int, list[Tensor]], leaf: int, values: list[Tensor]) -> None:
@@ -155,7 +156,8 @@ class Gradients:
     """
 
     def __init__(self, parameters: list, model: nn.Module, own: list[nn.Module], world: World, args: "Args"):
-        if any(getattr(one, "sparse", False) for part in (model, *own) for one in part.modules()):
+        tables = (one for part in (model, *own) for one in part.modules() if isinstance(one, EMBEDDINGS))
+        if any(one.sparse for one in tables):
             raise UsageError("nn.Embedding(sparse=True): sparse gradients are not summed; use sparse=False")
         wrapped = {p for one in own if isinstance(one, DistributedDataParallel) for p in one.parameters()}
         sharded = [p for p in parameters if hasattr(p, "placements")]

@@ -77,6 +77,7 @@ class Watch:
         """Leave signs of life, and report once nothing has moved for too long."""
         store = distributed.store_of_own(self.pulse_s) if self.world.size > 1 else None
         place, pulse, first = None, 0, []
+        self.exchange(store, {"step": self.state.step, "pulse": pulse}, read=False)  # the request fails without one
         while not self.over.wait(self.pulse_s):
             pulse += 1
             self.stalled += 1

@@ -18,7 +18,7 @@ from lib.core import loss as losses
 from lib.trainer import trainer
 from lib.utils import seeding
 from lib.utils.data import permutation
-from lib.utils.data.tensors import Tensors
+from lib.utils.data.tensors import Tensors, map_tensors, tensors
 from lib.utils.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -107,7 +107,12 @@ class Named(Rows):
         return {"input_values": self.part[index][0], "label": self.part[index][1]}
 
 
-ARCHS = {"hugging": LikeHuggingFace, "nano": LikeNanoGpt, "first": LossFirst, "batch": OfABatch, "logits": Logits}
+def of_torchscript(args):
+    return torch.jit.script(nn.Sequential(*norm_net(args)))
+
+
+ARCHS = {"hugging": LikeHuggingFace, "nano": LikeNanoGpt, "first": LossFirst, "batch": OfABatch, "logits": Logits,
+         "script": of_torchscript}  # fmt: skip
 DATASETS = {
     "rows": lambda args: {name: Rows(part) for name, part in few(args).items()},
     "named": lambda args: {name: Named(part) for name, part in few(args).items()},
@@ -123,7 +128,7 @@ def usual(small_plugins, tmp_path_factory):
 @pytest.mark.parametrize(
     ("arch", "dataset"),
     [("hugging", "rows"), ("batch", "rows"), ("logits", "rows"), ("nano", "few"), ("first", "few"),
-     ("hugging", "few"), ("norm_net", "named")],
+     ("hugging", "few"), ("norm_net", "named"), ("script", "few")],
 )  # fmt: skip
 def test_models_and_batches_of_many_kinds_train_as_the_usual_ones(arch, dataset, usual, tmp_path):
     """The same losses, weights and metrics, though the model computes the loss, or the batch is a dict."""
@@ -177,6 +182,47 @@ def test_a_row_of_labels_is_not_measured_where_the_model_may_move_it():
     batch = {"inputs": torch.randn(2, 5, 3), "labels": torch.zeros(2, 5, dtype=torch.int64)}
     done = losses.forward(Causal(3, 4), batch, losses.CrossEntropy())
     assert done.outputs is None and losses.metric_sums(losses.CrossEntropy(), done.outputs, done.targets) == {}
+
+
+def test_what_a_model_returns_with_a_loss_of_its_own_is_measured_only_if_it_holds_answers():
+    """An autoencoder's outputs are no scores of classes, and of one number a sample the largest says nothing."""
+
+    class Autoencoder(nn.Linear):
+        def forward(self, inputs):
+            outputs = super().forward(inputs)
+            return outputs, (outputs - inputs).square().mean()
+
+    class Binary(nn.Linear):
+        def forward(self, inputs, labels=None):
+            outputs = super().forward(inputs)
+            return outputs, functional.binary_cross_entropy_with_logits(outputs[:, 0], labels.float())
+
+    criterion = losses.CrossEntropy()
+    for model, count in ((Autoencoder(12, 12), 12), (Binary(12, 1), 2)):
+        done = losses.forward(model, (torch.randn(8, 12), torch.randint(count, (8,))), criterion)
+        assert losses.metric_sums(criterion, done.outputs, done.targets) == {}
+
+
+def test_a_models_own_loss_in_bfloat16_adds_up_as_another():
+    class Half(nn.Linear):
+        def forward(self, inputs, labels=None):
+            outputs = super().forward(inputs)
+            return outputs, outputs.mean()
+
+    done = losses.forward(Half(4, 3).bfloat16(), (torch.randn(8, 4).bfloat16(), torch.zeros(8)), None)
+    assert done.loss.dtype == torch.float32
+    done = losses.forward(Half(4, 3).double(), (torch.randn(8, 4).double(), torch.zeros(8)), None)
+    assert done.loss.dtype == torch.float64
+
+
+def test_a_batch_may_be_any_mapping():
+    """As Hugging Face's BatchEncoding is, which its collators return."""
+    inputs, labels = torch.randn(8, 4), torch.randint(3, (8,))
+    batch = collections.UserDict({"input": inputs, "labels": labels})
+    model, criterion = nn.Linear(4, 3), losses.CrossEntropy()
+    assert losses.forward(model, batch, criterion).loss == criterion(model(inputs), labels)
+    assert map_tensors(batch, len) == {"input": 8, "labels": 8}
+    assert [name for name, _ in tensors(batch)] == ["input", "labels"]
 
 
 class Three(Tensors):
@@ -335,6 +381,8 @@ def test_class_weights_multiply_each_samples_loss():
         criterion("-num_classes 3 -class_weights 1,1,1 -label_smoothing 0.1"),
     )
     assert torch.allclose(smooth(outputs, soft), functional.cross_entropy(outputs, soft, label_smoothing=0.1))
+    pixels, soft = torch.randn(2, 3, 5, 5), torch.randn(2, 3, 5, 5).softmax(1)
+    assert torch.allclose(smooth(pixels, soft), functional.cross_entropy(pixels, soft, label_smoothing=0.1))
     with pytest.raises(UsageError, match="-class_weights 1,2: -num_classes 3"):
         criterion("-num_classes 3 -class_weights 1,2")
 

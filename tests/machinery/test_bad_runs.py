@@ -1,5 +1,6 @@
 """Runs that are refused once their parts are seen: data sets, models, folders, other runs, what they go on from."""
 
+import errno
 import signal
 import socket
 import subprocess
@@ -285,6 +286,14 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tm
     assert runs.outcome(out / "same") == before and not (out / ".old").exists()
 
     assert caplog.text.count("waiting up to") == 4
+
+    def locked_on_smb(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder.fcntl, "lockf", locked_on_smb)
+        assert train.main([*FAST, "-out", str(out), "-model", "same", "-grace_s", "0.1"]) == 2
+        assert f"pid {other.pid}" in capsys.readouterr().err
 
     monkeypatch.setattr(run_folder, "WAIT_S", 60)
     other.send_signal(signal.SIGKILL)  # it takes its time to go

@@ -358,6 +358,12 @@ startup.program(main)
     assert ("no disk" in done.stderr) == (code == 1)
 
 
+def test_a_program_whose_output_a_plugin_has_closed_keeps_its_exit_code():
+    text = "import sys\nfrom lib.utils.monitoring import startup\nstartup.program(lambda: sys.stdout.close() or 75)"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stderr) == (75, "")
+
+
 def test_a_rank_that_leaked_from_elsewhere_is_passed_over(start, undisturbed):
     run = start("leaked", env={"RANK": "1", "TORCHELASTIC_MAX_RESTARTS": "3"})
     assert run.ends() == 0, run.text()

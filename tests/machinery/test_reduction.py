@@ -268,6 +268,14 @@ class Sparse(nn.Module):
         return self.head(inputs + self.embedding((inputs[:, 0] > 0).long()))
 
 
+def test_a_module_may_call_anything_else_sparse(tmp_path):
+    class Attention(nn.Sequential):
+        sparse = True
+
+    with plugins(arch={"windows": lambda args: Attention(*norm_net(args))}):
+        run(tmp_path, f"{SMALL} -arch windows -cpu 1 -epochs 1")
+
+
 def test_sparse_gradients_are_refused_with_what_helps(tmp_path, capfd):
     with plugins(arch={"sparse": lambda args: Sparse()}):
         assert "use sparse=False" in refused(tmp_path, f"{SMALL} -arch sparse -cpu 2", capfd)

@@ -137,6 +137,16 @@ def test_a_step_that_ends_between_the_two_exchanges_is_no_hang(tmp_path):
     assert 0 < watch.stalled < watch.patience
 
 
+def test_a_rank_has_left_a_sign_before_its_first_pulse(tmp_path, monkeypatch):
+    """One that freezes so early would else be missing in the one request for all, which then tells of nobody."""
+    store, state = dist.HashStore(), types.SimpleNamespace(step=7)
+    monkeypatch.setattr(distributed, "store_of_own", lambda seconds: store)
+    watch = watch_of(state, None, 10, tmp_path, World(rank=1, size=2))
+    watch.over.set()
+    watch.run()
+    assert store.check(["watchdog/1"]) and b'"step": 7' in store.get("watchdog/1")
+
+
 def test_the_first_step_may_take_longer_than_hang_minutes(start, undisturbed):
     run = start("slow", "-hang_minutes", 0.05, deed={"do": "pause", "step": 0, "rank": 1})
     paused = run.noted(1)[0]["time"]

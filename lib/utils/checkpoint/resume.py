@@ -87,7 +87,7 @@ def newest_good(path: Path, disk: Disk, own: bool = True) -> Past | None:
     names = disk.do(lambda: _names(path))  # on each disk
     here = names[disk.groups.index(disk.ranks)]
     damaged = []
-    for name in sorted({*chain(*names)}, key=lambda name: run_folder.number(Path(name).name), reverse=True):
+    for name in sorted({*chain(*names)}, key=lambda name: (run_folder.number(Path(name).name), name), reverse=True):
         verify = functools.partial(_verify, path / name, disk.share) if name in here else None
         manifest, fault = distributed.attempt(verify, disk.world) or (None, None)
         [bad] = distributed.largest([fault != ""], disk.world)

@@ -165,10 +165,10 @@ class RunFolder:
             file = (self.path / ".lock").open("a+")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            return None
         except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):  # another has it; the second is SMB's word
+                file.close()
+                return None
             log.warning("%s: this file system has no locks (%s): a second run is not noticed", file.name, error)
         if _id(os.fstat(file.fileno())) != lock_id(self.path):  # whoever had it has removed it
             file.close()

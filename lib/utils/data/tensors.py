@@ -2,7 +2,7 @@
 
 import contextlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return the batch with `change` applied to each of its tensors."""
     if isinstance(batch, Tensor):
         return change(batch)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {name: map_tensors(part, change) for name, part in batch.items()}
     if isinstance(batch, (tuple, list)):
         parts = [map_tensors(part, change) for part in batch]
@@ -78,5 +78,6 @@ def tensors(batch: Any, place: str = "") -> list[tuple[str, Tensor]]:
     """Return the tensors in a batch, in order, each with its place there: "0", "image", "pair.1"."""
     if isinstance(batch, Tensor):
         return [(place or "0", batch)]
-    parts = batch.items() if isinstance(batch, dict) else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
+    named = isinstance(batch, Mapping)
+    parts = batch.items() if named else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
     return [one for name, part in parts for one in tensors(part, f"{place}.{name}".lstrip("."))]

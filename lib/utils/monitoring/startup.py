@@ -23,7 +23,7 @@ def program(main: Callable[[], int]) -> None:
     code = main()
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
-    with contextlib.suppress(OSError):  # the terminal may be gone
+    with contextlib.suppress(OSError, ValueError):  # the terminal may be gone, or a plugin has closed them
         for stream in (sys.stdout, sys.stderr):
             print(end="", file=stream, flush=True)
     os._exit(code)
