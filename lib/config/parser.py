@@ -88,7 +88,8 @@ class Help(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         hidden = action.default is False or action.default in (None, "", argparse.SUPPRESS, [])
-        return action.help if hidden else f"{action.help} (%(default)s)"
+        default = "yes" if action.default is True else "%(default)s"
+        return action.help if hidden else f"{action.help} ({default})"
 
 
 class Listing(argparse.Action):
