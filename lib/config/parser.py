@@ -88,8 +88,7 @@ class Help(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         hidden = action.default is False or action.default in (None, "", argparse.SUPPRESS, [])
-        default = "yes" if action.default is True else "%(default)s"
-        return action.help if hidden else f"{action.help} ({default})"
+        return action.help if hidden else f"{action.help} ({'yes' if action.default is True else '%(default)s'})"
 
 
 class Listing(argparse.Action):

@@ -123,6 +123,13 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, done, cpu)
     assert saves.found(folder).damaged == []
 
 
+def test_damaged_checkpoints_are_removed_before_good_ones(copy):
+    newest, before = names(copy)[:2]
+    DAMAGE["a hole of 4 KB"](copy / "checkpoints" / newest)
+    run(copy.parent, f"{SMALL} -cpu 1 -keep_last 2")
+    assert len(names(copy)) == 2 and names(copy)[1] == before
+
+
 def test_a_run_with_only_damaged_checkpoints_never_starts_anew_by_itself(copy, done):
     for name in names(copy):
         (copy / "checkpoints" / name / SHARD).unlink()
