@@ -141,6 +141,7 @@ NOT_COPIED = (  # what is about the template itself; a path that ends with / is 
     "SECURITY.md",
     "docs/benchmarks.md",
     "docs/compat.md",
+    "docs/scaling.md",
     "docs/terminal.png",
     "scripts/bench/",
     "tests/machinery/",

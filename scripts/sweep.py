@@ -369,8 +369,7 @@ class Runner:
         """Start the process of a trial."""
         trial.folder.mkdir(parents=True, exist_ok=True)
         words, log, trial.began = [*trial.words, *trial.slot], trial.folder / "output.log", time.monotonic()
-        facts = (words, log, trial.args.grace_s, self.sweep_ended)
-        trial.process = self.context.Process(target=be_trial, args=facts)
+        trial.process = self.context.Process(target=be_trial, args=(words, log, self.sweep_ended))
         trial.process.start()
 
     def result(self, trial: Trial) -> str:
@@ -402,15 +401,14 @@ class Runner:
         print(f"[{len(self.over)}/{self.count}] {trial.args.model}: {state} {seconds}  {about}".rstrip(), flush=True)
 
 
-def be_trial(words: list[str], log: Path, grace_s: float, sweep_ended: connection.Connection):
+def be_trial(words: list[str], log: Path, sweep_ended: connection.Connection):
     """Be the process of a trial: train.py with these words. It saves its state and stops if the sweep is gone."""
     os.setsid()  # Ctrl-C at the terminal is for the sweep, which passes it on
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.argv = ["train.py", *words]
-    threading.Thread(target=local.end_with_parent, args=(sweep_ended, grace_s), daemon=True).start()
-    startup.report("imports")  # of the process that this one was forked from
+    threading.Thread(target=local.end_with_parent, args=[sweep_ended], daemon=True).start()
     startup.program(train.main)
 
 

@@ -189,6 +189,7 @@ def test_help_shows_groups_flags_defaults_and_units_as_wide_as_the_terminal(caps
     ):
         at = out.index(f"\n  -{name} ")
         assert f"({getattr(args, name)})" in out[at : at + 240].replace("\n", " "), f"-{name} without its default"
+    assert "(True)" not in out, "a flag is written yes or no"
     assert max(map(len, out.splitlines())) <= 72
     for action in shared().values():
         assert action.help

@@ -132,6 +132,8 @@ class Trainer:
         if self.scaler.is_enabled() and self.state.scaler:
             self.scaler.load_state_dict(self.state.scaler)
         self.saved = (self.state.step, self.state.epoch) if past.own else None
+        if past.own:
+            self.checkpoints.go_on_from(past.folder)
         log.info("going on from %s: epoch %d, step %d", past.folder, self.state.epoch + 1, self.state.step)
 
     def train_epoch(self) -> bool:

@@ -134,6 +134,7 @@ def test_a_projects_pages_are_its_own_and_have_no_dead_link(fork):
             for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", (fork / name).read_text()):
                 assert ((fork / name).parent / target).exists(), f"{name}: {target}"
                 count += 1
+            assert "scripts/bench/" not in (fork / name).read_text() or name == "docs/faq.md", f"{name}: not there"
     assert count > 20
     for name in re.findall(r"^([\w./]+)  ", readme.split("## What to edit")[1].split("```")[1], re.M):
         assert (fork / name).exists(), name

@@ -129,8 +129,8 @@ def test_a_trial_that_fails_does_not_end_the_sweep_and_is_tried_again(tmp_path):
     assert said.index("mine_lr_start_1e-2  finished") < said.index("mine_lr_start_1e30  failed"), "the best is first"
     said = ends(tmp_path, words, wanted=1)
     assert "mine_lr_start_1e-2: finished before" in said and "mine_lr_start_1e30: failed in" in said
-    refused = ends(tmp_path, f"{TINY} -mlp_width 0,-1 -model refused", wanted=1)
-    assert refused.count("failed in") == 2 and "-mlp_width 0 -mlp_depth 2: at least 1 and 0 are needed" in refused
+    refused = ends(tmp_path, "-cpu 1 -threads 1 -arch gpt -gpt_width 32 -gpt_heads 5,7 -model refused", wanted=1)
+    assert refused.count("failed in") == 2 and "-gpt_width 32 -gpt_heads 5: a width that twice" in refused
 
 
 def test_poor_trials_are_pruned_and_stay_so(tmp_path):

@@ -77,11 +77,17 @@ class Checkpoints:
         self.saving: Save | None = None
         self.failures = 0  # in a row
         self.best: dict[str, Tensor] = {}  # the best weights, for the next save
+        self.damaged: set[str] = set()  # names of checkpoints that were passed over
 
     def open(self) -> None:
         """Find out which ranks share the folder, and remove what crashes left there. Call it before all else."""
         self.disk = shared_disk.look(self.folder, self.world)
         self.disk.do(self._sweep)
+
+    def go_on_from(self, checkpoint: Path) -> None:
+        """Note that all newer ones are damaged: they are the first to be removed."""
+        newer = [one.name for one in run_folder.listed(self.folder)]
+        self.damaged = {name for name in newer if run_folder.number(name) > run_folder.number(checkpoint.name)}
 
     def make_room(self, tensors: dict[str, Tensor], first: set[str]) -> None:
         """Take the memory that saves of these tensors need; arguments as `save` has them.
@@ -214,6 +220,7 @@ class Checkpoints:
         with contextlib.suppress(OSError):  # it is for people; some file systems have no links
             atomic.swap_link(self.folder / "latest", save.name)
         removable = [folder for folder in run_folder.listed(self.folder) if not (folder / "keep").exists()]
+        removable.sort(key=lambda folder: folder.name in self.damaged)
         for folder in removable[self.keep_last :]:
             atomic.remove_folder(folder)
 
