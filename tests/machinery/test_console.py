@@ -207,10 +207,9 @@ def test_memory_is_counted_in_bytes():
     ],
 )
 def test_a_finished_run_says_what_it_calls_for_or_nothing(steps, epochs, best, advice, tmp_path, caplog):
-    board = SimpleNamespace(main=True, folder=tmp_path, total_steps=steps)
+    args = SimpleNamespace(epochs=epochs)
+    board = SimpleNamespace(main=True, folder=tmp_path, total_steps=steps, args=args)
     best = best and {"metric": "accuracy", "value": 0.9, "epoch": best}
     with caplog.at_level("INFO"):
-        logger.Logger.last_words(
-            board, {"state": "finished", "test": {}, "best": best}, SimpleNamespace(epochs=epochs)
-        )
+        logger.Logger.end(board, {"state": "finished", "test": {}, "best": best})
     assert [message for message in caplog.messages if message.startswith("try next:")] == [advice] * bool(advice)

@@ -24,7 +24,13 @@ def test_the_curves_are_the_figures_of_the_runs_and_resumes_are_marked(two):
     lines = {folder: reading.lines(folder) for folder in two}
     figure = plot.drawn(lines)
     titles = {axis.get_title(loc="left"): axis for axis in figure.axes}
-    assert list(titles) == ["Loss", "Validation accuracy", "Learning rate", "Throughput (samples a second)"]
+    assert list(titles) == [
+        "Loss",
+        "Validation accuracy",
+        "Validation f1",
+        "Learning rate",
+        "Throughput (samples a second)",
+    ]
     curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in titles["Validation accuracy"].get_lines()]
     for folder in two:
         truth = [(line["step"], line["val/accuracy"]) for line in lines[folder] if "val/accuracy" in line]

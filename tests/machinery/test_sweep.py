@@ -215,9 +215,9 @@ def test_trials_share_out_gpus_or_all_have_the_same():
 
 
 def test_only_flags_that_change_the_result_vary_and_names_are_names(tmp_path):
-    plan = plan_of("-seed=1,2 -slurm_exclude a,b -lr_end -1e-3,1e-4 -optimizer sgd,adamw,sgd")
+    plan = plan_of("-seed=1,2 -slurm_nodelist a,b -lr_end -1e-3,1e-4 -optimizer sgd,adamw,sgd")
     assert list(plan.spaces) == ["seed", "lr_end", "optimizer"] and plan.count == 8
-    assert plan.examples[0].args.slurm_exclude == "a,b" and plan.examples[0].args.lr_end == -1e-3
+    assert plan.examples[0].args.slurm_nodelist == "a,b" and plan.examples[0].args.lr_end == -1e-3
     assert plan.examples[0].args.model == "sweep_seed_1_lr_end_-1e-3_optimizer_sgd"
     odd = plan_of("-dataset text -text_from lib/arch,lib/core").examples
     long = plan_of(f"-model {'n' * 98} -seed 1,2").examples
