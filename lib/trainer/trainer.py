@@ -134,7 +134,8 @@ class Trainer:
         self.saved = (self.state.step, self.state.epoch) if past.own else None
         if past.own:
             self.checkpoints.go_on_from(past.folder)
-        log.info("going on from %s: epoch %d, step %d", past.folder, self.state.epoch + 1, self.state.step)
+        epoch = min(self.state.epoch + 1, self.args.epochs)  # a finished run is evaluated again
+        log.info("going on from %s: epoch %d, step %d", past.folder, epoch, self.state.step)
 
     def train_epoch(self) -> bool:
         """Train the rest of the epoch. False if the run is to stop first."""

@@ -51,28 +51,22 @@ class Loader:
         """Yield what `epoch` will fetch, without fetching it."""
         order = permutation.order(self.plan.samples, self.seed, epoch, self.shuffle)
         for step in range(first_step, self.plan.steps):
-            spans = self.plan.spans(step)
-            mine = rank_share(len(spans), self.world.rank, self.world.size, self.interleaved)
-            rounds = math.ceil(len(spans) / self.world.size)  # the same on all ranks: each joins every collective
+            cut = self.plan.cut(step)
+            mine = rank_share(cut.parts, self.world.rank, self.world.size, self.interleaved)
+            rounds = math.ceil(cut.parts / self.world.size)  # the same on all ranks: each joins every collective
             for turn in range(rounds):
                 padding = turn >= len(mine)  # computed like the others, counted as 0 samples
-                span = spans[-1][:2] if padding else spans[mine[turn]]  # BatchNorm needs two samples
+                span = cut.part(cut.parts - 1)[:2] if padding else cut.part(mine[turn])  # BatchNorm needs two samples
                 yield MicroBatch(
                     step=step,
-                    number=len(spans) if padding else mine[turn],
+                    number=cut.parts if padding else mine[turn],
                     indices=order[span.start : span.stop].tolist(),
                     count=0 if padding else len(span),
-                    step_samples=spans[-1].stop - spans[0].start,
-                    step_parts=len(spans),
+                    step_samples=len(cut.samples),
+                    step_parts=cut.parts,
                     first=turn == 0,
                     last=turn == rounds - 1,
                 )
-
-    def indices(self, epoch: int, step: int) -> list[int]:
-        """Return the samples of one step over all ranks, by their index in the dataset."""
-        spans = self.plan.spans(step)
-        order = permutation.order(self.plan.samples, self.seed, epoch, self.shuffle)
-        return order[spans[0].start : spans[-1].stop].tolist()
 
 
 def first_batch(dataset: MapDataset, plan: Plan, world: World, args: Namespace) -> Any:

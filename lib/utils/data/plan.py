@@ -4,7 +4,6 @@ Everything here is a function of (seed, epoch, step, micro-batch): nothing is st
 is repeated to fill a share.
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -29,20 +28,34 @@ class Plan:
         """Return how many steps of its epoch a run has done; `state` holds its epoch and step."""
         return state.step - state.epoch * self.steps
 
-    def spans(self, step: int) -> list[range]:
-        """Return the micro-batches of an epoch's step, of all ranks, as positions in the epoch's order.
+    def cut(self, step: int) -> "Cut":
+        """Return how an epoch's step is cut into micro-batches, of all ranks.
 
         A short last batch is spread over as many micro-batches as leave two samples in each, as BatchNorm needs two;
         none holds more than `micro`, what a device has memory for.
         """
         start = step * self.batch
-        count = min(self.batch, self.samples - start)
-        if count == self.batch or not self.spread:
-            edges = [*range(start, start + count, self.micro), start + count]
-        else:
-            parts = max(math.ceil(count / self.micro), min(self.batch // self.micro, count // 2))
-            edges = [start + part * count // parts for part in range(parts + 1)]
-        return [range(*span) for span in itertools.pairwise(edges)]
+        samples = range(start, min(start + self.batch, self.samples))
+        parts = math.ceil(len(samples) / self.micro)
+        if len(samples) == self.batch or not self.spread:
+            return Cut(samples, parts, self.micro)
+        return Cut(samples, max(parts, min(self.batch // self.micro, len(samples) // 2)))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The samples of a step, as positions in the epoch's order, and their micro-batches."""
+
+    samples: range
+    parts: int  # how many micro-batches
+    micro: int | None = None  # samples in each but the last; None: the same in all, or one fewer
+
+    def part(self, number: int) -> range:
+        """Return the samples of a micro-batch."""
+        if self.micro:
+            return self.samples[number * self.micro : (number + 1) * self.micro]
+        count = len(self.samples)
+        return self.samples[number * count // self.parts : (number + 1) * count // self.parts]
 
 
 @dataclass(frozen=True)
