@@ -80,8 +80,10 @@ def parts(batch: Any) -> tuple[Any, Any]:
 
 def _refusal(batch: Any, more: str = "") -> UsageError:
     shapes = ", ".join(f"{name}: {tuple(one.shape)}" for name, one in tensors(batch)) or "no tensors"
-    return UsageError("the default trainer takes (inputs, targets) or a dict with labels; this dataset gives a "
-                      f"{type(batch).__name__} of {shapes}{more}: python scripts/new.py trainer NAME")  # fmt: skip
+    return UsageError(
+        "the default trainer takes (inputs, targets) or a dict with labels; this dataset gives a "
+        f"{type(batch).__name__} of {shapes}{more}: python scripts/new.py trainer NAME"
+    )
 
 
 @functools.cache
@@ -159,8 +161,10 @@ def _classes_last(outputs: Tensor, targets: Tensor) -> bool:
 def _check_probabilities(outputs: Tensor, targets: Tensor) -> None:
     """Raise UsageError for floats that are no probabilities: torch would compute a loss from them all the same."""
     if targets.shape != outputs.shape or targets.min() < 0 or (targets.sum(1) - 1).abs().max() > 0.01:
-        raise UsageError("-loss cross_entropy takes class numbers or probabilities, and these targets are floats "
-                         f"{tuple(targets.shape)} that are neither; for a regression: -loss mse")  # fmt: skip
+        raise UsageError(
+            "-loss cross_entropy takes class numbers or probabilities, and these targets are floats "
+            f"{tuple(targets.shape)} that are neither; for a regression: -loss mse"
+        )
 
 
 BY_NAME = {"cross_entropy": CrossEntropy, "mse": nn.MSELoss, "l1": nn.L1Loss, "huber": nn.HuberLoss}

@@ -259,8 +259,10 @@ class _Bucket:
         """Move the gradients of a micro-batch into the sum, or drop those of padding."""
         if self.taken is key:
             if any(parameter.grad is not None for parameter in self.parameters):
-                raise RuntimeError("a parameter got two gradients in one backward pass, as from checkpoint(..., "
-                                   "use_reentrant=True): use_reentrant=False gives it one")  # fmt: skip
+                raise RuntimeError(
+                    "a parameter got two gradients in one backward pass, as from checkpoint(..., "
+                    "use_reentrant=True): use_reentrant=False gives it one"
+                )
             return
         self.taken = key
         gradients: list[Any] = [parameter.grad for parameter in self.parameters]
