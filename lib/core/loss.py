@@ -103,7 +103,7 @@ def outputs_of(answer: Any) -> tuple[Any, Any]:
     of more dimensions.
     """
     if isinstance(answer, Tensor):
-        answer = (answer,)
+        return (answer, None) if answer.ndim else (None, answer)
     if isinstance(answer, (tuple, list)):
         scalars = [one for one in answer if isinstance(one, Tensor) and not one.ndim]
         named = {**dict(enumerate(answer)), "loss": scalars[0] if scalars else None}

@@ -3,7 +3,8 @@
 Micro-batch m is leaf m of one binary tree. A node is the sum of 2^k leaves from a multiple of 2^k on; leaves past the
 last one are left out. Each rank adds up its own leaves as far as they make whole nodes. Between ranks nodes are only
 moved, and then added in the tree's order: each rank gets one slice of all nodes (all_to_all), adds, and gives the sum
-to all (all_gather). Two ranks with one node each let the library add (all_reduce): a + b has the bits of b + a.
+to all (all_gather). Small sums take one all_gather of all nodes. Two ranks with one node each let the library add
+larger ones (all_reduce): a + b has the bits of b + a.
 """
 
 import functools
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from lib.config import Args
 
 BUCKET = 8 << 20  # bytes of gradients that travel together
+SMALL = 1 << 20  # bytes of a node of each rank, together, up to which all ranks get all nodes
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -70,13 +72,15 @@ class Sum:
         *starts, self.count = itertools.accumulate((one.numel() for one in templates), initial=0)
         self.layouts = [(one.shape, _strides(one), start) for one, start in zip(templates, starts, strict=True)]
         self.slice = -(-self.count // world.size)
+        self.small = self.count * templates[0].element_size() * world.size <= SMALL
         self.nodes: dict[int, list[Tensor]] = {}
         self.work: Any = None  # of the library, under way
 
     def begin(self, leaves: int) -> None:
         """Begin a step of so many micro-batches over all ranks."""
         self.by_rank, self.nodes = nodes_by_rank(leaves, self.world.size, self.round_robin), {}
-        self.all_reduce = self.by_library or [len(nodes) for nodes in self.by_rank] == [1, 1]
+        alike = [len(nodes) for nodes in self.by_rank] == [1, 1] and not self.small
+        self.all_reduce = self.by_library or alike
 
     def add(self, leaf: int, values: list[Tensor]) -> None:
         """Add what this rank's next micro-batch made; the tensors become this sum's."""
@@ -89,6 +93,8 @@ class Sum:
         own, self.nodes = list(self.nodes.values()), {}
         if self.all_reduce:
             self._send_to_library(own)
+        elif self.small:
+            self._send_nodes(own)
         else:
             self._send_slices(own)
 
@@ -98,6 +104,14 @@ class Sum:
             torch._foreach_add_(first, values)
         self.sum = torch.cat([_flat(value) for value in first])
         self.work = dist.all_reduce(self.sum, async_op=True)
+
+    def _send_nodes(self, own: list[list[Tensor]]) -> None:
+        most = max(map(len, self.by_rank))
+        sent = self.templates[0].new_zeros(most, self.count)
+        for row, values in zip(sent, own, strict=False):
+            torch.cat([_flat(value) for value in values], out=row)
+        self.received = sent.new_empty(self.world.size, most, self.count)
+        self.work = dist.all_gather_into_tensor(self.received.view(-1), sent.view(-1), async_op=True)
 
     def _send_slices(self, own: list[list[Tensor]]) -> None:
         ranks = self.world.size
@@ -118,12 +132,17 @@ class Sum:
         if self.world.size == 1 or self.all_reduce:
             return
         self.work.wait()
-        nodes = zip(itertools.chain(*self.by_rank), self.received, strict=True)
-        [own] = sum_nodes({first: [row] for first, row in nodes})
+        rows: Any = self.received
+        if self.small:
+            rows = [row for part, nodes in zip(rows, self.by_rank, strict=True) for row in part[: len(nodes)]]
+        [own] = sum_nodes({first: [row] for first, row in zip(itertools.chain(*self.by_rank), rows, strict=True)})
+        del self.received
+        if self.small:
+            self.sum = own.clone()  # `result` counts from where its memory begins
+            return
         whole = self.slice * self.world.size
         self.sum = self.sum[:whole] if len(self.sum) >= whole else own.new_empty(whole)  # what was sent has arrived
         self.work = dist.all_gather_into_tensor(self.sum, own, async_op=True)
-        del self.received
 
     def result(self) -> list[Tensor]:
         """Return the sums, laid out in memory like the templates."""
