@@ -33,31 +33,31 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "-shape", type=numbers, metavar="C,H,W", help="of one input, for onnx and torchexport (a sample's)"
     )
-    asked = parser.parse_args(argv)
-    ending, write = FORMATS[asked.format]
-    file = asked.o or asked.run / f"{asked.run.resolve().name}{ending}"
+    options = parser.parse_args(argv)
+    ending, write = FORMATS[options.format]
+    file = options.o or options.run / f"{options.run.resolve().name}{ending}"
     try:
-        source = place(asked.run, asked.source)
+        source = place(options.run, options.source)
         tensors = read(source)
         with atomic.staged(file) as partial:
-            write(asked, tensors, partial)
+            write(options, tensors, partial)
     except (UsageError, shards.Damaged, OSError) as error:
         parser.exit(2, f"export.py: {error}\n")
     print(f"{file}: {len(tensors)} tensors, {shards.total_bytes(tensors):,} bytes, from {source}")
     return 0
 
 
-def place(run: Path, asked: str | None) -> Path:
+def place(run: Path, source: str | None) -> Path:
     """The weights file or checkpoint that is meant. Raises UsageError where it is not there."""
     if not (run / "config.yaml").is_file():
         raise UsageError(f"{run} is no run's folder: it has no config.yaml")
     files = {name: run / name / "weights.safetensors" for name in ("best", "final")}
     newest = run_folder.listed(run / "checkpoints")[:1]
-    wanted = [files.get(asked, Path(asked))] if asked else [*files.values(), *newest]
+    wanted = [files.get(source, Path(source))] if source else [*files.values(), *newest]
     found = next((path for path in wanted if path.is_file() or (path / "manifest.json").is_file()), None)
     if found is None:
         raise UsageError(
-            f"-from {asked or 'best'}: {', '.join(map(str, wanted))}: no weights and no checkpoint there"
+            f"-from {source or 'best'}: {', '.join(map(str, wanted))}: no weights and no checkpoint there"
         )
     return found
 
@@ -73,37 +73,37 @@ def read(source: Path) -> dict[str, Tensor]:
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
-def to_safetensors(asked, tensors: dict, file: Path):
+def to_safetensors(options, tensors: dict, file: Path):
     shards.write(file, list(tensors.items()))
 
 
-def to_torch(asked, tensors: dict, file: Path):
+def to_torch(options, tensors: dict, file: Path):
     """Write the model's state_dict, which has tied tensors under each of their names: strict loading takes it."""
-    torch.save(built(asked, tensors).state_dict(), file)
+    torch.save(built(options, tensors).state_dict(), file)
 
 
-def to_torchexport(asked, tensors: dict, file: Path):
-    model, inputs = built(asked, tensors), example(asked)
+def to_torchexport(options, tensors: dict, file: Path):
+    model, inputs = built(options, tensors), example(options)
     program = torch.export.export(model, (inputs,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     with file.open("wb") as stream:
         torch.export.save(program, stream)
 
 
-def to_onnx(asked, tensors: dict, file: Path):
+def to_onnx(options, tensors: dict, file: Path):
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
             f"-format onnx needs {' and '.join(missing)}: uv pip install -r pyproject.toml --group export"
         )
-    model, inputs = built(asked, tensors), example(asked)
+    model, inputs = built(options, tensors), example(options)
     names = {"input_names": ["input"], "output_names": ["output"]}
     shapes = ({0: torch.export.Dim("batch")},)
     torch.onnx.export(model, (inputs,), file, dynamic_shapes=shapes, external_data=False, verbose=False, **names)
 
 
-def built(asked, tensors: dict) -> nn.Module:
+def built(options, tensors: dict) -> nn.Module:
     """The run's model with these weights, for evaluation. Raises UsageError where they do not fit."""
-    args = config.parse_args(["-cfg", str(asked.run / "config.yaml")], describe=False)
+    args = config.parse_args(["-cfg", str(options.run / "config.yaml")], describe=False)
     model = plugins.load("arch", args.arch).get_model(args).eval().requires_grad_(False)
     mine = state.model_tensors(model)
     odd = [name for name in {**mine, **tensors} if not alike(mine.get(name), tensors.get(name))]
@@ -115,14 +115,14 @@ def built(asked, tensors: dict) -> nn.Module:
     return model
 
 
-def example(asked) -> Tensor:
+def example(options) -> Tensor:
     """Two inputs of the shape and type that the run's model gets: zeros of -shape, or of two training samples.
 
     Raises UsageError where there are none, or where the model takes more than one tensor.
     """
-    if asked.shape:
-        return torch.zeros(2, *asked.shape)
-    args = config.parse_args(["-cfg", str(asked.run / "config.yaml")], describe=False)
+    if options.shape:
+        return torch.zeros(2, *options.shape)
+    args = config.parse_args(["-cfg", str(options.run / "config.yaml")], describe=False)
     try:
         part = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset)["train"]
     except UsageError as error:
@@ -133,7 +133,7 @@ def example(asked) -> Tensor:
         inputs = next(iter(inputs.values()))
     if not isinstance(inputs, Tensor):
         given = f"a dict of {', '.join(inputs)}" if isinstance(inputs, dict) else f"a {type(inputs).__name__}"
-        raise UsageError(f"-format {asked.format} is for models of one tensor, and -dataset {args.dataset} gives "
+        raise UsageError(f"-format {options.format} is for models of one tensor, and -dataset {args.dataset} gives "
                          f"{given}: give get_model a wrapper that takes one, or use -format torch")  # fmt: skip
     return inputs
 

@@ -122,10 +122,10 @@ def progress(folder: Path, saved: dict) -> tuple[str, str, str]:
     logged = re.findall(r"epoch (\S+)  step (\S+)  .*?(?:left (\S+))?$", reading.log(folder, 1 << 16), re.M)
     if not saved or (logged and int(logged[-1][1].split("/")[0]) >= saved["state"]["step"]):
         return logged[-1] if logged else ("", "", "")
-    asked, done = saved["config"], saved["state"]
-    steps = asked["samples"] / asked["batch_size"]
-    total = asked["epochs"] * (math.floor(steps) if asked["drop_last"] else math.ceil(steps))
-    return f"{min(done['epoch'] + 1, asked['epochs'])}/{asked['epochs']}", f"{done['step']}/{total}", ""
+    config, done = saved["config"], saved["state"]
+    steps = config["samples"] / config["batch_size"]
+    total = config["epochs"] * (math.floor(steps) if config["drop_last"] else math.ceil(steps))
+    return f"{min(done['epoch'] + 1, config['epochs'])}/{config['epochs']}", f"{done['step']}/{total}", ""
 
 
 def unlogged(saved: dict) -> float | None:

@@ -85,8 +85,8 @@ def parsed(argv: list[str]) -> tuple["Plan", int | None, bool]:
     """Return what to run, from which epoch on to prune, and whether Optuna chooses. Raises UsageError."""
     pairs, parser = by_flag(argv), new_parser()
     own = {option.lstrip("-") for option in parser._option_string_actions}
-    asked = parser.parse_args([word for name, values in pairs if name in own for word in (f"-{name}", *values)])
-    return Plan([pair for pair in pairs if pair[0] not in own], asked), asked.prune, bool(asked.trials)
+    options = parser.parse_args([word for name, values in pairs if name in own for word in (f"-{name}", *values)])
+    return Plan([pair for pair in pairs if pair[0] not in own], options), options.prune, bool(options.trials)
 
 
 def new_parser() -> Parser:
@@ -172,7 +172,7 @@ class Trial:
         return self.outcome.get("best") or {}
 
     def settled(self) -> str:
-        """Return "finished" or "pruned" if nothing is left to do. The file STOP prunes a trial, whoever made it."""
+        """Return "finished" or "pruned" if nothing is left to do. The file STOP prunes a trial."""
         state, reason = self.outcome.get("state"), str(self.outcome.get("reason"))
         return "pruned" if state == "stopped" and "file STOP" in reason else "finished" if state == "finished" else ""
 
@@ -195,7 +195,7 @@ class Trial:
 class Plan:
     """What varies, what does not, and what the trials that run at once share out."""
 
-    def __init__(self, pairs: list[tuple[str, list[str]]], asked):
+    def __init__(self, pairs: list[tuple[str, list[str]]], options):
         self.spaces, self.words, self.name = {}, [], "sweep"
         for name, values in pairs:
             value = values[0] if len(values) == 1 else ""
@@ -208,16 +208,16 @@ class Plan:
         if not self.spaces:
             raise UsageError("nothing varies: give a flag several values, as -lr_start 1e-3,3e-3")
         ranges = [name for name, space in self.spaces.items() if space.scale]
-        if ranges and not asked.trials:
+        if ranges and not options.trials:
             raise UsageError(f"-{ranges[0]} is a range: add -trials N, how many trials Optuna chooses")
-        self.examples = [self.trial(values) for values in self._examples(bool(asked.trials))]
+        self.examples = [self.trial(values) for values in self._examples(bool(options.trials))]
         self.args = args = self.examples[0].args
-        self.count = asked.trials or len(self.examples)
-        jobs = asked.jobs or (self.count if args.slurm and not asked.trials else 1)
+        self.count = options.trials or len(self.examples)
+        jobs = options.jobs or (self.count if args.slurm and not options.trials else 1)
         self.slots = [[] for _ in range(min(jobs, self.count))]
-        if size := asked.gpus_per_trial:
+        if size := options.gpus_per_trial:
             gpus = args.gpus.split(",") if args.gpus else []
-            if asked.jobs or len(gpus) < size:
+            if options.jobs or len(gpus) < size:
                 raise UsageError(f"-gpus_per_trial {size} needs -gpus LIST of as many, and no -jobs")
             starts = range(0, len(gpus) - size + 1, size)
             self.slots = [["-gpus", ",".join(gpus[start : start + size])] for start in starts]

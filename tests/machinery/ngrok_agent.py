@@ -1,7 +1,7 @@
 """Stands in for ngrok's agent: speaks its local API and its log on stdout, and serves the "public" address here.
 
-AGENT is JSON: `notes`, the file it writes what it was given to; `fault`: "refuse" (ends with an error that tells the
-token) or "deaf" (its API refuses all).
+AGENT is JSON: `notes`, the file for what it receives; `fault`: "refuse" (it ends with an error that shows the token)
+or "deaf" (its API refuses all).
 """
 
 import base64

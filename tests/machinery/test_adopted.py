@@ -95,7 +95,7 @@ class Rows(Dataset):
         return [self[index] for index in indices]
 
     def shard(self, num_shards, index):
-        raise AssertionError("nobody asked for it")
+        raise AssertionError("the trainer must not shard a dataset")
 
     map = select = with_format = filter = shard
 

@@ -138,7 +138,7 @@ def test_a_step_that_ends_between_the_two_exchanges_is_no_hang(tmp_path):
 
 
 def test_a_rank_has_left_a_sign_before_its_first_pulse(tmp_path, monkeypatch):
-    """One that freezes so early would else be missing in the one request for all, which then tells of nobody."""
+    """A rank that freezes this early must not be missing: one missing key fails the request for all."""
     store, state = dist.HashStore(), types.SimpleNamespace(step=7)
     monkeypatch.setattr(distributed, "store_of_own", lambda seconds: store)
     watch = watch_of(state, None, 10, tmp_path, World(rank=1, size=2))

@@ -170,7 +170,7 @@ class RunFolder:
                 file.close()
                 return None
             log.warning("%s: this file system has no locks (%s): a second run is not noticed", file.name, error)
-        if _id(os.fstat(file.fileno())) != lock_id(self.path):  # whoever had it has removed it
+        if _id(os.fstat(file.fileno())) != lock_id(self.path):  # the process that had it removed it
             file.close()
             return None
         return file
