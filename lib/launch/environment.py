@@ -35,6 +35,9 @@ DEBUG = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 RECORD = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"  # how the flight recorder's files begin: the last collectives of each rank
+# How often a thread on the CPU looks whether the others are done before it sleeps: for some microseconds. By itself,
+# GNU's OpenMP looks 300,000 times: where other work takes a core, each operation then waits for it (benchmarks.md).
+SPIN = {"GOMP_SPINCOUNT": "3000"}
 MESH_UP_TO = 256  # ranks that gloo connects each with each other at the start: as many sockets in every process
 
 
@@ -47,7 +50,8 @@ def export(cache_dir: str | None, debug: bool) -> dict[str, str]:
     """
     if not cache_dir and "SCRATCH" in os.environ:
         cache_dir = f"{os.environ['SCRATCH']}/cache_{os.environ.get('USER') or os.getuid()}"
-    wanted = dict(DEBUG) if debug else {}
+    wanted = {} if "OMP_WAIT_POLICY" in os.environ else dict(SPIN)
+    wanted |= DEBUG if debug else {}
     if cache_dir:
         wanted |= {name: str(Path(cache_dir, part).absolute()) for name, part in CACHES.items()}
     new = {name: value for name, value in wanted.items() if name not in os.environ}

@@ -14,10 +14,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
-
 from lib import config
 from lib.config import plugins
+from lib.launch import environment
+
+os.environ.update({**environment.SPIN, **os.environ})  # as train.py does, before torch is imported
+
+import torch
+
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.utils import runtime, seeding

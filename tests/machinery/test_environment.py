@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def bare(monkeypatch, tmp_path):
     """An environment without any of these variables."""
     before = dict(os.environ)
-    for name in (*environment.CACHES, *environment.DEBUG, environment.RECORD, "SCRATCH", "SYSTEMNAME"):
+    ours = (*environment.CACHES, *environment.DEBUG, *environment.SPIN, environment.RECORD)
+    for name in (*ours, "SCRATCH", "SYSTEMNAME", "OMP_WAIT_POLICY"):
         os.environ.pop(name, None)
     os.environ["USER"] = "ann"
     yield monkeypatch
@@ -45,6 +46,15 @@ def test_caches_lie_in_the_folder_that_was_asked_for_or_in_scratch(bare, tmp_pat
         "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/mine/torchinductor",
         "HF_HOME": "/mine",
     }
+
+
+def test_threads_wait_for_each_other_as_the_user_says_or_else_only_for_a_moment(bare):
+    bare.setenv("OMP_WAIT_POLICY", "active")
+    assert environment.export(None, False) == {}
+    bare.delenv("OMP_WAIT_POLICY")
+    assert environment.export(None, False) == environment.SPIN
+    bare.setenv("GOMP_SPINCOUNT", "7")
+    assert environment.export(None, False) == {} and os.environ["GOMP_SPINCOUNT"] == "7"
 
 
 def test_debugging_and_caches_are_there_before_torch_is_imported(bare, tmp_path):
