@@ -24,12 +24,11 @@ class Statistics:
         saved, by_dtype = model.state_dict(keep_vars=True), {}
         for name, buffer in model.named_buffers():
             if name in saved:
-                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+                by_dtype.setdefault(buffer.dtype, []).append(buffer.detach())  # the same memory, without a graph
         needed = any(dtype.is_floating_point for dtype in by_dtype)
         self.alone = alone
         self.groups = [_Group(buffers, world, round_robin) for buffers in by_dtype.values()] if needed else []
 
-    @torch.no_grad()
     def before(self, key: MicroBatch) -> None:
         """Prepare for a micro-batch."""
         for group in self.groups:
@@ -39,7 +38,6 @@ class Statistics:
             else:
                 torch._foreach_copy_(group.buffers, group.starts)
 
-    @torch.no_grad()
     def after(self, key: MicroBatch) -> None:
         """Add up what the forward pass made of the buffers; nothing of padding.
 
@@ -53,7 +51,6 @@ class Statistics:
                 changes = (group.total != group.start).to(group.total.dtype)
                 group.sum.add(key.number, [group.total * (key.count / key.step_samples), changes])
 
-    @torch.no_grad()
     def reduce(self) -> torch.Tensor | None:
         """Average over all ranks when the step's micro-batches are done.
 
@@ -70,12 +67,10 @@ class Statistics:
             broken = here if broken is None else broken | here
         return broken
 
-    @torch.no_grad()
     def finish(self, norm: torch.Tensor) -> None:
         """End a step whose gradient has this norm, after `reduce`: a bad one leaves the buffers as they were."""
-        good = torch.isfinite(norm)
         for group in self.groups:
-            torch.where(good, group.total, group.start, out=group.total)
+            torch.where(torch.isfinite(norm), group.total, group.start, out=group.total)
             torch._foreach_copy_(group.buffers, group.totals)
 
 

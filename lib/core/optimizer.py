@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from lib.utils.checkpoint import shards
-
 BY_NAME = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
@@ -67,7 +65,7 @@ def clip(parameters: list[Tensor], limit: float) -> Tensor:
 
 def _row_norms(gradients: list[Tensor]) -> list[Tensor]:
     """Return the norm of each row of each gradient, of all ranks' shards: the same bits, sharded or not."""
-    local = [shards.local(gradient) for gradient in gradients]
+    local = [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
     norms = [g.reshape(-1) if g.ndim < 2 else torch.linalg.vector_norm(g.flatten(1), dim=1) for g in local]
     sharded = {number: gradient for number, gradient in enumerate(gradients) if isinstance(gradient, DTensor)}
     if not sharded:

@@ -27,7 +27,7 @@ from lib.utils.errors import ABORTED, STOPPING
 
 log = logging.getLogger(__name__)
 TWICE_S = 1.0  # a terminal's Ctrl-C and a dying parent's signal each arrive twice: nearer together they are one
-ASK_EVERY_S = 1.0  # between votes
+ASK_EVERY_S = 1.0  # between votes, and between checks for a reason to stop
 LAST_S = 5.0  # that a stop leaves to the last evaluation, which finishes the run: the next start would cost as much
 FILE_THERE = "the file STOP is in the run's folder"
 AGENT_GONE = "a torchrun agent is gone"
@@ -53,6 +53,7 @@ class Stop:
         self.file, self.grace_s, self.limit_steps = folder / "STOP", grace_s, limit_steps
         self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
         self.not_before = -math.inf  # a request waits until then
+        self.next_check = -math.inf  # of the clock, the file and the agent
         self.signalled_at: float | None = None  # time.monotonic() of the first signal
         self.request: Request | None = None  # of this process, the first one
         self.agreed: Request | None = None  # by all ranks
@@ -68,7 +69,8 @@ class Stop:
     def wanted(self) -> bool:
         """Return whether this process wants to stop."""
         now = time.monotonic()
-        if self.request is None:
+        if self.request is None and now >= self.next_check:
+            self.next_check = now + ASK_EVERY_S
             if now >= self.deadline:
                 self.ask("-max_hours is over")
             elif self.file.exists():

@@ -41,13 +41,14 @@ class Fetcher:
 
     def __call__(self, epoch: int, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches in order, each with its collated samples."""
+        if self.loader is None:
+            for micro_batch in micro_batches:
+                yield micro_batch, self.fetch[epoch, micro_batch.indices]
+            return
         requests, fetched = itertools.tee(micro_batches)
         self.requests.keys = ((epoch, one.indices) for one in requests)
-        if self.loader is None:
-            batches = map(self.fetch.__getitem__, self.requests)
-        else:
-            with _stop_signals_blocked():
-                batches = iter(self.loader)
+        with _stop_signals_blocked():
+            batches = iter(self.loader)
         for batch, micro_batch in zip(batches, fetched):
             if isinstance(batch, UsageError):
                 raise batch

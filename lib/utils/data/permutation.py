@@ -33,8 +33,8 @@ class Order:
         return self.take(torch.arange(places.start, stop, places.step, device="cpu"))
 
 
-def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Order:
-    """Return the indices 0..n-1 in the order in which one epoch draws them.
+def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Order | Tensor:
+    """Return the indices 0..n-1 in the order in which one epoch draws them: an Order, or a tensor with its methods.
 
     Up to 2^24 samples it is exactly what torch's DistributedSampler deals out, before its padding. Beyond, torch's
     would cost seconds and gigabytes and is not followed: a keyed permutation is, which starts anywhere at once.
@@ -44,8 +44,7 @@ def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Order:
     if n > TORCH_UP_TO:
         return Order(n, KeyedPermutation(n, seed, epoch).take)
     generator = torch.Generator().manual_seed(seed + epoch)
-    drawn = torch.randperm(n, generator=generator, dtype=torch.int32, device="cpu")
-    return Order(n, lambda places: drawn[places].long())
+    return torch.randperm(n, generator=generator, dtype=torch.int32, device="cpu")
 
 
 class KeyedPermutation:

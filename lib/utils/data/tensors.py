@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -29,7 +30,7 @@ class Tensors(Dataset):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         """Return the batch of these rows: a tuple of tensors (len(indices), ...)."""
-        rows = torch.tensor(indices, device=self.tensors[0].device)
+        rows = torch.from_numpy(np.array(indices)).to(self.tensors[0].device)  # faster than torch.tensor
         return tuple(tensor.index_select(0, rows) for tensor in self.tensors)
 
 
