@@ -171,7 +171,7 @@ class Gradients:
     Sharded parameters (FSDP) are summed in each backward pass, see Scatter. The others travel in buckets, which
     begin to move while the last backward pass is still under way. A parameter that no micro-batch uses gets no
     gradient. A module that the trainer itself wraps in DistributedDataParallel has averages, which are multiplied by
-    the number of ranks.
+    the number of ranks; what it keeps from the step before is divided by it.
     """
 
     def __init__(self, parameters: list, model: nn.Module, own: list[nn.Module], world: World, args: "Args"):
@@ -200,6 +200,7 @@ class Gradients:
         self.key, self.alone = key, self.world.size == key.step_parts == 1
         if key.first:
             self.sent = 0
+            self._scale_averages(1 / self.world.size)
             for bucket in self.buckets:
                 bucket.begin(key)
         for scatter in self.scatters:
@@ -227,9 +228,12 @@ class Gradients:
                 bucket.sum.reduce()
             for bucket in self.buckets:
                 bucket.finish()
-        used = [parameter.grad for parameter in self.averaged if parameter.grad is not None]
-        if used:
-            torch._foreach_mul_(used, self.world.size)
+        self._scale_averages(self.world.size)
+
+    def _scale_averages(self, factor: float) -> None:
+        gradients = [parameter.grad for parameter in self.averaged if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
     def _on_gradient(self, bucket: "_Bucket", _: Tensor) -> None:
         if self.active:

@@ -1,5 +1,9 @@
 """The same bits on any number of processes: the tree of sums, and whole runs, sharded or not."""
 
+import json
+import logging
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +12,7 @@ from runs import few, norm_net, plugins, run
 from saves import SMALL, bits, log_of, refused
 from test_parallel import NET, BlocksNet
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lib.core import reduction
 from lib.trainer import trainer
@@ -193,6 +198,35 @@ def test_a_trainer_with_two_optimizers_and_metrics_that_few_batches_have_ends_at
         assert any("train/above_2" in line for line in truth["figures"])
         for size in (2, 3, 5):
             assert bits(run(tmp_path, f"{words} -cpu {size} -model on_{size}")) == truth
+
+
+class Apart(trainer.Trainer):
+    """Has a part that it wraps itself, whose gradients it keeps over two steps."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.apart = nn.Linear(4, 4)
+        wrapped = DistributedDataParallel(self.apart) if self.world.size > 1 else self.apart
+        self.wrapped, self.slow = wrapped, torch.optim.SGD(self.apart.parameters(), lr=0.1)
+
+    def training_step(self, batch):
+        return self.loss(self.wrapped(self.model(batch[0])), batch[1])
+
+    def step(self, samples):
+        super().step(samples)
+        if self.state.step % 2 == 0:
+            self.slow.step()
+            self.slow.zero_grad()
+            logging.getLogger("lib.trainer").info("apart %s", self.apart.weight.flatten().tolist())
+
+
+def test_gradients_that_a_part_wrapped_by_the_trainer_keeps_over_steps_count_once(tmp_path):
+    with plugins(trainer={"apart": Apart}):
+        logs = [log_of(run(tmp_path, f"{SMALL} -trainer apart -cpu {n} -model on_{n}")) for n in (1, 2, 3)]
+    alone, *others = [[json.loads(one) for one in re.findall(r"apart (\[.*\])", log)] for log in logs]
+    assert len(alone) == 6
+    for other in others:
+        assert torch.allclose(torch.tensor(other), torch.tensor(alone), rtol=1e-4, atol=1e-6)
 
 
 def test_another_micro_batch_gives_idle_processes_work_at_the_same_bits(tmp_path):
