@@ -34,6 +34,7 @@ class World:
     local_size: int = 1
     device: torch.device = CPU
     launch: str = ""  # rank 0's `launch_id`
+    groups: tuple[Any, ...] = (None,)  # of processes, for sums one after the other: see `sum_groups`
 
     @property
     def is_main(self) -> bool:
@@ -63,8 +64,10 @@ def joined(args: Namespace) -> Iterator[World]:
     if world.size > 1:
         own = dist.get_default_backend_for_device(world.device)
         backend = own if own == "gloo" else f"cpu:gloo,{world.device.type}:{own}"
-        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=max(START_MINUTES, args.hang_minutes)))
-    yield agreed(args, world)
+        timeout = datetime.timedelta(minutes=max(START_MINUTES, args.hang_minutes))
+        dist.init_process_group(backend, timeout=timeout)
+        world = dataclasses.replace(agreed(args, world), groups=sum_groups(world, timeout))
+    yield world
     if world.size > 1:  # a rank that fails does not come here: it waits for nobody
         _leave()
 
@@ -110,6 +113,19 @@ def agreed(args: Namespace, world: World) -> World:
 
     attempt(compare, world)
     return dataclasses.replace(world, launch=launch)
+
+
+def sum_groups(world: World, timeout: datetime.timedelta) -> tuple[Any, ...]:
+    """Return the process groups through which a sum goes: all processes at once; or a machine's, then those between.
+
+    There are two where several machines have the same number of processes, more than one, with consecutive ranks.
+    """
+    local, first = world.local_size, world.rank - world.local_rank
+    most, least, uneven = largest([local, -local, first % local], world)
+    if uneven or most != -least or local in (1, world.size):
+        return (None,)
+    machine, between = range(first, first + local), range(world.local_rank, world.size, local)
+    return tuple(dist.new_group([*ranks], timeout, use_local_synchronization=True) for ranks in (machine, between))
 
 
 def _leave() -> None:
