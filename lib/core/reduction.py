@@ -74,9 +74,9 @@ def nodes_by_rank(leaves: int, size: int, round_robin: bool, together: int = 1) 
 
 
 class Sum:
-    """The sum of tensors like `templates`: `begin` a step, `add` each own micro-batch, `send`, `reduce`, `result`.
+    """The sum of tensors like `templates`: `begin` a step, `add` each own micro-batch, `send`, get the `result`.
 
-    Between the last three other work may go on. All ranks call them in the same order. With `by_library` the
+    Between the last two other work may go on. All ranks call them in the same order. With `by_library` the
     communication library chooses the order of additions, which depends on the number of ranks.
     """
 
@@ -91,20 +91,16 @@ class Sum:
     def begin(self, leaves: int) -> None:
         """Begin a step of so many micro-batches over all ranks."""
         self.shares, self.nodes = (leaves, self.world.size, self.round_robin), {}
+        one_each = not self.small and [len(nodes) for nodes in nodes_by_rank(*self.shares)] == [1, 1]
+        if self.world.size > 1:
+            self.exchanges = self._by_library() if self.by_library or one_each else self._along_tree()
 
     def add(self, leaf: int, values: list[Tensor]) -> None:
         """Add what this rank's next micro-batch made; the tensors become this sum's."""
         add_leaf(self.nodes, leaf, values)
 
     def send(self) -> None:
-        """Begin to move the nodes."""
-        one_each = not self.small and [len(nodes) for nodes in nodes_by_rank(*self.shares)] == [1, 1]
-        if self.world.size > 1:
-            self.exchanges = self._by_library() if self.by_library or one_each else self._along_tree()
-        self.reduce()
-
-    def reduce(self) -> None:
-        """Add up what has arrived, and begin the next exchange, if there is one."""
+        """Begin to move the nodes. Later calls add up what has arrived and begin the next exchange, if any."""
         next(self.exchanges, None)
 
     def result(self) -> list[Tensor]:
@@ -253,12 +249,10 @@ class Gradients:
                 self._send(sum(1 for _ in ready))
 
     def _send(self, ready: int) -> None:
-        """Send the buckets up to this one, those before it go on: in one order on all ranks."""
+        """Send the buckets up to this one, and go on with those before it: in one order on all ranks."""
         for number in range(self.sent, ready):
-            if number < len(self.buckets):
-                self.buckets[number].sum.send()
-            for bucket in self.buckets[max(0, number - self.under_way) : number]:
-                bucket.sum.reduce()
+            for bucket in reversed(self.buckets[max(0, number - self.under_way) : number + 1]):
+                bucket.sum.send()
         self.sent = max(self.sent, ready)
 
 
