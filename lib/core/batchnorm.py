@@ -59,8 +59,6 @@ class Statistics:
         broken = None
         for group in filter(lambda group: group.is_float, self.groups):
             if not self.alone:
-                group.sum.send()
-                group.sum.reduce()
                 total, changes = group.sum.result()
                 torch.where(changes > 0, total, group.start, out=group.total)
             here = (torch.isfinite(group.start) & ~torch.isfinite(group.total)).any()

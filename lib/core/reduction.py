@@ -3,12 +3,15 @@
 Micro-batch m is leaf m of one binary tree. A node is the sum of 2^k leaves from a multiple of 2^k on; leaves past the
 last one are left out. Each rank adds up its own leaves as far as they make whole nodes. Between ranks nodes are only
 moved, and then added in the tree's order: each rank gets one slice of all nodes (all_to_all), adds, and gives the sum
-to all (all_gather). Small sums take one all_gather of all nodes. Two ranks with one node each let the library add
-larger ones (all_reduce): a + b has the bits of b + a.
+to all (all_gather). Of a small sum each gets all nodes. Where several machines have several ranks each, those of a
+machine do so first, as far as their nodes make whole ones, then those of the same place on all machines. Two ranks
+with one node each let the library add a large sum (all_reduce): a + b has the bits of b + a.
 """
 
+import bisect
 import functools
 import itertools
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,31 +42,41 @@ def add_leaf(nodes: dict[int, list[Tensor]], leaf: int, values: list[Tensor]) ->
 
 
 def sum_nodes(nodes: dict[int, list[Tensor]]) -> list[Tensor]:
-    """Return the sum of nodes that cover all leaves; it takes their memory."""
+    """Return the sum of nodes that cover all leaves, or those of one node; it takes their memory."""
     size = 1
     while len(nodes) > 1:
         for first in [first for first in nodes if first & size]:
             torch._foreach_add_(nodes[first - size], nodes.pop(first))
         size *= 2
-    return nodes[0]
+    [total] = nodes.values()
+    return total
+
+
+def join_nodes(by_rank: list[list[int]], rows: Iterable[Tensor], joined: list[int]) -> dict[int, list[Tensor]]:
+    """Return the nodes that are to be `joined` of these rows, one for each node of each rank."""
+    parts = {first: {} for first in joined}
+    for first, row in zip(itertools.chain(*by_rank), rows, strict=True):
+        parts[joined[bisect.bisect(joined, first) - 1]][first] = [row]
+    return {first: sum_nodes(nodes) for first, nodes in parts.items()}
 
 
 @functools.lru_cache(maxsize=64)
-def nodes_by_rank(leaves: int, size: int, round_robin: bool) -> list[list[int]]:
-    """Return the nodes that each rank makes of its share of the leaves."""
+def nodes_by_rank(leaves: int, size: int, round_robin: bool, together: int = 1) -> list[list[int]]:
+    """Return the nodes that each rank makes of its share of the leaves, or each so many ranks `together`."""
     by_rank, nothing = [], torch.empty(0)
-    for rank in range(size):
+    for first in range(0, size, together):
         nodes = {}
-        for leaf in rank_share(leaves, rank, size, round_robin):
+        shares = (rank_share(leaves, rank, size, round_robin) for rank in range(first, first + together))
+        for leaf in sorted(itertools.chain(*shares)):
             add_leaf(nodes, leaf, [nothing])
         by_rank.append(list(nodes))
     return by_rank
 
 
 class Sum:
-    """The sum of tensors like `templates`: `begin` a step, `add` each own micro-batch, `send`, `reduce`, `result`.
+    """The sum of tensors like `templates`: `begin` a step, `add` each own micro-batch, `send`, get the `result`.
 
-    Between the last three other work may go on. All ranks call them in the same order. With `by_library` the
+    Between the last two other work may go on. All ranks call them in the same order. With `by_library` the
     communication library chooses the order of additions, which depends on the number of ranks.
     """
 
@@ -71,87 +84,80 @@ class Sum:
         self.templates, self.world, self.round_robin, self.by_library = templates, world, round_robin, by_library
         *starts, self.count = itertools.accumulate((one.numel() for one in templates), initial=0)
         self.layouts = [(one.shape, _strides(one), start) for one, start in zip(templates, starts, strict=True)]
-        self.slice = -(-self.count // world.size)
         self.small = self.count * templates[0].element_size() * world.size <= SMALL
         self.nodes: dict[int, list[Tensor]] = {}
-        self.work: Any = None  # of the library, under way
+        self.exchanges: Iterator[None] = iter(())  # each step of it begins one
 
     def begin(self, leaves: int) -> None:
         """Begin a step of so many micro-batches over all ranks."""
-        self.by_rank, self.nodes = nodes_by_rank(leaves, self.world.size, self.round_robin), {}
-        alike = [len(nodes) for nodes in self.by_rank] == [1, 1] and not self.small
-        self.all_reduce = self.by_library or alike
+        self.shares, self.nodes = (leaves, self.world.size, self.round_robin), {}
+        one_each = not self.small and [len(nodes) for nodes in nodes_by_rank(*self.shares)] == [1, 1]
+        if self.world.size > 1:
+            self.exchanges = self._by_library() if self.by_library or one_each else self._along_tree()
 
     def add(self, leaf: int, values: list[Tensor]) -> None:
         """Add what this rank's next micro-batch made; the tensors become this sum's."""
         add_leaf(self.nodes, leaf, values)
 
     def send(self) -> None:
-        """Begin to move the nodes."""
-        if self.world.size == 1:
-            return
-        own, self.nodes = list(self.nodes.values()), {}
-        if self.all_reduce:
-            self._send_to_library(own)
-        elif self.small:
-            self._send_nodes(own)
-        else:
-            self._send_slices(own)
-
-    def _send_to_library(self, own: list[list[Tensor]]) -> None:
-        first, *others = own or [[torch.zeros_like(one) for one in self.templates]]
-        for values in others:
-            torch._foreach_add_(first, values)
-        self.sum = torch.cat([_flat(value) for value in first])
-        self.work = dist.all_reduce(self.sum, async_op=True)
-
-    def _send_nodes(self, own: list[list[Tensor]]) -> None:
-        most = max(map(len, self.by_rank))
-        sent = self.templates[0].new_zeros(most, self.count)
-        for row, values in zip(sent, own, strict=False):
-            torch.cat([_flat(value) for value in values], out=row)
-        self.received = sent.new_empty(self.world.size, most, self.count)
-        self.work = dist.all_gather_into_tensor(self.received.view(-1), sent.view(-1), async_op=True)
-
-    def _send_slices(self, own: list[list[Tensor]]) -> None:
-        ranks = self.world.size
-        gap = self.templates[0].new_zeros(self.slice * ranks - self.count)
-        sent = gap.new_empty(ranks, len(own), self.slice)
-        for number, values in enumerate(own):
-            row = sent.view(-1) if len(own) == 1 else gap.new_empty(ranks * self.slice)
-            torch.cat([*map(_flat, values), gap], out=row)
-            if len(own) > 1:
-                sent[:, number] = row.view(ranks, -1)
-        self.received = gap.new_empty(sum(map(len, self.by_rank)), self.slice)
-        splits = [len(nodes) * self.slice for nodes in self.by_rank], [len(own) * self.slice] * ranks
-        self.sum = sent.view(-1)
-        self.work = dist.all_to_all_single(self.received.view(-1), self.sum, *splits, async_op=True)
-
-    def reduce(self) -> None:
-        """Add up what has arrived, and begin to give the sum of this rank's slice to the others."""
-        if self.world.size == 1 or self.all_reduce:
-            return
-        self.work.wait()
-        rows: Any = self.received
-        if self.small:
-            rows = [row for part, nodes in zip(rows, self.by_rank, strict=True) for row in part[: len(nodes)]]
-        [own] = sum_nodes({first: [row] for first, row in zip(itertools.chain(*self.by_rank), rows, strict=True)})
-        del self.received
-        if self.small:
-            self.sum = own.clone()  # `result` counts from where its memory begins
-            return
-        whole = self.slice * self.world.size
-        self.sum = self.sum[:whole] if len(self.sum) >= whole else own.new_empty(whole)  # what was sent has arrived
-        self.work = dist.all_gather_into_tensor(self.sum, own, async_op=True)
+        """Begin to move the nodes. Later calls add up what has arrived and begin the next exchange, if any."""
+        next(self.exchanges, None)
 
     def result(self) -> list[Tensor]:
         """Return the sums, laid out in memory like the templates."""
         if self.world.size == 1:
             return sum_nodes(self.nodes)
-        self.work.wait()
-        sums = [self.sum.as_strided(*layout) for layout in self.layouts]
+        for _ in self.exchanges:
+            pass
+        begin = self.sum.storage_offset()
+        sums = [self.sum.as_strided(shape, strides, begin + start) for shape, strides, start in self.layouts]
         del self.sum
         return sums
+
+    def _by_library(self) -> Iterator[None]:
+        nodes, self.nodes = self.nodes or {0: [torch.zeros_like(one) for one in self.templates]}, {}
+        first, *others = nodes
+        for other in others:
+            torch._foreach_add_(nodes[first], nodes.pop(other))
+        [self.sum] = _filled(self.templates[0].new_empty(1, self.count), nodes)
+        work: Any = dist.all_reduce(self.sum, async_op=True)
+        yield
+        work.wait()
+
+    def _along_tree(self) -> Iterator[None]:
+        nodes, width, together, back = self.nodes, self.count, 1, []
+        for group in self.world.groups:
+            ranks, count = dist.get_world_size(group), len(nodes)
+            place = self.world.rank // (together * ranks)
+            by_rank = nodes_by_rank(*self.shares, together)[place * ranks : (place + 1) * ranks]
+            slices = 1 if self.small else ranks
+            part = -(-width // slices)
+            rows = _filled(self.templates[0].new_empty(max(1, count), slices * part), nodes)
+            sent = rows[:count].view(count, slices, part).transpose(0, 1).expand(ranks, -1, -1).contiguous()
+            received = rows.new_empty(sum(map(len, by_rank)), part)
+            splits = [len(names) * part for names in by_rank], [count * part] * ranks
+            work: Any = dist.all_to_all_single(received.view(-1), sent.view(-1), *splits, group=group, async_op=True)
+            yield
+            work.wait()
+            together *= ranks  # have now added up their nodes
+            nodes = join_nodes(by_rank, received, nodes_by_rank(*self.shares, together)[place])
+            if slices > 1:
+                back.append((group, rows[0], width))
+            width = part
+        [self.sum] = sum_nodes(nodes)
+        for group, whole, width in reversed(back):  # what was sent has arrived: its memory takes the sum
+            work = dist.all_gather_into_tensor(whole, self.sum, group=group, async_op=True)
+            yield
+            work.wait()
+            self.sum = whole[:width]
+
+
+def _filled(rows: Tensor, nodes: dict[int, list[Tensor]]) -> Tensor:
+    """Move the nodes into rows: each its values side by side. What is left of a row stays as it is."""
+    for row, first in zip(rows, [*nodes], strict=False):
+        parts = [_flat(value) for value in nodes.pop(first)]
+        torch.cat(parts, out=row[: sum(map(len, parts))])
+    return rows
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
@@ -171,7 +177,7 @@ class Gradients:
     Sharded parameters (FSDP) are summed in each backward pass, see Scatter. The others travel in buckets, which
     begin to move while the last backward pass is still under way. A parameter that no micro-batch uses gets no
     gradient. A module that the trainer itself wraps in DistributedDataParallel has averages, which are multiplied by
-    the number of ranks.
+    the number of ranks; what it keeps from the step before is divided by it.
     """
 
     def __init__(self, parameters: list, model: nn.Module, own: list[nn.Module], world: World, args: "Args"):
@@ -191,6 +197,7 @@ class Gradients:
         # Other collectives in a backward pass would meet these in another order on a rank that has nothing to do.
         self.overlaps = world.size > 1 and not (wrapped or sharded or args.sync_bn)
         self.active, self.sent = False, 0
+        self.under_way = 2 * len(world.groups) - 1  # buckets at most, while the next one is sent
         for bucket in self.buckets if self.overlaps else ():
             for parameter in filter(lambda parameter: parameter.requires_grad, bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, bucket))
@@ -200,6 +207,7 @@ class Gradients:
         self.key, self.alone = key, self.world.size == key.step_parts == 1
         if key.first:
             self.sent = 0
+            self._scale_averages(1 / self.world.size)
             for bucket in self.buckets:
                 bucket.begin(key)
         for scatter in self.scatters:
@@ -222,14 +230,15 @@ class Gradients:
     def finish(self) -> None:
         """Set each parameter's gradient to the sum over the step's micro-batches."""
         if not self.alone:
-            self._send(len(self.buckets))
-            for bucket in self.buckets[-1:]:
-                bucket.sum.reduce()
+            self._send(len(self.buckets) + self.under_way)
             for bucket in self.buckets:
                 bucket.finish()
-        used = [parameter.grad for parameter in self.averaged if parameter.grad is not None]
-        if used:
-            torch._foreach_mul_(used, self.world.size)
+        self._scale_averages(self.world.size)
+
+    def _scale_averages(self, factor: float) -> None:
+        gradients = [parameter.grad for parameter in self.averaged if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
     def _on_gradient(self, bucket: "_Bucket", _: Tensor) -> None:
         if self.active:
@@ -240,11 +249,10 @@ class Gradients:
                 self._send(sum(1 for _ in ready))
 
     def _send(self, ready: int) -> None:
-        """Send the buckets up to this one, and reduce those that were sent before: in one order on all ranks."""
+        """Send the buckets up to this one, and go on with those before it: in one order on all ranks."""
         for number in range(self.sent, ready):
-            self.buckets[number].sum.send()
-            if number:
-                self.buckets[number - 1].sum.reduce()
+            for bucket in reversed(self.buckets[max(0, number - self.under_way) : number + 1]):
+                bucket.sum.send()
         self.sent = max(self.sent, ready)
 
 

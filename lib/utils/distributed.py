@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import operator
 import os
 import socket
 from argparse import Namespace
@@ -17,7 +18,7 @@ from lib.utils.errors import PARENT, UsageError
 
 CPU = torch.device("cpu")
 FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # that `attempt` shares
-ROW_BYTES = 504  # of JSON that one exchange brings from each rank: what most values take
+ROW_BYTES = 504  # of JSON that one message brings: what most values take
 TAG = 1_000_003  # of the messages between two ranks below; plugins may send their own
 START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read
 _left_groups = []  # process groups that this process left
@@ -33,6 +34,7 @@ class World:
     local_size: int = 1
     device: torch.device = CPU
     launch: str = ""  # rank 0's `launch_id`
+    groups: tuple[Any, ...] = (None,)  # of processes, for sums one after the other: see `sum_groups`
 
     @property
     def is_main(self) -> bool:
@@ -62,8 +64,10 @@ def joined(args: Namespace) -> Iterator[World]:
     if world.size > 1:
         own = dist.get_default_backend_for_device(world.device)
         backend = own if own == "gloo" else f"cpu:gloo,{world.device.type}:{own}"
-        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=max(START_MINUTES, args.hang_minutes)))
-    yield agreed(args, world)
+        timeout = datetime.timedelta(minutes=max(START_MINUTES, args.hang_minutes))
+        dist.init_process_group(backend, timeout=timeout)
+        world = dataclasses.replace(agreed(args, world), groups=sum_groups(world, timeout))
+    yield world
     if world.size > 1:  # a rank that fails does not come here: it waits for nobody
         _leave()
 
@@ -109,6 +113,19 @@ def agreed(args: Namespace, world: World) -> World:
 
     attempt(compare, world)
     return dataclasses.replace(world, launch=launch)
+
+
+def sum_groups(world: World, timeout: datetime.timedelta) -> tuple[Any, ...]:
+    """Return the process groups through which a sum goes: all processes at once; or a machine's, then those between.
+
+    There are two where several machines have the same number of processes, more than one, with consecutive ranks.
+    """
+    local, first = world.local_size, world.rank - world.local_rank
+    most, least, uneven = largest([local, -local, first % local], world)
+    if uneven or most != -least or local in (1, world.size):
+        return (None,)
+    machine, between = range(first, first + local), range(world.local_rank, world.size, local)
+    return tuple(dist.new_group([*ranks], timeout, use_local_synchronization=True) for ranks in (machine, between))
 
 
 def _leave() -> None:
@@ -192,32 +209,6 @@ def sum_(tensor: torch.Tensor, world: World) -> torch.Tensor:
     return tensor
 
 
-def largest(values: list[float], world: World) -> list[float]:
-    """Return each number's largest value over all ranks, by way of a binomial tree, in 2 log2(size) messages.
-
-    gloo's all_reduce passes them around a ring, in 2 size messages: docs/scaling.md.
-    """
-    if world.size == 1:  # in microseconds, as there is a vote after every step
-        return values
-    tensor = torch.tensor(values, dtype=torch.float64)
-    # The messages between two ranks do not know of `set_patience` by themselves.
-    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(CPU)
-    patience = backend.options._timeout
-    other, distance = torch.empty_like(tensor), 1
-    while distance < world.size:
-        if world.rank & distance:
-            sent: Any = dist.isend(tensor, world.rank - distance, tag=TAG)
-            sent.wait(patience)
-            break
-        if world.rank + distance < world.size:
-            received: Any = dist.irecv(other, world.rank + distance, tag=TAG)
-            received.wait(patience)
-            torch.maximum(tensor, other, out=tensor)
-        distance *= 2
-    dist.broadcast(tensor, 0)  # along a tree, too
-    return tensor.tolist()
-
-
 def world_in(group: Any = None) -> World:
     """Return this process's place in a process group (default: all); alone where there is none."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -225,37 +216,66 @@ def world_in(group: Any = None) -> World:
     return World(rank=dist.get_rank(group), size=dist.get_world_size(group))
 
 
-def gather_json(value: Any, world: World, group: Any = None) -> list:
-    """Return every rank's value (JSON), by rank, on all ranks. A `group` comes with its own `world_in`.
+def largest(values: list[float], world: World) -> list[float]:
+    """Return each number's largest value over all ranks; NaN where one is NaN."""
+    return merged(values, lambda *two: torch.tensor(two, dtype=torch.float64).amax(0).tolist(), world)
 
-    It costs one collective; a second one if a rank's text is longer than ROW_BYTES.
+
+def merged(value: Any, merge: Callable[[Any, Any], Any], world: World, group: Any = None) -> Any:
+    """Return all ranks' values (JSON), of which `merge` makes one of two, on all ranks, in 2 log2(size) messages.
+
+    They go up a binomial tree to rank 0, and back by a broadcast. gloo's all_reduce and all_gather pass theirs around
+    a ring: docs/scaling.md. A `group` comes with its own `world_in`.
     """
-    if world.size == 1:
-        return [value]
-    text, room = json.dumps(value).encode(), ROW_BYTES
-    device = CPU if "cpu:" in dist.get_backend_config(group) else torch.accelerator.current_accelerator()
-    while True:
-        row = len(text).to_bytes(8, "little") + text[:room].ljust(room)
-        mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
-        gathered = [torch.empty_like(mine) for _ in range(world.size)]
-        dist.all_gather(gathered, mine, group=group)
-        rows = [bytes(row.cpu().numpy()) for row in gathered]
-        longest = max(int.from_bytes(row[:8], "little") for row in rows)
-        if longest <= room:
-            return [json.loads(row[8:]) for row in rows]
-        room = longest
+    distance = 1
+    while distance < world.size and not world.rank & distance:
+        if world.rank + distance < world.size:
+            value = merge(value, _message(dist.irecv, None, world.rank + distance, group))
+        distance *= 2
+    if world.rank and world.size > 1:
+        _message(dist.isend, value, world.rank - distance, group)
+    return broadcast_json(value, world, group=group)
 
 
-def broadcast_json(value: Any, world: World, root: int = 0) -> Any:
+def gather_json(value: Any, world: World, group: Any = None) -> list:
+    """Return every rank's value (JSON), by rank, on all ranks."""
+    return merged([value], operator.add, world, group)
+
+
+def broadcast_json(value: Any, world: World, root: int = 0, group: Any = None) -> Any:
     """Return the value (JSON) of one rank, on all ranks."""
     if world.size == 1:
         return value
-    text = json.dumps(value).encode() if world.rank == root else b""
-    length = torch.tensor(len(text))
-    dist.broadcast(length, root)
-    data = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
-    dist.broadcast(data, root)
-    return json.loads(bytes(data.numpy()))
+    own = value if world.rank == root else None
+    return _moved(own, lambda row: dist.broadcast(row, group=group, group_src=root), group)
+
+
+def _message(move: Callable, value: Any, other: int, group: Any) -> Any:
+    """Send a value to another rank of the group, or return the one that comes from there."""
+    group = group or dist.group.WORLD
+    # The messages between two ranks do not know of `set_patience` by themselves.
+    patience = group._get_backend(_device(group)).options._timeout
+    other = dist.get_global_rank(group, other)
+    return _moved(value, lambda row: move(row, other, group, TAG).wait(patience), group)
+
+
+def _moved(value: Any, move: Callable[[torch.Tensor], Any], group: Any) -> Any:
+    """Return the value of a row of bytes that `move` sends or fills; a second row follows if that is too short."""
+    text, room = json.dumps(value).encode(), ROW_BYTES
+    while True:
+        row = bytearray(len(text).to_bytes(8, "little") + text[:room].ljust(room))
+        tensor = torch.frombuffer(row, dtype=torch.uint8).to(_device(group))
+        move(tensor)
+        row = bytes(tensor.cpu().numpy())
+        length = int.from_bytes(row[:8], "little")
+        if length <= room:
+            return json.loads(row[8:])
+        room = length
+
+
+def _device(group: Any) -> torch.device:
+    """The device of what a group's processes exchange."""
+    return CPU if "cpu:" in dist.get_backend_config(group) else torch.accelerator.current_accelerator() or CPU
 
 
 def attempt(action: Callable[[], Any] | None, world: World) -> Any:
@@ -266,20 +286,19 @@ def attempt(action: Callable[[], Any] | None, world: World) -> Any:
     Raises:
         UsageError, OSError, RuntimeError or ValueError: that of the lowest rank that met one.
     """
-    value = failure = None
+    value = failure = mine = None
     try:
         value = action() if action else None
     except FAILURES as error:
-        failure = error
-    wish = world.size - world.rank if failure else 0  # the largest is the lowest rank's
-    failed = world.size - int(largest([wish], world)[0])
-    if failed == world.size:
+        failure, kind = error, [isinstance(error, kind) for kind in FAILURES].index(True)
+        mine = [world.rank, kind, str(error)]
+    first = merged(mine, lambda ours, theirs: ours or theirs, world)
+    if first is None:
         return value
-    kind = [isinstance(failure, kind) for kind in FAILURES].index(True) if failure else 0
-    kind, text = broadcast_json([kind, str(failure)], world, failed)
-    if failure and failed == world.rank:
+    rank, kind, text = first
+    if failure and rank == world.rank:
         raise failure
-    raise FAILURES[kind](text if kind == 0 else f"rank {failed}: {text}")
+    raise FAILURES[kind](text if kind == 0 else f"rank {rank}: {text}")
 
 
 def together(action: Callable[[], Any] | None, world: World) -> list:

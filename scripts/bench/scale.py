@@ -36,6 +36,7 @@ from lib.utils.data import permutation  # noqa: E402
 from lib.utils.data.loader import Loader  # noqa: E402
 from lib.utils.data.plan import Plan  # noqa: E402
 from lib.utils.distributed import World  # noqa: E402
+from lib.utils.monitoring import metrics  # noqa: E402
 
 MOST_PROCESSES, MOST_THREADS, MOST_CONNECTIONS = 16, 256, 4096  # what two cores and 24 GB hold without trouble
 REPEAT = 20
@@ -128,11 +129,15 @@ def exchange(args) -> list[dict]:
 def _exchange(rank, size, folder):
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     world, vote = World(rank=rank, size=size), torch.zeros(3, dtype=torch.float64)
-    sums = {f"figure {number}": 1.0 for number in range(5)}
+    row, file = torch.zeros(512, dtype=torch.uint8), {f"shard_{rank:04}": [10**9, "0123456789abcdef"]}
+    rows, sums = [torch.empty_like(row) for _ in range(size)], metrics.Sums()
+    sums.update({f"figure {number}": 0.1 for number in range(5)})
     exchanges = {
         "a vote in gloo's ring, ms": lambda: dist.all_reduce(vote),
-        "along a tree, ms": lambda: distributed.largest([0.0, 0.0, 0.0], world),
-        "5 sums by name to all, ms": lambda: distributed.gather_json(sums, world),
+        "a vote along the tree, ms": lambda: distributed.largest([0.0, 0.0, 0.0], world),
+        "a row of each to all in gloo's ring, ms": lambda: dist.all_gather(rows, row),
+        "5 sums by name along the tree, ms": sums.pending,
+        "a file of each to all along the tree, ms": lambda: distributed.gather_json(file, world),
     }
     found = {}
     for name, call in exchanges.items():

@@ -224,10 +224,12 @@ def test_the_largest_values_are_found_in_a_logarithm_of_rounds(tmp_path):
         world = World(rank=rank, size=5)
         sent = []
         real = dist.isend
-        dist.isend = lambda tensor, to, **named: sent.append(to) or real(tensor, to, **named)
+        dist.isend = lambda tensor, to, *more: sent.append(to) or real(tensor, to, *more)
         assert distributed.largest([rank, -rank], world) == [4, 0]
         assert sent == ([rank - (rank & -rank)] if rank else []), "each but the first sends once, up a binomial tree"
         assert math.isnan(distributed.largest([math.nan if rank == 3 else 1.0], world)[0])
+        values = distributed.gather_json([rank, "x" * 600 * (rank % 2)], world)
+        assert [(number, len(text)) for number, text in values] == [(n, 600 * (n % 2)) for n in range(5)]
         with pytest.raises(OSError, match=r"^rank 2: lost$|^lost$"):
             distributed.attempt(lambda: fail(OSError("lost")) if rank in (2, 4) else None, world)
 

@@ -1,8 +1,10 @@
 """Sums over ranks, and metrics.jsonl: exact, gone on with, and on a full disk."""
 
+import functools
 import json
 import math
 import multiprocessing
+import random
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -12,7 +14,9 @@ import torch.distributed as dist
 from disks import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_atomic_directory import on_ranks
 
+from lib.utils import distributed
 from lib.utils.compat.metrics_tracker import MetricsTracker
 from lib.utils.monitoring import metrics
 
@@ -100,6 +104,8 @@ def test_two_ranks_with_uneven_names_and_counts_agree_on_exact_sums(tmp_path):
         process.join(120)
     assert [process.exitcode for process in ranks] == [0, 0]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    ways = first.pop("messages"), second.pop("messages")
+    assert ways == (["irecv", "broadcast"], ["isend", "broadcast"]), "an interval costs one way up and one down"
     assert first == second
     values = [value for rank in range(2) for value in _values(rank)]
     expected = [
@@ -111,7 +117,6 @@ def test_two_ranks_with_uneven_names_and_counts_agree_on_exact_sums(tmp_path):
         {"loss": pytest.approx(math.fsum(values), rel=1e-14), "samples": float(len(values))},
     ]
     assert first["intervals"] == expected
-    assert first["collectives"] == 1, "an interval costs one exchange"
     assert first["epoch"]["samples"] == 6.0 + len(values)
     assert first["of a group"] == {"x": 3.0}
 
@@ -136,26 +141,74 @@ def _as_rank(rank, folder):
     for ours in updates:
         for update in ours[rank]:
             tracker.update(update)
-        with _collectives() as groups:
+        with _messages() as sent:
             intervals.append(tracker.reduce().local)
     assert math.isnan(MetricsTracker().update({"loss": math.nan if rank else 1.0}).reduce().local["loss"])
-    report = {"intervals": intervals, "collectives": len(groups)}
+    report = {"intervals": intervals, "messages": [name for name, _ in sent]}
     group = dist.new_group([0, 1])
-    with _collectives() as groups:
+    with _messages() as sent:
         report["of a group"] = MetricsTracker(group=group).update({"x": rank + 1}).reduce().local
-    assert all(one is group for one in groups) and len(groups) == 1
+    assert len(sent) == 2 and all(one is group for _, one in sent)
     report["epoch"] = tracker.end_epoch().epoch_reports[0]
     (folder / f"{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
 
 @contextmanager
-def _collectives():
-    groups, real = [], (dist.all_reduce, dist.all_gather)
+def _messages():
+    """The names of the calls that move something, and their groups."""
+    sent, real = [], (dist.isend, dist.irecv, dist.broadcast, dist.all_reduce, dist.all_gather)
+
+    def noted(call, *words, **named):
+        group = [word for word in (*words, *named.values()) if isinstance(word, dist.ProcessGroup)]
+        sent.append((call.__name__, *(group or [None])))
+        return call(*words, **named)
+
     for call in real:
-        setattr(dist, call.__name__, lambda *a, call=call, **k: (groups.append(k["group"]), call(*a, **k)))
-    yield groups
-    dist.all_reduce, dist.all_gather = real
+        setattr(dist, call.__name__, functools.partial(noted, call))
+    yield sent
+    for call in real:
+        setattr(dist, call.__name__, call)
+
+
+FLOATS = st.one_of(st.floats(-1e30, 1e30), st.sampled_from([1e16, -1e16, 0.1, 2.0**-1074]))
+OF_RANKS = st.lists(st.dictionaries(st.sampled_from("abc"), st.lists(FLOATS, max_size=5)), min_size=1, max_size=9)
+
+
+@settings(deadline=None, derandomize=True)
+@given(OF_RANKS)
+def test_sums_that_are_added_in_pairs_along_a_tree_are_exact(ranks):
+    merged = [metrics.Sums() for _ in ranks]
+    for sums, values in zip(merged, ranks, strict=True):
+        sums.add(values)
+    merged, distance = [sums.pending() for sums in merged], 1
+    while distance < len(merged):
+        for rank in range(0, len(merged) - distance, 2 * distance):
+            merged[rank] = metrics.merge(*json.loads(json.dumps([merged[rank], merged[rank + distance]])))
+        distance *= 2
+    total = metrics.Sums()
+    total.add(merged[0])
+    names = {name for values in ranks for name in values}
+    assert total.reduce() == {name: math.fsum(v for one in ranks for v in one.get(name, [])) for name in names}
+
+
+def test_five_ranks_add_up_exactly_what_each_has_under_any_name(tmp_path):
+    draw, size = random.Random(5), 5
+    values = [{f"name {draw.randrange(40)}": [draw.uniform(-1, 1) * 10.0 ** draw.randrange(-20, 20) for _ in range(9)]
+               for _ in range(20)} for _ in range(size)]  # fmt: skip
+    wanted = {}
+    for name in {name for one in values for name in one}:
+        wanted[name] = math.fsum(value for one in values for value in one.get(name, []))
+
+    def run(rank):
+        sums = metrics.Sums()
+        sums.add(values[rank])
+        pending = sums.pending()
+        assert pending == sums.pending() and len(json.dumps(pending)) > distributed.ROW_BYTES
+        assert sums.reduce() == wanted and sums.reduce() == {}
+
+    torch.set_num_threads(1)
+    on_ranks(size, run, tmp_path)
 
 
 def test_metrics_lines_are_json_at_once_also_with_nan(tmp_path):

@@ -192,7 +192,7 @@ def test_a_run_that_goes_on_otherwise_is_found_out(name, tmp_path, capfd, only_k
 # The order of sums: in the tree's, any number of processes ends at the same bits
 
 
-def in_rank_order(nodes, leaf, values):
+def after_each_other(nodes, leaf, values):
     """Each rank adds up all that it has."""
     if nodes:
         torch._foreach_add_(next(iter(nodes.values())), values)
@@ -207,13 +207,18 @@ def one_after_another(nodes):
     return first
 
 
+def in_rank_order(monkeypatch):
+    """Breaks the order of sums: ranks are added up one after the other."""
+    monkeypatch.setattr(reduction, "add_leaf", after_each_other)
+    monkeypatch.setattr(reduction, "sum_nodes", one_after_another)
+    reduction.nodes_by_rank.cache_clear()
+    monkeypatch.setattr(reduction, "nodes_by_rank", reduction.nodes_by_rank.__wrapped__)
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_gradients_that_are_summed_in_rank_order_are_found_out(broken, tmp_path, monkeypatch):
     if broken:
-        monkeypatch.setattr(reduction, "add_leaf", in_rank_order)
-        monkeypatch.setattr(reduction, "sum_nodes", one_after_another)
-        reduction.nodes_by_rank.cache_clear()
-        monkeypatch.setattr(reduction, "nodes_by_rank", reduction.nodes_by_rank.__wrapped__)
+        in_rank_order(monkeypatch)
     with plugins(**saves.PLUGINS):
         runs = [run(tmp_path, f"{saves.SMALL} -cpu {size} -model on_{size}") for size in (1, 3)]
     assert (saves.bits(runs[0]) != saves.bits(runs[1])) == broken

@@ -1,17 +1,32 @@
 """The same bits on any number of processes: the tree of sums, and whole runs, sharded or not."""
 
+import dataclasses
+import json
+import logging
+import os
+import re
+import types
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import few, norm_net, plugins, run
 from saves import SMALL, bits, log_of, refused
+from test_atomic_directory import on_ranks
+from test_mutants import in_rank_order
 from test_parallel import NET, BlocksNet
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import train
 from lib.core import reduction
 from lib.trainer import trainer
-from lib.utils.data.plan import rank_share
+from lib.utils import distributed
+from lib.utils.data.loader import Loader
+from lib.utils.data.plan import Plan, rank_share
 from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
 
@@ -34,24 +49,30 @@ def pictures(args):
 # The tree
 
 
-def joined(leaves: list[torch.Tensor], size: int, round_robin: bool) -> torch.Tensor:
-    """The sum of all leaves, of nodes that so many ranks make."""
-    nodes = {}
-    for rank, names in enumerate(reduction.nodes_by_rank(len(leaves), size, round_robin)):
-        own = {}
-        for leaf in rank_share(len(leaves), rank, size, round_robin):
-            reduction.add_leaf(own, leaf, [leaves[leaf].clone()])
-        assert list(own) == names, "every rank knows what the others send"
-        nodes |= own
+def joined(leaves: list[torch.Tensor], size: int, round_robin: bool, together: int = 1) -> torch.Tensor:
+    """The sum of all leaves, of nodes that so many ranks make, and then so many `together`."""
+    nodes, count = {}, len(leaves)
+    by_rank = reduction.nodes_by_rank(count, size, round_robin)
+    for place, names in enumerate(reduction.nodes_by_rank(count, size, round_robin, together)):
+        ranks, rows = range(place * together, (place + 1) * together), []
+        for rank in ranks:
+            own = {}
+            for leaf in rank_share(count, rank, size, round_robin):
+                reduction.add_leaf(own, leaf, [leaves[leaf].clone()])
+            assert list(own) == by_rank[rank], "every rank knows what the others send"
+            rows += [row for [row] in own.values()]
+        made = reduction.join_nodes([by_rank[rank] for rank in ranks], rows, names)
+        assert list(made) == names
+        nodes |= made
     return reduction.sum_nodes(dict(sorted(nodes.items())))[0]
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
-@given(st.integers(1, 40), SIZES, st.booleans(), st.integers(0, 99))
-def test_a_sum_has_the_same_bits_whoever_has_which_leaves(count, size, round_robin, seed):
+@given(st.integers(1, 40), SIZES, st.integers(1, 4), st.booleans(), st.integers(0, 99))
+def test_a_sum_has_the_same_bits_whoever_has_which_leaves(count, size, together, round_robin, seed):
     leaves = list(torch.randn(count, 5, generator=torch.Generator().manual_seed(seed)))
     wanted = joined(leaves, 1, round_robin=False)
-    assert torch.equal(joined(leaves, size, round_robin), wanted)
+    assert torch.equal(joined(leaves, size * together, round_robin, together), wanted)
     assert torch.allclose(wanted, torch.stack(leaves).sum(0), atol=1e-4)
 
 
@@ -71,8 +92,147 @@ def test_a_sum_on_one_rank_keeps_layout_and_values():
     for number, values in enumerate(leaves):
         one.add(number, values)
     one.send()
-    one.reduce()
     assert all(torch.equal(*pair) for pair in zip(one.result(), wanted, strict=True))
+
+
+# Machines of several ranks: first they add up among themselves
+
+COUNTS = (8, 11, 12, 16, 3)  # micro-batches of a step; of 3, some machines have none
+PARAMETERS = ((37, 5), (211,), (), (64, 3), (1000,))
+
+
+class Wide(nn.Module):
+    """Parameters of odd sizes: one is frozen, one is never used, one in few micro-batches."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.all = nn.ParameterList(nn.Parameter(torch.randn(size)) for size in PARAMETERS)
+        self.frozen = nn.Parameter(torch.ones(100), requires_grad=False)
+        self.never = nn.Parameter(torch.ones(100))
+
+    def forward(self, number):
+        noise = torch.Generator().manual_seed(number)
+        parts = [(one * torch.randn(one.shape, generator=noise)).square().sum() for one in self.all]
+        return sum(parts[: 4 if number % 5 else 5]) * self.frozen.mean()
+
+
+def gradients(world: World, parallel: str = "ddp") -> list[list[torch.Tensor | None]]:
+    """The gradients of steps of so many micro-batches each, on this rank's share."""
+    model, found = Wide(), []
+    args = types.SimpleNamespace(reduction="tree", parallel=parallel, sync_bn=False)
+    sums = reduction.Gradients([*model.parameters()], model, [], world, args)
+    for count in COUNTS:
+        cut = Plan(count, count, 1, spread=False)
+        for key in Loader(
+            range(count), cut, world, seed=0, shuffle=False, workers=0, interleaved=parallel == "fsdp"
+        ).micro_batches(0):
+            sums.before(key)
+            (model(key.number) * key.count).backward()
+            sums.after()
+        sums.finish()
+        found.append([None if one.grad is None else one.grad.clone() for one in model.parameters()])
+        model.zero_grad()
+    return found
+
+
+def alike(ours: list[list], theirs: list[list]) -> bool:
+    """Whether all gradients have the same bits, or are not there."""
+    pairs = [pair for both in zip(ours, theirs, strict=True) for pair in zip(*both, strict=True)]
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+
+
+def on_machines(machines: int, local: int, folder, check):
+    """Runs check(world) on the ranks of so many machines, with sums in two levels."""
+
+    def run(rank):
+        world = World(rank=rank, local_rank=rank % local, size=machines * local, local_size=local)
+        groups = distributed.sum_groups(world, timedelta(seconds=60))
+        assert [dist.get_process_group_ranks(group) for group in groups] == [
+            [*range(rank - rank % local, rank - rank % local + local)],
+            [*range(rank % local, world.size, local)],
+        ]
+        check(dataclasses.replace(world, groups=groups))
+
+    torch.set_num_threads(1)
+    on_ranks(machines * local, run, folder)
+
+
+@pytest.fixture
+def in_slices(monkeypatch):
+    """No sum is small, and the gradients travel in several buckets."""
+    monkeypatch.setattr(reduction, "SMALL", 0)
+    monkeypatch.setattr(reduction, "BUCKET", 700)
+
+
+@pytest.mark.parametrize(("machines", "local"), [(2, 2), (3, 2), (2, 3), (4, 2)])
+def test_sums_in_two_levels_have_the_bits_of_one_process(machines, local, tmp_path, in_slices):
+    truth, mark = gradients(World()), tmp_path / "bytes"
+
+    def check(world):
+        flat = dataclasses.replace(world, groups=(None,))
+        for parallel in ("ddp", "fsdp"):
+            assert alike(gradients(flat, parallel), truth) and alike(gradients(world, parallel), truth)
+        left = [bytes_to_other_machines(lambda one=one: gradients(one), world) for one in (flat, world)]
+        left = distributed.gather_json(left, world)[:local]
+        reduction.SMALL = 1 << 20  # in this process alone
+        assert alike(gradients(world), truth), "small sums"
+        if world.is_main:
+            mark.write_text(json.dumps([*map(sum, zip(*left, strict=True))]))
+
+    on_machines(machines, local, tmp_path, check)
+    flat, two_levels = json.loads(mark.read_text())
+    assert two_levels < flat, (flat, two_levels)
+
+
+def bytes_to_other_machines(call, world: World) -> int:
+    """How many bytes this rank sends to other machines in a call. An all_gather goes around a ring."""
+    sent, real = [], (dist.all_to_all_single, dist.all_gather_into_tensor)
+
+    def far(group) -> list[bool]:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        return [rank // world.local_size != world.rank // world.local_size for rank in ranks]
+
+    def all_to_all(received, given, got, splits, group=None, **named):
+        sent.append(given.element_size() * sum(n for n, other in zip(splits, far(group), strict=True) if other))
+        return real[0](received, given, got, splits, group=group, **named)
+
+    def all_gather(whole, part, group=None, **named):
+        if far(group)[(dist.get_rank(group) + 1) % dist.get_world_size(group)]:
+            sent.append(whole.nbytes - part.nbytes)
+        return real[1](whole, part, group=group, **named)
+
+    dist.all_to_all_single, dist.all_gather_into_tensor = all_to_all, all_gather
+    call()
+    dist.all_to_all_single, dist.all_gather_into_tensor = real
+    return sum(sent)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_machines_that_add_up_in_rank_order_are_found_out(broken, tmp_path, monkeypatch, in_slices):
+    truth = gradients(World())
+    if broken:
+        in_rank_order(monkeypatch)
+    on_machines(2, 2, tmp_path, lambda world: check_alike(gradients(world), truth, wanted=not broken))
+
+
+def check_alike(ours, theirs, wanted: bool):
+    assert alike(ours, theirs) == wanted
+
+
+def test_machines_of_other_sizes_or_other_orders_of_ranks_add_up_at_once(tmp_path):
+    def run(rank):
+        def groups(local_rank, local_size):
+            world = World(rank=rank, local_rank=local_rank, size=4, local_size=local_size)
+            return distributed.sum_groups(world, timedelta(seconds=60))
+
+        assert groups(rank, 4) == groups(0, 1) == (None,), "one machine; one rank on each"
+        assert groups(rank % 3, 1 if rank == 3 else 3) == (None,)
+        assert groups(rank // 2, 2) == (None,), "ranks 0 and 2 are on one machine, 1 and 3 on the other"
+        assert len(groups(rank % 2, 2)) == 2
+
+    torch.set_num_threads(1)
+    on_ranks(4, run, tmp_path)
 
 
 # Runs
@@ -154,6 +314,18 @@ def test_sums_left_to_the_library_go_on_at_the_same_bits(more, tmp_path):
     run(tmp_path, f"{NET} -epochs 4 -model moved {more}", wanted=2)
 
 
+def test_a_run_on_two_machines_of_two_processes_ends_at_the_bits_of_one(tmp_path, monkeypatch, in_slices):
+    words, real = f"{NET} -epochs 2 -batch_size 12", train.run
+    truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
+
+    def on_its_machine(args):
+        os.environ.update(LOCAL_RANK=str(int(os.environ["RANK"]) % 2), LOCAL_WORLD_SIZE="2")
+        return real(args)
+
+    monkeypatch.setattr(train, "run", on_its_machine)
+    assert moved(tmp_path, words, "-cpu 2", "-cpu 4") == truth
+
+
 class Gapped(nn.Module):
     """Has a parameter whose values do not lie next to each other."""
 
@@ -193,6 +365,35 @@ def test_a_trainer_with_two_optimizers_and_metrics_that_few_batches_have_ends_at
         assert any("train/above_2" in line for line in truth["figures"])
         for size in (2, 3, 5):
             assert bits(run(tmp_path, f"{words} -cpu {size} -model on_{size}")) == truth
+
+
+class Apart(trainer.Trainer):
+    """Has a part that it wraps itself, whose gradients it keeps over two steps."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.apart = nn.Linear(4, 4)
+        wrapped = DistributedDataParallel(self.apart) if self.world.size > 1 else self.apart
+        self.wrapped, self.slow = wrapped, torch.optim.SGD(self.apart.parameters(), lr=0.1)
+
+    def training_step(self, batch):
+        return self.loss(self.wrapped(self.model(batch[0])), batch[1])
+
+    def step(self, samples):
+        super().step(samples)
+        if self.state.step % 2 == 0:
+            self.slow.step()
+            self.slow.zero_grad()
+            logging.getLogger("lib.trainer").info("apart %s", self.apart.weight.flatten().tolist())
+
+
+def test_gradients_that_a_part_wrapped_by_the_trainer_keeps_over_steps_count_once(tmp_path):
+    with plugins(trainer={"apart": Apart}):
+        logs = [log_of(run(tmp_path, f"{SMALL} -trainer apart -cpu {n} -model on_{n}")) for n in (1, 2, 3)]
+    alone, *others = [[json.loads(one) for one in re.findall(r"apart (\[.*\])", log)] for log in logs]
+    assert len(alone) == 6
+    for other in others:
+        assert torch.allclose(torch.tensor(other), torch.tensor(alone), rtol=1e-4, atol=1e-6)
 
 
 def test_another_micro_batch_gives_idle_processes_work_at_the_same_bits(tmp_path):

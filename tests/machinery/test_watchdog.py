@@ -182,7 +182,8 @@ def _of_two(rank, folder):
 def test_groups_are_taken_down_with_the_process_only(tmp_path):
     """Before, with Python's lock held, gloo might wait for one of its threads that needs the lock."""
     fork, port = multiprocessing.get_context("fork"), ports.free()
-    ranks = [fork.Process(target=_joined, args=(rank, port, tmp_path), daemon=True) for rank in range(2)]
+    args = types.SimpleNamespace(cpu=2, hang_minutes=1, flag_rules=flags.rules())  # one object, for both processes
+    ranks = [fork.Process(target=_joined, args=(rank, port, tmp_path, args), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -191,9 +192,9 @@ def test_groups_are_taken_down_with_the_process_only(tmp_path):
     assert all("gloo" in (tmp_path / str(rank)).read_text() for rank in range(2))
 
 
-def _joined(rank, port, folder):
+def _joined(rank, port, folder, args):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with distributed.joined(types.SimpleNamespace(cpu=2, hang_minutes=1, flag_rules=flags.rules())) as world:
+    with distributed.joined(args) as world:
         assert distributed.gather_json(rank, world) == [0, 1]
     assert not dist.is_initialized()
     gc.collect()
@@ -210,6 +211,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda *words, **more: None)
     monkeypatch.setattr(distributed, "_leave", lambda: left.append(True))
     monkeypatch.setattr(distributed, "agreed", lambda args, world: world)
+    monkeypatch.setattr(distributed, "sum_groups", lambda world, timeout: (None,))
     args = types.SimpleNamespace(cpu=None, hang_minutes=1)
     with distributed.joined(args):
         pass

@@ -31,7 +31,7 @@ def not_finite(model: torch.nn.Module, world: World) -> list[str]:
     finite = {name: torch.isfinite(shards.local(value)).all() for name, value in model.named_parameters()}
     good = torch.stack([*finite.values()]).tolist() if finite else []  # waits for the device once
     mine = [name for name, one in zip(finite, good, strict=True) if not one]
-    return sorted({name for names in distributed.gather_json(mine, world) for name in names})
+    return distributed.merged(sorted(mine), lambda ours, theirs: sorted({*ours, *theirs}), world)
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> None:

@@ -57,12 +57,8 @@ class Sums:
 
     def pending(self) -> dict[str, list[float]]:
         """Return the sums over all ranks before they are rounded, each as a few terms, and keep them."""
-        totals = {}
         mine = {name: _exact(terms) for name, terms in sorted(self._local.items())}
-        for sums in distributed.gather_json(mine, distributed.world_in(self._group), self._group):
-            for name, terms in sums.items():
-                totals.setdefault(name, []).extend(terms)
-        return {name: _exact(terms) for name, terms in totals.items()}
+        return distributed.merged(mine, merge, distributed.world_in(self._group), self._group)
 
     def add(self, sums: dict[str, list[float]]) -> None:
         """Add what `pending` returned."""
@@ -82,6 +78,11 @@ def _exact(terms: list) -> list[float]:
     while part := math.fsum([*values, *(-part for part in parts)]):
         parts.append(part)
     return parts
+
+
+def merge(one: dict[str, list[float]], other: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return the sums of two dicts of terms, by name, each as few terms: exactly."""
+    return {name: _exact([*one.get(name, []), *other.get(name, [])]) for name in {**one, **other}}
 
 
 def add(totals: dict[str, float], sums: dict[str, float]) -> None:
