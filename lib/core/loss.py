@@ -19,6 +19,10 @@ from lib.utils.monitoring import metrics
 if TYPE_CHECKING:
     from lib.config import Args
 
+PART = (
+    "the model returns a number next to its outputs without having got the targets: is it the whole loss, or a part? "
+    'Return {"loss": number} for the whole one; add up parts in training_step: python scripts/new.py trainer NAME'
+)
 TARGETS = ("labels", "targets", "label", "target")  # names of them, in a batch and as a parameter of a forward
 
 
@@ -36,22 +40,27 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> Pass:
     """Compute the loss of a batch: the model's own if it returns one, else `criterion(outputs, targets)`.
 
     A model whose `forward` has a parameter named labels or targets gets them, too. Of a dict it gets the entries that
-    `forward` names, or all of them as **batch; if it names none, it gets the values without the targets, in order.
-    Raises UsageError where all this gives no loss.
+    `forward` names, and all others as **batch; if it names none, it gets the values without the targets, in order.
+    Raises UsageError where all this gives no loss, or a number next to the outputs that may be a part of the loss.
     """
     inputs, targets = parts(batch)
     names = _parameters(type(unwrap(model)))
+    given = {name: targets for name in names if name in TARGETS and targets is not None}
     positional, named = [inputs], {}
     if isinstance(inputs, dict):
-        named = {name: value for name, value in inputs.items() if name in names} or ("**" in names and batch) or {}
+        named = {name: value for name, value in inputs.items() if name in names}
+        if "**" in names:
+            named = inputs if given else batch
         positional = [] if named else inputs.values()
-    given = {name: targets for name in names if name in TARGETS and targets is not None}
     answer = model(*positional, **{**named, **given})
     outputs, loss = outputs_of(answer)
     if loss is not None:
+        knows = given or named is batch
+        if isinstance(answer, (tuple, list)) and outputs is not None and targets is not None and not knows:
+            raise UsageError(PART)
         # Without the targets, outputs need not be answers (an autoencoder's are none); with them, a model may pair
         # a row of targets otherwise with the outputs, as one token further.
-        answers = (given or named is batch) and isinstance(targets, Tensor) and targets.ndim == 1
+        answers = knows and isinstance(targets, Tensor) and targets.ndim == 1
         exact = loss if loss.dtype == torch.float64 else loss.float()  # bfloat16 has no room for sums over samples
         return Pass(exact, inputs, targets, outputs if answers else None)
     if outputs is None or targets is None:
