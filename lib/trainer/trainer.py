@@ -300,8 +300,8 @@ class Trainer:
         return f"the parameter {odd[0]} ({len(odd)} in all) is not finite" if odd else ""
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """Return copies of the tensors that best/ and final/ hold, whole, on rank 0's CPU. All ranks call this."""
-        return weights.gathered(model_tensors(unwrap(self.model)), self.world)
+        """Return copies of the tensors that best/ and final/ hold, as `weights.gathered` does. All ranks call this."""
+        return weights.gathered(model_tensors(unwrap(self.model)), self.checkpoints.disk)
 
     def finish(self) -> str:
         """Save for the last time; evaluate the test split and write the final weights of a finished run.
@@ -320,7 +320,7 @@ class Trainer:
         if finished:
             self.logger.evaluated(self.state, "test", figures or {}, self.answers)
             final = self.whole_weights()
-            distributed.main_does(lambda: weights.write(self.folder / "final", final), self.world)
+            self.checkpoints.disk.do(lambda: weights.write(self.folder / "final", final))
         self.save()
         self.checkpoints.close()
         self.logger.close(finished)

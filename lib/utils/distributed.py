@@ -250,12 +250,17 @@ def broadcast_json(value: Any, world: World, root: int = 0) -> Any:
     """Return the value (JSON) of one rank, on all ranks."""
     if world.size == 1:
         return value
-    text = json.dumps(value).encode() if world.rank == root else b""
-    length = torch.tensor(len(text))
+    return json.loads(broadcast_bytes(json.dumps(value).encode() if world.rank == root else b"", world, root))
+
+
+def broadcast_bytes(data: bytes, world: World, root: int = 0) -> bytes:
+    """Return the bytes of one rank, on all ranks; the others give none."""
+    length = torch.tensor(len(data))
     dist.broadcast(length, root)
-    data = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
-    dist.broadcast(data, root)
-    return json.loads(bytes(data.numpy()))
+    values = torch.empty(int(length), dtype=torch.uint8)
+    values.numpy().data[: len(data)] = data  # of the others nothing
+    dist.broadcast(values, root)
+    return values.numpy().tobytes()
 
 
 def attempt(action: Callable[[], Any] | None, world: World) -> Any:

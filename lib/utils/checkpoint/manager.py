@@ -138,11 +138,11 @@ class Checkpoints:
         self.saving = Save(name, facts, best, job)
 
     def write_best(self, tensors: dict[str, Tensor]) -> None:
-        """Write best/weights.safetensors with the next save, from whole tensors on rank 0's CPU that do not change.
+        """Write best/weights.safetensors with the next save, on each disk, from tensors that `weights.gathered` gave.
 
         No checkpoint that names them is published before they are written.
         """
-        self.best = tensors if self.world.is_main else {}
+        self.best = tensors if self.disk.leads else {}
 
     def writing(self) -> bool:
         """Whether this rank is at work on a save; any thread may ask."""

@@ -133,8 +133,7 @@ class RunFolder:
         with self._writing():
             if restarts(self.args, self.world):
                 _move_away(self.path)
-            if self.world.is_main:
-                atomic.write_file(self.path / "config.yaml", config)
+            atomic.write_file(self.path / "config.yaml", config)
             write_outcome(self.path, self.world, "running")
 
     def lock(self) -> None:
