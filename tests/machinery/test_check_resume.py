@@ -90,7 +90,7 @@ class Two(trainer.Trainer):
 
 
 def test_gradients_that_are_zero_but_for_rounding_are_no_difference(checked):
-    """As those of BERT's key biases, from which Adam makes steps as large as others; in a trainer's own module, too."""
+    """As those of BERT's key biases, from which Adam makes large steps; in a trainer's own module, too."""
     torch.manual_seed(0)
     model = Attention(types.SimpleNamespace(num_classes=4))
     functional.cross_entropy(model(torch.randn(8, 64)), torch.randint(4, (8,))).backward()

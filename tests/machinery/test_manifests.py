@@ -27,22 +27,6 @@ def test_a_newer_format_is_refused_with_its_version_and_left_where_it_is(copy, r
     assert names(copy) == before
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda m: {**m, "state": {**m["state"], "tokens": 9}}, "tokens"),
-        (lambda m: {**m, "state": {"epoch": 1, "step": 4}}, "samples"),
-        (lambda m: {name: value for name, value in m.items() if name != "state"}, "samples"),
-    ],
-)
-def test_entries_that_are_not_known_are_refused_with_the_version(copy, refused, change, message):
-    newest = copy / "checkpoints" / names(copy)[0]
-    saves.rewrite(newest, change)
-    line = refused(f"{SMALL} -cpu 2 -model few_norm_net", out=copy.parent)
-    assert "another version of the code" in line and message in line
-    assert newest.exists()
-
-
 def test_weights_that_are_not_finite_are_refused_unless_it_is_allowed(copy, refused):
     newest = copy / "checkpoints" / names(copy)[0]
     for shard in newest.glob("shard_*"):

@@ -125,8 +125,8 @@ class Checkpoints:
         name = f"step_{step}"
         try:
             self.check_folder()
-            last = max(self.disk.do(lambda: run_folder.last_number(self.folder)))
-            name = f"{last + 1:06d}_step_{step}"
+            numbers = self.disk.do(lambda: [0, *(run_folder.number(one.name) for one in self.folder.iterdir())])
+            name = f"{max(map(max, numbers)) + 1:06d}_step_{step}"
             self.disk.do(lambda: self._make_partial(name, keep))
         except OSError as error:
             self._fail(name, str(error))

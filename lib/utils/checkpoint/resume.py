@@ -63,7 +63,7 @@ def find(args: "Args", disk: Disk) -> Past | None:
     if args.resume and Path(os.path.realpath(own)) in Path(os.path.realpath(args.resume)).parents:
         hint = "to start from an older one, give the new run another -model"
         raise UsageError(f"-resume {args.resume}: this run goes on from its newest checkpoint by itself; {hint}")
-    past = newest_good(own, disk, moves_away=lambda: run_folder.restarts(args, disk.world))
+    past = newest_good(own, disk, resets=lambda: run_folder.restarts(args, disk.world))
     return past or (_of_another_run(args.resume, disk) if args.resume else None)
 
 
@@ -79,17 +79,17 @@ def _of_another_run(path: str, disk: Disk) -> Past:
     return past
 
 
-def newest_good(path: Path, disk: Disk, own: bool = True, moves_away: Callable[[], bool] = bool) -> Past | None:
+def newest_good(path: Path, disk: Disk, own: bool = True, resets: Callable[[], bool] = lambda: False) -> Past | None:
     """Return the newest checkpoint at a path that is whole on some disk, the same for all ranks; None without any.
 
-    A disk that still `moves_away` its old run, by -reset, has none.
+    A disk that `resets` has none: its old run is to be moved away.
 
     Raises:
         Damaged: there are some, and none is good.
         UsageError: the newest is of another version of the code.
         OSError: the disk does not answer.
     """
-    names = disk.do(lambda: [] if moves_away() else _names(path))  # on each disk
+    names = disk.do(lambda: [] if resets() else _names(path))  # on each disk
     here = names[disk.groups.index(disk.ranks)]
     damaged = []
     for name in sorted({*chain(*names)}, key=lambda name: (run_folder.number(Path(name).name), name), reverse=True):
@@ -111,7 +111,9 @@ def newest_good(path: Path, disk: Disk, own: bool = True, moves_away: Callable[[
 
 
 def _names(path: Path) -> list[str]:
-    found = run_folder.checkpoints_at(path)
+    """Return the checkpoints at a path: of a run's folder or its checkpoints folder, or the path itself."""
+    itself = [path] if (path / "manifest.json").is_file() else []
+    found = run_folder.listed(path) or run_folder.listed(path / "checkpoints") or itself
     if not found and any(path.glob("step_*")):
         hint = "which named checkpoints otherwise; take that version, or -reset"
         raise UsageError(f"{path}: written by an older version of the code, {hint}")
@@ -124,7 +126,6 @@ def _verify(folder: Path, share: World) -> tuple[dict, str]:
         raise OSError(errno.ESTALE, "another process on the same disk sees it, this one does not", str(folder))
     try:
         manifest = shards.read_manifest(folder)
-        State.from_dict(manifest.get("state", {}))
         for file, wanted in sorted(manifest["shards"].items())[share.rank :: share.size]:
             shards.verify(folder / file, wanted)
     except shards.Damaged as error:
@@ -215,7 +216,7 @@ def state(past: Past | None, plan: Plan) -> State:
     """
     if past is None:
         return State()
-    saved, before = State.from_dict(past.manifest["state"]), past.config
+    saved, before = State(**past.manifest["state"]), past.config
     saved.best = saved.best if past.own else None
     old = Plan(before["samples"], before["batch_size"], before["micro_batch"], before["drop_last"])
     if (old.batch, old.steps) != (plan.batch, plan.steps):
@@ -285,5 +286,4 @@ def _check_tensors(past: Past, tensors: dict[str, Tensor]) -> None:
     if odd:
         shown = ", ".join(f"{name} was {there.get(name)} and is {here.get(name)}" for name in odd[:4])
         kind = "trainer" if all(name.startswith("trainer.") for name in odd) else "model or optimizer"
-        more = ", ..." if len(odd) > 4 else ""
-        raise UsageError(f"{past.folder} is of another {kind}: {shown}{more}; -weights takes only a model's weights")
+        raise UsageError(f"{past.folder} is of another {kind}: {shown}; -weights takes only a model's weights")

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -157,7 +157,9 @@ def verify(path: Path, wanted: dict) -> None:
         size = os.fstat(file.fileno()).st_size
         if size != wanted["bytes"]:
             raise Damaged(f"{path}: {size:,} bytes instead of {wanted['bytes']:,}")
-        crc = checksum(iter(lambda: file.read(CHUNK), b""))
+        crc = 0
+        while chunk := file.read(CHUNK):
+            crc = zlib.crc32(chunk, crc)
     if crc != wanted["crc32"]:
         raise Damaged(f"{path}: its checksum is {crc:08x} instead of {wanted['crc32']:08x}")
 
@@ -237,14 +239,6 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Return whether a tensor is one of FSDP's. Only FSDP imports their module, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
-
-
-def checksum(chunks: Iterable[bytes | memoryview]) -> int:
-    """Return the CRC-32 of these pieces of bytes, one after the other."""
-    crc = 0
-    for chunk in chunks:
-        crc = zlib.crc32(chunk, crc)
-    return crc
 
 
 def raw(values: Tensor) -> memoryview | bytes:
