@@ -131,8 +131,8 @@ class Trainer:
             self.metrics.add(self.state.unlogged)
         if self.scaler.is_enabled() and self.state.scaler:
             self.scaler.load_state_dict(self.state.scaler)
-        self.saved = (self.state.step, self.state.epoch) if past.own else None
         if past.own:
+            self.saved = self.state.step, self.state.epoch
             self.checkpoints.go_on_from(past.folder)
         epoch = min(self.state.epoch + 1, self.args.epochs)  # a finished run is evaluated again
         log.info("going on from %s: epoch %d, step %d", past.folder, epoch, self.state.step)

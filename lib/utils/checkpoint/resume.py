@@ -39,7 +39,6 @@ class Past:
     manifest: dict
     own: bool  # or else that of another run
     damaged: list[str]  # what is wrong with newer ones
-    files: list[str]  # its shards on this rank's disk
     sender: int  # a rank whose disk has it whole
     lacking: dict[int, str]  # the ranks that lack it or a file of it, where nodes do not share a disk, and why
 
@@ -100,9 +99,9 @@ def newest_good(path: Path, disk: Disk, own: bool = True, resets: Callable[[], b
         lacking = {rank: fault or f"{path / name} is not there" for rank, fault in enumerate(faults) if fault != ""}
         senders = [ranks[0] for ranks in disk.groups if lacking.keys().isdisjoint(ranks)]
         if senders:
-            first = distributed.broadcast_json(manifest, disk.world, senders[0]) if len(names) > 1 else manifest
-            mine = manifest if lacking.keys().isdisjoint(disk.ranks) else first
-            return Past(path / name, first, own, damaged, [*mine["shards"]], senders[0], lacking)
+            if len(names) > 1:
+                manifest = distributed.broadcast_json(manifest, disk.world, senders[0])
+            return Past(path / name, manifest, own, damaged, senders[0], lacking)
         damaged += [text for text in faults if text][:1]
     if damaged:
         hint = ": -reset starts from scratch" if own else ""
@@ -271,8 +270,9 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
     there, memory = past.manifest["tensors"], tuple(f"{part}." for part in parts.optimizers)
     tensors = {name: one for name, one in parts.tensors().items() if name in there or not name.startswith(memory)}
     _check_tensors(past, tensors)
+    files = shards.read_manifest(past.folder)["shards"]  # of this disk
     own = shards.file_of(world.rank)  # holds all blocks of this rank, if as many ranks wrote it
-    shards.read(past.folder, sorted(past.files, key=lambda file: file != own), tensors)
+    shards.read(past.folder, sorted(files, key=lambda file: file != own), tensors)
     parts.forget_all_but({*tensors}, fresh)
     odd = weights.not_finite(parts.modules["model"], world)
     if odd and "nan" not in allowed:
