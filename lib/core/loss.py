@@ -19,10 +19,6 @@ from lib.utils.monitoring import metrics
 if TYPE_CHECKING:
     from lib.config import Args
 
-PART = (
-    "the model returns a number next to its outputs without having got the targets: is it the whole loss, or a part? "
-    'Return {"loss": number} for the whole one; add up parts in training_step: python scripts/new.py trainer NAME'
-)
 TARGETS = ("labels", "targets", "label", "target")  # names of them, in a batch and as a parameter of a forward
 
 
@@ -48,16 +44,18 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> Pass:
     given = {name: targets for name in names if name in TARGETS and targets is not None}
     positional, named = [inputs], {}
     if isinstance(inputs, dict):
-        named = {name: value for name, value in inputs.items() if name in names}
-        if "**" in names:
-            named = inputs if given else batch
+        everything = inputs if given else batch
+        named = everything if "**" in names else {name: value for name, value in inputs.items() if name in names}
         positional = [] if named else inputs.values()
     answer = model(*positional, **{**named, **given})
     outputs, loss = outputs_of(answer)
     if loss is not None:
         knows = given or named is batch
         if isinstance(answer, (tuple, list)) and outputs is not None and targets is not None and not knows:
-            raise UsageError(PART)
+            raise UsageError(
+                "the model got no targets and returns a number next to its outputs: is it the whole loss, or a part? "
+                'Return {"loss": number} for the whole; add up parts in a trainer: python scripts/new.py trainer NAME'
+            )
         # Without the targets, outputs need not be answers (an autoencoder's are none); with them, a model may pair
         # a row of targets otherwise with the outputs, as one token further.
         answers = knows and isinstance(targets, Tensor) and targets.ndim == 1

@@ -285,7 +285,7 @@ class Trainer:
         self.state.unlogged = self.metrics.pending()
         self.state.scaler = self.scaler.state_dict()
         config, parts = resume.config(self.args, self.plan), parts_of(self)
-        facts = {"state": self.state.to_dict(), "config": config, "about": runtime.about(self.world)}
+        facts = {"state": dataclasses.asdict(self.state), "config": config, "about": runtime.about(self.world)}
         self.checkpoints.save(parts.tensors(), facts, step=self.state.step, first=parts.first(), keep=keep)
         self.saved = self.state.step, self.state.epoch
         self.every.saved()

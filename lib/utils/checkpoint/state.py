@@ -1,7 +1,6 @@
 """What a checkpoint holds: how far a run is, and its tensors."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +25,6 @@ class State:
     sums: dict[str, float] = field(default_factory=dict)  # the epoch's training metrics up to its last log line
     unlogged: dict[str, list[float]] = field(default_factory=dict)  # what came since, exactly; as of the last save
     scaler: dict = field(default_factory=dict)  # of -fp16's gradients; as of the last save
-
-    def to_dict(self) -> dict:
-        """Return all of it as JSON has it: State(**it) is the same."""
-        return dataclasses.asdict(self)
 
     def count_bad(self, norms: list[Tensor]) -> None:
         """Count the steps whose gradient norm (0-d tensors) is not finite. Waits for the device."""
