@@ -18,7 +18,7 @@ import train
 from lib import config
 from lib.trainer import trainer
 from lib.utils import distributed
-from lib.utils.checkpoint import run_folder
+from lib.utils.checkpoint import resume, run_folder
 from lib.utils.distributed import World
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,6 +142,14 @@ def test_a_node_that_joins_does_not_reset_the_run_again(tmp_path, monkeypatch):
     shutil.rmtree(two.parent)
     _nodes(tmp_path, f"{words} 2 -limit_steps 9", wanted=75)
     assert saves.steps(two)[0] == 9 and "step_7: epoch" in log_of(two, 1)
+
+
+def test_another_runs_checkpoint_must_be_on_each_node(done, monkeypatch, refused):
+    _on_nodes(monkeypatch)
+    real = resume._names
+    monkeypatch.setattr(resume, "_names", lambda path: [] if os.environ["RANK"] == "1" else real(path))
+    said = refused(f"{SMALL} -cpu 2 -resume {done}")
+    assert said == f"train.py: -resume {done}: not each node has {names(done)[0]}: copy it to all"
 
 
 def test_nodes_that_share_no_disk_start_anew_together(tmp_path, monkeypatch):

@@ -63,19 +63,15 @@ def find(args: "Args", disk: Disk) -> Past | None:
         hint = "to start from an older one, give the new run another -model"
         raise UsageError(f"-resume {args.resume}: this run goes on from its newest checkpoint by itself; {hint}")
     past = newest_good(own, disk, resets=lambda: run_folder.restarts(args, disk.world))
-    return past or (_of_another_run(args.resume, disk) if args.resume else None)
-
-
-def _of_another_run(path: str, disk: Disk) -> Past:
-    try:
-        past = newest_good(Path(os.path.realpath(path)), disk, own=False)
-    except (OSError, shards.Damaged) as error:
-        raise UsageError(f"-resume {path}: {error}") from None
-    if past is None:
-        raise UsageError(f"-resume {path}: there is no checkpoint; give a run's folder or one of its checkpoints")
-    if past.lacking:
-        raise UsageError(f"-resume {path}: not each node has {past.folder.name}: copy it to all")
-    return past
+    if past or not args.resume:
+        return past
+    other = newest_good(Path(os.path.realpath(args.resume)), disk, own=False)
+    if other is None:
+        hint = "give a run's folder or one of its checkpoints"
+        raise UsageError(f"-resume {args.resume}: there is no checkpoint; {hint}")
+    if other.lacking:
+        raise UsageError(f"-resume {args.resume}: not each node has {other.folder.name}: copy it to all")
+    return other
 
 
 def newest_good(path: Path, disk: Disk, own: bool = True, resets: Callable[[], bool] = lambda: False) -> Past | None:
@@ -85,7 +81,7 @@ def newest_good(path: Path, disk: Disk, own: bool = True, resets: Callable[[], b
 
     Raises:
         Damaged: there are some, and none is good.
-        UsageError: the newest is of another version of the code.
+        UsageError: the newest is of another version of the code; or none is good, and they are not the run's own.
         OSError: the disk does not answer.
     """
     names = disk.do(lambda: [] if resets() else _names(path))  # on each disk
@@ -103,9 +99,10 @@ def newest_good(path: Path, disk: Disk, own: bool = True, resets: Callable[[], b
                 manifest = distributed.broadcast_json(manifest, disk.world, senders[0])
             return Past(path / name, manifest, own, damaged, senders[0], lacking)
         damaged += [text for text in faults if text][:1]
+    if damaged and own:
+        raise shards.Damaged(f"{damaged[0]}; no good checkpoint is left: -reset starts from scratch")
     if damaged:
-        hint = ": -reset starts from scratch" if own else ""
-        raise shards.Damaged(f"{damaged[0]}; no good checkpoint is left{hint}")
+        raise UsageError(f"-resume: {damaged[0]}; no good checkpoint is left")
     return None
 
 

@@ -19,10 +19,7 @@ IMAGENET = "imagenet"  # as -weights: no file, but what the architecture's get_w
 
 
 def gathered(tensors: dict[str, Tensor], disk: Disk) -> dict[str, Tensor]:
-    """Return copies of the tensors, whole, on the CPU of each disk's first rank; empty ones elsewhere.
-
-    All ranks call this together.
-    """
+    """Return whole copies on the CPU of each disk's first rank; empty ones elsewhere. All ranks call this."""
     whole = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
