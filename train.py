@@ -64,7 +64,7 @@ def run(args: config.Args) -> int:
         model = parallel.build(arch, args, world)
         taken = ""
         if args.weights and past is None and mode != "eval":
-            taken = weights.start_from(args.weights, model, imagenet=lambda: arch.get_weights(args))
+            taken = weights.start_from(args.weights, model, imagenet=lambda: arch.get_weights(args), world=world)
         sample = functools.partial(loader.first_batch, splits["train"], plan, world, args)
         threads = runtime.settle_threads(args, world, saved_threads, model, sample)
         criterion = loss.get_loss(args)
@@ -80,7 +80,9 @@ def run(args: config.Args) -> int:
         if taken:
             logging.getLogger(__name__).info("-weights:    %s", taken)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
-        logger = Logger(folder.path, world, args, plan, resume.state(past, plan)) if folder.path else Off()
+        resume.send(past, run_folder.run_of(args), disk)
+        state, path = resume.state(past, plan), folder.path
+        logger = Logger(path, world, args, plan, state, main=disk.leads) if path else Off()
         stack.callback(logger.close)
         seeding.for_trainer(args.seed)
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)

@@ -1,5 +1,6 @@
 """What the tests of checkpoints share: small runs, small saves, what they hold, and a payload that must never run."""
 
+import dataclasses
 import pickle
 import zlib
 from pathlib import Path
@@ -60,7 +61,7 @@ def found(folder: Path) -> resume.Past | None:
 
 def facts(step: int) -> dict:
     """What joins the manifest of a little state."""
-    return {"state": State(step=step).to_dict()}
+    return {"state": dataclasses.asdict(State(step=step))}
 
 
 def at_step(folder: Path, step: int) -> str:

@@ -64,6 +64,7 @@ class Args(argparse.Namespace):
     gpus: str | None
     cpu: int | None
     workers: int | None
+    val_workers: int | None
     threads: int | None
     fp16: bool
     bf16: bool

@@ -36,22 +36,29 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> Pass:
     """Compute the loss of a batch: the model's own if it returns one, else `criterion(outputs, targets)`.
 
     A model whose `forward` has a parameter named labels or targets gets them, too. Of a dict it gets the entries that
-    `forward` names, or all of them as **batch; if it names none, it gets the values without the targets, in order.
-    Raises UsageError where all this gives no loss.
+    `forward` names, and all others as **batch; if it names none, it gets the values without the targets, in order.
+    Raises UsageError where all this gives no loss, or a number next to the outputs that may be a part of the loss.
     """
     inputs, targets = parts(batch)
     names = _parameters(type(unwrap(model)))
+    given = {name: targets for name in names if name in TARGETS and targets is not None}
     positional, named = [inputs], {}
     if isinstance(inputs, dict):
-        named = {name: value for name, value in inputs.items() if name in names} or ("**" in names and batch) or {}
+        everything = inputs if given else batch
+        named = everything if "**" in names else {name: value for name, value in inputs.items() if name in names}
         positional = [] if named else inputs.values()
-    given = {name: targets for name in names if name in TARGETS and targets is not None}
     answer = model(*positional, **{**named, **given})
     outputs, loss = outputs_of(answer)
     if loss is not None:
+        knows = given or named is batch
+        if isinstance(answer, (tuple, list)) and outputs is not None and targets is not None and not knows:
+            raise UsageError(
+                "the model got no targets and returns a number next to its outputs: is it the whole loss, or a part? "
+                'Return {"loss": number} for the whole; add up parts in a trainer: python scripts/new.py trainer NAME'
+            )
         # Without the targets, outputs need not be answers (an autoencoder's are none); with them, a model may pair
         # a row of targets otherwise with the outputs, as one token further.
-        answers = (given or named is batch) and isinstance(targets, Tensor) and targets.ndim == 1
+        answers = knows and isinstance(targets, Tensor) and targets.ndim == 1
         exact = loss if loss.dtype == torch.float64 else loss.float()  # bfloat16 has no room for sums over samples
         return Pass(exact, inputs, targets, outputs if answers else None)
     if outputs is None or targets is None:

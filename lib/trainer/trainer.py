@@ -131,8 +131,8 @@ class Trainer:
             self.metrics.add(self.state.unlogged)
         if self.scaler.is_enabled() and self.state.scaler:
             self.scaler.load_state_dict(self.state.scaler)
-        self.saved = (self.state.step, self.state.epoch) if past.own else None
         if past.own:
+            self.saved = self.state.step, self.state.epoch
             self.checkpoints.go_on_from(past.folder)
         epoch = min(self.state.epoch + 1, self.args.epochs)  # a finished run is evaluated again
         log.info("going on from %s: epoch %d, step %d", past.folder, epoch, self.state.step)
@@ -285,7 +285,7 @@ class Trainer:
         self.state.unlogged = self.metrics.pending()
         self.state.scaler = self.scaler.state_dict()
         config, parts = resume.config(self.args, self.plan), parts_of(self)
-        facts = {"state": self.state.to_dict(), "config": config, "about": runtime.about(self.world)}
+        facts = {"state": dataclasses.asdict(self.state), "config": config, "about": runtime.about(self.world)}
         self.checkpoints.save(parts.tensors(), facts, step=self.state.step, first=parts.first(), keep=keep)
         self.saved = self.state.step, self.state.epoch
         self.every.saved()
@@ -300,8 +300,8 @@ class Trainer:
         return f"the parameter {odd[0]} ({len(odd)} in all) is not finite" if odd else ""
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """Return copies of the tensors that best/ and final/ hold, whole, on rank 0's CPU. All ranks call this."""
-        return weights.gathered(model_tensors(unwrap(self.model)), self.world)
+        """Return copies of the tensors that best/ and final/ hold, as `weights.gathered` does. All ranks call this."""
+        return weights.gathered(model_tensors(unwrap(self.model)), self.checkpoints.disk)
 
     def finish(self) -> str:
         """Save for the last time; evaluate the test split and write the final weights of a finished run.
@@ -320,7 +320,7 @@ class Trainer:
         if finished:
             self.logger.evaluated(self.state, "test", figures or {}, self.answers)
             final = self.whole_weights()
-            distributed.main_does(lambda: weights.write(self.folder / "final", final), self.world)
+            self.checkpoints.disk.do(lambda: weights.write(self.folder / "final", final))
         self.save()
         self.checkpoints.close()
         self.logger.close(finished)

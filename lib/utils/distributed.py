@@ -250,6 +250,16 @@ def broadcast_json(value: Any, world: World, root: int = 0, group: Any = None) -
     return _moved(own, lambda row: dist.broadcast(row, group=group, group_src=root), group)
 
 
+def broadcast_bytes(data: bytes, world: World, root: int = 0) -> bytes:
+    """Return the bytes of one rank, on all ranks; the others give none."""
+    length = torch.tensor(len(data))
+    dist.broadcast(length, root)
+    values = torch.empty(int(length), dtype=torch.uint8)
+    values.numpy().data[: len(data)] = data  # of the others nothing
+    dist.broadcast(values, root)
+    return values.numpy().tobytes()
+
+
 def _message(move: Callable, value: Any, other: int, group: Any) -> Any:
     """Send a value to another rank of the group, or return the one that comes from there."""
     group = group or dist.group.WORLD

@@ -12,6 +12,7 @@ the machine disturbs that little. One column says "wall".
 import argparse
 import collections
 import concurrent.futures
+import dataclasses
 import datetime
 import multiprocessing
 import os
@@ -225,7 +226,7 @@ def _checkpoint(folder, size, count):
     saver.folder.mkdir()
     names = [f"optim.blocks.{number}.attention.qkv.weight.exp_avg" for number in range(count)]
     facts = {
-        "state": resume.State().to_dict(),
+        "state": dataclasses.asdict(resume.State()),
         "config": {},
         "about": {},
         "tensors": {name: ["F32", [96 * size, 12288]] for name in names},

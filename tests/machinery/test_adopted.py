@@ -190,7 +190,7 @@ def test_what_a_model_returns_with_a_loss_of_its_own_is_measured_only_if_it_hold
     class Autoencoder(nn.Linear):
         def forward(self, inputs):
             outputs = super().forward(inputs)
-            return outputs, (outputs - inputs).square().mean()
+            return Answer(outputs, (outputs - inputs).square().mean())
 
     class Binary(nn.Linear):
         def forward(self, inputs, labels=None):
@@ -201,6 +201,45 @@ def test_what_a_model_returns_with_a_loss_of_its_own_is_measured_only_if_it_hold
     for model, count in ((Autoencoder(12, 12), 12), (Binary(12, 1), 2)):
         done = losses.forward(model, (torch.randn(8, 12), torch.randint(count, (8,))), criterion)
         assert losses.metric_sums(criterion, done.outputs, done.targets) == {}
+
+
+def test_a_number_next_to_the_outputs_is_no_loss_unless_the_model_got_the_targets_or_calls_it_so():
+    """As the auxiliary loss of a mixture of experts: trained on alone, it would teach the model nothing."""
+
+    class Experts(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs), self.weight.square().mean()
+
+    class Named(nn.Linear):
+        def forward(self, inputs):
+            return {"outputs": super().forward(inputs), "loss": self.weight.square().mean()}
+
+    inputs, labels, criterion = torch.randn(8, 4), torch.randint(3, (8,)), losses.CrossEntropy()
+    for batch in ((inputs, labels), {"image": inputs, "label": labels}):
+        with pytest.raises(UsageError, match="is it the whole loss, or a part") as caught:
+            losses.forward(Experts(4, 3), batch, criterion)
+        assert "\n" not in str(caught.value)
+    for model, batch in ((Named(4, 3), (inputs, labels)), (Experts(4, 3), inputs), (Experts(4, 3), {"x": inputs})):
+        assert losses.forward(model, batch, criterion).loss == model.weight.square().mean()
+
+
+def test_a_model_that_names_some_entries_of_a_dict_and_takes_all_gets_all():
+    class Some(nn.Linear):
+        def forward(self, x, **others):
+            return super().forward(x) + sum(value.sum() for value in others.values())
+
+    class Labels(nn.Linear):
+        def forward(self, x, labels, **others):
+            assert list(others) == ["shift"]
+            return super().forward(x) + others["shift"], functional.mse_loss(labels.float(), others["shift"][:, 0])
+
+    batch = {"x": torch.randn(8, 4), "shift": torch.ones(8, 1)}
+    some, criterion = Some(4, 3), losses.CrossEntropy()
+    label = torch.randint(3, (8,))
+    expected = criterion(nn.Linear.forward(some, batch["x"]) + 8 + label.sum(), label)
+    assert losses.forward(some, {**batch, "label": label}, criterion).loss == expected
+    done = losses.forward(Labels(4, 3), {**batch, "label": torch.full((8,), 3)}, criterion)
+    assert done.loss == 4.0
 
 
 def test_a_models_own_loss_in_bfloat16_adds_up_as_another():

@@ -4,12 +4,14 @@ import os
 import re
 import signal
 import time
+import types
 
 import pytest
 import torch
 from runs import few, norm_net, plugins
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
@@ -54,6 +56,49 @@ def test_sums_that_are_left_to_the_library_are_compared_on_the_same_processes_on
     assert code == 0, message
     assert "other numbers of processes are not compared: with -reduction allreduce" in lines[2]
     assert [line[:44].strip() for line in lines[5:-1]] == ROWS[:1]
+
+
+class Attention(nn.Module):
+    """Attention over 8 words of 8 numbers. A bias of the keys has no effect: its gradient is rounding noise."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.queries, self.keys, self.values = (nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(64, args.num_classes)
+
+    def forward(self, inputs):
+        words = inputs.reshape(-1, 8, 8)
+        scores = self.queries(words) @ self.keys(words).transpose(1, 2)
+        return self.head((scores.softmax(2) @ self.values(words)).flatten(1))
+
+
+class Two(trainer.Trainer):
+    """Trains a second such model, an attribute of its own."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.other = Attention(self.args)
+        self.other_optimizer = torch.optim.Adam(self.other.parameters())
+
+    def training_step(self, batch):
+        return super().training_step(batch) + self.loss(self.other(batch[0]), batch[1])
+
+    def step(self, samples):
+        super().step(samples)
+        self.other_optimizer.step()
+        self.other_optimizer.zero_grad()
+
+
+def test_gradients_that_are_zero_but_for_rounding_are_no_difference(checked):
+    """As those of BERT's key biases, from which Adam makes large steps; in a trainer's own module, too."""
+    torch.manual_seed(0)
+    model = Attention(types.SimpleNamespace(num_classes=4))
+    functional.cross_entropy(model(torch.randn(8, 64)), torch.randint(4, (8,))).backward()
+    assert model.keys.bias.grad.abs().max() < 1e-6 < 1e-4 < model.queries.bias.grad.abs().max()
+    with plugins(arch={"attention": Attention}, dataset={"few": few}, trainer={"two": Two}):
+        code, lines, message = checked(f"{SMALL} -arch attention -dataset few -trainer two")
+    assert code == 0 and lines[-1] == "all as promised", "\n".join([*lines, message])
+    assert len(lines) > 5 and all(line.endswith("the same bits") for line in lines[4:-1])
 
 
 # What breaks the promise, and what it looks like

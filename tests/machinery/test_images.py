@@ -46,6 +46,15 @@ def test_answers_are_collected_and_drawn_after_some_epochs_only():
     assert answers.draw() == {} and answers.samples is None and answers.figures() == {"f1": 1.0}
 
 
+def test_answers_of_all_ranks_are_summed_once(monkeypatch):
+    sums = []
+    monkeypatch.setattr(pictures.distributed, "sum_", lambda counts, world: sums.append(1) or counts.add_(counts))
+    answers = pictures.Answers(nn.CrossEntropyLoss(), 3, None, World(size=2))
+    answers.add(torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 2]), torch.eye(3), 3)
+    assert answers.figures() == {"f1": 1.0} and list(answers.draw()) == ["confusion", "answers"]
+    assert answers.counts.tolist() == [[2, 0, 0], [0, 2, 0], [0, 0, 2]] and sums == [1]
+
+
 def test_classes_without_a_name_are_called_by_their_number():
     for names, message in ((["cat"], ["cat", "1", "2"]), (None, ["0", "1", "2"]), (list("abc"), ["a", "b", "c"])):
         answers = pictures.Answers(nn.CrossEntropyLoss(), 3, names, World())

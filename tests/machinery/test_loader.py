@@ -121,7 +121,7 @@ def test_an_epoch_goes_on_from_any_step_on_any_number_of_ranks(plan, ranks, othe
 @STEADY
 @given(n=st.integers(1, 90), batch=st.integers(1, 12), ranks=st.integers(1, 6))
 def test_evaluation_counts_each_sample_once_and_the_ranks_take_equally_many_turns(n, batch, ranks):
-    args = types.SimpleNamespace(seed=0, workers=0, shuffle=True, debug=False, parallel="ddp")
+    args = types.SimpleNamespace(seed=0, workers=0, val_workers=None, shuffle=True, debug=False, parallel="ddp")
     plan, splits = Plan(n, ranks * batch, batch), {"train": range(n), "val": list(range(n))}
     worlds = [World(rank=rank, size=ranks) for rank in range(ranks)]
     shares = []
@@ -201,7 +201,7 @@ class Stuck(Dataset):
 
 def test_worker_processes_end_with_the_run_whatever_they_are_at(monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # s, to wait for each
-    args = types.SimpleNamespace(seed=0, workers=2, shuffle=False, debug=False, parallel="ddp")
+    args = types.SimpleNamespace(seed=0, workers=2, val_workers=None, shuffle=False, debug=False, parallel="ddp")
     before = multiprocessing.active_children()
     for data in (Stuck(), ROWS):
         with (
@@ -215,6 +215,15 @@ def test_worker_processes_end_with_the_run_whatever_they_are_at(monkeypatch):
             1 / 0  # noqa: B018
         assert not any(child.is_alive() for child in children)
     assert set(multiprocessing.active_children()) <= set(before)
+
+
+@pytest.mark.parametrize(("given", "of_each"), [(None, [2, 2, 2]), (0, [2, 0, 0]), (1, [2, 1, 1])])
+def test_evaluation_has_loader_processes_of_its_own(given, of_each):
+    args = types.SimpleNamespace(seed=0, workers=2, val_workers=given, shuffle=False, debug=False, parallel="ddp")
+    splits = dict.fromkeys(("train", "val", "test"), ROWS)
+    with loader.opened(splits, Plan(20, 1, 1), World(), args) as loaders:
+        found = [one.fetched.loader for one in loaders.values()]
+    assert [getattr(one, "num_workers", 0) for one in found] == of_each
 
 
 # Randomness

@@ -5,17 +5,20 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import saves
-from runs import distance, outcome, run, same
+from runs import distance, lines, outcome, plugins, run, same
+from safetensors.torch import load_file
 from saves import SMALL, log_of, names
 
 import train
 from lib import config
 from lib.trainer import trainer
-from lib.utils.checkpoint import run_folder
+from lib.utils import distributed
+from lib.utils.checkpoint import resume, run_folder
 from lib.utils.distributed import World
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +70,8 @@ def test_nodes_that_share_no_disk_each_hold_all_and_send_it_to_those_that_lost_t
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 9)
         _nodes(tmp_path, f"{SMALL} -cpu 3", wanted=75)
-    assert f"{shard}: " in log_of(two, 1) and "an older checkpoint is taken" in log_of(two, 1)
+    assert f"rank 1: {shard}: " in log_of(two, 1) and "; rank 0 sends it" in log_of(two, 1)
+    assert "an older checkpoint is taken" not in log_of(two, 1)
     shutil.rmtree(one / "checkpoints" / names(one)[0])
     one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2")
     assert distance(one, done) < 1e-5 and "going on from" in log_of(one)
@@ -100,7 +104,52 @@ def test_a_node_replaced_by_an_empty_one_or_by_one_of_the_past_goes_on_to_the_sa
     assert distance(one, done) == 0.0
     ended = outcome(one)
     assert [ended[name] for name in ("state", "step", "samples")] == ["finished", 12, 150]
-    assert same(*(saves.tensors(each / "checkpoints" / names(each)[0]) for each in (one, two)))
+    assert saves.bits(one) == saves.bits(two) == saves.bits(done), "also the log lines of all epochs"
+    for name in ("best", "final"):
+        assert same(*(load_file(each / name / "weights.safetensors") for each in (one, two))), name
+    assert f"out: {tmp_path}/node1" in (two / "config.yaml").read_text()
+
+
+def test_a_node_that_joins_has_a_checkpoint_at_once_and_the_best_weights(done, tmp_path, monkeypatch):
+    """So that the others may leave before a step is done, and it is the first rank that joins."""
+    _on_nodes(monkeypatch)
+    words = f"{SMALL} -cpu 2 -limit_steps 9"
+    one, two, _ = _nodes(tmp_path, words, wanted=75)
+    shutil.rmtree(one)
+    _nodes(tmp_path, words, wanted=75)
+    assert saves.steps(one) == [9] and "; rank 1 sends it" in log_of(one)
+    assert outcome(one)["best"] and lines(one) == lines(two)
+    assert same(*(load_file(each / "best" / "weights.safetensors") for each in (one, two)))
+    shutil.rmtree(two)
+    _nodes(tmp_path, f"{SMALL} -cpu 2")
+    assert saves.bits(one) == saves.bits(two) == saves.bits(done)
+
+
+def test_a_node_that_joins_does_not_reset_the_run_again(tmp_path, monkeypatch):
+    """Neither an empty one, nor one with an older run that got further: that is moved away."""
+    _on_nodes(monkeypatch)
+    one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2 -save_every 1steps")
+    monkeypatch.setattr(distributed, "launch_id", lambda: "second")
+    words = f"{SMALL} -reset -cpu"
+    shutil.move(two.parent, tmp_path / "away")
+    _nodes(tmp_path, f"{words} 2 -limit_steps 5", wanted=75)
+    shutil.rmtree(two.parent)
+    shutil.move(tmp_path / "away", two.parent)
+    assert saves.steps(one)[0] == 5
+    _nodes(tmp_path, f"{words} 2 -limit_steps 7", wanted=75)
+    assert saves.steps(one)[0] == saves.steps(two)[0] == 7 and "step_5: epoch" in log_of(two, 1)
+    assert list((two.parent / ".old").iterdir())
+    shutil.rmtree(two.parent)
+    _nodes(tmp_path, f"{words} 2 -limit_steps 9", wanted=75)
+    assert saves.steps(two)[0] == 9 and "step_7: epoch" in log_of(two, 1)
+
+
+def test_another_runs_checkpoint_must_be_on_each_node(done, monkeypatch, refused):
+    _on_nodes(monkeypatch)
+    real = resume._names
+    monkeypatch.setattr(resume, "_names", lambda path: [] if os.environ["RANK"] == "1" else real(path))
+    said = refused(f"{SMALL} -cpu 2 -resume {done}")
+    assert said == f"train.py: -resume {done}: not each node has {names(done)[0]}: copy it to all"
 
 
 def test_nodes_that_share_no_disk_start_anew_together(tmp_path, monkeypatch):
@@ -142,6 +191,26 @@ def test_nodes_that_do_share_a_disk_are_found_to(tmp_path, monkeypatch):
     newest = folder / "checkpoints" / names(folder)[0]
     assert len(list(newest.glob("shard_*"))) == 3
     assert not list(folder.rglob("*.partial")) and not list((tmp_path / "node0").glob("*.partial"))
+
+
+def test_the_first_process_of_each_node_downloads_and_the_others_find_its_file(tmp_path, monkeypatch):
+    def get_weights(args):
+        file = Path(args.out) / "cache"
+        if not file.exists():
+            time.sleep(0.2)
+            with (tmp_path / "downloads").open("a") as log:
+                log.write(f"{os.environ['RANK']}\n")
+            file.touch()
+        return saves.norm_net(args).state_dict()
+
+    with plugins(arch={"theirs": saves.norm_net}):
+        sys.modules["lib.arch.theirs"].get_weights = get_weights
+        words = f"{SMALL} -arch theirs -weights imagenet -limit_steps 1 -cpu"
+        run(tmp_path, f"{words} 3", wanted=75)
+        assert (tmp_path / "downloads").read_text().split() == ["0"]
+        _on_nodes(monkeypatch)
+        _nodes(tmp_path, f"{words} 2", wanted=75)
+    assert sorted((tmp_path / "downloads").read_text().split()) == ["0", "0", "1"]
 
 
 # Nodes whose torchrun was given no id, or other words

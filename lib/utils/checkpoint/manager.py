@@ -125,8 +125,8 @@ class Checkpoints:
         name = f"step_{step}"
         try:
             self.check_folder()
-            last = max(self.disk.do(lambda: run_folder.last_number(self.folder)))
-            name = f"{last + 1:06d}_step_{step}"
+            numbers = self.disk.do(lambda: [0, *(run_folder.number(one.name) for one in self.folder.iterdir())])
+            name = f"{max(map(max, numbers)) + 1:06d}_step_{step}"
             self.disk.do(lambda: self._make_partial(name, keep))
         except OSError as error:
             self._fail(name, str(error))
@@ -138,11 +138,11 @@ class Checkpoints:
         self.saving = Save(name, facts, best, job)
 
     def write_best(self, tensors: dict[str, Tensor]) -> None:
-        """Write best/weights.safetensors with the next save, from whole tensors on rank 0's CPU that do not change.
+        """Write best/weights.safetensors with the next save, on each disk, from tensors that `weights.gathered` gave.
 
         No checkpoint that names them is published before they are written.
         """
-        self.best = tensors if self.world.is_main else {}
+        self.best = tensors if self.disk.leads else {}
 
     def writing(self) -> bool:
         """Whether this rank is at work on a save; any thread may ask."""

@@ -6,18 +6,18 @@ import json
 import logging
 import math
 import os
-from collections.abc import Collection
-from dataclasses import dataclass, field
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lib.utils import distributed
-from lib.utils.checkpoint import run_folder, shards, weights
+from lib.utils.checkpoint import atomic, run_folder, shards, weights
 from lib.utils.checkpoint.shared_disk import Disk
 from lib.utils.checkpoint.state import Parts, State, prepare
 from lib.utils.data.plan import Plan, divisor
@@ -37,9 +37,10 @@ class Past:
 
     folder: Path
     manifest: dict
-    reader: int | None = None  # the rank that reads it for all others, where nodes do not share a disk
-    own: bool = True  # or else that of another run
-    damaged: list[str] = field(default_factory=list)  # what is wrong with newer ones
+    own: bool  # or else that of another run
+    damaged: list[str]  # what is wrong with newer ones
+    sender: int  # a rank whose disk has it whole
+    lacking: dict[int, str]  # the ranks that lack it or a file of it, where nodes do not share a disk, and why
 
     @property
     def config(self) -> dict:
@@ -61,73 +62,74 @@ def find(args: "Args", disk: Disk) -> Past | None:
     if args.resume and Path(os.path.realpath(own)) in Path(os.path.realpath(args.resume)).parents:
         hint = "to start from an older one, give the new run another -model"
         raise UsageError(f"-resume {args.resume}: this run goes on from its newest checkpoint by itself; {hint}")
-    restarts = any(disk.do(lambda: run_folder.restarts(args, disk.world)))
-    past = None if restarts else newest_good(own, disk)
-    return past or (_of_another_run(args.resume, disk) if args.resume else None)
+    past = newest_good(own, disk, resets=lambda: run_folder.restarts(args, disk.world))
+    if past or not args.resume:
+        return past
+    other = newest_good(Path(os.path.realpath(args.resume)), disk, own=False)
+    if other is None:
+        hint = "give a run's folder or one of its checkpoints"
+        raise UsageError(f"-resume {args.resume}: there is no checkpoint; {hint}")
+    if other.lacking:
+        raise UsageError(f"-resume {args.resume}: not each node has {other.folder.name}: copy it to all")
+    return other
 
 
-def _of_another_run(path: str, disk: Disk) -> Past:
-    try:
-        past = newest_good(Path(os.path.realpath(path)), disk, own=False)
-    except (OSError, shards.Damaged) as error:
-        raise UsageError(f"-resume {path}: {error}") from None
-    if past is None:
-        raise UsageError(f"-resume {path}: there is no checkpoint; give a run's folder or one of its checkpoints")
-    return past
-
-
-def newest_good(path: Path, disk: Disk, own: bool = True) -> Past | None:
+def newest_good(path: Path, disk: Disk, own: bool = True, resets: Callable[[], bool] = lambda: False) -> Past | None:
     """Return the newest checkpoint at a path that is whole on some disk, the same for all ranks; None without any.
+
+    A disk that `resets` has none: its old run is to be moved away.
 
     Raises:
         Damaged: there are some, and none is good.
-        UsageError: the newest is of another version of the code.
+        UsageError: the newest is of another version of the code; or none is good, and they are not the run's own.
         OSError: the disk does not answer.
     """
-    names = disk.do(lambda: _names(path))  # on each disk
+    names = disk.do(lambda: [] if resets() else _names(path))  # on each disk
     here = names[disk.groups.index(disk.ranks)]
     damaged = []
     for name in sorted({*chain(*names)}, key=lambda name: (run_folder.number(Path(name).name), name), reverse=True):
         verify = functools.partial(_verify, path / name, disk.share) if name in here else None
-        manifest, fault = distributed.attempt(verify, disk.world) or (None, None)
+        manifest, fault = distributed.attempt(verify, disk.world) or ({}, None)
         [bad] = distributed.largest([fault != ""], disk.world)
         faults = distributed.gather_json(fault, disk.world) if bad else [""] * disk.world.size
+        lacking = {rank: fault or f"{path / name} is not there" for rank, fault in enumerate(faults) if fault != ""}
+        senders = [ranks[0] for ranks in disk.groups if lacking.keys().isdisjoint(ranks)]
+        if senders:
+            if len(names) > 1:
+                manifest = distributed.broadcast_json(manifest, disk.world, senders[0])
+            return Past(path / name, manifest, own, damaged, senders[0], lacking)
         damaged += [text for text in faults if text][:1]
-        readers = [ranks[0] for ranks in disk.groups if all(faults[rank] == "" for rank in ranks)]
-        if readers and manifest and len(disk.groups) == 1:
-            return Past(path / name, manifest, None, own, damaged)
-        if readers:
-            manifest = distributed.broadcast_json(manifest, disk.world, readers[0])
-            return Past(path / name, manifest, readers[0], own, damaged)
+    if damaged and own:
+        raise shards.Damaged(f"{damaged[0]}; no good checkpoint is left: -reset starts from scratch")
     if damaged:
-        hint = ": -reset starts from scratch" if own else ""
-        raise shards.Damaged(f"{damaged[0]}; no good checkpoint is left{hint}")
+        raise UsageError(f"-resume: {damaged[0]}; no good checkpoint is left")
     return None
 
 
 def _names(path: Path) -> list[str]:
-    found = run_folder.checkpoints_at(path)
+    """Return the checkpoints at a path: of a run's folder or its checkpoints folder, or the path itself."""
+    itself = [path] if (path / "manifest.json").is_file() else []
+    found = run_folder.listed(path) or run_folder.listed(path / "checkpoints") or itself
     if not found and any(path.glob("step_*")):
         hint = "which named checkpoints otherwise; take that version, or -reset"
         raise UsageError(f"{path}: written by an older version of the code, {hint}")
     return [str(entry.relative_to(path)) for entry in found]
 
 
-def _verify(folder: Path, share: World) -> tuple[dict | None, str]:
-    """Verify this rank's share of a checkpoint's files. Return the manifest and "", or None and what is damaged."""
+def _verify(folder: Path, share: World) -> tuple[dict, str]:
+    """Verify this rank's share of a checkpoint's files. Return the manifest and "", or {} and what is damaged."""
     if folder not in folder.parent.iterdir():  # a network disk shows it later; a listing does not come from memory
         raise OSError(errno.ESTALE, "another process on the same disk sees it, this one does not", str(folder))
     try:
         manifest = shards.read_manifest(folder)
-        State.from_dict(manifest.get("state", {}))
         for file, wanted in sorted(manifest["shards"].items())[share.rank :: share.size]:
             shards.verify(folder / file, wanted)
     except shards.Damaged as error:
-        return None, str(error)
+        return {}, str(error)
     except OSError as error:
         if error.errno not in run_folder.MISSING:
             raise
-        return None, f"{folder}: {error}"
+        return {}, f"{folder}: {error}"
     return manifest, ""
 
 
@@ -210,7 +212,7 @@ def state(past: Past | None, plan: Plan) -> State:
     """
     if past is None:
         return State()
-    saved, before = State.from_dict(past.manifest["state"]), past.config
+    saved, before = State(**past.manifest["state"]), past.config
     saved.best = saved.best if past.own else None
     old = Plan(before["samples"], before["batch_size"], before["micro_batch"], before["drop_last"])
     if (old.batch, old.steps) != (plan.batch, plan.steps):
@@ -218,6 +220,37 @@ def state(past: Past | None, plan: Plan) -> State:
         now = plan.steps if done == old.steps else min(done * old.batch // plan.batch, plan.steps)
         saved.step = saved.epoch * plan.steps + now
     return saved
+
+
+def send(past: Past | None, run: Path, disk: Disk) -> None:
+    """Copy the checkpoint, the log lines and the best weights to disks that lack the checkpoint. All ranks call this.
+
+    Raises RuntimeError if the copy is not what was sent.
+    """
+    if past is None or not past.lacking:
+        return
+    rank, why = next(iter(past.lacking.items()))
+    log.warning("rank %d: %s; rank %d sends it", rank, why, past.sender)
+    partial = past.folder.with_name(f"{past.folder.name}.partial")
+    wants = disk.leads and not past.lacking.keys().isdisjoint(disk.ranks)
+    if wants:
+        for folder in (past.folder, partial):
+            shutil.rmtree(folder, ignore_errors=True)
+        for folder in (partial, run / "best"):
+            folder.mkdir(parents=True, exist_ok=True)
+    for file in ("manifest.json", *past.manifest["shards"]):
+        disk.copy(past.folder / file, partial / file, past.sender, wants)
+    for file in (run / "metrics.jsonl", run / "best" / "weights.safetensors"):
+        if distributed.broadcast_json(file.exists(), disk.world, past.sender):
+            disk.copy(file, file, past.sender, wants)
+
+    def publish() -> None:
+        _, fault = _verify(partial, World())
+        if fault:
+            raise RuntimeError(f"{fault}, after rank {past.sender} sent it")
+        atomic.publish(partial, past.folder)
+
+    distributed.attempt(publish if wants else None, disk.world)
 
 
 def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) -> None:
@@ -234,7 +267,9 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
     there, memory = past.manifest["tensors"], tuple(f"{part}." for part in parts.optimizers)
     tensors = {name: one for name, one in parts.tensors().items() if name in there or not name.startswith(memory)}
     _check_tensors(past, tensors)
-    _fill(past, tensors, world)
+    files = shards.read_manifest(past.folder)["shards"]  # of this disk
+    own = shards.file_of(world.rank)  # holds all blocks of this rank, if as many ranks wrote it
+    shards.read(past.folder, sorted(files, key=lambda file: file != own), tensors)
     parts.forget_all_but({*tensors}, fresh)
     odd = weights.not_finite(parts.modules["model"], world)
     if odd and "nan" not in allowed:
@@ -248,16 +283,4 @@ def _check_tensors(past: Past, tensors: dict[str, Tensor]) -> None:
     if odd:
         shown = ", ".join(f"{name} was {there.get(name)} and is {here.get(name)}" for name in odd[:4])
         kind = "trainer" if all(name.startswith("trainer.") for name in odd) else "model or optimizer"
-        more = ", ..." if len(odd) > 4 else ""
-        raise UsageError(f"{past.folder} is of another {kind}: {shown}{more}; -weights takes only a model's weights")
-
-
-@torch.no_grad()
-def _fill(past: Past, tensors: dict[str, Tensor], world: World) -> None:
-    if past.reader in (None, world.rank):
-        own = shards.file_of(world.rank)  # holds all blocks of this rank, if as many ranks wrote it
-        shards.read(past.folder, sorted(past.manifest["shards"], key=lambda file: file != own), tensors)
-    for name in sorted(tensors) if past.reader is not None else ():
-        values = tensors[name].detach().contiguous()
-        dist.broadcast(values.reshape(-1).view(torch.uint8), past.reader)
-        tensors[name].copy_(values)
+        raise UsageError(f"{past.folder} is of another {kind}: {shown}; -weights takes only a model's weights")

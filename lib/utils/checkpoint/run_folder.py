@@ -60,17 +60,6 @@ def newest(folder: Path) -> Path | None:
     return next(iter(listed(folder)), None)
 
 
-def last_number(folder: Path) -> int:
-    """Return the running number of the newest checkpoint in a folder, 0 without any."""
-    return max((number(checkpoint.name) for checkpoint in listed(folder)), default=0)
-
-
-def checkpoints_at(path: Path) -> list[Path]:
-    """Return the checkpoints at a path, newest first: of a run's folder or checkpoints folder, or itself."""
-    itself = [path] if (path / "manifest.json").is_file() else []
-    return listed(path) or listed(path / "checkpoints") or itself
-
-
 def number(name: str) -> int:
     """Return the running number in a checkpoint's name, 0 for another name."""
     match = NAME.fullmatch(name)
@@ -133,8 +122,7 @@ class RunFolder:
         with self._writing():
             if restarts(self.args, self.world):
                 _move_away(self.path)
-            if self.world.is_main:
-                atomic.write_file(self.path / "config.yaml", config)
+            atomic.write_file(self.path / "config.yaml", config)
             write_outcome(self.path, self.world, "running")
 
     def lock(self) -> None:

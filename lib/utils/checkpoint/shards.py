@@ -10,12 +10,12 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from lib.utils.distributed import World
@@ -157,7 +157,9 @@ def verify(path: Path, wanted: dict) -> None:
         size = os.fstat(file.fileno()).st_size
         if size != wanted["bytes"]:
             raise Damaged(f"{path}: {size:,} bytes instead of {wanted['bytes']:,}")
-        crc = checksum(iter(lambda: file.read(CHUNK), b""))
+        crc = 0
+        while chunk := file.read(CHUNK):
+            crc = zlib.crc32(chunk, crc)
     if crc != wanted["crc32"]:
         raise Damaged(f"{path}: its checksum is {crc:08x} instead of {wanted['crc32']:08x}")
 
@@ -175,28 +177,18 @@ def whole(folder: Path, manifest: dict, start: str = "") -> dict[str, Tensor]:
 def read(folder: Path, files: list[str], tensors: dict[str, Tensor]) -> None:
     """Fill the tensors, whole or sharded, in place, from the files of a checkpoint, which were verified.
 
-    No more files are opened, in the order given, than it takes.
-
-    Raises:
-        Damaged: a file holds something else, or none holds a part of a tensor.
+    No more files are opened, in the order given, than it takes. Raises Damaged if none holds a part of a tensor.
     """
     targets = {name: _local(tensor) for name, tensor in tensors.items()}
     missing = {name: target.numel() for name, (target, _) in targets.items() if target.numel()}
     for file in files:
         if not missing:
             return
-        try:
-            with safe_open(folder / file, framework="pt") as blocks:
-                starts = json.loads((blocks.metadata() or {}).get("starts", "{}"))
-                for name in missing.keys() & blocks.keys():
-                    target, origin = targets[name]
-                    block, start = blocks.get_slice(name), starts.get(name, [0] * target.ndim)
-                    kind, shape = block.get_dtype(), block.get_shape()
-                    if kind != DTYPES[target.dtype] or len(shape) != target.ndim:
-                        raise Damaged(f"{folder / file}: {name} is {kind} {shape} there")
-                    missing[name] -= _fill(target, origin, block, start)
-        except SafetensorError as error:
-            raise Damaged(f"{folder / file}: cannot be read ({error})") from None
+        with safe_open(folder / file, framework="pt") as blocks:
+            starts = json.loads((blocks.metadata() or {}).get("starts", "{}"))
+            for name in missing.keys() & blocks.keys():
+                target, origin = targets[name]
+                missing[name] -= _fill(target, origin, blocks.get_slice(name), starts.get(name, [0] * target.ndim))
         missing = {name: count for name, count in missing.items() if count}
     if missing:
         raise Damaged(f"{folder}: its files lack a part of {', '.join(sorted(missing)[:4])}")
@@ -247,14 +239,6 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Return whether a tensor is one of FSDP's. Only FSDP imports their module, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
-
-
-def checksum(chunks: Iterable[bytes | memoryview]) -> int:
-    """Return the CRC-32 of these pieces of bytes, one after the other."""
-    crc = 0
-    for chunk in chunks:
-        crc = zlib.crc32(chunk, crc)
-    return crc
 
 
 def raw(values: Tensor) -> memoryview | bytes:

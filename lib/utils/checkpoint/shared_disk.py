@@ -1,5 +1,8 @@
 """Which ranks see the same folder, and what one of them does there for all: nodes may share a disk or not."""
 
+import contextlib
+import io
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -7,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.utils import distributed
+from lib.utils.checkpoint import atomic
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
+CHUNK = 1 << 24  # bytes
 PATIENCE_S = 2.0  # a network disk may show a host the files of another a little later
 
 
@@ -45,6 +50,14 @@ class Disk:
             return [distributed.main_does(action, self.world)]
         answers = distributed.together(action if self.leads else None, self.world)
         return [answers[ranks[0]] for ranks in self.groups]
+
+    def copy(self, source: Path, target: Path, sender: int, wants: bool) -> None:
+        """Copy a file of the rank `sender` to the disks whose first rank `wants` it. All ranks call this."""
+        file = source.open("rb") if self.world.rank == sender else io.BytesIO()
+        place = atomic.staged(target) if wants else contextlib.nullcontext(Path(os.devnull))
+        with file, place as path, path.open("wb") as copy:
+            while data := distributed.broadcast_bytes(file.read(CHUNK), self.world, sender):
+                copy.write(data)
 
 
 def one(world: World) -> Disk:

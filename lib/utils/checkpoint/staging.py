@@ -11,17 +11,14 @@ class Copies:
 
     def __init__(self):
         self.values: dict[str, Tensor] = {}
-        self.layout: list[tuple] = []  # of the pieces that `values` has room for
         self.copied: torch.cuda.Event | None = None
 
     def make_room(self, pieces: list[Piece]) -> None:
         """Take memory for these pieces, unless it is there. The first write to it takes longer than a copy."""
-        layout = [(name, values.shape, values.dtype, values.is_cuda) for name, values, _ in pieces]
-        if layout != self.layout:
-            self.values = {
-                name: torch.zeros(shape, dtype=dtype, pin_memory=gpu) for name, shape, dtype, gpu in layout
-            }
-            self.layout = layout
+        for name, values, _ in pieces:
+            there = self.values.get(name)
+            if there is None or (there.shape, there.dtype) != (values.shape, values.dtype):
+                self.values[name] = torch.zeros(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
 
     def make(self, pieces: list[Piece]) -> list[tuple[str, Tensor]]:
         """Return name and copy of each piece. The pieces may change as soon as this returns.

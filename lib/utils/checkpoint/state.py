@@ -1,7 +1,6 @@
 """What a checkpoint holds: how far a run is, and its tensors."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,19 +25,6 @@ class State:
     sums: dict[str, float] = field(default_factory=dict)  # the epoch's training metrics up to its last log line
     unlogged: dict[str, list[float]] = field(default_factory=dict)  # what came since, exactly; as of the last save
     scaler: dict = field(default_factory=dict)  # of -fp16's gradients; as of the last save
-
-    def to_dict(self) -> dict:
-        """Return all of it as JSON has it."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, saved: dict) -> "State":
-        """Return the State that `to_dict` gave. Raises UsageError where a name is missing or unknown."""
-        names = {one.name for one in dataclasses.fields(cls)}
-        if odd := sorted({*saved} ^ names):
-            other = f"another version of the code: {', '.join(odd)} is missing there or unknown here"
-            raise UsageError(f"the checkpoint is of {other}; take that version, or -weights, or -reset")
-        return cls(**saved)
 
     def count_bad(self, norms: list[Tensor]) -> None:
         """Count the steps whose gradient norm (0-d tensors) is not finite. Waits for the device."""

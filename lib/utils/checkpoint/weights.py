@@ -5,28 +5,30 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib.utils import distributed
 from lib.utils.checkpoint import atomic, shards
+from lib.utils.checkpoint.shared_disk import Disk
 from lib.utils.checkpoint.state import model_tensors
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
+ALONE = World()
 IMAGENET = "imagenet"  # as -weights: no file, but what the architecture's get_weights(args) returns
 
 
-def gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return copies of the tensors, whole, on rank 0's CPU; empty ones elsewhere. All ranks call this together."""
+def gathered(tensors: dict[str, Tensor], disk: Disk) -> dict[str, Tensor]:
+    """Return whole copies on the CPU of each disk's first rank; empty ones elsewhere. All ranks call this."""
     whole = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
         full = tensor.full_tensor() if shards.is_sharded(tensor) else tensor
-        whole[name] = full.to("cpu", copy=True) if world.is_main else full.new_empty(0)
+        whole[name] = full.to("cpu", copy=True) if disk.leads else full.new_empty(0)
     return whole
 
 
-def not_finite(model: torch.nn.Module, world: World) -> list[str]:
+def not_finite(model: nn.Module, world: World) -> list[str]:
     """Return the parameters that hold NaN or infinity on any rank, the same on all. All ranks call this together."""
     finite = {name: torch.isfinite(shards.local(value)).all() for name, value in model.named_parameters()}
     good = torch.stack([*finite.values()]).tolist() if finite else []  # waits for the device once
@@ -59,19 +61,27 @@ def read(path: Path) -> dict[str, Tensor]:
     return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
 
 
-def start_from(path: str, model: torch.nn.Module, whole: bool = False, imagenet: Callable = dict) -> str:
+def start_from(
+    path: str, model: nn.Module, whole: bool = False, *, imagenet: Callable = dict, world: World = ALONE
+) -> str:
     """Give the model the weights in a file; return how many, and what is missing, of another shape or not used.
 
-    For the path "imagenet" they are what `imagenet()` returns: tensors by name.
+    For the path "imagenet" they are what `imagenet()` returns, tensors by name. The first process of each node calls
+    it before the others, which then find its downloads. All ranks of the world call this together.
 
     Raises:
         UsageError: the file cannot be read, nothing in it fits, or (`whole`) the model has something that it lacks.
     """
-    try:
-        weights = imagenet() if path == IMAGENET else read(Path(path))
-    except Exception as error:  # what a file that is none may raise, nobody lists
-        reason = (str(error) or repr(error)).splitlines()[0]
-        raise UsageError(f"-weights {path}: cannot be read ({reason})") from error
+
+    def load() -> dict[str, Tensor]:
+        try:
+            return imagenet() if path == IMAGENET else read(Path(path))
+        except Exception as error:  # what a file that is none may raise, nobody lists
+            reason = (str(error) or repr(error)).splitlines()[0]
+            raise UsageError(f"-weights {path}: cannot be read ({reason})") from error
+
+    waits = path == IMAGENET and world.local_rank > 0
+    weights = distributed.attempt(None if waits else load, world) or load()
     weights = {name.removeprefix("_orig_mod.").removeprefix("module."): value for name, value in weights.items()}
     mine = model_tensors(model)
     fits = {name for name in mine if name in weights and weights[name].shape == mine[name].shape}

@@ -114,6 +114,7 @@ def opened(splits: dict[str, MapDataset], plan: Plan, world: World, args: Namesp
     with contextlib.ExitStack() as stack:
         loaders = {}
         for name, part in splits.items():
+            workers = args.workers if name == "train" or args.val_workers is None else args.val_workers
             in_order = Plan(len(part), plan.micro * world.size, plan.micro, spread=False)
             loaders[name] = Loader(
                 part,
@@ -121,7 +122,7 @@ def opened(splits: dict[str, MapDataset], plan: Plan, world: World, args: Namesp
                 world,
                 seed=args.seed,
                 shuffle=args.shuffle and name == "train",
-                workers=fetch.workers(0 if args.debug else args.workers, part, world),
+                workers=fetch.workers(0 if args.debug else workers, part, world),
                 interleaved=args.parallel == "fsdp",
             )
             stack.callback(loaders[name].fetched.close)

@@ -62,22 +62,23 @@ class Answers:
         self.counts.view(-1).index_add_(0, place, counted.long())
 
     def figures(self) -> dict[str, float]:
-        """Return the macro F1 over the answers of all ranks, or nothing if none were counted. Every rank calls this.
+        """Return the macro F1 over the answers of all ranks, or nothing if none were counted.
 
-        A class that is neither a target nor an answer does not count.
+        A class that is neither a target nor an answer does not count. Every rank calls this, once.
         """
         if not self.on:
             return {}
-        counts = distributed.sum_(self.counts.clone(), self.world).double().cpu()
+        distributed.sum_(self.counts, self.world)
+        counts = self.counts.double().cpu()
         both = counts.sum(0) + counts.sum(1)
         return {"f1": (2 * counts.diag() / both)[both > 0].mean().item()} if both.any() else {}
 
     def draw(self) -> dict[str, Tensor]:
-        """Return the images by name, of the answers of all ranks. Every rank calls this; rank 0 gets the images."""
-        if not (self.on and self.wanted):
+        """Return the images by name, of what `figures` has summed over all ranks. Rank 0 gets the images."""
+        if not (self.on and self.wanted and self.world.is_main):
             return {}
-        counts = distributed.sum_(self.counts, self.world).cpu()
-        if not self.world.is_main or not counts.any():
+        counts = self.counts.cpu()
+        if not counts.any():
             return {}
         pictures = {"confusion": confusion(counts, self.names)}
         if self.samples is not None:

@@ -24,10 +24,10 @@ class Off:
 
 
 class Logger:
-    """The logger of a run. Every rank has one, but only rank 0 writes more than its own log and profile."""
+    """The logger of a run. Every rank has one; the first of each disk (main) writes more than its log and profile."""
 
-    def __init__(self, folder: Path, world: World, args: Namespace, plan: Any, state: Any):
-        self.main = world.is_main
+    def __init__(self, folder: Path, world: World, args: Namespace, plan: Any, state: Any, *, main: bool):
+        self.main = main
         self.folder, self.args, self.start_step = folder, args, state.step
         self.total_steps = args.epochs * plan.steps
         self.started = False
@@ -41,7 +41,7 @@ class Logger:
             hparams = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
             self.board = tensorboard.Board(folder, state.step + 1, hparams)
             self.bar = console.Progress(self.total_steps, state.step)
-            if args.tb or args.ngrok:
+            if world.is_main and (args.tb or args.ngrok):
                 self.server = tensorboard_server.Server(folder, args.ngrok_auth if args.ngrok else "")
 
     def first_batch(self, batch: Any) -> None:
