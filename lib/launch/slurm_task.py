@@ -80,7 +80,8 @@ def step(args: Args, target: str) -> int:
 
     Only rank 0 exits with 75 for a stopped run: srun kills the other tasks when one does.
     """
-    environ, rank, size = os.environ, int(os.environ["SLURM_PROCID"]), tasks()
+    environ = os.environ
+    rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
     environment.export(args.cache_dir, args.debug_dist)
     try:
         host, port = head(args.master_suffix)
@@ -99,15 +100,8 @@ def step(args: Args, target: str) -> int:
 
 def is_task() -> bool:
     """Whether srun started this process as one of several; in the shell of `srun --pty`, python did not."""
-    if not {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_JOB_ID"} <= os.environ.keys():
-        return False
     typed = os.isatty(0) and os.environ.get("SLURM_TASK_PID") != str(os.getpid())
-    return tasks() > 1 and not typed
-
-
-def tasks() -> int:
-    """Return how many tasks this job step has."""
-    return int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", 1))
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and not typed
 
 
 def head(suffix: str | None) -> tuple[str, int]:
