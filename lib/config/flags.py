@@ -135,7 +135,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-hang_minutes", PERIOD, "fail when a step or an answer of another process takes X minutes", 10.0)
 
     group("machine", "allow")
-    add("-gpus", value(types.gpu_list, "LIST"), "GPUs to use, as 0,1,2 or UUIDs (all visible ones)", per_node=True)
+    add("-gpus", value(types.gpu_list, "LIST"), "GPUs to use, as 0,1,2 (all visible ones)", per_node=True)
     add("-cpu", COUNT, "train with N processes on the CPU", per_node=True)
     add("-workers", COUNT_OR_0, "loader processes of each process (by the data and the cores)", per_node=True)
     add("-threads", COUNT, "threads of each process (by the work in a pass, and the cores)", on_resume="refuse")
@@ -164,7 +164,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-node_rank", COUNT_OR_0, "which of them this one is, from 0", on_resume="forget", per_node=True)
     add("-master_addr", value(text, "HOST"), "where the others reach -node_rank 0", on_resume="forget", per_node=True)
     add("-master_port", PORT, "a free port there", 29500, on_resume="forget")
-    add("-master_suffix", value(types.suffix, "TEXT"), "end of the head's name on its fast network", per_node=True)
+    add("-master_suffix", {"metavar": "TEXT"}, "end of the head's name on its fast network", per_node=True)
     add("-cache_dir", DIR, "for the caches of torch and others (in $SCRATCH, if set)", per_node=True)
     add("-debug_dist", SWITCH, "turn on verbose logging in torch.distributed, torchrun and NCCL")
 
@@ -177,7 +177,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-slurm_timeout", COUNT, "time limit in minutes (the partition's)")
     add("-slurm_cpus", COUNT, "CPUs of a task (2, plus -workers or 8)")
     option = "option of sbatch, as account=ME or mem=64G; repeatable"
-    add("-slurm_arg", value(types.key_value, "KEY=VALUE", **REPEATABLE), option)
+    add("-slurm_arg", value(text, "KEY=VALUE", **REPEATABLE), option)
     add("-slurm_requeues", COUNT_OR_0, "most requeues after time limits and crashes of a run that advances", 20)
     add("-slurm_signal_s", COUNT, "seconds of warning before the time limit", 120)
     add("-slurm_dir", DIR, "the job's files, on a shared disk (OUT/NAME/slurm)")

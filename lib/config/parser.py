@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from lib.config import plugins
 from lib.config.types import yes_no
-from lib.utils.errors import UsageError, close, no_exit
+from lib.utils.errors import UsageError, close
 
 # A flag that stands alone for yes, or has yes or no behind it.
 SWITCH = {"nargs": "?", "const": True, "default": False, "type": yes_no, "metavar": "yes|no"}
@@ -47,26 +47,17 @@ class Parser(argparse.ArgumentParser):
         words = []
         for key, values in entries.items():
             flag = self.exact(f"-{key}", f"{path}: ")
-            action = self._option_string_actions[flag]
-            if len(values) == 1 or isinstance(action, argparse._AppendAction):
+            if len(values) == 1 or isinstance(self._option_string_actions[flag], argparse._AppendAction):
                 words += [f"{flag}={value}" for value in values]
-            elif action.nargs in (None, "?", 0):
-                raise UsageError(f"{path}: -{key} takes one value and not the list [{', '.join(values[:9])}]")
             else:
                 words += [flag, *values]
         return words
 
     def add_own(self, module: ModuleType, title: str) -> None:
-        """Add a plugin's flags. Raise UsageError for one that exists already or that config.yaml cannot keep."""
-        shared = list(self._actions)
-        try:
-            with no_exit():
-                getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
-        except argparse.ArgumentError as error:
-            raise UsageError(f"{_file(module)}: its flag clashes with a shared one ({error})") from None
-        for action in self._actions[len(shared) :]:
-            if action.dest in [one.dest for one in shared]:
-                raise UsageError(f"{_file(module)}: its flag -{action.dest} clashes with a shared one")
+        """Add a plugin's flags. Raise UsageError for one that config.yaml cannot keep."""
+        shared = len(self._actions)
+        getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
+        for action in self._actions[shared:]:
             if action.nargs == 0 or action.dest not in [option.lstrip("-") for option in action.option_strings]:
                 wanted = f"config.yaml needs a flag -{action.dest} with a value, or store_true"
                 raise UsageError(f"{_file(module)}: {action.dest}: {wanted}")

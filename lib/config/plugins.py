@@ -9,7 +9,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from lib.utils.errors import UsageError, close, no_exit
+from lib.utils.errors import UsageError, close
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILDERS = {"dataset": "get_dataset", "arch": "get_model", "trainer": "Trainer"}  # in the order they are read
@@ -27,16 +27,12 @@ def summary(kind: str, name: str) -> str:
 
 
 def load(kind: str, name: str) -> ModuleType:
-    """Import lib/KIND/NAME.py. Raises UsageError if it needs a package that is missing, or has no builder."""
-    file = f"lib/{kind}/{name}.py"
+    """Import lib/KIND/NAME.py. Raises UsageError if it needs a package that is missing."""
     try:
-        with no_exit():
-            module = importlib.import_module(f"lib.{kind}.{name}")
+        return importlib.import_module(f"lib.{kind}.{name}")
     except ModuleNotFoundError as error:
+        file = f"lib/{kind}/{name}.py"
         raise UsageError(f"-{kind} {name}: {file} needs what is not installed here: {error}") from None
-    if not callable(getattr(module, BUILDERS[kind], None)):
-        raise UsageError(f"-{kind} {name}: {file} has no {BUILDERS[kind]} that can be called")
-    return module
 
 
 def read(kind: str, name: str) -> ModuleType:
@@ -49,24 +45,24 @@ def read(kind: str, name: str) -> ModuleType:
         spec = importlib.util.find_spec(f"lib.{kind}.{name}")
         assert spec and spec.origin
         module, tree = importlib.util.module_from_spec(spec), ast.parse(Path(spec.origin).read_bytes())
-        tree.body = needed(tree.body, BUILDERS[kind])
+        tree.body = needed(tree.body)
         exec(compile(tree, spec.origin, "exec"), vars(module))
         return module
     except Exception:  # noqa: BLE001
         return load(kind, name)  # whose message says what is wrong
 
 
-def needed(statements: list[ast.stmt], builder: str) -> list[ast.stmt]:
+def needed(statements: list[ast.stmt]) -> list[ast.stmt]:
     """Return the statements that `add_args` and `describe` need: these two, what they use, what that uses, and so on.
 
-    Raises LookupError if one of them is not plain, if the file has no builder or may bind names that are not shown.
+    Raises LookupError if one of them is not plain, or if the file may bind names that are not shown.
     """
     kept, wanted = set(), {"add_args", "describe", "annotations"}  # of __future__: it changes how the rest is read
     while more := [one for one in statements if one not in kept and bound(one) & wanted]:
         kept.update(more)
         wanted = wanted.union(*map(used, more))
     all_names = set().union(*map(used, statements))
-    if not all(map(is_plain, kept)) or {"*", "exec", "globals"} & all_names or builder not in all_names:
+    if not all(map(is_plain, kept)) or {"*", "exec", "globals"} & all_names:
         raise LookupError
     return [one for one in statements if one in kept]
 

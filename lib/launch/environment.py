@@ -93,7 +93,7 @@ def of_run(args: Args) -> dict[str, str]:
 def visible(gpus: str | None) -> dict[str, str]:
     """Return the variable that leaves a process the GPUs of -gpus; the driver must not be started yet.
 
-    Number i means the i-th of those that are visible now; a UUID stays as it is. Raises UsageError for others.
+    Number i means the i-th of those that are visible now. Raises UsageError for others.
     """
     if not gpus:
         return {}
@@ -103,11 +103,11 @@ def visible(gpus: str | None) -> dict[str, str]:
     if not count:
         raise UsageError(f"-gpus {gpus}: no GPU is visible here; -cpu N trains on the CPU")
     numbers = [str(gpu) for gpu in range(count)]
-    missing = [gpu for gpu in wanted if gpu.isdigit() and int(gpu) >= count]
+    missing = [gpu for gpu in wanted if int(gpu) >= count]
     if missing:
         raise UsageError(f"-gpus {gpus}: {', '.join(missing)} is not one of the GPUs here: {','.join(numbers)}")
     names = os.environ[VISIBLE].replace(" ", "").split(",") if os.environ.get(VISIBLE) else numbers
-    return {VISIBLE: ",".join(names[int(gpu)] if gpu.isdigit() else gpu for gpu in wanted)}
+    return {VISIBLE: ",".join(names[int(gpu)] for gpu in wanted)}
 
 
 @contextlib.contextmanager
