@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -31,24 +30,19 @@ def watched(watch: "Watch") -> Iterator[None]:
     """Watch over the run in the block.
 
     Raises:
-        Hang: names the ranks and steps, in place of what a collective raises after such a wait. A single process has
-            no collectives: it is interrupted.
+        Hang: names the ranks and steps, in place of what a collective raises after such a wait.
     """
-    before = signal.signal(signal.SIGALRM, watch.interrupt)
     thread = threading.Thread(target=watch.run, name="watchdog", daemon=True)
     thread.start()
     try:
         yield
     except RuntimeError as error:
-        if watch.stalled >= watch.patience:
-            watch.reported.wait(4 * watch.pulse_s)
-        if isinstance(error, Hang) or not watch.report:
+        if not watch.report:
             raise
         raise Hang(watch.report) from error
     finally:
         watch.over.set()
         thread.join(watch.pulse_s)
-        signal.signal(signal.SIGALRM, before)
 
 
 class Watch:
@@ -59,13 +53,13 @@ class Watch:
 
     def __init__(self, state: Any, ballot: Any, world: World, minutes: float, folder: Path, saving: Callable):
         self.state, self.ballot, self.world, self.saving = state, ballot, world, saving
-        self.patience_s, self.main_thread = minutes * 60, threading.get_ident()
+        self.patience_s = minutes * 60
         self.log_file = folder / "logs" / f"rank_{world.rank}.log"
         self.pulse_s = min(LONGEST_PULSE_S, self.patience_s / 12)
         self.patience = math.ceil(self.patience_s / self.pulse_s)  # pulses
         self.stalled = 0  # pulses since the last progress: of a process that is suspended, none is counted
         self.stepped = False  # the first step may take any time
-        self.over, self.reported, self.report = threading.Event(), threading.Event(), ""
+        self.over, self.report = threading.Event(), ""
 
     def mark(self) -> None:
         """Note that a step is done. After the first, collectives wait a little longer than -hang_minutes."""
@@ -84,7 +78,6 @@ class Watch:
             now = self.state.step, self.ballot.ticks, self.ballot.since  # differs after every step or batch
             if now != place or self.saving() or not self.stepped:
                 place, self.stalled, self.report = now, 0, ""
-                self.reported.clear()
             signs = self.exchange(store, read=self.stalled == self.patience)
             if self.stalled == self.patience:
                 self.end(describe(signs, self.patience_s / 2))
@@ -103,21 +96,16 @@ class Watch:
             return []
 
     def end(self, text: str) -> None:
-        """Log the report, and in this rank's own log the stacks of its threads. Interrupt a single process."""
+        """Log the report, and in this rank's own log the stacks of its threads. End a single process.
+
+        It has no collectives that would fail. At a terminal, somebody may be at a breakpoint.
+        """
         self.report = f"nothing moved for {self.patience_s:.0f} s (-hang_minutes {self.patience_s / 60:g}): {text}"
         log.error("%s; what this rank was doing: %s", self.report, self.log_file)
         with self.log_file.open("ab") as file:
             faulthandler.dump_traceback(file)
-        self.reported.set()
-        at_breakpoint = sys.stdin and sys.stdin.isatty()
-        if self.world.size == 1 and not at_breakpoint:
-            signal.pthread_kill(self.main_thread, signal.SIGALRM)
-            if not self.over.wait(3 * self.pulse_s):  # it waits in C code, where signals are not handled
-                os._exit(FAILED)
-
-    def interrupt(self, *_: Any) -> None:
-        """End the wait of a single process's main thread."""
-        raise Hang(self.report)
+        if self.world.size == 1 and not (sys.stdin and sys.stdin.isatty()):
+            os._exit(FAILED)
 
 
 def describe(signs: list[dict], silence_s: float) -> str:

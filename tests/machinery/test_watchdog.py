@@ -60,22 +60,20 @@ def test_a_rank_that_is_busy_with_something_else_shows_what(start):
 
 
 def test_a_single_process_that_hangs_fails_and_shows_where(start):
-    """Interrupted, it says so itself. It does not where somebody may sit at a breakpoint."""
+    """It does not end where somebody may sit at a breakpoint."""
     run = start("alone", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45}, cpu=1)
     there = start("there", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45}, cpu=1, terminal=("stdin",))
     assert run.ends() == 1, run.text()
-    said = r"Hang: nothing moved for \d+ s \(-hang_minutes 0.1\): waiting at step 45: rank 0"
-    assert re.search(said, run.text()) and re.search(said, run.outcome()["reason"])
-    assert run.outcome()["state"] == "failed" and run.outcome()["lost_peer"]
+    said = r"nothing moved for \d+ s \(-hang_minutes 0.1\): waiting at step 45: rank 0"
+    assert re.search(said, run.text()) and run.outcome()["state"] == "running", "as one that is killed"
     assert "in pause" in (run.folder / "logs" / "rank_0.log").read_text()
     processes.until(lambda: "nothing moved for" in there.log.read_text())
     there.go()
     assert there.ends() == 0, there.text()
 
 
-def test_a_single_process_that_waits_in_c_code_is_ended(tmp_path, monkeypatch):
+def test_the_first_step_of_a_single_process_may_take_longer(tmp_path, monkeypatch):
     ended, ballot = threading.Event(), types.SimpleNamespace(ticks=0, since=0.0)
-    monkeypatch.setattr(watchdog.signal, "pthread_kill", lambda *words: None)
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
     monkeypatch.setattr(watchdog.sys, "stdin", None)
     (tmp_path / "logs").mkdir()
