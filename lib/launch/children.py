@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from multiprocessing import connection
@@ -38,7 +37,7 @@ def watch(children: list[BaseProcess], meeting: multinode.Meeting, passed: list[
     meeting.report(FAILED if code == STOPPED else code, message)
     end(children, END_S)
     if code != USAGE:  # it stands there
-        print(f"train.py: {message}", file=sys.stderr, flush=True)
+        multinode.say(message)
     return code
 
 
@@ -56,9 +55,10 @@ def first_failure(
     children: list[BaseProcess], meeting: multinode.Meeting, passed: list[int]
 ) -> tuple[int, str] | None:
     """Return exit code and message of the failure that explains the others, None if there is none."""
-    failed = [rank for rank, child in enumerate(children) if child.exitcode not in (None, FINISHED, STOPPED)]
+    fine = (None, FINISHED, STOPPED)
+    failed = [rank for rank, child in enumerate(children) if child.exitcode not in fine]
     if not failed:
-        return next(((FAILED, link.message) for link in meeting.links if link.failed), None)
+        return next(((FAILED, link.message) for link in meeting.links if link.code not in fine), None)
     # torch aborts a rank that lost another.
     local_rank = min(failed, key=lambda rank: children[rank].exitcode == -signal.SIGABRT)
     code, rank = children[local_rank].exitcode or FAILED, meeting.first_rank + local_rank
@@ -76,8 +76,7 @@ def end(children: list[BaseProcess], seconds: float) -> None:
     for child in children:
         child.join(max(0.0, until - time.monotonic()))
     for child in children:
-        if child.is_alive():
-            child.kill()
+        child.kill()
         child.join()
 
 
@@ -89,9 +88,8 @@ def pass_signals_to(children: list[BaseProcess]) -> Iterator[list[int]]:
     def pass_on(number: int, frame: object) -> None:
         passed.append(number)
         for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                if child.pid and child.is_alive():
-                    os.kill(child.pid, number)
+            if child.pid and child.is_alive():
+                os.kill(child.pid, number)
 
     with signals.handled_by(pass_on):
         try:

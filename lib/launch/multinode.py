@@ -17,7 +17,7 @@ from multiprocessing import connection
 
 from lib.config import Args
 from lib.launch import environment
-from lib.utils.errors import FAILED, FINISHED, STOPPED, UsageError
+from lib.utils.errors import FAILED, UsageError
 
 HELLO_S, RETRY_S, ANSWER_S, LEAVE_S = 5.0, 0.5, 20.0, 30.0
 MESSAGE_BYTES = 1 << 20
@@ -36,11 +36,6 @@ class Link:
         for option, value in KEEPALIVE.items():
             wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self.pipe = connection.Connection(wire.detach())
-
-    @property
-    def failed(self) -> bool:
-        """Whether the run failed there."""
-        return self.code not in (None, FINISHED, STOPPED)
 
     def send(self, **message: object) -> None:
         """Send a message; `listen` notices if the connection is lost."""

@@ -145,7 +145,7 @@ def test_an_abort_that_follows_anothers_failure_does_not_hide_it():
 
 
 def test_a_failure_elsewhere_is_told_where_there_is_none_here():
-    elsewhere = [types.SimpleNamespace(failed=True, message="node 1: rank 2 failed")]
+    elsewhere = [types.SimpleNamespace(code=1, message="node 1: rank 2 failed")]
     assert failure(None, None, links=elsewhere) == (FAILED, "node 1: rank 2 failed")
     assert failure(None, 2, links=elsewhere)[0] == 2, "its own cause is nearer"
 
