@@ -162,7 +162,6 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-node_rank", COUNT_OR_0, "which of them this one is, from 0", on_resume="forget", per_node=True)
     add("-master_addr", value(text, "HOST"), "where the others reach -node_rank 0", on_resume="forget", per_node=True)
     add("-master_port", PORT, "a free port there", 29500, on_resume="forget")
-    add("-master_suffix", {"metavar": "TEXT"}, "end of the head's name on its fast network", per_node=True)
     add("-cache_dir", DIR, "for the caches of torch and others (in $SCRATCH, if set)", per_node=True)
     add("-debug_dist", SWITCH, "turn on verbose logging in torch.distributed, torchrun and NCCL")
 

@@ -122,17 +122,12 @@ def exported(variables: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def suffix_of(suffix: str | None) -> str:
-    """Return -master_suffix, or what node names have at their end on this machine's fast network."""
-    return suffix if suffix is not None else "i" if on_infiniband() else ""
-
-
-def fast_name(host: str, suffix: str | None) -> str:
+def fast_name(host: str) -> str:
     """Return the name of a host on the fast network: gpu7.site becomes gpu7i.site. An address stays as it is."""
-    suffix, (first, dot, domain) = suffix_of(suffix), host.partition(".")
-    if ":" in host or host.replace(".", "").isdigit() or first.endswith(suffix or first):
+    first, dot, domain = host.partition(".")
+    if not on_infiniband() or ":" in host or host.replace(".", "").isdigit() or first.endswith("i"):
         return host
-    return f"{first}{suffix}{dot}{domain}"
+    return f"{first}i{dot}{domain}"
 
 
 def own_address(host: str) -> str:

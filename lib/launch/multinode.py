@@ -93,7 +93,7 @@ def meet(args: Args, count: int) -> Meeting:
     Raises:
         UsageError: what keeps them from meeting within -hang_minutes.
     """
-    host = environment.fast_name(str(args.master_addr), args.master_suffix)
+    host = environment.fast_name(str(args.master_addr))
     name = f"node {args.node_rank} ({socket.gethostname()})"
     own = {"rank": args.node_rank, "name": name, "count": count}
     until = time.monotonic() + args.hang_minutes * 60

@@ -84,7 +84,7 @@ def step(args: Args, target: str) -> int:
     rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
     environment.export(args.cache_dir, args.debug_dist)
     try:
-        host, port = head(args.master_suffix)
+        host, port = head()
         store = multinode.open_store(multinode.serve(host, port), host, size) if rank == 0 else None
         place = {"RANK": rank, "LOCAL_RANK": int(environ["SLURM_LOCALID"]), "WORLD_SIZE": size}
         place["LOCAL_WORLD_SIZE"] = len(environ["SLURM_GTIDS"].split(","))
@@ -104,7 +104,7 @@ def is_task() -> bool:
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and not typed
 
 
-def head(suffix: str | None) -> tuple[str, int]:
+def head() -> tuple[str, int]:
     """Return address and port of the rendezvous store: rank 0's in the network of the job's nodes, and no other.
 
     The port follows from the ids of the job, the step and the start, so that jobs on one node have different ones.
@@ -113,15 +113,12 @@ def head(suffix: str | None) -> tuple[str, int]:
 
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
     port = PORTS[(job + 97 * step + 997 * requeue.restart()) % len(PORTS)]
-    names = [environment.fast_name(name, suffix) for name in _parse_node_list(os.environ["SLURM_STEP_NODELIST"])]
+    names = [environment.fast_name(name) for name in _parse_node_list(os.environ["SLURM_STEP_NODELIST"])]
     if len(names) == 1:
         return "127.0.0.1", port
-    try:
-        if os.environ["SLURM_NODEID"] == "0":  # its own name may mean an address that others cannot reach
-            return environment.own_address(names[1]), port
-        return str(socket.getaddrinfo(names[0], port)[0][4][0]), port
-    except OSError as error:
-        raise UsageError(f"-master_suffix {suffix}: {error.strerror}: {' or '.join(names[:2])}") from None
+    if os.environ["SLURM_NODEID"] == "0":  # its own name may mean an address that others cannot reach
+        return environment.own_address(names[1]), port
+    return str(socket.getaddrinfo(names[0], port)[0][4][0]), port
 
 
 if __name__ == "__main__":
