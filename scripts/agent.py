@@ -52,7 +52,7 @@ def elastic(args, head: str) -> tuple[dict, dict]:
     if place.startswith("etcd") and importlib.util.find_spec("etcd") is None:
         raise UsageError(f"RENDEZVOUS={place} needs a package that is not installed: pip install python-etcd")
     name, _, port = head.rpartition(":")
-    host = environment.fast_name(name, args.master_suffix)
+    host = environment.fast_name(name)
     address, is_host = toward(host)
     own = {"head": f"{host}:{port}", "is_host": int(is_host), "processes": processes(args) or ""}
     # torchrun guesses its address from names, and errs where a host has two (pytorch issue 73656).
@@ -76,7 +76,7 @@ def slurm(args) -> tuple[dict, dict]:
     """Return the batch script's own variables and those for torchrun, and note the start."""
     history = slurm_task.begin(args)
     count = processes(args) or os.environ.get("SLURM_GPUS_ON_NODE", 1)
-    own = {"history": history, "suffix": environment.suffix_of(args.master_suffix), "processes": count}
+    own = {"history": history, "suffix": "i" if environment.on_infiniband() else "", "processes": count}
     interface = "ib0" if environment.on_infiniband() else None
     return own, {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(args.grace_s) + AGENT_S),

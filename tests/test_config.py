@@ -76,7 +76,7 @@ def test_a_negative_number_where_none_fits_is_refused_as_other_value(number):
 
 
 @pytest.mark.parametrize("arch", plugins.names("arch"))
-def test_no_flag_can_be_abbreviated_and_the_right_one_is_named(arch):
+def test_no_flag_can_be_abbreviated(arch):
     """Of the default arch all flags, of any other its own."""
     known = {f"-{action}" for action in vars(parsed(f"-arch {arch}"))} | {"-h", "-help"}
     for flag in sorted(known if arch == parsed("").arch else known - {f"-{name}" for name in shared()}):
@@ -86,8 +86,7 @@ def test_no_flag_can_be_abbreviated_and_the_right_one_is_named(arch):
                 continue
             words = ([start], [f"-{start}"], [start, "3"], [f"{start}=3"])[end % 4]
             said = refusal(["-arch", arch, *words])
-            assert said.startswith(f"unknown flag {words[0].partition('=')[0]} (do you mean")
-            assert flag in said.partition("(do you mean")[2].rstrip("?)").split()
+            assert said.startswith(f"unknown flag {words[0].partition('=')[0]}")
 
 
 @RELAXED
@@ -95,7 +94,7 @@ def test_no_flag_can_be_abbreviated_and_the_right_one_is_named(arch):
 def test_a_misspelt_flag_is_refused_with_the_close_one(flag, at, letter):
     at %= len(flag)
     wrong = f"-{flag[:at]}{letter}{flag[at + 1 :]}".rstrip("-")
-    if wrong.lstrip("-") not in {*shared(), "h", "help", "list", ""}:
+    if wrong.lstrip("-") not in {*shared(), "h", "help", ""}:
         said = refusal([wrong, "3"])
         assert said.startswith(f"unknown flag {wrong}")
         assert len(flag) < 5 or at == 0 or f"-{flag}" in said
@@ -109,9 +108,9 @@ def test_a_misspelt_flag_is_refused_with_the_close_one(flag, at, letter):
         ("---epochs 3", "unknown flag ---epochs"),
         ("--", "unknown flag --"),
         ("-", "unknown flag -"),
-        ("epochs 3", "'epochs' belongs to no flag (do you mean -epochs?)"),
-        ("-epochs 3 4", "'4' belongs to no flag"),
-        ("-model a -1", "'-1' belongs to no flag"),
+        ("epochs 3", "unrecognized arguments: epochs 3"),
+        ("-epochs 3 4", "unrecognized arguments: 4"),
+        ("-model a -1", "unrecognized arguments: -1"),
         ("-epochs", "argument -epochs: expected one argument"),
         ("-epochs -reset", "argument -epochs: expected one argument"),
         ("-best=", "argument -best: '' is not a metric like accuracy"),
@@ -153,8 +152,8 @@ def test_no_words_at_all_end_in_a_traceback(words):
         ("-gpus 0 -cpu 2", "-gpus and -cpu exclude each other: give one of them"),
         ("-batch_size 8 -batch_per_gpu 8", "give one of them"),
         ("-batch_size=8 --batch_per_gpu=8", "give one of them"),
-        ("-batch_size 10 -micro_batch 4", "-micro_batch 4: try -batch_size 8 or -micro_batch 2"),
-        ("-batch_size 3 -micro_batch 4", "try -batch_size 4 or -micro_batch 1"),
+        ("-batch_size 10 -micro_batch 4", "-micro_batch 4: try -batch_size 8"),
+        ("-batch_size 3 -micro_batch 4", "try -batch_size 4"),
         ("-lr_start 1e-3 -lr_end 1e-2", "-lr_end 0.01 is above -lr_start 0.001"),
     ],
 )  # fmt: skip
@@ -232,4 +231,4 @@ def test_every_flag_says_what_it_is_and_names_its_attribute():
         assert action.metavar or action.choices or action.type is types.yes_no
     plain = argparse.ArgumentParser(add_help=False)
     flags.add_shared(plain)
-    assert {action.dest for action in plain._actions} == {*shared(), "h", "list"}
+    assert {action.dest for action in plain._actions} == {*shared(), "h"}

@@ -1,20 +1,17 @@
 """Makes `args`: the command line over a -cfg file over the defaults of the plugins and the shared flags."""
 
-import logging
 import math
 import sys
 from pathlib import Path
 
 import yaml
 
-from lib.config import combinations, flags, plugins
+from lib.config import flags, plugins
 from lib.config.namespace import Args
 from lib.config.parser import Help, Parser
 from lib.config.plugins import BUILDERS
-from lib.utils.errors import UsageError, close
+from lib.utils.errors import UsageError
 
-log = logging.getLogger(__name__)
-DATA_FLAGS = ("num_classes", "channels", "image_size")  # set by a dataset
 EITHER_OR = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"))  # one on the command line replaces the other of -cfg
 TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be shortened."
 
@@ -31,21 +28,23 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
     argv = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
     cfg = value_of("cfg", argv)
     entries = read_cfg(cfg) if cfg else {}
-    parser, chosen, modules = new_parser(), {}, []
+    parser, modules = new_parser(), []
     for kind in BUILDERS:
-        chosen[kind] = value_of(kind, argv) or ",".join(entries.get(kind, [])) or parser.get_default(kind)
-        modules.append(plugins.read(kind, chosen[kind]))
-        parser.add_own(modules[-1], f"{kind} {chosen[kind]}")
+        name = value_of(kind, argv) or ",".join(entries.get(kind, [])) or parser.get_default(kind)
+        modules.append(plugins.read(kind, name))
+        parser.add_own(modules[-1], f"{kind} {name}")
 
     command_line = [parser.exact(word) for word in argv]
     given = {word.partition("=")[0][1:] for word in command_line if word.startswith("-")}
-    entries = without_replaced(entries, given, chosen)
+    for pair in EITHER_OR:
+        if given & set(pair):
+            entries = {name: values for name, values in entries.items() if name not in pair}
     words = parser.words_of(entries, cfg) + command_line
     for module in modules:
         if describe and hasattr(module, "describe"):  # a dataset sets defaults that only its files can tell
             parser.set_known(module.describe(_parse(parser, words)), module)
     args = _parse(parser, words)
-    combinations.check(args, given | set(entries))
+    check_combinations(args, given | set(entries))
     return args
 
 
@@ -66,10 +65,8 @@ def read_cfg(path: str) -> dict[str, list[str]]:
     """
     try:
         entries = yaml.load(Path(path).read_text(encoding="utf-8"), yaml.BaseLoader)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"-cfg {path!r}: cannot be read ({error})") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"-cfg {path}: not YAML ({' '.join(str(error).split())})") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"-cfg {path!r}: cannot be read as YAML ({' '.join(str(error).split())})") from None
     if not isinstance(entries, dict):
         raise UsageError(f"-cfg {path}: {'no mapping' if entries else 'empty'}; `flag: value` lines are wanted")
     entries.pop("about", None)
@@ -87,20 +84,34 @@ def new_parser() -> Parser:
     return parser
 
 
-def without_replaced(entries: dict[str, list[str]], given: set[str], chosen: dict) -> dict[str, list[str]]:
-    """Return the entries of a -cfg file that the command line leaves in force.
+def check_combinations(args: Args, given: set[str]) -> None:
+    """Raise UsageError for flags that are right alone and wrong together.
 
-    A flag loses its entry if the command line has the other one of a pair. If it names another plugin, the old one's
-    flags are left out, which begin with its name, and what a dataset sets.
+    `given`: those of the command line and the -cfg file.
     """
-    replaced = {mine for pair in EITHER_OR for mine, other in (pair, pair[::-1]) if other in given}
-    for kind, new in chosen.items():
-        old = ",".join(entries.get(kind, []))
-        if old and old != new:
-            own = {key for key in entries if key.startswith(f"{old}_") or (kind == "dataset" and key in DATA_FLAGS)}
-            log.warning("-%s is %s and not %s as in the -cfg file: left out %s", kind, new, old, sorted(own))
-            replaced |= own
-    return {key: values for key, values in entries.items() if key not in replaced}
+    if {"batch_size", "batch_per_gpu"} <= given:
+        raise UsageError("-batch_size is the global batch and -batch_per_gpu its share: give one of them")
+    for one, other in (("fp16", "bf16"), ("gpus", "cpu"), ("offload", "fp16")):
+        if getattr(args, one) and getattr(args, other):
+            raise UsageError(f"-{one} and -{other} exclude each other: give one of them")
+    if args.parallel != "fsdp" and (args.offload or args.fsdp_replicas > 1):
+        flag = "-offload" if args.offload else f"-fsdp_replicas {args.fsdp_replicas}"
+        raise UsageError(f"{flag} is for sharded models: add -parallel fsdp")
+    if args.fsdp_replicas > 1 and args.reduction == "tree":
+        reason = "torch sums the copies' gradients itself, and other numbers of processes would give other bits"
+        raise UsageError(f"-fsdp_replicas {args.fsdp_replicas}: {reason}: add -reduction allreduce")
+    if args.micro_batch and not args.batch_per_gpu and args.batch_size % args.micro_batch:
+        near = max(args.micro_batch, args.batch_size - args.batch_size % args.micro_batch)
+        fault = f"-batch_size {args.batch_size} cannot be cut into micro-batches of -micro_batch {args.micro_batch}"
+        raise UsageError(f"{fault}: try -batch_size {near}")
+    if args.lr_end > args.lr_start:
+        raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")
+    together = (args.nnodes > 1, args.node_rank is not None, args.master_addr is not None)
+    if any(together) and not all(together):
+        example = "-nnodes 2 -node_rank 1 -master_addr HOST_OF_NODE_0"
+        raise UsageError(f"-nnodes, -node_rank and -master_addr belong together, as in {example}")
+    if args.node_rank is not None and args.node_rank >= args.nnodes:
+        raise UsageError(f"-node_rank {args.node_rank} of -nnodes {args.nnodes}: 0 to {args.nnodes - 1} are wanted")
 
 
 def to_yaml(args: Args, about: dict, **settled) -> str:
@@ -124,9 +135,7 @@ def _plain(value: object) -> object:
 
 
 def _parse(parser: Parser, words: list[str]) -> Args:
-    found, rest = parser.parse_known_args(words)
-    if rest:
-        raise UsageError(f"{rest[0]!r} belongs to no flag{close(f'-{rest[0]}', parser._option_string_actions)}")
+    found = parser.parse_args(words)
     values = vars(found)
     values["model"] = values["model"] or f"{found.dataset}_{found.arch}{'_overfit' if found.overfit else ''}"
     return Args(**values)

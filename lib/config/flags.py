@@ -7,9 +7,8 @@ import math
 from collections.abc import Callable
 
 from lib.config import plugins, types
-from lib.config.parser import SWITCH, Listing
+from lib.config.parser import SWITCH
 from lib.config.types import real, text, whole
-from lib.utils.errors import UsageError
 
 
 def value(type_: Callable[[str], object], metavar: str, **more) -> dict:
@@ -73,7 +72,6 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     rules.current.add_argument(
         "-h", "-help", action="help", help="show this help, with the chosen plugins' own flags"
     )
-    add("-list", {"action": Listing}, "list all plugins, with the first line of each one's docstring")
     add("-data", DIR, "folder of the data sets", "data", per_node=True)
     add("-out", DIR, "folder of all runs", "out", per_node=True)
     add("-model", value(types.run_name, "NAME"), "name of the run: it lives in out/NAME (DATASET_ARCH)")
@@ -135,7 +133,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-hang_minutes", PERIOD, "fail when a step or an answer of another process takes X minutes", 10.0)
 
     group("machine", "allow")
-    add("-gpus", value(types.gpu_list, "LIST"), "GPUs to use, as 0,1,2 or UUIDs (all visible ones)", per_node=True)
+    add("-gpus", value(types.gpu_list, "LIST"), "GPUs to use, as 0,1,2 (all visible ones)", per_node=True)
     add("-cpu", COUNT, "train with N processes on the CPU", per_node=True)
     add("-workers", COUNT_OR_0, "loader processes of each process (by the data and the cores)", per_node=True)
     add("-val_workers", COUNT_OR_0, "loader processes for evaluation (as -workers)", per_node=True)
@@ -165,7 +163,6 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-node_rank", COUNT_OR_0, "which of them this one is, from 0", on_resume="forget", per_node=True)
     add("-master_addr", value(text, "HOST"), "where the others reach -node_rank 0", on_resume="forget", per_node=True)
     add("-master_port", PORT, "a free port there", 29500, on_resume="forget")
-    add("-master_suffix", value(types.suffix, "TEXT"), "end of the head's name on its fast network", per_node=True)
     add("-cache_dir", DIR, "for the caches of torch and others (in $SCRATCH, if set)", per_node=True)
     add("-debug_dist", SWITCH, "turn on verbose logging in torch.distributed, torchrun and NCCL")
 
@@ -178,7 +175,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-slurm_timeout", COUNT, "time limit in minutes (the partition's)")
     add("-slurm_cpus", COUNT, "CPUs of a task (2, plus -workers or 8)")
     option = "option of sbatch, as account=ME or mem=64G; repeatable"
-    add("-slurm_arg", value(types.key_value, "KEY=VALUE", **REPEATABLE), option)
+    add("-slurm_arg", value(text, "KEY=VALUE", **REPEATABLE), option)
     add("-slurm_requeues", COUNT_OR_0, "most requeues after time limits and crashes of a run that advances", 20)
     add("-slurm_signal_s", COUNT, "seconds of warning before the time limit", 120)
     add("-slurm_dir", DIR, "the job's files, on a shared disk (OUT/NAME/slurm)")
@@ -193,5 +190,4 @@ def table(kind: str) -> tuple[str, ...]:
         match statement:
             case ast.Assign(targets=[ast.Name(id="BY_NAME")], value=ast.Dict(keys=keys)):
                 return tuple(str(key.value) for key in keys if isinstance(key, ast.Constant))
-    wanted = f"BY_NAME, a dict of the names of -{kind} and what makes each"
-    raise UsageError(f"lib/core/{kind}.py has no {wanted}: add your {kind} to the file as it was shipped")
+    raise LookupError(f"lib/core/{kind}.py has no BY_NAME, a dict of the names of -{kind} and what makes each")

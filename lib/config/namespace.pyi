@@ -86,7 +86,6 @@ class Args(argparse.Namespace):
     node_rank: int | None
     master_addr: str | None
     master_port: int
-    master_suffix: str | None
     cache_dir: str | None
     debug_dist: bool
     slurm: bool

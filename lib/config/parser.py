@@ -3,13 +3,11 @@
 import argparse
 import functools
 import re
-import sys
 from types import ModuleType
 from typing import NoReturn
 
-from lib.config import plugins
 from lib.config.types import yes_no
-from lib.utils.errors import UsageError, close, no_exit
+from lib.utils.errors import UsageError, close
 
 # A flag that stands alone for yes, or has yes or no behind it.
 SWITCH = {"nargs": "?", "const": True, "default": False, "type": yes_no, "metavar": "yes|no"}
@@ -47,26 +45,17 @@ class Parser(argparse.ArgumentParser):
         words = []
         for key, values in entries.items():
             flag = self.exact(f"-{key}", f"{path}: ")
-            action = self._option_string_actions[flag]
-            if len(values) == 1 or isinstance(action, argparse._AppendAction):
+            if len(values) == 1 or isinstance(self._option_string_actions[flag], argparse._AppendAction):
                 words += [f"{flag}={value}" for value in values]
-            elif action.nargs in (None, "?", 0):
-                raise UsageError(f"{path}: -{key} takes one value and not the list [{', '.join(values[:9])}]")
             else:
                 words += [flag, *values]
         return words
 
     def add_own(self, module: ModuleType, title: str) -> None:
-        """Add a plugin's flags. Raise UsageError for one that exists already or that config.yaml cannot keep."""
-        shared = list(self._actions)
-        try:
-            with no_exit():
-                getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
-        except argparse.ArgumentError as error:
-            raise UsageError(f"{_file(module)}: its flag clashes with a shared one ({error})") from None
-        for action in self._actions[len(shared) :]:
-            if action.dest in [one.dest for one in shared]:
-                raise UsageError(f"{_file(module)}: its flag -{action.dest} clashes with a shared one")
+        """Add a plugin's flags. Raise UsageError for one that config.yaml cannot keep."""
+        shared = len(self._actions)
+        getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
+        for action in self._actions[shared:]:
             if action.nargs == 0 or action.dest not in [option.lstrip("-") for option in action.option_strings]:
                 wanted = f"config.yaml needs a flag -{action.dest} with a value, or store_true"
                 raise UsageError(f"{_file(module)}: {action.dest}: {wanted}")
@@ -89,20 +78,6 @@ class Help(argparse.HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         hidden = action.default is False or action.default in (None, "", argparse.SUPPRESS, [])
         return action.help if hidden else f"{action.help} ({'yes' if action.default is True else '%(default)s'})"
-
-
-class Listing(argparse.Action):
-    """A flag that shows the plugins, each with the first line of its docstring, and exits, as -h does."""
-
-    def __init__(self, option_strings: list[str], dest: str, help: str):
-        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_) -> NoReturn:
-        """Show them."""
-        for kind in ("arch", "dataset", "trainer"):
-            rows = (f"  {name:20} {plugins.summary(kind, name)}\n" for name in plugins.names(kind))
-            parser._print_message(f"-{kind} NAME\n{''.join(rows)}", sys.stdout)
-        parser.exit()
 
 
 def _file(module: ModuleType) -> str:

@@ -1,6 +1,6 @@
 """Plugins, the files in lib/arch, lib/dataset and lib/trainer: found by name, read for their flags, imported to run.
 
-Nearly all import torch, which takes seconds. So -h, -list and wrong flags execute only what a plugin's flags need.
+Nearly all import torch, which takes seconds. So -h and wrong flags execute only what a plugin's flags need.
 """
 
 import ast
@@ -9,7 +9,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from lib.utils.errors import UsageError, close, no_exit
+from lib.utils.errors import UsageError, close
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILDERS = {"dataset": "get_dataset", "arch": "get_model", "trainer": "Trainer"}  # in the order they are read
@@ -20,23 +20,13 @@ def names(kind: str) -> list[str]:
     return sorted(file.stem for file in (ROOT / "lib" / kind).glob("*.py") if not file.stem.startswith("_"))
 
 
-def summary(kind: str, name: str) -> str:
-    """Return the first line of a plugin's docstring."""
-    text = (ROOT / "lib" / kind / f"{name}.py").read_text()
-    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-
-
 def load(kind: str, name: str) -> ModuleType:
-    """Import lib/KIND/NAME.py. Raises UsageError if it needs a package that is missing, or has no builder."""
-    file = f"lib/{kind}/{name}.py"
+    """Import lib/KIND/NAME.py. Raises UsageError if it needs a package that is missing."""
     try:
-        with no_exit():
-            module = importlib.import_module(f"lib.{kind}.{name}")
+        return importlib.import_module(f"lib.{kind}.{name}")
     except ModuleNotFoundError as error:
+        file = f"lib/{kind}/{name}.py"
         raise UsageError(f"-{kind} {name}: {file} needs what is not installed here: {error}") from None
-    if not callable(getattr(module, BUILDERS[kind], None)):
-        raise UsageError(f"-{kind} {name}: {file} has no {BUILDERS[kind]} that can be called")
-    return module
 
 
 def read(kind: str, name: str) -> ModuleType:
@@ -49,24 +39,24 @@ def read(kind: str, name: str) -> ModuleType:
         spec = importlib.util.find_spec(f"lib.{kind}.{name}")
         assert spec and spec.origin
         module, tree = importlib.util.module_from_spec(spec), ast.parse(Path(spec.origin).read_bytes())
-        tree.body = needed(tree.body, BUILDERS[kind])
+        tree.body = needed(tree.body)
         exec(compile(tree, spec.origin, "exec"), vars(module))
         return module
     except Exception:  # noqa: BLE001
         return load(kind, name)  # whose message says what is wrong
 
 
-def needed(statements: list[ast.stmt], builder: str) -> list[ast.stmt]:
+def needed(statements: list[ast.stmt]) -> list[ast.stmt]:
     """Return the statements that `add_args` and `describe` need: these two, what they use, what that uses, and so on.
 
-    Raises LookupError if one of them is not plain, if the file has no builder or may bind names that are not shown.
+    Raises LookupError if one of them is not plain, or if the file may bind names that are not shown.
     """
     kept, wanted = set(), {"add_args", "describe", "annotations"}  # of __future__: it changes how the rest is read
     while more := [one for one in statements if one not in kept and bound(one) & wanted]:
         kept.update(more)
         wanted = wanted.union(*map(used, more))
     all_names = set().union(*map(used, statements))
-    if not all(map(is_plain, kept)) or {"*", "exec", "globals"} & all_names or builder not in all_names:
+    if not all(map(is_plain, kept)) or {"*", "exec", "globals"} & all_names:
         raise LookupError
     return [one for one in statements if one in kept]
 
@@ -80,11 +70,10 @@ def is_plain(statement: ast.stmt) -> bool:
 
 
 def bound(statement: ast.stmt) -> set[str]:
-    """Return the names that a definition or an assignment binds; of other statements all names in them."""
+    """Return the names that a definition binds; of other statements all names in them, any of which they may bind."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return {statement.name}.union(*(one.names for one in ast.walk(statement) if isinstance(one, ast.Global)))
-    targets = statement.targets if isinstance(statement, ast.Assign) else [statement]
-    return set().union(*map(used, targets))
+    return used(statement)
 
 
 def used(node: ast.AST) -> set[str]:

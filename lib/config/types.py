@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 DIGITS = re.compile(r"[+-]?[0-9]{1,18}")
 DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-GPU = re.compile(r"\d{1,4}|[A-Za-z][\w/-]*")
 
 
 def matching(pattern: str, wanted: str) -> Callable[[str], str]:
@@ -27,18 +26,8 @@ plugin_name = matching(r"(?!\d)\w+", "a plugin's name: a file's name without .py
 run_name = matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", "a name of letters, digits, dots, dashes and underscores")
 metric = matching(r"[^\x00-\x1f\x7f:]+(:min|:max)?", "a metric like accuracy, rec:min or f1:max")
 every = matching(r"(?=0*[1-9])[0-9]{1,18}(epochs?|steps?|min|)", "an interval like 5epochs, 500steps or 10min")
-suffix = matching(r"[A-Za-z0-9-]*", "the end of a host name: letters, digits, dashes")
-key_value = matching(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?", "an option of sbatch like reservation=school or exclusive")
-
 weights = matching(r"\d+(\.\d+)?(,\d+(\.\d+)?)*", "a list of numbers like 1,2.5,0.5")
-
-
-def gpu_list(value: str) -> str:
-    """Return text that lists GPUs by index or UUID, each once."""
-    names = value.split(",")
-    if len(set(names)) < len(names) or not all(GPU.fullmatch(name) for name in names):
-        raise argparse.ArgumentTypeError(f"{value!r} is not a list of GPUs like 0,1,2 or GPU-8932f937, each once")
-    return value
+gpu_list = matching(r"\d{1,4}(,\d{1,4})*", "a list of GPUs like 0,1,2")
 
 
 def whole(low: int, high: int = 10**18 - 1) -> Callable[[str], int]:

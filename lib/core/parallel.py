@@ -43,10 +43,7 @@ def build(arch: ModuleType, args: Namespace, world: World) -> nn.Module:
 def _make(arch: ModuleType, args: Namespace) -> nn.Module:
     model = arch.get_model(args)
     if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise UsageError(f"-arch {args.arch}: get_model returns {kind}; it must return a model, an nn.Module")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError(f"-arch {args.arch}: the model has no parameters that can be trained")
+        raise UsageError(f"-arch {args.arch}: get_model returns {model!r}; it must return a model, an nn.Module")
     return model
 
 

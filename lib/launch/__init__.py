@@ -60,5 +60,4 @@ def launch(args: Args, target: str) -> int:
 
 def launched() -> bool:
     """Whether torchrun or a launcher of ours started this process; a RANK may have leaked from elsewhere."""
-    rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
-    return rank.isdecimal() and size.isdecimal() and int(rank) < int(size)
+    return "RANK" in os.environ and int(os.environ["RANK"]) < int(os.environ.get("WORLD_SIZE", 0))

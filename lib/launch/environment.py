@@ -97,7 +97,7 @@ def of_run(args: Args) -> dict[str, str]:
 def visible(gpus: str | None) -> dict[str, str]:
     """Return the variable that leaves a process the GPUs of -gpus; the driver must not be started yet.
 
-    Number i means the i-th of those that are visible now; a UUID stays as it is. Raises UsageError for others.
+    Number i means the i-th of those that are visible now. Raises UsageError for others.
     """
     if not gpus:
         return {}
@@ -107,11 +107,11 @@ def visible(gpus: str | None) -> dict[str, str]:
     if not count:
         raise UsageError(f"-gpus {gpus}: no GPU is visible here; -cpu N trains on the CPU")
     numbers = [str(gpu) for gpu in range(count)]
-    missing = [gpu for gpu in wanted if gpu.isdigit() and int(gpu) >= count]
+    missing = [gpu for gpu in wanted if int(gpu) >= count]
     if missing:
         raise UsageError(f"-gpus {gpus}: {', '.join(missing)} is not one of the GPUs here: {','.join(numbers)}")
     names = os.environ[VISIBLE].replace(" ", "").split(",") if os.environ.get(VISIBLE) else numbers
-    return {VISIBLE: ",".join(names[int(gpu)] if gpu.isdigit() else gpu for gpu in wanted)}
+    return {VISIBLE: ",".join(names[int(gpu)] for gpu in wanted)}
 
 
 @contextlib.contextmanager
@@ -126,17 +126,12 @@ def exported(variables: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def suffix_of(suffix: str | None) -> str:
-    """Return -master_suffix, or what node names have at their end on this machine's fast network."""
-    return suffix if suffix is not None else "i" if on_infiniband() else ""
-
-
-def fast_name(host: str, suffix: str | None) -> str:
+def fast_name(host: str) -> str:
     """Return the name of a host on the fast network: gpu7.site becomes gpu7i.site. An address stays as it is."""
-    suffix, (first, dot, domain) = suffix_of(suffix), host.partition(".")
-    if ":" in host or host.replace(".", "").isdigit() or first.endswith(suffix or first):
+    first, dot, domain = host.partition(".")
+    if not on_infiniband() or ":" in host or host.replace(".", "").isdigit() or first.endswith("i"):
         return host
-    return f"{first}{suffix}{dot}{domain}"
+    return f"{first}i{dot}{domain}"
 
 
 def own_address(host: str) -> str:

@@ -11,12 +11,12 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
-from multiprocessing import connection
-from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Lock
 
 from lib.config import Args
 from lib.launch import environment, multinode, requeue, signals
-from lib.launch.children import RAISED, Cause, Child, Failure, pass_signals_to, watch
+from lib.launch.children import END_S, pass_signals_to, watch
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FAILED, STOPPING, USAGE, UsageError, no_exit
 from lib.utils.monitoring import startup
@@ -68,72 +68,66 @@ def spawn(args: Args, target: str, count: int) -> int:
     children start. Where it is safe they are forked, with torch imported already; else each imports it again.
     """
     meeting = multinode.meet(args, count) if args.nnodes > 1 else multinode.alone(count)
-    if not args.batch_per_gpu and args.batch_size < meeting.size:
-        fault = f"-batch_size {args.batch_size} has not a sample for each of {meeting.size} processes"
-        raise UsageError(f"{fault}: try {meeting.size}")
     children = []
     with startup.garbage_collector(), pass_signals_to(children) as passed:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until there is a child to pass them to
-        alive = start_children(children, functools.partial(call, target, args), count, meeting)
+        first = start_children(children, functools.partial(call, target, args), count, meeting)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         store = multinode.open_store(meeting.listener, meeting.store[0], meeting.size) if meeting.listener else None
-        code = watch(children, meeting, passed)
+        code = watch(children, meeting, passed, first)
         meeting.leave()
-        del store, alive  # the children need both until here
+        del store  # the children need it until here
     return code
 
 
 def start_children(
-    children: list[Child], run: Callable[[], int], count: int, meeting: multinode.Meeting
-) -> Connection:
-    """Start the processes of this machine. Returns a connection; they end when it is closed."""
+    children: list[BaseProcess], run: Callable[[], int], count: int, meeting: multinode.Meeting
+) -> Lock:
+    """Start the processes of this machine. Returns a lock: the child that takes it prints why it failed."""
     context = multiprocessing.get_context("fork") if fork_is_safe() else multiprocessing.get_context("spawn")
-    ended, alive = context.Pipe(duplex=False)
-    inherited = []
+    first, inherited = context.Lock(), []
     if context.get_start_method() == "fork":
         importlib.import_module("torch._dynamo")  # takes a second, here once for all
-        inherited = [alive, *filter(None, [meeting.listener]), *(link.pipe for link in meeting.links)]
+        inherited = [*filter(None, [meeting.listener]), *(link.pipe for link in meeting.links)]
     for local_rank in range(count):
         rank = meeting.first_rank + local_rank
         place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": meeting.size, "LOCAL_WORLD_SIZE": count}
         variables = environment.rank_variables(place, meeting.run_id, meeting.store, meeting.interface)
-        reader, writer = context.Pipe(duplex=False)
-        process = context.Process(target=child, args=(variables, run, writer, ended, inherited))
+        process = context.Process(target=child, args=(variables, run, first, os.getpid(), inherited))
         process.start()
-        writer.close()
-        children.append(Child(rank, process, reader))
-    return alive
+        children.append(process)
+    return first
 
 
-def child(
-    variables: dict[str, str], run: Callable[[], int], writer: Connection, parent_ended: Connection, inherited: list
-) -> None:
-    """Run in a child: set its environment, run, report a failure."""
+def child(variables: dict[str, str], run: Callable[[], int], first: Lock, parent: int, inherited: list) -> None:
+    """Run in a child: set its environment, run, print why it failed unless another one does."""
     for one in inherited:  # the parent's own; open here, they would seem to be in use after its end
         one.close()
     signals.set_handlers(signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     os.environ.update(variables)
-    threading.Thread(target=end_with_parent, args=[parent_ended], daemon=True).start()
+    threading.Thread(target=end_with_parent, args=[parent], daemon=True).start()
     try:
-        code = run()
+        code, why = run(), ""
     except UsageError as error:
-        code = USAGE
-        writer.send(Failure(Cause.RAISED, " ".join(str(error).split()), USAGE, time=time.monotonic()))
+        code, why = USAGE, f"train.py: {' '.join(str(error).split())}"
     except Exception as error:
-        code = FAILED
-        cause = Cause.LOST_PEER if run_folder.lost_peer(error) else Cause.RAISED
-        writer.send(
-            Failure(cause, RAISED.format(variables["RANK"], code), code, traceback.format_exc(), time.monotonic())
-        )
+        code, why = FAILED, traceback.format_exc().rstrip()
+        if run_folder.lost_peer(error):
+            time.sleep(END_S)  # whoever knows why it was lost says so first
     signals.set_handlers(signal.SIG_IGN)  # a second signal would change the exit code
-    writer.close()
-    sys.exit(code)
+    if not why:
+        sys.exit(code)
+    if first.acquire(block=False):
+        print(why, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)  # what a failed run leaves behind may hang Python's own end, and the others wait for this one
 
 
-def end_with_parent(parent_ended: Connection) -> None:
+def end_with_parent(parent: int) -> None:
     """Stop this process when its parent is gone, as a signal to it would."""
-    connection.wait([parent_ended])
+    while os.getppid() == parent:
+        time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -6,7 +6,6 @@ which takes over the same socket: use a network that you trust.
 """
 
 import contextlib
-import ipaddress
 import json
 import resource
 import socket
@@ -18,7 +17,7 @@ from multiprocessing import connection
 
 from lib.config import Args
 from lib.launch import environment
-from lib.utils.errors import FAILED, FINISHED, STOPPED, UsageError
+from lib.utils.errors import FAILED, UsageError
 
 HELLO_S, RETRY_S, ANSWER_S, LEAVE_S = 5.0, 0.5, 20.0, 30.0
 MESSAGE_BYTES = 1 << 20
@@ -35,14 +34,8 @@ class Link:
         wire.setblocking(True)
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEPALIVE.items():
-            if hasattr(socket, option):  # macOS lacks one
-                wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self.pipe = connection.Connection(wire.detach())
-
-    @property
-    def failed(self) -> bool:
-        """Whether the run failed there."""
-        return self.code not in (None, FINISHED, STOPPED)
 
     def send(self, **message: object) -> None:
         """Send a message; `listen` notices if the connection is lost."""
@@ -59,8 +52,8 @@ class Link:
     def listen(self, seconds: float = 0.0) -> None:
         """Receive how the run ended there, if it did or if the connection is lost."""
         if self.code is None and self.pipe.poll(seconds):
-            end = self.receive(HELLO_S) or {"code": FAILED, "message": f"{self.name} is gone"}
-            self.code, self.message = end["code"], end["message"]
+            end = self.receive(HELLO_S) or {"code": FAILED, "message": "the connection is lost"}
+            self.code, self.message = end["code"], f"{self.name}: {end['message']}"
 
 
 @dataclass
@@ -72,14 +65,13 @@ class Meeting:
     run_id: str
     store: tuple[str, int]  # address and port of the rendezvous store
     interface: str | None  # the network between the machines, for gloo
-    name: str = ""  # of this machine in messages
     listener: socket.socket | None = None  # of the store, on node 0
     links: list[Link] = field(default_factory=list)
 
     def report(self, code: int, message: str = "") -> None:
         """Send the other machines how the run ended here."""
         for link in self.links:
-            link.send(code=code, message=f"{self.name}: {message}")
+            link.send(code=code, message=message)
 
     def leave(self) -> None:
         """Close the links. Node 0 has the store, and waits until the others no longer need it."""
@@ -101,7 +93,7 @@ def meet(args: Args, count: int) -> Meeting:
     Raises:
         UsageError: what keeps them from meeting within -hang_minutes.
     """
-    host = environment.fast_name(str(args.master_addr), args.master_suffix)
+    host = environment.fast_name(str(args.master_addr))
     name = f"node {args.node_rank} ({socket.gethostname()})"
     own = {"rank": args.node_rank, "name": name, "count": count}
     until = time.monotonic() + args.hang_minutes * 60
@@ -137,7 +129,7 @@ def gather(host: str, port: int, own: dict, nnodes: int, until: float) -> Meetin
         first_rank = sum(nodes[lower]["count"] for lower in range(rank))
         link.send(first_rank=first_rank, size=size, run_id=run_id, name=own["name"])
     interface = environment.interface_of(store[0])
-    return Meeting(0, size, run_id, store, interface, own["name"], listener, list(links.values()))
+    return Meeting(0, size, run_id, store, interface, listener, list(links.values()))
 
 
 def join(host: str, port: int, own: dict, until: float) -> Meeting:
@@ -162,20 +154,16 @@ def join(host: str, port: int, own: dict, until: float) -> Meeting:
         why = f"does the run go on already, or did another machine come with -node_rank {own['rank']}?"
         raise UsageError(f"{where}: node 0 does not wait for this machine: {why}")
     link.name = place.pop("name")
-    return Meeting(**place, store=store, interface=interface, name=own["name"], links=[link])
+    return Meeting(**place, store=store, interface=interface, links=[link])
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Listen on this machine's address of that name, and on no other."""
     try:
-        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback or host in ("localhost", address):
-            return serve(address, port)
+        return serve(str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port)
     except OSError as error:
         fault = f"-node_rank 0 cannot listen at -master_addr {host} -master_port {port} ({error.strerror})"
         raise UsageError(f"{fault}: name an address and a free port of this machine") from None
-    fault = f"-master_addr {host} means {address} on this machine, where others cannot reach it"
-    raise UsageError(f"{fault}: give its address in the network")
 
 
 def serve(address: str, port: int) -> socket.socket:

@@ -1,7 +1,6 @@
 """Signals that stop a run before and after the training, which handles them itself."""
 
 import contextlib
-import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -16,16 +15,15 @@ def leaving() -> contextlib.AbstractContextManager:
 
     There is nothing to save before and after the training.
     """
-    return handled_by(functools.partial(_leave, os.getpid()))
+    own = os.getpid()
 
+    def leave(number: int, frame: object) -> None:
+        if os.getpid() == own:  # and not one that a plugin forked, as multiprocessing.Pool does
+            with contextlib.suppress(OSError):
+                os.write(2, f"train.py: {OUTSIDE.format(signal.Signals(number).name)}\n".encode())
+        os._exit(STOPPED)  # an exception might be lost in an import
 
-def _leave(pid: int, number: int, frame: object) -> None:
-    if os.getpid() != pid:  # a process that a plugin forked, as multiprocessing.Pool does
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    with contextlib.suppress(OSError):
-        os.write(2, f"train.py: {OUTSIDE.format(signal.Signals(number).name)}\n".encode())
-    os._exit(STOPPED)  # an exception might be lost in an import
+    return handled_by(leave)
 
 
 @contextlib.contextmanager

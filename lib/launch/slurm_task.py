@@ -80,10 +80,11 @@ def step(args: Args, target: str) -> int:
 
     Only rank 0 exits with 75 for a stopped run: srun kills the other tasks when one does.
     """
-    environ, rank, size = os.environ, int(os.environ["SLURM_PROCID"]), tasks()
+    environ = os.environ
+    rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
     environment.export(args.cache_dir, args.debug_dist)
     try:
-        host, port = head(args.master_suffix)
+        host, port = head()
         store = multinode.open_store(multinode.serve(host, port), host, size) if rank == 0 else None
         place = {"RANK": rank, "LOCAL_RANK": int(environ["SLURM_LOCALID"]), "WORLD_SIZE": size}
         place["LOCAL_WORLD_SIZE"] = len(environ["SLURM_GTIDS"].split(","))
@@ -99,18 +100,11 @@ def step(args: Args, target: str) -> int:
 
 def is_task() -> bool:
     """Whether srun started this process as one of several; in the shell of `srun --pty`, python did not."""
-    if not {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_JOB_ID"} <= os.environ.keys():
-        return False
     typed = os.isatty(0) and os.environ.get("SLURM_TASK_PID") != str(os.getpid())
-    return tasks() > 1 and not typed
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and not typed
 
 
-def tasks() -> int:
-    """Return how many tasks this job step has."""
-    return int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", 1))
-
-
-def head(suffix: str | None) -> tuple[str, int]:
+def head() -> tuple[str, int]:
     """Return address and port of the rendezvous store: rank 0's in the network of the job's nodes, and no other.
 
     The port follows from the ids of the job, the step and the start, so that jobs on one node have different ones.
@@ -119,15 +113,12 @@ def head(suffix: str | None) -> tuple[str, int]:
 
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
     port = PORTS[(job + 97 * step + 997 * requeue.restart()) % len(PORTS)]
-    names = [environment.fast_name(name, suffix) for name in _parse_node_list(os.environ["SLURM_STEP_NODELIST"])]
+    names = [environment.fast_name(name) for name in _parse_node_list(os.environ["SLURM_STEP_NODELIST"])]
     if len(names) == 1:
         return "127.0.0.1", port
-    try:
-        if os.environ["SLURM_NODEID"] == "0":  # its own name may mean an address that others cannot reach
-            return environment.own_address(names[1]), port
-        return str(socket.getaddrinfo(names[0], port)[0][4][0]), port
-    except OSError as error:
-        raise UsageError(f"-master_suffix {suffix}: {error.strerror}: {' or '.join(names[:2])}") from None
+    if os.environ["SLURM_NODEID"] == "0":  # its own name may mean an address that others cannot reach
+        return environment.own_address(names[1]), port
+    return str(socket.getaddrinfo(names[0], port)[0][4][0]), port
 
 
 if __name__ == "__main__":

@@ -4,9 +4,7 @@ import contextlib
 import difflib
 import os
 import signal
-import traceback
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 FINISHED, FAILED, USAGE, STOPPED, ABORTED = 0, 1, 2, 75, 130  # 75 is EX_TEMPFAIL: try again, it goes on
 EXIT_CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
@@ -20,23 +18,14 @@ class UsageError(Exception):
 
 @contextlib.contextmanager
 def no_exit() -> Iterator[None]:
-    """Turn sys.exit in the block, by a plugin or an argparse of its own, into a RuntimeError that names the plugin.
-
-    Exit code 0 would mean that the run is finished.
-    """
+    """Turn sys.exit in the block into a RuntimeError: exit code 0 would mean that the run is finished."""
     try:
         yield
     except SystemExit as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        plugins = [one for one in frames if Path(one.filename).parent.name in ("dataset", "arch", "trainer")]
-        place = (plugins or frames)[-1]
-        call = f"{place.filename}, line {place.lineno}: sys.exit({error.code!r})"
-        raise RuntimeError(f"{call} was called, and the run is not finished") from error
+        raise RuntimeError(f"sys.exit({error.code!r}) was called, and the run is not finished") from error
 
 
 def close(name: str, there: Iterable[str]) -> str:
     """Return a question after the existing names that a misspelt one may mean; "" if nothing comes near."""
-    text = name.lstrip("-")
-    starts = [other for other in there if text and other.lstrip("-").startswith(text)]
-    close = starts or difflib.get_close_matches(name, there, n=3)
-    return f" (do you mean {' or '.join(dict.fromkeys(close))}?)" if close else ""
+    names = difflib.get_close_matches(name, there, n=3)
+    return f" (do you mean {' or '.join(names)}?)" if names else ""

@@ -31,8 +31,6 @@ def kernels(world: World, deterministic: bool) -> None:
     """Enable TF32 and cuDNN's autotuning on a GPU; with `deterministic`, deterministic algorithms instead."""
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # Nothing here reads memory that it did not write.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if world.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = not deterministic  # its trials end differently each time
@@ -49,28 +47,25 @@ def set_threads(args: Namespace, saved: int | None = None) -> None:
 
 
 def settle_threads(args: Namespace, world: World, saved: int | None, model: nn.Module, sample: Callable) -> str:
-    """Set the run's number of threads, the same on all ranks. Return it and its reason.
+    """Set the run's number of threads, the same on all ranks. Return it for the log.
 
     Sums of another number have other bits, so nothing about it is measured, and a run keeps that of its first start
     (`saved`). `sample` returns a micro-batch of the run.
     """
     share = -int(distributed.largest([-distributed.cores_each(world)], world)[0])
+    given = distributed.user_threads()
 
-    def choose() -> tuple[int, str]:
-        given = distributed.user_threads()
-        if args.threads:
-            return args.threads, "-threads"
-        if saved:
-            unused = f"; OMP_NUM_THREADS={given} is not used" if given not in (None, saved) else ""
-            return saved, f"as the run began{unused}"
-        if given or share == 1 or world.device.type != "cpu":
-            return given or share, "OMP_NUM_THREADS" if given else "its share of the cores"
-        work = work_of(model, sample())
-        return threads_for(work, share), f"its share of the cores is {share}, a pass has {work / 1e9:.2g} GFLOP"
+    def choose() -> int:
+        wanted = args.threads or saved or given
+        if wanted or share == 1 or world.device.type != "cpu":
+            return wanted or share
+        return threads_for(work_of(model, sample()), share)
 
-    count, reason = distributed.main_does(choose, world)
+    count = distributed.main_does(choose, world)
     torch.set_num_threads(count)
-    return f"{count} ({reason}{f'; more than its share of the cores, {share}' if count > share else ''})"
+    more = f", more than its share of the cores, {share}" if count > share else ""
+    unused = f"; OMP_NUM_THREADS={given} is not used" if given not in (None, count) else ""
+    return f"{count}{more}{unused}"
 
 
 def threads_for(work: float, share: int) -> int:

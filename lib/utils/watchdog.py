@@ -6,9 +6,9 @@ import json
 import logging
 import math
 import os
-import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,24 +30,19 @@ def watched(watch: "Watch") -> Iterator[None]:
     """Watch over the run in the block.
 
     Raises:
-        Hang: names the ranks and steps, in place of what a collective raises after such a wait. A single process has
-            no collectives: it is interrupted.
+        Hang: names the ranks and steps, in place of what a collective raises after such a wait.
     """
-    before = signal.signal(signal.SIGALRM, watch.interrupt)
     thread = threading.Thread(target=watch.run, name="watchdog", daemon=True)
     thread.start()
     try:
         yield
     except RuntimeError as error:
-        if watch.stalled >= watch.patience:
-            watch.reported.wait(4 * watch.pulse_s)
-        if isinstance(error, Hang) or not watch.report:
+        if not watch.report:
             raise
         raise Hang(watch.report) from error
     finally:
         watch.over.set()
         thread.join(watch.pulse_s)
-        signal.signal(signal.SIGALRM, before)
 
 
 class Watch:
@@ -58,13 +53,13 @@ class Watch:
 
     def __init__(self, state: Any, ballot: Any, world: World, minutes: float, folder: Path, saving: Callable):
         self.state, self.ballot, self.world, self.saving = state, ballot, world, saving
-        self.patience_s, self.main_thread = minutes * 60, threading.get_ident()
+        self.patience_s = minutes * 60
         self.log_file = folder / "logs" / f"rank_{world.rank}.log"
         self.pulse_s = min(LONGEST_PULSE_S, self.patience_s / 12)
         self.patience = math.ceil(self.patience_s / self.pulse_s)  # pulses
         self.stalled = 0  # pulses since the last progress: of a process that is suspended, none is counted
         self.stepped = False  # the first step may take any time
-        self.over, self.reported, self.report = threading.Event(), threading.Event(), ""
+        self.over, self.report = threading.Event(), ""
 
     def mark(self) -> None:
         """Note that a step is done. After the first, collectives wait a little longer than -hang_minutes."""
@@ -76,24 +71,20 @@ class Watch:
     def run(self) -> None:
         """Leave signs of life, and report once nothing has moved for too long."""
         store = distributed.store_of_own(self.pulse_s) if self.world.size > 1 else None
-        place, pulse, first = None, 0, []
-        self.exchange(store, {"step": self.state.step, "pulse": pulse}, read=False)  # the request fails without one
+        place = None
+        self.exchange(store, read=False)  # the request for all signs fails without one
         while not self.over.wait(self.pulse_s):
-            pulse += 1
             self.stalled += 1
             now = self.state.step, self.ballot.ticks, self.ballot.since  # differs after every step or batch
             if now != place or self.saving() or not self.stepped:
                 place, self.stalled, self.report = now, 0, ""
-                self.reported.clear()
-            mine = {"step": self.state.step, "pulse": pulse}
-            found = self.exchange(store, mine, read=self.stalled in (self.patience, self.patience + 2))
+            signs = self.exchange(store, read=self.stalled == self.patience)
             if self.stalled == self.patience:
-                first = found
-            elif self.stalled == self.patience + 2:
-                self.end(describe(first, found))
+                self.end(describe(signs, self.patience_s / 2))
 
-    def exchange(self, store: Any, mine: dict, read: bool) -> list[dict | None]:
+    def exchange(self, store: Any, read: bool) -> list[dict]:
         """Leave a sign of life in the store. Return the last one of every rank, in one request: docs/scaling.md."""
+        mine = {"step": self.state.step, "time": time.time()}
         if store is None:
             return [mine]
         try:
@@ -102,36 +93,26 @@ class Watch:
             return [json.loads(sign) for sign in store.multi_get(keys)] if read else []
         except RuntimeError as error:  # the process that holds the store is one of those that hang, or gone
             log.debug("the rendezvous store does not answer: %s", error)
-            return [None] * self.world.size
+            return []
 
     def end(self, text: str) -> None:
-        """Log the report, and in this rank's own log the stacks of its threads. Interrupt a single process."""
+        """Log the report, and in this rank's own log the stacks of its threads. End a single process.
+
+        It has no collectives that would fail. At a terminal, somebody may be at a breakpoint.
+        """
         self.report = f"nothing moved for {self.patience_s:.0f} s (-hang_minutes {self.patience_s / 60:g}): {text}"
         log.error("%s; what this rank was doing: %s", self.report, self.log_file)
         with self.log_file.open("ab") as file:
             faulthandler.dump_traceback(file)
-        self.reported.set()
-        at_breakpoint = sys.stdin and sys.stdin.isatty()
-        if self.world.size == 1 and not at_breakpoint:
-            signal.pthread_kill(self.main_thread, signal.SIGALRM)
-            if not self.over.wait(3 * self.pulse_s):  # it waits in C code, where signals are not handled
-                os._exit(FAILED)
-
-    def interrupt(self, *_: Any) -> None:
-        """End the wait of a single process's main thread."""
-        raise Hang(self.report)
+        if self.world.size == 1 and not (sys.stdin and sys.stdin.isatty()):
+            os._exit(FAILED)
 
 
-def describe(first: list, second: list) -> str:
-    """Return where each rank stands, by two exchanges: the silent ranks and those behind come first."""
+def describe(signs: list[dict], silence_s: float) -> str:
+    """Return where each rank stands: first those that gave no sign of life for so long, then those behind."""
     groups: dict = {}
-    for rank, (one, two) in enumerate(zip(first, second, strict=True)):
-        alive = bool(one and two and one["pulse"] != two["pulse"])
-        groups.setdefault((alive, two["step"] if two else -1), []).append(rank)
-    sentences = []
-    for (alive, step), ranks in sorted(groups.items()):
-        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        where = f"at step {step}" if step >= 0 else "before its first step"
-        doing = f"wait{'s' if len(ranks) == 1 else ''}" if alive else "gave no sign of life, and was last heard of"
-        sentences.append(f"{who} {doing} {where}")
-    return "; ".join(sentences)
+    for rank, sign in enumerate(signs):
+        groups.setdefault((time.time() - sign["time"] < silence_s, sign["step"]), []).append(str(rank))
+    words = {False: "no sign of life since step", True: "waiting at step"}
+    found = [f"{words[alive]} {step}: rank {', '.join(ranks)}" for (alive, step), ranks in sorted(groups.items())]
+    return "; ".join(found) or "the rendezvous store does not answer"

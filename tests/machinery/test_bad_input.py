@@ -10,7 +10,7 @@ from pathlib import Path
 import command_line
 import pytest
 import torch
-from command_line import parsed, plugin_file, plugin_folder, shared
+from command_line import parsed, plugin_folder, shared
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -187,7 +187,6 @@ def test_a_path_that_is_not_utf_8_is_refused(error_of, tmp_path):
         ("-batch_size 8 -batch_per_gpu 8", ["-batch_size", "-batch_per_gpu", "give one"]),
         ("-cpu 1 -batch_size 10 -micro_batch 4", ["-batch_size 10", "-micro_batch 4", "try -batch_size 8"]),
         ("-cpu 1 -batch_per_gpu 3 -micro_batch 2", ["-batch_size 3", "cannot be cut", "-micro_batch 2"]),
-        ("-cpu 2 -batch_size 1", ["-batch_size 1", "2 processes", "try 2"]),
         ("-cpu 1 -batch_size 5000 -drop_last", ["-batch_size 5000", "-drop_last", "1259 training samples"]),
         ("-lr_start 1e-3 -lr_end 1", ["-lr_end 1.0", "-lr_start 0.001"]),
         ("-cpu 1 -data nowhere", ["-data nowhere", "digits.npz"]),
@@ -205,7 +204,7 @@ def test_gpus_that_are_not_there_are_refused_with_those_that_are(error_of, monke
     assert error_of("-gpus 0,1") == "-gpus 0,1: no GPU is visible here; -cpu N trains on the CPU"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert error_of("-gpus 0,5,7") == "-gpus 0,5,7: 5, 7 is not one of the GPUs here: 0,1"
-    for value in ("", "0,0", "0,,1", "-1", "0;1", "all!", "0 1"):
+    for value in ("", "GPU-1", "0,,1", "-1", "0;1", "all!", "0 1"):
         assert error_of([f"-gpus={value}"]).startswith(f"argument -gpus: {value!r} is not a list of GPUs like 0,1,2")
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
@@ -217,7 +216,6 @@ def test_slurm_where_there_is_none_is_refused(error_of, monkeypatch, tmp_path):
 
 BROKEN = {
     "missing": ("import no_such_package.part\n", ["lib/arch/missing.py needs", "'no_such_package'"]),
-    "five": ("get_model = 5\n", ["lib/arch/five.py has no get_model that can be called"]),
 }
 
 
@@ -227,13 +225,6 @@ def test_a_plugin_that_cannot_be_imported_is_refused_with_the_place(name, error_
     plugin_folder(monkeypatch, tmp_path, "arch", name, text)
     line = error_of(["-arch", name])
     assert line.startswith(f"-arch {name}: ") and all(part in line for part in parts), line
-
-
-def test_a_plugin_flag_that_clashes_is_refused(error_of, monkeypatch, tmp_path):
-    text = "def add_args(parser): parser.add_argument('-epochs')\ndef get_model(args): pass\n"
-    plugin_file(monkeypatch, tmp_path, "arch", "clashing", text)
-    line = error_of("-arch clashing")
-    assert line.startswith("lib/arch/clashing.py: its flag clashes") and "-epochs" in line
 
 
 # From outside

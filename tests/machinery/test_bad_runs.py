@@ -70,20 +70,12 @@ def test_a_dataset_of_the_wrong_kind_or_size_is_refused(given, parts, error_of):
     assert line.startswith("-dataset odd: ") and all(part in line for part in parts)
 
 
-def test_a_model_without_anything_to_train_is_refused(error_of):
-    frozen = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).requires_grad_(False)
-    with runs.plugins(arch={"empty": lambda args: nn.Flatten(), "frozen": lambda args: frozen}):
-        for arch, count in (("empty", 1), ("empty", 2), ("frozen", 1), ("frozen", 2)):
-            said = f"-arch {arch}: the model has no parameters that can be trained"
-            assert error_of(["-cpu", str(count), "-arch", arch]) == said
-
-
 @pytest.mark.parametrize(
-    ("made", "kind"), [(None, "a NoneType"), (nn.Linear, "the class Linear"), ((1, 2), "a tuple")]
+    ("made", "shown"), [(None, "None"), (nn.Linear, "<class 'torch.nn.modules.linear.Linear'>"), ((1, 2), "(1, 2)")]
 )
-def test_what_is_no_model_is_refused(made, kind, error_of):
+def test_what_is_no_model_is_refused(made, shown, error_of):
     with runs.plugins(arch={"odd": lambda args: made}):
-        assert error_of([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model returns {kind}; it must")
+        assert error_of([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model returns {shown}; it must")
 
 
 QUITS = """import argparse, sys
@@ -113,15 +105,16 @@ class Trainer(trainer.Trainer):
 
 @pytest.mark.parametrize("cpu", [1, 2])
 @pytest.mark.parametrize(
-    ("words", "place", "begun"),
+    ("words", "call", "begun"),
     [
-        ("-dataset quits -seed 1", "lib/dataset/quits.py, line 12: sys.exit(2)", False),
-        ("-dataset quits -workers 1", "lib/dataset/quits.py, line 8: sys.exit(None)", False),
-        ("-arch quits", "lib/arch/quits.py, line 16: sys.exit(0)", False),
-        ("-trainer quits", "lib/trainer/quits.py, line 21: sys.exit(0)", True),
+        ("-dataset quits -seed 1", "sys.exit(2)", False),
+        ("-dataset quits -workers 1", "sys.exit(None)", False),
+        ("-arch quits", "sys.exit(0)", False),
+        ("-trainer quits", "sys.exit(0)", True),
     ],
 )
-def test_a_plugin_that_calls_exit_fails_the_run_and_is_named(words, place, begun, cpu, tmp_path, capfd):
+def test_a_plugin_that_calls_exit_fails_the_run(words, call, begun, cpu, tmp_path, capfd):
+    call += " was called"
     made: dict = {kind: {} for kind in config.BUILDERS}
     for kind in made:
         exec(compile(QUITS, f"lib/{kind}/quits.py", "exec"), made[kind])
@@ -131,10 +124,10 @@ def test_a_plugin_that_calls_exit_fails_the_run_and_is_named(words, place, begun
             said = capfd.readouterr().err
         except RuntimeError as error:  # of one process, which the interpreter shows
             code, said = 1, str(error)
-    assert code == 1 and place in said
+    assert code == 1 and call in said
     if begun:
         ended = run_folder.outcome(tmp_path / "run")
-        assert ended["state"] == "failed" and ended["reason"].startswith("rank 0: ") and place in ended["reason"]
+        assert ended["state"] == "failed" and ended["reason"].startswith("rank 0: ") and call in ended["reason"]
 
 
 def test_a_run_without_enough_memory_is_told_what_takes_less(tmp_path):

@@ -93,8 +93,8 @@ print("torchrun listens there")
         ({"SYSTEMNAME": "juwels", "SLURM_GPUS_ON_NODE": "4"}, "-cfg two.yaml", "jwb0001i", "ib0", 2),
         (
             {"SYSTEMNAME": "jurecadc", "GLOO_SOCKET_IFNAME": "ib1", "SLURM_GPUS_ON_NODE": "4"},
-            "-master_suffix x",
-            "jwb0001x",
+            "",
+            "jwb0001i",
             "ib1",
             4,
         ),

@@ -109,7 +109,7 @@ def test_a_machine_that_is_gone_ends_the_other(machines):
     runs[1].end()
     runs[0].go()
     assert runs[0].ends() == 1
-    assert runs[0].text().splitlines()[-1] == f"train.py: node 1 ({socket.gethostname()}) is gone"
+    assert runs[0].text().splitlines()[-1] == f"train.py: node 1 ({socket.gethostname()}): the connection is lost"
     runs[0].is_gone()
 
 
@@ -133,7 +133,9 @@ def test_machines_with_addresses_of_their_own_listen_nowhere_else(machines, netw
         run.go()
     assert [run.ends(GONE_S) for run in runs] == [1, 1]
     for run, other in zip(runs, (1, 0), strict=True):
-        assert run.text().splitlines()[-1] == f"train.py: node {other} ({socket.gethostname()}) is gone"
+        assert (
+            run.text().splitlines()[-1] == f"train.py: node {other} ({socket.gethostname()}): the connection is lost"
+        )
 
 
 def test_strangers_are_turned_away_and_a_port_that_is_taken_is_one_line(start):
@@ -191,7 +193,6 @@ def test_of_two_machines_with_one_rank_the_second_takes_part(start):
         ("-nnodes 2 -node_rank 0", "-nnodes, -node_rank and -master_addr belong together"),
         ("-nnodes 2 -master_addr here", "-nnodes, -node_rank and -master_addr belong together"),
         ("-node_rank 0 -master_addr here", "-nnodes, -node_rank and -master_addr belong together"),
-        ("-nnodes 2 -node_rank 0 -master_addr here -slurm", "there it is -slurm_nnodes"),
         ("-nnodes 2 -node_rank 0 -master_addr a -master_port 65536", "and at most 65535"),
         (
             "-nnodes 2 -node_rank 0 -master_addr no.such.invalid -cpu 1",
@@ -209,14 +210,6 @@ def test_of_two_machines_with_one_rank_the_second_takes_part(start):
 )
 def test_what_keeps_machines_from_meeting_is_one_line(words, answer, tmp_path, capsys):
     assert answer in error_of(words, tmp_path, capsys)
-
-
-def test_a_name_that_means_this_machine_alone_is_refused(tmp_path, capsys, monkeypatch):
-    """As Debian's /etc/hosts has it for the machine's own name."""
-    here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29500))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *words, **more: here)
-    said = error_of("-nnodes 2 -node_rank 0 -master_addr gpu7 -cpu 1", tmp_path, capsys)
-    assert "-master_addr gpu7 means 127.0.1.1 on this machine, where others cannot reach it" in said
 
 
 def test_nobody_waits_longer_than_hang_minutes(start):

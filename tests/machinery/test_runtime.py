@@ -129,10 +129,10 @@ def test_a_new_run_chooses_its_threads_by_its_model(monkeypatch):
     monkeypatch.setattr(distributed, "cores_each", lambda world: 2)
     before, model = torch.get_num_threads(), nn.Linear(1000, 1000, bias=False)
     try:
-        for rows, wanted in ((50, "1 (its share of the cores is 2, a pass has 0.1 GFLOP)"), (300, "2 (")):
+        for rows, wanted in ((50, "1"), (300, "2")):
             args = types.SimpleNamespace(threads=None)
             said = runtime.settle_threads(args, World(), None, model, lambda rows=rows: torch.rand(rows, 1000))
-            assert said.startswith(wanted) and torch.get_num_threads() == int(wanted[0])
+            assert said == wanted and torch.get_num_threads() == int(wanted)
     finally:
         torch.set_num_threads(before)
 
@@ -189,4 +189,3 @@ def test_the_same_bits_every_time_are_asked_of_torch():
             getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(True)
         torch.set_float32_matmul_precision("highest")
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True

@@ -35,16 +35,14 @@ def test_a_frozen_rank_is_named_with_its_step_and_the_run_fails(start, rank):
     run = start("frozen", "-hang_minutes", MINUTES, deed=deed, cpu=3, env={"VOTE_S": "1"})
     assert run.ends() == 1, run.text()
     assert time.monotonic() - run.noted(1)[0]["time"] < MINUTES * 60 + SOON_S
-    message = (
-        r"Hang: nothing moved for \d+ s \(-hang_minutes 0.1\): rank {} gave no sign of life, and was last heard of "
-    )
-    message += r"at step \d+; ranks {}, {} wait at step (\d+)"
+    message = r"Hang: nothing moved for \d+ s \(-hang_minutes 0.1\): no sign of life since step \d+: rank {}"
+    message += r"; waiting at step (\d+): rank {}, {}"
     message = message.format(rank, *sorted({0, 1, 2} - {rank}))
     assert 45 <= int(re.search(message, run.text())[1]) <= 46, run.text()
-    assert run.outcome()["state"] == "failed" and "gave no sign of life" in run.outcome()["reason"]
+    assert run.outcome()["state"] == "failed" and "no sign of life" in run.outcome()["reason"]
     for other in {0, 1, 2} - {rank}:
         log = (run.folder / "logs" / f"rank_{other}.log").read_text()
-        assert re.search(f"nothing moved .*rank {rank} gave no sign of life", log)
+        assert re.search(rf"nothing moved .*no sign of life since step \d+: rank {rank};", log)
         assert re.search(r"Thread 0x.*(reduction|batchnorm|distributed)\.py", log, re.S), (
             "no stacks in the rank's own log"
         )
@@ -55,29 +53,27 @@ def test_a_rank_that_is_busy_with_something_else_shows_what(start):
     """It lives, and is behind: its own log has the stack that it is in."""
     run = start("busy", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45, "rank": 1})
     assert run.ends() == 1, run.text()
-    assert re.search(r"Hang: nothing moved .*: ranks? ", run.text())
+    assert re.search(r"Hang: nothing moved .*: rank ", run.text())
     assert "no sign of life" not in run.text()
     log = (run.folder / "logs" / "rank_1.log").read_text()
     assert "faulty.py" in log and "in pause" in log
 
 
 def test_a_single_process_that_hangs_fails_and_shows_where(start):
-    """Interrupted, it says so itself. It does not where somebody may sit at a breakpoint."""
+    """It does not end where somebody may sit at a breakpoint."""
     run = start("alone", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45}, cpu=1)
     there = start("there", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45}, cpu=1, terminal=("stdin",))
     assert run.ends() == 1, run.text()
-    said = r"Hang: nothing moved for \d+ s \(-hang_minutes 0.1\): rank 0 waits at step 45"
-    assert re.search(said, run.text()) and re.search(said, run.outcome()["reason"])
-    assert run.outcome()["state"] == "failed" and run.outcome()["lost_peer"]
+    said = r"nothing moved for \d+ s \(-hang_minutes 0.1\): waiting at step 45: rank 0"
+    assert re.search(said, run.text()) and run.outcome()["state"] == "running", "as one that is killed"
     assert "in pause" in (run.folder / "logs" / "rank_0.log").read_text()
     processes.until(lambda: "nothing moved for" in there.log.read_text())
     there.go()
     assert there.ends() == 0, there.text()
 
 
-def test_a_single_process_that_waits_in_c_code_is_ended(tmp_path, monkeypatch):
+def test_the_first_step_of_a_single_process_may_take_longer(tmp_path, monkeypatch):
     ended, ballot = threading.Event(), types.SimpleNamespace(ticks=0, since=0.0)
-    monkeypatch.setattr(watchdog.signal, "pthread_kill", lambda *words: None)
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
     monkeypatch.setattr(watchdog.sys, "stdin", None)
     (tmp_path / "logs").mkdir()
@@ -87,7 +83,7 @@ def test_a_single_process_that_waits_in_c_code_is_ended(tmp_path, monkeypatch):
         assert not ended.wait(0.3), "before its first step it may take longer"
         watch.mark()
         assert ended.wait(SOON_S)
-        assert "rank 0 waits at step 3" in watch.report
+        assert "waiting at step 3: rank 0" in watch.report
 
 
 def test_a_process_that_is_suspended_does_not_hang(tmp_path):
@@ -118,23 +114,6 @@ def steps_until_told(folder, reader):
             for _ in range(10):  # one sleep would be over as soon as the process is woken
                 time.sleep(PATIENCE_S / 30)
             ballot.ticks += 1
-
-
-def test_a_step_that_ends_between_the_two_exchanges_is_no_hang(tmp_path):
-    ballot = types.SimpleNamespace(ticks=0, since=0.0)
-    watch = watch_of(types.SimpleNamespace(step=3), ballot, 1, tmp_path)
-    watch.mark()
-    pulses = iter(range(watch.patience + 6))
-
-    def wait(seconds):
-        pulse = next(pulses, None)
-        ballot.ticks += pulse == watch.patience + 2  # the first pulse sees a new place, the next ones stand still
-        return pulse is None
-
-    watch.over = types.SimpleNamespace(wait=wait)
-    watch.end = lambda text: pytest.fail(text)
-    watch.run()
-    assert 0 < watch.stalled < watch.patience
 
 
 def test_a_rank_has_left_a_sign_before_its_first_pulse(tmp_path, monkeypatch):
@@ -221,17 +200,11 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch):
     assert left == [True]
 
 
-def words(*pairs):
-    return [{"step": step, "pulse": pulse} if step is not None else None for step, pulse in pairs]
-
-
 def test_a_report_names_the_silent_and_those_behind_first():
-    before = words((7, 1), (7, 1), (6, 1), (7, 1), (None, 0))
-    after = words((7, 2), (7, 1), (6, 2), (7, 2), (None, 0))
-    assert watchdog.describe(before, after) == (
-        "rank 4 gave no sign of life, and was last heard of before its first step; "
-        "rank 1 gave no sign of life, and was last heard of at step 7; "
-        "rank 2 waits at step 6; ranks 0, 3 wait at step 7"
+    signs = [{"step": step, "time": time.time() - age} for step, age in ((7, 1), (7, 600), (6, 1), (7, 9), (0, 600))]
+    assert watchdog.describe(signs, 300) == (
+        "no sign of life since step 0: rank 4; no sign of life since step 7: rank 1; "
+        "waiting at step 6: rank 2; waiting at step 7: rank 0, 3"
     )
 
 
