@@ -22,8 +22,7 @@ These are the flags that all runs share, from the output of `python train.py -h`
 `python scripts/flags_page.py`. A value in parentheses is the default.
 
 - A flag may be written `-x v`, `-x=v` or `--x v`. None may be shortened.
-- `-h` next to `-arch`, `-dataset` or `-trainer` shows the flags of that plugin. The files in lib/arch, lib/dataset
-  and lib/trainer are all there are.
+- `-h` next to `-arch`, `-dataset` or `-trainer` shows the flags of that plugin, and `-list` shows all plugins.
 - `-cfg FILE` reads flags from YAML (`batch_size: 128`). The command line wins over the file. If it names another
   plugin, take the flags of the old one out of the file.
 - `eval "$(python scripts/completion.py bash)"` completes flags in the shell (or zsh). It needs
@@ -58,7 +57,7 @@ def main() -> int:
 
 def stub() -> str:
     """The whole stub of lib/config/namespace.py."""
-    actions = [action for action in config.new_parser()._actions if action.dest != "h"]
+    actions = [action for action in config.new_parser()._actions if action.dest not in ("h", "list")]
     return STUB_HEAD + "".join(f"    {action.dest}: {type_of(action)}\n" for action in actions)
 
 

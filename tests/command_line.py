@@ -68,7 +68,7 @@ def help_of(words, capsys) -> str:
 
 def shared() -> dict:
     """The flags of every run, by name."""
-    return {action.dest: action for action in config.new_parser()._actions if action.dest != "h"}
+    return {action.dest: action for action in config.new_parser()._actions if action.dest not in ("h", "list")}
 
 
 def other_value(action) -> str:

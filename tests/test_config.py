@@ -94,7 +94,7 @@ def test_no_flag_can_be_abbreviated(arch):
 def test_a_misspelt_flag_is_refused_with_the_close_one(flag, at, letter):
     at %= len(flag)
     wrong = f"-{flag[:at]}{letter}{flag[at + 1 :]}".rstrip("-")
-    if wrong.lstrip("-") not in {*shared(), "h", "help", ""}:
+    if wrong.lstrip("-") not in {*shared(), "h", "help", "list", ""}:
         said = refusal([wrong, "3"])
         assert said.startswith(f"unknown flag {wrong}")
         assert len(flag) < 5 or at == 0 or f"-{flag}" in said
@@ -231,4 +231,4 @@ def test_every_flag_says_what_it_is_and_names_its_attribute():
         assert action.metavar or action.choices or action.type is types.yes_no
     plain = argparse.ArgumentParser(add_help=False)
     flags.add_shared(plain)
-    assert {action.dest for action in plain._actions} == {*shared(), "h"}
+    assert {action.dest for action in plain._actions} == {*shared(), "h", "list"}

@@ -132,7 +132,7 @@ def test_help_and_wrong_flags_are_answered_without_importing_torch():
         "dataset": ["cifar10", "digits", "fake", "random", "text"],
         "trainer": ["contrastive", "ema", "trainer"],
     }
-    lines = ["2 -lr_strat 3", "2 -arch nope", "2 -cfg scripts/recipes/digits.yaml -epochs 0"]
+    lines = ["0 -list", "2 -lr_strat 3", "2 -arch nope", "2 -cfg scripts/recipes/digits.yaml -epochs 0"]
     for kind, its_names in shipped.items():
         there = [f"-{kind} {name}" for name in its_names if name in plugins.names(kind)]
         lines += [f"0 {words} -h" for words in there] + [f"2 {words} -lr_end 9" for words in there]

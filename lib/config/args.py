@@ -65,8 +65,10 @@ def read_cfg(path: str) -> dict[str, list[str]]:
     """
     try:
         entries = yaml.load(Path(path).read_text(encoding="utf-8"), yaml.BaseLoader)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"-cfg {path!r}: cannot be read as YAML ({' '.join(str(error).split())})") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"-cfg {path!r}: cannot be read ({error})") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"-cfg {path}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(entries, dict):
         raise UsageError(f"-cfg {path}: {'no mapping' if entries else 'empty'}; `flag: value` lines are wanted")
     entries.pop("about", None)

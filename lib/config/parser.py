@@ -3,9 +3,11 @@
 import argparse
 import functools
 import re
+import sys
 from types import ModuleType
 from typing import NoReturn
 
+from lib.config import plugins
 from lib.config.types import yes_no
 from lib.utils.errors import UsageError, close
 
@@ -78,6 +80,20 @@ class Help(argparse.HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         hidden = action.default is False or action.default in (None, "", argparse.SUPPRESS, [])
         return action.help if hidden else f"{action.help} ({'yes' if action.default is True else '%(default)s'})"
+
+
+class Listing(argparse.Action):
+    """A flag that shows the plugins, each with the first line of its docstring, and exits, as -h does."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str):
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_) -> NoReturn:
+        """Show them."""
+        for kind in ("arch", "dataset", "trainer"):
+            rows = (f"  {name:20} {plugins.summary(kind, name)}\n" for name in plugins.names(kind))
+            parser._print_message(f"-{kind} NAME\n{''.join(rows)}", sys.stdout)
+        parser.exit()
 
 
 def _file(module: ModuleType) -> str:

@@ -1,6 +1,6 @@
 """Plugins, the files in lib/arch, lib/dataset and lib/trainer: found by name, read for their flags, imported to run.
 
-Nearly all import torch, which takes seconds. So -h and wrong flags execute only what a plugin's flags need.
+Nearly all import torch, which takes seconds. So -h, -list and wrong flags execute only what a plugin's flags need.
 """
 
 import ast
@@ -18,6 +18,12 @@ BUILDERS = {"dataset": "get_dataset", "arch": "get_model", "trainer": "Trainer"}
 def names(kind: str) -> list[str]:
     """Return the names of all plugins of a kind: the files in lib/KIND."""
     return sorted(file.stem for file in (ROOT / "lib" / kind).glob("*.py") if not file.stem.startswith("_"))
+
+
+def summary(kind: str, name: str) -> str:
+    """Return the first line of a plugin's docstring."""
+    text = (ROOT / "lib" / kind / f"{name}.py").read_text()
+    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
 
 
 def load(kind: str, name: str) -> ModuleType:
@@ -70,10 +76,11 @@ def is_plain(statement: ast.stmt) -> bool:
 
 
 def bound(statement: ast.stmt) -> set[str]:
-    """Return the names that a definition binds; of other statements all names in them, any of which they may bind."""
+    """Return the names that a definition or an assignment binds; of other statements all names in them."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return {statement.name}.union(*(one.names for one in ast.walk(statement) if isinstance(one, ast.Global)))
-    return used(statement)
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement]
+    return set().union(*map(used, targets))
 
 
 def used(node: ast.AST) -> set[str]:

@@ -1,8 +1,9 @@
-"""bash and zsh complete flags and plugin names at the TAB key."""
+"""-list shows the plugins, and bash and zsh complete flags and plugin names at the TAB key."""
 
 import contextlib
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from cluster import needed
 from processes import until
 
+import train
+from lib import config
 from lib.config import plugins
 from scripts import completion
 
@@ -69,6 +72,21 @@ def typed(folder: Path, lines: list[str]) -> list[str]:
 
 def _lines(file):
     return file.read_text().splitlines() if file.exists() else []
+
+
+def test_list_shows_every_plugin_with_what_it_says_of_itself(capsys):
+    with pytest.raises(SystemExit) as end:
+        train.main(["-list"])
+    message = capsys.readouterr().out
+    assert end.value.code == 0
+    shown = dict(re.findall(r"^  (\w+) +(\S.*)$", message, re.M))
+    assert set(shown) == {name for kind in config.BUILDERS for name in plugins.names(kind)}
+    assert shown["mlp"] == "A multilayer perceptron over flattened inputs."
+    assert [line.split()[0] for line in message.splitlines() if not line.startswith(" ")] == [
+        "-arch",
+        "-dataset",
+        "-trainer",
+    ]
 
 
 def test_flags_and_plugin_names_are_completed(script):
