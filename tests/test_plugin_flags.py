@@ -173,14 +173,14 @@ def test_only_what_the_flags_need_is_executed(monkeypatch, tmp_path, capsys):
 
 
 def test_a_loss_or_optimizer_of_a_fork_is_a_choice(monkeypatch, tmp_path):
-    """The source template's own files have no table."""
+    """The source template's own files have no table: what one is here is said in a line."""
     core = tmp_path / "lib" / "core"
     core.mkdir(parents=True)
     (core / "optimizer.py").write_text("import torch\nBY_NAME = {'mine': 1, 'adamw': torch.optim.AdamW}\n")
     (core / "loss.py").write_text("from torch import nn\ndef get_loss(args):\n    return nn.CrossEntropyLoss()\n")
     monkeypatch.setattr(plugins, "ROOT", tmp_path)
     assert flags.table.__wrapped__("optimizer") == ("mine", "adamw")
-    with pytest.raises(LookupError, match=r"lib/core/loss.py has no BY_NAME, a dict of the names of -loss and what"):
+    with pytest.raises(UsageError, match=r"lib/core/loss.py has no BY_NAME, a dict of the names of -loss and what"):
         flags.table.__wrapped__("loss")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from lib.config import plugins, types
 from lib.config.parser import SWITCH, Listing
 from lib.config.types import real, text, whole
+from lib.utils.errors import UsageError
 
 
 def value(type_: Callable[[str], object], metavar: str, **more) -> dict:
@@ -191,4 +192,5 @@ def table(kind: str) -> tuple[str, ...]:
         match statement:
             case ast.Assign(targets=[ast.Name(id="BY_NAME")], value=ast.Dict(keys=keys)):
                 return tuple(str(key.value) for key in keys if isinstance(key, ast.Constant))
-    raise LookupError(f"lib/core/{kind}.py has no BY_NAME, a dict of the names of -{kind} and what makes each")
+    wanted = f"BY_NAME, a dict of the names of -{kind} and what makes each"
+    raise UsageError(f"lib/core/{kind}.py has no {wanted}: add your {kind} to the file as it was shipped")
