@@ -24,7 +24,7 @@ These are the flags that all runs share, from the output of `python train.py -h`
 - A flag may be written `-x v`, `-x=v` or `--x v`. None may be shortened.
 - `-h` next to `-arch`, `-dataset` or `-trainer` shows the flags of that plugin, and `-list` shows all plugins.
 - `-cfg FILE` reads flags from YAML (`batch_size: 128`). The command line wins over the file. If it names another
-  plugin, take the flags of the old one out of the file.
+  plugin, the file's entries that begin with the old plugin's name are left out.
 - `eval "$(python scripts/completion.py bash)"` completes flags in the shell (or zsh). It needs
   `uv pip install --group completion`.
 - [What may change between two starts of a run](resume.md#what-may-change-between-two-starts).

@@ -76,7 +76,7 @@ def test_a_negative_number_where_none_fits_is_refused_as_other_value(number):
 
 
 @pytest.mark.parametrize("arch", plugins.names("arch"))
-def test_no_flag_can_be_abbreviated(arch):
+def test_no_flag_can_be_abbreviated_and_the_right_one_is_named(arch):
     """Of the default arch all flags, of any other its own."""
     known = {f"-{action}" for action in vars(parsed(f"-arch {arch}"))} | {"-h", "-help"}
     for flag in sorted(known if arch == parsed("").arch else known - {f"-{name}" for name in shared()}):
@@ -86,7 +86,8 @@ def test_no_flag_can_be_abbreviated(arch):
                 continue
             words = ([start], [f"-{start}"], [start, "3"], [f"{start}=3"])[end % 4]
             said = refusal(["-arch", arch, *words])
-            assert said.startswith(f"unknown flag {words[0].partition('=')[0]}")
+            assert said.startswith(f"unknown flag {words[0].partition('=')[0]} (do you mean")
+            assert flag in said.partition("(do you mean")[2].rstrip("?)").split()
 
 
 @RELAXED

@@ -1,5 +1,6 @@
 """Makes `args`: the command line over a -cfg file over the defaults of the plugins and the shared flags."""
 
+import logging
 import math
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from lib.config.parser import Help, Parser
 from lib.config.plugins import BUILDERS
 from lib.utils.errors import UsageError
 
+log = logging.getLogger(__name__)
+DATA_FLAGS = ("num_classes", "channels", "image_size")  # set by a dataset
 EITHER_OR = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"))  # one on the command line replaces the other of -cfg
 TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be shortened."
 
@@ -28,17 +31,15 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
     argv = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
     cfg = value_of("cfg", argv)
     entries = read_cfg(cfg) if cfg else {}
-    parser, modules = new_parser(), []
+    parser, chosen, modules = new_parser(), {}, []
     for kind in BUILDERS:
-        name = value_of(kind, argv) or ",".join(entries.get(kind, [])) or parser.get_default(kind)
-        modules.append(plugins.read(kind, name))
-        parser.add_own(modules[-1], f"{kind} {name}")
+        chosen[kind] = value_of(kind, argv) or ",".join(entries.get(kind, [])) or parser.get_default(kind)
+        modules.append(plugins.read(kind, chosen[kind]))
+        parser.add_own(modules[-1], f"{kind} {chosen[kind]}")
 
     command_line = [parser.exact(word) for word in argv]
     given = {word.partition("=")[0][1:] for word in command_line if word.startswith("-")}
-    for pair in EITHER_OR:
-        if given & set(pair):
-            entries = {name: values for name, values in entries.items() if name not in pair}
+    entries = without_replaced(entries, given, chosen)
     words = parser.words_of(entries, cfg) + command_line
     for module in modules:
         if describe and hasattr(module, "describe"):  # a dataset sets defaults that only its files can tell
@@ -84,6 +85,22 @@ def new_parser() -> Parser:
     parser = Parser(prog="train.py", usage="%(prog)s [-flag value ...]", description=TITLE, formatter_class=Help)
     flags.add_shared(parser)
     return parser
+
+
+def without_replaced(entries: dict[str, list[str]], given: set[str], chosen: dict) -> dict[str, list[str]]:
+    """Return the entries of a -cfg file that the command line leaves in force.
+
+    A flag loses its entry if the command line has the other one of a pair. If it names another plugin, the old one's
+    flags are left out, which begin with its name, and what a dataset sets.
+    """
+    replaced = {name for pair in EITHER_OR if given & {*pair} for name in pair}
+    for kind, new in chosen.items():
+        old = ",".join(entries.get(kind, []))
+        if old and old != new:
+            own = {key for key in entries if key.startswith(f"{old}_") or (kind == "dataset" and key in DATA_FLAGS)}
+            log.warning("-%s is %s and not %s as in the -cfg file: left out %s", kind, new, old, sorted(own))
+            replaced |= own
+    return {key: values for key, values in entries.items() if key not in replaced}
 
 
 def check_combinations(args: Args, given: set[str]) -> None:

@@ -27,5 +27,7 @@ def no_exit() -> Iterator[None]:
 
 def close(name: str, there: Iterable[str]) -> str:
     """Return a question after the existing names that a misspelt one may mean; "" if nothing comes near."""
-    names = difflib.get_close_matches(name, there, n=3)
+    text = name.lstrip("-")
+    starts = [other for other in there if text and other.lstrip("-").startswith(text)]
+    names = dict.fromkeys(starts or difflib.get_close_matches(name, there, n=3))
     return f" (do you mean {' or '.join(names)}?)" if names else ""

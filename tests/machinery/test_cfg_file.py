@@ -32,8 +32,25 @@ def test_the_plugins_of_the_command_line_win_over_those_of_the_file(tmp_path):
     assert (args.dataset, args.arch, args.resnet_depth, args.model) == ("random", "resnet", 34, "random_resnet")
     file = cfg_file(tmp_path, "dataset: random\narch: resnet\n")
     assert parsed(["-cfg", file, "-arch", "mlp"]).arch == "mlp"
-    file = cfg_file(tmp_path, "arch: resnet\nresnet_depth: 34\n")
-    assert f"{file}: unknown flag -resnet_depth" in refusal(["-cfg", file, "-arch", "mlp"])
+
+
+def test_what_belongs_to_a_plugin_that_is_replaced_is_left_out_and_logged(tmp_path, caplog):
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml(parsed("-arch resnet -resnet_depth 34 -epochs 7"), {}))
+    for arch in ("resnet", "mlp"):
+        args = parsed(["-cfg", str(file), "-arch", arch])
+        assert (args.arch, args.dataset, args.epochs, args.image_size) == (arch, "digits", 7, 8)
+    assert caplog.messages == ["-arch is mlp and not resnet as in the -cfg file: left out ['resnet_depth']"]
+    args = parsed(["-cfg", str(file), "-dataset", "cifar10", "-channels", "1"])
+    assert (args.dataset, args.arch, args.resnet_depth, args.epochs) == ("cifar10", "resnet", 34, 7)
+    assert (args.channels, args.image_size) == (1, 32), "the data dictates, the command line wins"
+    left_out = "-dataset is cifar10 and not digits as in the -cfg file: left out "
+    assert caplog.messages[1] == f"{left_out}['channels', 'image_size', 'num_classes']"
+    args = parsed(["-cfg", cfg_file(tmp_path, "num_classes: 4\n"), "-dataset", "cifar10"])
+    assert args.num_classes == 4 and len(caplog.messages) == 2, "the file is of no other data set"
+    assert "unknown flag -mlp_width" in refusal(["-cfg", cfg_file(tmp_path, "arch: resnet\nmlp_width: 3\n")])
+    gone = cfg_file(tmp_path, "arch: gone\ngone_width: 3\n")
+    assert parsed(["-cfg", gone, "-arch", "mlp"]).arch == "mlp", "also of a plugin that is no longer there"
 
 
 def test_either_word_for_one_thing_on_the_command_line_takes_the_others_place_in_the_file(tmp_path):
