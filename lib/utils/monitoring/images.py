@@ -62,22 +62,23 @@ class Answers:
         self.counts.view(-1).index_add_(0, place, counted.long())
 
     def figures(self) -> dict[str, float]:
-        """Return the macro F1 over the answers of all ranks, or nothing if none were counted. Every rank calls this.
+        """Return the macro F1 over the answers of all ranks, or nothing if none were counted.
 
-        A class that is neither a target nor an answer does not count.
+        A class that is neither a target nor an answer does not count. Every rank calls this once in an evaluation;
+        `counts` are then those of all ranks.
         """
         if not self.on:
             return {}
-        counts = distributed.sum_(self.counts.clone(), self.world).double().cpu()
+        total = distributed.merged(self.counts.tolist(), lambda *two: torch.tensor(two).sum(0).tolist(), self.world)
+        self.counts = torch.tensor(total)
+        counts = self.counts.double()
         both = counts.sum(0) + counts.sum(1)
         return {"f1": (2 * counts.diag() / both)[both > 0].mean().item()} if both.any() else {}
 
     def draw(self) -> dict[str, Tensor]:
-        """Return the images by name, of the answers of all ranks. Every rank calls this; rank 0 gets the images."""
-        if not (self.on and self.wanted):
-            return {}
-        counts = distributed.sum_(self.counts, self.world).cpu()
-        if not self.world.is_main or not counts.any():
+        """Return the images by name, on rank 0, after `figures`."""
+        counts = self.counts.cpu()
+        if not (self.wanted and self.world.is_main and counts.any()):
             return {}
         pictures = {"confusion": confusion(counts, self.names)}
         if self.samples is not None:
