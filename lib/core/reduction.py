@@ -213,8 +213,6 @@ class Gradients:
         for scatter in self.scatters:
             scatter.begin(key)
         self.active = self.overlaps and key.last and key.count > 0
-        for bucket in self.buckets if self.active else ():
-            bucket.awaited = len(bucket.parameters)
 
     def after(self) -> None:
         """Take the gradients of the micro-batch, unless it is the only one of all: then they are the sum."""
@@ -273,12 +271,11 @@ class _Bucket:
     def __init__(self, parameters: list[nn.Parameter], world: World, *, round_robin: bool, by_library: bool):
         self.parameters, self.flags = parameters, parameters[0].detach().new_ones(len(parameters))
         self.sum = Sum([*parameters, self.flags], world, round_robin, by_library)
-        self.awaited = 0  # gradients still to come in this backward pass
 
     def begin(self, key: MicroBatch) -> None:
         self.sum.begin(key.step_parts)
         self.unused = {*range(len(self.parameters))}  # by all micro-batches of this rank
-        self.taken = None
+        self.taken, self.awaited = None, len(self.parameters)  # gradients still to come in the last backward pass
         for parameter in self.parameters if key.number else ():
             parameter.grad = None  # what a trainer keeps from the step before counts once, in the first micro-batch
 

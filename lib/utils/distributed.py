@@ -202,13 +202,6 @@ def cores_each(world: World) -> int:
     return max(1, cores // world.local_size)
 
 
-def sum_(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """Sum the tensor over all ranks, in place."""
-    if world.size > 1:
-        dist.all_reduce(tensor)
-    return tensor
-
-
 def world_in(group: Any = None) -> World:
     """Return this process's place in a process group (default: all); alone where there is none."""
     if not (dist.is_available() and dist.is_initialized()):

@@ -1,8 +1,9 @@
 """cycling_utils' tracker of metrics: sums over micro-batches, epochs and ranks."""
 
+import math
 from collections import defaultdict
 
-from lib.utils.monitoring.metrics import Sums, add
+from lib.utils.monitoring.metrics import Sums, add, merge
 
 
 class MetricsTracker(Sums):
@@ -18,11 +19,6 @@ class MetricsTracker(Sums):
         self.epoch_reports: list[dict[str, float]] = []
         self._reduced = {}
 
-    def update(self, metrics: dict):
-        """Add numbers or 0-d tensors. Returns the tracker."""
-        super().update(metrics)
-        return self
-
     def reduce(self):
         """Put this interval's sums over all ranks into `local`, add them to `agg`, and begin a new interval."""
         self._reduced = super().reduce()
@@ -32,7 +28,8 @@ class MetricsTracker(Sums):
     @property
     def local(self) -> defaultdict[str, float]:
         """The sums of this process since the last reduce(), or else those of that. Waits for the device."""
-        return defaultdict(float, self.floats() or self._reduced)
+        sums = {name: math.fsum(terms) for name, terms in merge(self._local, {}).items()}
+        return defaultdict(float, sums or self._reduced)
 
     def reset_local(self):
         """Forget what was added since the last reduce()."""

@@ -64,21 +64,21 @@ class Answers:
     def figures(self) -> dict[str, float]:
         """Return the macro F1 over the answers of all ranks, or nothing if none were counted.
 
-        A class that is neither a target nor an answer does not count. Every rank calls this, once.
+        A class that is neither a target nor an answer does not count. Every rank calls this once in an evaluation;
+        `counts` are then those of all ranks.
         """
         if not self.on:
             return {}
-        distributed.sum_(self.counts, self.world)
-        counts = self.counts.double().cpu()
+        total = distributed.merged(self.counts.tolist(), lambda *two: torch.tensor(two).sum(0).tolist(), self.world)
+        self.counts = torch.tensor(total)
+        counts = self.counts.double()
         both = counts.sum(0) + counts.sum(1)
         return {"f1": (2 * counts.diag() / both)[both > 0].mean().item()} if both.any() else {}
 
     def draw(self) -> dict[str, Tensor]:
-        """Return the images by name, of what `figures` has summed over all ranks. Rank 0 gets the images."""
-        if not (self.on and self.wanted and self.world.is_main):
-            return {}
+        """Return the images by name, on rank 0, after `figures`."""
         counts = self.counts.cpu()
-        if not counts.any():
+        if not (self.wanted and self.world.is_main and counts.any()):
             return {}
         pictures = {"confusion": confusion(counts, self.names)}
         if self.samples is not None:

@@ -31,7 +31,7 @@ class Sums:
         self._local: dict[str, list] = {}
 
     def update(self, values: dict[str, Any]) -> Any:
-        """Add numbers or 0-d tensors. Waits for the device once in many calls."""
+        """Add numbers or 0-d tensors, and return these sums. Waits for the device once in many calls."""
         for name, value in values.items():
             if isinstance(value, Tensor):
                 if value.ndim:
@@ -41,6 +41,7 @@ class Sums:
             terms.append(value)
             if len(terms) > MOST_TERMS:
                 terms[:] = _exact(terms)
+        return self
 
     @contextlib.contextmanager
     def ignoring(self, ignore: bool) -> Iterator[None]:
@@ -64,10 +65,6 @@ class Sums:
         """Add what `pending` returned."""
         for name, terms in sums.items():
             self._local.setdefault(name, []).extend(terms)
-
-    def floats(self) -> dict[str, float]:
-        """Return the sums of this process alone. Waits for the device."""
-        return {name: math.fsum(_exact(terms)) for name, terms in sorted(self._local.items())}
 
 
 def _exact(terms: list) -> list[float]:
