@@ -96,7 +96,7 @@ class Check:
         self.every = max(1, self.steps // 7)  # steps between saves
         self.args = changed(
             args, out=str(folder), limit_steps=self.steps, save_every=f"{self.every}steps",
-            reset=False, tb=False, check_resume=False, max_hours=None,
+            reset=False, tb=False, track="none", check_resume=False, max_hours=None,
             deterministic=args.deterministic or not self.cpu,  # nor would a GPU's bits be the same
         )  # fmt: skip
         self.seconds, self.batch = 0.0, None  # of the first run; samples of a step

@@ -19,6 +19,7 @@ OTHERS = {
     "scale_lr": "sqrt",
     "save_every": "5steps",
     "gpus": "0,1",
+    "track": "mlflow",
 }
 OTHERS |= {"compile": "model", "parallel": "fsdp", "reduction": "allreduce"}
 OTHERS |= {"dataset": "random", "arch": "mlp", "micro_batch": "16", "lr_end": "1e-5", "momentum": "0.5"}

@@ -82,6 +82,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-tb", SWITCH, "serve TensorBoard on 127.0.0.1 while the run lasts", per_node=True)
     add("-ngrok", SWITCH, "open a tunnel to it for others, who need the password in NGROK_PASSWORD")
     add("-ngrok_auth", value(types.run_name, "USER"), "user name that goes with the password", "baton")
+    add("-track", {"choices": ("none", "wandb", "mlflow")}, "also send the figures to this tracker", "none")
     add("-seed", COUNT_OR_0, "the seed of all randomness", 0, on_resume="refuse")
 
     group("data", "refuse")
@@ -124,6 +125,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-keep_last", COUNT, "checkpoints to keep", 2)
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's for good; 0: none", 0)
     add("-best", value(types.metric, "METRIC"), "val metric of the best weights: f1, mae:min (accuracy, else loss)")
+    add("-stop_after", COUNT, "finish after N evaluations in a row without a better best metric; the schedule stays")
     add("-resume", PATH, "go on from another run's folder or checkpoint", on_resume="forget")
     add("-weights", FILE, "start from these weights: safetensors, a torch file, or imagenet")
     allowed = "flag that may differ from the checkpoint, repeatable; nan: allow weights that are not finite"

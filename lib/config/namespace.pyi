@@ -19,6 +19,7 @@ class Args(argparse.Namespace):
     tb: bool
     ngrok: bool
     ngrok_auth: str
+    track: str
     seed: int
     dataset: str
     batch_size: int
@@ -53,6 +54,7 @@ class Args(argparse.Namespace):
     keep_last: int
     keep_every: int
     best: str | None
+    stop_after: int | None
     resume: str | None
     weights: str | None
     allow_change: list[str]

@@ -36,11 +36,6 @@ def chosen(args: Namespace) -> str:
     return next((mode for mode in ("eval", "debug", "dry") if getattr(args, mode)), "train")
 
 
-def train(trainer: "Trainer", past: Past | None) -> str:
-    """Train to the end or to a stop."""
-    return trainer.fit(past)
-
-
 def evaluate(trainer: "Trainer", past: Past | None) -> str:
     """Evaluate -weights, or the run's best or final weights, on val and test; log the figures and write eval.json.
 
@@ -92,8 +87,7 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
     """Train a few steps, from the newest checkpoint if there is one, and check each tensor as it comes.
 
     Raises:
-        BadTensor: the first tensor that is not finite.
-        RuntimeError: what torch's anomaly detection finds in a backward pass.
+        BadTensor: the first tensor that is not finite, also what torch's anomaly detection finds in a backward pass.
     """
     if past:
         trainer.load(past)
@@ -106,7 +100,7 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
                 lambda parameter, name=name: _check("the gradient of", [(name, parameter.grad)])
             )
     steps = itertools.islice(trainer.steps(_checked(trainer.batches())), trainer.args.limit_steps or DEBUG_STEPS)
-    with torch.autograd.set_detect_anomaly(True, check_nan=True), _hooked(model, _check_output):
+    with torch.autograd.set_detect_anomaly(True, check_nan=True), _hooked(model, _check_output), _gradients_named():
         for _ in steps:
             trainer.read_figures()
             loss, norm = metrics.mean(trainer.metrics.reduce(), "loss"), trainer.last_norm
@@ -119,7 +113,18 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
     return "finished"
 
 
-RUN = {"train": train, "eval": evaluate, "debug": debug, "dry": dry}
+RUN = {"train": lambda trainer, past: trainer.fit(past), "eval": evaluate, "debug": debug, "dry": dry}
+
+
+@contextlib.contextmanager
+def _gradients_named() -> Iterator[None]:
+    """Raise BadTensor for what torch's anomaly detection finds: its warning shows the line of the forward pass."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "returned nan" not in f"{error}":
+            raise
+        raise BadTensor(f"the first bad tensor is a gradient: {error} The warning above shows its line") from error
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ them. So one worker serves every launcher.
 """
 
 import contextlib
+import importlib.util
 import os
 import re
 import sys
@@ -43,6 +44,8 @@ def launch(args: Args, target: str) -> int:
     if args.ngrok and not re.fullmatch(r"[^\s:$]{12,128}", os.environ.get("NGROK_PASSWORD", "")):
         wanted = "set NGROK_PASSWORD to 12 to 128 characters, without $, colon or space"
         raise UsageError(f"-ngrok opens no tunnel without a password: {wanted}")
+    if args.track != "none" and importlib.util.find_spec(args.track) is None:
+        raise UsageError(f"-track {args.track}: the package is not installed: pip install {args.track}")
     if launched() or slurm_task.is_task():
         if args.nnodes > 1:
             raise UsageError(

@@ -108,7 +108,7 @@ class Trainer:
             minutes, saving = self.args.hang_minutes, self.checkpoints.writing
             self.watchdog = Watch(self.state, self.ballot, self.world, minutes, self.folder, saving)
             with watched(self.watchdog):
-                while self.state.epoch < self.args.epochs and self.train_epoch() and self.end_epoch():
+                while not self.over() and self.train_epoch() and self.end_epoch():
                     pass
                 return self.finish()
 
@@ -136,6 +136,12 @@ class Trainer:
             self.checkpoints.go_on_from(past.folder)
         epoch = min(self.state.epoch + 1, self.args.epochs)  # a finished run is evaluated again
         log.info("going on from %s: epoch %d, step %d", past.folder, epoch, self.state.step)
+
+    def over(self) -> bool:
+        """Return whether the training is over: after all epochs, or by -stop_after. The state alone decides."""
+        best, patience = self.state.best, self.args.stop_after
+        early = patience and best and self.state.epoch - best["epoch"] >= patience
+        return bool(early) or self.state.epoch >= self.args.epochs
 
     def train_epoch(self) -> bool:
         """Train the rest of the epoch. False if the run is to stop first."""
@@ -258,14 +264,14 @@ class Trainer:
             self.checkpoints.write_best(self.whole_weights())
             self.state.best = best
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
-        if milestone or self.every.due("epoch", self.state.epoch) or self.state.epoch == self.args.epochs:
+        if milestone or self.every.due("epoch", self.state.epoch) or self.over():
             self.save(keep=bool(milestone))
         return True
 
     @torch.no_grad()
     def evaluate(self, split: str) -> dict[str, float] | None:
         """Return the metrics of a split over the samples of all ranks. None if all ranks agree to stop."""
-        self.stop.evaluating(last=self.state.step == self.total_steps)
+        self.stop.evaluating(last=self.state.step == self.total_steps or self.over())
         model, totals = unwrap(self.model).eval(), metrics.Sums()
         self.answers.reset(wanted=split == "test" or images.due(self.state.epoch + 1, self.args.epochs))
         for key, batch in runtime.throttle(self.loaders[split].epoch(0), self.world.device):
@@ -311,7 +317,7 @@ class Trainer:
             again on the remaining ones.
         """
         self.checkpoints.finish()  # the state is safe, however long the evaluation takes
-        trained = self.state.epoch >= self.args.epochs
+        trained = self.over()
         if trained and (why := self.fault()):
             raise BadSteps(f"{why}: no final weights are written; {HINT}")
         figures = self.evaluate("test") if trained and "test" in self.loaders else {}
@@ -326,6 +332,8 @@ class Trainer:
         self.logger.close(finished)
         facts = {name: getattr(self.state, name) for name in ("epoch", "step", "samples", "best")}
         facts |= {**dataclasses.asdict(self.stop.cause), "test": figures}
+        if finished and self.state.epoch < self.args.epochs:
+            facts["reason"] = f"-stop_after {self.args.stop_after}: nothing better since epoch {facts['best']['epoch']}"
         outcome = {"state": "finished" if finished else "stopped", **facts}
         if self.checkpoints.disk.leads:
             run_folder.write_outcome(self.folder, self.world, **outcome)

@@ -11,7 +11,8 @@ from scripts import check_resume
 # Left to ./scripts/test.sh --all: files whose tests take long or need Slurm, etcd, Chromium or zsh; tests that start
 # runs as processes of their own, or make a fork; and single tests of other files.
 SLOW_FILES = """bench browser chaos check_resume cluster_scripts completion doctor elastic export failing_disks gpu
-    kubernetes machines multinode mutants plot slurm status stops sweep tensorboard transformers tunnel""".split()
+    kubernetes machines multinode mutants plot slurm status stops sweep tensorboard trackers transformers
+    tunnel""".split()
 SLOW_FIXTURES = {"start", "undisturbed", "fork"}
 SLOW_TESTS = """
     test_a_terminal_that_is_gone_does_not_stop_the_run

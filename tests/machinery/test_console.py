@@ -211,5 +211,5 @@ def test_a_finished_run_says_what_it_calls_for_or_nothing(steps, epochs, best, a
     board = SimpleNamespace(main=True, folder=tmp_path, total_steps=steps, args=args)
     best = best and {"metric": "accuracy", "value": 0.9, "epoch": best}
     with caplog.at_level("INFO"):
-        logger.Logger.end(board, {"state": "finished", "test": {}, "best": best})
+        logger.Logger.end(board, {"state": "finished", "epoch": epochs, "test": {}, "best": best})
     assert [message for message in caplog.messages if message.startswith("try next:")] == [advice] * bool(advice)

@@ -277,14 +277,6 @@ def test_a_run_starts_from_pretrained_weights_as_the_readme_says(said):
     assert "imagenet: 120 tensors taken; missing there, or of another shape: fc.bias, fc.weight" in said
 
 
-def test_figures_are_sent_as_the_faq_says(fork, said):
-    folder = fork / "wandb_only"
-    folder.mkdir()
-    (folder / "wandb.py").write_text(WANDB)
-    sent = _run(fork, "python scripts/to_wandb.py out/stripes_tiny", PYTHONPATH=str(folder)).splitlines()
-    assert [json.loads(line) for line in sent[:-1]] == _lines(fork / "out" / "stripes_tiny") and sent[-1] == "sent"
-
-
 STUBS = {  # as much of a package as the page uses, where it is not installed
     "transformers": """
 from types import SimpleNamespace
@@ -330,17 +322,6 @@ class Dataset:
                 "test": Dataset({name: values[:size] for name, values in self.rows.items()})}
 """,
 }
-WANDB = """
-import json
-class Run:
-    def log(self, figures, step):
-        assert step == figures["step"]
-        print(json.dumps(figures))
-    def finish(self): print("sent")
-def init(**facts):
-    assert facts["config"]["dataset"] == "stripes" and facts["id"] == "stripes_tiny"
-    return Run()
-"""
 
 
 def test_what_the_faq_lets_one_delete_is_not_needed(fork, tmp_path):

@@ -178,8 +178,9 @@ def check(args: "Args", plan: Plan, past: Past | None, splits: dict) -> None:
     known = {*vars(args), *(past.config if past else ())} | OTHERS
     for name in {*args.allow_change} - known:
         raise UsageError(f"-allow_change {name}: there is no such flag{close(name, sorted(known))}")
-    if args.best and "val" not in splits:
-        raise UsageError(f"-best {args.best}: there is no val split to choose by")
+    for flag in ("best", "stop_after"):
+        if (value := getattr(args, flag)) and "val" not in splits:
+            raise UsageError(f"-{flag} {value}: there is no val split to choose by")
     if past:
         changes(past.config, config(args, plan), args)
 

@@ -1,12 +1,12 @@
 """What a run shows: machinery, you need not read it.
 
-logger.py              the terminal, metrics.jsonl and TensorBoard; which figures: Trainer.log
+logger.py              the terminal, metrics.jsonl, TensorBoard, -profile; which figures: Trainer.log
 console.py             log files, the progress bar, and how a log line looks
 metrics.py             sums over samples and processes, the best evaluation, metrics.jsonl
 throughput.py          samples per second, waiting for data, time left, memory
 tensorboard.py         TensorBoard's event file
 tensorboard_server.py  -tb: TensorBoard's server; -ngrok: a tunnel to it
+trackers.py            -track: starts scripts/track.py
 images.py              samples, the model's answers and the confusion matrix as images
-profiler.py            -profile
 startup.py             quick imports, and a quick end
 """

@@ -1,4 +1,4 @@
-"""What a run reports of itself: to the terminal and the logs, metrics.jsonl and TensorBoard."""
+"""What a run reports of itself: to the terminal and the logs, metrics.jsonl, TensorBoard, a tracker, a profile."""
 
 import logging
 import time
@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lib.utils.distributed import World
-from lib.utils.monitoring import console, images, metrics, profiler, startup, tensorboard, tensorboard_server
+from lib.utils.monitoring import console, images, metrics, startup, tensorboard, tensorboard_server, trackers
 
 log = logging.getLogger(__name__)
+PROFILE_FROM, WARM_UP = 3, 2  # steps that -profile leaves out: the first of a run are unlike the others
 FEW_STEPS = 100  # a finished run with fewer is advised to take more
 
 
@@ -31,9 +33,9 @@ class Logger:
         self.folder, self.args, self.start_step = folder, args, state.step
         self.total_steps = args.epochs * plan.steps
         self.started = False
-        self.profile: Any = profiler.started(folder / "profile", world, args.profile) if args.profile else Off()
+        self.profile: Any = profile(folder / "profile", world, args.profile) if args.profile else Off()
         self.lines: Any = Off()
-        self.board = self.bar = self.server = self.lines
+        self.board = self.bar = self.server = self.tracker = self.lines
         if self.main:
             # Steps after the checkpoint come again; an evaluation at its very step may be logged already.
             self.logged = metrics.cut_back(folder / "metrics.jsonl", state.step)
@@ -41,6 +43,8 @@ class Logger:
             hparams = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
             self.board = tensorboard.Board(folder, state.step + 1, hparams)
             self.bar = console.Progress(self.total_steps, state.step)
+            if world.is_main and args.track != "none":
+                self.tracker = trackers.Tracker(args.track, folder)
             if world.is_main and (args.tb or args.ngrok):
                 self.server = tensorboard_server.Server(folder, args.ngrok_auth if args.ngrok else "")
 
@@ -101,10 +105,12 @@ class Logger:
             log.info("go on:       python train.py -cfg %s", self.folder / "config.yaml")
             return
         reached = "  ".join(f"{name} {value:.4f}" for name, value in outcome["test"].items())
-        reached = f"test {reached}" if reached else f"{self.args.epochs} epochs"
+        reached = f"test {reached}" if reached else f"{outcome['epoch']} epochs"
         if best := outcome["best"]:
             reached += f"  (best val {best['metric']} {best['value']:.4f} in epoch {best['epoch']})"
         log.info("finished:    %s", reached)
+        if outcome["epoch"] < self.args.epochs:
+            log.info("early:       %s", outcome["reason"])
         log.info("weights:     %s", self.folder / "final" / "weights.safetensors")
         log.info("logs:        %s, tensorboard --logdir %s", self.folder / "logs", self.folder.parent)
         if self.total_steps < FEW_STEPS:
@@ -115,11 +121,32 @@ class Logger:
     def close(self, finished: bool = False) -> None:
         """Close the files, and end the progress bar, the profile and TensorBoard's server."""
         self.profile.stop()
-        self.profile = Off()  # stopped once
         self.bar.close()
         self.board.close(finished)
+        self.tracker.close(finished)
+        self.profile = self.tracker = Off()  # closed once
         self.server.close()
 
     def _write(self, state: Any, tagged: dict) -> None:
         self.board.scalars(state.step, tagged)  # first: TensorBoard has every line of metrics.jsonl
         self.lines.write({"step": state.step, "epoch": state.epoch, "samples": state.samples, **tagged})
+
+
+def profile(folder: Path, world: World, count: int) -> torch.profiler.profile:
+    """Record `count` steps of this rank, after a few: rank_N.trace.json.gz, for ui.perfetto.dev, and a table."""
+
+    def write(profiler: torch.profiler.profile) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"rank_{world.rank}.trace.json.gz"))
+        slowest = f"self_{'device' if world.device.type == 'cuda' else 'cpu'}_time_total"
+        table = profiler.key_averages().table(sort_by=slowest, row_limit=30)
+        (folder / f"rank_{world.rank}.txt").write_text(table)
+        if world.is_main:
+            log.info("-profile: %s", folder)
+
+    schedule = torch.profiler.schedule(wait=PROFILE_FROM, warmup=WARM_UP, active=count, repeat=1)
+    profiler = torch.profiler.profile(
+        schedule=schedule, on_trace_ready=write, record_shapes=True, profile_memory=True
+    )
+    profiler.start()
+    return profiler

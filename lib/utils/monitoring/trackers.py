@@ -1,0 +1,27 @@
+"""-track: scripts/track.py, in a process of its own, sends a run's figures to Weights & Biases or MLflow."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "track.py"
+CLOSE_S = 5.0  # that the end of a run waits for it
+
+
+class Tracker:
+    """Follow the run's metrics.jsonl for a tracker, "wandb" or "mlflow", until `close`."""
+
+    def __init__(self, name: str, folder: Path):
+        command = [sys.executable, str(SCRIPT), name, str(folder), "-parent", str(os.getpid())]
+        # In a session of its own: Ctrl-C is for the run.
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def close(self, finished: bool) -> None:
+        """Say how the run ended, and wait a moment until the rest is sent."""
+        try:
+            self.process.communicate(b"finished" if finished else b"stopped", CLOSE_S)
+        except subprocess.TimeoutExpired:
+            log.info("-track: the last figures are still being sent in the background")

@@ -1,0 +1,159 @@
+"""Sends a run's figures to Weights & Biases or MLflow: python scripts/track.py wandb out/NAME.
+
+train.py -track starts it next to a run, so that no step waits. It reads metrics.jsonl and sends what the tracker
+lacks, also of earlier starts. Steps that come again after a resume are not sent again: their figures are the same
+bits.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import logging
+import math
+import os
+import re
+import select
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lib.config import flags
+from lib.utils.checkpoint import run_folder
+from lib.utils.errors import STOPPING
+from lib.utils.monitoring import console
+
+log = logging.getLogger(__name__)
+INTERVAL_S = 1.0  # between looks at metrics.jsonl
+MOST = 1000  # metrics that a request to MLflow may have
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tracker", choices=BY_NAME)
+    parser.add_argument("run", type=Path, help="the run's folder, as out/NAME")
+    parser.add_argument("-parent", type=int, help="process of the run that goes on: follow it")
+    args = parser.parse_args()
+    console.setup_logging(args.run if args.parent else None, rank=0, main=True)
+    logging.getLogger().setLevel(logging.WARNING)
+    log.setLevel(logging.INFO)
+    if args.parent:
+        os.nice(10)
+        for number in STOPPING:  # Slurm sends them to all processes of a job
+            signal.signal(number, signal.SIG_IGN)
+    try:
+        follow(args.run, BY_NAME[args.tracker], args.parent)
+    except Exception as error:
+        text = re.sub(r"//[^/\s]*@", "//", f"{error}")[:300]  # an address may have a password in it
+        log.warning("-track: nothing more is sent to %s (%s); training continues", args.tracker, text)
+        return 1
+    return 0
+
+
+def follow(folder: Path, tracker: type, parent: int | None):
+    """Send what is new until stdin says how the run ended; of a run without a process, what is there."""
+    text, end = "", "" if parent else run_folder.outcome(folder).get("state", "stopped")
+    with (folder / "metrics.jsonl").open("r+") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)  # an earlier start may still be sending
+        run = tracker(folder)
+        while True:
+            if not end and select.select([sys.stdin], [], [], INTERVAL_S)[0]:
+                end = os.read(0, 99).decode()
+            if not end and os.getppid() != parent:
+                os._exit(1)  # the run was killed: its next start sends the rest
+            *lines, text = (text + file.read()).split("\n")  # the last line may not be whole yet
+            new = [(line["step"], new_figures(line, run.sent)) for line in map(json.loads, lines)]
+            run.send([(step, figures) for step, figures in new if figures])
+            if end:
+                break
+        run.close(end == "finished")
+
+
+def flags_of(folder: Path) -> dict[str, Any]:
+    """The flags by which runs are compared, and their values."""
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    return {name: value for name, value in config.items() if name not in {*flags.rules().free, "about"}}
+
+
+def new_figures(line: dict[str, Any], sent: dict[str, int]) -> dict[str, float]:
+    """Return the figures of a line that were not sent; `sent` has the last step of each."""
+    new = {tag: value for tag, value in line.items() if "/" in tag and line["step"] > sent.get(tag, -1)}
+    return {tag: math.nan if value is None else value for tag, value in new.items()}
+
+
+class Wandb:
+    """A run of Weights & Biases. wandb.json has the last step of each tag that was sent, as offline nobody knows."""
+
+    def __init__(self, folder: Path):
+        import wandb
+
+        self.file = folder / "wandb.json"
+        new: dict[str, Any] = {"id": uuid.uuid4().hex, "rows": 0, "sent": {}}
+        known = json.loads(self.file.read_text()) if self.file.exists() else new
+        self.id, self.rows, self.sent = known["id"], known["rows"], known["sent"]
+        project = wandb.setup(wandb.Settings(silent=True)).settings.project or "baton"  # silent: asks for no key
+        settings = wandb.Settings(console="off")
+        names = {"project": project, "name": folder.name, "id": self.id, "resume": "allow"}
+        self.run = wandb.init(**names, config=flags_of(folder), dir=folder, settings=settings)
+        self.run.define_metric("*", step_metric="step")  # W&B's own step only ever grows: here it counts rows
+        log.info("-track:      %s", self.run.url or self.run.dir)
+
+    def send(self, lines: list[tuple[int, dict[str, float]]]) -> None:
+        """Hand figures, by step, to W&B's own process, and remember each step."""
+        for step, figures in lines:
+            self.run.log({**figures, "step": step}, step=self.rows, commit=True)
+            self.rows += 1
+            self.sent |= dict.fromkeys(figures, step)
+            partial = self.file.with_suffix(".partial")
+            partial.write_text(json.dumps({"id": self.id, "rows": self.rows, "sent": self.sent}))
+            partial.replace(self.file)
+
+    def close(self, finished: bool) -> None:
+        """End the run."""
+        self.run.finish(exit_code=0 if finished else 1)
+
+
+class Mlflow:
+    """A run of MLflow, which knows what was sent."""
+
+    def __init__(self, folder: Path):
+        import mlflow
+        from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
+
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it reports each retry
+        self.mlflow, self.client, file = mlflow, mlflow.MlflowClient(), folder / "mlflow.json"
+        if file.exists():
+            self.id = json.loads(file.read_text())["id"]
+            self.client.update_run(self.id, status="RUNNING")
+        else:
+            experiment = mlflow.set_experiment(MLFLOW_EXPERIMENT_NAME.get() or "baton")
+            self.id = self.client.create_run(experiment.experiment_id, run_name=folder.name).info.run_id
+            file.write_text(json.dumps({"id": self.id}))
+            params = [mlflow.entities.Param(flag, str(value)) for flag, value in flags_of(folder).items()]
+            self.client.log_batch(self.id, params=params)
+        self.sent = {metric.key: metric.step for metric in self.client.get_run(self.id).data.to_proto().metrics}
+        log.info("-track:      run %s of MLflow", self.id)
+
+    def send(self, lines: list[tuple[int, dict[str, float]]]) -> None:
+        """Send figures, by step, and wait until they are there."""
+        now, metric = int(time.time() * 1000), self.mlflow.entities.Metric
+        metrics = [metric(tag, value, now, step) for step, figures in lines for tag, value in figures.items()]
+        for start in range(0, len(metrics), MOST):
+            self.client.log_batch(self.id, metrics=metrics[start : start + MOST], synchronous=True)
+
+    def close(self, finished: bool) -> None:
+        """End the run."""
+        self.client.set_terminated(self.id, "FINISHED" if finished else "KILLED")
+
+
+BY_NAME = {"wandb": Wandb, "mlflow": Mlflow}
+
+if __name__ == "__main__":
+    sys.exit(main())
