@@ -1,4 +1,4 @@
-"""What a run's model says of new images or texts, here and in notebooks; scripts/predict.py reads them from files."""
+"""Predictions of a run's model for new images or texts, also in notebooks; scripts/predict.py reads files."""
 
 from collections.abc import Callable
 from pathlib import Path
