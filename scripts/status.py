@@ -8,6 +8,7 @@ moved to out/.old.
 
 import argparse
 import math
+import os
 import re
 import shutil
 import sys
@@ -47,6 +48,9 @@ def main(argv: list[str] | None = None) -> int:
             time.sleep(args.watch)
     except KeyboardInterrupt:
         return 0
+    except BrokenPipeError:  # `| head` has read enough; Python's own last flush must not fail, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def delete(old: Path) -> int:
@@ -59,7 +63,7 @@ def delete(old: Path) -> int:
     for run, size in zip(runs, sizes):
         print(f"{run}  {size / 1e9:.3f} GB")
     try:
-        answer = input(f"remove these {len(runs)} old runs, {sum(sizes) / 1e9:.3f} GB, for good? [y/N] ")
+        answer = input(f"remove them ({len(runs)} in all, {sum(sizes) / 1e9:.3f} GB) for good? [y/N] ")
     except EOFError:
         answer = ""
     if answer.strip().lower() not in ("y", "yes"):
