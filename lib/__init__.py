@@ -7,7 +7,7 @@ You edit these; a new file is a new choice on the command line:
 You read these, and sometimes change them:
     core/      loss, optimizer, learning-rate schedule, DDP and FSDP, BatchNorm's statistics, -dry, -debug and -eval
 You call this in a notebook:
-    predict.py predict.load("out/NAME"): what a run's model says of new images or texts
+    predict.py predict.load("out/NAME"): a run's predictions for new images or texts
 You need not read these:
     config/    the command line and -cfg files
     launch/    starts the processes: here, on several machines, by Slurm

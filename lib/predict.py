@@ -1,4 +1,4 @@
-"""What a run's model says of new images or texts, here and in notebooks; scripts/predict.py reads them from files."""
+"""Predictions of a run's model for new images or texts, also in notebooks; scripts/predict.py reads files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +20,16 @@ def load(run: str | Path, device: str = "cpu") -> Callable[[list], list[dict[str
     The weights are the run's best ones, or where there are none, its final ones. The run's data is not needed.
     """
     file = Path(run) / "config.yaml"
+    if not file.is_file():
+        raise UsageError(f"{run} is no run's folder: it has no config.yaml")
     args = config.parse_args(["-cfg", str(file)], describe=False)
     names = yaml.safe_load(file.read_text())["about"].get("classes", [])
     dataset = plugins.load("dataset", args.dataset)
     if not hasattr(dataset, "get_transform"):
-        file = f"lib/dataset/{args.dataset}.py"
-        raise UsageError(f"{file} has no get_transform(args), which prepares an input (lib/dataset/__init__.py)")
+        raise UsageError(f"lib/dataset/{args.dataset}.py has no get_transform(args): see lib/dataset/__init__.py")
     best = weights.of_run(Path(run))
     if best is None:
-        raise UsageError(f"{run} has neither best nor final weights")
+        raise UsageError(f"{run} has no best or final weights yet: they come with the first evaluation")
     transform = dataset.get_transform(args)
     model = plugins.load("arch", args.arch).get_model(args).eval()
     weights.start_from(str(best), model, whole=True)

@@ -1,6 +1,6 @@
-"""Would a run start here? python scripts/doctor.py [words of train.py]: what is there, and what to do about the rest.
+"""Would a run start here? python scripts/doctor.py [arguments of train.py]. Lists what is missing.
 
-Exit code 0: it would; 1: what is marked `bad` is in its way; 2: the words are wrong.
+Exit code 0: it would; 1: what is marked `bad` is in its way; 2: the arguments are wrong.
 """
 
 import importlib.metadata
@@ -41,7 +41,7 @@ Findings = Iterator[tuple[str, str]]
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(words):
+    if {"-h", "-help", "--help"} & set(words):
         print(__doc__)
         return 0
     try:
@@ -94,7 +94,7 @@ def reduction(args) -> Findings:
     with environment.exported(environment.visible(",".join(gpus))):
         code = local.spawn(config.parse_args(words), "scripts.doctor:added", 2)
     where = "two GPUs by NCCL" if words[0] == "-gpus" else "two processes on the CPU by gloo"
-    yield (BAD, f"an all-reduce over {where} failed: see above; NCCL_DEBUG=INFO tells more") if code else (
+    yield (BAD, f"an all-reduce over {where} failed: see above; NCCL_DEBUG=INFO shows more") if code else (
         OK, f"an all-reduce over {where} adds up")  # fmt: skip
 
 

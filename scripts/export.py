@@ -1,7 +1,7 @@
-"""A run's weights as one file for others: python scripts/export.py out/NAME [-format onnx] [-from final] [-o FILE].
+"""Exports a run's weights as one file: python scripts/export.py out/NAME [-format onnx] [-from final] [-o FILE].
 
 Takes the best weights, the final ones or any checkpoint, in however many shards, on one process and without a GPU.
-Of a checkpoint only the model is read, not what the optimizer remembers.
+Of a checkpoint only the model is read, not the optimizer's state.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def example(options) -> Tensor:
     try:
         part = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset)["train"]
     except UsageError as error:
-        raise UsageError(f"{error}; -shape tells what one input is, where the data is not at hand") from None
+        raise UsageError(f"{error}; -shape gives the shape of one input without the data") from None
     batch = loader.first_batch(part, Plan(len(part), 2, 2), World(), args)
     inputs = loss.parts(batch)[0]
     if isinstance(inputs, dict) and len(inputs) == 1:

@@ -120,7 +120,10 @@ def text(piece: bytes) -> str:
 
 
 def write(folder: Path, tokenizer: Bytes | Tokenizer, texts: Iterator[tuple[str, bytes]]) -> dict[str, int]:
-    """Write train.bin, val.bin, meta.json and the tokenizer; return how many tokens each split has."""
+    """Write train.bin, val.bin, meta.json and the tokenizer; return how many tokens each split has.
+
+    Raises UsageError, and writes nothing, if one has none.
+    """
     kind, counts = "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32", {"train": 0, "val": 0}
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -130,6 +133,8 @@ def write(folder: Path, tokenizer: Bytes | Tokenizer, texts: Iterator[tuple[str,
             tokens = np.asarray(tokenizer.encode(piece), kind)
             files[split].write(tokens.tobytes())
             counts[split] += len(tokens)
+        if empty := next((split for split, count in counts.items() if not count), ""):
+            raise UsageError(f"no text is left for {empty}: take another -val, or more text")
     atomic.write_file(
         folder / "meta.json", json.dumps({"vocabulary": tokenizer.vocabulary, "type": kind, **counts}) + "\n"
     )

@@ -1,8 +1,8 @@
-"""What a run's model says of files: python scripts/predict.py out/NAME FILES... [-o answers.csv].
+"""Predicts with a run's model: python scripts/predict.py out/NAME FILES... [-o answers.csv].
 
-FILES are images or text files, or folders, which are searched for images. The dataset of the run says how a file
-becomes the model's input (get_transform); the weights are the best ones, or else the final ones. The run's data is
-not needed. In a notebook: from lib import predict; predict.load("out/NAME")([image]).
+FILES are images, text files, or folders, which are searched for images. The run's dataset prepares each file
+(get_transform). The weights are the best ones, or else the final ones. The training data is not needed.
+In a notebook: from lib import predict; predict.load("out/NAME")([image]).
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, metavar="FILES", help="images, texts, or folders of images")
     parser.add_argument("-text", nargs="+", default=[], metavar="TEXT", help="texts to predict the next byte of")
     parser.add_argument("-o", type=Path, metavar="FILE", help=".csv or .json, with all probabilities (a table)")
-    parser.add_argument("-format", choices=FORMATS, help="(table, or what the ending of -o says)")
+    parser.add_argument("-format", choices=FORMATS, help="(by the ending of -o, else table)")
     parser.add_argument("-device", default=default_device(), help="cpu, cuda, cuda:1, mps, ... (%(default)s)")
     args = parser.parse_args(argv)
     ending = args.o.suffix.lstrip(".") if args.o else ""
@@ -80,7 +80,7 @@ def files(given: list[Path]) -> Iterator[Path]:
 
 
 def answers(model: Callable, inputs: list[Path | str]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each input's name and what the model says of it: of many images at once, of texts one by one."""
+    """Yield the name and the prediction of each input: images in batches, texts one by one."""
     images = [one for one in inputs if is_image(one)]
     batches = [images[start : start + BATCH] for start in range(0, len(images), BATCH)]
     for batch in [*batches, *([one] for one in inputs if not is_image(one))]:

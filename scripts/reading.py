@@ -1,4 +1,4 @@
-"""What a run's folder tells those who look at it from outside; needs no torch, so that it is there at once."""
+"""Reads a run's folder from outside, without torch, so that it answers at once."""
 
 import fcntl
 import json
@@ -23,7 +23,7 @@ def folders(out: Path) -> list[Path]:
 
 
 def checkpoint(folder: Path) -> dict:
-    """What the newest checkpoint says of itself; {} without one."""
+    """Return the manifest of the newest checkpoint, {} without one."""
     newest = run_folder.newest(folder / "checkpoints")
     return run_folder.read_json(newest / "manifest.json") if newest else {}
 
@@ -53,7 +53,7 @@ def resumes(folder: Path) -> list[int]:
 
 
 def held(folder: Path) -> bool | None:
-    """Whether a process, on whatever host, holds the run's lock. None: it cannot be known. Takes no lock."""
+    """Return whether a process on any host has the run's lock, None if that cannot be known. Takes no lock."""
     if not sys.platform.startswith("linux"):
         return None
     try:

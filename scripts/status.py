@@ -1,13 +1,14 @@
 """A table of all runs: python scripts/status.py [out] [-by best] [-watch [SECONDS]].
 
-State: running, finished, stopped (its state saved), failed; lost: it says running, and is not (kill -9, a lost node,
-a power failure); silent: it says so and has not written for a while, on a disk that cannot tell; requeued: its Slurm
-job waits to be started again, and goes on by itself. Type the run's command again to let one that is stopped, failed
-or lost go on. -delete removes the runs that -reset has moved to out/.old, after a question.
+States: running; finished; stopped, with its state saved; failed; lost (kill -9, a lost node, a power failure);
+silent: it has not written for a while, on a disk without locks; requeued: its Slurm job continues by itself. To
+continue a run that is stopped, failed or lost, type its command again. -delete asks, and removes the runs that -reset
+moved to out/.old.
 """
 
 import argparse
 import math
+import os
 import re
 import shutil
 import sys
@@ -47,6 +48,9 @@ def main(argv: list[str] | None = None) -> int:
             time.sleep(args.watch)
     except KeyboardInterrupt:
         return 0
+    except BrokenPipeError:  # `| head` has read enough; Python's own last flush must not fail, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def delete(old: Path) -> int:
@@ -59,7 +63,7 @@ def delete(old: Path) -> int:
     for run, size in zip(runs, sizes):
         print(f"{run}  {size / 1e9:.3f} GB")
     try:
-        answer = input(f"remove these {len(runs)} old runs, {sum(sizes) / 1e9:.3f} GB, for good? [y/N] ")
+        answer = input(f"remove them ({len(runs)} in all, {sum(sizes) / 1e9:.3f} GB) for good? [y/N] ")
     except EOFError:
         answer = ""
     if answer.strip().lower() not in ("y", "yes"):
@@ -85,7 +89,7 @@ def rows(out: Path, by: str = "run") -> list[dict[str, str]]:
 
 
 def row(folder: Path) -> dict[str, str]:
-    """What is to be known of a run, by column."""
+    """Return a run's row, by column."""
     outcome, lines = run_folder.read_json(folder / "outcome.json"), reading.lines(folder)
     seen = time.time() - reading.sign_of_life(folder)
     found, reason = state(folder, outcome, seen), str(outcome.get("reason") or "").split("\n")[0]
@@ -135,7 +139,7 @@ def unlogged(saved: dict) -> float | None:
 
 
 def state(folder: Path, outcome: dict, seen: float) -> str:
-    """What the run is, and not only what it last said of itself."""
+    """Return the run's state: a run that says it is running may be lost or silent."""
     said = str(outcome.get("state", "unknown"))
     if said != "running":
         return said

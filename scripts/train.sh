@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv if need be, then trains: ./scripts/train.sh [-cpu 2 -epochs 3 ...], the words of train.py.
+# Sets up .venv if need be, then trains: ./scripts/train.sh [-cpu 2 -epochs 3 ...], the arguments of train.py.
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/set_up.sh ""

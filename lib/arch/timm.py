@@ -21,7 +21,7 @@ def get_model(args, **pretrained) -> nn.Module:
         raise UsageError("-arch timm: the package timm is not installed: uv pip install timm") from None
     name, names = args.timm_name, timm.list_models() + timm.list_pretrained()
     if name not in names:
-        raise UsageError(f"-timm_name {name}: timm has no such model{close(name, names)}")
+        raise UsageError(f"-timm_name {name}: timm has no such model{close(name, names, most=5)}")
     options = pretrained or {"num_classes": args.num_classes}
     if timm.get_pretrained_cfg(name).fixed_input_size:
         options["img_size"] = args.image_size
@@ -37,5 +37,5 @@ def get_weights(args) -> dict[str, Tensor]:
         return get_model(args, pretrained=True, **options).state_dict()
     except OSError as error:
         raise OSError(
-            f"{error}: put https://huggingface.co/{source}/resolve/main/model.safetensors at {file}"
+            f"{str(error).rstrip('.')}: put https://huggingface.co/{source}/resolve/main/model.safetensors at {file}"
         ) from None

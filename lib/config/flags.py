@@ -89,7 +89,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-dataset", PLUGIN, "data: a file in lib/dataset", "digits")
     add("-batch_size", COUNT, "samples a step, over all processes", 64)
     add("-batch_per_gpu", COUNT, "samples a step for each process, instead of -batch_size", on_resume="forget")
-    add("-micro_batch", COUNT, "most samples in a forward and backward pass (one process's share)")
+    add("-micro_batch", COUNT, "most samples in a pass, for gradient accumulation (one process's share)")
     add("-shuffle", SWITCH, "a new order of the training samples every epoch", True)
     add("-augment", SWITCH, "change training images at random, where the data set does so", True)
     add("-drop_last", SWITCH, "leave out an epoch's short last batch")

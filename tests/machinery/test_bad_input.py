@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from lib import config
 from lib.config import plugins
+from lib.utils import errors
 from lib.utils.errors import UsageError
 
 RELAXED = settings(deadline=None, derandomize=True)
@@ -60,6 +61,11 @@ def test_an_unknown_plugin_is_refused_with_those_that_there_are(kind, name, erro
 )
 def test_a_misspelt_plugin_is_refused_with_the_close_one(flag, close, error_of):
     assert f"(do you mean {close}" in error_of([flag])
+
+
+def test_of_many_close_names_the_shortest_are_shown():
+    names = [f"resnet10{end}" for end in ("1_clip_gap", "1_clip", "1", "t", "1d")]
+    assert errors.close("resnet10", names, most=3) == " (do you mean resnet101 or resnet10t or resnet101d?)"
 
 
 @pytest.mark.parametrize("flag", ["optimizer", "loss", "scale_lr"])

@@ -105,7 +105,7 @@ def test_the_shape_of_an_input_may_be_told_where_the_data_is_not(trained, tmp_pa
     away = shutil.copytree(trained, tmp_path / "small")
     config_file = away / "config.yaml"
     config_file.write_text(config_file.read_text().replace(f"data: {config.ROOT / 'data'}", f"data: {tmp_path}"))
-    assert "; -shape tells what one input is" in refused(capsys, away, "-format", "torchexport")
+    assert "; -shape gives the shape of one input" in refused(capsys, away, "-format", "torchexport")
     exported(away, "-format", "torchexport", "-shape", "1,8,8")
     assert torch.export.load(away / "small.pt2").module()(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
 

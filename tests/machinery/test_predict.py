@@ -102,7 +102,7 @@ def test_the_best_weights_are_taken_and_else_the_final_ones(trained, photos, tmp
     shutil.rmtree(copy / "best")
     assert said(capsys, copy, file, "-device", "cpu")
     shutil.rmtree(copy / "final")
-    assert "neither best nor final weights" in refused(capsys, copy, file)
+    assert "no best or final weights yet" in refused(capsys, copy, file)
     assert "config.yaml" in refused(capsys, tmp_path, file)
 
 
@@ -165,6 +165,7 @@ def test_what_cannot_be_read_is_one_line(trained, tmp_path, capsys):
     assert "nothing.png" in refused(capsys, trained, tmp_path / "nothing.png")
     assert "takes no texts" in refused(capsys, trained, "-text", "day", "-device", "cpu")
     assert "nothing to predict" in refused(capsys, trained)
+    assert f"{tmp_path} is no run's folder: it has no config.yaml" in refused(capsys, tmp_path, tmp_path)
     assert "-device nowhere" in refused(capsys, trained, tmp_path, "-device", "nowhere")
 
 

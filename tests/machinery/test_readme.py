@@ -277,6 +277,17 @@ def test_a_run_starts_from_pretrained_weights_as_the_readme_says(said):
     assert "imagenet: 120 tensors taken; missing there, or of another shape: fc.bias, fc.weight" in said
 
 
+def test_photos_are_split_as_the_faq_says(fork, tmp_path):
+    for number in range(12):
+        photo = tmp_path / "train" / ("day" if number < 6 else "night") / f"{number:02}.jpg"
+        photo.parent.mkdir(parents=True, exist_ok=True)
+        photo.touch()
+    _run(fork, f"python split_photos.py {tmp_path}")
+    moved = sorted(str(photo.relative_to(tmp_path)) for photo in tmp_path.glob("val/*/*"))
+    assert moved == ["val/day/00.jpg", "val/day/05.jpg", "val/night/10.jpg"]
+    assert len([*tmp_path.glob("train/*/*")]) == 9
+
+
 STUBS = {  # as much of a package as the page uses, where it is not installed
     "transformers": """
 from types import SimpleNamespace

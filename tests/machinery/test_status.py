@@ -162,6 +162,15 @@ def test_watch_shows_the_table_again_until_it_is_stopped(tmp_path):
     assert "Traceback" not in log.read_text()
 
 
+def test_a_reader_that_takes_few_lines_is_no_error(tmp_path):
+    run(tmp_path, f"{WORDS} -model whole -limit_steps 3", wanted=75)
+    words = [sys.executable, "scripts/status.py", str(tmp_path)]
+    with subprocess.Popen(words, cwd=ROOT, env=CLEAN, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
+
+
 def test_a_folder_that_is_not_there_is_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         status.main([str(tmp_path / "nothing")])

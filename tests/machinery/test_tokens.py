@@ -148,6 +148,9 @@ def test_what_cannot_be_made_is_one_line(texts, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert "tokenizers is not installed: `uv pip install tokenizers`" in refused(texts)
     assert not (tmp_path / "tokens").exists()
+    assert "no text is left for train: take another -val" in refused(texts, "-bytes", "-val", "1")
+    assert "no text is left for val: take another -val" in refused(texts, "-bytes", "-val", "0")
+    assert not list(tmp_path.glob("tokens/*"))
 
 
 @TOKENIZERS
