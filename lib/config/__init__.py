@@ -1,11 +1,12 @@
 """The command line: machinery, you need not read it.
 
-    args.py       parse_args: the command line over a -cfg file over the plugins' defaults; what does not go together
-    flags.py      every shared flag, with its default, and whether a resumed run may change it
-    namespace.py  Args, the class of `args`, and its stub for editors
-    parser.py     the ArgumentParser
-    plugins.py    the files in lib/arch, lib/dataset and lib/trainer: found, read for their flags, imported
-    types.py      argparse types: positive numbers, names, lists of GPUs
+    args.py          parse_args: the command line over a -cfg file over the plugins' defaults
+    flags.py         every shared flag, with its default, and whether a resumed run may change it
+    combinations.py  flags that are right alone and wrong together
+    namespace.py     Args, the class of `args`, and its stub for editors
+    parser.py        the ArgumentParser
+    plugins.py       the files in lib/arch, lib/dataset and lib/trainer: found, read for their flags, imported
+    types.py         argparse types: positive numbers, names, lists of GPUs
 
 A new shared flag goes into flags.py; a flag of a model, dataset or trainer goes into its own file, by
 add_args(parser). Then `python scripts/flags_page.py` renews docs/flags.md and the stub.

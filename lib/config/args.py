@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from lib.config import flags, plugins
+from lib.config import combinations, flags, plugins
 from lib.config.namespace import Args
 from lib.config.parser import Help, Parser
 from lib.config.plugins import BUILDERS
@@ -45,7 +45,7 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
         if describe and hasattr(module, "describe"):  # a dataset sets defaults that only its files can tell
             parser.set_known(module.describe(_parse(parser, words)), module)
     args = _parse(parser, words)
-    check_combinations(args, given | set(entries))
+    combinations.check(args, given | set(entries))
     return args
 
 
@@ -101,36 +101,6 @@ def without_replaced(entries: dict[str, list[str]], given: set[str], chosen: dic
             log.warning("-%s is %s and not %s as in the -cfg file: left out %s", kind, new, old, sorted(own))
             replaced |= own
     return {key: values for key, values in entries.items() if key not in replaced}
-
-
-def check_combinations(args: Args, given: set[str]) -> None:
-    """Raise UsageError for flags that are right alone and wrong together.
-
-    `given`: those of the command line and the -cfg file.
-    """
-    if {"batch_size", "batch_per_gpu"} <= given:
-        raise UsageError("-batch_size is the global batch and -batch_per_gpu its share: give one of them")
-    for one, other in (("fp16", "bf16"), ("gpus", "cpu"), ("offload", "fp16")):
-        if getattr(args, one) and getattr(args, other):
-            raise UsageError(f"-{one} and -{other} exclude each other: give one of them")
-    if args.parallel != "fsdp" and (args.offload or args.fsdp_replicas > 1):
-        flag = "-offload" if args.offload else f"-fsdp_replicas {args.fsdp_replicas}"
-        raise UsageError(f"{flag} is for sharded models: add -parallel fsdp")
-    if args.fsdp_replicas > 1 and args.reduction == "tree":
-        reason = "torch sums the copies' gradients itself, and other numbers of processes would give other bits"
-        raise UsageError(f"-fsdp_replicas {args.fsdp_replicas}: {reason}: add -reduction allreduce")
-    if args.micro_batch and not args.batch_per_gpu and args.batch_size % args.micro_batch:
-        near = max(args.micro_batch, args.batch_size - args.batch_size % args.micro_batch)
-        fault = f"-batch_size {args.batch_size} cannot be cut into micro-batches of -micro_batch {args.micro_batch}"
-        raise UsageError(f"{fault}: try -batch_size {near}")
-    if args.lr_end > args.lr_start:
-        raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")
-    together = (args.nnodes > 1, args.node_rank is not None, args.master_addr is not None)
-    if any(together) and not all(together):
-        example = "-nnodes 2 -node_rank 1 -master_addr HOST_OF_NODE_0"
-        raise UsageError(f"-nnodes, -node_rank and -master_addr belong together, as in {example}")
-    if args.node_rank is not None and args.node_rank >= args.nnodes:
-        raise UsageError(f"-node_rank {args.node_rank} of -nnodes {args.nnodes}: 0 to {args.nnodes - 1} are wanted")
 
 
 def to_yaml(args: Args, about: dict, **settled) -> str:
