@@ -100,31 +100,25 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
                 lambda parameter, name=name: _check("the gradient of", [(name, parameter.grad)])
             )
     steps = itertools.islice(trainer.steps(_checked(trainer.batches())), trainer.args.limit_steps or DEBUG_STEPS)
-    with torch.autograd.set_detect_anomaly(True, check_nan=True), _hooked(model, _check_output), _gradients_named():
-        for _ in steps:
-            trainer.read_figures()
-            loss, norm = metrics.mean(trainer.metrics.reduce(), "loss"), trainer.last_norm
-            log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss, norm)
-            _check("after a step, the parameter", model.named_parameters())
-            if not math.isfinite(norm):
-                what = "its gradients are finite, but not their norm or what a buffer of the model became"
-                raise BadTensor(f"step {trainer.state.step}: {what}")
+    try:
+        with torch.autograd.set_detect_anomaly(True, check_nan=True), _hooked(model, _check_output):
+            for _ in steps:
+                trainer.read_figures()
+                loss, norm = metrics.mean(trainer.metrics.reduce(), "loss"), trainer.last_norm
+                log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss, norm)
+                _check("after a step, the parameter", model.named_parameters())
+                if not math.isfinite(norm):
+                    what = "its gradients are finite, but not their norm or what a buffer of the model became"
+                    raise BadTensor(f"step {trainer.state.step}: {what}")
+    except RuntimeError as error:
+        if "returned nan" not in f"{error}":
+            raise
+        raise BadTensor(f"the first bad tensor is a gradient: {error} The warning above shows its line") from error
     log.info("-debug: no bad tensor in %d steps; nothing was written", trainer.state.step - first)
     return "finished"
 
 
 RUN = {"train": lambda trainer, past: trainer.fit(past), "eval": evaluate, "debug": debug, "dry": dry}
-
-
-@contextlib.contextmanager
-def _gradients_named() -> Iterator[None]:
-    """Raise BadTensor for what torch's anomaly detection finds: its warning shows the line of the forward pass."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "returned nan" not in f"{error}":
-            raise
-        raise BadTensor(f"the first bad tensor is a gradient: {error} The warning above shows its line") from error
 
 
 @contextlib.contextmanager
