@@ -208,7 +208,7 @@ class Gradients:
         if key.first:
             self.sent = 0
             self._scale_averages(1 / self.world.size)
-            for bucket in self.buckets:
+            for bucket in () if self.alone else self.buckets:
                 bucket.begin(key)
         for scatter in self.scatters:
             scatter.begin(key)

@@ -168,18 +168,20 @@ class Ballot:
     def vote(self, alarm: bool = False) -> bool:
         """Vote now; all ranks must. Return whether they agree to stop."""
         step_s = (time.monotonic() - self.since) / max(1, self.ticks)
-        wish = self.world.size - self.world.rank if self.stop.wanted() else 0  # the largest is the lowest rank's
-        mine = [wish, step_s, alarm and self.world.is_main]
-        wish, step_s, alarmed = distributed.largest(mine, self.world)
-        self.alarmed = alarmed > 0
+        request = self.stop.request if self.stop.wanted() else None
+        mine = [request and dataclasses.astuple(request), step_s, alarm and self.world.is_main]
+        request, step_s, self.alarmed = distributed.merged(mine, _merge, self.world)
         # Twice as many at most: a GPU that was just waited for takes the next steps' launches in no time.
         self.vote_at = max(1, min(MOST_STEPS, 2 * self.ticks, int(ASK_EVERY_S / max(step_s, 1e-9))))
         self.ticks, self.since = 0, time.monotonic()
-        if wish:
-            request = self.stop.request and dataclasses.astuple(self.stop.request)
-            agreed = distributed.broadcast_json(request, self.world, self.world.size - int(wish))
-            self.stop.agreed = Request(*agreed)
-        return wish > 0
+        if request:
+            self.stop.agreed = Request(*request)
+        return bool(request)
+
+
+def _merge(ours: list, theirs: list) -> list:
+    """Merge two votes: the request of the lower rank, the longer time of a step, whether one of them has an alarm."""
+    return [ours[0] or theirs[0], max(ours[1], theirs[1]), ours[2] or theirs[2]]
 
 
 def _handler(number: signal.Signals) -> Any:
