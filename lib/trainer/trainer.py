@@ -306,7 +306,7 @@ class Trainer:
         return f"the parameter {odd[0]} ({len(odd)} in all) is not finite" if odd else ""
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """Return copies of the tensors that best/ and final/ hold, as `weights.gathered` does. All ranks call this."""
+        """Return copies of what best/ and final/ hold, as `weights.gathered` does. All ranks call this."""
         return weights.gathered(model_tensors(unwrap(self.model)), self.checkpoints.disk)
 
     def finish(self) -> str:
@@ -333,7 +333,8 @@ class Trainer:
         facts = {name: getattr(self.state, name) for name in ("epoch", "step", "samples", "best")}
         facts |= {**dataclasses.asdict(self.stop.cause), "test": figures}
         if finished and self.state.epoch < self.args.epochs:
-            facts["reason"] = f"-stop_after {self.args.stop_after}: nothing better since epoch {facts['best']['epoch']}"
+            last = facts["best"]["epoch"]
+            facts["reason"] = f"-stop_after {self.args.stop_after}: nothing better since epoch {last}"
         outcome = {"state": "finished" if finished else "stopped", **facts}
         if self.checkpoints.disk.leads:
             run_folder.write_outcome(self.folder, self.world, **outcome)

@@ -126,7 +126,7 @@ def test_votes_are_soon_enough_on_a_gpu_that_was_waited_for(monkeypatch):
     stop = preemption.Stop(Path("nowhere"), None, 60.0, None)
     monkeypatch.setattr(stop, "wanted", lambda: bool(votes.append(clock[0])))
     monkeypatch.setattr(preemption.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(preemption.distributed, "largest", lambda values, world: values)
+    monkeypatch.setattr(preemption.distributed, "merged", lambda value, merge, world: value)
     ballot = preemption.Ballot(stop, World(size=2))
     for step in range(1, 400):
         clock[0] += 0.02
@@ -253,6 +253,7 @@ def test_a_start_waits_for_the_ranks_that_still_save_after_their_launcher_was_ki
     new = start("again")
     new.says("waiting up to")
     assert new.ended() is None
+    old.says("signal SIGTERM: stopping")  # within a second
     old.go()
     assert new.ends() == 0, new.text()
     assert f"_step_{NEXT}: epoch" in new.text().partition("going on from")[2]
