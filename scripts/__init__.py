@@ -6,6 +6,7 @@ ledger.py        what both of them record of a run
 doctor.py        whether a run can start on this machine
 sweep.py         many runs over values of flags
 status.py        all runs in a table; reading.py reads their folders
+track.py         -track: sends a run's figures to Weights & Biases or MLflow
 plot.py          the curves of runs
 predict.py       a run's predictions for images and texts
 export.py        the weights of a run as one file
@@ -14,6 +15,8 @@ completion.py    flags at the TAB key
 make_tokens.py   token files from text
 make_digits.py   writes data/digits.npz
 flags_page.py    writes docs/flags.md
+train.sh         sets up .venv by set_up.sh, and trains; test.sh: the same for the tests
+elastic.sh       torchrun on nodes that come and go
 agent.py         torchrun's arguments on this machine, for elastic.sh and train.sbatch
 bench/           benchmarks: compare.py runs train.py next to the scripts in peers/; scale.py is for docs/scaling.md
 recipes/         complete configurations

@@ -71,7 +71,7 @@ def drawn(runs: dict[Path, list[dict]]):
 
 
 def wanted(runs: dict) -> dict[str, dict]:
-    """The panels that these runs have figures for: their titles, and the curves in each with their looks."""
+    """The panels that these runs have figures for: their titles, and the curves in each with their styles."""
     there = {name for lines in runs.values() for line in lines for name in line}
     metrics = sorted(name for name in there if name.startswith("val/") and name != "val/loss")
     panels = {

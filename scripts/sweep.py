@@ -43,7 +43,7 @@ from lib.utils.errors import EXIT_CODES, STOPPED, USAGE, UsageError
 from lib.utils.monitoring import startup
 from scripts import plot, reading, status
 
-POLL_S, PRUNE_S, QUEUE_S = 0.2, 1.0, 5.0  # seconds between looks at the processes, the metrics, Slurm's queue
+POLL_S, PRUNE_S, QUEUE_S = 0.2, 1.0, 5.0  # seconds between checks of the processes, the metrics, Slurm's queue
 ENOUGH = 3  # finished trials, before one is pruned
 ONE_RUN = ("reset", "eval", "dry", "debug", "check_resume", "slurm_dry")  # flags that make no sense here
 

@@ -30,7 +30,7 @@ from lib.utils.errors import STOPPING
 from lib.utils.monitoring import console
 
 log = logging.getLogger(__name__)
-INTERVAL_S = 1.0  # between looks at metrics.jsonl
+INTERVAL_S = 1.0  # between reads of metrics.jsonl
 MOST = 1000  # metrics that a request to MLflow may have
 
 

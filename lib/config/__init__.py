@@ -9,7 +9,7 @@
     types.py         argparse types: positive numbers, names, lists of GPUs
 
 A new shared flag goes into flags.py; a flag of a model, dataset or trainer goes into its own file, by
-add_args(parser). Then `python scripts/flags_page.py` renews docs/flags.md and the stub.
+add_args(parser). Then `python scripts/flags_page.py` writes docs/flags.md and the stub.
 """
 
 from lib.config.args import new_parser, parse_args, to_yaml

@@ -42,7 +42,7 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
     entries = without_replaced(entries, given, chosen)
     words = parser.words_of(entries, cfg) + command_line
     for module in modules:
-        if describe and hasattr(module, "describe"):  # a dataset sets defaults that only its files can tell
+        if describe and hasattr(module, "describe"):  # defaults that follow from a dataset's files
             parser.set_known(module.describe(_parse(parser, words)), module)
     args = _parse(parser, words)
     combinations.check(args, given | set(entries))

@@ -64,7 +64,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     """Add the flags that all runs share, by group, what a newcomer looks for first.
 
     Each has a mark: what a resumed run does with another value. "refuse": it ends, as the result depends on the flag.
-    "allow": it takes the new value. "forget": the flag holds for one start only. Without a mark, its group's counts.
+    "allow": it takes the new value. "forget": the flag counts for one start only. Without a mark, its group's counts.
     """
     rules = Rules(parser)
     add, group = rules.add, rules.group
@@ -80,7 +80,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-cfg", FILE, "YAML file of flags; the command line wins over it", on_resume="forget", per_node=True)
     add("-reset", SWITCH, "start from scratch; move the old run of this name to out/.old", on_resume="forget")
     add("-tb", SWITCH, "serve TensorBoard on 127.0.0.1 while the run lasts", per_node=True)
-    add("-ngrok", SWITCH, "open a tunnel to it for others, who need the password in NGROK_PASSWORD")
+    add("-ngrok", SWITCH, "open a tunnel to TensorBoard, behind the password in NGROK_PASSWORD")
     add("-ngrok_auth", value(types.run_name, "USER"), "user name that goes with the password", "baton")
     add("-track", {"choices": ("none", "wandb", "mlflow")}, "also send the figures to this tracker", "none")
     add("-seed", COUNT_OR_0, "the seed of all randomness", 0, on_resume="refuse")
@@ -110,12 +110,12 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
 
     group("optimization", "refuse")
     add("-optimizer", {"choices": table("optimizer")}, "optimizer, of lib/core/optimizer.py", "adamw")
-    add("-lr_schedule", {"choices": table("scheduler")}, "fall after the warm-up, of lib/core/scheduler.py", "cosine")
+    add("-lr_schedule", {"choices": table("scheduler")}, "curve after warm-up, of lib/core/scheduler.py", "cosine")
     add("-lr_start", POSITIVE, "peak learning rate", 0.001)
     add("-lr_end", value(real(-math.inf), "X"), "learning rate after the last step", 1e-06)
     add("-lr_warmup", NOT_NEGATIVE, "epochs of linear warm-up; fractions are allowed", 0.0)
     add("-scale_lr", {"choices": ("none", "linear", "sqrt")}, "scale -lr_start by -batch_size over -lr_batch", "none")
-    add("-lr_batch", COUNT, "the batch -lr_start is meant for", 256)
+    add("-lr_batch", COUNT, "the batch size that -lr_start is meant for", 256)
     add("-weight_decay", NOT_NEGATIVE, "weight decay, not applied to biases and norms", 0.01)
     add("-momentum", value(real(0, 1, below=True), "X"), "momentum of sgd", 0.9)
     add("-clip_grad", NOT_NEGATIVE, "clip the gradient's norm at X; 0: do not clip", 0.0)
@@ -123,12 +123,12 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     group("saving and stopping", "allow")
     add("-save_every", value(types.every, "N[epochs|steps|min]"), "interval of saves, in epochs if bare", "1epoch")
     add("-keep_last", COUNT, "checkpoints to keep", 2)
-    add("-keep_every", COUNT_OR_0, "keep every Nth epoch's for good; 0: none", 0)
+    add("-keep_every", COUNT_OR_0, "keep every Nth epoch's checkpoint for good; 0: none", 0)
     add("-best", value(types.metric, "METRIC"), "val metric of the best weights: f1, mae:min (accuracy, else loss)")
     add("-stop_after", COUNT, "finish after N evaluations in a row without a better best metric; the schedule stays")
-    add("-resume", PATH, "go on from another run's folder or checkpoint", on_resume="forget")
+    add("-resume", PATH, "continue from another run's folder or checkpoint", on_resume="forget")
     add("-weights", FILE, "start from these weights: safetensors, a torch file, or imagenet")
-    allowed = "flag that may differ from the checkpoint, repeatable; nan: allow weights that are not finite"
+    allowed = "flag that may differ from the checkpoint, or samples, or nan (weights that are not finite); repeatable"
     add("-allow_change", value(text, "FLAG", **REPEATABLE), allowed, on_resume="forget")
     add("-max_hours", POSITIVE, "stop, with the state saved, after X hours")
     add("-grace_s", PERIOD, "seconds a stop may take before the process ends all the same", 60.0)
@@ -160,21 +160,21 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-debug", SWITCH, "train -limit_steps (10) in one process and name the first bad tensor; write nothing")
     add("-eval", SWITCH, "only evaluate the best weights, or those of -weights, into out/NAME/eval.json")
     add("-overfit", COUNT, "train and evaluate on the same N samples", on_resume="refuse")
-    add("-profile", COUNT, "record N steps with torch's profiler")
+    add("-profile", COUNT, "record N steps with torch's profiler, into out/NAME/profile")
 
     group("several machines", "allow")
     add("-nnodes", COUNT, "machines, each started with this same command and its -node_rank", 1, on_resume="forget")
-    add("-node_rank", COUNT_OR_0, "which of them this one is, from 0", on_resume="forget", per_node=True)
-    add("-master_addr", value(text, "HOST"), "where the others reach -node_rank 0", on_resume="forget", per_node=True)
-    add("-master_port", PORT, "a free port there", 29500, on_resume="forget")
-    add("-cache_dir", DIR, "for the caches of torch and others (in $SCRATCH, if set)", per_node=True)
+    add("-node_rank", COUNT_OR_0, "number of this machine, from 0", on_resume="forget", per_node=True)
+    add("-master_addr", value(text, "HOST"), "address of the machine -node_rank 0", on_resume="forget", per_node=True)
+    add("-master_port", PORT, "a free port at -master_addr", 29500, on_resume="forget")
+    add("-cache_dir", DIR, "folder for the caches of torch and others (in $SCRATCH, if set)", per_node=True)
     add("-debug_dist", SWITCH, "turn on verbose logging in torch.distributed, torchrun and NCCL")
 
     group("slurm", "allow")
     add("-slurm", SWITCH, "submit to Slurm instead of running here; -cpu N: N tasks a node and no GPUs")
     add("-slurm_nnodes", COUNT, "nodes", 1)
     add("-slurm_ngpus", COUNT, "GPUs, and so processes, a node", 1)
-    add("-slurm_nodelist", value(text, "NAMES"), "these nodes, as GPU17,GPU18")
+    add("-slurm_nodelist", value(text, "NAMES"), "nodes to use, as GPU17,GPU18")
     add("-slurm_partition", NAME, "partition")
     add("-slurm_timeout", COUNT, "time limit in minutes (the partition's)")
     add("-slurm_cpus", COUNT, "CPUs of a task (2, plus -workers or 8)")

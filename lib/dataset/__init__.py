@@ -2,7 +2,7 @@
 
 A file NAME.py is `-dataset NAME`. It has get_dataset(args) -> Dataset, or {"train": Dataset, "val": Dataset, "test":
 Dataset}. It may have add_args(parser), for flags of its own and for defaults of shared flags that never change, and
-describe(args) -> dict, for defaults that only the data can tell, such as the number of classes. For predictions it
+describe(args) -> dict, for defaults that follow from the data, such as the number of classes. For predictions it
 may have get_transform(args): a function from one PIL image, or one text, to the tensor that the model sees.
 
     digits.py   1,797 images of 8x8 pixels, in this repository: the default

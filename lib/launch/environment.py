@@ -1,6 +1,6 @@
 """The environment of a run's processes: RANK and its kin, GPUs, caches, debug switches, names on fast networks.
 
-This is the only file that writes it. torchrun's variables are overwritten; any other that the user has set stays.
+Only this folder writes it, by what stands here. It overwrites torchrun's variables; others that a user has set stay.
 """
 
 import contextlib

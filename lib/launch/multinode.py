@@ -34,7 +34,8 @@ class Link:
         wire.setblocking(True)
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEPALIVE.items():
-            wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            if hasattr(socket, option):  # macOS lacks one
+                wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self.pipe = connection.Connection(wire.detach())
 
     def send(self, **message: object) -> None:
@@ -116,7 +117,7 @@ def gather(host: str, port: int, own: dict, nnodes: int, until: float) -> Meetin
             who = f"-node_rank {', '.join(missing)}"
             raise UsageError(f"-nnodes {nnodes}: {who} did not come within -hang_minutes") from None
         node = link.receive(HELLO_S)
-        if node.keys() != own.keys():  # a stranger
+        if node.keys() != own.keys():  # another program
             link.pipe.close()
             continue
         link.name = node["name"]

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 
 FINISHED, FAILED, USAGE, STOPPED, ABORTED = 0, 1, 2, 75, 130  # 75 is EX_TEMPFAIL: try again, it goes on
 EXIT_CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
-PARENT = os.getppid()  # asked before torch is imported: it may be gone a second later
+PARENT = os.getppid()  # read before torch is imported: it may be gone a second later
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class UsageError(Exception):
-    """The arguments cannot be carried out. The message is one line: the flag, its value, and what would be right."""
+    """A run cannot start with these arguments. The message is one line: flag, value, and what would be right."""
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def no_exit() -> Iterator[None]:
 
 
 def close(name: str, there: Iterable[str], most: int | None = None) -> str:
-    """Ask for the existing names that a misspelt one may mean, the `most` shortest ones; "" if nothing comes near."""
+    """Return a question with the names that a misspelt one may mean, the `most` shortest; "" if none is near."""
     text = name.lstrip("-")
     starts = [other for other in there if text and other.lstrip("-").startswith(text)]
     names = dict.fromkeys(sorted(starts, key=len)[:most] or difflib.get_close_matches(name, there, n=3))

@@ -22,7 +22,7 @@ from lib.utils import distributed
 from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
-WORK = 1.5e8  # floating-point operations of a forward pass that are worth one more thread: docs/benchmarks.md
+WORK = 1.25e8  # floating-point operations of a forward pass that are worth one more thread: docs/benchmarks.md
 FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, next to the plain one
 MOST_QUEUED = 4  # micro-batches that a GPU has still to compute while the next is made ready: each holds memory
 

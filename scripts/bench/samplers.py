@@ -2,7 +2,7 @@
 
     python scripts/bench/samplers.py [-n 1e5 1e7 1e8 1e12] [-rounds 3] [-memory GB] [-seconds S] [-json FILE]
 
-Ours beside torch's DistributedSampler (which resumes by skipping), torchdata's StatefulDataLoader and the way of
+Ours next to torch's DistributedSampler (which resumes by skipping), torchdata's StatefulDataLoader and the way of
 cycling_utils (the epoch as a list, sliced). Each figure is the median over fresh processes of one thread; memory is
 what the largest resident set grew by after everything was imported and tried out on a small set. What would take more
 than -memory or -seconds, by the rates in WAYS, is not tried.
@@ -78,7 +78,7 @@ WAYS = {  # what runs, and by what rates it is judged: bytes and seconds a sampl
 
 
 def main(argv: list[str] | None = None):
-    """Prints the table, and writes it as JSON if asked."""
+    """Prints the table, and with -json writes it into a file."""
     args, rows = parse(argv), []
     if args.child:
         child(*json.loads(args.child))

@@ -98,7 +98,7 @@ def test_garbage_of_a_dataset_or_a_trainer_is_collected_however_short_the_epochs
 
 def test_the_number_of_threads_is_a_function_of_a_pass_and_the_share_of_the_cores_alone():
     chosen = [runtime.threads_for(work, share) for share in (1, 2, 16) for work in (1e6, 2e8, 1e9, 1e12, math.inf)]
-    assert chosen == [1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 1, 2, 7, 16, 16]
+    assert chosen == [1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 1, 2, 9, 16, 16]
 
 
 def test_the_work_of_a_pass_is_counted_and_changes_nothing_of_the_model():

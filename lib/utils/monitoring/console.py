@@ -1,4 +1,4 @@
-"""The terminal and the log files: log lines, the progress bar, and how a line of figures looks."""
+"""The terminal and the log files: the progress bar, and the format of a log line."""
 
 import functools
 import logging
