@@ -51,7 +51,8 @@ def main() -> int:
         follow(args.run, BY_NAME[args.tracker], args.parent)
     except Exception as error:
         text = re.sub(r"//[^/\s]*@", "//", f"{error}")[:300]  # an address may have a password in it
-        log.warning("-track: nothing more is sent to %s (%s); training continues", args.tracker, text)
+        more = "; training continues" if args.parent else ""
+        log.warning("-track: nothing more is sent to %s (%s)%s", args.tracker, text, more)
         return 1
     return 0
 
@@ -111,7 +112,7 @@ class Wandb:
             self.run.log({**figures, "step": step}, step=self.rows, commit=True)
             self.rows += 1
             self.sent |= dict.fromkeys(figures, step)
-            partial = self.file.with_suffix(".partial")
+            partial = self.file.with_suffix(".new")  # the run removes what ends in .partial
             partial.write_text(json.dumps({"id": self.id, "rows": self.rows, "sent": self.sent}))
             partial.replace(self.file)
 

@@ -33,7 +33,7 @@ def test_a_negative_number_is_a_number_in_any_form(number, monkeypatch, tmp_path
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("add_argument('-odd_x', dest='epochs')", "epochs: config.yaml needs a flag -epochs with a value"),
+        ("add_argument('-odd_x', dest='epochs')", "its flag -epochs clashes with a shared one"),
         ("add_argument('-odd-x')", "odd_x: config.yaml needs a flag -odd_x with a value"),
         ("add_argument('odd_x')", "odd_x: config.yaml needs a flag -odd_x"),
         ("add_argument('-odd_x', action='store_false')", "config.yaml needs a flag -odd_x with a value"),
@@ -44,6 +44,13 @@ def test_a_negative_number_is_a_number_in_any_form(number, monkeypatch, tmp_path
 def test_a_plugin_whose_flags_no_config_yaml_could_hold_is_refused(line, said, monkeypatch, tmp_path):
     plugin_file(monkeypatch, tmp_path, "arch", "odd", f"def add_args(parser): parser.{line}\nget_model = print\n")
     assert refusal("-arch odd").startswith("lib/arch/odd.py: ") and said in refusal("-arch odd")
+
+
+@pytest.mark.parametrize("place", ["", "def add_args(parser): "])
+def test_a_plugin_that_calls_sys_exit_while_flags_are_read_fails_the_run(place, monkeypatch, tmp_path):
+    plugin_folder(monkeypatch, tmp_path, "arch", "quits", f"import sys\n{place}sys.exit(0)\nget_model = print\n")
+    with pytest.raises(RuntimeError, match=r"sys.exit\(0\) was called"):
+        train.main(["-arch", "quits", "-out", str(tmp_path / "out")])
 
 
 def test_two_plugins_with_one_flag_are_refused(monkeypatch, tmp_path):

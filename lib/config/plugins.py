@@ -9,7 +9,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from lib.utils.errors import UsageError, close
+from lib.utils.errors import UsageError, close, no_exit
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILDERS = {"dataset": "get_dataset", "arch": "get_model", "trainer": "Trainer"}  # in the order they are read
@@ -29,7 +29,8 @@ def summary(kind: str, name: str) -> str:
 def load(kind: str, name: str) -> ModuleType:
     """Import lib/KIND/NAME.py. Raises UsageError if it needs a package that is missing."""
     try:
-        return importlib.import_module(f"lib.{kind}.{name}")
+        with no_exit():
+            return importlib.import_module(f"lib.{kind}.{name}")
     except ModuleNotFoundError as error:
         file = f"lib/{kind}/{name}.py"
         raise UsageError(f"-{kind} {name}: {file} needs what is not installed here: {error}") from None

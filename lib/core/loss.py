@@ -44,10 +44,11 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> Pass:
     given = {name: targets for name in names if name in TARGETS and targets is not None}
     positional, named = [inputs], {}
     if isinstance(inputs, dict):
-        everything = inputs if given else batch
+        everything = inputs if given or not isinstance(batch, Mapping) else batch
         named = everything if "**" in names else {name: value for name, value in inputs.items() if name in names}
         positional = [] if named else inputs.values()
     answer = model(*positional, **{**named, **given})
+    answer = answer._asdict() if hasattr(answer, "_asdict") else answer  # a named tuple
     outputs, loss = outputs_of(answer)
     if loss is not None:
         knows = given or named is batch

@@ -141,7 +141,7 @@ class Sum:
             work.wait()
             together *= ranks  # have now added up their nodes
             nodes = join_nodes(by_rank, received, nodes_by_rank(*self.shares, together)[place])
-            if slices > 1:
+            if slices > 1:  # the sum comes back into the first row of what was sent
                 back.append((group, rows[0], width))
             width = part
         [self.sum] = sum_nodes(nodes)

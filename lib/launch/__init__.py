@@ -44,7 +44,7 @@ def launch(args: Args, target: str) -> int:
     if args.ngrok and not re.fullmatch(r"[^\s:$]{12,128}", os.environ.get("NGROK_PASSWORD", "")):
         wanted = "set NGROK_PASSWORD to 12 to 128 characters, without $, colon or space"
         raise UsageError(f"-ngrok opens no tunnel without a password: {wanted}")
-    if args.track != "none" and importlib.util.find_spec(args.track) is None:
+    if args.track != "none" and not getattr(importlib.util.find_spec(args.track), "origin", None):  # a mere folder
         raise UsageError(f"-track {args.track}: the package is not installed: pip install {args.track}")
     if launched() or slurm_task.is_task():
         if args.nnodes > 1:

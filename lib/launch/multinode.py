@@ -107,7 +107,8 @@ def gather(host: str, port: int, own: dict, nnodes: int, until: float) -> Meetin
     """Wait on node 0 for the others, then send each its place."""
     listener = listen(host, port)
     store = listener.getsockname()[:2]
-    say(f"waiting for {nnodes - 1} more at {store[0]}, port {port}")
+    unreachable = ", which no other machine reaches" if store[0].startswith("127.") and host != store[0] else ""
+    say(f"waiting for {nnodes - 1} more at {store[0]}, port {port}{unreachable}")
     nodes, links = {0: own}, {}
     while missing := [str(rank) for rank in range(nnodes) if rank not in nodes]:
         listener.settimeout(max(RETRY_S, until - time.monotonic()))

@@ -156,7 +156,7 @@ class Trainer:
     def steps(self, batches: Iterable[tuple[MicroBatch, Any]]) -> Iterator[None]:
         """Train on these micro-batches; yield after each optimizer step."""
         self.model.train()
-        for key, batch in runtime.throttle(batches, self.world.device):
+        for key, batch in batches:
             self.micro_batch(key, batch)
             self.logger.first_batch(batch)
             if key.last:
@@ -274,7 +274,7 @@ class Trainer:
         self.stop.evaluating(last=self.state.step == self.total_steps or self.over())
         model, totals = unwrap(self.model).eval(), metrics.Sums()
         self.answers.reset(wanted=split == "test" or images.due(self.state.epoch + 1, self.args.epochs))
-        for key, batch in runtime.throttle(self.loaders[split].epoch(0), self.world.device):
+        for key, batch in self.loaders[split].epoch(0):
             with self.precision, shapes_in_errors(batch, self.args):
                 sums = self.evaluation_step(model, batch, key.count)
             if key.count:

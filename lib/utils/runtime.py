@@ -1,6 +1,5 @@
 """Settings of torch and Python for speed, and facts on the machine and the code."""
 
-import collections
 import functools
 import logging
 import math
@@ -10,7 +9,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,14 @@ from lib.utils.distributed import World
 log = logging.getLogger(__name__)
 WORK = 1.25e8  # floating-point operations of a forward pass that are worth one more thread: docs/benchmarks.md
 FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, next to the plain one
-MOST_QUEUED = 4  # micro-batches that a GPU has still to compute while the next is made ready: each holds memory
 
 
 def kernels(world: World, deterministic: bool) -> None:
     """Enable TF32 and cuDNN's autotuning on a GPU; with `deterministic`, deterministic algorithms instead."""
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # Nothing here reads memory that it did not write.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if world.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = not deterministic  # its trials end differently each time
@@ -90,18 +90,6 @@ def work_of(model: nn.Module, batch: Any) -> float:
     finally:
         model.train()
     return counter.get_total_flops()
-
-
-def throttle(batches: Iterable, device: torch.device) -> Iterator:
-    """Yield the same batches. Waits for a GPU that is MOST_QUEUED batches behind, which costs it nothing."""
-    queued = collections.deque()
-    for batch in batches:
-        yield batch
-        if device.type == "cuda":
-            queued.append(torch.cuda.Event(blocking=True))
-            queued[-1].record()
-            if len(queued) > MOST_QUEUED:
-                queued.popleft().synchronize()
 
 
 def about(world: World) -> dict[str, Any]:

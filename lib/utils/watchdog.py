@@ -5,6 +5,7 @@ import faulthandler
 import json
 import logging
 import math
+import multiprocessing
 import os
 import sys
 import threading
@@ -105,6 +106,8 @@ class Watch:
         with self.log_file.open("ab") as file:
             faulthandler.dump_traceback(file)
         if self.world.size == 1 and not (sys.stdin and sys.stdin.isatty()):
+            for child in multiprocessing.active_children():  # loader processes, one of which may be what hangs
+                child.kill()
             os._exit(FAILED)
 
 

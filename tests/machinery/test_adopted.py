@@ -240,6 +240,20 @@ def test_a_model_that_names_some_entries_of_a_dict_and_takes_all_gets_all():
     assert losses.forward(some, {**batch, "label": label}, criterion).loss == expected
     done = losses.forward(Labels(4, 3), {**batch, "label": torch.full((8,), 3)}, criterion)
     assert done.loss == 4.0
+    expected = criterion(nn.Linear.forward(some, batch["x"]) + 8, label)
+    assert losses.forward(some, (batch, label), criterion).loss == expected, "targets next to the dict"
+
+
+def test_a_named_tuples_loss_is_the_one_that_it_calls_so():
+    Named = collections.namedtuple("Named", "logits loss")
+
+    class Model(nn.Linear):
+        def forward(self, inputs):
+            return Named(super().forward(inputs), self.weight.square().mean())
+
+    model = Model(4, 3)
+    done = losses.forward(model, (torch.randn(8, 4), torch.randint(3, (8,))), losses.CrossEntropy())
+    assert done.loss == model.weight.square().mean()
 
 
 def test_a_models_own_loss_in_bfloat16_adds_up_as_another():

@@ -18,26 +18,6 @@ from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
 
 
-def test_a_gpu_has_only_so_many_batches_to_compute_at_a_time(monkeypatch):
-    """With a stand-in for CUDA's events, which are done once they were waited for."""
-    asked, behind = [], []
-
-    class Event:
-        def __init__(self, blocking):
-            assert blocking, "a core would spin meanwhile"
-
-        def record(self):
-            asked.append(self)
-
-        def synchronize(self):
-            assert asked.pop(0) is self, "in their order"
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    for _ in runtime.throttle(range(20), torch.device("cuda")):
-        behind.append(len(asked))
-    assert behind == [*range(runtime.MOST_QUEUED + 1), *[runtime.MOST_QUEUED] * (19 - runtime.MOST_QUEUED)]
-
-
 class Circle:
     """Garbage that refers to itself, with a weight; `alive` counts those of this process."""
 

@@ -224,7 +224,7 @@ def state(past: Past | None, plan: Plan) -> State:
 
 
 def send(past: Past | None, run: Path, disk: Disk) -> None:
-    """Copy the checkpoint, the best weights and the logs to disks that lack the checkpoint. All ranks call this.
+    """Copy the checkpoint, the log lines and the best weights to disks that lack the checkpoint. All ranks call this.
 
     Raises RuntimeError if the copy is not what was sent.
     """
@@ -241,8 +241,7 @@ def send(past: Past | None, run: Path, disk: Disk) -> None:
             folder.mkdir(parents=True, exist_ok=True)
     for file in ("manifest.json", *past.manifest["shards"]):
         disk.copy(past.folder / file, partial / file, past.sender, wants)
-    logged = (run / name for name in ("metrics.jsonl", "wandb.json", "mlflow.json"))
-    for file in (run / "best" / "weights.safetensors", *logged):
+    for file in (run / "metrics.jsonl", run / "best" / "weights.safetensors"):
         if distributed.broadcast_json(file.exists(), disk.world, past.sender):
             disk.copy(file, file, past.sender, wants)
 

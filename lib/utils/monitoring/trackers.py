@@ -8,7 +8,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "track.py"
-CLOSE_S = 5.0  # that the end of a run waits for it
+CLOSE_S, STOP_S = 5.0, 0.5  # that the end of a finished run waits for it, and that of another one
 
 
 class Tracker:
@@ -22,6 +22,6 @@ class Tracker:
     def close(self, finished: bool) -> None:
         """Say how the run ended, and wait a moment until the rest is sent."""
         try:
-            self.process.communicate(b"finished" if finished else b"stopped", CLOSE_S)
+            self.process.communicate(b"finished" if finished else b"stopped", CLOSE_S if finished else STOP_S)
         except subprocess.TimeoutExpired:
             log.info("-track: the last figures are still being sent in the background")
