@@ -48,7 +48,7 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> Pass:
         named = everything if "**" in names else {name: value for name, value in inputs.items() if name in names}
         positional = [] if named else inputs.values()
     answer = model(*positional, **{**named, **given})
-    answer = answer._asdict() if hasattr(answer, "_asdict") else answer  # a named tuple
+    answer = answer._asdict() if hasattr(type(answer), "_asdict") else answer  # a named tuple
     outputs, loss = outputs_of(answer)
     if loss is not None:
         knows = given or named is batch

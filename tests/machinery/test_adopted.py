@@ -237,11 +237,11 @@ def test_a_model_that_names_some_entries_of_a_dict_and_takes_all_gets_all():
     some, criterion = Some(4, 3), losses.CrossEntropy()
     label = torch.randint(3, (8,))
     expected = criterion(nn.Linear.forward(some, batch["x"]) + 8 + label.sum(), label)
-    assert losses.forward(some, {**batch, "label": label}, criterion).loss == expected
+    assert torch.isclose(losses.forward(some, {**batch, "label": label}, criterion).loss, expected)
     done = losses.forward(Labels(4, 3), {**batch, "label": torch.full((8,), 3)}, criterion)
     assert done.loss == 4.0
     expected = criterion(nn.Linear.forward(some, batch["x"]) + 8, label)
-    assert losses.forward(some, (batch, label), criterion).loss == expected, "targets next to the dict"
+    assert torch.isclose(losses.forward(some, (batch, label), criterion).loss, expected), "targets next to the dict"
 
 
 def test_a_named_tuples_loss_is_the_one_that_it_calls_so():
