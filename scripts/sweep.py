@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from lib import config
 from lib.config import flags
 from lib.config.parser import NEGATIVE, Parser
 from lib.config.types import DIGITS, whole
-from lib.launch import environment, local, signals, slurm_task
+from lib.launch import environment, signals, slurm_task
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import EXIT_CODES, STOPPED, USAGE, UsageError
 from lib.utils.monitoring import startup
@@ -408,8 +409,14 @@ def be_trial(words: list[str], log: Path, sweep_ended: connection.Connection):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.argv = ["train.py", *words]
-    threading.Thread(target=local.end_with_parent, args=[sweep_ended], daemon=True).start()
+    threading.Thread(target=end_with_sweep, args=[sweep_ended], daemon=True).start()
     startup.program(train.main)
+
+
+def end_with_sweep(sweep_ended: connection.Connection):
+    """Stop this process when the sweep is gone, as a signal to it would."""
+    connection.wait([sweep_ended])
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def queue() -> set[tuple[str, str]] | None:

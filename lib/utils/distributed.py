@@ -66,8 +66,8 @@ def joined(args: Namespace) -> Iterator[World]:
         backend = own if own == "gloo" else f"cpu:gloo,{world.device.type}:{own}"
         timeout = datetime.timedelta(minutes=max(START_MINUTES, args.hang_minutes))
         dist.init_process_group(backend, timeout=timeout)
-        world = dataclasses.replace(agreed(args, world), groups=sum_groups(world, timeout))
-    yield world
+        world = dataclasses.replace(world, groups=sum_groups(world, timeout))
+    yield agreed(args, world)
     if world.size > 1:  # a rank that fails does not come here: it waits for nobody
         _leave()
 

@@ -8,6 +8,7 @@ import crash
 import disk
 import pytest
 import saves
+from safetensors import SafetensorError
 
 from lib.utils.checkpoint import shards
 
@@ -47,7 +48,7 @@ class Case:
             saves.saver(folder)
             left = [name for name in disk.read_tree(folder) if name.endswith((".partial", ".removed", ".corrupt"))]
             assert not left, left
-        except (AssertionError, OSError, RuntimeError, shards.Damaged) as error:
+        except (AssertionError, OSError, RuntimeError, SafetensorError, shards.Damaged) as error:
             return f"{cut.what}: {type(error).__name__} {error}"
 
 

@@ -48,7 +48,9 @@ def test_answers_are_collected_and_drawn_after_some_epochs_only():
 
 def test_answers_of_all_ranks_are_summed_once(monkeypatch):
     sums = []
-    monkeypatch.setattr(pictures.distributed, "sum_", lambda counts, world: sums.append(1) or counts.add_(counts))
+    monkeypatch.setattr(
+        pictures.distributed, "merged", lambda counts, merge, world: sums.append(1) or merge(counts, counts)
+    )
     answers = pictures.Answers(nn.CrossEntropyLoss(), 3, None, World(size=2))
     answers.add(torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 2]), torch.eye(3), 3)
     assert answers.figures() == {"f1": 1.0} and list(answers.draw()) == ["confusion", "answers"]

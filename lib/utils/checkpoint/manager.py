@@ -125,8 +125,8 @@ class Checkpoints:
         name = f"step_{step}"
         try:
             self.check_folder()
-            numbers = self.disk.do(lambda: [0, *(run_folder.number(one.name) for one in self.folder.iterdir())])
-            name = f"{max(map(max, numbers)) + 1:06d}_step_{step}"
+            numbers = self.disk.do(lambda: [run_folder.number(one.name) for one in run_folder.listed(self.folder)])
+            name = f"{max(sum(numbers, [0])) + 1:06d}_step_{step}"
             self.disk.do(lambda: self._make_partial(name, keep))
         except OSError as error:
             self._fail(name, str(error))
