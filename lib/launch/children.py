@@ -32,10 +32,10 @@ def watch(children: list[BaseProcess], meeting: multinode.Meeting, passed: list[
         code = max(child.exitcode or FINISHED for child in children)
         meeting.report(code)
         return code
-    if not any(child.exitcode for child in children):  # it failed elsewhere, and ours may be about to say why
-        connection.wait([child.sentinel for child in children], END_S / 2)
-        failure = first_failure(children, meeting, passed) or failure
-    code, message = failure
+    until = time.monotonic() + END_S / 2
+    while time.monotonic() < until and not any(child.exitcode for child in children):
+        time.sleep(0.05)  # it failed elsewhere, and ours may be about to say why
+    code, message = first_failure(children, meeting, passed) or failure
     first.acquire(block=False)  # a child that fails only now says nothing
     meeting.report(FAILED if code == STOPPED else code, message)
     end(children, END_S)
