@@ -114,7 +114,7 @@ def child(variables: dict[str, str], run: Callable[[], int], first: Lock, parent
     except Exception as error:
         code, why = FAILED, traceback.format_exc().rstrip()
         if run_folder.lost_peer(error):
-            time.sleep(END_S)  # whoever knows why it was lost says so first
+            time.sleep(END_S)  # another process has the reason, and prints it first
     signals.set_handlers(signal.SIG_IGN)  # a second signal would change the exit code
     if not why:
         sys.exit(code)
