@@ -48,6 +48,7 @@ RUN = (
     "-dataset chaos -arch chaos -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 4 -save_every 4steps"
     " -log_every 10 -lr_start 1e-2 -clip_grad 1 -deterministic"
 )
+HANG_S = 300.0  # a start that was struck has ended by then
 
 
 @dataclass
@@ -139,7 +140,7 @@ def disturbed(ways, draw, tally, most) -> list[str]:
         with started(way, "run") as start:
             start.process.join(draw.uniform(0, way.span) if tally.total < most else None)
             struck = strike(start, draw) if start.process.is_alive() else None
-            code = start.ends()
+            code = start.ends(HANG_S)
         done = ledger.progress(book(way, "run"), start.pid)
         fate = f"{struck[1].name} to {struck[0]}" if struck else "left alone"
         story.append(f"{way.flags}: {fate}, {done} steps of its own done, exit code {code}")

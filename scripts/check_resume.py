@@ -277,9 +277,14 @@ class Start:
             else:
                 os.killpg(self.pid, number)
 
-    def ends(self) -> int:
-        """Waits until none of its processes is left. Returns its exit code, negative after a signal."""
-        self.process.join()
+    def ends(self, within: float | None = None) -> int:
+        """Waits until none of its processes is left. Returns its exit code, negative after a signal.
+
+        Raises Broken if its first process still runs after so many seconds.
+        """
+        self.process.join(within)
+        if self.process.exitcode is None:
+            raise Broken(f"process {self.pid} still runs after {within:.0f} s:\n{self.last_lines()}")
         while left := self.others():
             while any(self.lives(pid) for pid in left):
                 time.sleep(0.002)

@@ -91,8 +91,10 @@ def pass_signals_to(children: list[BaseProcess]) -> Iterator[list[int]]:
     def pass_on(number: int, frame: object) -> None:
         passed.append(number)
         for child in children:
-            if child.pid and child.is_alive():
-                os.kill(child.pid, number)
+            # It may be gone: an exception here would keep multiprocessing from noting that it ended, and us waiting.
+            with contextlib.suppress(ProcessLookupError):
+                if child.pid and child.is_alive():
+                    os.kill(child.pid, number)
 
     with signals.handled_by(pass_on):
         try:

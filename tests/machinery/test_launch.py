@@ -388,3 +388,21 @@ def test_torchrun_starts_the_same_run(start, undisturbed):
     assert run.outcome()["state"] == "finished"
     assert run.weights() == undisturbed.weights()
     run.is_gone(SOON_S)
+
+
+def test_a_signal_at_the_moment_a_child_is_reaped_does_not_make_its_parent_wait_for_ever(monkeypatch):
+    child, reaped = multiprocessing.get_context("fork").Process(target=os._exit, args=[0]), []
+    child.start()
+    waitpid = os.waitpid
+
+    def interrupted(pid, flags):
+        found = waitpid(pid, flags)
+        if found[0] == child.pid and not reaped:
+            reaped.append(pid)
+            signal.raise_signal(signal.SIGTERM)
+        return found
+
+    monkeypatch.setattr(os, "waitpid", interrupted)
+    with watching.pass_signals_to([child]) as passed:
+        child.join()
+        assert (child.exitcode, passed) == (0, [signal.SIGTERM])
