@@ -100,6 +100,7 @@ class Way(NamedTuple):
     args: object
     name: str  # of its undisturbed run
     span: float = 0.0  # seconds that it takes undisturbed
+    begin: float = 0.0  # of these until its first step is done
 
 
 def storm(out: Path, tally: Tally, kills: int, sizes: list[int], switch=("",), seed: int = 0, words: str = RUN):
@@ -123,22 +124,30 @@ def storm(out: Path, tally: Tally, kills: int, sizes: list[int], switch=("",), s
 
 
 def undisturbed(way: Way) -> Way:
-    """The way with its span, from a run without a kill."""
+    """The way with its times, from a run without a kill."""
     began = time.monotonic()
     with started(way, way.name) as start:
+        start.reaches(1, book(way, way.name))
+        begin = time.monotonic() - began
         code = start.ends()
     if code:
         raise check_resume.Broken(start.last_lines())
-    return way._replace(span=time.monotonic() - began)
+    return way._replace(span=time.monotonic() - began, begin=begin)
 
 
 def disturbed(ways, draw, tally, most) -> list[str]:
-    """Takes one run to its end, with as many kills as it meets on the way. Returns what was done to each start."""
+    """Takes one run to its end, with as many kills as it meets on the way. Returns what was done to each start.
+
+    Every other strike comes at any instant of a start, the rest after its first step.
+    """
     code, before, story = None, None, []
     while code != FINISHED:
         way = draw.choice([way for way in ways if way is not before] or ways)
         with started(way, "run") as start:
-            start.process.join(draw.uniform(0, way.span) if tally.total < most else None)
+            within = draw.uniform(0, way.span)
+            if tally.total % 2 and start.reaches(1, book(way, "run")):
+                within = draw.uniform(0, way.span - way.begin)
+            start.process.join(within if tally.total < most else None)
             struck = strike(start, draw) if start.process.is_alive() else None
             code = start.ends(HANG_S)
         done = ledger.progress(book(way, "run"), start.pid)

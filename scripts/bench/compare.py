@@ -69,7 +69,7 @@ class Case:
 MLP = "-dataset random -random_samples 48000 -image_size 8 -num_classes 10 -mlp_width 64 -mlp_depth 1 -batch_size 32"
 RESNET = "-dataset fake -fake_samples 80 -image_size 64 -num_classes 10 -batch_size 8 -lr_start 1e-5"
 GPT = "-dataset text -text_samples 400 -batch_size 8"
-LARGE = "-dataset random -random_samples 480 -mlp_width 2048 -batch_size 8 -epochs 1"
+LARGE = "-dataset random -random_samples 1920 -mlp_width 2048 -batch_size 8 -epochs 1"
 CASES = {
     "digits": Case("the default run: 30 epochs of 20 steps", short="-epochs 10"),
     "mlp": Case("MLP 64-64-10, batch 32", MLP, "-epochs 1", "-epochs 3"),
@@ -78,13 +78,12 @@ CASES = {
     "start": Case("start, first step, save, end", long="-limit_steps 1", limit=False),
     "resume": Case("the same, resumed after 16 steps", before="-limit_steps 16", long="-limit_steps 17", limit=False),
     "save": Case(
-        "60 steps of an MLP with a state of 101 MB, saved every 10",
+        "240 steps of an MLP with a state of 101 MB, saved every 10",
         LARGE,
         short="",
         long="-save_every 10steps",
         unit="save",
-        units=5,  # both save after the last step
-        limit=False,
+        units=23,  # after the last step, both save; the limit never does
     ),
 }
 
@@ -303,6 +302,8 @@ def table(case: Case, options: Options, runs: dict[tuple[str, str], list[Run]]) 
     head = ["", "whole run, s", "of plain", "CPU time, s"]
     head += [f"one {case.unit}, ms", "of plain"] if of_unit else []
     head += ["training loss", "val accuracy"]
+    copies = any("copy_ms" in one.figures for found in runs.values() for one in found)
+    head += ["one copy of the state, ms"] if copies else []
     processes = "1 process" if options.procs == 1 else f"{options.procs} processes"
     threads = f", OMP_NUM_THREADS={options.threads}" if options.threads else ""
     command = " ".join(f"python train.py {case.flags} {case.long} -cpu {options.procs}".split())
@@ -312,7 +313,7 @@ def table(case: Case, options: Options, runs: dict[tuple[str, str], list[Run]]) 
         cells.append(f"{statistics.median(one.cpu for one in found):.2f}")
         if of_unit:
             cells += [spread([1000 * value for value in of_unit[name]], 2), ratio(of_unit[name], of_unit[PLAIN])]
-        for figure in ("train_loss", "val_accuracy"):
+        for figure in ["train_loss", "val_accuracy", *(["copy_ms"] if copies else [])]:
             values = [one.figures[figure] for one in found if figure in one.figures]
             cells.append(f"{statistics.median(values):.3f}" if values else "")
         lines.append(row(cells))
