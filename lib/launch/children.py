@@ -91,8 +91,11 @@ def pass_signals_to(children: list[BaseProcess]) -> Iterator[list[int]]:
     def pass_on(number: int, frame: object) -> None:
         passed.append(number)
         for child in children:
-            if child.pid and child.is_alive():
-                os.kill(child.pid, number)
+            # A child that was reaped in this instant still seems alive. An error from here would be lost in
+            # multiprocessing's own `except OSError`, and the child's exit code with it.
+            with contextlib.suppress(ProcessLookupError):
+                if child.pid and child.is_alive():
+                    os.kill(child.pid, number)
 
     with signals.handled_by(pass_on):
         try:

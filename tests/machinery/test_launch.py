@@ -218,6 +218,28 @@ def test_a_rank_that_dies_while_nobody_looks_is_noticed(monkeypatch):
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
 
+@pytest.mark.timeout(60)  # old code waited for ever
+def test_a_signal_in_the_instant_in_which_a_rank_is_reaped_loses_no_exit_code(monkeypatch):
+    """The kernel no longer knows the rank, and multiprocessing has not stored its exit code yet."""
+    context, real, struck = multiprocessing.get_context("fork"), os.waitpid, []
+
+    def waitpid(pid, flag):
+        found = real(pid, flag)
+        if found[0] and not struck:
+            struck.append(pid)
+            signal.raise_signal(signal.SIGTERM)
+        return found
+
+    processes = [context.Process(target=time.sleep, args=(0.2,)) for _ in range(2)]
+    with watching.pass_signals_to(processes) as passed:
+        for process in processes:
+            process.start()
+        monkeypatch.setattr(os, "waitpid", waitpid)
+        meeting = multinode.Meeting(0, 2, "run", ("127.0.0.1", 0), None)
+        assert watching.watch(processes, meeting, passed, context.Lock()) in (0, STOPPED)
+    assert struck and passed == [signal.SIGTERM]
+
+
 def test_no_worker_outlives_a_killed_parent(start, undisturbed):
     run = start("orphans", "-workers", 1, deed={"do": "pause", "step": 5})
     run.noted(2)
