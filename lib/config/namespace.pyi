@@ -70,6 +70,7 @@ class Args(argparse.Namespace):
     threads: int | None
     fp16: bool
     bf16: bool
+    cache_dir: str | None
     parallel: str
     fsdp_replicas: int
     reduction: str
@@ -84,11 +85,6 @@ class Args(argparse.Namespace):
     eval: bool
     overfit: int | None
     profile: int | None
-    nnodes: int
-    node_rank: int | None
-    master_addr: str | None
-    master_port: int
-    cache_dir: str | None
     debug_dist: bool
     slurm: bool
     slurm_nnodes: int

@@ -6,7 +6,6 @@ Only this folder writes it, by what stands here. It overwrites torchrun's variab
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,23 +58,21 @@ def export(cache_dir: str | None, debug: bool) -> dict[str, str]:
     return new
 
 
-def rank_variables(
-    place: dict[str, int], run_id: str, store: tuple[str, int] | None = None, interface: str | None = None
-) -> dict[str, str]:
-    """Return torchrun's variables for one process of a run, and gloo's network interface.
+def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | None = None) -> dict[str, str]:
+    """Return torchrun's variables for one process of a run, and gloo's network interface where it is known.
 
     Args:
         place: RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
         run_id: the same for all processes and restarts of a launch.
-        store: host and port of the rendezvous store, which the launcher opens; a single process needs none.
-        interface: None leaves it to gloo.
+        store: address and port of the rendezvous store, which the launcher opens; a single process needs none.
     """
     variables: dict[str, object] = {**place, "TORCHELASTIC_RUN_ID": run_id}
     if store:
         variables |= {"MASTER_ADDR": store[0], "MASTER_PORT": store[1]}
         variables |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True}
-    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-        variables["GLOO_SOCKET_IFNAME"] = interface
+        interface = LOOPBACK if store[0] == "127.0.0.1" else fast_interface()
+        if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+            variables["GLOO_SOCKET_IFNAME"] = interface
     return {name: str(value) for name, value in variables.items()}
 
 
@@ -142,15 +139,9 @@ def own_address(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def interface_of(address: str) -> str | None:
-    """Return gloo's network interface: InfiniBand's, or that of an address, by iproute2. None: gloo chooses."""
-    if on_infiniband():
-        return "ib0"
-    with contextlib.suppress(FileNotFoundError):
-        command = ["ip", "-oneline", "address", "show", "to", address.partition("%")[0]]
-        found = subprocess.run(command, capture_output=True, text=True).stdout.split()
-        return found[1] if found else None
-    return None
+def fast_interface() -> str | None:
+    """Return the name of the network interface on InfiniBand, None where there is none: gloo then chooses one."""
+    return "ib0" if on_infiniband() else None
 
 
 def on_infiniband() -> bool:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from lib.config import Args
-from lib.launch import environment, local, multinode, requeue
+from lib.launch import environment, local, requeue
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, STOPPED, UsageError
 from lib.utils.monitoring import startup
@@ -85,12 +85,14 @@ def step(args: Args, target: str) -> int:
     environment.export(args.cache_dir, args.debug_dist)
     try:
         host, port = head()
-        store = multinode.open_store(multinode.serve(host, port), host, size) if rank == 0 else None
+        store = None
+        if rank == 0:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            store = local.open_store(socket.create_server((host, port), family=family, backlog=1024), size)
         place = {"RANK": rank, "LOCAL_RANK": int(environ["SLURM_LOCALID"]), "WORLD_SIZE": size}
         place["LOCAL_WORLD_SIZE"] = len(environ["SLURM_GTIDS"].split(","))
         run_id = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
-        interface = "ib0" if environment.on_infiniband() else None
-        environ.update(environment.rank_variables(place, run_id, (host, port), interface))
+        environ.update(environment.rank_variables(place, run_id, (host, port)))
         code = local.call(target, args)
     except UsageError as error:
         return local.refused(error)

@@ -11,6 +11,7 @@ import pytest
 from command_line import parsed
 
 from lib.launch import environment, slurm_task
+from scripts import agent
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -97,13 +98,17 @@ def test_some_machines_have_another_name_on_their_fast_network(bare, system):
     assert environment.fast_name("jwb0001i.juwels") == "jwb0001i.juwels"
     assert environment.fast_name("10.13.23.64") == "10.13.23.64"
     assert environment.fast_name("fe80::1") == "fe80::1"
-    assert environment.interface_of("10.13.23.64") == "ib0"
+    assert agent.interface_of("10.13.23.64") == "ib0"
+    variables = environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
+    assert variables["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 def test_any_other_machine_is_called_by_its_name(bare):
     bare.setenv("SYSTEMNAME", "elsewhere")
     assert environment.fast_name("gpu17") == "gpu17"
-    assert environment.interface_of("192.0.2.7") is None
+    assert agent.interface_of("127.0.0.1") == environment.LOOPBACK
+    assert agent.interface_of("192.0.2.7") is None
+    assert "GLOO_SOCKET_IFNAME" not in environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
 
 
 def test_a_task_of_slurm_meets_the_others_in_the_fast_network_alone(bare, monkeypatch):
