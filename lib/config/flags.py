@@ -174,7 +174,6 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-slurm_cpus", COUNT, "CPUs of a task (2, plus -workers or 8)")
     option = "option of sbatch, as account=ME or mem=64G; repeatable"
     add("-slurm_arg", value(text, "KEY=VALUE", **REPEATABLE), option)
-    add("-slurm_requeues", COUNT_OR_0, "most requeues after time limits and crashes of a run that advances", 20)
     add("-slurm_signal_s", COUNT, "seconds of warning before the time limit", 120)
     add("-slurm_dir", DIR, "the job's files, on a shared disk (OUT/NAME/slurm)")
     add("-slurm_dry", SWITCH, "show what would be submitted, and the answer of sbatch --test-only")

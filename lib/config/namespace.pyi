@@ -94,7 +94,6 @@ class Args(argparse.Namespace):
     slurm_timeout: int | None
     slurm_cpus: int | None
     slurm_arg: list[str]
-    slurm_requeues: int
     slurm_signal_s: int
     slurm_dir: str | None
     slurm_dry: bool

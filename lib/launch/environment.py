@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lib.config import Args
-from lib.utils.checkpoint import run_folder
 from lib.utils.errors import UsageError
 
 # SYSTEMNAME of machines on which HOSTi is the name of HOST on InfiniBand, the only network between distant nodes.
@@ -33,7 +32,6 @@ DEBUG = {
     "NCCL_DEBUG": "INFO",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
-RECORD = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"  # how the flight recorder's files begin: the last collectives of each rank
 # How often a thread on the CPU looks whether the others are done before it sleeps: for some microseconds. By itself,
 # GNU's OpenMP looks 300,000 times: where other work takes a core, each operation then waits for it (benchmarks.md).
 SPIN = {"GOMP_SPINCOUNT": "3000"}
@@ -77,15 +75,13 @@ def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | 
 
 
 def of_run(args: Args) -> dict[str, str]:
-    """Return what a run needs set: NCCL's flight recorder for -debug_dist, cuBLAS's workspace for -deterministic.
+    """Return what a run needs set, as cuBLAS's workspace for -deterministic.
 
     On many ranks, gloo connects two of them when they first talk: docs/scaling.md.
     """
     variables = {}
     if int(os.environ.get("WORLD_SIZE", 1)) > MESH_UP_TO:
         variables["TORCH_GLOO_LAZY_INIT"] = "1"
-    if args.debug_dist:
-        variables[RECORD] = str(run_folder.run_of(args).absolute() / "logs" / "flight_rank_")
     if args.deterministic:
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS's manual, "Results Reproducibility"
     return variables
