@@ -13,6 +13,7 @@ import math
 import os
 import shlex
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -56,8 +57,7 @@ def elastic(args, head: str) -> tuple[dict, dict]:
     address, is_host = toward(host)
     own = {"head": f"{host}:{port}", "is_host": int(is_host), "processes": processes(args) or ""}
     # torchrun guesses its address from names, and errs where a host has two (pytorch issue 73656).
-    interface = environment.interface_of(address or host)
-    return own, {"PET_LOCAL_ADDR": address, "GLOO_SOCKET_IFNAME": interface}
+    return own, {"PET_LOCAL_ADDR": address, "GLOO_SOCKET_IFNAME": interface_of(address or host)}
 
 
 def toward(host: str) -> tuple[str | None, bool]:
@@ -72,15 +72,25 @@ def toward(host: str) -> tuple[str | None, bool]:
     return own if usable else None, loopback or own == there
 
 
+def interface_of(address: str) -> str | None:
+    """Return gloo's network interface: InfiniBand's, or that of an address, by iproute2. None: gloo chooses."""
+    if fast := environment.fast_interface():
+        return fast
+    with contextlib.suppress(FileNotFoundError):
+        command = ["ip", "-oneline", "address", "show", "to", address.partition("%")[0]]
+        found = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        return found[1] if found else None
+    return None
+
+
 def slurm(args) -> tuple[dict, dict]:
     """Return the batch script's own variables and those for torchrun, and note the start."""
     history = slurm_task.begin(args)
     count = processes(args) or os.environ.get("SLURM_GPUS_ON_NODE", 1)
     own = {"history": history, "suffix": "i" if environment.on_infiniband() else "", "processes": count}
-    interface = "ib0" if environment.on_infiniband() else None
     return own, {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(args.grace_s) + AGENT_S),
-        "GLOO_SOCKET_IFNAME": interface,
+        "GLOO_SOCKET_IFNAME": environment.fast_interface(),
     }
 
 

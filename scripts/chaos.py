@@ -262,6 +262,7 @@ def smooth_net(args) -> nn.Module:
 def plugins() -> Iterator[None]:
     """lib.arch.chaos and lib.dataset.chaos, in memory, for the time of the block. Imports what a run would."""
     importlib.import_module("torch.utils.tensorboard.summary")
+    importlib.import_module("torch._dynamo")  # takes a second, in which most kills would come too early
     there, made = (
         plugin_files.names,
         {"arch": ("get_model", smooth_net), "dataset": ("get_dataset", lambda args: Noisy())},

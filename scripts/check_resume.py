@@ -65,10 +65,8 @@ def check(args: "Args") -> int:
 
     Raises UsageError where the runs cannot be started from here, or the flags cannot be run.
     """
-    if launch.launched() or args.slurm or args.nnodes > 1:
-        raise UsageError(
-            "-check_resume starts its processes itself: run it without torchrun, srun, -slurm and -nnodes"
-        )
+    if launch.launched() or args.slurm:
+        raise UsageError("-check_resume starts its processes itself: run it without torchrun, srun and -slurm")
     if args.limit_steps == 1:
         raise UsageError("-limit_steps 1: -check_resume needs 2 steps or more, to kill the run in between")
     torch.set_num_threads(1)  # a process that is forked while this one has more would wait for them forever

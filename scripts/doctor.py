@@ -31,6 +31,7 @@ try:
     from lib.utils.checkpoint import run_folder, shards, state
     from lib.utils.data import loader
     from lib.utils.errors import UsageError
+    from scripts import agent
 except ModuleNotFoundError as error:
     sys.exit(f"bad   {error.name} is missing: ./scripts/train.sh makes .venv with all that is needed")
 
@@ -179,7 +180,7 @@ def network(args) -> Findings:
     except OSError:
         yield NOTE, f"{host} has no address: fine on one machine; for several, put it into DNS or /etc/hosts"
         return
-    mine = environment.interface_of(address) or "no interface of this machine"
+    mine = agent.interface_of(address) or "no interface of this machine"
     message = f"several machines would meet at {host}, {address}, {mine}; processes of one use lo"
     alone = address.startswith("127.") or mine.startswith("no ")
     advice = "; others cannot reach that: correct /etc/hosts or name it by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"

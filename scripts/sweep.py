@@ -239,8 +239,7 @@ class Plan:
             model = f"{re.sub(r'[^A-Za-z0-9._-]', '-', model)[:89]}_{digest}"
         words = [*self.words, *(f"-{name}={value}" for name, value in values.items()), "-model", model]
         args = config.parse_args(words)
-        nodes = "nnodes" if args.nnodes > 1 else ""
-        if wrong := next((flag for flag in ONE_RUN if getattr(args, flag)), nodes):
+        if wrong := next((flag for flag in ONE_RUN if getattr(args, flag)), ""):
             raise UsageError(f"-{wrong} is for a single run; another -model NAME starts a new sweep")
         check_earlier(run_folder.run_of(args), args)
         return Trial(args, words, number)

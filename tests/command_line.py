@@ -79,9 +79,8 @@ def other_value(action) -> str:
     return OTHERS.get(action.dest, "7" if action.metavar in ("N", "X") else "some")
 
 
-MACHINES = {"nnodes", "node_rank", "master_addr", "master_port"}  # make sense together only
 # Flags with an other_value that stand alone: -cfg needs a file, two belong to -parallel fsdp.
-ALONE = sorted(set(shared()) - {"cfg", "offload", "fsdp_replicas"} - MACHINES)
+ALONE = sorted(set(shared()) - {"cfg", "offload", "fsdp_replicas"})
 
 
 def cfg_file(folder, content, name="run.yaml") -> str:

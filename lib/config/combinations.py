@@ -23,9 +23,3 @@ def check(args: Args, given: set[str]) -> None:
         raise UsageError(f"{fault}: try -batch_size {near}")
     if args.lr_end > args.lr_start:
         raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")
-    together = (args.nnodes > 1, args.node_rank is not None, args.master_addr is not None)
-    if any(together) and not all(together):
-        example = "-nnodes 2 -node_rank 1 -master_addr HOST_OF_NODE_0"
-        raise UsageError(f"-nnodes, -node_rank and -master_addr belong together, as in {example}")
-    if args.node_rank is not None and args.node_rank >= args.nnodes:
-        raise UsageError(f"-node_rank {args.node_rank} of -nnodes {args.nnodes}: 0 to {args.nnodes - 1} are wanted")

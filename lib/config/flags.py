@@ -17,7 +17,7 @@ def value(type_: Callable[[str], object], metavar: str, **more) -> dict:
     return {"type": type_, "metavar": metavar, **more}
 
 
-COUNT, COUNT_OR_0, PORT = value(whole(1), "N"), value(whole(0), "N"), value(whole(1, 65535), "N")
+COUNT, COUNT_OR_0 = value(whole(1), "N"), value(whole(0), "N")
 POSITIVE, NOT_NEGATIVE = value(real(0, above=True), "X"), value(real(0), "X")
 PERIOD = value(real(0, 10**6, above=True), "X")  # of time
 DIR, FILE, PATH, NAME = value(text, "DIR"), value(text, "FILE"), value(text, "PATH"), value(text, "NAME")
@@ -144,6 +144,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-threads", COUNT, "threads of each process (by the work in a pass, and the cores)", on_resume="refuse")
     add("-fp16", SWITCH, "mixed precision with float16 and a gradient scaler", on_resume="refuse")
     add("-bf16", SWITCH, "mixed precision with bfloat16", on_resume="refuse")
+    add("-cache_dir", DIR, "folder for the caches of torch and others (in $SCRATCH, if set)", per_node=True)
     add("-parallel", {"choices": ("ddp", "fsdp")}, "every process has the whole model, or a shard of it", "ddp")
     add("-fsdp_replicas", COUNT, "fsdp: copies of the sharded model, as one on each node", 1)
     reduction = "sum gradients in one order for any number of processes, or leave it to the communication library"
@@ -161,13 +162,6 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-eval", SWITCH, "only evaluate the best weights, or those of -weights, into out/NAME/eval.json")
     add("-overfit", COUNT, "train and evaluate on the same N samples", on_resume="refuse")
     add("-profile", COUNT, "record N steps with torch's profiler, into out/NAME/profile")
-
-    group("several machines", "allow")
-    add("-nnodes", COUNT, "machines, each started with this same command and its -node_rank", 1, on_resume="forget")
-    add("-node_rank", COUNT_OR_0, "number of this machine, from 0", on_resume="forget", per_node=True)
-    add("-master_addr", value(text, "HOST"), "address of the machine -node_rank 0", on_resume="forget", per_node=True)
-    add("-master_port", PORT, "a free port at -master_addr", 29500, on_resume="forget")
-    add("-cache_dir", DIR, "folder for the caches of torch and others (in $SCRATCH, if set)", per_node=True)
     add("-debug_dist", SWITCH, "turn on verbose logging in torch.distributed, torchrun and NCCL")
 
     group("slurm", "allow")
@@ -180,7 +174,6 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-slurm_cpus", COUNT, "CPUs of a task (2, plus -workers or 8)")
     option = "option of sbatch, as account=ME or mem=64G; repeatable"
     add("-slurm_arg", value(text, "KEY=VALUE", **REPEATABLE), option)
-    add("-slurm_requeues", COUNT_OR_0, "most requeues after time limits and crashes of a run that advances", 20)
     add("-slurm_signal_s", COUNT, "seconds of warning before the time limit", 120)
     add("-slurm_dir", DIR, "the job's files, on a shared disk (OUT/NAME/slurm)")
     add("-slurm_dry", SWITCH, "show what would be submitted, and the answer of sbatch --test-only")

@@ -70,6 +70,7 @@ class Args(argparse.Namespace):
     threads: int | None
     fp16: bool
     bf16: bool
+    cache_dir: str | None
     parallel: str
     fsdp_replicas: int
     reduction: str
@@ -84,11 +85,6 @@ class Args(argparse.Namespace):
     eval: bool
     overfit: int | None
     profile: int | None
-    nnodes: int
-    node_rank: int | None
-    master_addr: str | None
-    master_port: int
-    cache_dir: str | None
     debug_dist: bool
     slurm: bool
     slurm_nnodes: int
@@ -98,7 +94,6 @@ class Args(argparse.Namespace):
     slurm_timeout: int | None
     slurm_cpus: int | None
     slurm_arg: list[str]
-    slurm_requeues: int
     slurm_signal_s: int
     slurm_dir: str | None
     slurm_dry: bool

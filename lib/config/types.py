@@ -30,13 +30,12 @@ weights = matching(r"\d+(\.\d+)?(,\d+(\.\d+)?)*", "a list of numbers like 1,2.5,
 gpu_list = matching(r"\d{1,4}(,\d{1,4})*", "a list of GPUs like 0,1,2")
 
 
-def whole(low: int, high: int = 10**18 - 1) -> Callable[[str], int]:
-    """Return a type for whole numbers from `low` to `high`."""
+def whole(low: int) -> Callable[[str], int]:
+    """Return a type for whole numbers from `low`."""
 
     def read(value: str) -> int:
-        if not DIGITS.fullmatch(value) or not low <= int(value) <= high:
-            top = "(18 digits at most)" if high == 10**18 - 1 else f"and at most {high}"
-            raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of at least {low} {top}")
+        if not DIGITS.fullmatch(value) or int(value) < low:
+            raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of at least {low} (18 digits at most)")
         return int(value)
 
     return read

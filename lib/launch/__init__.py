@@ -4,7 +4,6 @@
     local.py        processes on this machine: how many, and how they start
     children.py     the started processes: waits for them, and says which failure explains the others
     signals.py      signals before and after the training
-    multinode.py    -nnodes by hand: the machines meet, and stay connected
     environment.py  RANK and its kin, GPUs, caches, debug switches, fast networks
     slurm.py        submits a job with Submitit
     slurm_task.py   a process of a Slurm job
@@ -47,10 +46,6 @@ def launch(args: Args, target: str) -> int:
     if args.track != "none" and not getattr(importlib.util.find_spec(args.track), "origin", None):  # a mere folder
         raise UsageError(f"-track {args.track}: the package is not installed: pip install {args.track}")
     if launched() or slurm_task.is_task():
-        if args.nnodes > 1:
-            raise UsageError(
-                f"-nnodes {args.nnodes} under torchrun or srun: they start the processes of all machines"
-            )
         with environment.exported(environment.visible(args.gpus)):
             code = local.call(target, args) if launched() else slurm_task.step(args, target)
         # torchrun restarts whatever does not exit with 0; outcome.json says whether the run is stopped or finished.

@@ -6,13 +6,11 @@ Only this folder writes it, by what stands here. It overwrites torchrun's variab
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from lib.config import Args
-from lib.utils.checkpoint import run_folder
 from lib.utils.errors import UsageError
 
 # SYSTEMNAME of machines on which HOSTi is the name of HOST on InfiniBand, the only network between distant nodes.
@@ -34,7 +32,6 @@ DEBUG = {
     "NCCL_DEBUG": "INFO",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
-RECORD = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"  # how the flight recorder's files begin: the last collectives of each rank
 # How often a thread on the CPU looks whether the others are done before it sleeps: for some microseconds. By itself,
 # GNU's OpenMP looks 300,000 times: where other work takes a core, each operation then waits for it (benchmarks.md).
 SPIN = {"GOMP_SPINCOUNT": "3000"}
@@ -59,36 +56,32 @@ def export(cache_dir: str | None, debug: bool) -> dict[str, str]:
     return new
 
 
-def rank_variables(
-    place: dict[str, int], run_id: str, store: tuple[str, int] | None = None, interface: str | None = None
-) -> dict[str, str]:
-    """Return torchrun's variables for one process of a run, and gloo's network interface.
+def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | None = None) -> dict[str, str]:
+    """Return torchrun's variables for one process of a run, and gloo's network interface where it is known.
 
     Args:
         place: RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
         run_id: the same for all processes and restarts of a launch.
-        store: host and port of the rendezvous store, which the launcher opens; a single process needs none.
-        interface: None leaves it to gloo.
+        store: address and port of the rendezvous store, which the launcher opens; a single process needs none.
     """
     variables: dict[str, object] = {**place, "TORCHELASTIC_RUN_ID": run_id}
     if store:
         variables |= {"MASTER_ADDR": store[0], "MASTER_PORT": store[1]}
         variables |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True}
-    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-        variables["GLOO_SOCKET_IFNAME"] = interface
+        interface = LOOPBACK if store[0] == "127.0.0.1" else fast_interface()
+        if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+            variables["GLOO_SOCKET_IFNAME"] = interface
     return {name: str(value) for name, value in variables.items()}
 
 
 def of_run(args: Args) -> dict[str, str]:
-    """Return what a run needs set: NCCL's flight recorder for -debug_dist, cuBLAS's workspace for -deterministic.
+    """Return what a run needs set, as cuBLAS's workspace for -deterministic.
 
     On many ranks, gloo connects two of them when they first talk: docs/scaling.md.
     """
     variables = {}
     if int(os.environ.get("WORLD_SIZE", 1)) > MESH_UP_TO:
         variables["TORCH_GLOO_LAZY_INIT"] = "1"
-    if args.debug_dist:
-        variables[RECORD] = str(run_folder.run_of(args).absolute() / "logs" / "flight_rank_")
     if args.deterministic:
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS's manual, "Results Reproducibility"
     return variables
@@ -142,15 +135,9 @@ def own_address(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def interface_of(address: str) -> str | None:
-    """Return gloo's network interface: InfiniBand's, or that of an address, by iproute2. None: gloo chooses."""
-    if on_infiniband():
-        return "ib0"
-    with contextlib.suppress(FileNotFoundError):
-        command = ["ip", "-oneline", "address", "show", "to", address.partition("%")[0]]
-        found = subprocess.run(command, capture_output=True, text=True).stdout.split()
-        return found[1] if found else None
-    return None
+def fast_interface() -> str | None:
+    """Return the name of the network interface on InfiniBand, None where there is none: gloo then chooses one."""
+    return "ib0" if on_infiniband() else None
 
 
 def on_infiniband() -> bool:

@@ -1,21 +1,20 @@
 """The processes of a run on this machine: how many there are, and how they are started."""
 
-import functools
 import importlib
 import multiprocessing
 import os
+import resource
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Lock
 
 from lib.config import Args
-from lib.launch import environment, multinode, requeue, signals
+from lib.launch import environment, requeue, signals
 from lib.launch.children import END_S, pass_signals_to, watch
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FAILED, STOPPING, USAGE, UsageError, no_exit
@@ -24,11 +23,11 @@ from lib.utils.monitoring import startup
 
 def start(args: Args, target: str) -> int:
     """Run the processes of this machine. Returns the exit code."""
-    count = 1 if args.debug and args.nnodes == 1 else processes(args)
+    count = 1 if args.debug else processes(args)
     with environment.exported(environment.visible(args.gpus)):
         os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no torchrun agent started this process
         too_late = args.gpus and not fork_is_safe()  # to choose GPUs in this process
-        if args.nnodes > 1 or count > 1 or too_late:
+        if count > 1 or too_late:
             return spawn(args, target, count)
         place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
         os.environ.update(environment.rank_variables(place, run_id=uuid.uuid4().hex))
@@ -64,51 +63,52 @@ def fork_is_safe() -> bool:
 def spawn(args: Args, target: str, count: int) -> int:
     """Run `count` processes on this machine and wait for them. Returns the exit code.
 
-    Like torchrun's agent, this process (on node 0) has the rendezvous store, on a port that is its own before the
-    children start. Where it is safe they are forked, with torch imported already; else each imports it again.
+    Like torchrun's agent, this process has the rendezvous store, on a port that is its own before the children start.
+    Where it is safe they are forked, with torch imported already; else each imports it again.
     """
-    meeting = multinode.meet(args, count) if args.nnodes > 1 else multinode.alone(count)
-    children = []
+    forked = fork_is_safe()
+    context = multiprocessing.get_context("fork") if forked else multiprocessing.get_context("spawn")
+    if forked:
+        importlib.import_module("torch._dynamo")  # takes a second, here once for all
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)  # no other machine can reach it
+    os.register_at_fork(after_in_child=listener.close)  # else it would still accept connections after our end
+    children, first, run_id = [], context.Lock(), uuid.uuid4().hex
     with startup.garbage_collector(), pass_signals_to(children) as passed:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until there is a child to pass them to
-        first = start_children(children, functools.partial(call, target, args), count, meeting)
+        for rank in range(count):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            variables = environment.rank_variables(place, run_id, listener.getsockname())
+            process = context.Process(target=child, args=(variables, target, args, first, os.getpid()))
+            process.start()
+            children.append(process)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        store = multinode.open_store(meeting.listener, meeting.store[0], meeting.size) if meeting.listener else None
-        code = watch(children, meeting, passed, first)
-        meeting.leave()
+        store = open_store(listener, count)
+        code = watch(children, passed, first)
         del store  # the children need it until here
     return code
 
 
-def start_children(
-    children: list[BaseProcess], run: Callable[[], int], count: int, meeting: multinode.Meeting
-) -> Lock:
-    """Start the processes of this machine. Returns a lock: the child that takes it prints why it failed."""
-    context = multiprocessing.get_context("fork") if fork_is_safe() else multiprocessing.get_context("spawn")
-    first, inherited = context.Lock(), []
-    if context.get_start_method() == "fork":
-        importlib.import_module("torch._dynamo")  # takes a second, here once for all
-        inherited = [*filter(None, [meeting.listener]), *(link.pipe for link in meeting.links)]
-    for local_rank in range(count):
-        rank = meeting.first_rank + local_rank
-        place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": meeting.size, "LOCAL_WORLD_SIZE": count}
-        variables = environment.rank_variables(place, meeting.run_id, meeting.store, meeting.interface)
-        process = context.Process(target=child, args=(variables, run, first, os.getpid(), inherited))
-        process.start()
-        children.append(process)
-    return first
+def open_store(listener: socket.socket, size: int) -> object:
+    """Return the rendezvous store of `size` processes, on a socket that listens already. Keep it while it is used.
+
+    It has two connections from each process, so this process may have as many files open as the machine allows.
+    """
+    from torch.distributed import TCPStore
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2 * size + 512, hard)), hard))
+    host, port = listener.getsockname()[:2]
+    return TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def child(variables: dict[str, str], run: Callable[[], int], first: Lock, parent: int, inherited: list) -> None:
+def child(variables: dict[str, str], target: str, args: Args, first: Lock, parent: int) -> None:
     """Run in a child: set its environment, run, print why it failed unless another one does."""
-    for one in inherited:  # the parent's own; open here, they would seem to be in use after its end
-        one.close()
     signals.set_handlers(signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     os.environ.update(variables)
     threading.Thread(target=end_with_parent, args=[parent], daemon=True).start()
     try:
-        code, why = run(), ""
+        code, why = call(target, args), ""
     except UsageError as error:
         code, why = USAGE, f"train.py: {' '.join(str(error).split())}"
     except Exception as error:

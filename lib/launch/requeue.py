@@ -6,7 +6,6 @@ from outcome.json and from what Slurm says of the job. Imports no torch, so that
 
 import contextlib
 import json
-import logging
 import os
 import re
 import subprocess
@@ -15,18 +14,17 @@ from pathlib import Path
 from lib.utils.checkpoint import atomic, run_folder
 from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE
 
-log = logging.getLogger(__name__)
 HISTORY = "BATON_HISTORY"  # the variable with the path of the job's history
 RUNNING = ("RUNNING", "SIGNALING")  # states of a job that runs; the second while it is sent a signal
-COUNTED = ("time limit", "a process was lost")  # by -slurm_requeues; preemptions are not
+PREEMPTED = "preempted"
 
 
-def begin(history: Path, run: Path, requeues: int) -> None:
+def begin(history: Path, run: Path) -> None:
     """Note what this start of the job begins with."""
     starts = [start for start in run_folder.read_json(history).get("starts", []) if start["restart"] != restart()]
     written = run_folder.outcome(run).get("written")
     starts.append({"restart": restart(), "checkpoint": newest(run), "outcome": written})
-    write(history, {"run": str(run.resolve()), "requeues": requeues, "starts": starts})
+    write(history, {"run": str(run.resolve()), "starts": starts})
 
 
 def refuse(reason: str) -> None:
@@ -47,35 +45,38 @@ def after(history: Path, code: int) -> int:
     facts = run_folder.read_json(history)
     start = facts["starts"][-1] if facts else {}
     if start.get("restart") != restart():
-        log.info("no training began in this start: job %s is not requeued", name())
+        print(f"no training began in this start: job {name()} is not requeued")
         return code
-    outcome = run_folder.outcome_of(Path(facts["run"]), os.environ["SLURM_JOB_ID"])
+    run = Path(facts["run"])
+    outcome = run_folder.outcome_of(run, os.environ["SLURM_JOB_ID"])
     if outcome.get("written") == start["outcome"]:
         outcome = {}  # of an earlier start
-    why, why_not = verdict(facts, start, outcome, newest(Path(facts["run"])), job_facts())
+    why, why_not = verdict(facts["starts"], outcome, newest(run), job_facts())
     if why:
-        log.info("%s: job %s is requeued, and goes on", why, name())
-        write(history, {**facts, "starts": [*facts["starts"][:-1], {**start, "requeued": why}]})
+        print(f"{why}: job {name()} is requeued, and goes on", flush=True)
+        start["requeued"] = why
+        write(history, facts)
         if requeue():
             return FINISHED
+        del start["requeued"]
         write(history, facts)
     elif why_not:
-        log.info("job %s is not requeued: %s", name(), why_not)
+        print(f"job {name()} is not requeued: {why_not}")
     if not outcome and "refused" in start:
         return USAGE
     return {"finished": FINISHED, "stopped": STOPPED}.get(outcome.get("state", ""), code or FAILED)
 
 
-def verdict(facts: dict, start: dict, outcome: dict, checkpoint: str | None, job: dict) -> tuple[str, str]:
+def verdict(starts: list[dict], outcome: dict, checkpoint: str | None, job: dict) -> tuple[str, str]:
     """Return why the job is to be requeued, and why not: one is empty, and both are for a finished run.
 
     Args:
-        facts: the history.
-        start: the last of its starts.
-        outcome: outcome.json, {} if this start did not write it.
+        starts: all of the job so far.
+        outcome: outcome.json, {} if the last start did not write it.
         checkpoint: the name of the newest one.
         job: what Slurm says of the job, {} if it does not answer.
     """
+    start, before = starts[-1], starts[-2] if len(starts) > 1 else {}
     state, reason = outcome.get("state"), outcome.get("reason")
     if state == "finished":
         return "", ""
@@ -86,17 +87,13 @@ def verdict(facts: dict, start: dict, outcome: dict, checkpoint: str | None, job
     if state == "failed" and not outcome.get("lost_peer"):
         return "", f"the run failed ({reason})"
     if preempted(job):
-        return "preempted", ""
+        return PREEMPTED, ""
     if state == "stopped" and outcome.get("signal") != "SIGUSR2":
         return "", f"it was asked to stop ({reason}); the state is saved"
-    why = COUNTED[0] if state == "stopped" else COUNTED[1]
-    before = facts["starts"][-2] if len(facts["starts"]) > 1 else {}
-    in_vain = before.get("requeued") in COUNTED and before["checkpoint"] == start["checkpoint"]
+    why = "time limit" if state == "stopped" else "a process was lost"
+    in_vain = before.get("requeued", PREEMPTED) != PREEMPTED and before["checkpoint"] == start["checkpoint"]
     if in_vain and (not outcome or checkpoint == start["checkpoint"]):
         return "", f"{why}, and two starts in a row gained nothing"
-    done = sum(one.get("requeued") in COUNTED for one in facts["starts"])
-    if done >= facts["requeues"]:
-        return "", f"{why}, and it was {done} times already: -slurm_requeues {facts['requeues']}"
     return why, ""
 
 
@@ -132,7 +129,7 @@ def requeue() -> bool:
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         command = f"scontrol requeue {name()}"
-        log.error("job %s could not be requeued (%s): the state is saved; type: %s", name(), reason, command)
+        print(f"job {name()} could not be requeued ({reason}): the state is saved; type: {command}")
         return False
     return True
 

@@ -3,7 +3,6 @@
 It starts without torch, so that signals are handled from the first moment.
 """
 
-import logging
 import os
 import pickle
 import signal
@@ -12,12 +11,11 @@ import sys
 from pathlib import Path
 
 from lib.config import Args
-from lib.launch import environment, local, multinode, requeue
+from lib.launch import environment, local, requeue, signals
 from lib.utils.checkpoint import run_folder
-from lib.utils.errors import FINISHED, STOPPED, UsageError
+from lib.utils.errors import FINISHED, STOPPED, STOPPING, UsageError
 from lib.utils.monitoring import startup
 
-WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 PICKLE = "submitted.pkl"  # in the folder of the job's code: args, target and working folder of each start
 PORTS = range(10_000, 30_000)  # below those that the system hands out
 
@@ -26,7 +24,6 @@ def main(command: str, *arguments: str) -> int:
     """Run `task`, a process of a submitted job, or `after HISTORY CODE`, the end of a job."""
     if command == "task":
         return task()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     history, code = arguments
     return requeue.after(Path(history), int(code))
 
@@ -36,14 +33,13 @@ def task() -> int:
 
     Signals wait until the training handles them.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     args, target, where = pickle.loads(Path(PICKLE).read_bytes())
     os.chdir(where)
-    for number in WARNINGS:  # before and after the training they end nothing; `after` asks Slurm why they came
-        signal.signal(number, lambda *_: None)
+    signals.set_handlers(lambda *_: None)  # they end nothing; `after` asks Slurm why they came
     if not trains(args):  # nothing is to be saved
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     os.environ[requeue.HISTORY] = str(history_of(args))
     if os.environ["SLURM_PROCID"] == "0":
         begin(args)
@@ -56,7 +52,7 @@ def begin(args: Args) -> Path:
     history = history_of(args)
     history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if trains(args):
-        requeue.begin(history, run_folder.run_of(args), args.slurm_requeues)
+        requeue.begin(history, run_folder.run_of(args))
     return history
 
 
@@ -85,12 +81,14 @@ def step(args: Args, target: str) -> int:
     environment.export(args.cache_dir, args.debug_dist)
     try:
         host, port = head()
-        store = multinode.open_store(multinode.serve(host, port), host, size) if rank == 0 else None
+        store = None
+        if rank == 0:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            store = local.open_store(socket.create_server((host, port), family=family, backlog=1024), size)
         place = {"RANK": rank, "LOCAL_RANK": int(environ["SLURM_LOCALID"]), "WORLD_SIZE": size}
         place["LOCAL_WORLD_SIZE"] = len(environ["SLURM_GTIDS"].split(","))
         run_id = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
-        interface = "ib0" if environment.on_infiniband() else None
-        environ.update(environment.rank_variables(place, run_id, (host, port), interface))
+        environ.update(environment.rank_variables(place, run_id, (host, port)))
         code = local.call(target, args)
     except UsageError as error:
         return local.refused(error)

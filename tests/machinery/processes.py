@@ -5,7 +5,6 @@ A nursery, a process that has imported what train.py imports, forks a run in a t
 """
 
 import contextlib
-import ctypes
 import itertools
 import json
 import multiprocessing
@@ -215,9 +214,6 @@ def nurse(wire) -> int:
 def live(words: list[str], env: dict, stdin: str, stdout: str, stderr: str) -> int:
     """A forked run, as a fresh Python would be: its own session, its own terminal or files."""
     os.setsid()
-    if "NETWORK" in env:  # a network namespace
-        with Path("/run/netns", env["NETWORK"]).open() as file:
-            assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
     for number, name in enumerate((stdin, stdout, stderr)):
         flags = os.O_RDONLY if name == os.devnull else os.O_RDWR | os.O_CREAT | os.O_APPEND
         fd = os.open(name, flags, 0o644)

@@ -24,7 +24,7 @@ NUMBERS = {name: action for name, action in shared().items() if action.metavar i
 NO_NUMBERS = ["nan", "inf", "-inf", "1e400", "-1e400", "1_0", "", "x", "1,5", "0x10", " 1", "1 2", "\u0661",
               "-1", "--1"]  # fmt: skip
 ZERO_FITS = ["workers", "val_workers", "seed", "lr_end", "lr_warmup", "weight_decay", "momentum", "clip_grad",
-             "label_smoothing", "keep_every", "slurm_requeues", "node_rank"]  # fmt: skip
+             "label_smoothing", "keep_every"]  # fmt: skip
 
 
 @pytest.fixture

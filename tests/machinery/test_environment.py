@@ -11,6 +11,7 @@ import pytest
 from command_line import parsed
 
 from lib.launch import environment, slurm_task
+from scripts import agent
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def bare(monkeypatch, tmp_path):
     """An environment without any of these variables."""
     before = dict(os.environ)
-    ours = (*environment.CACHES, *environment.DEBUG, *environment.SPIN, environment.RECORD)
+    ours = (*environment.CACHES, *environment.DEBUG, *environment.SPIN)
     for name in (*ours, "SCRATCH", "SYSTEMNAME", "OMP_WAIT_POLICY"):
         os.environ.pop(name, None)
     os.environ["USER"] = "ann"
@@ -76,9 +77,7 @@ def test_debugging_and_caches_are_there_before_torch_is_imported(bare, tmp_path)
         assert f"'{name}': '{value}'" in loud.stdout
 
 
-def test_the_flight_recorder_writes_into_the_folder_of_the_run(tmp_path):
-    message = environment.of_run(parsed(f"-debug_dist -out {tmp_path} -model x"))
-    assert message["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == f"{tmp_path}/x/logs/flight_rank_"
+def test_deterministic_runs_give_cublas_its_workspace():
     assert environment.of_run(parsed("")) == {}
     assert environment.of_run(parsed("-deterministic")) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
@@ -97,13 +96,17 @@ def test_some_machines_have_another_name_on_their_fast_network(bare, system):
     assert environment.fast_name("jwb0001i.juwels") == "jwb0001i.juwels"
     assert environment.fast_name("10.13.23.64") == "10.13.23.64"
     assert environment.fast_name("fe80::1") == "fe80::1"
-    assert environment.interface_of("10.13.23.64") == "ib0"
+    assert agent.interface_of("10.13.23.64") == "ib0"
+    variables = environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
+    assert variables["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 def test_any_other_machine_is_called_by_its_name(bare):
     bare.setenv("SYSTEMNAME", "elsewhere")
     assert environment.fast_name("gpu17") == "gpu17"
-    assert environment.interface_of("192.0.2.7") is None
+    assert agent.interface_of("127.0.0.1") == environment.LOOPBACK
+    assert agent.interface_of("192.0.2.7") is None
+    assert "GLOO_SOCKET_IFNAME" not in environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
 
 
 def test_a_task_of_slurm_meets_the_others_in_the_fast_network_alone(bare, monkeypatch):

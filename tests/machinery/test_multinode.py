@@ -274,11 +274,11 @@ def test_a_flag_that_differs_between_nodes_is_refused_with_both_values(tmp_path,
 
 def test_the_store_of_many_processes_may_have_two_connections_from_each():
     probe = """
-import resource
-from lib.launch import multinode
+import resource, socket
+from lib.launch import local
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-store = multinode.open_store(multinode.serve("127.0.0.1", 0), "127.0.0.1", 1000)
+store = local.open_store(socket.create_server(("127.0.0.1", 0)), 1000)
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2512, hard)
 """
     subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True, timeout=120)

@@ -362,12 +362,14 @@ def test_the_loop_of_the_samplers_page_goes_on_where_it_was_killed(fork):
     assert len(seen) in (39, 40)
 
 
-def test_two_machines_are_started_as_the_readme_says(fork):
-    more = f"-cpu 1 -epochs 1 -model by_hand -master_port {ports.free()}".split()
-    words = [shlex.split(one.replace("node1", "localhost"))[1:] + more for one in COMMANDS if "-nnodes" in one]
-    runs = [subprocess.Popen([sys.executable, *one], cwd=fork, stdout=subprocess.PIPE, text=True) for one in words]
+def test_two_machines_are_started_as_the_page_says(fork):
+    page, place = commands(PAGES["docs/launching.md"]), f"localhost:{ports.free()}"
+    typed = [one.replace("node1:29400", place).replace("node=8", "node=1") for one in page if "--nnodes" in one]
+    words = [[*shlex.split(one)[1:], *"-cpu 1 -epochs 1 -model two_machines".split()] for one in typed]
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    runs = [subprocess.Popen([*torchrun, *one], cwd=fork, stdout=subprocess.PIPE, text=True) for one in words]
     said = [run.communicate(timeout=240)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0] and "finished:" in said[0]
+    assert [run.returncode for run in runs] == [0, 0] and "".join(said).count("finished:") == 1
 
 
 def test_the_default_run_reaches_what_the_readme_says(fork):

@@ -22,13 +22,13 @@ RUNNING = {"JobState": "RUNNING", "StartTime": "2026-11-21T03:22:53", "PreemptTi
 PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T03:22:56"}
 
 
-def decided(state="stopped", *, job=RUNNING, gained=True, done=(), requeues=3, refused=None, **said):
+def decided(state="stopped", *, job=RUNNING, gained=True, done=(), refused=None, **said):
     """Why a job is requeued, and why it is not. state: None without an outcome; `said`: by outcome.json."""
     start = {**START, "refused": refused} if refused else START
     starts = [{**START, "restart": -1, "requeued": why} for why in done] + [start]
     outcome = {"state": state, "reason": "a sentence", **said} if state else {}
     checkpoint = "000003_step_30" if gained else START["checkpoint"]
-    return requeue.verdict({"requeues": requeues, "starts": starts}, start, outcome, checkpoint, job)
+    return requeue.verdict(starts, outcome, checkpoint, job)
 
 
 def test_preemptions_are_told_from_cancellations():
@@ -57,8 +57,7 @@ def test_time_limits_are_requeued_while_the_run_gets_on():
     assert decided(signal="SIGUSR2") == ("time limit", "")
     assert decided(signal="SIGUSR2", job={}) == ("time limit", "")
     assert decided(signal="SIGUSR2", done=["time limit", "preempted", "a process was lost"])[0]
-    assert "-slurm_requeues 3" in decided(signal="SIGUSR2", done=["time limit"] * 3)[1]
-    assert "-slurm_requeues 0" in decided(signal="SIGUSR2", requeues=0)[1]
+    assert decided(signal="SIGUSR2", done=["time limit"] * 30)[0]
 
 
 def test_lost_processes_are_replaced_and_failures_are_not():
@@ -113,12 +112,12 @@ def test_a_refused_start_says_nothing_of_what_others_wrote(stopped, monkeypatch,
         assert requeue.after(stopped, 1) == 2
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     write_outcome(run, "12.0", {"state": "stopped", "signal": "SIGUSR2"})
-    requeue.begin(stopped, run, 3)
+    requeue.begin(stopped, run)
     local.refused(UsageError("-epochs 3"))
     assert requeue.after(stopped, 2) == 2, "stopped by the start before it"
     assert "requeue" not in (stopped.parent / "said").read_text()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    requeue.begin(stopped, run, 3)
+    requeue.begin(stopped, run)
     assert requeue.after(stopped, 137) == 0, "a process was lost"
     assert (stopped.parent / "said").read_text().splitlines()[-1] == "requeue 12"
 
@@ -146,7 +145,7 @@ def stopped(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("PATH", f"{tmp_path}")
     run, history = tmp_path / "run", tmp_path / "12.json"
-    requeue.begin(history, run, 3)
+    requeue.begin(history, run)
     (run / "checkpoints" / "000001_step_9").mkdir(parents=True)
     write_outcome(run, "12.0", {"state": "stopped", "signal": "SIGUSR2"})
     return history
@@ -179,7 +178,7 @@ def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
     assert requeue.after(stopped, 1) == 1, "this start never noted that it began"
     for count, code in enumerate((0, 137), 1):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(count))
-        requeue.begin(stopped, stopped.parent / "run", 3)
+        requeue.begin(stopped, stopped.parent / "run")
         assert requeue.after(stopped, 137) == code, "the second got no further, either"
     done = [start.get("requeued") for start in json.loads(stopped.read_text())["starts"]]
     assert done == ["time limit", "a process was lost", None]

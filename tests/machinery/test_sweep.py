@@ -182,7 +182,6 @@ def test_the_median_of_finished_trials_at_the_same_epoch_decides(tmp_path):
         ("-lr_start lin:2:1 -trials 3", "two rising numbers"),
         ("-lr_end 1e-6,1 -lr_start 1e-3", "-lr_end 1.0 is above -lr_start"),
         ("-seed 1,2 -reset", "-reset is for a single run"),
-        ("-seed 1,2 -nnodes 2 -node_rank 0 -master_addr x", "-nnodes is for a single run"),
         ("-seed 1,2 -gpus 0,1 -gpus_per_trial 3", "-gpus_per_trial 3 needs"),
         ("-seed 1,2 -jobs 0", "-jobs"),
         ("-seed 1,2 -jobs", "-jobs"),
