@@ -137,7 +137,7 @@ def test_help_and_wrong_flags_are_answered_without_importing_torch():
     shipped = {
         "arch": ["convnet", "gpt", "mlp", "resnet", "vit"],
         "dataset": ["cifar10", "digits", "fake", "random", "text"],
-        "trainer": ["contrastive", "ema", "trainer"],
+        "trainer": ["ema", "trainer"],
     }
     lines = ["0 -list", "2 -lr_strat 3", "2 -arch nope", "2 -cfg scripts/recipes/digits.yaml -epochs 0"]
     for kind, its_names in shipped.items():

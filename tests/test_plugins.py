@@ -32,7 +32,7 @@ ARCHS, DATASETS = plugins.names("arch"), plugins.names("dataset")
 WITH_THE_TEMPLATE = {
     "arch": ["convnet", "gpt", "mlp", "resnet", "timm", "torchvision", "vit"],
     "dataset": ["cifar10", "digits", "fake", "folder", "random", "text", "tokens"],
-    "trainer": ["contrastive", "ema", "trainer"],
+    "trainer": ["ema", "trainer"],
 }
 PLUGINS = [(kind, name) for kind in config.BUILDERS for name in plugins.names(kind)]
 SHIPPED = {kind: [name for name in names if (kind, name) in PLUGINS] for kind, names in WITH_THE_TEMPLATE.items()}
