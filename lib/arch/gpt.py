@@ -46,7 +46,7 @@ class GPT(nn.Module):
         """Raises UsageError for what is no tokens."""
         if tokens.is_floating_point() or tokens.ndim != 2:
             shape = f"{tokens.dtype} {tuple(tokens.shape)}"
-            raise UsageError(f"-arch gpt reads whole numbers (batch, length), as of -dataset text, not {shape}")
+            raise UsageError(f"-arch gpt reads whole numbers (batch, length), as of -dataset tokens, not {shape}")
         x = self.drop(self.embed(tokens))
         cos, sin = rotary_angles(tokens.shape[1], self.head_size, tokens.device)
         for block in self.blocks:

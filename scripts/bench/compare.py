@@ -68,7 +68,7 @@ class Case:
 
 MLP = "-dataset random -random_samples 48000 -image_size 8 -num_classes 10 -mlp_width 64 -mlp_depth 1 -batch_size 32"
 RESNET = "-dataset fake -fake_samples 80 -image_size 64 -num_classes 10 -batch_size 8 -lr_start 1e-5"
-GPT = "-dataset text -text_samples 400 -batch_size 8"
+GPT = "-dataset tokens -tokens_samples 400 -batch_size 8"
 LARGE = "-dataset random -random_samples 480 -mlp_width 2048 -batch_size 8 -epochs 1"
 CASES = {
     "digits": Case("the default run: 30 epochs of 20 steps", short="-epochs 10"),

@@ -193,7 +193,7 @@ def test_a_path_that_is_not_utf_8_is_refused(error_of, tmp_path):
         ("-cpu 1 -batch_size 5000 -drop_last", ["-batch_size 5000", "-drop_last", "1259 training samples"]),
         ("-lr_start 1e-3 -lr_end 1", ["-lr_end 1.0", "-lr_start 0.001"]),
         ("-cpu 1 -data nowhere", ["-data nowhere", "digits.npz"]),
-        ("-cpu 1 -arch vit -vit_heads 5", ["-vit_width 192", "-vit_heads 5"]),
+        ("-cpu 1 -arch gpt -gpt_heads 5", ["-gpt_width 128", "-gpt_heads 5"]),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_what_would(words, parts, error_of, monkeypatch):

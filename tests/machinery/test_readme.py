@@ -96,7 +96,7 @@ def test_every_command_of_train_py_is_understood(tmp_path):
     _photos(tmp_path / "photos")
     (tmp_path / "config.yaml").write_text("epochs: 3\n")
     shapes = {r"-cfg out/\S+": f"-cfg {tmp_path}/config.yaml", r"-data (data/photos|DIR)": f"-data {tmp_path}/photos",
-              r"-text_from PATH": "-text_from lib", r"-image_size \S+": ""}  # fmt: skip
+              r"-data PATH": "-data lib", r"-image_size \S+": ""}  # fmt: skip
     for kind, names in STAND_INS.items():
         shapes[rf"-{kind} ({'|'.join(names)})\b"] = f"-{kind} {INSTEAD[kind]}"
     understood = 0
@@ -228,7 +228,7 @@ RUNS = {  # of the files in the pages: the run's name, and how to start it
     "digits_tiny": "-arch tiny -epochs 1",
     "rings_planar": "-dataset rings",
     "parity_bert": "-dataset parity -epochs 1",
-    "text_nano": "-dataset text -text_from lib -text_samples 64 -text_length 32 -arch nano",
+    "tokens_nano": "-dataset tokens -data lib -tokens_samples 64 -tokens_length 32 -arch nano",
     "vision": "-arch vision -image_size 32 -dataset folder -data data/photos -epochs 1 -batch_size 12 -model vision",
     "counting_causal": "-dataset counting -epochs 1",
     "boxes_detector": "-dataset boxes -best overlap -epochs 1 -batch_size 16 -micro_batch 8 -cpu 2",
@@ -283,10 +283,10 @@ def test_the_contrastive_loss_of_the_page_is_the_papers_written_out():
 
 
 def test_tied_weights_are_exported_as_the_page_says(fork, said):
-    command = next(one for one in COMMANDS if "out/text_nano" in one)
-    assert "out/text_nano/text_nano.pt: " in _run(fork, command)
+    command = next(one for one in COMMANDS if "out/tokens_nano" in one)
+    assert "out/tokens_nano/tokens_nano.pt: " in _run(fork, command)
     code = "import torch; from lib.arch.nano import Nano; n = Nano(256, 64); n.load_state_dict(torch.load({!r}))"
-    _run(fork, shlex.join(["python", "-c", code.format("out/text_nano/text_nano.pt")]))
+    _run(fork, shlex.join(["python", "-c", code.format("out/tokens_nano/tokens_nano.pt")]))
 
 
 def test_a_run_starts_from_pretrained_weights_as_the_readme_says(said):
