@@ -31,13 +31,12 @@ ARCHS, DATASETS = plugins.names("arch"), plugins.names("dataset")
 # not: a dataset is tried with the arch and trainer that it asks for, an arch and a trainer with the digits.
 WITH_THE_TEMPLATE = {
     "arch": ["convnet", "gpt", "mlp", "resnet", "timm", "torchvision"],
-    "dataset": ["cifar10", "digits", "fake", "folder", "random", "tokens"],
+    "dataset": ["cifar10", "digits", "fake", "folder", "tokens"],
     "trainer": ["ema", "trainer"],
 }
 PLUGINS = [(kind, name) for kind in config.BUILDERS for name in plugins.names(kind)]
 SHIPPED = {kind: [name for name in names if (kind, name) in PLUGINS] for kind, names in WITH_THE_TEMPLATE.items()}
 SMALL = {  # flags that make a shipped dataset small
-    "random": ["-random_samples", "6"],
     "fake": ["-fake_samples", "3", "-image_size", "32", "-num_classes", "5"],
     "folder": ["-image_size", "32"],
     "tokens": ["-tokens_length", "16", "-tokens_samples", "40"],

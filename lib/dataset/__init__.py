@@ -9,8 +9,7 @@ may have get_transform(args): a function from one PIL image, or one text, to the
     cifar10.py  CIFAR-10 of torchvision
     folder.py   images in one folder for each class
     tokens.py   token files of any size, by any tokenizer, or the bytes of texts
-    random.py   random regression data
-    fake.py     random images, to measure speed
+    fake.py     random images, or numbers for a regression, to measure speed
 """
 
 from __future__ import annotations

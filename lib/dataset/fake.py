@@ -1,9 +1,10 @@
-"""Images of noise in the shape of ImageNet's, for speed tests without data."""
+"""Noise, for speed tests without data: images in the shape of ImageNet's, or numbers for a regression's -loss."""
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lib.utils.data.tensors import Tensors
 from lib.utils.data.transforms import Pixels
 
 STRIDE = 4093  # bytes of noise from one image to the next: a prime, so that rows of pixels do not repeat
@@ -14,11 +15,16 @@ def add_args(parser):
     parser.set_defaults(arch="resnet", channels=3, image_size=224, num_classes=1000)
 
 
-def get_dataset(args) -> dict[str, Dataset]:
+def get_dataset(args) -> Dataset | dict[str, Dataset]:
     """Return images (channels, image_size, image_size), uint8, and class numbers; item i is always the same.
 
-    On the device the pixels become floats of about mean 0 and deviation 1.
+    On the device the pixels become floats of about mean 0 and deviation 1. With another -loss than cross_entropy,
+    return normal numbers (channels * image_size ** 2,) and (num_classes,) that -seed decides, without val.
     """
+    if args.loss != "cross_entropy":
+        generator = torch.Generator().manual_seed(args.seed)
+        sizes = args.channels * args.image_size**2, args.num_classes
+        return Tensors(*(torch.randn(args.fake_samples, size, generator=generator) for size in sizes))
     shape, val = (args.channels, args.image_size, args.image_size), max(1, args.fake_samples // 10)
     return {
         "train": Noise(args.fake_samples, shape, args.num_classes, seed=0),

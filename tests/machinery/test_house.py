@@ -25,7 +25,7 @@ def named(folder: str, names: str) -> list[str]:
 
 PLUGINS = [
     *named("lib/arch", "__init__ convnet gpt mlp resnet timm torchvision"),
-    *named("lib/dataset", "__init__ cifar10 digits fake folder random tokens"),
+    *named("lib/dataset", "__init__ cifar10 digits fake folder tokens"),
     *named("lib/trainer", "__init__ ema trainer"),
 ]
 TESTS = named(
