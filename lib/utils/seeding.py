@@ -20,23 +20,21 @@ def mix(*numbers: int) -> int:
     state = 0
     for number in numbers:
         state = scramble((state + number + GOLDEN) & MASK)
-        state ^= state >> 31
     return state
 
 
 def uniform(seed: int, epoch: int, indices: list[int], count: int = 8) -> torch.Tensor:
     """Return numbers in [0, 1), (len(indices), count) float32: row i is a function of (seed, epoch, indices[i])."""
     states = scramble(np.asarray(indices, np.int64).astype(np.uint64) + np.uint64(mix(DRAWS, seed, epoch)))
-    states ^= states >> 31
     bits = scramble(states[:, None] + np.arange(1, count + 1, dtype=np.uint64) * GOLDEN)
-    bits ^= bits >> 31
     return torch.from_numpy((bits >> 40).astype(np.float32) / np.float32(1 << 24))
 
 
 def scramble(state: Bits) -> Bits:
-    """Return SplitMix64's mixture of the bits of a number, or of an array of uint64, but for its last shift."""
+    """Return SplitMix64's mixture of the bits of a number, or of an array of uint64."""
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-    return (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
+    return state ^ (state >> 31)
 
 
 def for_building(seed: int) -> None:
