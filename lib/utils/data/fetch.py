@@ -115,16 +115,14 @@ class _Requests:
 def _stop_signals_blocked() -> Iterator[None]:
     """Let child processes that start in the block never get the signals that stop a run; `close` ends them.
 
-    If not all can start, those that did are killed: at its exit, Python would wait for them for ever.
+    If not all can start, all are killed: at its exit, Python would wait for them for ever.
     """
-    before = multiprocessing.active_children()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOPPING))
     try:
         yield
     except BaseException:
         for child in multiprocessing.active_children():
-            if child not in before:
-                child.kill()
+            child.kill()
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
