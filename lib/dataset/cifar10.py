@@ -34,14 +34,11 @@ def get_dataset(args) -> dict[str, Tensors]:
     split = len(labels) - len(labels) // 10
     still = Pixels(MEAN, STD)
     moving = Pixels(MEAN, STD, PAD, mirror=True) if args.augment else still
-    parts = {
-        "train": Tensors(images[:split], labels[:split], on_device=moving),
-        "val": Tensors(images[split:], labels[split:], on_device=still),
-        "test": Tensors(*test, on_device=still),
+    return {
+        "train": Tensors(images[:split], labels[:split], on_device=moving, classes=CLASSES),
+        "val": Tensors(images[split:], labels[split:], on_device=still, classes=CLASSES),
+        "test": Tensors(*test, on_device=still, classes=CLASSES),
     }
-    for part in parts.values():
-        part.classes = CLASSES
-    return parts
 
 
 def get_transform(args):

@@ -129,10 +129,9 @@ def _stop_signals_blocked() -> Iterator[None]:
 
 
 def workers(flag: int | None, dataset: MapDataset, world: World) -> int:
-    """Return the number of loader processes: -workers, else a default.
+    """Return the number of loader processes: -workers, else this process's share of the cores but one.
 
-    The default is 0 for datasets that fetch whole batches and for models on the CPU, which workers would only slow
-    down; else this process's share of the cores but one.
+    Without -workers it is 0 for datasets of whole batches and models on the CPU, which they would only slow down.
     """
     if flag is not None:
         return flag
