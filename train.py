@@ -84,7 +84,7 @@ def run(args: config.Args) -> int:
         state, path = resume.state(past, plan), folder.path
         logger = Logger(path, world, args, plan, state, main=disk.leads) if path else Off()
         stack.callback(logger.close)
-        seeding.for_trainer(args.seed)
+        seeding.for_building(args.seed, seeding.TRAINER)
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)
         return EXIT_CODES[modes.RUN[mode](trainer, past)]
 

@@ -22,8 +22,8 @@ OTHERS = {
     "track": "mlflow",
 }
 OTHERS |= {"compile": "model", "parallel": "fsdp", "reduction": "allreduce"}
-OTHERS |= {"dataset": "random", "arch": "mlp", "micro_batch": "16", "lr_end": "1e-5", "momentum": "0.5"}
-OTHERS |= {"label_smoothing": "0.5", "class_weights": "1,2", "trainer": "contrastive"}
+OTHERS |= {"dataset": "fake", "arch": "mlp", "micro_batch": "16", "lr_end": "1e-5", "momentum": "0.5"}
+OTHERS |= {"label_smoothing": "0.5", "class_weights": "1,2", "trainer": "ema"}
 
 
 def parsed(words) -> config.Args:

@@ -24,7 +24,7 @@ def test_every_flag_of_the_source_template_is_there():
     args = parsed("")
     assert (args.dataset, args.arch, args.trainer, args.optimizer) == ("digits", "convnet", "trainer", "adamw")
     assert args.model == "digits_convnet" and args.out == "out" and args.data == "data"
-    assert parsed("-arch mlp -dataset random").model == "random_mlp"
+    assert parsed("-arch mlp -dataset fake").model == "fake_mlp"
     assert vars(parsed("-slurm_nodelist GPU17,GPU18"))["slurm_nodelist"] == "GPU17,GPU18"
 
 

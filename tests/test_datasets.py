@@ -102,7 +102,7 @@ def test_folder_names_what_is_missing_empty_or_unknown(tmp_path):
             folder.get_dataset(config.parse_args([*folder_words(tmp_path), *words]))
         assert "\n" not in str(caught.value)
 
-    refused(f"-data {tmp_path}: cannot read .*train.*No such file.*DATA/train/CLASS")
+    refused(f"-data {tmp_path}: no class folders in .*train; .*DATA/train/CLASS")
     (tmp_path / "train" / ".hidden").mkdir(parents=True)
     refused(f"-data {tmp_path}: no class folders in .*train")
     tiny_data.make_folder(tmp_path)
@@ -114,7 +114,7 @@ def test_folder_names_what_is_missing_empty_or_unknown(tmp_path):
     (tmp_path / "val" / "dog").mkdir()
     refused("val/dog is not a class in train")
     (tmp_path / "val").rename(tmp_path / "elsewhere")
-    refused("cannot read .*val")
+    refused("no class folders in .*val")
 
 
 def test_folder_stops_at_a_damaged_image(tmp_path):

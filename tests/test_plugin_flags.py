@@ -133,11 +133,11 @@ for line in sys.argv[1:]:
 
 
 def test_help_and_wrong_flags_are_answered_without_importing_torch():
-    """It takes seconds. -dataset text and folder have read their files by then."""
+    """It takes seconds. -dataset tokens and folder have read what they describe by then."""
     shipped = {
-        "arch": ["convnet", "gpt", "mlp", "resnet", "vit"],
-        "dataset": ["cifar10", "digits", "fake", "random", "text"],
-        "trainer": ["contrastive", "ema", "trainer"],
+        "arch": ["convnet", "gpt", "mlp", "resnet", "torchvision"],
+        "dataset": ["cifar10", "digits", "fake", "tokens"],
+        "trainer": ["ema", "trainer"],
     }
     lines = ["0 -list", "2 -lr_strat 3", "2 -arch nope", "2 -cfg scripts/recipes/digits.yaml -epochs 0"]
     for kind, its_names in shipped.items():

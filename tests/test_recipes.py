@@ -12,7 +12,6 @@ SMALL = {  # what makes a recipe a matter of seconds
     "resnet": "-image_size 32 -epochs 1 -batch_size 2 -resnet_depth 18 -limit_steps 1 -lr_warmup 0",
     "convnet": "-limit_steps 2",
     "gpt": "-batch_size 4 -micro_batch 2 -gpt_depth 1 -gpt_width 24 -limit_steps 2",
-    "text": "-text_length 16 -text_samples 16",
     "tokens": "-tokens_length 16 -tokens_samples 16",
 }
 

@@ -247,7 +247,9 @@ def test_every_optimizer_and_loss_trains(tmp_path):
     for name in ("sgd", "adam", "adamw", "adagrad"):
         run(tmp_path, f"{SMALL} -epochs 1 -optimizer {name} -model {name}")
     for name in ("mse", "l1", "huber"):
-        words = "-dataset random -random_samples 64 -image_size 4 -num_classes 3 -mlp_width 8 -epochs 1"
+        words = (
+            "-dataset fake -arch mlp -fake_samples 64 -channels 1 -image_size 4 -num_classes 3 -mlp_width 8 -epochs 1"
+        )
         run(tmp_path, f"{words} -loss {name} -model {name}")
 
 

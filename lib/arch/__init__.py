@@ -7,8 +7,7 @@ of names and tensors, which `-weights imagenet` starts from.
     mlp.py          fully connected: the shortest example
     convnet.py      a small convolutional network
     resnet.py       ResNet-18, -34, -50, ... of torchvision, also for small images
-    vit.py          a vision transformer
     gpt.py          a decoder-only transformer for text
-    torchvision.py  each classification model of torchvision, with pretrained weights
+    torchvision.py  each classification model of torchvision, also vision transformers, with pretrained weights
     timm.py         each model of timm, with pretrained weights
 """

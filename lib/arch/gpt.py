@@ -38,15 +38,19 @@ class GPT(nn.Module):
 
     def __init__(self, tokens: int, depth: int, width: int, heads: int, dropout: float):
         super().__init__()
-        self.embed, self.drop, self.norm = Embedding(tokens, width), nn.Dropout(dropout), nn.RMSNorm(width)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout, depth) for _ in range(depth))
+        self.embed, self.drop, self.norm = nn.Embedding(tokens, width), nn.Dropout(dropout), nn.RMSNorm(width)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
         self.head_size = width // heads
+        small = STD / math.sqrt(2 * depth)  # so that the sum over all blocks begins no larger than one of them
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                nn.init.normal_(weight, std=small if name.endswith(("out.weight", "down.weight")) else STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Raises UsageError for what is no tokens."""
         if tokens.is_floating_point() or tokens.ndim != 2:
             shape = f"{tokens.dtype} {tuple(tokens.shape)}"
-            raise UsageError(f"-arch gpt reads whole numbers (batch, length), as of -dataset text, not {shape}")
+            raise UsageError(f"-arch gpt reads whole numbers (batch, length), as of -dataset tokens, not {shape}")
         x = self.drop(self.embed(tokens))
         cos, sin = rotary_angles(tokens.shape[1], self.head_size, tokens.device)
         for block in self.blocks:
@@ -57,13 +61,12 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """x (B, length, width) and what attention, then a two-layer perceptron, add to it."""
 
-    def __init__(self, width: int, heads: int, dropout: float, depth: int):
+    def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
-        small = STD / math.sqrt(2 * depth)  # so that the sum over all blocks begins no larger than one of them
         self.heads, self.drop = heads, nn.Dropout(dropout)
         self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.out = Linear(width, 3 * width, STD), Linear(width, width, small)
-        self.up, self.down = Linear(width, 4 * width, STD), Linear(4 * width, width, small)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.drop(self.out(self.attention(self.norm_1(x), cos, sin)))
@@ -76,24 +79,6 @@ class Block(nn.Module):
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return mixed.transpose(1, 2).reshape(batch, length, width)
-
-
-class Linear(nn.Linear):
-    """A linear layer without bias whose fresh weights have the deviation `std`."""
-
-    def __init__(self, inputs: int, outputs: int, std: float):
-        self.std = std
-        super().__init__(inputs, outputs, bias=False)
-
-    def reset_parameters(self):
-        nn.init.normal_(self.weight, std=self.std)
-
-
-class Embedding(nn.Embedding):
-    """A vector for each token, small at first: it is the last layer too."""
-
-    def reset_parameters(self):
-        nn.init.normal_(self.weight, std=STD)
 
 
 def rotary_angles(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,8 @@ may have get_transform(args): a function from one PIL image, or one text, to the
     digits.py   1,797 images of 8x8 pixels, in this repository: the default
     cifar10.py  CIFAR-10 of torchvision
     folder.py   images in one folder for each class
-    text.py     the bytes of text files
-    tokens.py   files of tokens, by any tokenizer and of any size
-    random.py   random regression data
-    fake.py     random images, to measure speed
+    tokens.py   token files of any size, by any tokenizer, or the bytes of texts
+    fake.py     random images, or numbers for a regression, to measure speed
 """
 
 from __future__ import annotations

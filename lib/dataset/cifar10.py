@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import logging
 from pathlib import Path
 
 import torch
@@ -17,8 +16,6 @@ from lib.utils.errors import UsageError
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training pixels, 0 to 1
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PAD = 4  # pixels a training image may be moved each way
-
-log = logging.getLogger(__name__)
 
 
 def add_args(parser):
@@ -37,14 +34,11 @@ def get_dataset(args) -> dict[str, Tensors]:
     split = len(labels) - len(labels) // 10
     still = Pixels(MEAN, STD)
     moving = Pixels(MEAN, STD, PAD, mirror=True) if args.augment else still
-    parts = {
-        "train": Tensors(images[:split], labels[:split], on_device=moving),
-        "val": Tensors(images[split:], labels[split:], on_device=still),
-        "test": Tensors(*test, on_device=still),
+    return {
+        "train": Tensors(images[:split], labels[:split], on_device=moving, classes=CLASSES),
+        "val": Tensors(images[split:], labels[split:], on_device=still, classes=CLASSES),
+        "test": Tensors(*test, on_device=still, classes=CLASSES),
     }
-    for part in parts.values():
-        part.classes = CLASSES
-    return parts
 
 
 def get_transform(args):
@@ -59,20 +53,18 @@ def load(data: str) -> list[tuple[Tensor, Tensor]]:
     One process downloads, the others wait for it: on each machine, or once for all where `data` is a shared folder
     with working locks. torchvision checks the files' digests before it opens them.
     """
-    with contextlib.suppress(RuntimeError):  # not there, damaged, or just being unpacked by another
-        return _read(data)
     try:
+        with contextlib.suppress(RuntimeError):  # not there, damaged, or just being unpacked by another
+            return _read(data)
         Path(data).mkdir(parents=True, exist_ok=True)
         with Path(data, "cifar10.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when the process ends
-            log.info("downloading %s into %s, if no other process has", CIFAR10.url, data)
-            CIFAR10(data, download=True)
-        return _read(data)
+            return _read(data, download=True)
     except (OSError, RuntimeError) as error:
         missing = f"-data {data}: CIFAR-10 is missing or damaged there, and cannot be downloaded ({error})"
         raise UsageError(f"{missing}; put {CIFAR10.filename} from {CIFAR10.url} there") from None
 
 
-def _read(data):
-    files = [CIFAR10(data, train=train) for train in (True, False)]
+def _read(data, download=False):
+    files = [CIFAR10(data, train=train, download=download) for train in (True, False)]
     return [(torch.from_numpy(one.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(one.targets)) for one in files]

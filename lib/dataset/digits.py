@@ -24,7 +24,11 @@ def get_dataset(args) -> dict[str, Tensors]:
     Training images are turned, zoomed, sheared and shifted a little at random. Raises UsageError if digits.npz is not
     in -data.
     """
-    images, labels, split = load(Path(args.data) / "digits.npz")
+    file = Path(args.data) / "digits.npz"
+    if not file.is_file():
+        raise UsageError(f"-data {args.data}: no digits.npz in it; it comes with Baton, in the folder data")
+    with np.load(file) as arrays:
+        images, labels, split = (arrays[name] for name in ("images", "labels", "split"))
     images = torch.from_numpy(images[:, None] / np.float32(16))
     labels = torch.from_numpy(labels.astype(np.int64))
     rows = {part: torch.from_numpy(np.flatnonzero(split == part)) for part in ("train", "val", "test")}
@@ -37,16 +41,6 @@ def get_dataset(args) -> dict[str, Tensors]:
 def get_transform(args):
     """Return a function from an image of a light digit on black to floats (1, 8, 8) from 0 to 1."""
     return lambda image: torch.from_numpy(np.array(image.convert("L").resize((8, 8)), np.float32)[None] / 255)
-
-
-def load(file: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return images (N, 8, 8) from 0 to 16, labels (N,) and split names (N,), by scripts/make_digits.py."""
-    try:
-        with np.load(file) as arrays:
-            return arrays["images"], arrays["labels"], arrays["split"]
-    except FileNotFoundError:
-        hint = "it comes with Baton, in the folder data"
-        raise UsageError(f"-data {file.parent}: no {file.name} in it; {hint}") from None
 
 
 def augment(batch: tuple[Tensor, Tensor], draws: Tensor) -> tuple[Tensor, Tensor]:

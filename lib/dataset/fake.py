@@ -1,12 +1,13 @@
-"""Images of noise in the shape of ImageNet's, for speed tests without data."""
+"""Noise, for speed tests without data: images in the shape of ImageNet's, or numbers for a regression's -loss."""
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lib.utils.data.tensors import Tensors
 from lib.utils.data.transforms import Pixels
 
-STRIDE = 4093  # bytes of noise from one image to the next: a prime, so that rows of pixels do not repeat
+IMAGES = 61  # different ones
 
 
 def add_args(parser):
@@ -14,11 +15,16 @@ def add_args(parser):
     parser.set_defaults(arch="resnet", channels=3, image_size=224, num_classes=1000)
 
 
-def get_dataset(args) -> dict[str, Dataset]:
+def get_dataset(args) -> Dataset | dict[str, Dataset]:
     """Return images (channels, image_size, image_size), uint8, and class numbers; item i is always the same.
 
-    On the device the pixels become floats of about mean 0 and deviation 1.
+    On the device the pixels become floats of about mean 0 and deviation 1. With another -loss than cross_entropy,
+    return normal numbers (channels * image_size ** 2,) and (num_classes,) that -seed decides, without val.
     """
+    if args.loss != "cross_entropy":
+        generator = torch.Generator().manual_seed(args.seed)
+        sizes = args.channels * args.image_size**2, args.num_classes
+        return Tensors(*(torch.randn(args.fake_samples, size, generator=generator) for size in sizes))
     shape, val = (args.channels, args.image_size, args.image_size), max(1, args.fake_samples // 10)
     return {
         "train": Noise(args.fake_samples, shape, args.num_classes, seed=0),
@@ -27,20 +33,17 @@ def get_dataset(args) -> dict[str, Dataset]:
 
 
 class Noise(Dataset):
-    """Images cut out of one row of random bytes: as many as one likes cost no time and no memory."""
+    """A few random images, again and again: as many samples as one likes cost no time and no memory."""
 
     fixed, on_device = True, Pixels((0.5,), (0.29,))
 
     def __init__(self, samples: int, shape: tuple[int, int, int], classes: int, seed: int):
-        self.samples, self.shape = samples, shape
-        size = torch.Size(shape).numel()
         generator = torch.Generator().manual_seed(seed)
-        self.noise = torch.randint(256, (size + 997 * STRIDE,), dtype=torch.uint8, generator=generator)
-        self.views = self.noise.unfold(0, size, STRIDE)  # (998, size) without copying
+        self.images = torch.randint(256, (IMAGES, *shape), dtype=torch.uint8, generator=generator)
         self.labels = torch.randint(classes, (samples,), generator=generator)
 
     def __len__(self):
-        return self.samples
+        return len(self.labels)
 
     def __getitem__(self, index):
         return tuple(part[0] for part in self.__getitems__([index]))
@@ -48,4 +51,4 @@ class Noise(Dataset):
     def __getitems__(self, indices) -> tuple[Tensor, Tensor]:
         """Return images (len(indices), channels, height, width) and labels (len(indices),)."""
         rows = torch.tensor(indices)
-        return self.views.index_select(0, rows % len(self.views)).view(-1, *self.shape), self.labels[rows]
+        return self.images[rows % IMAGES], self.labels[rows]

@@ -48,10 +48,7 @@ def get_transform(args):
 def class_names(data: str, part: str = "train") -> list[str]:
     """Return the class folders in DATA/PART, sorted, no hidden ones. Raises UsageError if there are none."""
     folder = Path(data) / part
-    try:
-        names = sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
-    except OSError as error:
-        raise UsageError(f"-data {data}: cannot read {folder} ({error.strerror}); {NEEDED}") from None
+    names = sorted(one.name for one in folder.glob("[!.]*") if one.is_dir())
     if not names:
         raise UsageError(f"-data {data}: no class folders in {folder}; {NEEDED}")
     return names

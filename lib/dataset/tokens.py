@@ -1,6 +1,11 @@
-"""Token files of any size, DATA/train.bin and val.bin, as scripts/make_tokens.py, nanoGPT and others write them."""
+"""Tokens of text: of token files, DATA/train.bin and val.bin, or of texts, whose bytes are the tokens.
+
+Token files are those of scripts/make_tokens.py, nanoGPT and others. A file is mapped and may be larger than memory.
+"""
 
 import json
+import os
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -11,62 +16,112 @@ from torch.utils.data import Dataset
 from lib.utils import seeding
 from lib.utils.errors import UsageError
 
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # of Python's own library
+HELD_OUT = 20  # the last 1/20 of a text is for the test, the 1/20 before it for validation
+
 
 def add_args(parser):
-    parser.add_argument("-tokens_length", type=int, default=256, metavar="N", help="tokens of a sample")
-    parser.add_argument("-tokens_samples", type=int, default=0, metavar="N", help="training samples an epoch; 0: all")
-    parser.set_defaults(num_classes=50257, arch="gpt", epochs=1, batch_size=16, lr_start=1e-3, lr_end=1e-4)  # GPT-2's
+    parser.add_argument("-tokens_length", type=int, default=128, metavar="N", help="tokens of a sample")
+    count = "training samples an epoch, spread over the text; 0: as many as it fills"
+    parser.add_argument("-tokens_samples", type=int, default=16384, metavar="N", help=count)
+    parser.set_defaults(data=sysconfig.get_path("stdlib"))  # a text that is always there: Python's own library
+    parser.set_defaults(arch="gpt", epochs=1, batch_size=16, lr_start=3e-3, lr_end=1e-4)
     parser.set_defaults(lr_warmup=0.05, weight_decay=0.1, clip_grad=1.0, channels=1, image_size=1)
 
 
 def describe(args) -> dict[str, int]:
-    """Return the size of the vocabulary, if scripts/make_tokens.py has written it down."""
+    """Return the size of the vocabulary: 256 bytes, or what scripts/make_tokens.py has written down, or GPT-2's."""
     meta = Path(args.data) / "meta.json"
-    return {"num_classes": json.loads(meta.read_text())["vocabulary"]} if meta.is_file() else {}
+    if not (Path(args.data) / "train.bin").is_file():
+        return {"num_classes": 256}
+    return {"num_classes": json.loads(meta.read_text())["vocabulary"] if meta.is_file() else 50257}
 
 
 def get_dataset(args) -> dict[str, Dataset]:
     """Return tokens (tokens_length,), int64, and the token that follows each.
 
     Training samples begin at places that -seed and the index decide; with `-shuffle no` they stand in a row, as those
-    of val and test do, which are a sixteenth as many. Tokens are uint16, or uint32 if -num_classes is above 65,536.
+    of val and test do, which are a sixteenth as many. Token files hold uint16, or uint32 if -num_classes is above
+    65,536. Python's own library differs from one version to the next: a run on it continues on the same version.
     """
     files = [Path(args.data) / f"{split}.bin" for split in ("train", "val", "test")]
-    if not files[0].is_file():
-        raise UsageError(f"-data {args.data}: no train.bin there; scripts/make_tokens.py TEXTS -o DIR makes one")
+    if files[0].is_file():
+        kind = np.uint16 if args.num_classes <= 1 << 16 else np.uint32
+        parts = {file.stem: np.memmap(file, kind, "r") for file in files if file.is_file()}
+    else:
+        text = read_text(args.data)
+        count = len(text) // HELD_OUT
+        parts = dict(zip(("train", "val", "test"), np.split(text, [len(text) - 2 * count, len(text) - count])))
+    train = Windows(parts.pop("train"), args, args.tokens_samples, args.seed if args.shuffle else None)
     few = -(-args.tokens_samples // 16)
-    parts = {file.stem: Windows(file, args, few) for file in files[1:] if file.is_file()}
-    return {"train": Windows(files[0], args, args.tokens_samples, args.seed if args.shuffle else None), **parts}
+    return {"train": train, **{split: Windows(part, args, few) for split, part in parts.items()}}
+
+
+def get_transform(args):
+    """Return a function from a text or bytes to its last tokens, int64: the model gives the next one."""
+    if args.num_classes == 256:
+        return lambda text: torch.tensor(
+            list(text.encode() if isinstance(text, str) else text)[-args.tokens_length :]
+        )
+    file = Path(args.data) / "tokenizer.json"
+    if not file.is_file():
+        raise UsageError(f"-data {args.data}: no tokenizer.json there, which would make tokens of a text")
+    import tokenizers  # optional
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+
+    def transform(text: str | bytes) -> Tensor:
+        text = text if isinstance(text, str) else text.decode(errors="replace")
+        return torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids[-args.tokens_length :])
+
+    return transform
 
 
 class Windows(Dataset):
-    """Samples from a file, which is cut into as many even stretches as there are samples.
+    """Samples from a row of tokens, which is cut into as many even stretches as there are samples.
 
     Sample i begins in stretch i: at a place that (seed, i) decides, or without a seed at its beginning.
     """
 
     fixed = True
 
-    def __init__(self, file: Path, args, samples: int, seed: int | None = None):
-        self.file, self.length, self.vocabulary, self.seed = file, args.tokens_length, args.num_classes, seed
-        self.type = np.dtype("uint16" if self.vocabulary <= 1 << 16 else "uint32")
-        self.tokens = file.stat().st_size // self.type.itemsize
-        self.fills = max(0, self.tokens - 1) // self.length  # how many samples stand in a row
+    def __init__(self, tokens: np.ndarray, args, samples: int, seed: int | None = None):
+        self.tokens, self.length, self.vocabulary, self.seed = tokens, args.tokens_length, args.num_classes, seed
+        self.fills = max(0, len(tokens) - 1) // self.length  # how many samples stand in a row
         self.samples = min(samples or self.fills, self.fills)
+        if self.vocabulary == 256:
+            self.classes = [ascii(chr(byte))[1:-1] for byte in range(256)]
 
     def __len__(self):
         return self.samples
 
-    def __getitem__(self, index) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, (length,) each. Raises UsageError for a token that -num_classes leaves out."""
-        offset = self.begin(index) * self.type.itemsize
-        window = np.memmap(self.file, self.type, "r", offset, (self.length + 1,)).astype(np.int64)
-        if window.max() >= self.vocabulary:
-            raise UsageError(f"-num_classes {self.vocabulary}: {self.file} holds the token {window.max()}")
-        return torch.from_numpy(window[:-1]), torch.from_numpy(window[1:])
+    def __getitem__(self, index):
+        return tuple(part[0] for part in self.__getitems__([index]))
+
+    def __getitems__(self, indices) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, (len(indices), length) each. Raises UsageError if -num_classes is too small."""
+        begins = [self.begin(index) for index in indices]
+        rows = np.stack([self.tokens[begin : begin + self.length + 1] for begin in begins]).astype(np.int64)
+        if rows.max() >= self.vocabulary:
+            raise UsageError(f"-num_classes {self.vocabulary}: the data has the token {rows.max()}")
+        return torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])
 
     def begin(self, index: int) -> int:
-        """Return where a sample begins in the file."""
+        """Return where a sample begins."""
         low, high = (number * self.fills // self.samples * self.length for number in (index, index + 1))
-        places = min(high, self.tokens - self.length) - low
+        places = min(high, len(self.tokens) - self.length) - low
         return low + (0 if self.seed is None else seeding.mix(self.seed, index) % places)
+
+
+def read_text(data: str) -> np.ndarray:
+    """Return the bytes of a file, mapped, or of all files in a folder, in memory. Raises UsageError if there is none."""
+    root = Path(data)
+    if root.is_file():
+        return np.memmap(root, np.uint8, "r")
+    library, files = data == sysconfig.get_path("stdlib"), []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name[0] != "." and not (library and name in LEFT_OUT)]
+        files += [Path(folder, name) for name in names if name[0] != "." and name.endswith(".py" if library else "")]
+    if not files:
+        raise UsageError(f"-data {data}: neither train.bin nor a text there; scripts/make_tokens.py makes train.bin")
+    return np.frombuffer(b"".join(file.read_bytes() for file in sorted(files)), np.uint8)

@@ -28,11 +28,16 @@ class Trainer(trainer.Trainer):
 
     def __init__(self, *parts: Any):
         super().__init__(*parts)
-        self.average = Average(model_tensors(unwrap(self.model)), self.args.ema_decay)
+        self.average = nn.Module()  # its buffers are in every checkpoint
+        for name, tensor in model_tensors(unwrap(self.model)).items():
+            if tensor.is_floating_point():  # a counter has no average
+                self.average.register_buffer(name.replace(".", "/"), tensor.detach().clone())
 
     def step(self, samples: int) -> None:
+        """Include the weights after the step, also a skipped one. After n steps the decay is n / (n + 9) at most."""
+        before = self.state.step
         super().step(samples)
-        self.average.update(model_tensors(unwrap(self.model)))
+        torch._foreach_lerp_(*self.local_tensors(), 1 - min(self.args.ema_decay, before / (before + 9)))
 
     def evaluate(self, split: str) -> dict[str, float] | None:
         with self.averaged():
@@ -45,45 +50,22 @@ class Trainer(trainer.Trainer):
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """The model with the averaged weights while the block runs."""
-        tensors = model_tensors(unwrap(self.model))
-        self.average.swap(tensors)
+        self.swap()
         try:
             yield
         finally:
-            self.average.swap(tensors)
+            self.swap()
 
-
-class Average(nn.Module):
-    """The exponential moving average of tensors that are given by name; integers are left out.
-
-    A step that was skipped counts like another. While the average is young it is that of few steps: the decay is
-    n / (n + 9) after n steps, as long as that is less.
-    """
-
-    def __init__(self, tensors: dict[str, Tensor], decay: float):
-        super().__init__()
-        self.decay, self.held = decay, nn.Module()
-        self.names = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        for name in self.names:
-            self.held.register_buffer(name.replace(".", "/"), tensors[name].detach().clone())
-
-    @torch.no_grad()
-    def update(self, tensors: dict[str, Tensor]) -> None:
-        """Include the tensors as they are now; the first time the averages become what they are."""
-        averages, now = self._local(tensors)
-        steps = int(self.steps)
-        torch._foreach_lerp_(averages, now, 1 - min(self.decay, steps / (steps + 9)))
-        self.steps += 1
-
-    @torch.no_grad()
-    def swap(self, tensors: dict[str, Tensor]) -> None:
-        """Exchange the values of the tensors and of the averages, unless there was no step yet."""
-        for average, tensor in zip(*self._local(tensors), strict=True) if self.steps else ():
+    def swap(self) -> None:
+        """Exchange the values of the weights and of the averages, unless there was no step yet."""
+        for average, tensor in zip(*self.local_tensors(), strict=True) if self.state.step else ():
             kept = tensor.clone()
             tensor.copy_(average)
             average.copy_(kept)
 
-    def _local(self, tensors: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def local_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the averages and their tensors; of sharded ones, what this rank has."""
-        return [local(one) for one in self.held.buffers()], [local(tensors[name]) for name in self.names]
+        tensors = model_tensors(unwrap(self.model)).values()
+        return [local(one) for one in self.average.buffers()], [
+            local(one) for one in tensors if one.is_floating_point()
+        ]

@@ -5,14 +5,13 @@ OOPSLA 2014).
 """
 
 import random
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 SAMPLE, MICRO_BATCH, MODEL, DRAWS, TRAINER = 1, 2, 3, 4, 5  # one stream each
-Bits = TypeVar("Bits", int, np.ndarray)
 
 
 def mix(*numbers: int) -> int:
@@ -20,33 +19,26 @@ def mix(*numbers: int) -> int:
     state = 0
     for number in numbers:
         state = scramble((state + number + GOLDEN) & MASK)
-        state ^= state >> 31
     return state
 
 
 def uniform(seed: int, epoch: int, indices: list[int], count: int = 8) -> torch.Tensor:
     """Return numbers in [0, 1), (len(indices), count) float32: row i is a function of (seed, epoch, indices[i])."""
     states = scramble(np.asarray(indices, np.int64).astype(np.uint64) + np.uint64(mix(DRAWS, seed, epoch)))
-    states ^= states >> 31
     bits = scramble(states[:, None] + np.arange(1, count + 1, dtype=np.uint64) * GOLDEN)
-    bits ^= bits >> 31
     return torch.from_numpy((bits >> 40).astype(np.float32) / np.float32(1 << 24))
 
 
-def scramble(state: Bits) -> Bits:
-    """Return SplitMix64's mixture of the bits of a number, or of an array of uint64, but for its last shift."""
+def scramble(state: Any) -> Any:
+    """Return SplitMix64's mixture of the bits of a number, or of an array of uint64."""
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-    return (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
+    return state ^ (state >> 31)
 
 
-def for_building(seed: int) -> None:
-    """Seed Python, NumPy and torch, the same on every rank and at every start, for building a dataset or a model."""
-    _seed_host(mix(MODEL, seed))
-
-
-def for_trainer(seed: int) -> None:
-    """Seed them, the same on every rank and at every start, for building a trainer."""
-    _seed_host(mix(TRAINER, seed))
+def for_building(seed: int, stream: int = MODEL) -> None:
+    """Seed Python, NumPy and torch, the same on every rank and at every start, to build a part of the run."""
+    _seed_host(mix(stream, seed))
 
 
 def for_sample(seed: int, epoch: int, index: int) -> None:

@@ -66,10 +66,11 @@ class Case:
     limit: bool = True  # whether the limit can do it
 
 
-MLP = "-dataset random -random_samples 48000 -image_size 8 -num_classes 10 -mlp_width 64 -mlp_depth 1 -batch_size 32"
+NUMBERS = "-dataset fake -loss mse -arch mlp -channels 1"
+MLP = f"{NUMBERS} -fake_samples 48000 -image_size 8 -num_classes 10 -mlp_width 64 -mlp_depth 1 -batch_size 32"
 RESNET = "-dataset fake -fake_samples 80 -image_size 64 -num_classes 10 -batch_size 8 -lr_start 1e-5"
-GPT = "-dataset text -text_samples 400 -batch_size 8"
-LARGE = "-dataset random -random_samples 1920 -mlp_width 2048 -batch_size 8 -epochs 1"
+GPT = "-dataset tokens -tokens_samples 400 -batch_size 8"
+LARGE = f"{NUMBERS} -fake_samples 1920 -image_size 32 -num_classes 1024 -mlp_width 2048 -batch_size 8 -epochs 1"
 CASES = {
     "digits": Case("the default run: 30 epochs of 20 steps", short="-epochs 10"),
     "mlp": Case("MLP 64-64-10, batch 32", MLP, "-epochs 1", "-epochs 3"),

@@ -29,16 +29,16 @@ from safetensors.torch import load_file
 FULL = {
     "matrix": 8192,
     "images": "-dataset fake -fake_samples 10240 -arch resnet -resnet_depth 50 -batch_size 256 -bf16 -compile model",
-    "GPT 124 M": "-dataset text -text_length 1024 -text_samples 640 -num_classes 50304 -gpt_depth 12 -gpt_width 768 "
-    "-gpt_heads 12 -batch_size 32 -bf16 -compile -lr_start 1e-4",
-    "GPT 1 B": "-dataset text -text_length 1024 -text_samples 160 -num_classes 50304 -gpt_depth 18 -gpt_width 2048 "
-    "-gpt_heads 16 -batch_size 8 -bf16 -compile -lr_start 1e-4",
+    "GPT 124 M": "-dataset tokens -tokens_length 1024 -tokens_samples 640 -num_classes 50304 -gpt_depth 12 "
+    "-gpt_width 768 -gpt_heads 12 -batch_size 32 -bf16 -compile -lr_start 1e-4",
+    "GPT 1 B": "-dataset tokens -tokens_length 1024 -tokens_samples 160 -num_classes 50304 -gpt_depth 18 "
+    "-gpt_width 2048 -gpt_heads 16 -batch_size 8 -bf16 -compile -lr_start 1e-4",
 }
 SMOKE = {
     "matrix": 256,
     "images": "-dataset fake -fake_samples 8 -image_size 32 -num_classes 10 -batch_size 4",
-    "GPT 124 M": "-dataset text -text_length 16 -text_samples 8 -gpt_depth 1 -gpt_width 32 -batch_size 4",
-    "GPT 1 B": "-dataset text -text_length 16 -text_samples 8 -gpt_depth 2 -gpt_width 32 -batch_size 4",
+    "GPT 124 M": "-dataset tokens -tokens_length 16 -tokens_samples 8 -gpt_depth 1 -gpt_width 32 -batch_size 4",
+    "GPT 1 B": "-dataset tokens -tokens_length 16 -tokens_samples 8 -gpt_depth 2 -gpt_width 32 -batch_size 4",
 }
 SAVED, UNSAVED = "-epochs 4", "-epochs 4 -save_every 99epochs"
 RESUME = "-dataset digits -model NAME -epochs 2 -convnet_dropout 0.3 -deterministic -out"
@@ -124,10 +124,10 @@ def tokens(flags: str, options: compare.Options, limit: float) -> dict:
     A token takes 6 N + 12 depth length width FLOPs (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B).
     """
     unsaved, saved = (train(compare.BATON, f"{flags} {more}", options) for more in (UNSAVED, SAVED))
-    depth, width, length = (flag(flags, name) for name in ("gpt_depth", "gpt_width", "text_length"))
+    depth, width, length = (flag(flags, name) for name in ("gpt_depth", "gpt_width", "tokens_length"))
     parameters = 12 * depth * width**2 + (2 * depth + 1) * width + flag(flags, "num_classes", 256) * width
     rate = unsaved["samples_per_s"] * length
-    samples = flag(flags, "text_samples")  # between two saves
+    samples = flag(flags, "tokens_samples")  # between two saves
     return {
         "parameters": parameters,
         "tokens_per_s": rate,

@@ -33,7 +33,7 @@ CASES = (
     *(f"-arch mlp -mlp_width {width}" for width in (32, 128, 256, 512, 1024, 2048)),
     *(f"-batch_size {batch}" for batch in (8, 64, 256)),
     *(f"-dataset fake -arch resnet -image_size 32 -batch_size {batch}" for batch in (1, 4, 16)),
-    *(f"-dataset text -arch gpt -batch_size {batch}" for batch in (1, 4, 16)),
+    *(f"-dataset tokens -arch gpt -batch_size {batch}" for batch in (1, 4, 16)),
 )
 
 

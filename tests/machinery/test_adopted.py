@@ -416,7 +416,8 @@ def test_floats_that_are_no_probabilities_are_refused_by_cross_entropy(targets):
 
 
 def test_a_regression_by_cross_entropy_is_refused_in_one_line(tmp_path, refused):
-    line = refused("-dataset random -random_samples 64 -image_size 4 -num_classes 3 -loss cross_entropy -cpu 1")
+    with plugins(dataset={"numbers": numbers}):
+        line = refused("-dataset numbers -arch norm_net -num_classes 1 -cpu 1")
     assert "for a regression: -loss mse" in line
 
 

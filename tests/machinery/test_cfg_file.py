@@ -18,7 +18,7 @@ RELAXED = settings(deadline=None, derandomize=True, suppress_health_check=[Healt
 
 def test_command_line_wins_over_file_over_plugin_over_shared_default(tmp_path):
     epochs = {action.dest: action.default for action in config.new_parser()._actions}["epochs"]
-    assert parsed("-dataset random -arch mlp").epochs == epochs != parsed("").epochs == 30
+    assert parsed("-dataset fake -arch mlp").epochs == epochs != parsed("").epochs == 30
     file = cfg_file(tmp_path, "epochs: 4\nlr_start: 0.5\n")
     assert parsed(["-cfg", file]).epochs == 4
     assert parsed(["-cfg", file, "-epochs", "5"]).epochs == 5 == parsed(["-epochs", "5", "-cfg", file]).epochs
@@ -27,10 +27,10 @@ def test_command_line_wins_over_file_over_plugin_over_shared_default(tmp_path):
 
 
 def test_the_plugins_of_the_command_line_win_over_those_of_the_file(tmp_path):
-    file = cfg_file(tmp_path, "dataset: random\narch: resnet\nresnet_depth: 34\n")
+    file = cfg_file(tmp_path, "dataset: fake\narch: resnet\nresnet_depth: 34\n")
     args = parsed(["-cfg", file])
-    assert (args.dataset, args.arch, args.resnet_depth, args.model) == ("random", "resnet", 34, "random_resnet")
-    file = cfg_file(tmp_path, "dataset: random\narch: resnet\n")
+    assert (args.dataset, args.arch, args.resnet_depth, args.model) == ("fake", "resnet", 34, "fake_resnet")
+    file = cfg_file(tmp_path, "dataset: fake\narch: resnet\n")
     assert parsed(["-cfg", file, "-arch", "mlp"]).arch == "mlp"
 
 
@@ -168,7 +168,7 @@ def test_no_file_at_all_ends_in_a_traceback(tmp_path, content):
     "words",
     [
         "",
-        "-arch mlp -dataset random -loss mse -mlp_width 7",
+        "-arch mlp -dataset fake -loss mse -mlp_width 7",
         "-arch resnet -resnet_depth 50 -shuffle no -reset -drop_last -best loss",
         "-lr_start 3e-4 -lr_end 1e-300 -lr_warmup .1 -clip_grad 1e22 -save_every 500steps",
         "-model 1e3 -out 007 -data null -slurm_partition yes -slurm_nodelist a,b",

@@ -94,7 +94,7 @@ def test_flags_and_plugin_names_are_completed(script):
         *("-lr_schedule", "-lr_start", "-lr_end", "-lr_warmup", "-lr_batch")
     ]
     assert set(offered(script, ["python", "train.py", "-arch", ""])) == set(plugins.names("arch"))
-    assert offered(script, ["python3", "./train.py", "-cpu", "2", "-trainer", "con"]) == ["contrastive"]
+    assert offered(script, ["python3", "./train.py", "-cpu", "2", "-trainer", "em"]) == ["ema"]
     assert offered(script, ["python", "train.py", "-scale_lr", "s"]) == ["sqrt"]
     assert offered(script, ["python", "train.py", "-resnet_d"]) == ["-resnet_depth"], "a plugin's own"
 
@@ -107,7 +107,7 @@ def test_other_scripts_of_python_are_left_alone(script):
 def test_zsh_completes_them_too(tmp_path):
     found = {
         "python train.py -resnet_d": "python train.py -resnet_depth ",
-        "python3 ./train.py -cpu 2 -trainer con": "python3 ./train.py -cpu 2 -trainer contrastive ",
+        "python3 ./train.py -cpu 2 -trainer em": "python3 ./train.py -cpu 2 -trainer ema ",
         "./train.py -scale_lr sq": "./train.py -scale_lr sqrt ",
         "python other.py -resnet_d": "python other.py -resnet_d",
     }

@@ -94,7 +94,7 @@ def test_torchexport_gives_the_same_outputs_for_any_batch(trained):
 def test_a_model_of_tokens_is_exported_as_one_of_tokens(tmp_path):
     """What goes in is as the data gives it: shape and type are not guessed."""
     (tmp_path / "text").write_text("to be or not to be " * 400)
-    words = f"-dataset text -text_from {tmp_path / 'text'} -text_samples 64 -text_length 16 -gpt_depth 1 -cpu 1 "
+    words = f"-dataset tokens -data {tmp_path / 'text'} -tokens_samples 64 -tokens_length 16 -gpt_depth 1 -cpu 1 "
     folder = run(tmp_path, f"{words} -gpt_width 16 -gpt_heads 2 -limit_steps 1", wanted=75)
     exported(folder, "-format", "torchexport", "-o", tmp_path / "gpt.pt2")
     tokens = torch.randint(256, (3, 16))

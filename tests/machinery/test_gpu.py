@@ -94,7 +94,7 @@ def card(tmp_path_factory):
 @pytest.mark.parametrize("words", [
     "-bf16 -augment -optimizer sgd",
     "-gpus 0,1 -fp16 -micro_batch 16 -sync_bn -workers 1",
-    "-gpus 0,1 -parallel fsdp -dataset text -text_samples 256 -arch gpt -fp16 -recompute -workers 1 "
+    "-gpus 0,1 -parallel fsdp -dataset tokens -tokens_samples 256 -arch gpt -fp16 -recompute -workers 1 "
     "-clip_grad 1",
 ], ids=["one", "ddp", "fsdp"])  # fmt: skip
 def test_on_a_card_that_computes_nothing_runs_go_on_to_their_end_and_no_step_waits_for_it(card, words, tmp_path):

@@ -24,14 +24,14 @@ def named(folder: str, names: str) -> list[str]:
 
 
 PLUGINS = [
-    *named("lib/arch", "__init__ convnet gpt mlp resnet timm torchvision vit"),
-    *named("lib/dataset", "__init__ cifar10 digits fake folder random text tokens"),
-    *named("lib/trainer", "__init__ contrastive ema trainer"),
+    *named("lib/arch", "__init__ convnet gpt mlp resnet timm torchvision"),
+    *named("lib/dataset", "__init__ cifar10 digits fake folder tokens"),
+    *named("lib/trainer", "__init__ ema trainer"),
 ]
 TESTS = named(
     "tests",
-    "command_line conftest runs saves test_config test_contrastive test_datasets test_plugin_flags test_plugins "
-    "test_recipes test_resume test_text test_train tiny_data",
+    "command_line conftest runs saves test_config test_datasets test_plugin_flags test_plugins "
+    "test_recipes test_resume test_tokens test_train tiny_data",
 )
 READERS_PATH = [
     *named("lib", "config/args launch/__init__ launch/local trainer/trainer core/*"),

@@ -169,7 +169,7 @@ def test_a_project_takes_new_plugins_with_it_and_nothing_else_that_git_does_not_
 def test_both_commands_of_a_project_pass_whatever_the_style_of_what_is_added(fork):
     for name, text in OWN.items():
         (fork / name).write_text(text)
-    for name in ("lib/arch/vit.py", "lib/arch/gpt.py", "lib/dataset/text.py", "tests/test_text.py"):
+    for name in ("lib/arch/timm.py", "lib/arch/gpt.py", "lib/dataset/tokens.py", "tests/test_tokens.py"):
         (fork / name).unlink()  # what its owner does not need
     for name in (fork / "scripts" / "recipes").glob("gpt*.yaml"):
         name.unlink()

@@ -5,15 +5,19 @@ import json
 import logging
 import shutil
 import sys
+import types
 
 import numpy as np
 import pytest
+import tiny_data
 import torch
 from PIL import Image
 from runs import few, lines, plugins, run
+from safetensors.torch import load_file
 from torch import nn
 
-from lib import predict
+from lib import config, predict
+from lib.arch import gpt
 from lib.dataset import cifar10
 from scripts import predict as script
 
@@ -121,12 +125,9 @@ def test_digits_are_read_from_images_of_any_size(tmp_path, capsys):
 
 
 def test_a_text_is_followed_by_its_next_byte(tmp_path, capsys):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "alphabet.txt").write_text("abcdefghijklmnopqrstuvwxyz\n" * 400)
-    words = (
-        f"-dataset text -data {tmp_path} -text_length 16 -text_samples 512 -gpt_depth 1 -gpt_width 32 -gpt_heads 2"
-    )
-    folder = run(tmp_path, f"{words} -cpu 1 -epochs 2 -model letters")
+    (tmp_path / "text").write_text("abcdefghijklmnopqrstuvwxyz\n" * 400)
+    words = f"-dataset tokens -data {tmp_path / 'text'} -tokens_length 16 -tokens_samples 512"
+    folder = run(tmp_path, f"{words} -gpt_depth 1 -gpt_width 32 -gpt_heads 2 -cpu 1 -epochs 2 -model letters")
     (tmp_path / "text").rename(tmp_path / "away")
     file = tmp_path / "start.txt"
     file.write_text("xyz\nabcdefghij" * 9)
@@ -136,6 +137,32 @@ def test_a_text_is_followed_by_its_next_byte(tmp_path, capsys):
     assert "an empty text" in refused(capsys, folder, "-text", "")
     Image.new("L", (8, 8)).save(tmp_path / "image.png")
     assert "takes no images" in refused(capsys, folder, tmp_path / "image.png")
+
+
+def test_a_text_becomes_tokens_by_the_tokenizer_of_the_data(tmp_path, capsys, monkeypatch):
+    tiny_data.make_tokens(tmp_path)
+    words = f"-dataset tokens -data {tmp_path} -tokens_length 16 -gpt_depth 1 -gpt_width 16 -gpt_heads 2 -model x"
+    folder = run(tmp_path, f"{words} -cpu 1 -epochs 1")
+    assert f"-data {tmp_path}: no tokenizer.json there" in refused(capsys, folder, "-text", "1 2")
+
+    class Tokenizer:
+        """Stands for the package's, which is optional: a token is a number."""
+
+        from_file = classmethod(lambda cls, file: cls())
+
+        def encode(self, text, add_special_tokens):
+            return types.SimpleNamespace(ids=[int(word) for word in text.split()])
+
+    (tmp_path / "tokenizer.json").touch()
+    monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=Tokenizer))
+    text = " ".join(str(number) for number in range(40))
+    (tmp_path / "text").write_text(text)
+    printed = json.loads(said(capsys, folder, tmp_path / "text", "-text", text, "-format", "json", "-device", "cpu"))
+    model = gpt.get_model(config.parse_args(words.split())).eval()
+    model.load_state_dict(load_file(folder / "best" / "weights.safetensors"))
+    wanted = model(torch.arange(24, 40)[None])[0, -1].softmax(0).tolist()
+    for one in printed:
+        assert [one[str(number)] for number in range(50)] == pytest.approx(wanted, abs=1e-6)
 
 
 def test_a_regression_gives_its_outputs(tmp_path, capsys):
@@ -152,8 +179,8 @@ def test_a_regression_gives_its_outputs(tmp_path, capsys):
         Image.new("L", (8, 8), 255).save(file)
         assert "no get_transform(args)" in refused(capsys, folder, file)
         sys.modules["lib.dataset.few"].get_transform = lambda args: lambda image: torch.ones(1, 8, 8)
-        config = folder / "config.yaml"
-        config.write_text(config.read_text().replace("loss: cross_entropy", "loss: mse"))
+        file_of_flags = folder / "config.yaml"
+        file_of_flags.write_text(file_of_flags.read_text().replace("loss: cross_entropy", "loss: mse"))
         rows = said(capsys, folder, file, "-format", "csv", "-device", "cpu").splitlines()
         assert rows[0] == "file,0,1,2,3"
         assert sum(float(value) for value in rows[1].split(",")[1:]) != pytest.approx(1, abs=1e-3)

@@ -51,7 +51,7 @@ HELD = (
 STAND_INS = {  # what the pages make or take from elsewhere, and something of the kind that is here
     "arch": ["tiny", "my_net", "planar", "bert", "nano", "vision", "causal", "detector", "painter"],
     "dataset": ["stripes", "my_data", "rings", "parity", "counting", "boxes"],
-    "trainer": ["sure", "detection", "gan"],
+    "trainer": ["sure", "detection", "gan", "contrastive"],
 }  # fmt: skip
 INSTEAD = {"arch": "mlp", "dataset": "digits", "trainer": "trainer"}
 
@@ -96,7 +96,7 @@ def test_every_command_of_train_py_is_understood(tmp_path):
     _photos(tmp_path / "photos")
     (tmp_path / "config.yaml").write_text("epochs: 3\n")
     shapes = {r"-cfg out/\S+": f"-cfg {tmp_path}/config.yaml", r"-data (data/photos|DIR)": f"-data {tmp_path}/photos",
-              r"-text_from PATH": "-text_from lib", r"-image_size \S+": ""}  # fmt: skip
+              r"-data PATH": "-data lib", r"-image_size \S+": ""}  # fmt: skip
     for kind, names in STAND_INS.items():
         shapes[rf"-{kind} ({'|'.join(names)})\b"] = f"-{kind} {INSTEAD[kind]}"
     understood = 0
@@ -228,12 +228,14 @@ RUNS = {  # of the files in the pages: the run's name, and how to start it
     "digits_tiny": "-arch tiny -epochs 1",
     "rings_planar": "-dataset rings",
     "parity_bert": "-dataset parity -epochs 1",
-    "text_nano": "-dataset text -text_from lib -text_samples 64 -text_length 32 -arch nano",
+    "tokens_nano": "-dataset tokens -data lib -tokens_samples 64 -tokens_length 32 -arch nano",
     "vision": "-arch vision -image_size 32 -dataset folder -data data/photos -epochs 1 -batch_size 12 -model vision",
     "counting_causal": "-dataset counting -epochs 1",
     "boxes_detector": "-dataset boxes -best overlap -epochs 1 -batch_size 16 -micro_batch 8 -cpu 2",
     "gan": "-arch painter -trainer gan -epochs 1 -micro_batch 32 -cpu 1 -model gan",
     "gan_2": "-arch painter -trainer gan -epochs 1 -micro_batch 32 -cpu 2 -model gan_2",
+    "views": "-trainer contrastive -epochs 2 -micro_batch 32 -cpu 1 -model views",
+    "views_3": "-trainer contrastive -epochs 2 -micro_batch 32 -cpu 3 -model views_3",
     "photos": "-image_size 65 -epochs 1 -batch_size 12 -model photos",  # behind the README's own flags
 }
 
@@ -263,14 +265,28 @@ def test_the_files_in_the_pages_train_as_they_should(fork, said):
     assert any("val/sure" in line for line in _lines(fork / "out" / "rings_planar"))
     assert all("train/critic" in line for line in _lines(fork / "out" / "gan") if "train/loss" in line)
     assert _weights(fork, "gan") == _weights(fork, "gan_2"), "both networks' gradients are sums over the processes"
+    assert _weights(fork, "views") == _weights(fork, "views_3")
+    losses = [line["val/loss"] for line in _lines(fork / "out" / "views") if "val/loss" in line]
+    assert len(losses) == 2 and losses[1] < losses[0]
     assert any("val/overlap" in line for line in _lines(fork / "out" / "boxes_detector"))
 
 
+def test_the_contrastive_loss_of_the_page_is_the_papers_written_out():
+    code = {}
+    exec(FILES["lib/trainer/contrastive.py"], code)
+    outputs, heat, terms = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), 0.5, []
+    alike = torch.nn.functional.cosine_similarity(outputs[:, None], outputs[None], dim=-1) / heat
+    for i in range(6):
+        others = sum(alike[i, k].exp() for k in range(6) if k != i)
+        terms.append(-(alike[i, (i + 3) % 6].exp() / others).log())
+    assert code["nt_xent"](outputs, heat) == pytest.approx(sum(terms) / 6)
+
+
 def test_tied_weights_are_exported_as_the_page_says(fork, said):
-    command = next(one for one in COMMANDS if "out/text_nano" in one)
-    assert "out/text_nano/text_nano.pt: " in _run(fork, command)
+    command = next(one for one in COMMANDS if "out/tokens_nano" in one)
+    assert "out/tokens_nano/tokens_nano.pt: " in _run(fork, command)
     code = "import torch; from lib.arch.nano import Nano; n = Nano(256, 64); n.load_state_dict(torch.load({!r}))"
-    _run(fork, shlex.join(["python", "-c", code.format("out/text_nano/text_nano.pt")]))
+    _run(fork, shlex.join(["python", "-c", code.format("out/tokens_nano/tokens_nano.pt")]))
 
 
 def test_a_run_starts_from_pretrained_weights_as_the_readme_says(said):

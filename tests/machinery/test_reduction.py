@@ -27,7 +27,6 @@ from lib.trainer import trainer
 from lib.utils import distributed
 from lib.utils.data.loader import Loader
 from lib.utils.data.plan import Plan, rank_share
-from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
 
 SIZES = st.integers(1, 9)
@@ -36,14 +35,8 @@ SIZES = st.integers(1, 9)
 @pytest.fixture(scope="module", autouse=True)
 def _plugins():
     made = {"blocks_net": lambda args: BlocksNet(), "turns_net": lambda args: Turns(), "norm_net": norm_net}
-    with plugins(arch=made, dataset={"few": few, "pictures": pictures}):
+    with plugins(arch=made, dataset={"few": few}):
         yield
-
-
-def pictures(args):
-    """The little data as images of 8 x 8 pixels."""
-    parts = {name: part.tensors for name, part in few(args).items()}
-    return {name: Tensors(inputs.view(-1, 1, 8, 8), labels) for name, (inputs, labels) in parts.items()}
 
 
 # The tree
@@ -263,8 +256,7 @@ def moved(out, words: str, *starts: str):
     (f"{NET} -epochs 3 -bf16", (2,)),
     (f"{SMALL} -arch turns_net", (2, 4)),
     (f"{SMALL} -trainer ema -optimizer sgd", (3,)),
-    (f"{SMALL} -dataset pictures -trainer contrastive", (3,)),
-], ids=["three", "tied", "bf16", "turns", "ema", "contrastive"])  # fmt: skip
+], ids=["three", "tied", "bf16", "turns", "ema"])  # fmt: skip
 def test_runs_end_at_the_same_bits_on_any_number_of_processes(words, sizes, tmp_path):
     truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
     for size in sizes:

@@ -15,8 +15,7 @@ from saves import SMALL, bits, names
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.trainer import trainer
-from lib.trainer.ema import Average
+from lib.trainer import ema, trainer
 from lib.utils.checkpoint import shards
 from lib.utils.checkpoint.state import unwrap
 
@@ -83,9 +82,9 @@ def held(folder, name=None):
 @pytest.fixture
 def slowly(monkeypatch):
     """Files of checkpoints take their time to be written, in this test's next runs, and evaluations more."""
-    real, swap = shards.write, Average.swap
+    real, swap = shards.write, ema.Trainer.swap
     monkeypatch.setattr(shards, "write", lambda *words: (time.sleep(0.03), real(*words))[1])
-    monkeypatch.setattr(Average, "swap", lambda *words: (swap(*words), time.sleep(0.05)))
+    monkeypatch.setattr(ema.Trainer, "swap", lambda *words: (swap(*words), time.sleep(0.05)))
 
 
 def through(out, words, *limits):
@@ -153,7 +152,7 @@ def test_a_dry_run_counts_what_a_trainer_keeps(tmp_path, monkeypatch):
     counted = []
     monkeypatch.setattr(shards, "total_bytes", lambda tensors: counted.extend(tensors) or 1)
     run(tmp_path, f"{EMA} -cpu 1 -dry")
-    assert "trainer.average.steps" in counted
+    assert "trainer.average.5/weight" in counted
 
 
 def test_a_decay_that_is_none_is_refused():
@@ -245,7 +244,7 @@ def test_the_average_is_that_of_the_weights_after_each_step(averaged):
         now = {name: tensors[name].double() for name in tensors if name.startswith("model.")}
         expected = {name: decay * expected.get(name, value) + (1 - decay) * value for name, value in now.items()}
         for name in expected:
-            kept = tensors.get(f"trainer.average.held.{name.removeprefix('model.').replace('.', '/')}")
+            kept = tensors.get(f"trainer.average.{name.removeprefix('model.').replace('.', '/')}")
             assert (kept is None) == (name == "model.2.num_batches_tracked")
             assert kept is None or torch.allclose(kept.double(), expected[name], rtol=1e-5, atol=1e-7), (step, name)
     final = weights(averaged)
@@ -269,14 +268,3 @@ def test_evaluations_are_of_the_averaged_weights(averaged, tmp_path):
     run(averaged.parent, f"{EMA} -cpu 1 -eval -weights {averaged / 'final' / 'weights.safetensors'}")
     message = json.loads((averaged / "eval.json").read_text())
     assert message["test"]["loss"] == pytest.approx(outcome(averaged)["test"]["loss"], rel=1e-5)
-
-
-def test_an_average_is_swapped_in_and_out_without_a_trace():
-    tensors = {"a.b": torch.tensor([1.0, 2.0]), "count": torch.tensor(3)}
-    average = Average(tensors, decay=0.9)
-    average.swap(tensors)
-    assert tensors["a.b"].tolist() == [1.0, 2.0], "there is no average yet"
-    average.update({"a.b": torch.tensor([5.0, 6.0])})
-    for values in ([5.0, 6.0], [1.0, 2.0]):
-        average.swap(tensors)
-        assert tensors["a.b"].tolist() == values and tensors["count"] == 3

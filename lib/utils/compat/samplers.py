@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from lib.utils.data.permutation import BLOCK, order
+from lib.utils.data.permutation import order
+
+BLOCK = 1 << 13  # places computed at once
 
 
 class AdvancedTooFarError(Exception):

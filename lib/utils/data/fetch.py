@@ -115,26 +115,23 @@ class _Requests:
 def _stop_signals_blocked() -> Iterator[None]:
     """Let child processes that start in the block never get the signals that stop a run; `close` ends them.
 
-    If not all can start, those that did are killed: at its exit, Python would wait for them for ever.
+    If not all can start, all are killed: at its exit, Python would wait for them for ever.
     """
-    before = multiprocessing.active_children()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOPPING))
     try:
         yield
     except BaseException:
         for child in multiprocessing.active_children():
-            if child not in before:
-                child.kill()
+            child.kill()
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def workers(flag: int | None, dataset: MapDataset, world: World) -> int:
-    """Return the number of loader processes: -workers, else a default.
+    """Return the number of loader processes: -workers, else this process's share of the cores but one.
 
-    The default is 0 for datasets that fetch whole batches and for models on the CPU, which workers would only slow
-    down; else this process's share of the cores but one.
+    Without -workers it is 0 for datasets of whole batches and models on the CPU, which they would only slow down.
     """
     if flag is not None:
         return flag

@@ -5,6 +5,7 @@ import logging
 import math
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
@@ -19,24 +20,21 @@ from lib.utils.errors import UsageError
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Loader:
     """The samples of a split, shared out to the ranks by whole micro-batches; `interleaved` as in `rank_share`."""
 
-    def __init__(
-        self,
-        dataset: MapDataset,
-        plan: Plan,
-        world: World,
-        *,
-        seed: int,
-        shuffle: bool,
-        workers: int,
-        interleaved: bool = False,
-    ):
-        self.dataset, self.plan, self.world, self.interleaved = dataset, plan, world, interleaved
-        self.seed, self.shuffle = seed, shuffle
-        self.on_device = options_of(dataset).on_device
-        self.fetched = fetch.Fetcher(dataset, seed, workers, pin=world.device.type == "cuda")
+    dataset: MapDataset
+    plan: Plan
+    world: World
+    seed: int
+    shuffle: bool
+    workers: int
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        self.on_device = options_of(self.dataset).on_device
+        self.fetched = fetch.Fetcher(self.dataset, self.seed, self.workers, pin=self.world.device.type == "cuda")
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's micro-batches of an epoch, in order, each with its batch on the device."""
@@ -81,13 +79,11 @@ def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, Map
     With `overfit`, these are the first so many training samples, evaluated on as well. Raises UsageError for what
     cannot be trained on.
     """
-    if isinstance(dataset, (tuple, list)):
-        given = f"-dataset {name}: get_dataset returns a {type(dataset).__name__}"
-        raise UsageError(f"{given}: it must return a dataset or a dict of splits, as {{'train': ..., 'val': ...}}")
     parts = dataset if isinstance(dataset, dict) else {"train": dataset}
-    if "train" not in parts or not set(parts) <= {"train", "val", "test"}:
-        given = f"-dataset {name}: has the splits {sorted(parts)}"
-        raise UsageError(f"{given}; train is required, val and test may be there")
+    if isinstance(dataset, (tuple, list)) or "train" not in parts or not set(parts) <= {"train", "val", "test"}:
+        given = f"the splits {sorted(parts)}" if isinstance(dataset, dict) else f"a {type(dataset).__name__}"
+        wanted = "a dataset or a dict of splits is needed: train is required, val and test may be there"
+        raise UsageError(f"-dataset {name}: get_dataset returns {given}; {wanted}")
     for split, part in parts.items():
         if isinstance(part, IterableDataset) or not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
             kind = type(part).__name__

@@ -2,7 +2,7 @@
 
 import contextlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,11 @@ class Tensors(Dataset):
 
     fixed = True
 
-    def __init__(self, *tensors: Tensor, on_device: Callable | None = None):
+    def __init__(self, *tensors: Tensor, on_device: Callable | None = None, classes: Sequence[str] | None = None):
         lengths = {len(tensor) for tensor in tensors}
         if len(lengths) != 1:
             raise ValueError(f"tensors of one length are needed, these have {sorted(lengths)} rows")
-        self.tensors, self.on_device = tensors, on_device
+        self.tensors, self.on_device, self.classes = tensors, on_device, classes
 
     def __len__(self):
         return len(self.tensors[0])

@@ -45,11 +45,13 @@ def flags() -> argparse.Namespace:
         parser.add_argument(f"-{name}", type=int, default=default)
     for name, default in {"num_classes": 10, "channels": 1, "image_size": 8}.items():
         parser.add_argument(f"-{name}", type=int, default=default)
-    parser.set_defaults(data="data", augment=True)
+    parser.set_defaults(data="data", augment=True, shuffle=True)
     for kind in ("dataset", "arch"):  # a dataset sets the default of -arch
         plugin = _plugin(kind, getattr(parser.parse_known_args()[0], kind))
         if hasattr(plugin, "add_args"):
             plugin.add_args(parser)
+        if hasattr(plugin, "describe"):
+            parser.set_defaults(**plugin.describe(parser.parse_known_args()[0]))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     args.save_steps = int(args.save_every.removesuffix("steps")) if args.save_every.endswith("steps") else None
@@ -58,10 +60,7 @@ def flags() -> argparse.Namespace:
 
 def datasets(args) -> dict[str, Dataset]:
     """Return the splits: train, and val and test where the dataset has them."""
-    plugin = _plugin("dataset", args.dataset)
-    if hasattr(plugin, "describe"):
-        vars(args).update(plugin.describe(args))
-    found = plugin.get_dataset(args)
+    found = _plugin("dataset", args.dataset).get_dataset(args)
     return found if isinstance(found, dict) else {"train": found}
 
 

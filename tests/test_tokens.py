@@ -1,0 +1,167 @@
+"""The dataset tokens: which tokens a sample holds, what is held out, and that a run resumes."""
+
+import argparse
+import math
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+import torch
+from torch.nn import functional
+
+from lib import config
+from lib.core import loss
+from lib.dataset import tokens
+from lib.utils.data import loader
+from lib.utils.errors import UsageError
+
+SMALL = "-tokens_length 16 -batch_size 8 -micro_batch 4 -log_every 1 "
+SMALL += "-gpt_depth 1 -gpt_width 16 -gpt_heads 2 -gpt_dropout 0.1"
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Files of 0 to 2,999 bytes, and hidden ones that are not to be read."""
+    draw = np.random.default_rng(0)
+    for number, size in enumerate([700, 0, 2999, 1, 1500, 800, 0]):
+        (tmp_path / "some" / f"{number % 3}").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "some" / f"{number % 3}" / f"{number}.txt").write_bytes(draw.bytes(size))
+    (tmp_path / "some" / ".git").mkdir()
+    (tmp_path / "some" / ".git" / "config").write_bytes(b"not text")
+    return tmp_path / "some"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Token files as nanoGPT writes them: numbers of two bytes below 50, nothing else."""
+    for split, count in (("train", 1000), ("val", 100)):
+        np.random.default_rng(count).integers(0, 50, count).astype(np.uint16).tofile(tmp_path / f"{split}.bin")
+    return tmp_path
+
+
+def splits_of(data, *words):
+    return tokens.get_dataset(args_of(data, *words))
+
+
+def args_of(data, *words):
+    return config.parse_args(["-dataset", "tokens", "-data", str(data), "-tokens_length", "16", *words])
+
+
+def begins(part):
+    return [part.begin(index) for index in range(len(part))]
+
+
+# Texts
+
+
+def test_the_files_of_a_folder_are_one_row_of_bytes(texts):
+    files = sorted(texts.glob("*/*.txt"))
+    whole = b"".join(file.read_bytes() for file in files)
+    assert tokens.read_text(str(texts)).tobytes() == whole and len(whole) == 6000
+    assert tokens.read_text(str(files[-1])).tobytes() == files[-1].read_bytes()
+
+
+@pytest.mark.parametrize("samples", [0, 1, 7, 1000])
+def test_held_out_text_is_never_trained_on(texts, samples):
+    parts, whole = splits_of(texts, "-tokens_samples", str(samples)), tokens.read_text(str(texts))
+    assert [len(part.tokens) for part in parts.values()] == [5400, 300, 300]
+    assert np.array_equal(np.concatenate([part.tokens for part in parts.values()]), whole)
+    for name, part in parts.items():
+        limit = {"train": samples}.get(name, -(-samples // 16)) or len(part)
+        assert len(part) == min(limit, (len(part.tokens) - 1) // 16)
+        inputs, targets = part.__getitems__([0, len(part) - 1])
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        last = part.begin(len(part) - 1)
+        assert bytes(inputs[1].tolist()) == part.tokens[last : last + 16].tobytes()
+
+
+def test_without_data_it_is_the_library_of_this_python(tmp_path):
+    args = config.parse_args(["-dataset", "tokens"])
+    text = tokens.read_text(args.data).tobytes()
+    assert Path(argparse.__file__).read_bytes() in text and len(text) > 5e6
+    assert Path(pytest.__file__).read_bytes() not in text, "no installed packages"
+    assert (args.arch, args.num_classes) == ("gpt", 256)
+
+
+# Token files
+
+
+def test_without_shuffle_samples_stand_in_a_row_and_cover_the_file(folder):
+    parts = splits_of(folder, "-shuffle", "no")
+    whole = np.fromfile(folder / "train.bin", np.uint16).astype(np.int64)
+    inputs, targets = (torch.cat(rows) for rows in zip(*(parts["train"][i] for i in range(len(parts["train"])))))
+    assert torch.equal(inputs, torch.from_numpy(whole[: len(inputs)])) and len(whole) - len(inputs) <= 16
+    assert torch.equal(targets, torch.from_numpy(whole[1 : len(inputs) + 1]))
+    assert begins(parts["val"]) == [0, 16, 32, 48, 64, 80]
+    assert begins(splits_of(folder, "-tokens_samples", "32")["val"]) == [0, 48], "a sixteenth as many"
+
+
+def test_training_samples_are_a_function_of_seed_and_index(folder):
+    args, whole = args_of(folder), np.fromfile(folder / "train.bin", np.uint16)
+
+    def found(samples, seed):
+        return begins(tokens.Windows(whole, args, samples, seed))
+
+    for samples in (0, 1, 7, 1000):
+        one = found(samples, seed=3)
+        assert one == found(samples, seed=3) != found(samples, seed=4)
+        assert len(one) == min(samples or 62, 62) and one == sorted(one) and one[-1] + 16 < 1000
+    assert begins(splits_of(folder, "-seed", "3")["train"]) == found(16384, seed=3)
+    assert len({begin % 16 for begin in one}) > 8, "anywhere, not at multiples"
+    assert all(index * 16 <= begin < (index + 1) * 16 for index, begin in enumerate(one))
+    assert {found(0, seed)[61] for seed in range(99)} == set(range(976, 984)), "up to the last token"
+
+
+def test_tokens_of_more_than_two_bytes_are_read(folder):
+    assert args_of(folder).num_classes == 50257, "GPT-2's, where nothing else is written down"
+    (np.arange(1000, dtype=np.uint32) + 100_000).tofile(folder / "train.bin")
+    inputs, targets = splits_of(folder, "-num_classes", "128256", "-shuffle", "no")["train"][1]
+    assert inputs.tolist() == list(range(100_016, 100_032)) and targets[-1] == 100_032
+
+
+def test_a_file_larger_than_memory_is_mapped(folder):
+    size = 1 << 42
+    with (folder / "train.bin").open("r+b") as file:
+        try:
+            file.truncate(size)  # with a hole that takes no room on the disk
+        except OSError as error:
+            pytest.skip(f"this file system has no such files: {error}")
+        file.seek(size - 34)
+        file.write(np.arange(17, dtype=np.uint16).tobytes())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    train = splits_of(folder, "-tokens_samples", "0", "-shuffle", "no")["train"]
+    assert len(train) == (size // 2 - 1) // 16 and train[len(train) - 1][1].max() <= 16 and train[len(train) // 2]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 17  # KB
+
+
+def test_what_does_not_fit_is_one_line(folder, tmp_path):
+    with pytest.raises(UsageError, match=r"-num_classes 20: the data has the token [2-4]\d"):
+        splits_of(folder, "-num_classes", "20")["train"][0]
+    with pytest.raises(UsageError, match="-dataset tokens: its train split is empty"):
+        loader.splits(splits_of(folder, "-tokens_length", "1000"), "tokens")
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "none"):
+        with pytest.raises(UsageError, match=f"-data .*/{name}: neither train.bin nor a text there"):
+            splits_of(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["texts", "folder"])
+def test_a_run_on_tokens_goes_on_after_a_stop_to_the_same_bits(kind, tmp_path, request):
+    words = f"-dataset tokens -data {request.getfixturevalue(kind)} {SMALL} -tokens_samples 60 -epochs 2"
+    once = runs.run(tmp_path / "out", f"{words} -cpu 1 -model once")
+    runs.run(tmp_path / "out", f"{words} -cpu 2 -model twice -limit_steps 11", wanted=75)
+    assert runs.distance(once, runs.run(tmp_path / "out", f"{words} -cpu 1 -workers 1 -model twice")) == 0
+
+
+def test_bits_per_byte_is_the_code_length_of_the_targets():
+    """Without label smoothing, the same over any shares of a batch; the loss takes classes in the last dimension."""
+    smoothed = loss.get_loss(config.parse_args(["-label_smoothing", "0.1"]))
+    logits, targets = torch.randn(6, 9, 256), torch.randint(256, (6, 9))
+    wanted = -logits.log_softmax(-1).gather(-1, targets[..., None]).mean() / math.log(2)
+    sums = [loss.metric_sums(smoothed, logits[part], targets[part]) for part in (slice(0, 1), slice(1, 6))]
+    assert sum(one["bits_per_byte"] for one in sums) / 6 == pytest.approx(wanted.item(), rel=1e-6)
+    truth = functional.cross_entropy(logits.permute(0, 2, 1), targets, label_smoothing=0.1)
+    assert smoothed(logits, targets) == pytest.approx(truth.item(), rel=1e-6)
+    assert smoothed(logits.permute(0, 2, 1), targets) == pytest.approx(truth.item(), rel=1e-6)  # torch's own order
