@@ -79,11 +79,9 @@ class Args(argparse.Namespace):
     channels_last: bool
     deterministic: bool
     sync_bn: bool
-    dry: bool
     debug: bool
     eval: bool
     overfit: int | None
-    profile: int | None
     nnodes: int
     node_rank: int | None
     master_addr: str | None

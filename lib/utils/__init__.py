@@ -8,6 +8,6 @@ preemption.py   requests to stop, and the vote on them at a step's end
 watchdog.py     ends a run that hangs, and names the process
 data/           which samples a step holds, and how they come to the device
 checkpoint/     saving, finding and loading; the run's folder
-monitoring/     the terminal, metrics.jsonl, TensorBoard, profiling
+monitoring/     the terminal, metrics.jsonl, TensorBoard, trackers
 compat/         cycling_utils' classes under their own names; nothing in lib imports them
 """

@@ -51,7 +51,7 @@ HELD = (
 STAND_INS = {  # what the pages make or take from elsewhere, and something of the kind that is here
     "arch": ["tiny", "my_net", "planar", "bert", "nano", "vision", "causal", "detector", "painter"],
     "dataset": ["stripes", "my_data", "rings", "parity", "counting", "boxes"],
-    "trainer": ["sure", "detection", "gan"],
+    "trainer": ["sure", "detection", "gan", "profiled"],
 }  # fmt: skip
 INSTEAD = {"arch": "mlp", "dataset": "digits", "trainer": "trainer"}
 
@@ -234,6 +234,7 @@ RUNS = {  # of the files in the pages: the run's name, and how to start it
     "boxes_detector": "-dataset boxes -best overlap -epochs 1 -batch_size 16 -micro_batch 8 -cpu 2",
     "gan": "-arch painter -trainer gan -epochs 1 -micro_batch 32 -cpu 1 -model gan",
     "gan_2": "-arch painter -trainer gan -epochs 1 -micro_batch 32 -cpu 2 -model gan_2",
+    "profiled": "-trainer profiled -epochs 1 -model profiled",
     "photos": "-image_size 65 -epochs 1 -batch_size 12 -model photos",  # behind the README's own flags
 }
 
@@ -264,6 +265,8 @@ def test_the_files_in_the_pages_train_as_they_should(fork, said):
     assert all("train/critic" in line for line in _lines(fork / "out" / "gan") if "train/loss" in line)
     assert _weights(fork, "gan") == _weights(fork, "gan_2"), "both networks' gradients are sums over the processes"
     assert any("val/overlap" in line for line in _lines(fork / "out" / "boxes_detector"))
+    (trace,) = (fork / "out" / "profiled" / "profile").glob("rank_0.*.pt.trace.json")
+    assert trace.read_text().count('"name": "ProfilerStep#') == 5
 
 
 def test_tied_weights_are_exported_as_the_page_says(fork, said):

@@ -134,9 +134,9 @@ def test_only_the_interrupted_task_of_an_array_is_requeued(stopped, monkeypatch)
 
 @pytest.mark.parametrize("code", [0, 2, 143])
 def test_a_start_that_does_not_train_ends_with_its_own_code(tmp_path, monkeypatch, code):
-    """-eval, -dry and -debug write no outcome, and are not requeued."""
+    """-eval and -debug write no outcome, and are not requeued."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    history = slurm_task.begin(parsed(f"-dry -out {tmp_path} -model run"))
+    history = slurm_task.begin(parsed(f"-eval -out {tmp_path} -model run"))
     assert not history.exists() and requeue.after(history, code) == code
 
 

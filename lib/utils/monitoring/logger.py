@@ -1,4 +1,4 @@
-"""What a run reports of itself: to the terminal and the logs, metrics.jsonl, TensorBoard, a tracker, a profile."""
+"""What a run reports of itself: to the terminal and the logs, metrics.jsonl, TensorBoard, a tracker."""
 
 import logging
 import time
@@ -7,33 +7,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lib.utils.distributed import World
 from lib.utils.monitoring import console, images, metrics, startup, tensorboard, tensorboard_server, trackers
 
 log = logging.getLogger(__name__)
-PROFILE_FROM, WARM_UP = 3, 2  # steps that -profile leaves out: the first of a run are unlike the others
 FEW_STEPS = 100  # a finished run with fewer is advised to take more
 
 
 class Off:
-    """What is switched off: each method does nothing. As the logger of -dry, -debug and -eval."""
+    """What is switched off: each method does nothing. As the logger of -debug and -eval."""
 
     def __getattr__(self, method: str) -> Callable[..., None]:
         return lambda *_: None
 
 
 class Logger:
-    """The logger of a run. Every rank has one; the first of each disk (main) writes more than its log and profile."""
+    """The logger of a run. Every rank has one; the first of each disk (main) writes more than its log."""
 
     def __init__(self, folder: Path, world: World, args: Namespace, plan: Any, state: Any, *, main: bool):
         self.main = main
         self.folder, self.args, self.start_step = folder, args, state.step
         self.total_steps = args.epochs * plan.steps
         self.started = False
-        self.profile: Any = profile(folder / "profile", world, args.profile) if args.profile else Off()
         self.lines: Any = Off()
         self.board = self.bar = self.server = self.tracker = self.lines
         if self.main:
@@ -59,7 +56,6 @@ class Logger:
 
     def step(self, loss: Tensor) -> None:
         """After each optimizer step, with the loss of its last micro-batch."""
-        self.profile.step()
         self.bar.step(loss)
 
     def training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
@@ -119,34 +115,13 @@ class Logger:
             log.info("try next:    more -epochs: the last one was the best")
 
     def close(self, finished: bool = False) -> None:
-        """Close the files, and end the progress bar, the profile and TensorBoard's server."""
-        self.profile.stop()
+        """Close the files, and end the progress bar and TensorBoard's server."""
         self.bar.close()
         self.board.close(finished)
         self.tracker.close(finished)
-        self.profile = self.tracker = Off()  # closed once
+        self.tracker = Off()  # closed once
         self.server.close()
 
     def _write(self, state: Any, tagged: dict) -> None:
         self.board.scalars(state.step, tagged)  # first: TensorBoard has every line of metrics.jsonl
         self.lines.write({"step": state.step, "epoch": state.epoch, "samples": state.samples, **tagged})
-
-
-def profile(folder: Path, world: World, count: int) -> torch.profiler.profile:
-    """Record `count` steps of this rank, after a few: rank_N.trace.json.gz, for ui.perfetto.dev, and a table."""
-
-    def write(profiler: torch.profiler.profile) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"rank_{world.rank}.trace.json.gz"))
-        slowest = f"self_{'device' if world.device.type == 'cuda' else 'cpu'}_time_total"
-        table = profiler.key_averages().table(sort_by=slowest, row_limit=30)
-        (folder / f"rank_{world.rank}.txt").write_text(table)
-        if world.is_main:
-            log.info("-profile: %s", folder)
-
-    schedule = torch.profiler.schedule(wait=PROFILE_FROM, warmup=WARM_UP, active=count, repeat=1)
-    profiler = torch.profiler.profile(
-        schedule=schedule, on_trace_ready=write, record_shapes=True, profile_memory=True
-    )
-    profiler.start()
-    return profiler
