@@ -3,7 +3,7 @@
     python scripts/bench/scale.py [plan exchange store meet checkpoint start] [-ranks 1 1024 4096 16384] [-tensors N]
 
 plan: a rank's next micro-batch and its keys, in a World of W ranks without processes. exchange: votes, sums and lists
-among real processes. store: connections and signs of life at the rendezvous store. meet: how gloo connects W ranks,
+among real processes. store: a hang's report by the rendezvous store. meet: how gloo connects W ranks,
 each a thread. checkpoint: a past of W small files, published, read, verified and removed by the functions of a run.
 start: file operations of a run of one step, by strace. Times are CPU time, the least of several calls: other work on
 the machine disturbs that little. One column says "wall".
@@ -149,30 +149,27 @@ def _exchange(rank, size, folder):
 
 
 def store(args) -> list[dict]:
-    """Measure the rendezvous store with a connection for each rank: signs of life, and one rank that reads all."""
+    """Measure the rendezvous store in a hang: each rank connects and appends a line, and reads the lines of all."""
     return [in_processes(_store, 1, size)[0] for size in args.ranks if size <= MOST_CONNECTIONS]
 
 
 def _store(_rank, _size, ranks):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    keys = [f"watchdog/{rank}" for rank in range(ranks)]
     before, began = open_files(), time.process_time()
     with concurrent.futures.ThreadPoolExecutor(256) as threads:  # some wait for a name server
-        clients = [*threads.map(lambda _: dist.TCPStore("127.0.0.1", server.port, is_master=False), keys)]
+        clients = [*threads.map(lambda _: dist.TCPStore("127.0.0.1", server.port, is_master=False), range(ranks))]
     connected, sockets = time.process_time() - began, open_files() - before
 
-    def sign():
-        for key, client in zip(keys, clients, strict=True):
-            client.set(key, '{"step": 100000, "pulse": 1000}')
+    def append():
+        for rank, client in enumerate(clients):
+            client.append("watchdog", f"{rank} 100000\n")
 
-    signs = cpu_ms(sign, 3)
     return {
         "ranks": ranks,
         "sockets, both ends": sockets,
         "all connect, ms": 1e3 * connected,
-        "a sign of each, ms": signs,
-        "signs a second": int(1e3 * ranks / signs),
-        "one reads all, ms": cpu_ms(lambda: clients[0].multi_get(keys), 3),
+        "a line of each, ms": cpu_ms(append, 1),
+        "one reads all, ms": cpu_ms(lambda: clients[0].get("watchdog"), 3),
     }
 
 
