@@ -146,7 +146,7 @@ def set_patience(seconds: float) -> None:
         set_timeout(datetime.timedelta(seconds=seconds), group)
 
 
-def store_of_own() -> dist.Store:
+def store_of_own() -> Any:
     """Return the rendezvous store over a connection of its own: another thread may wait at the usual one."""
     return dist.distributed_c10d._get_default_store().clone()
 

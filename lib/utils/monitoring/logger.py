@@ -117,7 +117,7 @@ class Logger:
     def close(self, finished: bool = False) -> None:
         """Close the files, and end the progress bar and TensorBoard's server."""
         self.bar.close()
-        self.board.close(finished)
+        self.board.close()
         self.tracker.close(finished)
         self.tracker = Off()  # closed once
         self.server.close()
