@@ -273,7 +273,7 @@ class Trainer:
         """Return the metrics of a split over the samples of all ranks. None if all ranks agree to stop."""
         self.stop.evaluating(last=self.state.step == self.total_steps or self.over())
         model, totals = unwrap(self.model).eval(), metrics.Sums()
-        self.answers.reset(wanted=split == "test" or images.due(self.state.epoch + 1, self.args.epochs))
+        self.answers.reset()
         for key, batch in self.loaders[split].epoch(0):
             with self.precision, shapes_in_errors(batch, self.args):
                 sums = self.evaluation_step(model, batch, key.count)

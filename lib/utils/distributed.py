@@ -146,11 +146,6 @@ def set_patience(seconds: float) -> None:
         set_timeout(datetime.timedelta(seconds=seconds), group)
 
 
-def store_of_own() -> Any:
-    """Return the rendezvous store over a connection of its own: another thread may wait at the usual one."""
-    return dist.distributed_c10d._get_default_store().clone()
-
-
 def launch_id() -> str:
     """Return an id of this launch: restarts and requeues keep it, a new command gets a new one.
 

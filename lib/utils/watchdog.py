@@ -1,4 +1,4 @@
-"""Notices that a run hangs, says at which step each rank stands, and ends a single process."""
+"""Notices that a run hangs: each rank logs its step and what it was doing, and a single process ends."""
 
 import contextlib
 import faulthandler
@@ -37,11 +37,13 @@ class Watch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch over the run in the block."""
-        threading.Thread(target=self.run, name="watchdog", daemon=True).start()
+        thread = threading.Thread(target=self.run, name="watchdog", daemon=True)
+        thread.start()
         try:
             yield
         finally:
             self.over.set()
+            thread.join(self.pulse_s)
 
     def mark(self) -> None:
         """Note that a step is done. From then on, collectives fail a little later than -hang_minutes."""
@@ -62,7 +64,7 @@ class Watch:
                 self.report()
 
     def report(self) -> None:
-        """Log the hang and the stacks of this rank's threads, and compare the ranks, whose collectives fail soon.
+        """Log the step, and the stacks of this rank's threads. The collectives of several ranks fail soon.
 
         A single process ends here, unless it has a terminal, where somebody may be at a breakpoint.
         """
@@ -70,23 +72,7 @@ class Watch:
         log.error(text, self.patience_s, self.state.step, self.log_file)
         with self.log_file.open("ab") as file:
             faulthandler.dump_traceback(file)
-        if self.world.size > 1:
-            self.compare()
-        elif not (sys.stdin and sys.stdin.isatty()):
+        if self.world.size == 1 and not (sys.stdin and sys.stdin.isatty()):
             for child in multiprocessing.active_children():  # loader processes, one of which may be what hangs
                 child.kill()
             os._exit(FAILED)
-
-    def compare(self) -> None:
-        """Log where the ranks stand that report, too. The others are frozen or gone."""
-        store = distributed.store_of_own()
-        store.append("watchdog", f"{self.world.rank} {self.state.step}\n")
-        self.over.wait(2 * self.pulse_s)
-        steps = {int(rank): step for rank, step in map(str.split, store.get("watchdog").decode().splitlines())}
-        places: dict[str, list[int]] = {}
-        for rank in range(self.world.size):
-            places.setdefault(f"step {steps[rank]}" if rank in steps else "no answer", []).append(rank)
-        text = "; ".join(f"{place}: rank {', '.join(map(str, ranks))}" for place, ranks in places.items())
-        log.error("hang: %s", text)
-        if self.world.rank == min(steps) > 0:  # rank 0's messages are on the terminal, but it does not answer
-            sys.stderr.write(f"hang: {text}\n")

@@ -35,16 +35,12 @@ def test_answers_are_counted_by_class_and_shown_beside_the_samples():
     assert second_line[:, 87:174].any() and not second_line[:, :87].any(), (
         "the second answer is wrong, the first right"
     )
-    answers.reset(wanted=True)
+    answers.reset()
     assert answers.draw() == {}, "nothing was evaluated"
 
 
-def test_answers_are_collected_and_drawn_after_some_epochs_only():
+def test_answers_are_drawn_after_some_epochs_only():
     assert [epoch for epoch in range(1, 35) if pictures.due(epoch, 34)] == [1, 10, 20, 30, 34]
-    answers = pictures.Answers(nn.CrossEntropyLoss(), 3, None, World())
-    answers.reset(wanted=False)
-    answers.add(torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 2]), torch.eye(3), 3)
-    assert answers.draw() == {} and answers.samples is None and answers.figures() == {"f1": 1.0}
 
 
 def test_answers_of_all_ranks_are_summed_once(monkeypatch):

@@ -1,4 +1,4 @@
-"""A run that hangs ends, and says which rank stood where."""
+"""A run that hangs ends, and each rank says where it stood."""
 
 import gc
 import multiprocessing
@@ -30,19 +30,15 @@ def watch_of(state, ballot, minutes, folder, world=World()):  # noqa: B008
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_frozen_rank_is_named_with_its_step_and_the_run_fails(start, rank):
+def test_a_frozen_rank_fails_the_run_and_only_its_log_says_nothing(start, rank):
     deed = {"do": "strike", "signal": "SIGSTOP", "step": 45, "rank": rank}
     run = start("frozen", "-hang_minutes", MINUTES, deed=deed, cpu=3, env={"VOTE_S": "1"})
     assert run.ends() == 1, run.text()
     assert time.monotonic() - run.noted(1)[0]["time"] < MINUTES * 60 + SOON_S
-    found = re.search(r"hang: (.*)", run.text())
-    places = dict(place.split(": rank ") for place in found[1].split("; "))
-    assert places.pop("no answer") == str(rank)
-    assert all(45 <= int(place.removeprefix("step ")) <= 46 for place in places), places
-    assert sorted(", ".join(places.values()).split(", ")) == sorted(str(other) for other in {0, 1, 2} - {rank})
     assert (
         run.outcome()["state"] == "failed" and "Timed out" in run.outcome()["reason"] and run.outcome()["lost_peer"]
     )
+    assert "nothing moved" not in (run.folder / "logs" / f"rank_{rank}.log").read_text()
     for other in {0, 1, 2} - {rank}:
         log = (run.folder / "logs" / f"rank_{other}.log").read_text()
         assert re.search(r"nothing moved for 6 s \(-hang_minutes\) at step 4\d", log)
@@ -56,7 +52,6 @@ def test_a_rank_that_is_busy_with_something_else_shows_what(start):
     """It lives, and is behind: its own log has the stack that it is in."""
     run = start("busy", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45, "rank": 1})
     assert run.ends() == 1, run.text()
-    assert re.search(r"hang: step 4\d: rank ", run.text()) and "no answer" not in run.text()
     log = (run.folder / "logs" / "rank_1.log").read_text()
     assert "faulty.py" in log and "in pause" in log
 
@@ -190,15 +185,3 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch):
     with pytest.raises(ValueError, match="mine"), distributed.joined(args):
         raise ValueError("mine")
     assert left == [True]
-
-
-def test_the_ranks_that_report_are_grouped_by_step_and_the_others_named(tmp_path, monkeypatch, caplog, capfd):
-    store, state = dist.HashStore(), types.SimpleNamespace(step=7)
-    monkeypatch.setattr(distributed, "store_of_own", lambda: store)
-    watch = watch_of(state, None, 10, tmp_path, World(rank=1, size=5))
-    watch.over.set()
-    store.append("watchdog", "3 6\n")
-    store.append("watchdog", "2 7\n")
-    watch.compare()
-    text = "hang: no answer: rank 0, 4; step 7: rank 1, 2; step 6: rank 3"
-    assert text in caplog.text and text in capfd.readouterr().err, "rank 0 cannot say it on the terminal"

@@ -37,11 +37,10 @@ class Answers:
         self.on = isinstance(loss, nn.CrossEntropyLoss) and classes <= MAX_CLASSES
         self.classes, self.world = classes if self.on else 0, world
         self.names = [*map(str, names or ()), *map(str, range(len(names or ()), self.classes))]
-        self.reset(wanted=True)
+        self.reset()
 
-    def reset(self, wanted: bool) -> None:
-        """Forget everything, for the next evaluation; whether its pictures are `wanted`, all ranks know alike."""
-        self.wanted = wanted
+    def reset(self) -> None:
+        """Forget everything, for the next evaluation."""
         self.samples: list[Tensor] | None = None  # this rank's first inputs, targets and answers, of images
         self.counts = torch.zeros(self.classes, self.classes, dtype=torch.int64, device=self.world.device)
 
@@ -52,7 +51,7 @@ class Answers:
         if targets.ndim != 1 or outputs.shape != (len(targets), self.classes):
             return
         answers = outputs.detach().argmax(1)
-        if self.wanted and self.samples is None and is_picture(inputs):
+        if self.samples is None and is_picture(inputs):
             self.samples = [part[:SAMPLES].clone() for part in (inputs, targets, answers)]
         counted = (targets >= 0) & (targets < self.classes)  # the loss ignores others, as -100 and 255
         place = targets.clamp(0, self.classes - 1) * self.classes + answers
@@ -73,8 +72,8 @@ class Answers:
         return {"f1": (2 * counts.diag() / both)[both > 0].mean().item()} if both.any() else {}
 
     def draw(self) -> dict[str, np.ndarray]:
-        """Return the images by name, on rank 0, after `figures`."""
-        if not (self.wanted and self.world.is_main and self.counts.any()):
+        """Return the images by name, after `figures`."""
+        if not self.counts.any():
             return {}
         pictures = {"confusion": confusion(self.counts.cpu(), self.names)}
         if self.samples is not None:

@@ -78,16 +78,16 @@ class Logger:
         self._write(state, tagged | {f"perf/{name}": value for name, value in speed.items()})
 
     def evaluated(self, state: Any, split: str, figures: dict, answers: images.Answers) -> None:
-        """Log the metrics of a split and pictures of the model's answers; every rank calls this."""
+        """Log the metrics of a split and pictures of the model's answers."""
         if not figures:
             return
-        pictures = answers.draw()
         shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         log.info("epoch %d/%d  %s  %s", state.epoch, self.args.epochs, split, shown)
         tagged = {f"{split}/{name}": value for name, value in figures.items()}
         if not self.main or (state.step == self.start_step and self.logged & tagged.keys()):
             return
-        for name, picture in pictures.items():
+        drawn = split == "test" or images.due(state.epoch, self.args.epochs)
+        for name, picture in answers.draw().items() if drawn else ():
             self.board.image(f"{split}/{name}", picture, state.step)
         self._write(state, tagged)
 
