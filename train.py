@@ -76,7 +76,7 @@ def run(args: config.Args) -> int:
         about = {**runtime.about(world), "classes": [str(name) for name in names]}
         folder.begin(config.to_yaml(args, about, **resume.settled(plan)))
         console.setup_logging(folder.path, world.rank, world.is_main)
-        logging.getLogger(__name__).info("threads:     %s", threads)
+        logging.getLogger(__name__).info("threads:     %d", threads)
         if taken:
             logging.getLogger(__name__).info("-weights:    %s", taken)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
