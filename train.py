@@ -82,7 +82,7 @@ def run(args: config.Args) -> int:
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
         resume.send(past, run_folder.run_of(args), disk)
         state, path = resume.state(past, plan), folder.path
-        logger = Logger(path, world, args, plan, state, main=disk.leads) if path else Off()
+        logger = Logger(path, world, args, plan, state) if path and disk.leads else Off()
         stack.callback(logger.close)
         seeding.for_trainer(args.seed)
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)

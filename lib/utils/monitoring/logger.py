@@ -17,33 +17,31 @@ FEW_STEPS = 100  # a finished run with fewer is advised to take more
 
 
 class Off:
-    """What is switched off: each method does nothing. As the logger of -debug and -eval."""
+    """What is switched off: each method does nothing. As the logger of -debug and -eval, and of most ranks."""
 
     def __getattr__(self, method: str) -> Callable[..., None]:
         return lambda *_: None
 
 
 class Logger:
-    """The logger of a run. Every rank has one; the first of each disk (main) writes more than its log."""
+    """The logger of a run, on the first rank of each disk."""
 
-    def __init__(self, folder: Path, world: World, args: Namespace, plan: Any, state: Any, *, main: bool):
-        self.main = main
+    def __init__(self, folder: Path, world: World, args: Namespace, plan: Any, state: Any):
         self.folder, self.args, self.start_step = folder, args, state.step
         self.total_steps = args.epochs * plan.steps
         self.started = False
-        self.lines: Any = Off()
-        self.board = self.bar = self.server = self.tracker = self.lines
-        if self.main:
-            # Steps after the checkpoint come again; an evaluation at its very step may be logged already.
-            self.logged = metrics.cut_back(folder / "metrics.jsonl", state.step)
-            self.lines = metrics.Lines(folder / "metrics.jsonl")
-            hparams = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
-            self.board = tensorboard.Board(folder, state.step + 1, hparams)
-            self.bar = console.Progress(self.total_steps, state.step)
-            if world.is_main and args.track != "none":
-                self.tracker = trackers.Tracker(args.track, folder)
-            if world.is_main and (args.tb or args.ngrok):
-                self.server = tensorboard_server.Server(folder, args.ngrok_auth if args.ngrok else "")
+        # Steps after the checkpoint come again; an evaluation at its very step may be logged already.
+        self.logged = metrics.cut_back(folder / "metrics.jsonl", state.step)
+        self.lines = metrics.Lines(folder / "metrics.jsonl")
+        hparams = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
+        self.board = tensorboard.Board(folder, state.step + 1, hparams)
+        self.bar = console.Progress(self.total_steps, state.step)
+        self.tracker: Any = Off()
+        self.server: Any = Off()
+        if world.is_main and args.track != "none":
+            self.tracker = trackers.Tracker(args.track, folder)
+        if world.is_main and (args.tb or args.ngrok):
+            self.server = tensorboard_server.Server(folder, args.ngrok_auth if args.ngrok else "")
 
     def first_batch(self, batch: Any) -> None:
         """After each micro-batch: the first one ends the start of the run, and is shown if it is images."""
@@ -51,7 +49,7 @@ class Logger:
             return
         self.started = True
         log.info("start-up:    %.1f s", time.monotonic() - startup.STARTED)
-        if self.main and isinstance(batch, (tuple, list)) and images.is_picture(batch[0]):
+        if isinstance(batch, (tuple, list)) and images.is_picture(batch[0]):
             self.board.image("train/samples", images.tiles(batch[0]), self.start_step + 1)
 
     def step(self, loss: Tensor) -> None:
@@ -63,8 +61,6 @@ class Logger:
 
         `interval`: sums over its samples; `figures`: of its last step; `speed`: shown as perf/*.
         """
-        if not self.main:
-            return
         losses = {"loss": metrics.mean(interval, "loss"), "loss_mean": metrics.mean(state.sums, "loss")}
         others = {name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")}
         bad_steps = {"bad_steps": state.bad_steps} if state.bad_steps else {}
@@ -84,7 +80,7 @@ class Logger:
         shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         log.info("epoch %d/%d  %s  %s", state.epoch, self.args.epochs, split, shown)
         tagged = {f"{split}/{name}": value for name, value in figures.items()}
-        if not self.main or (state.step == self.start_step and self.logged & tagged.keys()):
+        if state.step == self.start_step and self.logged & tagged.keys():
             return
         drawn = split == "test" or images.due(state.epoch, self.args.epochs)
         for name, picture in answers.draw().items() if drawn else ():
@@ -93,8 +89,6 @@ class Logger:
 
     def end(self, outcome: dict) -> None:
         """Log how the run ended (as in outcome.json), where its files are, and what to do next."""
-        if not self.main:
-            return
         if outcome["state"] == "stopped":
             place = f"epoch {outcome['epoch'] + 1}" if outcome["epoch"] < self.args.epochs else "the last evaluation"
             log.info("stopped (%s) in %s at step %d, state saved", outcome["reason"], place, outcome["step"])
