@@ -34,8 +34,8 @@ class Answers:
     """
 
     def __init__(self, loss: nn.Module, classes: int, names: Sequence[str] | None, world: World):
-        self.on = isinstance(loss, nn.CrossEntropyLoss) and classes <= MAX_CLASSES
-        self.classes, self.world = classes if self.on else 0, world
+        self.classes = classes if isinstance(loss, nn.CrossEntropyLoss) and classes <= MAX_CLASSES else 0
+        self.world = world
         self.names = [*map(str, names or ()), *map(str, range(len(names or ()), self.classes))]
         self.reset()
 
@@ -63,7 +63,7 @@ class Answers:
         A class that is neither a target nor an answer does not count. Every rank calls this once in an evaluation;
         `counts` are then those of all ranks.
         """
-        if not self.on:
+        if not self.classes:
             return {}
         total = distributed.merged(self.counts.tolist(), lambda *two: torch.tensor(two).sum(0).tolist(), self.world)
         self.counts = torch.tensor(total)
