@@ -76,13 +76,13 @@ def run(args: config.Args) -> int:
         about = {**runtime.about(world), "classes": [str(name) for name in names]}
         folder.begin(config.to_yaml(args, about, **resume.settled(plan)))
         console.setup_logging(folder.path, world.rank, world.is_main)
-        logging.getLogger(__name__).info("threads:     %s", threads)
+        logging.getLogger(__name__).info("threads:     %d", threads)
         if taken:
             logging.getLogger(__name__).info("-weights:    %s", taken)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
         resume.send(past, run_folder.run_of(args), disk)
         state, path = resume.state(past, plan), folder.path
-        logger = Logger(path, world, args, plan, state, main=disk.leads) if path else Off()
+        logger = Logger(path, world, args, plan, state) if path and disk.leads else Off()
         stack.callback(logger.close)
         seeding.for_building(args.seed, seeding.TRAINER)
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)

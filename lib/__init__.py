@@ -5,7 +5,7 @@ You edit these; a new file is a new choice on the command line:
     dataset/   your data: get_dataset(args)
     trainer/   your way of training: class Trainer
 You read these, and sometimes change them:
-    core/      loss, optimizer, learning-rate schedule, DDP and FSDP, BatchNorm's statistics, -dry, -debug and -eval
+    core/      loss, optimizer, learning-rate schedule, DDP and FSDP, BatchNorm's statistics, -debug and -eval
 You call this in a notebook:
     predict.py predict.load("out/NAME"): a run's predictions for new images or texts
 You need not read these:

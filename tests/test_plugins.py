@@ -115,12 +115,12 @@ def fit_the_flags(first, last, args):
 @pytest.mark.parametrize("name", DATASETS)
 def test_a_dataset_trains_a_step_with_what_it_asks_for(name, tmp_path, monkeypatch):
     made(name, tmp_path, monkeypatch)
-    runs.run(tmp_path / "out", " ".join([*words_for(name, tmp_path), "-cpu 1 -dry -batch_size 2 -workers 0"]))
+    runs.run(tmp_path / "out", " ".join([*words_for(name, tmp_path), "-cpu 1 -debug -limit_steps 1 -batch_size 2"]))
 
 
 @pytest.mark.parametrize("arch", [name for name in ARCHS if name not in SHIPPED["arch"]])
 def test_an_arch_of_a_fork_trains_a_step_on_digits_if_it_is_for_images(arch, tmp_path):
-    try_dry(f"-arch {arch} -cpu 1 -out {tmp_path}")
+    try_step(f"-arch {arch} -out {tmp_path}")
 
 
 @pytest.mark.parametrize("name", SHIPPED["dataset"])
@@ -148,7 +148,7 @@ def test_an_arch_learns_from_a_dataset_or_refuses_in_one_line(arch, name, tmp_pa
 def test_a_trainer_goes_on_after_a_stop_and_ends_at_the_same_bits(name, tmp_path):
     words = f"-cpu 1 -trainer {name} -epochs 2 -batch_size 256 -micro_batch 128 -model"
     if name not in SHIPPED["trainer"]:
-        try_dry(f"{words} dry -out {tmp_path}")
+        try_step(f"{words} trial -out {tmp_path}")
     whole = runs.run(tmp_path, f"{words} whole")
     runs.run(tmp_path, f"{words} parts -limit_steps 3", wanted=75)
     assert runs.distance(whole, runs.run(tmp_path, f"{words} parts")) == 0
@@ -171,10 +171,10 @@ def test_resnet_has_the_stem_that_the_image_size_and_channels_ask_for():
     assert stem("-channels", "5", "-image_size", "224", "-resnet_depth", "34") == (5, 7, 4)
 
 
-def try_dry(words):
+def try_step(words):
     """Skips the test where a step of this run fails."""
     try:
-        code = train.main([*words.split(), "-dry"])
+        code = train.main([*words.split(), "-debug", "-limit_steps", "1"])
     except Exception as error:  # whatever code for other data raises
         code = error
     if code:

@@ -169,10 +169,10 @@ def test_a_run_keeps_its_number_of_threads_unless_a_change_is_allowed(copy, monk
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     again = f"{SMALL} -cpu 2 -model few_norm_net"
     run(copy.parent, again)
-    assert "threads:     1; OMP_NUM_THREADS=3 is not used" in log_of(copy)
+    assert "threads:     1\n" in log_of(copy)
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     run(copy.parent, f"{again} -threads {share + 1} -allow_change threads")
-    assert f"threads:     {share + 1}, more than its share of the cores, {share}; OMP" in log_of(copy)
+    assert f"threads:     {share + 1}\n" in log_of(copy)
     assert f"\nthreads: {share + 1}\n" in (copy / "config.yaml").read_text()
 
 

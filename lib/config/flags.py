@@ -157,11 +157,9 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-sync_bn", SWITCH, "BatchNorm over the micro-batches of all processes (GPU only)", on_resume="refuse")
 
     group("finding out why", "forget")
-    add("-dry", SWITCH, "train one step, evaluate one batch; show shapes, parameters and memory; write nothing")
     add("-debug", SWITCH, "train -limit_steps (10) in one process and name the first bad tensor; write nothing")
     add("-eval", SWITCH, "only evaluate the best weights, or those of -weights, into out/NAME/eval.json")
     add("-overfit", COUNT, "train and evaluate on the same N samples", on_resume="refuse")
-    add("-profile", COUNT, "record N steps with torch's profiler, into out/NAME/profile")
     add("-debug_dist", SWITCH, "turn on verbose logging in torch.distributed, torchrun and NCCL")
 
     group("slurm", "allow")

@@ -80,11 +80,9 @@ class Args(argparse.Namespace):
     channels_last: bool
     deterministic: bool
     sync_bn: bool
-    dry: bool
     debug: bool
     eval: bool
     overfit: int | None
-    profile: int | None
     debug_dist: bool
     slurm: bool
     slurm_nnodes: int

@@ -6,5 +6,5 @@ scheduler.py  the learning rate as a function of the step
 parallel.py   DDP and FSDP2, precision, torch.compile, recomputation
 reduction.py  sums over micro-batches: the same bits on any number of processes
 batchnorm.py  running statistics that do not depend on which process saw which sample
-modes.py      -dry, -debug and -eval: starts that train nothing and leave the run as it is
+modes.py      -debug and -eval: starts that train nothing and leave the run as it is
 """

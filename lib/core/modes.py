@@ -1,24 +1,23 @@
-"""What a start does with its trainer: train, or -dry, -debug, -eval, which leave the run as it is."""
+"""What a start does with its trainer: train, or -debug and -eval, which leave the run as it is."""
 
-import contextlib
+import functools
 import itertools
 import json
 import logging
 import math
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lib.utils.checkpoint import atomic, run_folder, shards, weights
+from lib.utils.checkpoint import atomic, weights
 from lib.utils.checkpoint.resume import Past
-from lib.utils.checkpoint.state import parts_of, unwrap
+from lib.utils.checkpoint.state import unwrap
 from lib.utils.data.tensors import tensors
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import metrics, throughput
 
 if TYPE_CHECKING:
     from lib.trainer.trainer import Trainer
@@ -33,7 +32,7 @@ class BadTensor(RuntimeError):
 
 def chosen(args: Namespace) -> str:
     """Return the mode of a start: a key of RUN."""
-    return next((mode for mode in ("eval", "debug", "dry") if getattr(args, mode)), "train")
+    return "eval" if args.eval else "debug" if args.debug else "train"
 
 
 def evaluate(trainer: "Trainer", past: Past | None) -> str:
@@ -61,84 +60,37 @@ def evaluate(trainer: "Trainer", past: Past | None) -> str:
     return "finished"
 
 
-def dry(trainer: "Trainer", past: Past | None) -> str:
-    """Train one step, evaluate one batch, log the shapes, parameters, memory and the size of a checkpoint."""
-    model, device, plan = unwrap(trainer.model), trainer.world.device, trainer.plan
-    started = time.monotonic()
-    with _hooked(model, _log_shape):
-        next(trainer.steps(trainer.batches()))
-    seconds = time.monotonic() - started
-    if "val" in trainer.loaders:
-        key, batch = next(trainer.loaders["val"].epoch(0))
-        with torch.no_grad(), trainer.precision:
-            trainer.evaluation_step(model.eval(), batch, key.count)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    size, free = shards.total_bytes(parts_of(trainer).tensors()), run_folder.free_bytes(trainer.folder)
-    log.info("parameters:  %s, of which %s are trained", f"{_count(model):,}", f"{trained:,}")
-    log.info("a step:      %d samples in micro-batches of %d; the first took %.2f s", plan.batch, plan.micro, seconds)
-    log.info("the run:     %d epochs of %d steps", trainer.args.epochs, plan.steps)
-    log.info("memory:      %.2f GB at its peak on %s", throughput.memory(device) / 1e9, device)
-    log.info("checkpoint:  %.3f GB; %.1f GB are free in %s", size / 1e9, free / 1e9, trainer.args.out)
-    log.info("-dry: nothing was written")
-    return "finished"
-
-
 def debug(trainer: "Trainer", past: Past | None) -> str:
     """Train a few steps, from the newest checkpoint if there is one, and check each tensor as it comes.
 
     Raises:
-        BadTensor: the first tensor that is not finite, also what torch's anomaly detection finds in a backward pass.
+        BadTensor: the first tensor that is not finite.
+        RuntimeError: torch's anomaly detection found NaN in a backward pass; its warning shows the line.
     """
     if past:
         trainer.load(past)
-        trainer.metrics.reduce()  # forget what the run had not logged yet
     model, first = unwrap(trainer.model), trainer.state.step
     _check("the parameter", model.named_parameters())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(
-                lambda parameter, name=name: _check("the gradient of", [(name, parameter.grad)])
-            )
+            parameter.register_post_accumulate_grad_hook(functools.partial(_check_gradient, name))
+    for name, module in model.named_modules():
+        module.register_forward_hook(functools.partial(_check_output, name or "the model"))
     steps = itertools.islice(trainer.steps(_checked(trainer.batches())), trainer.args.limit_steps or DEBUG_STEPS)
-    try:
-        with torch.autograd.set_detect_anomaly(True, check_nan=True), _hooked(model, _check_output):
-            for _ in steps:
-                trainer.read_figures()
-                loss, norm = metrics.mean(trainer.metrics.reduce(), "loss"), trainer.last_norm
-                log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss, norm)
-                _check("after a step, the parameter", model.named_parameters())
-                if not math.isfinite(norm):
-                    what = "its gradients are finite, but not their norm or what a buffer of the model became"
-                    raise BadTensor(f"step {trainer.state.step}: {what}")
-    except RuntimeError as error:
-        if "returned nan" not in f"{error}":
-            raise
-        raise BadTensor(f"the first bad tensor is a gradient: {error} The warning above shows its line") from error
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        for _ in steps:
+            loss = trainer.window[-1][0].item()
+            trainer.read_figures()
+            log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss, trainer.last_norm)
+            _check("after a step, the parameter", model.named_parameters())
+            if not math.isfinite(trainer.last_norm):
+                what = "its gradients are finite, but not their norm or what a buffer of the model became"
+                raise BadTensor(f"step {trainer.state.step}: {what}")
     log.info("-debug: no bad tensor in %d steps; nothing was written", trainer.state.step - first)
     return "finished"
 
 
-RUN = {"train": lambda trainer, past: trainer.fit(past), "eval": evaluate, "debug": debug, "dry": dry}
-
-
-@contextlib.contextmanager
-def _hooked(model: nn.Module, hook: Callable[[str, nn.Module, Any], None]) -> Iterator[None]:
-    """Call hook(name, module, output) after each module of the model in the block."""
-    with contextlib.ExitStack() as stack:
-        for name, module in model.named_modules():
-            handle = module.register_forward_hook(lambda module, _, output, name=name: hook(name, module, output))
-            stack.callback(handle.remove)
-        yield
-
-
-def _log_shape(name: str, module: nn.Module, output: Any) -> None:
-    if not any(module.children()):
-        shapes = ", ".join(str(tuple(tensor.shape)) for _, tensor in tensors(output))
-        log.info("  %-32s %-20s %-24s %12s", name or "(model)", type(module).__name__, shapes, f"{_count(module):,}")
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+RUN = {"train": lambda trainer, past: trainer.fit(past), "eval": evaluate, "debug": debug}
 
 
 def _checked(batches: Iterable) -> Iterator:
@@ -147,13 +99,17 @@ def _checked(batches: Iterable) -> Iterator:
         yield key, batch
 
 
-def _check_output(name: str, module: nn.Module, output: Any) -> None:
-    _check(f"the output of {name or 'the model'} ({type(module).__name__}), tensor", tensors(output))
+def _check_output(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    _check(f"the output of {name} ({type(module).__name__}), tensor", tensors(output))
 
 
-def _check(what: str, named: Iterable[tuple[str, Tensor]]) -> None:
+def _check_gradient(name: str, parameter: Tensor) -> None:
+    _check("the gradient of", [(name, parameter.grad)])
+
+
+def _check(what: str, named: Iterable[tuple[str, Any]]) -> None:
     """Raise BadTensor for the first of these tensors that is not finite."""
     for name, tensor in named:
-        bad = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
+        bad = int((~torch.isfinite(tensor)).sum())
         if bad:
             raise BadTensor(f"the first bad tensor: {what} {name}: {bad} of {tensor.numel()} values are not finite")

@@ -58,7 +58,7 @@ def begin(args: Args) -> Path:
 
 def trains(args: Args) -> bool:
     """Whether a start trains, and so writes an outcome."""
-    return not (args.eval or args.dry or args.debug or args.check_resume)
+    return not (args.eval or args.debug or args.check_resume)
 
 
 def history_of(args: Args) -> Path:

@@ -23,7 +23,7 @@ from lib.utils.data.plan import MicroBatch
 from lib.utils.data.tensors import shapes_in_errors
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import images, logger, metrics, throughput
-from lib.utils.watchdog import Watch, watched
+from lib.utils.watchdog import Watch
 
 if TYPE_CHECKING:
     from lib.config import Args
@@ -107,7 +107,7 @@ class Trainer:
             self.rate = throughput.Rate(self.total_steps, self.state, self.world.device)
             minutes, saving = self.args.hang_minutes, self.checkpoints.writing
             self.watchdog = Watch(self.state, self.ballot, self.world, minutes, self.folder, saving)
-            with watched(self.watchdog):
+            with self.watchdog.watching():
                 while not self.over() and self.train_epoch() and self.end_epoch():
                     pass
                 return self.finish()
@@ -273,7 +273,7 @@ class Trainer:
         """Return the metrics of a split over the samples of all ranks. None if all ranks agree to stop."""
         self.stop.evaluating(last=self.state.step == self.total_steps or self.over())
         model, totals = unwrap(self.model).eval(), metrics.Sums()
-        self.answers.reset(wanted=split == "test" or images.due(self.state.epoch + 1, self.args.epochs))
+        self.answers.reset()
         for key, batch in self.loaders[split].epoch(0):
             with self.precision, shapes_in_errors(batch, self.args):
                 sums = self.evaluation_step(model, batch, key.count)

@@ -146,13 +146,6 @@ def set_patience(seconds: float) -> None:
         set_timeout(datetime.timedelta(seconds=seconds), group)
 
 
-def store_of_own(seconds: float) -> dist.Store:
-    """Return the rendezvous store over a connection of its own, which raises RuntimeError after so many seconds."""
-    store = dist.distributed_c10d._get_default_store().clone()
-    store.set_timeout(datetime.timedelta(seconds=max(1.0, seconds)))
-    return store
-
-
 def launch_id() -> str:
     """Return an id of this launch: restarts and requeues keep it, a new command gets a new one.
 

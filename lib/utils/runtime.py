@@ -46,26 +46,23 @@ def set_threads(args: Namespace, saved: int | None = None) -> None:
     torch.set_num_threads(args.threads or saved or distributed.user_threads() or 1)
 
 
-def settle_threads(args: Namespace, world: World, saved: int | None, model: nn.Module, sample: Callable) -> str:
-    """Set the run's number of threads, the same on all ranks. Return it for the log.
+def settle_threads(args: Namespace, world: World, saved: int | None, model: nn.Module, sample: Callable) -> int:
+    """Set the run's number of threads, the same on all ranks, and return it.
 
     Sums of another number have other bits, so nothing about it is measured, and a run keeps that of its first start
     (`saved`). `sample` returns a micro-batch of the run.
     """
     share = -int(distributed.largest([-distributed.cores_each(world)], world)[0])
-    given = distributed.user_threads()
 
     def choose() -> int:
-        wanted = args.threads or saved or given
+        wanted = args.threads or saved or distributed.user_threads()
         if wanted or share == 1 or world.device.type != "cpu":
             return wanted or share
         return threads_for(work_of(model, sample()), share)
 
     count = distributed.main_does(choose, world)
     torch.set_num_threads(count)
-    more = f", more than its share of the cores, {share}" if count > share else ""
-    unused = f"; OMP_NUM_THREADS={given} is not used" if given not in (None, count) else ""
-    return f"{count}{more}{unused}"
+    return count
 
 
 def threads_for(work: float, share: int) -> int:

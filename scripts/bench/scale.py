@@ -1,9 +1,9 @@
 """What a run costs with W ranks: measured on one machine as far as it goes. docs/scaling.md has the models beyond.
 
-    python scripts/bench/scale.py [plan exchange store meet checkpoint start] [-ranks 1 1024 4096 16384] [-tensors N]
+    python scripts/bench/scale.py [plan exchange meet checkpoint start] [-ranks 1 1024 4096 16384] [-tensors N]
 
 plan: a rank's next micro-batch and its keys, in a World of W ranks without processes. exchange: votes, sums and lists
-among real processes. store: connections and signs of life at the rendezvous store. meet: how gloo connects W ranks,
+among real processes. meet: how gloo connects W ranks,
 each a thread. checkpoint: a past of W small files, published, read, verified and removed by the functions of a run.
 start: file operations of a run of one step, by strace. Times are CPU time, the least of several calls: other work on
 the machine disturbs that little. One column says "wall".
@@ -39,7 +39,7 @@ from lib.utils.data.plan import Plan  # noqa: E402
 from lib.utils.distributed import World  # noqa: E402
 from lib.utils.monitoring import metrics  # noqa: E402
 
-MOST_PROCESSES, MOST_THREADS, MOST_CONNECTIONS = 16, 256, 4096  # what two cores and 24 GB hold without trouble
+MOST_PROCESSES, MOST_THREADS = 16, 256  # what two cores and 24 GB hold without trouble
 REPEAT = 20
 LOOKS = ("stat", "lstat", "newfstatat", "statx", "access", "faccessat2", "readlink")
 
@@ -146,34 +146,6 @@ def _exchange(rank, size, folder):
         found[name] = cpu_ms(lambda call=call: [call() for _ in range(5)]) / 5
     dist.barrier()
     return found
-
-
-def store(args) -> list[dict]:
-    """Measure the rendezvous store with a connection for each rank: signs of life, and one rank that reads all."""
-    return [in_processes(_store, 1, size)[0] for size in args.ranks if size <= MOST_CONNECTIONS]
-
-
-def _store(_rank, _size, ranks):
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    keys = [f"watchdog/{rank}" for rank in range(ranks)]
-    before, began = open_files(), time.process_time()
-    with concurrent.futures.ThreadPoolExecutor(256) as threads:  # some wait for a name server
-        clients = [*threads.map(lambda _: dist.TCPStore("127.0.0.1", server.port, is_master=False), keys)]
-    connected, sockets = time.process_time() - began, open_files() - before
-
-    def sign():
-        for key, client in zip(keys, clients, strict=True):
-            client.set(key, '{"step": 100000, "pulse": 1000}')
-
-    signs = cpu_ms(sign, 3)
-    return {
-        "ranks": ranks,
-        "sockets, both ends": sockets,
-        "all connect, ms": 1e3 * connected,
-        "a sign of each, ms": signs,
-        "signs a second": int(1e3 * ranks / signs),
-        "one reads all, ms": cpu_ms(lambda: clients[0].multi_get(keys), 3),
-    }
 
 
 def open_files() -> int:
@@ -286,7 +258,7 @@ def _operations(trace: str) -> dict:
     }
 
 
-PARTS = {part.__name__: part for part in (plan, exchange, store, meet, checkpoint, start)}
+PARTS = {part.__name__: part for part in (plan, exchange, meet, checkpoint, start)}
 
 if __name__ == "__main__":
     main()

@@ -208,7 +208,7 @@ def test_memory_is_counted_in_bytes():
 )
 def test_a_finished_run_says_what_it_calls_for_or_nothing(steps, epochs, best, advice, tmp_path, caplog):
     args = SimpleNamespace(epochs=epochs)
-    board = SimpleNamespace(main=True, folder=tmp_path, total_steps=steps, args=args)
+    board = SimpleNamespace(folder=tmp_path, total_steps=steps, args=args)
     best = best and {"metric": "accuracy", "value": 0.9, "epoch": best}
     with caplog.at_level("INFO"):
         logger.Logger.end(board, {"state": "finished", "epoch": epochs, "test": {}, "best": best})

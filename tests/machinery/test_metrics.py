@@ -236,7 +236,7 @@ def test_a_resumed_run_cuts_metrics_back_to_its_checkpoint(tmp_path):
         assert names == ({"step", "a"} if step == 3 else set())
 
 
-def test_a_full_disk_costs_one_warning_and_no_half_line(tmp_path, caplog):
+def test_a_full_disk_is_a_warning_and_leaves_no_half_line(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     lines = metrics.Lines(path)
     with full_disk(100):
@@ -245,4 +245,4 @@ def test_a_full_disk_costs_one_warning_and_no_half_line(tmp_path, caplog):
     lines.write({"step": 20})
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     assert steps == sorted(set(steps)) and steps[-1] == 20
-    assert len(caplog.records) == 1 and str(path) in caplog.text
+    assert f"cannot write {path}" in caplog.text

@@ -51,7 +51,7 @@ HELD = (
 STAND_INS = {  # what the pages make or take from elsewhere, and something of the kind that is here
     "arch": ["tiny", "my_net", "planar", "bert", "nano", "vision", "causal", "detector", "painter"],
     "dataset": ["stripes", "my_data", "rings", "parity", "counting", "boxes"],
-    "trainer": ["sure", "detection", "gan", "contrastive"],
+    "trainer": ["sure", "detection", "gan", "contrastive", "profiled"],
 }  # fmt: skip
 INSTEAD = {"arch": "mlp", "dataset": "digits", "trainer": "trainer"}
 
@@ -236,6 +236,7 @@ RUNS = {  # of the files in the pages: the run's name, and how to start it
     "gan_2": "-arch painter -trainer gan -epochs 1 -micro_batch 32 -cpu 2 -model gan_2",
     "views": "-trainer contrastive -epochs 2 -micro_batch 32 -cpu 1 -model views",
     "views_3": "-trainer contrastive -epochs 2 -micro_batch 32 -cpu 3 -model views_3",
+    "profiled": "-trainer profiled -epochs 1 -model profiled",
     "photos": "-image_size 65 -epochs 1 -batch_size 12 -model photos",  # behind the README's own flags
 }
 
@@ -269,6 +270,8 @@ def test_the_files_in_the_pages_train_as_they_should(fork, said):
     losses = [line["val/loss"] for line in _lines(fork / "out" / "views") if "val/loss" in line]
     assert len(losses) == 2 and losses[1] < losses[0]
     assert any("val/overlap" in line for line in _lines(fork / "out" / "boxes_detector"))
+    (trace,) = (fork / "out" / "profiled" / "profile").glob("rank_0.*.pt.trace.json")
+    assert trace.read_text().count('"name": "ProfilerStep#') == 5
 
 
 def test_the_contrastive_loss_of_the_page_is_the_papers_written_out():

@@ -109,10 +109,10 @@ def test_a_new_run_chooses_its_threads_by_its_model(monkeypatch):
     monkeypatch.setattr(distributed, "cores_each", lambda world: 2)
     before, model = torch.get_num_threads(), nn.Linear(1000, 1000, bias=False)
     try:
-        for rows, wanted in ((50, "1"), (300, "2")):
+        for rows, wanted in ((50, 1), (300, 2)):
             args = types.SimpleNamespace(threads=None)
             said = runtime.settle_threads(args, World(), None, model, lambda rows=rows: torch.rand(rows, 1000))
-            assert said == wanted and torch.get_num_threads() == int(wanted)
+            assert said == wanted == torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
 

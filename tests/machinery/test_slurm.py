@@ -127,14 +127,14 @@ def test_a_job_that_only_looks_at_a_run_ends_with_its_own_code(slurm, out):
     slurm.do("scancel", looking)
     assert slurm.ended(looking)["JobState"] == "CANCELLED"
     until(lambda: ": Terminated" in slurm.log("looking")(), what=slurm.log("looking"))
-    words = f"-dataset slow -cpu=2 -dry -out {out} -model by_dry".split()  # more than it was given CPUs
-    by_file = slurm.do("sbatch", "--parsable", "-N2", f"--output={out}/by_dry.log", "scripts/slurm/train.sbatch",
+    words = f"-dataset slow -cpu=2 -debug -out {out} -model by_file".split()  # more than it was given CPUs
+    by_file = slurm.do("sbatch", "--parsable", "-N2", f"--output={out}/by_file.log", "scripts/slurm/train.sbatch",
                        *words, PYTHON=sys.executable).strip()  # fmt: skip
-    submitted, wrong = slurm.submit("-model dry_too -dry"), slurm.submit("-model none -eval -cpu 1", nodes=1)
-    assert slurm.ended(by_file)["JobState"] == "COMPLETED", slurm.log("by_dry")()
-    assert slurm.ended(submitted)["JobState"] == "COMPLETED", slurm.log("dry_too")()
+    submitted, wrong = slurm.submit("-model submitted -debug"), slurm.submit("-model none -eval -cpu 1", nodes=1)
+    assert slurm.ended(by_file)["JobState"] == "COMPLETED", slurm.log("by_file")()
+    assert slurm.ended(submitted)["JobState"] == "COMPLETED", slurm.log("submitted")()
     assert (slurm.ended(wrong)["JobState"], slurm.job(wrong)["ExitCode"]) == ("FAILED", "2:0"), slurm.log("none")()
-    assert not any("was lost" in slurm.log(name)() for name in ("by_dry", "dry_too", "none", "looking"))
+    assert not any("was lost" in slurm.log(name)() for name in ("by_file", "submitted", "none", "looking"))
     assert "nanobind" not in slurm.log("none")(), "messages on leaks follow the one line that counts"
 
 

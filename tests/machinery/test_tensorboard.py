@@ -13,6 +13,7 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 import runs
 import torch
@@ -36,7 +37,7 @@ def test_a_full_disk_leaves_event_files_readable_and_is_one_warning(tmp_path, ca
         for step in range(20):
             board.scalars(step, {"train/loss": step})
     board.scalars(20, {"train/loss": 20})
-    board.close(finished=True)
+    board.close()
     opened(tmp_path, first_step=21).scalars(21, {"train/loss": 21})  # the next start
     points = [point.step for point in loaded(tmp_path).Scalars("train/loss")]
     assert points == [*range(len(points) - 1), 21] and 2 < len(points) < 20
@@ -70,13 +71,13 @@ def test_a_board_holds_scalars_hparams_and_images_in_one_file(tmp_path):
     board.image("samples", images.tiles(torch.rand(5, 3, 8, 6)), 1)
     board.scalars(10, {"train/loss": torch.tensor(0.5), "val/accuracy": 0.9, "bad": math.nan})
     events = loaded(tmp_path)  # before close: as after kill -9
-    board.close(finished=True)
+    board.close()
 
     assert sorted(events.Tags()["scalars"]) == ["bad", "train/loss", "val/accuracy"]
     assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [(10, 0.5)]
     assert math.isnan(events.Scalars("bad")[0].value)
     (picture,) = events.Images("samples")
-    assert (picture.width, picture.height) == (351, 2 * 115 + 3) and events.Tags()["images"] == ["samples"]
+    assert (picture.width, picture.height) == (348, 2 * 110) and events.Tags()["images"] == ["samples"]
 
     events = loaded(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
@@ -84,8 +85,6 @@ def test_a_board_holds_scalars_hparams_and_images_in_one_file(tmp_path):
     start = plugin_data_pb2.HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info
     assert start.hparams["lr_start"].number_value == 0.1 and start.hparams["sizes"].string_value == "[1, 2]"
     assert start.hparams["fp16"].string_value == "False"
-    end = plugin_data_pb2.HParamsPluginData.FromString(content["_hparams_/session_end_info"]).session_end_info
-    assert end.status == 1  # success
 
 
 def test_a_killed_run_has_its_last_log_line_in_the_event_file_and_draws_one_line_after_a_resume(start):
@@ -104,12 +103,12 @@ def test_a_killed_run_has_its_last_log_line_in_the_event_file_and_draws_one_line
 
 
 def test_a_board_without_the_package_does_nothing(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     board = tensorboard.Board(tmp_path / "board", 1, {"a": 1})
-    board.image("samples", torch.zeros(1, 2, 2), 1)
+    board.image("samples", np.zeros((2, 2, 3), np.uint8), 1)
     board.scalars(1, {"loss": 1.0})
     board.scalars(2, {"loss": 1.0})
-    board.close(finished=True)
+    board.close()
     assert not (tmp_path / "board").exists()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
@@ -152,7 +151,7 @@ def test_servers_answer_each_on_a_port_of_its_own_and_end_with_their_run(tmp_pat
     second.mkdir()
     board = opened(first, hparams={"arch": "mlp", "lr_start": 0.25})
     board.scalars(7, {"train/loss": 0.5})
-    board.close(finished=True)
+    board.close()
     opened(second, hparams={"arch": "mlp", "lr_start": 0.5, "vit_depth": 3}).scalars(7, {"train/loss": 0.4})
     command = [sys.executable, "-c", SERVE, str(second)]
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -174,11 +173,11 @@ def test_servers_answer_each_on_a_port_of_its_own_and_end_with_their_run(tmp_pat
     assert experiment["hparamInfos"][0]["type"] == "DATA_TYPE_FLOAT64"
     assert "train/loss" in [one["name"]["tag"] for one in experiment["metricInfos"]]
     columns = {"colParams": [{"hparam": "lr_start"}, {"metric": {"tag": "train/loss"}}], "sliceSize": 9}
-    wish = {"allowedStatuses": ["STATUS_SUCCESS"], **columns}
-    (group,) = asked(address, "data/plugin/hparams/session_groups", wish)["sessionGroups"]
-    assert group["hparams"] == {"arch": "mlp", "lr_start": 0.25} and 0.5 in [
-        one["value"] for one in group["metricValues"]
-    ]
+    wish = {"allowedStatuses": ["STATUS_UNKNOWN"], **columns}
+    groups = asked(address, "data/plugin/hparams/session_groups", wish)["sessionGroups"]
+    first_hparams = {"arch": "mlp", "lr_start": 0.25}
+    (group,) = [group for group in groups if group["hparams"] == first_hparams]
+    assert len(groups) == 2 and 0.5 in [one["value"] for one in group["metricValues"]]
 
     assert "TensorBoard" in fetched(other), "Ctrl-C is the run's matter"
     run.kill()

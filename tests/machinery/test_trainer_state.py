@@ -148,13 +148,6 @@ def test_an_optimizer_that_no_checkpoint_can_hold_is_refused(tmp_path, capfd):
     assert said in capfd.readouterr().err.splitlines()[-1]
 
 
-def test_a_dry_run_counts_what_a_trainer_keeps(tmp_path, monkeypatch):
-    counted = []
-    monkeypatch.setattr(shards, "total_bytes", lambda tensors: counted.extend(tensors) or 1)
-    run(tmp_path, f"{EMA} -cpu 1 -dry")
-    assert "trainer.average.5/weight" in counted
-
-
 def test_a_decay_that_is_none_is_refused():
     for decay in ("-0.1", "1", "x"):
         assert f"-ema_decay: {decay!r} is not a number from 0 to below 1" in refusal(

@@ -105,8 +105,8 @@ def test_a_tunnel_that_fails_is_one_warning_without_secrets(agent, tmp_path, fau
     assert text.count("WARNING") == 1 and message in text and TOKEN not in text and PASSWORD not in text
     (line,) = (run / tensorboard_server.ADDRESS_FILE).read_text().splitlines()
     assert "TensorBoard" in fetched(line.partition(": ")[2]), "-tb's server is there all the same"
-    until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the agent's end")
     server.close()
+    until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the agent's end")
 
 
 @pytest.mark.parametrize("password", [None, "short", "with a space in it", "with:a:colon:inside", "with${cel}inside"])

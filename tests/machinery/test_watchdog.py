@@ -1,4 +1,4 @@
-"""A run that hangs ends, and says which rank stood where."""
+"""A run that hangs ends, and each rank says where it stood."""
 
 import gc
 import multiprocessing
@@ -30,19 +30,18 @@ def watch_of(state, ballot, minutes, folder, world=World()):  # noqa: B008
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_frozen_rank_is_named_with_its_step_and_the_run_fails(start, rank):
+def test_a_frozen_rank_fails_the_run_and_only_its_log_says_nothing(start, rank):
     deed = {"do": "strike", "signal": "SIGSTOP", "step": 45, "rank": rank}
     run = start("frozen", "-hang_minutes", MINUTES, deed=deed, cpu=3, env={"VOTE_S": "1"})
     assert run.ends() == 1, run.text()
     assert time.monotonic() - run.noted(1)[0]["time"] < MINUTES * 60 + SOON_S
-    message = r"Hang: nothing moved for \d+ s \(-hang_minutes 0.1\): no sign of life since step \d+: rank {}"
-    message += r"; waiting at step (\d+): rank {}, {}"
-    message = message.format(rank, *sorted({0, 1, 2} - {rank}))
-    assert 45 <= int(re.search(message, run.text())[1]) <= 46, run.text()
-    assert run.outcome()["state"] == "failed" and "no sign of life" in run.outcome()["reason"]
+    assert (
+        run.outcome()["state"] == "failed" and "Timed out" in run.outcome()["reason"] and run.outcome()["lost_peer"]
+    )
+    assert "nothing moved" not in (run.folder / "logs" / f"rank_{rank}.log").read_text()
     for other in {0, 1, 2} - {rank}:
         log = (run.folder / "logs" / f"rank_{other}.log").read_text()
-        assert re.search(rf"nothing moved .*no sign of life since step \d+: rank {rank};", log)
+        assert re.search(r"nothing moved for 6 s \(-hang_minutes\) at step 4\d", log)
         assert re.search(r"Thread 0x.*(reduction|batchnorm|distributed)\.py", log, re.S), (
             "no stacks in the rank's own log"
         )
@@ -53,8 +52,6 @@ def test_a_rank_that_is_busy_with_something_else_shows_what(start):
     """It lives, and is behind: its own log has the stack that it is in."""
     run = start("busy", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45, "rank": 1})
     assert run.ends() == 1, run.text()
-    assert re.search(r"Hang: nothing moved .*: rank ", run.text())
-    assert "no sign of life" not in run.text()
     log = (run.folder / "logs" / "rank_1.log").read_text()
     assert "faulty.py" in log and "in pause" in log
 
@@ -64,26 +61,26 @@ def test_a_single_process_that_hangs_fails_and_shows_where(start):
     run = start("alone", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45}, cpu=1)
     there = start("there", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45}, cpu=1, terminal=("stdin",))
     assert run.ends() == 1, run.text()
-    said = r"nothing moved for \d+ s \(-hang_minutes 0.1\): waiting at step 45: rank 0"
-    assert re.search(said, run.text()) and run.outcome()["state"] == "running", "as one that is killed"
+    said = "nothing moved for 6 s (-hang_minutes) at step 45; what this rank was doing: "
+    assert said in run.text() and run.outcome()["state"] == "running", "as one that is killed"
     assert "in pause" in (run.folder / "logs" / "rank_0.log").read_text()
     processes.until(lambda: "nothing moved for" in there.log.read_text())
     there.go()
     assert there.ends() == 0, there.text()
 
 
-def test_the_first_step_of_a_single_process_may_take_longer(tmp_path, monkeypatch):
+def test_the_first_step_of_a_single_process_may_take_longer(tmp_path, monkeypatch, caplog):
     ended, ballot = threading.Event(), types.SimpleNamespace(ticks=0, since=0.0)
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
     monkeypatch.setattr(watchdog.sys, "stdin", None)
     (tmp_path / "logs").mkdir()
     state = types.SimpleNamespace(step=3)
     watch = watch_of(state, ballot, 0.1 / 60, tmp_path)
-    with watchdog.watched(watch):
+    with watch.watching():
         assert not ended.wait(0.3), "before its first step it may take longer"
         watch.mark()
         assert ended.wait(SOON_S)
-        assert "waiting at step 3: rank 0" in watch.report
+    assert "at step 3" in caplog.text
 
 
 def test_a_process_that_is_suspended_does_not_hang(tmp_path):
@@ -107,23 +104,13 @@ def steps_until_told(folder, reader):
     """A run of steps that take a third of the patience."""
     ballot = types.SimpleNamespace(ticks=0, since=0.0)
     watch = watch_of(types.SimpleNamespace(step=3), ballot, PATIENCE_S / 60, folder)
-    with watchdog.watched(watch):
+    with watch.watching():
         watch.mark()
         (folder / "begun").touch()
         while not reader.poll():
             for _ in range(10):  # one sleep would be over as soon as the process is woken
                 time.sleep(PATIENCE_S / 30)
             ballot.ticks += 1
-
-
-def test_a_rank_has_left_a_sign_before_its_first_pulse(tmp_path, monkeypatch):
-    """A rank that freezes this early must not be missing: one missing key fails the request for all."""
-    store, state = dist.HashStore(), types.SimpleNamespace(step=7)
-    monkeypatch.setattr(distributed, "store_of_own", lambda seconds: store)
-    watch = watch_of(state, None, 10, tmp_path, World(rank=1, size=2))
-    watch.over.set()
-    watch.run()
-    assert store.check(["watchdog/1"]) and b'"step": 7' in store.get("watchdog/1")
 
 
 def test_the_first_step_may_take_longer_than_hang_minutes(start, undisturbed):
@@ -198,22 +185,3 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch):
     with pytest.raises(ValueError, match="mine"), distributed.joined(args):
         raise ValueError("mine")
     assert left == [True]
-
-
-def test_a_report_names_the_silent_and_those_behind_first():
-    signs = [{"step": step, "time": time.time() - age} for step, age in ((7, 1), (7, 600), (6, 1), (7, 9), (0, 600))]
-    assert watchdog.describe(signs, 300) == (
-        "no sign of life since step 0: rank 4; no sign of life since step 7: rank 1; "
-        "waiting at step 6: rank 2; waiting at step 7: rank 0, 3"
-    )
-
-
-def test_a_failure_that_is_no_hang_stays_what_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(distributed, "store_of_own", lambda seconds: None)
-    monkeypatch.setattr(distributed, "set_patience", lambda seconds: None)
-    state, ballot = types.SimpleNamespace(step=3), types.SimpleNamespace(ticks=0, since=0.0)
-    watch = watch_of(state, ballot, 10, tmp_path, World(size=2))
-    with pytest.raises(RuntimeError, match="out of memory") as caught, watchdog.watched(watch):
-        watch.mark()
-        raise RuntimeError("out of memory")
-    assert type(caught.value) is RuntimeError

@@ -56,7 +56,7 @@ def find(args: "Args", disk: Disk) -> Past | None:
         Damaged: the run has checkpoints, and none is good.
         OSError: the disk does not answer, which says nothing about the checkpoints.
     """
-    if args.dry or args.eval:
+    if args.eval:
         return None
     own = run_folder.run_of(args) / "checkpoints"
     if args.resume and Path(os.path.realpath(own)) in Path(os.path.realpath(args.resume)).parents:

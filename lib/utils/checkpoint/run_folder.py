@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"(\d{6,})_step_(\d+)")
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # there is no such file
 LESS_MEMORY = "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp"
-LOST_PEER = {"DistError", "Hang"}  # classes of torch.distributed and of watchdog, by name
+LOST_PEER = {"DistError"}  # classes of torch.distributed by name
 WAIT_S = 120.0  # for another process with the lock, which may be saving; NFS keeps the lock of a lost host for 90 s
 
 

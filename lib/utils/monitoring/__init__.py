@@ -1,6 +1,6 @@
 """What a run shows: machinery, you need not read it.
 
-logger.py              the terminal, metrics.jsonl, TensorBoard, -profile; which figures: Trainer.log
+logger.py              the terminal, metrics.jsonl, TensorBoard; which figures: Trainer.log
 console.py             log files, the progress bar, and the format of a log line
 metrics.py             sums over samples and processes, the best evaluation, metrics.jsonl
 throughput.py          samples per second, waiting for data, time left, memory

@@ -1,4 +1,4 @@
-"""What a run reports of itself: to the terminal and the logs, metrics.jsonl, TensorBoard, a tracker, a profile."""
+"""What a run reports of itself: to the terminal and the logs, metrics.jsonl, TensorBoard, a tracker."""
 
 import logging
 import time
@@ -7,46 +7,41 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lib.utils.distributed import World
 from lib.utils.monitoring import console, images, metrics, startup, tensorboard, tensorboard_server, trackers
 
 log = logging.getLogger(__name__)
-PROFILE_FROM, WARM_UP = 3, 2  # steps that -profile leaves out: the first of a run are unlike the others
 FEW_STEPS = 100  # a finished run with fewer is advised to take more
 
 
 class Off:
-    """What is switched off: each method does nothing. As the logger of -dry, -debug and -eval."""
+    """What is switched off: each method does nothing. As the logger of -debug and -eval, and of most ranks."""
 
     def __getattr__(self, method: str) -> Callable[..., None]:
         return lambda *_: None
 
 
 class Logger:
-    """The logger of a run. Every rank has one; the first of each disk (main) writes more than its log and profile."""
+    """The logger of a run, on the first rank of each disk."""
 
-    def __init__(self, folder: Path, world: World, args: Namespace, plan: Any, state: Any, *, main: bool):
-        self.main = main
+    def __init__(self, folder: Path, world: World, args: Namespace, plan: Any, state: Any):
         self.folder, self.args, self.start_step = folder, args, state.step
         self.total_steps = args.epochs * plan.steps
         self.started = False
-        self.profile: Any = profile(folder / "profile", world, args.profile) if args.profile else Off()
-        self.lines: Any = Off()
-        self.board = self.bar = self.server = self.tracker = self.lines
-        if self.main:
-            # Steps after the checkpoint come again; an evaluation at its very step may be logged already.
-            self.logged = metrics.cut_back(folder / "metrics.jsonl", state.step)
-            self.lines = metrics.Lines(folder / "metrics.jsonl")
-            hparams = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
-            self.board = tensorboard.Board(folder, state.step + 1, hparams)
-            self.bar = console.Progress(self.total_steps, state.step)
-            if world.is_main and args.track != "none":
-                self.tracker = trackers.Tracker(args.track, folder)
-            if world.is_main and (args.tb or args.ngrok):
-                self.server = tensorboard_server.Server(folder, args.ngrok_auth if args.ngrok else "")
+        # Steps after the checkpoint come again; an evaluation at its very step may be logged already.
+        self.logged = metrics.cut_back(folder / "metrics.jsonl", state.step)
+        self.lines = metrics.Lines(folder / "metrics.jsonl")
+        hparams = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
+        self.board = tensorboard.Board(folder, state.step + 1, hparams)
+        self.bar = console.Progress(self.total_steps, state.step)
+        self.tracker: Any = Off()
+        self.server: Any = Off()
+        if world.is_main and args.track != "none":
+            self.tracker = trackers.Tracker(args.track, folder)
+        if world.is_main and (args.tb or args.ngrok):
+            self.server = tensorboard_server.Server(folder, args.ngrok_auth if args.ngrok else "")
 
     def first_batch(self, batch: Any) -> None:
         """After each micro-batch: the first one ends the start of the run, and is shown if it is images."""
@@ -54,12 +49,11 @@ class Logger:
             return
         self.started = True
         log.info("start-up:    %.1f s", time.monotonic() - startup.STARTED)
-        if self.main and isinstance(batch, (tuple, list)) and images.is_picture(batch[0]):
+        if isinstance(batch, (tuple, list)) and images.is_picture(batch[0]):
             self.board.image("train/samples", images.tiles(batch[0]), self.start_step + 1)
 
     def step(self, loss: Tensor) -> None:
         """After each optimizer step, with the loss of its last micro-batch."""
-        self.profile.step()
         self.bar.step(loss)
 
     def training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
@@ -67,8 +61,6 @@ class Logger:
 
         `interval`: sums over its samples; `figures`: of its last step; `speed`: shown as perf/*.
         """
-        if not self.main:
-            return
         losses = {"loss": metrics.mean(interval, "loss"), "loss_mean": metrics.mean(state.sums, "loss")}
         others = {name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")}
         bad_steps = {"bad_steps": state.bad_steps} if state.bad_steps else {}
@@ -82,23 +74,21 @@ class Logger:
         self._write(state, tagged | {f"perf/{name}": value for name, value in speed.items()})
 
     def evaluated(self, state: Any, split: str, figures: dict, answers: images.Answers) -> None:
-        """Log the metrics of a split and pictures of the model's answers; every rank calls this."""
+        """Log the metrics of a split and pictures of the model's answers."""
         if not figures:
             return
-        pictures = answers.draw()
         shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         log.info("epoch %d/%d  %s  %s", state.epoch, self.args.epochs, split, shown)
         tagged = {f"{split}/{name}": value for name, value in figures.items()}
-        if not self.main or (state.step == self.start_step and self.logged & tagged.keys()):
+        if state.step == self.start_step and self.logged & tagged.keys():
             return
-        for name, picture in pictures.items():
+        drawn = split == "test" or images.due(state.epoch, self.args.epochs)
+        for name, picture in answers.draw().items() if drawn else ():
             self.board.image(f"{split}/{name}", picture, state.step)
         self._write(state, tagged)
 
     def end(self, outcome: dict) -> None:
         """Log how the run ended (as in outcome.json), where its files are, and what to do next."""
-        if not self.main:
-            return
         if outcome["state"] == "stopped":
             place = f"epoch {outcome['epoch'] + 1}" if outcome["epoch"] < self.args.epochs else "the last evaluation"
             log.info("stopped (%s) in %s at step %d, state saved", outcome["reason"], place, outcome["step"])
@@ -119,34 +109,13 @@ class Logger:
             log.info("try next:    more -epochs: the last one was the best")
 
     def close(self, finished: bool = False) -> None:
-        """Close the files, and end the progress bar, the profile and TensorBoard's server."""
-        self.profile.stop()
+        """Close the files, and end the progress bar and TensorBoard's server."""
         self.bar.close()
-        self.board.close(finished)
+        self.board.close()
         self.tracker.close(finished)
-        self.profile = self.tracker = Off()  # closed once
+        self.tracker = Off()  # closed once
         self.server.close()
 
     def _write(self, state: Any, tagged: dict) -> None:
         self.board.scalars(state.step, tagged)  # first: TensorBoard has every line of metrics.jsonl
         self.lines.write({"step": state.step, "epoch": state.epoch, "samples": state.samples, **tagged})
-
-
-def profile(folder: Path, world: World, count: int) -> torch.profiler.profile:
-    """Record `count` steps of this rank, after a few: rank_N.trace.json.gz, for ui.perfetto.dev, and a table."""
-
-    def write(profiler: torch.profiler.profile) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"rank_{world.rank}.trace.json.gz"))
-        slowest = f"self_{'device' if world.device.type == 'cuda' else 'cpu'}_time_total"
-        table = profiler.key_averages().table(sort_by=slowest, row_limit=30)
-        (folder / f"rank_{world.rank}.txt").write_text(table)
-        if world.is_main:
-            log.info("-profile: %s", folder)
-
-    schedule = torch.profiler.schedule(wait=PROFILE_FROM, warmup=WARM_UP, active=count, repeat=1)
-    profiler = torch.profiler.profile(
-        schedule=schedule, on_trace_ready=write, record_shapes=True, profile_memory=True
-    )
-    profiler.start()
-    return profiler

@@ -129,12 +129,11 @@ def better(best: dict | None, figures: dict[str, float], metric: str | None, epo
 class Lines:
     """metrics.jsonl: one JSON object a line, flushed at once.
 
-    If it cannot be written, one warning says so, and training continues.
+    If it cannot be written, a warning says so, and training continues.
     """
 
     def __init__(self, path: Path):
         self._file = path.open("a", buffering=1)
-        self._warned = False
 
     def write(self, figures: dict[str, Any]) -> None:
         """Append a line. NaN and infinity, which JSON does not know, become null."""
@@ -142,9 +141,7 @@ class Lines:
         try:
             self._file.write(json.dumps(figures | odd) + "\n")
         except OSError as error:
-            if not self._warned:
-                log.warning("cannot write %s (%s): training continues", self._file.name, error)
-            self._warned = True
+            log.warning("cannot write %s (%s): training continues", self._file.name, error)
 
 
 def cut_back(path: Path, step: int) -> set[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
 log = logging.getLogger(__name__)
 
@@ -37,15 +37,13 @@ class Board:
         points = [{"tag": tag, "simple_value": float(value)} for tag, value in values.items()]
         self._try(lambda: self._add(step, summary={"value": points}))
 
-    def image(self, tag: str, image: Tensor, step: int) -> None:
-        """Add an image (C, height, width) of uint8."""
-        self._try(lambda: self._add(step, summary=self._summary.image(tag, image, dataformats="CHW")))
+    def image(self, tag: str, image: np.ndarray, step: int) -> None:
+        """Add an image (height, width, 3) of uint8."""
+        self._try(lambda: self._add(step, summary=self._summary.image(tag, image, dataformats="HWC")))
 
-    def close(self, finished: bool) -> None:
-        """Close the file, if it is open. A finished run is marked as a success."""
+    def close(self) -> None:
+        """Close the file, if it is open."""
         if self._writer is not None:
-            if finished:
-                self._try(lambda: self._add(summary=self._summary.hparams({}, {})[2]))
             self._try(self._writer.close)
         self._on = False
 

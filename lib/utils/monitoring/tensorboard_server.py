@@ -47,29 +47,23 @@ class Server:
 
 def main(run: Path, parent: int, user: str) -> None:
     """Serve until the process `parent` is gone: what `Server` starts."""
+    from tensorboard import program
+
     console.setup_logging(run, rank=0, main=True)
     logging.getLogger().setLevel(logging.WARNING)  # the server logs each request, with the word
     logging.getLogger("pyngrok").propagate = False  # the agent's messages may hold the token
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # at exit pyngrok ends the agent
     os.nice(10)
-    address = start_tensorboard(run.parent)
+    board, word = program.TensorBoard(), secrets.token_urlsafe(16)
+    # Its fast loader would be a second server, without the word.
+    flags = ["--logdir", f"{run.parent}", "--host", "127.0.0.1", "--path_prefix", f"/{word}", "--load_fast", "false"]
+    board.configure(argv=["tensorboard", *flags])
+    address = board.launch()
     show("TensorBoard", address, run)
     if user and (public := open_tunnel(address, f"{user}:{os.environ['NGROK_PASSWORD']}")):
         show("TensorBoard for others", public, run)
     while os.getppid() == parent:
         time.sleep(0.5)
-
-
-def start_tensorboard(runs: Path) -> str:
-    """Start TensorBoard's server in a thread. Return its address."""
-    from tensorboard import program
-
-    word = secrets.token_urlsafe(16)
-    server = program.TensorBoard()
-    # Its fast loader would be a second server, without the word.
-    flags = ["--logdir", str(runs), "--host", "127.0.0.1", "--path_prefix", f"/{word}", "--load_fast", "false"]
-    server.configure(argv=["tensorboard", *flags])
-    return server.launch()
 
 
 def show(name: str, address: str, run: Path) -> None:
@@ -92,12 +86,11 @@ def open_tunnel(address: str, credentials: str) -> str | None:
     policy = {"on_http_request": [{"actions": [lock]}]}
     try:
         tunnel = ngrok.connect(f"http://{local.netloc}", pyngrok_config=config, inspect=False, traffic_policy=policy)
-        return f"{tunnel.public_url}".rstrip("/") + local.path
     except (exception.PyngrokError, OSError) as error:
         code = re.search(r"ERR_NGROK_\d+", str(error))  # the rest may hold the token or the password
         log.warning("-ngrok: no tunnel (%s); training continues", code[0] if code else type(error).__name__)
-        ngrok.kill(config)
         return None
+    return f"{tunnel.public_url}{local.path}"
 
 
 if __name__ == "__main__":
