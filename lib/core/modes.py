@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lib.utils.checkpoint import atomic, run_folder, shards, weights
+from lib.utils.checkpoint import atomic, shards, weights
 from lib.utils.checkpoint.resume import Past
 from lib.utils.checkpoint.state import parts_of, unwrap
 from lib.utils.data.tensors import tensors
@@ -73,12 +73,12 @@ def dry(trainer: "Trainer", past: Past | None) -> str:
         with torch.no_grad(), trainer.precision:
             trainer.evaluation_step(model.eval(), batch, key.count)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    size, free = shards.total_bytes(parts_of(trainer).tensors()), run_folder.free_bytes(trainer.folder)
+    size = shards.total_bytes(parts_of(trainer).tensors())
     log.info("parameters:  %s, of which %s are trained", f"{_count(model):,}", f"{trained:,}")
     log.info("a step:      %d samples in micro-batches of %d; the first took %.2f s", plan.batch, plan.micro, seconds)
     log.info("the run:     %d epochs of %d steps", trainer.args.epochs, plan.steps)
     log.info("memory:      %.2f GB at its peak on %s", throughput.memory(device) / 1e9, device)
-    log.info("checkpoint:  %.3f GB; %.1f GB are free in %s", size / 1e9, free / 1e9, trainer.args.out)
+    log.info("checkpoint:  %.3f GB", size / 1e9)
     log.info("-dry: nothing was written")
     return "finished"
 

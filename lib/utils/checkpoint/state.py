@@ -1,6 +1,5 @@
 """What a checkpoint holds: how far a run is, and its tensors."""
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,13 +66,13 @@ class Parts:
             tensors |= memory
         return tensors
 
-    def first(self) -> set[str]:
+    def first(self, tensors: dict[str, Tensor]) -> set[str]:
         """Return the names of tensors that may differ between ranks, so that the first rank's are saved.
 
         They are buffers (a counter is that of a rank's last micro-batch), and what a trainer keeps.
         """
         buffers = {f"model.{name}" for name, _ in self.modules["model"].named_buffers()}
-        return buffers | {name for name in self.tensors() if name.startswith("trainer.")}
+        return buffers | {name for name in tensors if name.startswith("trainer.")}
 
     def _memory(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter, dict[str, Tensor]]]:
         """Yield each optimizer, each of its parameters, and what it remembers of that: tensors by name."""
@@ -144,12 +143,10 @@ def _take_zero_step(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-@contextlib.contextmanager
-def prepared(parts: Parts) -> Iterator[dict[str, Tensor]]:
-    """Give all tensors that a checkpoint will hold after the first step; then the optimizers are as they were."""
+def tensors_to_save(parts: Parts) -> dict[str, Tensor]:
+    """Return all tensors that a checkpoint will hold after the first step. The optimizers are left as they were."""
     fresh = prepare(parts)
-    try:
-        yield parts.tensors()
-    finally:
-        for optimizer in fresh:
-            optimizer.state.clear()
+    tensors = parts.tensors()
+    for optimizer in fresh:
+        optimizer.state.clear()
+    return tensors

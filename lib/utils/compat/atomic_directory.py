@@ -18,6 +18,13 @@ def atomic_torch_save(obj, f: str | Path, **kwargs):
         torch.save(obj, file, **kwargs)
 
 
+def read_link(link: Path) -> str | None:
+    """Return the target of a link, or what a file in its place holds; None where there is neither."""
+    if link.is_symlink():
+        return str(link.readlink())
+    return link.read_text(errors="replace").strip() if link.is_file() else None
+
+
 class AtomicDirectory:
     """Checkpoint folders NAME_checkpoint_0, _1, ... and a link NAME.latest_checkpoint to the newest complete one.
 
@@ -52,7 +59,7 @@ class AtomicDirectory:
         self.symlink_name = f"{name}.latest_checkpoint"
         self._link = self.output_directory / self.symlink_name
         self._writing = self.output_directory / f"{self.symlink_name}.partial"  # names a folder that is incomplete
-        self._together(self._mend)
+        self._together(self._fix_link)
 
     def prepare_checkpoint_directory(self, force_save: bool = False) -> str:
         """The absolute path of a new, empty folder, one for all ranks that share it. Removes unfinished ones."""
@@ -82,10 +89,10 @@ class AtomicDirectory:
         if self.world.size > 1 and strategy != "async" and masters != 1:
             raise ValueError(f"is_master=True on {masters} of {self.world.size} ranks: exactly one is needed")
 
-    def _mend(self):
+    def _fix_link(self):
         self.output_directory.mkdir(parents=True, exist_ok=True)
         latest = self._latest() if self.is_master else None
-        if latest and not (self._link.is_symlink() and atomic.read_link(self._link) == str(latest)):
+        if latest and not (self._link.is_symlink() and read_link(self._link) == str(latest)):
             atomic.swap_link(self._link, str(latest))
 
     def _make(self, forced):
@@ -120,12 +127,12 @@ class AtomicDirectory:
 
     def _latest(self):
         """The newest complete folder: the link's target, or where that is lost, the last that nobody was writing."""
-        path = self.output_directory / Path(atomic.read_link(self._link) or "lost").name
+        path = self.output_directory / Path(read_link(self._link) or "lost").name
         folders = self._folders()
         return path if path in folders else next((f for f in reversed(folders) if f != self._unfinished()), None)
 
     def _unfinished(self):
-        return self.output_directory / (atomic.read_link(self._writing) or "none")
+        return self.output_directory / (read_link(self._writing) or "none")
 
     def _folders(self):  # and their numbers, ascending
         suffixes = {entry: self.is_checkpoint_directory(entry) for entry in self.output_directory.iterdir()}
