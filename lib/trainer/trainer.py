@@ -125,7 +125,7 @@ class Trainer:
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""
-        if different := resume.changes(past.config, resume.config(self.args, self.plan), self.args):
+        if different := resume.changes(self.args, self.plan, past):
             log.warning("going on with other settings: %s", different)
         resume.load(past, parts_of(self), self.world, self.args.allow_change)
         self.state = resume.state(past, self.plan)

@@ -173,10 +173,10 @@ def check(args: "Args", plan: Plan, past: Past | None, splits: dict) -> None:
         if (value := getattr(args, flag)) and "val" not in splits:
             raise UsageError(f"-{flag} {value}: there is no val split to choose by")
     if past:
-        changes(past.config, config(args, plan), args)
+        changes(args, plan, past)
 
 
-def changes(before: dict, now: dict, args: "Args") -> str:
+def changes(args: "Args", plan: Plan, past: Past) -> str:
     """Describe the allowed differences between the saved and the current flags; "" for none.
 
     A flag that only one side knows, as after a change of the code, is allowed to differ.
@@ -184,15 +184,15 @@ def changes(before: dict, now: dict, args: "Args") -> str:
     Raises:
         UsageError: a difference changes the result, and -allow_change does not name it.
     """
-    fixed = {*before, *now} - args.flag_rules.free
-    changed = [name for name in sorted(fixed) if before.get(name) != now.get(name)]
+    before, now = past.config, config(args, plan)
+    changed = [name for name in sorted({*before, *now} - args.flag_rules.free) if before.get(name) != now.get(name)]
     texts = {name: f"-{name} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}" for name in changed}
     refused = [name for name in changed if name in before and name in now and name not in args.allow_change]
     if refused:
+        shown = ", ".join(texts[name] for name in refused)
         allow = " ".join(f"-allow_change {name}" for name in refused)
-        other = f"would go on with other settings: {', '.join(texts[name] for name in refused)}"
         hint = f"keep them, or add {allow}, or start from scratch with -reset or another -model"
-        raise UsageError(f"-model {now['model']} {other}; {hint}")
+        raise UsageError(f"-model {args.model} would go on with other settings: {shown}; {hint}")
     return ", ".join(texts.values())
 
 
@@ -215,16 +215,14 @@ def state(past: Past | None, plan: Plan) -> State:
 def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) -> None:
     """Fill the parts of a run from a checkpoint, whatever number of ranks wrote it. Log which newer ones are damaged.
 
-    An optimizer's memory that the checkpoint lacks starts from scratch: its parameter took no part in a step yet.
-
     Raises:
         UsageError: the tensors are not those of the run; or a weight is not finite, and "nan" is not in `allowed`.
     """
     for fault in past.damaged:
         log.warning("%s; an older checkpoint is taken", fault)
-    fresh = prepare(parts)
-    saved, memory = past.manifest["tensors"], tuple(f"{part}." for part in parts.optimizers)
-    tensors = {name: one for name, one in parts.tensors().items() if name in saved or not name.startswith(memory)}
+    saved = past.manifest["tensors"]
+    prepare(parts, saved)
+    tensors = parts.tensors()
     here = shards.schema(tensors)
     odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
     if odd:
@@ -239,7 +237,6 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
         rank, why = next(iter(past.lacking.items()))
         log.warning("rank %d: %s; rank %d sends it", rank, why, past.sender)
         distributed.broadcast_tensors(tensors, world, past.sender)
-    parts.forget_all_but({*tensors}, fresh)
     bad = weights.not_finite(parts.modules["model"], world)
     if bad and "nan" not in allowed:
         hint = "remove it to go on from an older checkpoint, or take it as it is with -allow_change nan"

@@ -114,15 +114,16 @@ class RunFolder:
 
     def begin(self, config: str) -> None:
         """Make room for a new run under -reset, and write config.yaml and the outcome "running"."""
-        self.disk.do(lambda: self._begin(config))
-        self.begun = True
 
-    def _begin(self, config: str) -> None:
-        with self._writing():
-            if restarts(self.args, self.world):
-                _move_away(self.path)
-            atomic.write_file(self.path / "config.yaml", config)
-            write_outcome(self.path, self.world, "running")
+        def write() -> None:
+            with self._writing():
+                if restarts(self.args, self.world):
+                    _move_away(self.path)
+                atomic.write_file(self.path / "config.yaml", config)
+                write_outcome(self.path, self.world, "running")
+
+        self.disk.do(write)
+        self.begun = True
 
     def lock(self, job: str | None) -> None:
         """Take the lock. Wait for another process that has it: it may be saving.
