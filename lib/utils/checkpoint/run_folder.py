@@ -133,9 +133,8 @@ class RunFolder:
         until, used = time.monotonic() + max(WAIT_S, self.args.grace_s), ""
         while not (file := self._take()):
             if not used:
-                owner = ", ".join(
-                    f"{name} {value}" for name, value in read_json(self.path / ".lock").items() if value
-                )
+                facts = read_json(self.path / ".lock").items()
+                owner = ", ".join(f"{name} {value}" for name, value in facts if value)
                 used = f"{self.path} is in use by {owner or 'another process'}"
                 log.warning("%s: waiting until it is gone", used)
             if time.monotonic() > until:

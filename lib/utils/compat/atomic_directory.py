@@ -18,13 +18,6 @@ def atomic_torch_save(obj, f: str | Path, **kwargs):
         torch.save(obj, file, **kwargs)
 
 
-def read_link(link: Path) -> str | None:
-    """Return the target of a link, or what a file in its place holds; None where there is neither."""
-    if link.is_symlink():
-        return str(link.readlink())
-    return link.read_text(errors="replace").strip() if link.is_file() else None
-
-
 class AtomicDirectory:
     """Checkpoint folders NAME_checkpoint_0, _1, ... and a link NAME.latest_checkpoint to the newest complete one.
 
@@ -92,7 +85,7 @@ class AtomicDirectory:
     def _fix_link(self):
         self.output_directory.mkdir(parents=True, exist_ok=True)
         latest = self._latest() if self.is_master else None
-        if latest and not (self._link.is_symlink() and read_link(self._link) == str(latest)):
+        if latest and not (self._link.is_symlink() and self._link.readlink() == latest):
             atomic.swap_link(self._link, str(latest))
 
     def _make(self, forced):
@@ -127,12 +120,14 @@ class AtomicDirectory:
 
     def _latest(self):
         """The newest complete folder: the link's target, or where that is lost, the last that nobody was writing."""
-        path = self.output_directory / Path(read_link(self._link) or "lost").name
+        link = self._link  # a copy may have made a file of it
+        target = link.readlink() if link.is_symlink() else link.read_text().strip() if link.is_file() else "lost"
+        path = self.output_directory / Path(target).name
         folders = self._folders()
         return path if path in folders else next((f for f in reversed(folders) if f != self._unfinished()), None)
 
     def _unfinished(self):
-        return self.output_directory / (read_link(self._writing) or "none")
+        return self.output_directory / (self._writing.read_text() if self._writing.is_file() else "none")
 
     def _folders(self):  # and their numbers, ascending
         suffixes = {entry: self.is_checkpoint_directory(entry) for entry in self.output_directory.iterdir()}
