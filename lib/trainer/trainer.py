@@ -115,13 +115,13 @@ class Trainer:
     def resume(self, past: Past | None) -> None:
         """Continue from a checkpoint, or start a new run."""
         self.checkpoints.open()
-        if past:
-            self.load(past)
         parts = parts_of(self)
         tensors = tensors_to_save(parts)
         self.checkpoints.make_room(tensors, parts.first(tensors))
-        if past and past.lacking:  # so that each node has a checkpoint at once
-            self.save()
+        if past:
+            self.load(past)
+            if past.lacking:  # each node has a checkpoint at once
+                self.save()
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""

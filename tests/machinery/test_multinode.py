@@ -162,6 +162,13 @@ def test_another_runs_checkpoint_is_sent_to_nodes_that_lack_it(done, tmp_path, m
     assert distance(one, done) == distance(two, done) == 0.0 and saves.steps(one) == saves.steps(two) == [12]
 
 
+def test_a_sharded_model_without_a_shared_disk_is_refused_before_a_checkpoint_is_sent(tmp_path, monkeypatch, refused):
+    _on_nodes(monkeypatch)
+    _, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2 -limit_steps 3", wanted=75)
+    shutil.rmtree(two)
+    assert "a sharded model needs a folder that all nodes share" in refused(f"{SMALL} -cpu 2 -parallel fsdp")
+
+
 def test_nodes_that_share_no_disk_start_anew_together(tmp_path, monkeypatch):
     _on_nodes(monkeypatch)
     with monkeypatch.context() as patch:
