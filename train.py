@@ -80,7 +80,6 @@ def run(args: config.Args) -> int:
         if taken:
             logging.getLogger(__name__).info("-weights:    %s", taken)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
-        resume.send(past, run_folder.run_of(args), disk)
         state, path = resume.state(past, plan), folder.path
         logger = Logger(path, world, args, plan, state) if path and disk.leads else Off()
         stack.callback(logger.close)

@@ -133,7 +133,7 @@ def devices(args) -> Findings:
 def limits(args) -> Findings:
     """What loader processes need: shared memory and open files."""
     shm = Path("/dev/shm")
-    size = run_folder.free_bytes(shm) if shm.exists() else 0
+    size = shutil.disk_usage(shm).free if shm.exists() else 0
     little = args.workers and size < SHM_BYTES
     advice = ": little for -workers; docker run --shm-size=8g, a pod's emptyDir with medium: Memory" if little else ""
     yield NOTE if little else OK, f"shared memory: {size / 1e9:.1f} GB free{advice}"
@@ -152,8 +152,7 @@ def room(args) -> Findings:
     """The model of the run, and room for its checkpoints."""
     model = plugins.load("arch", args.arch).get_model(args)
     parts = state.Parts({"model": model}, {"optim": optimizers.get_optimizer(model, args)})
-    with state.prepared(parts) as tensors:
-        size = shards.total_bytes(tensors)
+    size = shards.total_bytes(state.tensors_to_save(parts))
     yield OK, f"-arch {args.arch}: {sum(p.numel() for p in model.parameters()):,} parameters"
     folder = run_folder.run_of(args)
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -162,7 +161,7 @@ def room(args) -> Findings:
     except OSError as error:
         yield BAD, f"-out {args.out}: {there} cannot be written ({error.strerror}): take another folder"
         return
-    free, wanted = run_folder.free_bytes(folder), size * (args.keep_last + 1)
+    free, wanted = shutil.disk_usage(there).free, size * (args.keep_last + 1)
     level = BAD if free < size else NOTE if free < wanted else OK
     yield level, (f"-out {args.out}: {free / 1e9:.1f} GB free; a checkpoint takes {size / 1e6:.1f} MB, of which "
                   f"-keep_last {args.keep_last} and one being written")  # fmt: skip

@@ -52,7 +52,7 @@ def resumes(folder: Path) -> list[int]:
     return [int(step) for step in re.findall(r"going on from .*, step (\d+)$", log(folder), re.M)]
 
 
-def held(folder: Path) -> bool | None:
+def is_locked(folder: Path) -> bool | None:
     """Return whether a process on any host has the run's lock, None if that cannot be known. Takes no lock."""
     if not sys.platform.startswith("linux"):
         return None

@@ -143,10 +143,10 @@ def state(folder: Path, outcome: dict, seen: float) -> str:
     said = str(outcome.get("state", "unknown"))
     if said != "running":
         return said
-    held = reading.held(folder)
-    if held is None:
+    locked = reading.is_locked(folder)
+    if locked is None:
         return "silent" if seen > SILENT_S else "running"
-    return "running" if held else "lost"
+    return "running" if locked else "lost"
 
 
 def best(lines: list[dict]) -> dict | None:

@@ -360,7 +360,7 @@ class Runner:
         if any(one.process and one.folder == trial.folder for one in self.active if one is not trial):
             return True
         if not self.slurm:
-            return bool(reading.held(trial.folder))
+            return bool(reading.is_locked(trial.folder))
         jobs = str(slurm_task.folder_of(trial.args))
         mine = [job for job, folder in self.queue or () if job == trial.args.model and folder.startswith(jobs)]
         return self.queue is None or bool(mine)

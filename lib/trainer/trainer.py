@@ -16,7 +16,7 @@ from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding
 from lib.utils.checkpoint import manager, resume, run_folder, weights
 from lib.utils.checkpoint.resume import Past
-from lib.utils.checkpoint.state import State, model_tensors, parts_of, prepared, unwrap
+from lib.utils.checkpoint.state import State, model_tensors, parts_of, tensors_to_save, unwrap
 from lib.utils.data.loader import Loader
 from lib.utils.data.options import options_of
 from lib.utils.data.plan import MicroBatch
@@ -115,15 +115,17 @@ class Trainer:
     def resume(self, past: Past | None) -> None:
         """Continue from a checkpoint, or start a new run."""
         self.checkpoints.open()
+        parts = parts_of(self)
+        tensors = tensors_to_save(parts)
+        self.checkpoints.make_room(tensors, parts.first(tensors))
         if past:
             self.load(past)
-        parts = parts_of(self)
-        with prepared(parts) as tensors:
-            self.checkpoints.make_room(tensors, parts.first())
+            if past.lacking:  # each node has a checkpoint at once
+                self.save()
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""
-        if different := resume.changes(past.config, resume.config(self.args, self.plan), self.args):
+        if different := resume.changes(self.args, self.plan, past):
             log.warning("going on with other settings: %s", different)
         resume.load(past, parts_of(self), self.world, self.args.allow_change)
         self.state = resume.state(past, self.plan)
@@ -131,9 +133,10 @@ class Trainer:
             self.metrics.add(self.state.unlogged)
         if self.scaler.is_enabled() and self.state.scaler:
             self.scaler.load_state_dict(self.state.scaler)
-        if past.own:
+        if past.lacking and self.state.best:
+            self.checkpoints.write_best(resume.best_weights(past, self.folder, self.world))
+        if past.folder.parent == self.checkpoints.folder and not past.lacking:
             self.saved = self.state.step, self.state.epoch
-            self.checkpoints.go_on_from(past.folder)
         epoch = min(self.state.epoch + 1, self.args.epochs)  # a finished run is evaluated again
         log.info("going on from %s: epoch %d, step %d", past.folder, epoch, self.state.step)
 
@@ -291,8 +294,9 @@ class Trainer:
         self.state.unlogged = self.metrics.pending()
         self.state.scaler = self.scaler.state_dict()
         config, parts = resume.config(self.args, self.plan), parts_of(self)
+        tensors = parts.tensors()
         facts = {"state": dataclasses.asdict(self.state), "config": config, "about": runtime.about(self.world)}
-        self.checkpoints.save(parts.tensors(), facts, step=self.state.step, first=parts.first(), keep=keep)
+        self.checkpoints.save(tensors, facts, step=self.state.step, first=parts.first(tensors), keep=keep)
         self.saved = self.state.step, self.state.epoch
         self.every.saved()
 
@@ -321,7 +325,6 @@ class Trainer:
         if trained and (why := self.fault()):
             raise BadSteps(f"{why}: no final weights are written; {HINT}")
         figures = self.evaluate("test") if trained and "test" in self.loaders else {}
-        self.checkpoints.check_folder()
         finished = trained and figures is not None
         if finished:
             self.logger.evaluated(self.state, "test", figures or {}, self.answers)

@@ -7,6 +7,7 @@ import json
 import operator
 import os
 import socket
+import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -236,14 +237,20 @@ def broadcast_json(value: Any, world: World, root: int = 0, group: Any = None) -
     return _moved(own, lambda row: dist.broadcast(row, group=group, group_src=root), group)
 
 
-def broadcast_bytes(data: bytes, world: World, root: int = 0) -> bytes:
-    """Return the bytes of one rank, on all ranks; the others give none."""
-    length = torch.tensor(len(data))
-    dist.broadcast(length, root)
-    values = torch.empty(int(length), dtype=torch.uint8)
-    values.numpy().data[: len(data)] = data  # of the others nothing
-    dist.broadcast(values, root)
-    return values.numpy().tobytes()
+def broadcast_tensors(tensors: dict[str, torch.Tensor], world: World, root: int) -> None:
+    """Give tensors, which all ranks have by the same names, the values of one rank. None of them is sharded.
+
+    Raises:
+        RuntimeError: the checksum on a rank is not that of the others.
+    """
+    checksum = 0
+    for tensor in (one.detach() for one in tensors.values() if one.numel()):
+        values = tensor.contiguous()
+        dist.broadcast(values.view(-1).view(torch.uint8), root)  # bytes: any type
+        checksum = zlib.crc32(values.view(-1).view(torch.uint8).cpu().numpy().data, checksum)
+        tensor.copy_(values)
+    if len({*gather_json(checksum, world)}) > 1:
+        raise RuntimeError(f"the tensors of rank {root} did not arrive as they were sent")
 
 
 def _message(move: Callable, value: Any, other: int, group: Any) -> Any:

@@ -203,21 +203,21 @@ def _checkpoint(folder, size, count):
         "about": {},
         "tensors": {name: ["F32", [96 * size, 12288]] for name in names},
     }
-    save = manager.Save("000001_step_1", facts, best={}, job=concurrent.futures.Future())
-    saver._make_partial(save.name, keep=False)
-    partial, answers = saver._partial(save.name), []
-    for file in map(shards.file_of, range(size)):
-        answers.append({file: shards.write(partial / file, [("w", torch.zeros(8))])})
+    past, partial = saver.folder / "000001_step_1", saver.folder / "000001_step_1.partial"
+    save = manager.Save(past, partial, facts, keep=False, best={}, job=concurrent.futures.Future())
+    partial.mkdir()
+    files = map(shards.file_of, range(size))
+    answers = [{file: shards.write(partial / file, [("w", torch.zeros(8))])} for file in files]
     began = time.perf_counter()
     publish = cpu_ms(lambda: saver._publish(save, answers), 1)
-    wall, past = time.perf_counter() - began, saver.folder / save.name
+    wall = time.perf_counter() - began
     return {
         "manifest, MB": (past / "manifest.json").stat().st_size / 1e6,
         "publish, ms": publish,
         "publish, wall ms": 1e3 * wall,
         "list, ms": cpu_ms(lambda: run_folder.listed(saver.folder)),
         "read manifest, ms": cpu_ms(lambda: shards.read_manifest(past), 5),
-        "verify a rank's share, ms": cpu_ms(lambda: resume._verify(past, World(rank=size - 1, size=size)), 5),
+        "verify a rank's share, ms": cpu_ms(lambda: resume._fault(past, True, World(rank=size - 1, size=size)), 5),
         "remove, ms": cpu_ms(lambda: atomic.remove_folder(past), 1),
     }
 

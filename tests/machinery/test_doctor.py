@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_line import parsed
@@ -47,14 +48,14 @@ def test_what_is_in_the_way_is_bad_and_decides_the_exit_code(tmp_path):
 
 
 def test_little_room_for_loaders_and_checkpoints_is_told_with_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor.run_folder, "free_bytes", lambda folder: 1_000_000)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1_000_000))
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (1024, 1024))
     assert [level for level, _ in found(doctor.limits)] == ["ok", "ok"]
     message = found(doctor.limits, "-workers 4")
     assert [level for level, _ in message] == ["note", "note"]
     assert "--shm-size" in message[0][1] and "ulimit -n 65536" in message[1][1]
     assert found(doctor.room, f"-out {tmp_path}")[-1][0] == "note", "one checkpoint fits, three do not"
-    monkeypatch.setattr(doctor.run_folder, "free_bytes", lambda folder: 100_000)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100_000))
     assert found(doctor.room, f"-out {tmp_path}")[-1][0] == "bad"
 
 

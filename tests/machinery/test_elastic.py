@@ -134,7 +134,7 @@ def test_nodes_without_a_shared_disk_send_the_run_to_those_that_join(tmp_path, n
     (tmp_path / "later").touch()
     log = theirs / "logs" / "rank_0.log"
     assert _went_on(log) > 0 and "rank 1 sends it" in log.read_text()
-    assert (theirs / "best" / "weights.safetensors").exists()
+    until((theirs / "best" / "weights.safetensors").exists)
 
     os.kill(joiner.agent.pid, signal.SIGTERM)
     assert joiner.agent.wait(60)

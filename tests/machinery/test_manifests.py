@@ -75,8 +75,7 @@ def test_looking_ahead_leaves_model_and_optimizer_as_they_were(name):
     optimizer = optimizers.get_optimizer(model, args)
     parts = states.Parts({"model": model}, {"optim": optimizer})
     before = {key: value.clone() for key, value in parts.tensors().items()}
-    with states.prepared(parts) as tensors:
-        size = shards.total_bytes(tensors)
+    size = shards.total_bytes(states.tensors_to_save(parts))
     after = parts.tensors()
     assert before.keys() == after.keys() and all(torch.equal(after[key], value) for key, value in before.items())
     model(torch.randn(8, 64)).sum().backward()

@@ -104,7 +104,7 @@ def test_a_node_replaced_by_an_empty_one_or_by_one_of_the_past_goes_on_to_the_sa
     assert distance(one, done) == 0.0
     ended = outcome(one)
     assert [ended[name] for name in ("state", "step", "samples")] == ["finished", 12, 150]
-    assert saves.bits(one) == saves.bits(two) == saves.bits(done), "also the log lines of all epochs"
+    assert _tensors_of(one) == _tensors_of(two) == _tensors_of(done)
     for name in ("best", "final"):
         assert same(*(load_file(each / name / "weights.safetensors") for each in (one, two))), name
     assert f"out: {tmp_path}/node1" in (two / "config.yaml").read_text()
@@ -118,11 +118,20 @@ def test_a_node_that_joins_has_a_checkpoint_at_once_and_the_best_weights(done, t
     shutil.rmtree(one)
     _nodes(tmp_path, words, wanted=75)
     assert saves.steps(one) == [9] and "; rank 1 sends it" in log_of(one)
-    assert outcome(one)["best"] and lines(one) == lines(two)
+    assert outcome(one)["best"] and len(lines(two)) == 4 and not lines(one), "of the time when it took part"
     assert same(*(load_file(each / "best" / "weights.safetensors") for each in (one, two)))
     shutil.rmtree(two)
     _nodes(tmp_path, f"{SMALL} -cpu 2")
-    assert saves.bits(one) == saves.bits(two) == saves.bits(done)
+    assert _tensors_of(one) == _tensors_of(two) == _tensors_of(done)
+    truth = saves.bits(done)["figures"]
+    assert [truth[-len(figures) :] for figures in (saves.bits(each)["figures"] for each in (one, two))] == [
+        saves.bits(each)["figures"] for each in (one, two)
+    ]
+
+
+def _tensors_of(folder):
+    """The checksums of all tensors that a run leaves."""
+    return {name: value for name, value in saves.bits(folder).items() if name != "figures"}
 
 
 def test_a_node_that_joins_does_not_reset_the_run_again(tmp_path, monkeypatch):
@@ -144,12 +153,20 @@ def test_a_node_that_joins_does_not_reset_the_run_again(tmp_path, monkeypatch):
     assert saves.steps(two)[0] == 9 and "step_7: epoch" in log_of(two, 1)
 
 
-def test_another_runs_checkpoint_must_be_on_each_node(done, monkeypatch, refused):
+def test_another_runs_checkpoint_is_sent_to_nodes_that_lack_it(done, tmp_path, monkeypatch):
     _on_nodes(monkeypatch)
     real = resume._names
     monkeypatch.setattr(resume, "_names", lambda path: [] if os.environ["RANK"] == "1" else real(path))
-    said = refused(f"{SMALL} -cpu 2 -resume {done}")
-    assert said == f"train.py: -resume {done}: not each node has {names(done)[0]}: copy it to all"
+    one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2 -resume {done}")
+    assert f"{names(done)[0]} is not there; rank 0 sends it" in log_of(two, 1)
+    assert distance(one, done) == distance(two, done) == 0.0 and saves.steps(one) == saves.steps(two) == [12]
+
+
+def test_a_sharded_model_without_a_shared_disk_is_refused_before_a_checkpoint_is_sent(tmp_path, monkeypatch, refused):
+    _on_nodes(monkeypatch)
+    _, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2 -limit_steps 3", wanted=75)
+    shutil.rmtree(two)
+    assert "a sharded model needs a folder that all nodes share" in refused(f"{SMALL} -cpu 2 -parallel fsdp")
 
 
 def test_nodes_that_share_no_disk_start_anew_together(tmp_path, monkeypatch):

@@ -74,8 +74,8 @@ ATOMIC = [  # what of lib.utils.checkpoint.atomic is broken, and who saves with 
     *[("swap_link", link_anew, kind) for kind in (LINK, SAVE, DIRECTORY)],
     ("_unique", shared_name, LINK),
     ("remove_folder", shutil.rmtree, SAVE),
-    ("log", atomic.log, PublishedInPlace()),
-    ("log", atomic.log, RemovedFirst()),
+    ("os", os, PublishedInPlace()),
+    ("os", os, RemovedFirst()),
 ]
 
 

@@ -124,7 +124,7 @@ def test_a_run_is_running_until_it_is_killed_and_then_lost(start):
     until(lambda: one.folder.is_dir() and rows(one.folder).get("live", {}).get("left"))
     row = rows(one.folder)["live"]
     assert row["state"] == "running" and row["epoch"].endswith("/5000") and row["host"] == os.uname().nodename
-    assert reading.held(one.folder), "looking has not taken the lock, nor freed it"
+    assert reading.is_locked(one.folder), "looking has not taken the lock, nor freed it"
     one.end()
     one.is_gone()
     assert run_folder.read_json(one.folder / "outcome.json")["state"] == "running"
@@ -135,7 +135,7 @@ def test_where_locks_do_not_work_a_run_that_keeps_silent_is_said_to(tmp_path, mo
     folder = run(tmp_path, f"{WORDS} -model whole")
     outcome = folder / "outcome.json"
     outcome.write_text(outcome.read_text().replace("finished", "running"))
-    monkeypatch.setattr(reading, "held", lambda _: None)
+    monkeypatch.setattr(reading, "is_locked", lambda _: None)
     assert status.row(folder)["state"] == "running"
     for file in (outcome, folder / "metrics.jsonl", folder / "logs" / "rank_0.log", folder / ".lock"):
         os.utime(file, (0, time.time() - 3 * 3600))

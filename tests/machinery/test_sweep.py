@@ -36,7 +36,10 @@ def started(out, words):
     finally:
         process.kill()
         process.wait()
-        until(lambda: not any(reading.held(folder) for folder in reading.folders(out)), what="the end of the trials")
+        until(
+            lambda: not any(reading.is_locked(folder) for folder in reading.folders(out)),
+            what="the end of the trials",
+        )
 
 
 def ends(out, words, wanted=0) -> str:

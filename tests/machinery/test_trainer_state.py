@@ -138,7 +138,7 @@ def test_a_trainer_that_keeps_something_else_than_before_is_refused(tmp_path, ca
     with plugins(trainer={"pair": Pair}):
         run(tmp_path, words, wanted=2)
         message = capfd.readouterr().err.splitlines()[-1]
-        assert "of another trainer: trainer.critic.0.bias was None" in message
+        assert "optimizer or trainer: trainer.critic.0.bias was None" in message
 
 
 def test_an_optimizer_that_no_checkpoint_can_hold_is_refused(tmp_path, capfd):

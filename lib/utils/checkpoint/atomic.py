@@ -6,14 +6,12 @@ on every file system in Pillai and others, "All File Systems Are Not Created Equ
 
 import contextlib
 import errno
-import logging
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-log = logging.getLogger(__name__)
 NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM)  # of folders, on some file systems
 
 
@@ -82,17 +80,10 @@ def swap_link(link: Path, target_name: str) -> None:
     fsync_folder(link.parent)
 
 
-def read_link(link: Path) -> str | None:
-    """Return the target of a link, or what a file in its place holds; None where there is neither."""
-    if link.is_symlink():
-        return str(link.readlink())
-    return link.read_text(errors="replace").strip() if link.is_file() else None
-
-
 def remove_folder(path: Path) -> None:
     """Remove a folder: first its name, on disk, so that a half-removed one never looks whole; then what is in it.
 
-    What cannot be deleted is left to `sweep`, with a warning.
+    What cannot be deleted is left to `sweep`.
     """
     removed = _unique(path, "removed")
     path.rename(removed)
@@ -108,10 +99,8 @@ def sweep(folder: Path, start: str | tuple[str, ...] = "") -> None:
 
 
 def _delete(path: Path) -> None:
-    try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
             path.unlink()
-    except OSError as error:
-        log.warning("%s could not be removed (%s): the next start tries again", path, error)

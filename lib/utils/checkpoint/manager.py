@@ -59,8 +59,10 @@ class Every:
 class Save:
     """A save in flight: first every rank writes its file, then the first rank of each disk publishes the folder."""
 
-    name: str
+    folder: Path
+    partial: Path  # the folder's name until it is published
     facts: dict  # what joins the manifest
+    keep: bool
     best: dict[str, Tensor]  # the best weights, if they are written with it
     job: concurrent.futures.Future  # this rank's part
     written: bool = False  # by all ranks
@@ -71,23 +73,17 @@ class Checkpoints:
 
     def __init__(self, folder: Path, world: World, *, keep_last: int = 2):
         self.folder, self.world, self.disk, self.keep_last = folder, world, shared_disk.one(world), keep_last
-        self.lock_id = run_folder.lock_id(folder.parent)
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _give_way, (world.device,))
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _lower_priority, (world.device,))
         self.copies = staging.Copies()
+        self.number = 0  # of the last save
         self.saving: Save | None = None
         self.failures = 0  # in a row
         self.best: dict[str, Tensor] = {}  # the best weights, for the next save
-        self.damaged: set[str] = set()  # names of checkpoints that were passed over
 
     def open(self) -> None:
         """Find out which ranks share the folder, and remove what crashes left there. Call it before all else."""
         self.disk = shared_disk.look(self.folder, self.world)
-        self.disk.do(self._sweep)
-
-    def go_on_from(self, checkpoint: Path) -> None:
-        """Note that all newer ones are damaged: they are the first to be removed."""
-        newer = [one.name for one in run_folder.listed(self.folder)]
-        self.damaged = {name for name in newer if run_folder.number(name) > run_folder.number(checkpoint.name)}
+        self.number = max(self.disk.do(self._sweep))
 
     def make_room(self, tensors: dict[str, Tensor], first: set[str]) -> None:
         """Take the memory that saves of these tensors need; arguments as `save` has them.
@@ -99,7 +95,7 @@ class Checkpoints:
         out, size = self.folder.parent.parent, shards.total_bytes(tensors)
         if len(self.disk.groups) > 1 and any(map(shards.is_sharded, tensors.values())):
             raise UsageError(f"-out {out}: a sharded model needs a folder that all nodes share")
-        free = min(self.disk.do(lambda: run_folder.free_bytes(self.folder)))
+        free = min(self.disk.do(lambda: shutil.disk_usage(self.folder).free))
         if free < size:
             raise UsageError(f"-out {out}: a checkpoint takes {size:,} bytes, and {free:,} are free; make room")
         self.copies.make_room(shards.pieces(tensors, self.disk.share, first))
@@ -118,24 +114,17 @@ class Checkpoints:
 
         Raises:
             SaveError: saving fails for good.
-            RuntimeError: the run's folder is gone.
         """
         self.finish()
+        self.number += 1
+        name = f"{self.number:06d}_step_{step}"
+        partial = self.folder / f"{name}.partial"
         facts = {**facts, "tensors": shards.schema(tensors)}
-        name = f"step_{step}"
-        try:
-            self.check_folder()
-            numbers = self.disk.do(lambda: [run_folder.number(one.name) for one in run_folder.listed(self.folder)])
-            name = f"{max(sum(numbers, [0])) + 1:06d}_step_{step}"
-            self.disk.do(lambda: self._make_partial(name, keep))
-        except OSError as error:
-            self._fail(name, str(error))
-            return
         mine = shards.pieces(tensors, self.disk.share, first)
         starts = {piece.name: list(piece.start) for piece in mine if any(piece.start)}
         best, self.best = self.best, {}
-        job = self.thread.submit(self._write, name, self.copies.make(mine), starts, best)
-        self.saving = Save(name, facts, best, job)
+        job = self.thread.submit(self._write, partial, self.copies.make(mine), starts, best)
+        self.saving = Save(self.folder / name, partial, facts, keep, best, job)
 
     def write_best(self, tensors: dict[str, Tensor]) -> None:
         """Write best/weights.safetensors with the next save, on each disk, from tensors that `weights.gathered` gave.
@@ -159,8 +148,7 @@ class Checkpoints:
         answers = distributed.gather_json({"error": fault} if error else save.job.result() or {}, self.world)
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:
-            self.best = self.best or save.best
-            self._fail(save.name, errors[0])
+            self._fail(save, errors[0])
         elif save.written:
             self.saving, self.failures = None, 0
         else:
@@ -173,11 +161,6 @@ class Checkpoints:
             concurrent.futures.wait([self.saving.job], WAIT_S)
             self.poll()
 
-    def check_folder(self) -> None:
-        """Raise RuntimeError on all ranks if the run's folder is gone, or another run's by now."""
-        if any(self.disk.do(lambda: run_folder.lock_id(self.folder.parent) != self.lock_id)):
-            raise RuntimeError(f"{self.folder.parent} was removed, moved or unmounted while the run wrote there")
-
     def close(self) -> None:
         """Wait for what is in flight and end the writing thread. Raises SaveError if the last save failed."""
         self.finish()
@@ -185,57 +168,52 @@ class Checkpoints:
         if self.failures:
             raise SaveError(f"{self.folder}: the last state could not be saved; the one before it is good")
 
-    def _sweep(self) -> None:
-        """Remove what kills left in the run's folder; sync the folder itself before anything is in it."""
+    def _sweep(self) -> int:
+        """Remove what kills left in the run's folder, and sync it. Return the number of the newest checkpoint."""
         run = self.folder.parent
         self.folder.mkdir(parents=True, exist_ok=True)
         for folder in (self.folder, run, run / "best", run / "final"):
             atomic.sweep(folder)
         atomic.fsync_folder(run)
         atomic.fsync_folder(run.parent)
+        return max((run_folder.number(one.name) for one in run_folder.listed(self.folder)), default=0)
 
-    def _partial(self, name: str) -> Path:
-        return self.folder / f"{name}.partial"
-
-    def _make_partial(self, name: str, keep: bool) -> None:
-        shutil.rmtree(self._partial(name), ignore_errors=True)
-        self._partial(name).mkdir(parents=True)
-        if keep:
-            (self._partial(name) / "keep").touch()
-
-    def _write(self, name: str, blocks: list, starts: dict[str, list[int]], best: dict[str, Tensor]) -> dict:
+    def _write(self, partial: Path, blocks: list, starts: dict[str, list[int]], best: dict[str, Tensor]) -> dict:
         self.copies.wait()
         if best:
             weights.write(self.folder.parent / "best", best)
+        for folder in (self.folder, partial):  # without parents: a run's folder that is gone is not made again
+            folder.mkdir(exist_ok=True)
         file = shards.file_of(self.world.rank)
-        return {file: shards.write(self._partial(name) / file, blocks, starts)}
+        return {file: shards.write(partial / file, blocks, starts)}
 
     def _publish(self, save: Save, answers: list[dict]) -> None:
         if not self.disk.leads:
             return
+        if save.keep:
+            (save.partial / "keep").touch()
         files = {file: written for answer in answers for file, written in answer.items()}
         manifest = {"format": shards.FORMAT, **save.facts, "shards": files}
-        atomic.write_file(self._partial(save.name) / "manifest.json", shards.sealed(manifest))
-        atomic.publish(self._partial(save.name), self.folder / save.name)
+        atomic.write_file(save.partial / "manifest.json", shards.sealed(manifest))
+        atomic.publish(save.partial, save.folder)
         with contextlib.suppress(OSError):  # it is for people; some file systems have no links
-            atomic.swap_link(self.folder / "latest", save.name)
+            atomic.swap_link(self.folder / "latest", save.folder.name)
         removable = [folder for folder in run_folder.listed(self.folder) if not (folder / "keep").exists()]
-        removable.sort(key=lambda folder: folder.name in self.damaged)
         for folder in removable[self.keep_last :]:
             atomic.remove_folder(folder)
 
-    def _fail(self, name: str, reason: str) -> None:
-        self.saving = None
+    def _fail(self, save: Save, reason: str) -> None:
+        self.saving, self.best = None, self.best or save.best
         self.failures += 1
         if self.disk.leads:
-            shutil.rmtree(self._partial(name), ignore_errors=True)
-        text = f"{self.folder / name} could not be saved ({reason})"
+            shutil.rmtree(save.partial, ignore_errors=True)
+        text = f"{save.folder} could not be saved ({reason})"
         if self.failures >= FAILURES:
             raise SaveError(f"{text}, nor could the {FAILURES - 1} before it")
         log.warning("%s: the run goes on, the older checkpoint is good, the next save tries again", text)
 
 
-def _give_way(device: torch.device) -> None:
+def _lower_priority(device: torch.device) -> None:
     """Let this thread use only what others leave of the cores, and no memory of another GPU than its own."""
     if sys.platform == "linux":  # elsewhere a thread has no niceness of its own
         with contextlib.suppress(OSError):

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import chain
@@ -17,18 +16,17 @@ import torch
 from torch import Tensor
 
 from lib.utils import distributed
-from lib.utils.checkpoint import atomic, run_folder, shards, weights
+from lib.utils.checkpoint import run_folder, shards, weights
 from lib.utils.checkpoint.shared_disk import Disk
 from lib.utils.checkpoint.state import Parts, State, prepare
 from lib.utils.data.plan import Plan, divisor
 from lib.utils.distributed import World
-from lib.utils.errors import UsageError, close
+from lib.utils.errors import UsageError
 
 if TYPE_CHECKING:
     from lib.config import Args
 
 log = logging.getLogger(__name__)
-OTHERS = {"samples", "nan"}  # what -allow_change may name besides flags: the dataset's length, weights not finite
 
 
 @dataclass
@@ -37,7 +35,6 @@ class Past:
 
     folder: Path
     manifest: dict
-    own: bool  # or else that of another run
     damaged: list[str]  # what is wrong with newer ones
     sender: int  # a rank whose disk has it whole
     lacking: dict[int, str]  # the ranks that lack it or a file of it, where nodes do not share a disk, and why
@@ -52,57 +49,52 @@ def find(args: "Args", disk: Disk) -> Past | None:
     """Return the newest good checkpoint of the run, or else of -resume; None for a new run.
 
     Raises:
-        UsageError: -resume names no good checkpoint, or the newest one is of another format.
-        Damaged: the run has checkpoints, and none is good.
+        UsageError: -resume names no checkpoint, or the newest one is of another format.
+        Damaged: there are checkpoints, and none is good.
         OSError: the disk does not answer, which says nothing about the checkpoints.
     """
     if args.eval:
         return None
     own = run_folder.run_of(args) / "checkpoints"
-    if args.resume and Path(os.path.realpath(own)) in Path(os.path.realpath(args.resume)).parents:
+    other = Path(os.path.realpath(args.resume)) if args.resume else None
+    if other and Path(os.path.realpath(own)) in other.parents:
         hint = "to start from an older one, give the new run another -model"
         raise UsageError(f"-resume {args.resume}: this run goes on from its newest checkpoint by itself; {hint}")
     past = newest_good(own, disk, resets=lambda: run_folder.restarts(args, disk.world))
-    if past or not args.resume:
-        return past
-    other = newest_good(Path(os.path.realpath(args.resume)), disk, own=False)
-    if other is None:
-        hint = "give a run's folder or one of its checkpoints"
-        raise UsageError(f"-resume {args.resume}: there is no checkpoint; {hint}")
-    if other.lacking:
-        raise UsageError(f"-resume {args.resume}: not each node has {other.folder.name}: copy it to all")
-    return other
+    if past is None and other:
+        past = newest_good(other, disk)
+        if past is None:
+            hint = "give a run's folder or one of its checkpoints"
+            raise UsageError(f"-resume {args.resume}: there is no checkpoint; {hint}")
+        past.manifest["state"]["best"] = None  # its weights are not here
+    return past
 
 
-def newest_good(path: Path, disk: Disk, own: bool = True, resets: Callable[[], bool] = lambda: False) -> Past | None:
+def newest_good(path: Path, disk: Disk, resets: Callable[[], bool] = lambda: False) -> Past | None:
     """Return the newest checkpoint at a path that is whole on some disk, the same for all ranks; None without any.
 
     A disk that `resets` has none: its old run is to be moved away.
 
     Raises:
         Damaged: there are some, and none is good.
-        UsageError: the newest is of another version of the code; or none is good, and they are not the run's own.
+        UsageError: the newest is of another version of the code.
         OSError: the disk does not answer.
     """
     names = disk.do(lambda: [] if resets() else _names(path))  # on each disk
     here = names[disk.groups.index(disk.ranks)]
     damaged = []
     for name in sorted({*chain(*names)}, key=lambda name: (run_folder.number(Path(name).name), name), reverse=True):
-        verify = functools.partial(_verify, path / name, disk.share) if name in here else None
-        manifest, fault = distributed.attempt(verify, disk.world) or ({}, None)
-        [bad] = distributed.largest([fault != ""], disk.world)
-        faults = distributed.gather_json(fault, disk.world) if bad else [""] * disk.world.size
-        lacking = {rank: fault or f"{path / name} is not there" for rank, fault in enumerate(faults) if fault != ""}
-        senders = [ranks[0] for ranks in disk.groups if lacking.keys().isdisjoint(ranks)]
-        if senders:
-            if len(names) > 1:
-                manifest = distributed.broadcast_json(manifest, disk.world, senders[0])
-            return Past(path / name, manifest, own, damaged, senders[0], lacking)
-        damaged += [text for text in faults if text][:1]
-    if damaged and own:
-        raise shards.Damaged(f"{damaged[0]}; no good checkpoint is left: -reset starts from scratch")
+        folder = path / name
+        faults = distributed.together(functools.partial(_fault, folder, name in here, disk.share), disk.world)
+        lacking = {rank: fault for rank, fault in enumerate(faults) if fault}
+        sender = next((ranks[0] for ranks in disk.groups if lacking.keys().isdisjoint(ranks)), None)
+        if sender is not None:
+            manifest = shards.read_manifest(folder) if disk.world.rank == sender else None
+            manifest = distributed.broadcast_json(manifest, disk.world, sender)
+            return Past(folder, manifest, damaged, sender, lacking)
+        damaged += [*lacking.values()][:1]
     if damaged:
-        raise UsageError(f"-resume: {damaged[0]}; no good checkpoint is left")
+        raise shards.Damaged(f"{damaged[0]}; no good checkpoint is left: -reset starts from scratch")
     return None
 
 
@@ -116,21 +108,23 @@ def _names(path: Path) -> list[str]:
     return [str(entry.relative_to(path)) for entry in found]
 
 
-def _verify(folder: Path, share: World) -> tuple[dict, str]:
-    """Verify this rank's share of a checkpoint's files. Return the manifest and "", or {} and what is damaged."""
+def _fault(folder: Path, there: bool, share: World) -> str:
+    """Return what is damaged in this rank's share of a checkpoint's files, "" if nothing is."""
+    if not there:
+        return f"{folder} is not there"
     if folder not in folder.parent.iterdir():  # a network disk shows it later; a listing does not come from memory
         raise OSError(errno.ESTALE, "another process on the same disk sees it, this one does not", str(folder))
     try:
-        manifest = shards.read_manifest(folder)
-        for file, wanted in sorted(manifest["shards"].items())[share.rank :: share.size]:
+        files = shards.read_manifest(folder)["shards"]
+        for file, wanted in sorted(files.items())[share.rank :: share.size]:
             shards.verify(folder / file, wanted)
     except shards.Damaged as error:
-        return {}, str(error)
+        return str(error)
     except OSError as error:
         if error.errno not in run_folder.MISSING:
             raise
-        return {}, f"{folder}: {error}"
-    return manifest, ""
+        return f"{folder}: {error}"
+    return ""
 
 
 def plan(args: "Args", samples: int, world: World, past: Past | None) -> Plan:
@@ -175,17 +169,14 @@ def settled(plan: Plan) -> dict[str, int]:
 
 def check(args: "Args", plan: Plan, past: Past | None, splits: dict) -> None:
     """Raise UsageError, before anything is written, for flags that the run may not continue with."""
-    known = {*vars(args), *(past.config if past else ())} | OTHERS
-    for name in {*args.allow_change} - known:
-        raise UsageError(f"-allow_change {name}: there is no such flag{close(name, sorted(known))}")
     for flag in ("best", "stop_after"):
         if (value := getattr(args, flag)) and "val" not in splits:
             raise UsageError(f"-{flag} {value}: there is no val split to choose by")
     if past:
-        changes(past.config, config(args, plan), args)
+        changes(args, plan, past)
 
 
-def changes(before: dict, now: dict, args: "Args") -> str:
+def changes(args: "Args", plan: Plan, past: Past) -> str:
     """Describe the allowed differences between the saved and the current flags; "" for none.
 
     A flag that only one side knows, as after a change of the code, is allowed to differ.
@@ -193,28 +184,26 @@ def changes(before: dict, now: dict, args: "Args") -> str:
     Raises:
         UsageError: a difference changes the result, and -allow_change does not name it.
     """
-    fixed = {*before, *now} - args.flag_rules.free
-    changed = [name for name in sorted(fixed) if before.get(name) != now.get(name)]
+    before, now = past.config, config(args, plan)
+    changed = [name for name in sorted({*before, *now} - args.flag_rules.free) if before.get(name) != now.get(name)]
     texts = {name: f"-{name} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}" for name in changed}
     refused = [name for name in changed if name in before and name in now and name not in args.allow_change]
     if refused:
+        shown = ", ".join(texts[name] for name in refused)
         allow = " ".join(f"-allow_change {name}" for name in refused)
-        other = f"would go on with other settings: {', '.join(texts[name] for name in refused)}"
         hint = f"keep them, or add {allow}, or start from scratch with -reset or another -model"
-        raise UsageError(f"-model {now['model']} {other}; {hint}")
+        raise UsageError(f"-model {args.model} would go on with other settings: {shown}; {hint}")
     return ", ".join(texts.values())
 
 
 def state(past: Past | None, plan: Plan) -> State:
     """Return how far the run is, in steps of this plan.
 
-    If -batch_size or the number of samples was allowed to change, the same share of the epoch counts as done. The
-    best metric of another run does not count: its weights are not here.
+    If -batch_size or the number of samples was allowed to change, the same share of the epoch counts as done.
     """
     if past is None:
         return State()
     saved, before = State(**past.manifest["state"]), past.config
-    saved.best = saved.best if past.own else None
     old = Plan(before["samples"], before["batch_size"], before["micro_batch"], before["drop_last"])
     if (old.batch, old.steps) != (plan.batch, plan.steps):
         done = old.step_in_epoch(saved)
@@ -223,65 +212,42 @@ def state(past: Past | None, plan: Plan) -> State:
     return saved
 
 
-def send(past: Past | None, run: Path, disk: Disk) -> None:
-    """Copy the checkpoint, the log lines and the best weights to disks that lack the checkpoint. All ranks call this.
-
-    Raises RuntimeError if the copy is not what was sent.
-    """
-    if past is None or not past.lacking:
-        return
-    rank, why = next(iter(past.lacking.items()))
-    log.warning("rank %d: %s; rank %d sends it", rank, why, past.sender)
-    partial = past.folder.with_name(f"{past.folder.name}.partial")
-    wants = disk.leads and not past.lacking.keys().isdisjoint(disk.ranks)
-    if wants:
-        for folder in (past.folder, partial):
-            shutil.rmtree(folder, ignore_errors=True)
-        for folder in (partial, run / "best"):
-            folder.mkdir(parents=True, exist_ok=True)
-    for file in ("manifest.json", *past.manifest["shards"]):
-        disk.copy(past.folder / file, partial / file, past.sender, wants)
-    for file in (run / "metrics.jsonl", run / "best" / "weights.safetensors"):
-        if distributed.broadcast_json(file.exists(), disk.world, past.sender):
-            disk.copy(file, file, past.sender, wants)
-
-    def publish() -> None:
-        _, fault = _verify(partial, World())
-        if fault:
-            raise RuntimeError(f"{fault}, after rank {past.sender} sent it")
-        atomic.publish(partial, past.folder)
-
-    distributed.attempt(publish if wants else None, disk.world)
-
-
 def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) -> None:
     """Fill the parts of a run from a checkpoint, whatever number of ranks wrote it. Log which newer ones are damaged.
-
-    An optimizer's memory that the checkpoint lacks starts from scratch: its parameter took no part in a step yet.
 
     Raises:
         UsageError: the tensors are not those of the run; or a weight is not finite, and "nan" is not in `allowed`.
     """
     for fault in past.damaged:
         log.warning("%s; an older checkpoint is taken", fault)
-    fresh = prepare(parts)
-    there, memory = past.manifest["tensors"], tuple(f"{part}." for part in parts.optimizers)
-    tensors = {name: one for name, one in parts.tensors().items() if name in there or not name.startswith(memory)}
-    _check_tensors(past, tensors)
-    files = shards.read_manifest(past.folder)["shards"]  # of this disk
-    own = shards.file_of(world.rank)  # holds all blocks of this rank, if as many ranks wrote it
-    shards.read(past.folder, sorted(files, key=lambda file: file != own), tensors)
-    parts.forget_all_but({*tensors}, fresh)
-    odd = weights.not_finite(parts.modules["model"], world)
-    if odd and "nan" not in allowed:
-        hint = "remove it to go on from an older checkpoint, or take it as it is with -allow_change nan"
-        raise UsageError(f"{past.folder}: {odd[0]} and {len(odd) - 1} more are not finite; {hint}")
-
-
-def _check_tensors(past: Past, tensors: dict[str, Tensor]) -> None:
-    there, here = past.manifest["tensors"], shards.schema(tensors)
-    odd = sorted(name for name in {**there, **here} if there.get(name) != here.get(name))
+    saved = past.manifest["tensors"]
+    prepare(parts, saved)
+    tensors = parts.tensors()
+    here = shards.schema(tensors)
+    odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
     if odd:
-        shown = ", ".join(f"{name} was {there.get(name)} and is {here.get(name)}" for name in odd[:4])
-        kind = "trainer" if all(name.startswith("trainer.") for name in odd) else "model or optimizer"
-        raise UsageError(f"{past.folder} is of another {kind}: {shown}; -weights takes only a model's weights")
+        shown = ", ".join(f"{name} was {saved.get(name)} and is {here.get(name)}" for name in odd[:4])
+        other = "is of another model, optimizer or trainer"
+        raise UsageError(f"{past.folder} {other}: {shown}; -weights takes only a model's weights")
+    if not past.lacking or world.rank == past.sender:
+        files = shards.read_manifest(past.folder)["shards"]  # of this disk
+        own = shards.file_of(world.rank)  # holds all blocks of this rank, if as many ranks wrote it
+        shards.read(past.folder, sorted(files, key=lambda file: file != own), tensors)
+    if past.lacking:
+        rank, why = next(iter(past.lacking.items()))
+        log.warning("rank %d: %s; rank %d sends it", rank, why, past.sender)
+        distributed.broadcast_tensors(tensors, world, past.sender)
+    bad = weights.not_finite(parts.modules["model"], world)
+    if bad and "nan" not in allowed:
+        hint = "remove it to go on from an older checkpoint, or take it as it is with -allow_change nan"
+        raise UsageError(f"{past.folder}: {bad[0]} and {len(bad) - 1} more are not finite; {hint}")
+
+
+def best_weights(past: Past, run: Path, world: World) -> dict[str, Tensor]:
+    """Return the best weights of a checkpoint that some ranks lack, on all ranks. All ranks call this."""
+    sends = world.rank == past.sender
+    tensors = weights.read(run / "best" / "weights.safetensors") if sends else {}
+    schema = distributed.broadcast_json(shards.schema(tensors), world, past.sender)
+    tensors = tensors or shards.empty(schema)
+    distributed.broadcast_tensors(tensors, world, past.sender)
+    return tensors

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import socket
 import time
 import uuid
@@ -83,9 +82,9 @@ def locked(args: Args, world: World, disk: Disk, job: str | None = None) -> Iter
     Raises:
         UsageError: the folder cannot be written, or another run has it.
     """
-    folder = RunFolder(args, world, disk, job)
+    folder = RunFolder(args, world, disk)
     try:
-        disk.do(folder.lock)
+        disk.do(lambda: folder.lock(job))
         with no_exit():
             yield folder
     except Exception as error:
@@ -107,44 +106,44 @@ class Untouched:
 class RunFolder:
     """The folder of a run; the first rank of each disk has its lock."""
 
-    def __init__(self, args: Args, world: World, disk: Disk, job: str | None):
-        self.args, self.world, self.disk, self.job = args, world, disk, job
+    def __init__(self, args: Args, world: World, disk: Disk):
+        self.args, self.world, self.disk = args, world, disk
         self.path = run_of(args)
         self.lock_file: IO[str] | None = None
-        self.lock_id = None  # None until `begin`
+        self.begun = False
 
     def begin(self, config: str) -> None:
         """Make room for a new run under -reset, and write config.yaml and the outcome "running"."""
-        self.disk.do(lambda: self._begin(config))
-        self.lock_id = lock_id(self.path)
 
-    def _begin(self, config: str) -> None:
-        with self._writing():
-            if restarts(self.args, self.world):
-                _move_away(self.path)
-            atomic.write_file(self.path / "config.yaml", config)
-            write_outcome(self.path, self.world, "running")
+        def write() -> None:
+            with self._writing():
+                if restarts(self.args, self.world):
+                    _move_away(self.path)
+                atomic.write_file(self.path / "config.yaml", config)
+                write_outcome(self.path, self.world, "running")
 
-    def lock(self) -> None:
+        self.disk.do(write)
+        self.begun = True
+
+    def lock(self, job: str | None) -> None:
         """Take the lock. Wait for another process that has it: it may be saving.
 
         A record lock belongs to the process: no child inherits it, and the kernel frees it after kill -9.
         """
-        wait_s = max(WAIT_S, self.args.grace_s)
-        started, used = time.monotonic(), ""
+        until, used = time.monotonic() + max(WAIT_S, self.args.grace_s), ""
         while not (file := self._take()):
             if not used:
-                owner = read_json(self.path / ".lock")
-                named = ", ".join(f"{name} {owner[name]}" for name in ("host", "pid", "job") if owner.get(name))
-                used = f"{self.path} is in use by {named or 'another process'}"
-                log.warning("%s: waiting up to %.0f s until it is gone", used, wait_s)
-            if time.monotonic() - started > wait_s:
+                facts = read_json(self.path / ".lock").items()
+                owner = ", ".join(f"{name} {value}" for name, value in facts if value)
+                used = f"{self.path} is in use by {owner or 'another process'}"
+                log.warning("%s: waiting until it is gone", used)
+            if time.monotonic() > until:
                 raise UsageError(f"-model {self.path.name}: {used}; take another name or wait")
             time.sleep(0.05)
         self.lock_file = file
         with self._writing():
             file.truncate(0)
-            file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": self.job}))
+            file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": job}))
             file.flush()
 
     def _take(self) -> IO[str] | None:
@@ -158,9 +157,6 @@ class RunFolder:
                 file.close()
                 return None
             log.warning("%s: this file system has no locks (%s): a second run is not noticed", file.name, error)
-        if _id(os.fstat(file.fileno())) != lock_id(self.path):  # the process that had it removed it
-            file.close()
-            return None
         return file
 
     def unlock(self) -> None:
@@ -175,16 +171,15 @@ class RunFolder:
             self.lock_file.close()
 
     def fail(self, error: Exception) -> None:
-        """Write why the run failed, unless the start was refused or the folder may be another run's by now."""
+        """Write why the run failed, unless the start was refused or the folder is still the old run's."""
         if type(error).__name__ == "OutOfMemoryError":
             error.args = (f"{error} ({LESS_MEMORY})",)
-        if self.lock_id:
+        if self.begun:
             log.critical("failed", exc_info=error)
-        elif isinstance(error, UsageError) or not self.path.is_dir() or restarts(self.args, self.world):
+        elif isinstance(error, UsageError) or restarts(self.args, self.world):
             return
         try:
-            if self.lock_id in (None, lock_id(self.path)):
-                record_failure(self.path, self.world, error)
+            record_failure(self.path, self.world, error)
         except OSError as second:  # the first one is the cause
             log.warning("%s could not be written (%s)", self.path / "outcome.json", second)
 
@@ -195,21 +190,6 @@ class RunFolder:
         except OSError as error:
             flags = f"-out {self.path.parent} -model {self.path.name}"
             raise UsageError(f"{flags}: cannot be written ({error.strerror})") from error
-
-
-def lock_id(run: Path) -> tuple[int, int] | None:
-    """Return what identifies a run's lock file, wherever its folder is moved; None where there is none.
-
-    While the run has it open, no other file can have the same.
-    """
-    try:
-        return _id((run / ".lock").stat())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def _id(file: os.stat_result) -> tuple[int, int]:
-    return file.st_dev, file.st_ino
 
 
 def _move_away(folder: Path) -> None:
@@ -268,8 +248,3 @@ def read_json(path: Path) -> dict:
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free bytes on the disk of a folder, whether it exists yet or not. Raises OSError."""
-    return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free

@@ -153,24 +153,26 @@ def write(path: Path, blocks: list[tuple[str, Tensor]], starts: dict[str, list] 
 
 def verify(path: Path, wanted: dict) -> None:
     """Raise Damaged unless the file is what `write` wrote; OSError if it is missing, or the disk does not answer."""
+    crc = 0
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != wanted["bytes"]:
-            raise Damaged(f"{path}: {size:,} bytes instead of {wanted['bytes']:,}")
-        crc = 0
         while chunk := file.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
-    if crc != wanted["crc32"]:
-        raise Damaged(f"{path}: its checksum is {crc:08x} instead of {wanted['crc32']:08x}")
+        found = {"bytes": file.tell(), "crc32": crc}
+    if found != wanted:
+        raise Damaged(f"{path}: it has {found} instead of {wanted}")
 
 
 def whole(folder: Path, manifest: dict, start: str = "") -> dict[str, Tensor]:
     """Return the tensors of a checkpoint whose names start so, in one piece on the CPU. See `read`."""
-    kinds = {word: kind for kind, word in DTYPES.items()}
-    facts = {name: about for name, about in manifest["tensors"].items() if name.startswith(start)}
-    tensors = {name: torch.empty(shape, dtype=kinds[kind]) for name, (kind, shape) in facts.items()}
+    tensors = empty({name: about for name, about in manifest["tensors"].items() if name.startswith(start)})
     read(folder, [*manifest["shards"]], tensors)
     return tensors
+
+
+def empty(schema: dict[str, list]) -> dict[str, Tensor]:
+    """Return tensors of these types and shapes on the CPU, with any values."""
+    kinds = {word: kind for kind, word in DTYPES.items()}
+    return {name: torch.empty(shape, dtype=kinds[kind]) for name, (kind, shape) in schema.items()}
 
 
 @torch.no_grad()

@@ -1,8 +1,5 @@
 """Which ranks see the same folder, and what one of them does there for all: nodes may share a disk or not."""
 
-import contextlib
-import io
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -10,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.utils import distributed
-from lib.utils.checkpoint import atomic
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
-CHUNK = 1 << 24  # bytes
 PATIENCE_S = 2.0  # a network disk may show a host the files of another a little later
 
 
@@ -51,14 +46,6 @@ class Disk:
         answers = distributed.together(action if self.leads else None, self.world)
         return [answers[ranks[0]] for ranks in self.groups]
 
-    def copy(self, source: Path, target: Path, sender: int, wants: bool) -> None:
-        """Copy a file of the rank `sender` to the disks whose first rank `wants` it. All ranks call this."""
-        file = source.open("rb") if self.world.rank == sender else io.BytesIO()
-        place = atomic.staged(target) if wants else contextlib.nullcontext(Path(os.devnull))
-        with file, place as path, path.open("wb") as copy:
-            while data := distributed.broadcast_bytes(file.read(CHUNK), self.world, sender):
-                copy.write(data)
-
 
 def one(world: World) -> Disk:
     """Return the Disk of ranks that all share the folder."""
@@ -91,11 +78,10 @@ def look(folder: Path, world: World) -> Disk:
             if not distributed.largest([not first.exists()], world)[0]:
                 return one(world)
         marks = distributed.gather_json(name, world)
-        mine = [rank for rank, name in enumerate(marks) if name and (folder / name).exists()]
-        seen = distributed.gather_json(mine, world)  # no rank removes its own before all have looked
+        seen = [rank for rank, name in enumerate(marks) if name and (folder / name).exists()]
+        firsts = distributed.gather_json(min(seen, default=world.rank), world)  # then all have looked
     except OSError as error:
         raise UsageError(f"-out: {folder} cannot be written ({error})") from None
     finally:
         mark.unlink(missing_ok=True)
-    firsts = [min(ranks, default=rank) for rank, ranks in enumerate(seen)]
     return Disk(world, [[rank for rank in range(world.size) if firsts[rank] == first] for first in sorted({*firsts})])

@@ -1,7 +1,6 @@
 """What a checkpoint holds: how far a run is, and its tensors."""
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,20 +62,25 @@ class Parts:
             for name, tensor in model_tensors(module).items():
                 found.setdefault(tensor, f"{part}.{name}")
         tensors = {name: tensor for tensor, name in found.items()}
-        for _, _, memory in self._memory():
-            tensors |= memory
+        for optimizer, parameter, name in self.trained():
+            memory = optimizer.state.get(parameter, {}).items()
+            tensors |= {f"{name}.{key}": value for key, value in memory if torch.is_tensor(value)}
         return tensors
 
-    def first(self) -> set[str]:
+    def first(self, tensors: dict[str, Tensor]) -> set[str]:
         """Return the names of tensors that may differ between ranks, so that the first rank's are saved.
 
         They are buffers (a counter is that of a rank's last micro-batch), and what a trainer keeps.
         """
         buffers = {f"model.{name}" for name, _ in self.modules["model"].named_buffers()}
-        return buffers | {name for name in self.tensors() if name.startswith("trainer.")}
+        return buffers | {name for name in tensors if name.startswith("trainer.")}
 
-    def _memory(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter, dict[str, Tensor]]]:
-        """Yield each optimizer, each of its parameters, and what it remembers of that: tensors by name."""
+    def trained(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter, str]]:
+        """Yield each optimizer, each of its parameters, and the name of what it remembers of that: optim.head.weight.
+
+        Raises:
+            UsageError: the parameter is in none of the modules.
+        """
         names = {}
         for part, module in reversed(self.modules.items()):
             prefix = "" if part == "model" else f"{part}."
@@ -86,16 +90,7 @@ class Parts:
                 if parameter not in names:
                     stray = "trains what neither the model nor a module that the trainer keeps has"
                     raise UsageError(f"{part} ({type(optimizer).__name__}) {stray}: no checkpoint would hold it")
-                memory = optimizer.state.get(parameter, {}).items()
-                start = f"{part}.{names[parameter]}"
-                tensors = {f"{start}.{key}": value for key, value in memory if torch.is_tensor(value)}
-                yield optimizer, parameter, tensors
-
-    def forget_all_but(self, loaded: set[str], optimizers: list) -> None:
-        """Drop what these optimizers remember of parameters, but for those of which some is loaded."""
-        for optimizer, parameter, memory in self._memory():
-            if optimizer in optimizers and not any(name in loaded for name in memory):
-                optimizer.state.pop(parameter, None)
+                yield optimizer, parameter, f"{part}.{names[parameter]}"
 
 
 def parts_of(trainer: Any) -> Parts:
@@ -109,19 +104,21 @@ def parts_of(trainer: Any) -> Parts:
     return Parts({"model": unwrap(trainer.model), **modules}, {"optim": trainer.optimizer, **optimizers})
 
 
-def prepare(parts: Parts) -> list[torch.optim.Optimizer]:
+def prepare(parts: Parts, saved: Collection[str] | None = None) -> list[torch.optim.Optimizer]:
     """Let fresh optimizers make their memory, by a step with gradients and a learning rate of zero; return them.
 
     The way of torch.distributed.checkpoint.state_dict: the memory then has the right shapes, devices and sharding.
     Parameters keep their values; a checkpoint then fills the memory. One that has its memory from the first (Adagrad)
-    keeps it.
+    keeps it. With the names of `saved` tensors, none is made for parameters that took no part in a step yet.
 
     Raises:
         UsageError: an optimizer remembers something else than tensors, which no checkpoint would hold.
     """
     fresh = [optimizer for optimizer in parts.optimizers.values() if not optimizer.state]
+    known = {name.rpartition(".")[0] for name in saved or ()}
     for optimizer in fresh:
-        _take_zero_step(optimizer)
+        trained = [(parameter, name) for one, parameter, name in parts.trained() if one is optimizer]
+        _take_zero_step(optimizer, [parameter for parameter, name in trained if saved is None or name in known])
     for optimizer in parts.optimizers.values():
         memory = [item for one in optimizer.state.values() for item in one.items()]
         odd = [name for name, value in memory if not isinstance(value, Tensor | None)]
@@ -132,24 +129,22 @@ def prepare(parts: Parts) -> list[torch.optim.Optimizer]:
 
 
 @torch.no_grad()
-def _take_zero_step(optimizer: torch.optim.Optimizer) -> None:
+def _take_zero_step(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
 
-@contextlib.contextmanager
-def prepared(parts: Parts) -> Iterator[dict[str, Tensor]]:
-    """Give all tensors that a checkpoint will hold after the first step; then the optimizers are as they were."""
+def tensors_to_save(parts: Parts) -> dict[str, Tensor]:
+    """Return all tensors that a checkpoint will hold after the first step. The optimizers are left as they were."""
     fresh = prepare(parts)
-    try:
-        yield parts.tensors()
-    finally:
-        for optimizer in fresh:
-            optimizer.state.clear()
+    tensors = parts.tensors()
+    for optimizer in fresh:
+        optimizer.state.clear()
+    return tensors

@@ -37,8 +37,8 @@ def not_finite(model: nn.Module, world: World) -> list[str]:
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write folder/weights.safetensors from whole tensors on the CPU, in place of an older one."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write folder/weights.safetensors from whole tensors on the CPU, in place of an older one. Raises OSError."""
+    folder.mkdir(exist_ok=True)
     with atomic.staged(folder / "weights.safetensors") as partial:
         shards.write(partial, list(tensors.items()))
 

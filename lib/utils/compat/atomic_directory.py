@@ -52,7 +52,7 @@ class AtomicDirectory:
         self.symlink_name = f"{name}.latest_checkpoint"
         self._link = self.output_directory / self.symlink_name
         self._writing = self.output_directory / f"{self.symlink_name}.partial"  # names a folder that is incomplete
-        self._together(self._mend)
+        self._together(self._fix_link)
 
     def prepare_checkpoint_directory(self, force_save: bool = False) -> str:
         """The absolute path of a new, empty folder, one for all ranks that share it. Removes unfinished ones."""
@@ -82,10 +82,10 @@ class AtomicDirectory:
         if self.world.size > 1 and strategy != "async" and masters != 1:
             raise ValueError(f"is_master=True on {masters} of {self.world.size} ranks: exactly one is needed")
 
-    def _mend(self):
+    def _fix_link(self):
         self.output_directory.mkdir(parents=True, exist_ok=True)
         latest = self._latest() if self.is_master else None
-        if latest and not (self._link.is_symlink() and atomic.read_link(self._link) == str(latest)):
+        if latest and not (self._link.is_symlink() and self._link.readlink() == latest):
             atomic.swap_link(self._link, str(latest))
 
     def _make(self, forced):
@@ -120,12 +120,14 @@ class AtomicDirectory:
 
     def _latest(self):
         """The newest complete folder: the link's target, or where that is lost, the last that nobody was writing."""
-        path = self.output_directory / Path(atomic.read_link(self._link) or "lost").name
+        link = self._link  # a copy may have made a file of it
+        target = link.readlink() if link.is_symlink() else link.read_text().strip() if link.is_file() else "lost"
+        path = self.output_directory / Path(target).name
         folders = self._folders()
         return path if path in folders else next((f for f in reversed(folders) if f != self._unfinished()), None)
 
     def _unfinished(self):
-        return self.output_directory / (atomic.read_link(self._writing) or "none")
+        return self.output_directory / (self._writing.read_text() if self._writing.is_file() else "none")
 
     def _folders(self):  # and their numbers, ascending
         suffixes = {entry: self.is_checkpoint_directory(entry) for entry in self.output_directory.iterdir()}
