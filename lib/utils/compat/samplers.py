@@ -9,8 +9,6 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from lib.utils.data.permutation import order
 
-BLOCK = 1 << 13  # places computed at once
-
 
 class AdvancedTooFarError(Exception):
     """More was consumed than this rank's share of the epoch."""
@@ -104,10 +102,10 @@ class InterruptableDistributedSampler(DistributedSampler):
         if not 0 <= progress <= end:
             raise AdvancedTooFarError(f"progress {progress} lies outside 0..{end}, this rank's share of the epoch")
 
-    def _places(self) -> Iterator[Tensor]:
+    def _places(self, block: int = 8192) -> Iterator[Tensor]:
         units, ranks, first, end = self._units(), self.num_replicas, self.start + self.rank, self.num_samples
-        for low in range(self.progress, end, BLOCK):
-            yield (first + ranks * torch.arange(low, min(low + BLOCK, end), device="cpu")) % units
+        for low in range(self.progress, end, block):
+            yield (first + ranks * torch.arange(low, min(low + block, end), device="cpu")) % units
 
 
 class InterruptableDistributedGroupedBatchSampler(InterruptableDistributedSampler):
