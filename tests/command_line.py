@@ -16,7 +16,6 @@ OTHERS = {
     "loss": "mse",
     "optimizer": "sgd",
     "lr_schedule": "linear",
-    "scale_lr": "sqrt",
     "save_every": "5steps",
     "gpus": "0,1",
     "track": "mlflow",
@@ -80,8 +79,8 @@ def other_value(action) -> str:
 
 
 MACHINES = {"nnodes", "node_rank", "master_addr", "master_port"}  # make sense together only
-# Flags with an other_value that stand alone: -cfg needs a file, two belong to -parallel fsdp.
-ALONE = sorted(set(shared()) - {"cfg", "offload", "fsdp_replicas"} - MACHINES)
+# Flags with an other_value that stand alone: -cfg needs a file, one belongs to -parallel fsdp.
+ALONE = sorted(set(shared()) - {"cfg", "offload"} - MACHINES)
 
 
 def cfg_file(folder, content, name="run.yaml") -> str:

@@ -11,12 +11,8 @@ def check(args: Args, given: set[str]) -> None:
     for one, other in (("fp16", "bf16"), ("gpus", "cpu"), ("offload", "fp16")):
         if getattr(args, one) and getattr(args, other):
             raise UsageError(f"-{one} and -{other} exclude each other: give one of them")
-    if args.parallel != "fsdp" and (args.offload or args.fsdp_replicas > 1):
-        flag = "-offload" if args.offload else f"-fsdp_replicas {args.fsdp_replicas}"
-        raise UsageError(f"{flag} is for sharded models: add -parallel fsdp")
-    if args.fsdp_replicas > 1 and args.reduction == "tree":
-        reason = "torch sums the copies' gradients itself, and other numbers of processes would give other bits"
-        raise UsageError(f"-fsdp_replicas {args.fsdp_replicas}: {reason}: add -reduction allreduce")
+    if args.offload and args.parallel != "fsdp":
+        raise UsageError("-offload is for sharded models: add -parallel fsdp")
     if args.micro_batch and not args.batch_per_gpu and args.batch_size % args.micro_batch:
         near = max(args.micro_batch, args.batch_size - args.batch_size % args.micro_batch)
         fault = f"-batch_size {args.batch_size} cannot be cut into micro-batches of -micro_batch {args.micro_batch}"

@@ -70,8 +70,7 @@ def _row_norms(gradients: list[Tensor]) -> list[Tensor]:
     sharded = {number: gradient for number, gradient in enumerate(gradients) if isinstance(gradient, DTensor)}
     if not sharded:
         return norms
-    mesh = next(iter(sharded.values())).device_mesh
-    group = mesh.get_group(mesh.ndim - 1)  # of HSDP, those that share one copy of the model
+    group = next(iter(sharded.values())).device_mesh.get_group()
     rows = [-(-len(gradient) // group.size()) for gradient in sharded.values()]  # of each rank, at most
     padded = [functional.pad(norms[at], (0, most - len(norms[at]))) for at, most in zip(sharded, rows, strict=True)]
     mine = torch.cat(padded)

@@ -54,7 +54,7 @@ class Trainer:
         self.folder, self.plan = run_folder.run_of(args), loaders["train"].plan
         self.state, self.metrics = State(), metrics.Sums()
         self.total_steps = args.epochs * self.plan.steps
-        scale = scheduler.scale(args.scale_lr, self.plan.batch, args.lr_batch)
+        scale = self.plan.batch / (args.lr_batch or self.plan.batch)  # Goyal et al., arXiv:1706.02677
         self.schedule = {
             "kind": args.lr_schedule,
             "total": self.total_steps,

@@ -22,9 +22,7 @@ from train import main
 NET = "-dataset few -arch blocks_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 13 -clip_grad 0.5"
 NORM = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 8 -epochs 2 -cpu 1"
 
-RECOMPUTE = types.SimpleNamespace(
-    sync_bn=False, recompute=True, compile=None, parallel="ddp", arch="line", channels_last=False
-)
+RECOMPUTE = types.SimpleNamespace(recompute=True, compile=None, parallel="ddp", arch="line", channels_last=False)
 
 
 class BlocksNet(nn.Module):
@@ -73,9 +71,7 @@ def far(one: dict, other: dict) -> float:
     )
 
 
-@pytest.mark.parametrize(
-    "words", ["-cpu 2", "-cpu 4 -fsdp_replicas 2 -reduction allreduce -recompute", "-cpu 3 -offload", "-cpu 1"]
-)
+@pytest.mark.parametrize("words", ["-cpu 2", "-cpu 4 -reduction allreduce -recompute", "-cpu 3 -offload", "-cpu 1"])
 def test_sharded_runs_end_where_ddp_does(words, ddp, tmp_path):
     assert far(ddp, weights(run(tmp_path, f"{NET} -parallel fsdp {words}"))) < 1e-5
 
@@ -205,12 +201,8 @@ def test_a_part_that_shares_a_parameter_with_the_rest_stays_in_the_root_group():
 
 
 def test_bad_combinations_say_what_to_do(tmp_path, capfd):
-    copies = "-parallel fsdp -cpu 3 -fsdp_replicas 2"
-    for words, message in (("-offload", "-parallel fsdp"), ("-fsdp_replicas 2", "-parallel fsdp"),
-                        (copies, "add -reduction allreduce"),
-                        (f"{copies} -reduction allreduce", "does not divide 3 processes")):  # fmt: skip
-        assert main([*words.split(), "-epochs", "1", "-out", str(tmp_path)]) == 2
-        assert message in capfd.readouterr().err
+    assert main(["-offload", "-epochs", "1", "-out", str(tmp_path)]) == 2
+    assert "-parallel fsdp" in capfd.readouterr().err
 
 
 def test_recomputing_a_model_without_blocks_is_refused():
@@ -303,12 +295,11 @@ def test_a_sharded_model_starts_with_the_values_of_the_model_built_as_usual(make
 def starts_as_usual(rank, make, in_full, offload, store):
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     args = types.SimpleNamespace(**{**vars(RECOMPUTE), "parallel": "fsdp", "recompute": False, "offload": offload,
-                                    "fsdp_replicas": 1, "seed": 5, "fp16": False, "bf16": False})  # fmt: skip
+                                    "seed": 5, "fp16": False, "bf16": False})  # fmt: skip
     arch = types.SimpleNamespace(get_model=lambda args: make())
-    usual, after = parallel.build(arch, args, World()), torch.get_rng_state()
+    usual = parallel.build(arch, args, World())
     world = World(rank=rank, size=2)
     model = parallel.build(arch, args, world)
-    assert torch.equal(torch.get_rng_state(), after), "what is drawn next is the same, too"
     on_meta = {tensor.is_meta for tensor in all_tensors(model).values()}
     assert on_meta == {rank == 1 and not in_full} and str(model) == str(usual)
 
