@@ -56,7 +56,7 @@ class Disk:
         file = source.open("rb") if self.world.rank == sender else io.BytesIO()
         place = atomic.staged(target) if wants else contextlib.nullcontext(Path(os.devnull))
         with file, place as path, path.open("wb") as copy:
-            while data := distributed.broadcast_bytes(file.read(CHUNK), self.world, sender):
+            while data := distributed.broadcast_bytes(file.read(CHUNK), sender):
                 copy.write(data)
 
 
