@@ -73,7 +73,8 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     rules.current.add_argument(
         "-h", "-help", action="help", help="show this help, with the chosen plugins' own flags"
     )
-    add("-list", {"action": Listing}, "list all plugins, with the first line of each one's docstring")
+    listing = {"action": Listing, "nargs": 0, "default": argparse.SUPPRESS}
+    add("-list", listing, "list all plugins, with the first line of each one's docstring")
     add("-data", DIR, "folder of the data sets", "data", per_node=True)
     add("-out", DIR, "folder of all runs", "out", per_node=True)
     add("-model", value(types.run_name, "NAME"), "name of the run: it lives in out/NAME (DATASET_ARCH)")

@@ -86,10 +86,7 @@ class Help(argparse.HelpFormatter):
 
 
 class Listing(argparse.Action):
-    """A flag that shows the plugins, each with the first line of its docstring, and exits, as -h does."""
-
-    def __init__(self, option_strings: list[str], dest: str, help: str):
-        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+    """Shows the plugins, each with the first line of its docstring, and exits, as -h does. It takes `nargs=0`."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_) -> NoReturn:
         """Show them."""

@@ -11,8 +11,9 @@ with one node each let the library add a large sum (all_reduce): a + b has the b
 import bisect
 import functools
 import itertools
+from argparse import Namespace
 from collections.abc import Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lib.utils.data.plan import MicroBatch, rank_share
 from lib.utils.distributed import World
-
-if TYPE_CHECKING:
-    from lib.config import Args
 
 BUCKET = 8 << 20  # bytes of gradients that travel together
 SMALL = 1 << 20  # bytes of a node of each rank, together, up to which all ranks get all nodes
@@ -179,7 +177,7 @@ class Gradients:
     the number of ranks; what it keeps from the step before is divided by it.
     """
 
-    def __init__(self, parameters: list, model: nn.Module, own: list[nn.Module], world: World, args: "Args"):
+    def __init__(self, parameters: list, model: nn.Module, own: list[nn.Module], world: World, args: Namespace):
         wrapped = {p for one in own if isinstance(one, DistributedDataParallel) for p in one.parameters()}
         sharded = [p for p in parameters if hasattr(p, "placements")]
         plain = [p for p in parameters if p not in wrapped and not hasattr(p, "placements")]

@@ -22,7 +22,8 @@ from lib.utils.data.options import options_of
 from lib.utils.data.plan import MicroBatch
 from lib.utils.data.tensors import shapes_in_errors
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import images, logger, metrics, throughput
+from lib.utils.monitoring import images, metrics, throughput
+from lib.utils.monitoring.logger import Logger
 from lib.utils.watchdog import Watch, watched
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ HINT = "-debug names the first bad tensor; a lower -lr_start, -clip_grad or -bf1
 
 
 class BadSteps(RuntimeError):
-    """Too many steps in a row were skipped, or all of them: their gradients or buffers were not finite."""
+    """Too many steps in a row were skipped, or all of them, as their gradients were not finite."""
 
 
 class Trainer:
@@ -47,10 +48,10 @@ class Trainer:
         model: nn.Module,
         loss: nn.Module,
         optimizer: torch.optim.Optimizer,
-        log: logger.Logger,
+        logger: Logger,
     ):
         self.args, self.world, self.loaders = args, world, loaders
-        self.model, self.loss, self.optimizer, self.logger = model, loss, optimizer, log
+        self.model, self.loss, self.optimizer, self.logger = model, loss, optimizer, logger
         self.folder, self.plan = run_folder.run_of(args), loaders["train"].plan
         self.state, self.metrics = State(), metrics.Sums()
         self.total_steps = args.epochs * self.plan.steps
@@ -178,16 +179,10 @@ class Trainer:
         self.window.append((loss.detach(), key.count))
 
     def step(self, samples: int) -> None:
-        """Take the optimizer's step of `samples` samples.
-
-        All ranks alike skip it if the gradient is not finite, or a buffer of the model no longer is.
-        """
+        """Take the optimizer's step of `samples` samples. All ranks alike skip it if the gradient is not finite."""
         self.gradients.finish()
-        broken = self.statistics.reduce()
         self.scaler.unscale_(self.optimizer)
         norm = optimizers.clip(self.parameters, self.args.clip_grad)
-        if broken is not None:
-            norm = norm.masked_fill(broken.to(norm.device), math.nan)
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
