@@ -79,8 +79,8 @@ def other_value(action) -> str:
 
 
 MACHINES = {"nnodes", "node_rank", "master_addr", "master_port"}  # make sense together only
-# Flags with an other_value that stand alone: -cfg needs a file, one belongs to -parallel fsdp.
-ALONE = sorted(set(shared()) - {"cfg", "offload"} - MACHINES)
+# Flags with an other_value that stand alone: -cfg needs a file.
+ALONE = sorted(set(shared()) - {"cfg"} - MACHINES)
 
 
 def cfg_file(folder, content, name="run.yaml") -> str:

@@ -147,7 +147,6 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-parallel", {"choices": ("ddp", "fsdp")}, "every process has the whole model, or a shard of it", "ddp")
     reduction = "sum gradients in one order for any number of processes, or leave it to the communication library"
     add("-reduction", {"choices": ("tree", "allreduce")}, reduction, "tree", on_resume="refuse")
-    add("-offload", SWITCH, "fsdp: parameters and optimizer in the CPU's memory, where the optimizer runs, too")
     add("-recompute", SWITCH, "keep no activations of a block, compute them again in the backward pass")
     add("-compile", COMPILE, "torch.compile, by blocks or in one")
     add("-channels_last", SWITCH, "keep channels last in a GPU's memory: faster for convolutions; not under fsdp")

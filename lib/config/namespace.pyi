@@ -71,7 +71,6 @@ class Args(argparse.Namespace):
     bf16: bool
     parallel: str
     reduction: str
-    offload: bool
     recompute: bool
     compile: str | None
     channels_last: bool

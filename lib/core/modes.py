@@ -108,7 +108,7 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
                 log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss, norm)
                 _check("after a step, the parameter", model.named_parameters())
                 if not math.isfinite(norm):
-                    what = "its gradients are finite, but not their norm or what a buffer of the model became"
+                    what = "its gradients are finite, but not their norm"
                     raise BadTensor(f"step {trainer.state.step}: {what}")
     except RuntimeError as error:
         if "returned nan" not in f"{error}":

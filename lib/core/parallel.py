@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lib.utils import seeding
 from lib.utils.checkpoint import shards
-from lib.utils.distributed import CPU, World
+from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 GRAPHS = 64  # that torch.compile keeps of one forward method
@@ -96,25 +95,18 @@ def _is_sharded(args: Namespace, world: World) -> bool:
 def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: World) -> nn.Module:
     """Make every block a group of its own, and the rest the root's; then give all ranks rank 0's values."""
     mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
-    options = {"mesh": mesh, "reshard_after_forward": True}
-    if args.offload:
-        options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
+    shard = functools.partial(fsdp.fully_shard, mesh=mesh, reshard_after_forward=True)
     values = {name: tensor.detach() for name, tensor in _named_tensors(model)}
     groups = _untied(model, parts)  # the root, as embeddings, gives them inputs of 32 bits, as under DDP
     for part in groups:
-        fsdp.fully_shard(part, mp_policy=_precision_policy(part, args), **options)
-    root_policy = fsdp.MixedPrecisionPolicy() if groups else _precision_policy(model, args)
-    fsdp.fully_shard(model, mp_policy=root_policy, **options)
+        shard(part, mp_policy=_precision_policy(part, args))
+    shard(model, mp_policy=fsdp.MixedPrecisionPolicy() if groups else _precision_policy(model, args))
     sharded: list[Any] = [*groups, model]
     for part in sharded:
         part.set_gradient_divide_factor(1.0)  # a sum: each micro-batch counts by its samples already
         part.set_force_sum_reduction_for_comms(True)
-
-    def allocate(tensor: Tensor) -> Tensor:  # with -offload, parameters are on the CPU, and buffers are not
-        return torch.empty_like(tensor, device=CPU if args.offload and isinstance(tensor, DTensor) else world.device)
-
     if not world.is_main:
-        model._apply(allocate)
+        model._apply(lambda tensor: torch.empty_like(tensor, device=world.device))
     for name, tensor in _named_tensors(model):
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
         if world.is_main:

@@ -278,10 +278,7 @@ class _Bucket:
         """Move the gradients of a micro-batch into the sum, or drop those of padding."""
         if self.taken is key:
             if any(parameter.grad is not None for parameter in self.parameters):
-                raise RuntimeError(
-                    "a parameter got two gradients in one backward pass, as from checkpoint(..., "
-                    "use_reentrant=True): use_reentrant=False gives it one"
-                )
+                raise RuntimeError("two gradients of a parameter in a backward pass: checkpoint(use_reentrant=False)")
             return
         self.taken = key
         gradients: list[Any] = [parameter.grad for parameter in self.parameters]

@@ -325,12 +325,12 @@ class Trainer:
         self.save()
         self.checkpoints.close()
         self.logger.close(finished)
-        facts = {name: getattr(self.state, name) for name in ("epoch", "step", "samples", "best")}
-        facts |= {**dataclasses.asdict(self.stop.cause), "test": figures}
+        outcome = {"state": "finished" if finished else "stopped", **dataclasses.asdict(self.stop.cause)}
+        outcome |= {name: getattr(self.state, name) for name in ("epoch", "step", "samples", "best")}
+        outcome["test"] = figures
         if finished and self.state.epoch < self.args.epochs:
-            last = facts["best"]["epoch"]
-            facts["reason"] = f"-stop_after {self.args.stop_after}: nothing better since epoch {last}"
-        outcome = {"state": "finished" if finished else "stopped", **facts}
+            last = outcome["best"]["epoch"]
+            outcome["reason"] = f"-stop_after {self.args.stop_after}: nothing better since epoch {last}"
         if self.checkpoints.disk.leads:
             run_folder.write_outcome(self.folder, self.world, **outcome)
             if finished or self.stop.cause.reason == preemption.FILE_THERE:
