@@ -54,13 +54,11 @@ class Parser(argparse.ArgumentParser):
         return words
 
     def add_own(self, module: ModuleType, title: str) -> None:
-        """Add a plugin's flags. Raise UsageError for one that exists already or that config.yaml cannot keep."""
-        there = [action.dest for action in self._actions]
+        """Add a plugin's flags. Raise UsageError for one that config.yaml cannot keep."""
+        shared = len(self._actions)
         with no_exit():
             getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
-        for action in self._actions[len(there) :]:
-            if action.dest in there:  # argparse compares their spellings only
-                raise UsageError(f"{_file(module)}: its flag -{action.dest} clashes with a shared one")
+        for action in self._actions[shared:]:
             if action.nargs == 0 or action.dest not in [option.lstrip("-") for option in action.option_strings]:
                 wanted = f"config.yaml needs a flag -{action.dest} with a value, or store_true"
                 raise UsageError(f"{_file(module)}: {action.dest}: {wanted}")

@@ -94,11 +94,8 @@ def _refusal(batch: Any, more: str = "") -> UsageError:
 
 @functools.cache
 def _parameters(model: type[nn.Module]) -> list[str]:
-    """The names of what a model's forward takes; ** if it takes any name. None are known of TorchScript's classes."""
-    try:
-        found = [*inspect.signature(model.forward).parameters.values()][1:]
-    except (AttributeError, TypeError, ValueError):
-        return []
+    """The names of what a model's forward takes; ** if it takes any name."""
+    _, *found = inspect.signature(model.forward).parameters.values()
     return ["**" if one.kind is one.VAR_KEYWORD else one.name for one in found]
 
 

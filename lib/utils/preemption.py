@@ -123,14 +123,11 @@ class Stop:
                 if number in STOPPING and self.signalled_at is None:
                     name, self.signalled_at = signal.Signals(number).name, now
                     self.ask(f"signal {name}", signal=name)
-                    self._limit_time()
+                    # This timer ends the process with all stacks. No Python code can be in its way.
+                    faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)
                     log.info("signal %s: stopping after this step, or after -grace_s %g", name, self.grace_s)
                 elif number == signal.SIGINT and now - (self.signalled_at or now) > TWICE_S:
                     os._exit(ABORTED)
-
-    def _limit_time(self) -> None:
-        """End the process with all stacks after -grace_s. No Python code can be in the way of this timer."""
-        faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)
 
 
 class Ballot:
