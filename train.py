@@ -11,6 +11,8 @@ from lib.launch import local, signals
 from lib.utils.errors import EXIT_CODES, UsageError
 from lib.utils.monitoring import startup
 
+log = logging.getLogger(__name__)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line, start the processes, and return the exit code.
@@ -76,9 +78,9 @@ def run(args: config.Args) -> int:
         about = {**runtime.about(world), "classes": [str(name) for name in names]}
         folder.begin(config.to_yaml(args, about, **resume.settled(plan)))
         console.setup_logging(folder.path, world.rank, world.is_main)
-        logging.getLogger(__name__).info("threads:     %d", threads)
+        log.info("threads:     %d", threads)
         if taken:
-            logging.getLogger(__name__).info("-weights:    %s", taken)
+            log.info("-weights:    %s", taken)
         loaders = stack.enter_context(loader.opened(splits, plan, world, args))
         state, path = resume.state(past, plan), folder.path
         logger = Logger(path, world, args, plan, state) if path and disk.leads else Off()

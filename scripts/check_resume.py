@@ -126,9 +126,10 @@ class Check:
         """What is compared: killed; then on as many other processes as there are micro-batches and devices for."""
         kills = min(KILLS, self.steps - 1)
         killed = Row(f"killed {kills} times and resumed", "killed", [self.size] * (kills + 1))
-        if self.args.reduction == "allreduce" or self.args.sync_bn:
-            why = "-sync_bn" if self.args.sync_bn else "-reduction allreduce"
-            print(f"other numbers of processes are not compared: with {why} they agree to rounding only")
+        if self.args.reduction == "allreduce":
+            print(
+                "other numbers of processes are not compared: with -reduction allreduce they agree to rounding only"
+            )
             return [killed]
         batch, micro = facts["batch"], facts["micro"]
         cut = micro if micro < batch else divisor(batch, math.ceil(batch / 4))

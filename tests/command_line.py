@@ -16,7 +16,6 @@ OTHERS = {
     "loss": "mse",
     "optimizer": "sgd",
     "lr_schedule": "linear",
-    "scale_lr": "sqrt",
     "save_every": "5steps",
     "gpus": "0,1",
     "track": "mlflow",
@@ -79,8 +78,8 @@ def other_value(action) -> str:
     return OTHERS.get(action.dest, "7" if action.metavar in ("N", "X") else "some")
 
 
-# Flags with an other_value that stand alone: -cfg needs a file, two belong to -parallel fsdp.
-ALONE = sorted(set(shared()) - {"cfg", "offload", "fsdp_replicas"})
+# Flags with an other_value that stand alone: -cfg needs a file.
+ALONE = sorted(set(shared()) - {"cfg"})
 
 
 def cfg_file(folder, content, name="run.yaml") -> str:

@@ -149,7 +149,6 @@ def test_no_words_at_all_end_in_a_traceback(words):
     ("words", "right"),
     [
         ("-fp16 -bf16", "-fp16 and -bf16 exclude each other: give one of them"),
-        ("-fp16 -offload -parallel fsdp", "-offload and -fp16 exclude each other"),
         ("-gpus 0 -cpu 2", "-gpus and -cpu exclude each other: give one of them"),
         ("-batch_size 8 -batch_per_gpu 8", "give one of them"),
         ("-batch_size=8 --batch_per_gpu=8", "give one of them"),

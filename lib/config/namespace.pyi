@@ -45,8 +45,7 @@ class Args(argparse.Namespace):
     lr_start: float
     lr_end: float
     lr_warmup: float
-    scale_lr: str
-    lr_batch: int
+    lr_batch: int | None
     weight_decay: float
     momentum: float
     clip_grad: float
@@ -72,14 +71,11 @@ class Args(argparse.Namespace):
     bf16: bool
     cache_dir: str | None
     parallel: str
-    fsdp_replicas: int
     reduction: str
-    offload: bool
     recompute: bool
     compile: str | None
     channels_last: bool
     deterministic: bool
-    sync_bn: bool
     debug: bool
     eval: bool
     overfit: int | None

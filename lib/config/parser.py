@@ -54,13 +54,11 @@ class Parser(argparse.ArgumentParser):
         return words
 
     def add_own(self, module: ModuleType, title: str) -> None:
-        """Add a plugin's flags. Raise UsageError for one that exists already or that config.yaml cannot keep."""
-        there = [action.dest for action in self._actions]
+        """Add a plugin's flags. Raise UsageError for one that config.yaml cannot keep."""
+        shared = len(self._actions)
         with no_exit():
             getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
-        for action in self._actions[len(there) :]:
-            if action.dest in there:  # argparse compares their spellings only
-                raise UsageError(f"{_file(module)}: its flag -{action.dest} clashes with a shared one")
+        for action in self._actions[shared:]:
             if action.nargs == 0 or action.dest not in [option.lstrip("-") for option in action.option_strings]:
                 wanted = f"config.yaml needs a flag -{action.dest} with a value, or store_true"
                 raise UsageError(f"{_file(module)}: {action.dest}: {wanted}")
@@ -86,10 +84,7 @@ class Help(argparse.HelpFormatter):
 
 
 class Listing(argparse.Action):
-    """A flag that shows the plugins, each with the first line of its docstring, and exits, as -h does."""
-
-    def __init__(self, option_strings: list[str], dest: str, help: str):
-        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+    """Shows the plugins, each with the first line of its docstring, and exits, as -h does. It takes `nargs=0`."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_) -> NoReturn:
         """Show them."""

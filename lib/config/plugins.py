@@ -56,35 +56,31 @@ def read(kind: str, name: str) -> ModuleType:
 def needed(statements: list[ast.stmt]) -> list[ast.stmt]:
     """Return the statements that `add_args` and `describe` need: these two, what they use, what that uses, and so on.
 
-    Raises LookupError if one of them is not plain, or if the file may bind names that are not shown.
+    Raises LookupError if one of them is no function, import or constant, or if the file imports *.
     """
     kept, wanted = set(), {"add_args", "describe", "annotations"}  # of __future__: it changes how the rest is read
     while more := [one for one in statements if one not in kept and bound(one) & wanted]:
         kept.update(more)
-        wanted = wanted.union(*map(used, more))
-    all_names = set().union(*map(used, statements))
-    if not all(map(is_plain, kept)) or {"*", "exec", "globals"} & all_names:
+        wanted = wanted.union(*map(names_in, more))
+    if not all(map(is_plain, kept)) or any("*" in names_in(one) for one in statements):
         raise LookupError
     return [one for one in statements if one in kept]
 
 
 def is_plain(statement: ast.stmt) -> bool:
     """Whether a statement is a function, an import or a constant, which mean the same without the others."""
-    if isinstance(statement, ast.Assign):
-        return isinstance(statement.value, ast.Constant)
-    is_import = isinstance(statement, (ast.Import, ast.ImportFrom))
-    return is_import or (isinstance(statement, ast.FunctionDef) and not statement.decorator_list)
+    constant = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
+    function = isinstance(statement, ast.FunctionDef) and not statement.decorator_list
+    return constant or function or isinstance(statement, (ast.Import, ast.ImportFrom))
 
 
 def bound(statement: ast.stmt) -> set[str]:
-    """Return the names that a definition or an assignment binds; of other statements all names in them."""
-    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-        return {statement.name}.union(*(one.names for one in ast.walk(statement) if isinstance(one, ast.Global)))
-    targets = statement.targets if isinstance(statement, ast.Assign) else [statement]
-    return set().union(*map(used, targets))
+    """Return the name that a definition binds, or all names in another statement."""
+    is_definition = isinstance(statement, (ast.FunctionDef, ast.ClassDef))
+    return {statement.name} if is_definition else names_in(statement)
 
 
-def used(node: ast.AST) -> set[str]:
+def names_in(node: ast.AST) -> set[str]:
     """Return all names in a piece of code but those of attributes and parameters."""
     found = set()
     for each in ast.walk(node):

@@ -51,23 +51,12 @@ class Statistics:
                 changes = (group.total != group.start).to(group.total.dtype)
                 group.sum.add(key.number, [group.total * (key.count / key.step_samples), changes])
 
-    def reduce(self) -> torch.Tensor | None:
-        """Average over all ranks when the step's micro-batches are done.
-
-        Returns whether a value that was finite no longer is, 0-d, the same on all ranks; None without float buffers.
-        """
-        broken = None
-        for group in filter(lambda group: group.is_float, self.groups):
-            if not self.alone:
+    def finish(self, norm: torch.Tensor) -> None:
+        """Average over all ranks at the end of a step. If the norm of its gradient is not finite, it is skipped."""
+        for group in self.groups:
+            if group.is_float and not self.alone:
                 total, changes = group.sum.result()
                 torch.where(changes > 0, total, group.start, out=group.total)
-            here = (torch.isfinite(group.start) & ~torch.isfinite(group.total)).any()
-            broken = here if broken is None else broken | here
-        return broken
-
-    def finish(self, norm: torch.Tensor) -> None:
-        """End a step whose gradient has this norm, after `reduce`: a bad one leaves the buffers as they were."""
-        for group in self.groups:
             torch.where(torch.isfinite(norm), group.total, group.start, out=group.total)
             torch._foreach_copy_(group.buffers, group.totals)
 

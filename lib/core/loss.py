@@ -3,9 +3,10 @@
 import functools
 import inspect
 import math
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,6 @@ from lib.utils.checkpoint.state import unwrap
 from lib.utils.data.tensors import tensors
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import metrics
-
-if TYPE_CHECKING:
-    from lib.config import Args
 
 TARGETS = ("labels", "targets", "label", "target")  # names of them, in a batch and as a parameter of a forward
 
@@ -96,11 +94,8 @@ def _refusal(batch: Any, more: str = "") -> UsageError:
 
 @functools.cache
 def _parameters(model: type[nn.Module]) -> list[str]:
-    """The names of what a model's forward takes; ** if it takes any name. None are known of TorchScript's classes."""
-    try:
-        found = [*inspect.signature(model.forward).parameters.values()][1:]
-    except (AttributeError, TypeError, ValueError):
-        return []
+    """The names of what a model's forward takes; ** if it takes any name."""
+    _, *found = inspect.signature(model.forward).parameters.values()
     return ["**" if one.kind is one.VAR_KEYWORD else one.name for one in found]
 
 
@@ -121,7 +116,7 @@ def outputs_of(answer: Any) -> tuple[Any, Any]:
     return named.get("logits", others[0] if others else None), named.get("loss")
 
 
-def get_loss(args: "Args") -> nn.Module:
+def get_loss(args: Namespace) -> nn.Module:
     """Return a module (outputs, targets) -> the mean loss over the batch, a scalar."""
     if args.loss != "cross_entropy":
         return BY_NAME[args.loss]()
@@ -134,7 +129,7 @@ def get_loss(args: "Args") -> nn.Module:
 
 
 class CrossEntropy(nn.CrossEntropyLoss):
-    """torch's, which also takes classes in the last dimension: outputs (B, length, classes), targets (B, length).
+    """torch's, which also takes the classes of tokens last: outputs (B, length, classes), targets (B, length).
 
     With class weights it is the mean of the weighted losses, so that micro-batches add up to their batch. (torch
     divides by the sum of the weights.)
@@ -143,7 +138,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
     checked = False  # the targets, once
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss, 0-d, of outputs (B, ..., classes) or (B, classes, ...)."""
+        """Return the mean loss, 0-d, of outputs (B, classes, ...) or (B, length, classes)."""
         if _classes_last(outputs, targets):
             outputs, targets = outputs.flatten(0, -2), targets.flatten()
         if targets.is_floating_point() and not self.checked:
@@ -158,12 +153,8 @@ class CrossEntropy(nn.CrossEntropyLoss):
 
 
 def _classes_last(outputs: Tensor, targets: Tensor) -> bool:
-    """Whether the classes are in the last dimension.
-
-    Where both readings fit, (B, C, C) is a row of C places and (B, C, C, C) an image, classes first, as in torch.
-    """
-    fits = outputs.shape[:-1] == targets.shape
-    return fits and (outputs.ndim < 4 or outputs.shape[:1] + outputs.shape[2:] != targets.shape)
+    """Whether the classes are in the last dimension, as of tokens; those of images come first, as torch has them."""
+    return outputs.ndim < 4 and outputs.shape[:-1] == targets.shape
 
 
 def _check_probabilities(outputs: Tensor, targets: Tensor) -> None:

@@ -84,7 +84,7 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
             log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss, trainer.last_norm)
             _check("after a step, the parameter", model.named_parameters())
             if not math.isfinite(trainer.last_norm):
-                what = "its gradients are finite, but not their norm or what a buffer of the model became"
+                what = "its gradients are finite, but not their norm"
                 raise BadTensor(f"step {trainer.state.step}: {what}")
     log.info("-debug: no bad tensor in %d steps; nothing was written", trainer.state.step - first)
     return "finished"

@@ -9,12 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-BY_NAME = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "adagrad": torch.optim.Adagrad,
-}
+BY_NAME = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 def get_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
@@ -45,14 +40,13 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 def _may_fuse(parameters: list[Tensor], args: Namespace) -> bool:
     """Return whether torch has a fused kernel that can skip a step and has the same bits everywhere.
 
-    It has Adam's for shards, all but Adagrad's for GPUs, and none for MPS (torch 2.11). On the CPU its bits depend on
-    where a shard ends; -deterministic avoids it for all.
+    It has only Adam's for shards, and none for MPS (torch 2.11). On the CPU its bits depend on where a shard ends;
+    -deterministic avoids it for all.
     """
     devices = {parameter.device.type for parameter in parameters}
     if devices == {"cpu"}:
         return not args.deterministic and args.parallel != "fsdp"
-    fused = ("adam", "adamw") if args.parallel == "fsdp" else ("adam", "adamw", "sgd")
-    return devices == {"cuda"} and args.optimizer in fused
+    return devices == {"cuda"} and (args.optimizer != "sgd" or args.parallel != "fsdp")
 
 
 def clip(parameters: list[Tensor], limit: float) -> Tensor:
@@ -70,8 +64,7 @@ def _row_norms(gradients: list[Tensor]) -> list[Tensor]:
     sharded = {number: gradient for number, gradient in enumerate(gradients) if isinstance(gradient, DTensor)}
     if not sharded:
         return norms
-    mesh = next(iter(sharded.values())).device_mesh
-    group = mesh.get_group(mesh.ndim - 1)  # of HSDP, those that share one copy of the model
+    group = next(iter(sharded.values())).device_mesh.get_group()
     rows = [-(-len(gradient) // group.size()) for gradient in sharded.values()]  # of each rank, at most
     padded = [functional.pad(norms[at], (0, most - len(norms[at]))) for at, most in zip(sharded, rows, strict=True)]
     mine = torch.cat(padded)

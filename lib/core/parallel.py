@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lib.utils import seeding
 from lib.utils.checkpoint import shards
-from lib.utils.distributed import CPU, World
+from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 GRAPHS = 64  # that torch.compile keeps of one forward method
@@ -31,13 +30,8 @@ def build(arch: ModuleType, args: Namespace, world: World) -> nn.Module:
     `wrap` gives them rank 0's values.
     """
     seeding.for_building(args.seed)
-    if not _is_sharded(args, world):
-        return _make(arch, args)
-    model = _make(arch, args) if world.is_main else _make_on_meta(arch, args)
-    generator = torch.get_rng_state()  # rank 0's: the others have drawn no values
-    torch.distributed.broadcast(generator, 0)
-    torch.set_rng_state(generator)
-    return model
+    on_meta = _is_sharded(args, world) and not world.is_main
+    return _make_on_meta(arch, args) if on_meta else _make(arch, args)
 
 
 def _make(arch: ModuleType, args: Namespace) -> nn.Module:
@@ -61,13 +55,8 @@ def wrap(model: nn.Module, args: Namespace, world: World, *, arch: ModuleType | 
     """Return the model on its device, under DistributedDataParallel or sharded where there are several processes.
 
     Blocks are what the `arch` module's get_blocks(model) returns, else `blocks(model)`. Raises UsageError for
-    -sync_bn on the CPU, which torch does not have, -recompute of a model without blocks, and -fsdp_replicas that do
-    not divide the processes.
+    -recompute of a model without blocks.
     """
-    if args.sync_bn:
-        if world.device.type == "cpu":
-            raise UsageError("-sync_bn needs a GPU: torch has no SyncBatchNorm on the CPU")
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     sharded = _is_sharded(args, world)
     if args.channels_last and world.device.type == "cuda" and not sharded:
         model = nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
@@ -105,29 +94,19 @@ def _is_sharded(args: Namespace, world: World) -> bool:
 
 def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: World) -> nn.Module:
     """Make every block a group of its own, and the rest the root's; then give all ranks rank 0's values."""
-    if world.size % args.fsdp_replicas:
-        raise UsageError(f"-fsdp_replicas {args.fsdp_replicas} does not divide {world.size} processes")
-    grid = (args.fsdp_replicas, world.size // args.fsdp_replicas)
-    mesh = torch.distributed.init_device_mesh(world.device.type, grid, mesh_dim_names=("replicate", "shard"))
-    options = {"mesh": mesh if args.fsdp_replicas > 1 else mesh["shard"], "reshard_after_forward": True}
-    if args.offload:
-        options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
+    mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
+    shard = functools.partial(fsdp.fully_shard, mesh=mesh, reshard_after_forward=True)
     values = {name: tensor.detach() for name, tensor in _named_tensors(model)}
     groups = _untied(model, parts)  # the root, as embeddings, gives them inputs of 32 bits, as under DDP
     for part in groups:
-        fsdp.fully_shard(part, mp_policy=_precision_policy(part, args), **options)
-    root_policy = fsdp.MixedPrecisionPolicy() if groups else _precision_policy(model, args)
-    fsdp.fully_shard(model, mp_policy=root_policy, **options)
+        shard(part, mp_policy=_precision_policy(part, args))
+    shard(model, mp_policy=fsdp.MixedPrecisionPolicy() if groups else _precision_policy(model, args))
     sharded: list[Any] = [*groups, model]
     for part in sharded:
         part.set_gradient_divide_factor(1.0)  # a sum: each micro-batch counts by its samples already
         part.set_force_sum_reduction_for_comms(True)
-
-    def allocate(tensor: Tensor) -> Tensor:  # with -offload, parameters are on the CPU, and buffers are not
-        return torch.empty_like(tensor, device=CPU if args.offload and isinstance(tensor, DTensor) else world.device)
-
     if not world.is_main:
-        model._apply(allocate)
+        model._apply(lambda tensor: torch.empty_like(tensor, device=world.device))
     for name, tensor in _named_tensors(model):
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
         if world.is_main:

@@ -11,8 +11,9 @@ with one node each let the library add a large sum (all_reduce): a + b has the b
 import bisect
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from argparse import Namespace
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lib.utils.data.plan import MicroBatch, rank_share
 from lib.utils.distributed import World
-from lib.utils.errors import UsageError
-
-if TYPE_CHECKING:
-    from lib.config import Args
 
 BUCKET = 8 << 20  # bytes of gradients that travel together
 SMALL = 1 << 20  # bytes of a node of each rank, together, up to which all ranks get all nodes
-EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def add_leaf(nodes: dict[int, list[Tensor]], leaf: int, values: list[Tensor]) -> None:
@@ -83,17 +79,15 @@ class Sum:
     def __init__(self, templates: list[Tensor], world: World, round_robin: bool, by_library: bool = False):
         self.templates, self.world, self.round_robin, self.by_library = templates, world, round_robin, by_library
         *starts, self.count = itertools.accumulate((one.numel() for one in templates), initial=0)
-        self.layouts = [(one.shape, _strides(one), start) for one, start in zip(templates, starts, strict=True)]
+        strides = [torch.empty_like(one, device="meta").stride() for one in templates]  # of their gradients, too
+        self.layouts = list(zip((one.shape for one in templates), strides, starts, strict=True))
         self.small = self.count * templates[0].element_size() * world.size <= SMALL
         self.nodes: dict[int, list[Tensor]] = {}
-        self.exchanges: Iterator[None] = iter(())  # each step of it begins one
 
     def begin(self, leaves: int) -> None:
         """Begin a step of so many micro-batches over all ranks."""
         self.shares, self.nodes = (leaves, self.world.size, self.round_robin), {}
-        one_each = not self.small and [len(nodes) for nodes in nodes_by_rank(*self.shares)] == [1, 1]
-        if self.world.size > 1:
-            self.exchanges = self._by_library() if self.by_library or one_each else self._along_tree()
+        self.exchanges = self._exchange()
 
     def add(self, leaf: int, values: list[Tensor]) -> None:
         """Add what this rank's next micro-batch made; the tensors become this sum's."""
@@ -114,61 +108,64 @@ class Sum:
         del self.sum
         return sums
 
-    def _by_library(self) -> Iterator[None]:
-        nodes, self.nodes = self.nodes or {0: [torch.zeros_like(one) for one in self.templates]}, {}
-        first, *others = nodes
+    def _exchange(self) -> Iterator[None]:
+        """Set `sum`, all values side by side. Pauses after each exchange that it begins."""
+        one_each = not self.small and [len(nodes) for nodes in nodes_by_rank(*self.shares)] == [1, 1]
+        if self.by_library or one_each:
+            self.sum = yield from self._by_library()
+        elif self.world.size > 1:
+            self.sum = yield from self._along_tree(self.nodes, self.count, self.world.groups)
+
+    def _by_library(self) -> Generator[None, None, Tensor]:
+        first, *others = self.nodes.values() or [[torch.zeros_like(one) for one in self.templates]]
+        self.nodes = {}
         for other in others:
-            torch._foreach_add_(nodes[first], nodes.pop(other))
-        [self.sum] = _filled(self.templates[0].new_empty(1, self.count), nodes)
-        work: Any = dist.all_reduce(self.sum, async_op=True)
+            torch._foreach_add_(first, other)
+        [total] = _filled(first[0].new_empty(1, self.count), {0: first})
+        work: Any = dist.all_reduce(total, async_op=True)
         yield
         work.wait()
+        return total
 
-    def _along_tree(self) -> Iterator[None]:
-        nodes, width, together, back = self.nodes, self.count, 1, []
-        for group in self.world.groups:
-            ranks, count = dist.get_world_size(group), len(nodes)
-            place = self.world.rank // (together * ranks)
-            by_rank = nodes_by_rank(*self.shares, together)[place * ranks : (place + 1) * ranks]
-            slices = 1 if self.small else ranks
-            part = -(-width // slices)
-            rows = _filled(self.templates[0].new_empty(max(1, count), slices * part), nodes)
-            sent = rows[:count].view(count, slices, part).transpose(0, 1).expand(ranks, -1, -1).contiguous()
-            received = rows.new_empty(sum(map(len, by_rank)), part)
-            splits = [len(names) * part for names in by_rank], [count * part] * ranks
-            work: Any = dist.all_to_all_single(received.view(-1), sent.view(-1), *splits, group=group, async_op=True)
+    def _along_tree(
+        self, nodes: dict[int, list[Tensor]], width: int, groups: tuple, joined: int = 1
+    ) -> Generator[None, None, Tensor]:
+        """Return the sum of `width` values over the ranks of all groups; each node is that of `joined` ranks.
+
+        The ranks of the first group send each other slices of their nodes. Each adds up one slice, also through the
+        other groups. Then they gather the slices, into the memory of what was sent, which has arrived.
+        """
+        if not groups:
+            return sum_nodes(nodes)[0]
+        group, size, count = groups[0], dist.get_world_size(groups[0]), len(nodes)
+        place = self.world.rank // (joined * size)
+        by_rank = nodes_by_rank(*self.shares, joined)[place * size : (place + 1) * size]
+        slices = 1 if self.small else size  # of a small sum each rank gets and adds up the whole
+        part = -(-width // slices)
+        rows = _filled(self.templates[0].new_empty(max(1, count), slices * part), nodes)
+        sent = rows[:count].view(count, slices, part).transpose(0, 1).expand(size, -1, -1).contiguous()
+        received = rows.new_empty(sum(map(len, by_rank)), part)
+        splits = [len(names) * part for names in by_rank], [count * part] * size
+        work: Any = dist.all_to_all_single(received.view(-1), sent.view(-1), *splits, group=group, async_op=True)
+        yield
+        work.wait()
+        joined *= size
+        nodes = join_nodes(by_rank, received, nodes_by_rank(*self.shares, joined)[place])
+        total = yield from self._along_tree(nodes, part, groups[1:], joined)
+        if slices > 1:
+            work = dist.all_gather_into_tensor(rows[0], total, group=group, async_op=True)
             yield
             work.wait()
-            together *= ranks  # have now added up their nodes
-            nodes = join_nodes(by_rank, received, nodes_by_rank(*self.shares, together)[place])
-            if slices > 1:  # the sum comes back into the first row of what was sent
-                back.append((group, rows[0], width))
-            width = part
-        [self.sum] = sum_nodes(nodes)
-        for group, whole, width in reversed(back):  # what was sent has arrived: its memory takes the sum
-            work = dist.all_gather_into_tensor(whole, self.sum, group=group, async_op=True)
-            yield
-            work.wait()
-            self.sum = whole[:width]
+            total = rows[0]
+        return total[:width]
 
 
 def _filled(rows: Tensor, nodes: dict[int, list[Tensor]]) -> Tensor:
-    """Move the nodes into rows: each its values side by side. What is left of a row stays as it is."""
+    """Move the nodes into rows: each its values side by side, as they lie in memory. The rest of a row stays."""
     for row, first in zip(rows, [*nodes], strict=False):
-        parts = [_flat(value) for value in nodes.pop(first)]
+        parts = [value.as_strided((value.numel(),), (1,)) for value in nodes.pop(first)]
         torch.cat(parts, out=row[: sum(map(len, parts))])
     return rows
-
-
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of its gradient: its own where its values lie without gaps, else those of a contiguous tensor."""
-    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    return tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Its values in the order in which they lie in memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 class Gradients:
@@ -180,10 +177,7 @@ class Gradients:
     the number of ranks; what it keeps from the step before is divided by it.
     """
 
-    def __init__(self, parameters: list, model: nn.Module, own: list[nn.Module], world: World, args: "Args"):
-        tables = (one for part in (model, *own) for one in part.modules() if isinstance(one, EMBEDDINGS))
-        if any(one.sparse for one in tables):
-            raise UsageError("nn.Embedding(sparse=True): sparse gradients are not summed; use sparse=False")
+    def __init__(self, parameters: list, model: nn.Module, own: list[nn.Module], world: World, args: Namespace):
         wrapped = {p for one in own if isinstance(one, DistributedDataParallel) for p in one.parameters()}
         sharded = [p for p in parameters if hasattr(p, "placements")]
         plain = [p for p in parameters if p not in wrapped and not hasattr(p, "placements")]
@@ -195,7 +189,8 @@ class Gradients:
         how = {"round_robin": args.parallel == "fsdp", "by_library": args.reduction == "allreduce"}
         self.buckets = [_Bucket(part, world, **how) for part in _parts(plain)]
         # Other collectives in a backward pass would meet these in another order on a rank that has nothing to do.
-        self.overlaps = world.size > 1 and not (wrapped or sharded or args.sync_bn)
+        others = wrapped or sharded or any(isinstance(one, nn.SyncBatchNorm) for one in model.modules())
+        self.overlaps = world.size > 1 and not others
         self.active, self.sent = False, 0
         self.under_way = 2 * len(world.groups) - 1  # buckets at most, while the next one is sent
         for bucket in self.buckets if self.overlaps else ():
@@ -283,10 +278,7 @@ class _Bucket:
         """Move the gradients of a micro-batch into the sum, or drop those of padding."""
         if self.taken is key:
             if any(parameter.grad is not None for parameter in self.parameters):
-                raise RuntimeError(
-                    "a parameter got two gradients in one backward pass, as from checkpoint(..., "
-                    "use_reentrant=True): use_reentrant=False gives it one"
-                )
+                raise RuntimeError("two gradients of a parameter in a backward pass: checkpoint(use_reentrant=False)")
             return
         self.taken = key
         gradients: list[Any] = [parameter.grad for parameter in self.parameters]

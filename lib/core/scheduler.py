@@ -11,7 +11,6 @@ BY_NAME = {
     "step": lambda done: 0.1 ** min(2, math.floor(3 * done + 1e-9)),  # a tenth of the height after each third
     "wsd": lambda done: min(1.0, 5 * (1.0 - done)),  # warm-up, stable, decay in the last fifth: arXiv:2404.06395
 }
-SCALES = {"none": lambda ratio: 1.0, "linear": lambda ratio: ratio, "sqrt": math.sqrt}
 
 
 def lr_at(step: int, *, kind: str = "cosine", total: int, warmup: float, start: float, end: float) -> float:
@@ -23,11 +22,3 @@ def lr_at(step: int, *, kind: str = "cosine", total: int, warmup: float, start: 
         return start * (step + 1) / (math.floor(warmup) + 1)
     done = min(1.0, (step - warmup) / max(1.0, total - 1 - warmup))
     return end + (start - end) * BY_NAME[kind](done)
-
-
-def scale(kind: str, batch_size: int, lr_batch: int) -> float:
-    """Return the factor on the learning rate for a batch of this size, none | linear | sqrt against `lr_batch`.
-
-    linear: Goyal et al., arXiv:1706.02677. sqrt: Malladi et al., arXiv:2205.10287, but not for Adam's betas.
-    """
-    return SCALES[kind](batch_size / lr_batch)

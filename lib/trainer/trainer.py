@@ -22,7 +22,8 @@ from lib.utils.data.options import options_of
 from lib.utils.data.plan import MicroBatch
 from lib.utils.data.tensors import shapes_in_errors
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import images, logger, metrics, throughput
+from lib.utils.monitoring import images, metrics, throughput
+from lib.utils.monitoring.logger import Logger
 from lib.utils.watchdog import Watch
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ HINT = "-debug names the first bad tensor; a lower -lr_start, -clip_grad or -bf1
 
 
 class BadSteps(RuntimeError):
-    """Too many steps in a row were skipped, or all of them: their gradients or buffers were not finite."""
+    """Too many steps in a row were skipped, or all of them, as their gradients were not finite."""
 
 
 class Trainer:
@@ -47,14 +48,14 @@ class Trainer:
         model: nn.Module,
         loss: nn.Module,
         optimizer: torch.optim.Optimizer,
-        log: logger.Logger,
+        logger: Logger,
     ):
         self.args, self.world, self.loaders = args, world, loaders
-        self.model, self.loss, self.optimizer, self.logger = model, loss, optimizer, log
+        self.model, self.loss, self.optimizer, self.logger = model, loss, optimizer, logger
         self.folder, self.plan = run_folder.run_of(args), loaders["train"].plan
         self.state, self.metrics = State(), metrics.Sums()
         self.total_steps = args.epochs * self.plan.steps
-        scale = scheduler.scale(args.scale_lr, self.plan.batch, args.lr_batch)
+        scale = self.plan.batch / (args.lr_batch or self.plan.batch)  # Goyal et al., arXiv:1706.02677
         self.schedule = {
             "kind": args.lr_schedule,
             "total": self.total_steps,
@@ -181,16 +182,10 @@ class Trainer:
         self.window.append((loss.detach(), key.count))
 
     def step(self, samples: int) -> None:
-        """Take the optimizer's step of `samples` samples.
-
-        All ranks alike skip it if the gradient is not finite, or a buffer of the model no longer is.
-        """
+        """Take the optimizer's step of `samples` samples. All ranks alike skip it if the gradient is not finite."""
         self.gradients.finish()
-        broken = self.statistics.reduce()
         self.scaler.unscale_(self.optimizer)
         norm = optimizers.clip(self.parameters, self.args.clip_grad)
-        if broken is not None:
-            norm = norm.masked_fill(broken.to(norm.device), math.nan)
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -333,12 +328,12 @@ class Trainer:
         self.save()
         self.checkpoints.close()
         self.logger.close(finished)
-        facts = {name: getattr(self.state, name) for name in ("epoch", "step", "samples", "best")}
-        facts |= {**dataclasses.asdict(self.stop.cause), "test": figures}
+        outcome = {"state": "finished" if finished else "stopped", **dataclasses.asdict(self.stop.cause)}
+        outcome |= {name: getattr(self.state, name) for name in ("epoch", "step", "samples", "best")}
+        outcome["test"] = figures
         if finished and self.state.epoch < self.args.epochs:
-            last = facts["best"]["epoch"]
-            facts["reason"] = f"-stop_after {self.args.stop_after}: nothing better since epoch {last}"
-        outcome = {"state": "finished" if finished else "stopped", **facts}
+            last = outcome["best"]["epoch"]
+            outcome["reason"] = f"-stop_after {self.args.stop_after}: nothing better since epoch {last}"
         if self.checkpoints.disk.leads:
             run_folder.write_outcome(self.folder, self.world, **outcome)
             if finished or self.stop.cause.reason == preemption.FILE_THERE:

@@ -19,7 +19,7 @@ from lib.utils.errors import PARENT, UsageError
 
 CPU = torch.device("cpu")
 FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # that `attempt` shares
-ROW_BYTES = 504  # of JSON that one message brings: what most values take
+ROW_BYTES = 504  # that one message brings: what most values take
 TAG = 1_000_003  # of the messages between two ranks below; plugins may send their own
 START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read
 _left_groups = []  # process groups that this process left
@@ -217,24 +217,28 @@ def merged(value: Any, merge: Callable[[Any, Any], Any], world: World, group: An
     distance = 1
     while distance < world.size and not world.rank & distance:
         if world.rank + distance < world.size:
-            value = merge(value, _message(dist.irecv, None, world.rank + distance, group))
+            value = merge(value, json.loads(_message(dist.irecv, b"", world.rank + distance, group)))
         distance *= 2
     if world.rank and world.size > 1:
-        _message(dist.isend, value, world.rank - distance, group)
+        _message(dist.isend, json.dumps(value).encode(), world.rank - distance, group)
     return broadcast_json(value, world, group=group)
 
 
-def gather_json(value: Any, world: World, group: Any = None) -> list:
+def gather_json(value: Any, world: World) -> list:
     """Return every rank's value (JSON), by rank, on all ranks."""
-    return merged([value], operator.add, world, group)
+    return merged([value], operator.add, world)
 
 
 def broadcast_json(value: Any, world: World, root: int = 0, group: Any = None) -> Any:
     """Return the value (JSON) of one rank, on all ranks."""
     if world.size == 1:
         return value
-    own = value if world.rank == root else None
-    return _moved(own, lambda row: dist.broadcast(row, group=group, group_src=root), group)
+    return json.loads(broadcast_bytes(json.dumps(value).encode() if world.rank == root else b"", root, group))
+
+
+def broadcast_bytes(data: bytes, root: int, group: Any = None) -> bytes:
+    """Return the bytes of one rank, on all ranks; the others give none."""
+    return _moved(data, lambda row: dist.broadcast(row, group=group, group_src=root), group)
 
 
 def broadcast_tensors(tensors: dict[str, torch.Tensor], world: World, root: int) -> None:
@@ -253,26 +257,26 @@ def broadcast_tensors(tensors: dict[str, torch.Tensor], world: World, root: int)
         raise RuntimeError(f"the tensors of rank {root} did not arrive as they were sent")
 
 
-def _message(move: Callable, value: Any, other: int, group: Any) -> Any:
-    """Send a value to another rank of the group, or return the one that comes from there."""
+def _message(move: Callable, data: bytes, other: int, group: Any) -> bytes:
+    """Send bytes to another rank of the group, or return those that come from there."""
     group = group or dist.group.WORLD
     # The messages between two ranks do not know of `set_patience` by themselves.
     patience = group._get_backend(_device(group)).options._timeout
     other = dist.get_global_rank(group, other)
-    return _moved(value, lambda row: move(row, other, group, TAG).wait(patience), group)
+    return _moved(data, lambda row: move(row, other, group, TAG).wait(patience), group)
 
 
-def _moved(value: Any, move: Callable[[torch.Tensor], Any], group: Any) -> Any:
-    """Return the value of a row of bytes that `move` sends or fills; a second row follows if that is too short."""
-    text, room = json.dumps(value).encode(), ROW_BYTES
+def _moved(data: bytes, move: Callable[[torch.Tensor], Any], group: Any) -> bytes:
+    """Return the bytes in a row that `move` sends or fills; a second row follows if that is too short."""
+    room = ROW_BYTES
     while True:
-        row = bytearray(len(text).to_bytes(8, "little") + text[:room].ljust(room))
+        row = bytearray(len(data).to_bytes(8, "little") + data[:room].ljust(room))
         tensor = torch.frombuffer(row, dtype=torch.uint8).to(_device(group))
         move(tensor)
         row = bytes(tensor.cpu().numpy())
         length = int.from_bytes(row[:8], "little")
         if length <= room:
-            return json.loads(row[8:])
+            return row[8 : 8 + length]
         room = length
 
 

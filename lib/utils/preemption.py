@@ -30,7 +30,6 @@ TWICE_S = 1.0  # a terminal's Ctrl-C and a dying parent's signal each arrive twi
 ASK_EVERY_S = 1.0  # between votes, and between checks for a reason to stop
 LAST_S = 5.0  # that a stop leaves to the last evaluation, which finishes the run: the next start would cost as much
 FILE_THERE = "the file STOP is in the run's folder"
-AGENT_GONE = "a torchrun agent is gone"
 MOST_STEPS = 100  # between votes, so that steps that grow slow are noticed
 
 
@@ -45,8 +44,7 @@ class Request:
 class Stop:
     """This process's request to stop, and what all ranks agreed upon.
 
-    A request comes from a signal, the file STOP in the run folder, -max_hours, or because the torchrun agent that
-    started this process is gone: the others then continue without it.
+    A request comes from a signal, the file STOP in the run folder, or -max_hours.
     """
 
     def __init__(self, folder: Path, max_hours: float | None, grace_s: float, limit_steps: int | None):
@@ -76,8 +74,7 @@ class Stop:
             elif self.file.exists():
                 self.ask(FILE_THERE)
             elif distributed.orphaned():
-                self.ask(AGENT_GONE)
-                self._limit_time()
+                os.kill(os.getpid(), signal.SIGTERM)  # the agent cannot pass one on
         return self.request is not None and now >= self.not_before
 
     def at_limit(self, step: int) -> bool:
@@ -93,11 +90,8 @@ class Stop:
         return self.agreed or self.request or Request(None)
 
     def only_other_nodes_leave(self) -> bool:
-        """Return whether the run continues on this node: some ranks' agent is gone, or only they got the signal."""
-        if self.agreed is None:
-            return False
-        only_others = self.agreed.signal is not None and self.signalled_at is None
-        return self.agreed.reason == AGENT_GONE or (only_others and distributed.elastic())
+        """Return whether the run continues on this node, as only ranks of others got the signal."""
+        return bool(self.cause.signal) and self.signalled_at is None and distributed.elastic()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -129,14 +123,11 @@ class Stop:
                 if number in STOPPING and self.signalled_at is None:
                     name, self.signalled_at = signal.Signals(number).name, now
                     self.ask(f"signal {name}", signal=name)
-                    self._limit_time()
+                    # This timer ends the process with all stacks. No Python code can be in its way.
+                    faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)
                     log.info("signal %s: stopping after this step, or after -grace_s %g", name, self.grace_s)
                 elif number == signal.SIGINT and now - (self.signalled_at or now) > TWICE_S:
                     os._exit(ABORTED)
-
-    def _limit_time(self) -> None:
-        """End the process with all stacks after -grace_s. No Python code can be in the way of this timer."""
-        faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)
 
 
 class Ballot:

@@ -107,12 +107,7 @@ class Named(Rows):
         return {"input_values": self.part[index][0], "label": self.part[index][1]}
 
 
-def of_torchscript(args):
-    return torch.jit.script(nn.Sequential(*norm_net(args)))
-
-
-ARCHS = {"hugging": LikeHuggingFace, "nano": LikeNanoGpt, "first": LossFirst, "batch": OfABatch, "logits": Logits,
-         "script": of_torchscript}  # fmt: skip
+ARCHS = {"hugging": LikeHuggingFace, "nano": LikeNanoGpt, "first": LossFirst, "batch": OfABatch, "logits": Logits}
 DATASETS = {
     "rows": lambda args: {name: Rows(part) for name, part in few(args).items()},
     "named": lambda args: {name: Named(part) for name, part in few(args).items()},
@@ -128,7 +123,7 @@ def usual(small_plugins, tmp_path_factory):
 @pytest.mark.parametrize(
     ("arch", "dataset"),
     [("hugging", "rows"), ("batch", "rows"), ("logits", "rows"), ("nano", "few"), ("first", "few"),
-     ("hugging", "few"), ("norm_net", "named"), ("script", "few")],
+     ("hugging", "few"), ("norm_net", "named")],
 )  # fmt: skip
 def test_models_and_batches_of_many_kinds_train_as_the_usual_ones(arch, dataset, usual, tmp_path):
     """The same losses, weights and metrics, though the model computes the loss, or the batch is a dict."""

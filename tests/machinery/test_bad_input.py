@@ -68,7 +68,7 @@ def test_of_many_close_names_the_shortest_are_shown():
     assert errors.close("resnet10", names, most=3) == " (do you mean resnet101 or resnet10t or resnet101d?)"
 
 
-@pytest.mark.parametrize("flag", ["optimizer", "loss", "scale_lr"])
+@pytest.mark.parametrize("flag", ["optimizer", "loss", "lr_schedule"])
 def test_an_unknown_choice_is_refused_with_those_that_there_are(flag, error_of):
     for value in ("nope", "", "os", "../x", "ADAM"):
         line = error_of([f"-{flag}={value}"])

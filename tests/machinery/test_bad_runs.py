@@ -144,7 +144,6 @@ def test_a_run_without_enough_memory_is_told_what_takes_less(tmp_path):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ("-sync_bn", ["-sync_bn", "GPU"]),
         ("-resume nowhere", ["-resume nowhere"]),
         ("-resume README.md", ["-resume README.md"]),
         ("-weights nowhere", ["-weights nowhere"]),

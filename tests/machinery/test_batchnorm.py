@@ -58,9 +58,7 @@ def step(model, statistics, parts, of, norm=1.0):
         statistics.before(key)
         model(part)
         statistics.after(key)
-    broken = statistics.reduce()
     statistics.finish(torch.tensor(norm))
-    return broken
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
@@ -125,7 +123,7 @@ def test_a_buffer_of_infinity_stays_as_it_is():
     statistics = batchnorm.Statistics(model, World(), alone=False)
     before = model.note.clone()
     for _ in range(1000):
-        assert not step(model, statistics, PARTS, 10)
+        step(model, statistics, PARTS, 10)
     assert torch.equal(model.note.view(torch.int32), before.view(torch.int32)), "to the bit"
 
 
@@ -137,7 +135,6 @@ def test_a_borrowed_micro_batch_changes_no_buffer():
         statistics.before(key)
         model(None)
         statistics.after(key)
-    assert not statistics.reduce()
     statistics.finish(torch.tensor(1.0))
     assert model.note.tolist() == [-math.inf, 5.0]
 
@@ -146,19 +143,8 @@ def test_values_that_some_micro_batches_change_become_the_mean_and_the_others_st
     model = Notes(2.0, 0.1, math.inf)
     statistics = batchnorm.Statistics(model, World(), alone=False)
     model.coming = [{0: 4.0, 2: 1.0}, {2: 3.0}, {2: 2.0}]
-    assert not step(model, statistics, PARTS, 10), "what was infinite may become finite, as a running minimum does"
+    step(model, statistics, PARTS, 10)  # what was infinite may become finite, as a running minimum does
     assert model.note.tolist() == pytest.approx([2.6, 0.1, 2.2]) and model.note[1] == torch.tensor(0.1)
-
-
-@pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_value_that_stops_being_finite_is_told(value, alone):
-    model = Notes(1.0, -math.inf)
-    statistics = batchnorm.Statistics(model, World(), alone)
-    for at in range(1 if alone else 3):
-        model.coming = [{0: value} if number == at else {} for number in range(3)]
-        assert step(model, statistics, PARTS[:1] if alone else PARTS, 10)
-        model.note[0] = 1.0
 
 
 def test_a_model_without_running_statistics_has_none_to_keep():
@@ -166,5 +152,4 @@ def test_a_model_without_running_statistics_has_none_to_keep():
     statistics = batchnorm.Statistics(model, World(), alone=False)
     before = copy.deepcopy(model.state_dict())
     step(model, statistics, [torch.randn(3, 4)], 3)
-    assert statistics.reduce() is None
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -95,7 +95,7 @@ def test_flags_and_plugin_names_are_completed(script):
     ]
     assert set(offered(script, ["python", "train.py", "-arch", ""])) == set(plugins.names("arch"))
     assert offered(script, ["python3", "./train.py", "-cpu", "2", "-trainer", "em"]) == ["ema"]
-    assert offered(script, ["python", "train.py", "-scale_lr", "s"]) == ["sqrt"]
+    assert offered(script, ["python", "train.py", "-lr_schedule", "c"]) == ["cosine", "constant"]
     assert offered(script, ["python", "train.py", "-resnet_d"]) == ["-resnet_depth"], "a plugin's own"
 
 
@@ -108,7 +108,7 @@ def test_zsh_completes_them_too(tmp_path):
     found = {
         "python train.py -resnet_d": "python train.py -resnet_depth ",
         "python3 ./train.py -cpu 2 -trainer em": "python3 ./train.py -cpu 2 -trainer ema ",
-        "./train.py -scale_lr sq": "./train.py -scale_lr sqrt ",
+        "./train.py -lr_schedule w": "./train.py -lr_schedule wsd ",
         "python other.py -resnet_d": "python other.py -resnet_d",
     }
     assert typed(tmp_path, [*found]) == [*found.values()]

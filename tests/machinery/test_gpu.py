@@ -93,7 +93,7 @@ def card(tmp_path_factory):
 
 @pytest.mark.parametrize("words", [
     "-bf16 -augment -optimizer sgd",
-    "-gpus 0,1 -fp16 -micro_batch 16 -sync_bn -workers 1",
+    "-gpus 0,1 -fp16 -micro_batch 16 -workers 1",
     "-gpus 0,1 -parallel fsdp -dataset tokens -tokens_samples 256 -arch gpt -fp16 -recompute -workers 1 "
     "-clip_grad 1",
 ], ids=["one", "ddp", "fsdp"])  # fmt: skip
@@ -117,21 +117,6 @@ def test_copies_for_a_save_pin_their_memory_once(card):
     _, first, second = said.split("next\n")
     assert first.count("to be pinned") and not first.count("not pinned")
     assert (second.count("to be pinned"), second.count("not pinned")) == (0, 0)
-
-
-@pytest.mark.parametrize(("words", "ranks", "wanted"), [
-    ("-gpus 0,1 -sync_bn -arch resnet -limit_steps 2", 2, 20),  # BatchNorms
-    ("-gpus 0,1,2,3 -parallel fsdp -fsdp_replicas 2 -reduction allreduce -limit_steps 2", 2, 1),
-], ids=["sync_bn", "replicas"])  # fmt: skip
-def test_on_a_card_that_computes_nothing_as_many_ranks_exchange_as_belong_together(
-    card, words, ranks, wanted, tmp_path
-):
-    """Each rank gathers the statistics of every BatchNorm in every step, and parameters from its replica's ranks."""
-    words = ["-W", "ignore", "train.py", *words.split(), "-epochs", "1", "-out", str(tmp_path)]
-    env = {**card, "CARDS": "4", "CARD_GATHERS": "1", "CARD_ZEROS": "1"}
-    code, said = python(*words, "-allow_change", "nan", env=env)
-    assert code == 75, said
-    assert said.count("card: gathered") == said.count(f"gathered from {ranks} ranks") >= 2 * 2 * wanted, said
 
 
 def test_the_gpu_benchmark_runs_in_its_smallest_form_and_says_that_it_measured_no_gpu(tmp_path):

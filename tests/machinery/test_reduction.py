@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import few, norm_net, plugins, run
-from saves import SMALL, bits, log_of, refused
+from saves import SMALL, bits, log_of
 from test_atomic_directory import on_ranks
 from test_mutants import in_rank_order
 from test_parallel import NET, BlocksNet
@@ -113,7 +113,7 @@ class Wide(nn.Module):
 def gradients(world: World, parallel: str = "ddp") -> list[list[torch.Tensor | None]]:
     """The gradients of steps of so many micro-batches each, on this rank's share."""
     model, found = Wide(), []
-    args = types.SimpleNamespace(reduction="tree", parallel=parallel, sync_bn=False)
+    args = types.SimpleNamespace(reduction="tree", parallel=parallel)
     sums = reduction.Gradients([*model.parameters()], model, [], world, args)
     for count in COUNTS:
         cut = Plan(count, count, 1, spread=False)
@@ -275,7 +275,7 @@ def test_sums_travel_in_several_buckets_and_end_at_the_same_bits(tmp_path, monke
 def test_sharded_runs_end_at_the_same_bits_on_any_number_of_processes(tmp_path):
     words = f"{NET} -epochs 3 -parallel fsdp"
     truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
-    for more in ("-cpu 2", "-cpu 3 -offload", "-cpu 5 -recompute"):
+    for more in ("-cpu 2", "-cpu 3", "-cpu 5 -recompute"):
         assert bits(run(tmp_path, f"{words} {more} -model {more[5]}")) == truth
     assert moved(tmp_path, words, "-cpu 3", "-cpu 1", "-cpu 2") == truth
 
@@ -450,26 +450,3 @@ def test_sharded_blocks_that_are_called_twice_in_a_pass_end_at_the_same_bits(tmp
         truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
         for more in ("-cpu 2", "-cpu 3 -recompute", "-cpu 5"):
             assert bits(run(tmp_path, f"{words} {more} -model on_{more[5]}")) == truth
-
-
-class Sparse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(4, 64, sparse=True), nn.Linear(64, 4)
-
-    def forward(self, inputs):
-        return self.head(inputs + self.embedding((inputs[:, 0] > 0).long()))
-
-
-def test_a_module_may_call_anything_else_sparse(tmp_path):
-    class Attention(nn.Sequential):
-        sparse = True
-
-    with plugins(arch={"windows": lambda args: Attention(*norm_net(args))}):
-        run(tmp_path, f"{SMALL} -arch windows -cpu 1 -epochs 1")
-
-
-def test_sparse_gradients_are_refused_with_what_helps(tmp_path, capfd):
-    with plugins(arch={"sparse": lambda args: Sparse()}):
-        assert "use sparse=False" in refused(tmp_path, f"{SMALL} -arch sparse -cpu 2", capfd)
-        assert "use sparse=False" in refused(tmp_path, f"{SMALL} -arch sparse -cpu 1", capfd)
