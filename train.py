@@ -77,7 +77,7 @@ def run(args: config.Args) -> int:
         names = options.options_of(splits["train"]).classes or ()
         about = {**runtime.about(world), "classes": [str(name) for name in names]}
         folder.begin(config.to_yaml(args, about, **resume.settled(plan)))
-        console.setup_logging(folder.path, world.rank, world.is_main)
+        console.setup_logging(folder.path, world.rank)
         log.info("threads:     %d", threads)
         if taken:
             log.info("-weights:    %s", taken)

@@ -34,7 +34,7 @@ from torch.utils.data import Dataset
 
 from lib import config
 from lib.config import plugins as plugin_files
-from lib.launch import children, environment
+from lib.launch import environment, local
 from lib.utils import preemption
 from lib.utils.errors import FINISHED
 from scripts import check_resume, ledger
@@ -218,8 +218,8 @@ def haste() -> Iterator[None]:
 
     Votes come after milliseconds, and the other ranks of a failed run are ended at once.
     """
-    before = preemption.ASK_EVERY_S, children.END_S
-    preemption.ASK_EVERY_S, children.END_S = 0.01, 0.3
+    before = preemption.ASK_EVERY_S, local.END_S
+    preemption.ASK_EVERY_S, local.END_S = 0.01, 0.3
     torch.set_num_threads(1)
     gc.freeze()  # or the collector of every child would touch, and so copy, all that it inherits
     try:
@@ -227,7 +227,7 @@ def haste() -> Iterator[None]:
             yield
     finally:
         gc.unfreeze()
-        preemption.ASK_EVERY_S, children.END_S = before
+        preemption.ASK_EVERY_S, local.END_S = before
 
 
 SAMPLES = 200

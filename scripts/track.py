@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("run", type=Path, help="the run's folder, as out/NAME")
     parser.add_argument("-parent", type=int, help="process of the run that goes on: follow it")
     args = parser.parse_args()
-    console.setup_logging(args.run if args.parent else None, rank=0, main=True)
+    console.setup_logging(args.run if args.parent else None, rank=0)
     logging.getLogger().setLevel(logging.WARNING)
     log.setLevel(logging.INFO)
     if args.parent:

@@ -98,7 +98,8 @@ def test_a_misspelt_flag_is_refused_with_the_close_one(flag, at, letter):
     if wrong.lstrip("-") not in {*shared(), "h", "help", "list", ""}:
         said = refusal([wrong, "3"])
         assert said.startswith(f"unknown flag {wrong}")
-        assert len(flag) < 5 or at == 0 or f"-{flag}" in said
+        others = any(other.startswith(wrong[1:]) for other in shared())  # of which it is the beginning
+        assert len(flag) < 5 or at == 0 or others or f"-{flag}" in said
 
 
 @pytest.mark.parametrize(
@@ -152,8 +153,6 @@ def test_no_words_at_all_end_in_a_traceback(words):
         ("-gpus 0 -cpu 2", "-gpus and -cpu exclude each other: give one of them"),
         ("-batch_size 8 -batch_per_gpu 8", "give one of them"),
         ("-batch_size=8 --batch_per_gpu=8", "give one of them"),
-        ("-batch_size 10 -micro_batch 4", "-micro_batch 4: try -batch_size 8"),
-        ("-batch_size 3 -micro_batch 4", "try -batch_size 4"),
         ("-lr_start 1e-3 -lr_end 1e-2", "-lr_end 0.01 is above -lr_start 0.001"),
     ],
 )  # fmt: skip

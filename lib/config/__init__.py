@@ -2,7 +2,6 @@
 
     args.py          parse_args: the command line over a -cfg file over the plugins' defaults
     flags.py         every shared flag, with its default, and whether a resumed run may change it
-    combinations.py  flags that are right alone and wrong together
     namespace.py     Args, the class of `args`, and its stub for editors
     parser.py        the ArgumentParser
     plugins.py       the files in lib/arch, lib/dataset and lib/trainer: found, read for their flags, imported

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from lib.config import combinations, flags, plugins
+from lib.config import flags, plugins
 from lib.config.namespace import Args
 from lib.config.parser import Help, Parser
 from lib.config.plugins import BUILDERS
@@ -45,8 +45,19 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
         if describe and hasattr(module, "describe"):  # defaults that follow from a dataset's files
             parser.set_known(module.describe(_parse(parser, words)), module)
     args = _parse(parser, words)
-    combinations.check(args, given | set(entries))
+    check_combinations(args, given | set(entries))
     return args
+
+
+def check_combinations(args: Args, given: set[str]) -> None:
+    """Raise UsageError for flags that are right alone and wrong together. `given`: those of command line and -cfg."""
+    if {"batch_size", "batch_per_gpu"} <= given:
+        raise UsageError("-batch_size is the global batch and -batch_per_gpu its share: give one of them")
+    for one, other in (("fp16", "bf16"), ("gpus", "cpu")):
+        if getattr(args, one) and getattr(args, other):
+            raise UsageError(f"-{one} and -{other} exclude each other: give one of them")
+    if args.lr_end > args.lr_start:
+        raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")
 
 
 def value_of(flag: str, argv: list[str]) -> str:

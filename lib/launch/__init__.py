@@ -1,8 +1,7 @@
 """Starts the processes of a run: machinery, you need not read it.
 
     __init__.py     which launcher a command line asks for
-    local.py        processes on this machine: how many, and how they start
-    children.py     the started processes: waits for them, and says which failure explains the others
+    local.py        processes on this machine: how many, how they start, how their parent watches them
     signals.py      signals before and after the training
     environment.py  RANK and its kin, GPUs, caches, debug switches, fast networks
     slurm.py        submits a job with Submitit

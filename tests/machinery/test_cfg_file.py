@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import yaml
-from command_line import ALONE, MACHINES, cfg_file, lasting, other_value, parsed, refusal, repeated, shared
+from command_line import ALONE, cfg_file, lasting, other_value, parsed, refusal, repeated, shared
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -199,7 +199,7 @@ def test_config_yaml_repeats_any_command_line(tmp_path, data):
         if action.metavar == "X"
         else st.just(other_value(action))
         for name, action in shared().items()
-        if name not in (*NOT_DRAWN, *MACHINES)
+        if name not in NOT_DRAWN
     }
     chosen = data.draw(st.fixed_dictionaries({}, optional=strategies))
     args = parsed(

@@ -26,7 +26,7 @@ RUN = """
 import logging, sys, time, warnings
 from lib.utils.monitoring import console
 folder, rank = sys.argv[1], int(sys.argv[2])
-console.setup_logging(folder, rank, main=rank == 0)
+console.setup_logging(folder, rank)
 log = logging.getLogger("lib.trainer")
 bar = console.Progress(200, 100)
 for step in range(101, 201):
@@ -112,7 +112,7 @@ def test_elsewhere_there_are_plain_lines_and_each_rank_has_its_log(tmp_path):
 
 def test_a_traceback_is_whole_in_the_log_and_not_on_the_terminal(tmp_path):
     code = "import logging, sys\nfrom lib.utils.monitoring import console\n"
-    code += "for _ in range(2):\n    console.setup_logging(sys.argv[1], 0, main=True)\n"
+    code += "for _ in range(2):\n    console.setup_logging(sys.argv[1], 0)\n"
     code += "try:\n    1 / 0\nexcept ZeroDivisionError:\n    logging.critical('failed', exc_info=True)\n"
     ended = run_code(code, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "failed\n", "")
@@ -135,7 +135,7 @@ def test_a_full_disk_under_the_log_changes_nothing_on_the_terminal(tmp_path):
 
 def test_a_message_that_cannot_be_formatted_is_told(tmp_path):
     code = "import logging, sys\nfrom lib.utils.monitoring import console\n"
-    code += "console.setup_logging(sys.argv[1], 0, main=False)\nlogging.info('loss', 0.5)\n"
+    code += "console.setup_logging(sys.argv[1], 1)\nlogging.info('loss', 0.5)\n"
     ended = run_code(code, tmp_path, stderr=subprocess.PIPE, text=True)
     assert "not all arguments converted" in ended.stderr
 

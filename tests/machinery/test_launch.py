@@ -19,7 +19,6 @@ import yaml
 from command_line import parsed
 
 from lib import launch
-from lib.launch import children as watching
 from lib.launch import local, signals, slurm_task
 from lib.utils.errors import FAILED, STOPPED, UsageError
 from scripts import check_resume
@@ -133,7 +132,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(start, name, rank):
 
 def failure(*codes, passed=()) -> tuple[int, str] | None:
     """What explains the end of children with these exit codes."""
-    return watching.first_failure([types.SimpleNamespace(exitcode=code) for code in codes], passed)
+    return local.first_failure([types.SimpleNamespace(exitcode=code) for code in codes], passed)
 
 
 def test_an_abort_that_follows_anothers_failure_does_not_hide_it():
@@ -205,8 +204,8 @@ def test_a_rank_that_dies_before_the_wait_is_noticed(monkeypatch):
         return wait([processes[0].sentinel], timeout)
 
     monkeypatch.setattr(connection, "wait", late)
-    monkeypatch.setattr(watching, "END_S", 0.0)
-    assert watching.watch(processes, [], context.Lock()) == FAILED
+    monkeypatch.setattr(local, "END_S", 0.0)
+    assert local.watch(processes, [], context.Lock()) == FAILED
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
 
@@ -225,9 +224,9 @@ def test_a_signal_in_the_instant_in_which_a_rank_is_reaped_loses_no_exit_code(mo
     processes = [context.Process(target=time.sleep, args=(0.2,)) for _ in range(2)]
     for process in processes:
         process.start()
-    with watching.pass_signals_to(processes) as passed:
+    with local.pass_signals_to(processes) as passed:
         monkeypatch.setattr(os, "waitpid", waitpid)
-        assert watching.watch(processes, passed, context.Lock()) in (0, STOPPED)
+        assert local.watch(processes, passed, context.Lock()) in (0, STOPPED)
     assert struck and passed == [signal.SIGTERM]
 
 

@@ -142,7 +142,8 @@ def plan(args: "Args", samples: int, world: World, past: Past | None) -> Plan:
         raise UsageError(f"-batch_size {batch} has not a sample for each of {world.size} processes: try {world.size}")
     micro = _micro_batch_size(args, batch, world, before.get("micro_batch"))
     if batch % micro:
-        raise UsageError(f"-batch_size {batch} cannot be cut into micro-batches of -micro_batch {micro}")
+        fault = f"-batch_size {batch} cannot be cut into micro-batches of -micro_batch {micro}"
+        raise UsageError(f"{fault}: try -batch_size {max(micro, batch - batch % micro)}")
     if args.drop_last and samples < batch:
         raise UsageError(f"-batch_size {batch} with -drop_last leaves nothing of {samples} training samples")
     return Plan(samples, batch, micro, args.drop_last)

@@ -11,8 +11,8 @@ from typing import Any, SupportsFloat
 OURS = ("lib", "train", "__main__", "root")  # the first part of our loggers' names
 
 
-def setup_logging(folder: Path | None, rank: int, main: bool) -> None:
-    """Send Python's logging to folder/logs/rank_N.log and, on rank 0 (main), to stdout.
+def setup_logging(folder: Path | None, rank: int) -> None:
+    """Send Python's logging to folder/logs/rank_N.log and, on rank 0, to stdout.
 
     The file (none without a folder) gets time, level, message and traceback, also of warnings.warn. The terminal gets
     the messages alone: ours from INFO on, those of other packages from WARNING on. A second call replaces the first.
@@ -28,7 +28,7 @@ def setup_logging(folder: Path | None, rank: int, main: bool) -> None:
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         file.name = "lib.file"
         root.addHandler(file)
-    if main:
+    if rank == 0:
         root.addHandler(Terminal(sys.stdout))
 
 

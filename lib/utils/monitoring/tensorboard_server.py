@@ -49,7 +49,7 @@ def main(run: Path, parent: int, user: str) -> None:
     """Serve until the process `parent` is gone: what `Server` starts."""
     from tensorboard import program
 
-    console.setup_logging(run, rank=0, main=True)
+    console.setup_logging(run, rank=0)
     logging.getLogger().setLevel(logging.WARNING)  # the server logs each request, with the word
     logging.getLogger("pyngrok").propagate = False  # the agent's messages may hold the token
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # at exit pyngrok ends the agent
