@@ -32,23 +32,16 @@ def get_dataset(args) -> Dataset | dict[str, Dataset]:
     }
 
 
-class Noise(Dataset):
+class Noise(Tensors):
     """A few random images, again and again: as many samples as one likes cost no time and no memory."""
-
-    fixed, on_device = True, Pixels((0.5,), (0.29,))
 
     def __init__(self, samples: int, shape: tuple[int, int, int], classes: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
         self.images = torch.randint(256, (IMAGES, *shape), dtype=torch.uint8, generator=generator)
-        self.labels = torch.randint(classes, (samples,), generator=generator)
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitem__(self, index):
-        return tuple(part[0] for part in self.__getitems__([index]))
+        labels = torch.randint(classes, (samples,), generator=generator)
+        super().__init__(labels, on_device=Pixels((0.5,), (0.29,)))
 
     def __getitems__(self, indices) -> tuple[Tensor, Tensor]:
         """Return images (len(indices), channels, height, width) and labels (len(indices),)."""
-        rows = torch.tensor(indices)
-        return self.images[rows % IMAGES], self.labels[rows]
+        (labels,) = super().__getitems__(indices)
+        return self.images[torch.tensor(indices) % IMAGES], labels
