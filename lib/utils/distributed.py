@@ -196,11 +196,11 @@ def cores_each(world: World) -> int:
     return max(1, cores // world.local_size)
 
 
-def world_in(group: Any = None) -> World:
-    """Return this process's place in a process group (default: all); alone where there is none."""
+def own_place() -> World:
+    """Return this process's rank among all; alone where there is no process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return World()
-    return World(rank=dist.get_rank(group), size=dist.get_world_size(group))
+    return World(rank=dist.get_rank(), size=dist.get_world_size())
 
 
 def largest(values: list[float], world: World) -> list[float]:
@@ -208,20 +208,20 @@ def largest(values: list[float], world: World) -> list[float]:
     return merged(values, lambda *two: torch.tensor(two, dtype=torch.float64).amax(0).tolist(), world)
 
 
-def merged(value: Any, merge: Callable[[Any, Any], Any], world: World, group: Any = None) -> Any:
+def merged(value: Any, merge: Callable[[Any, Any], Any], world: World) -> Any:
     """Return all ranks' values (JSON), of which `merge` makes one of two, on all ranks, in 2 log2(size) messages.
 
     They go up a binomial tree to rank 0, and back by a broadcast. gloo's all_reduce and all_gather pass theirs around
-    a ring: docs/scaling.md. A `group` comes with its own `world_in`.
+    a ring: docs/scaling.md.
     """
     distance = 1
     while distance < world.size and not world.rank & distance:
         if world.rank + distance < world.size:
-            value = merge(value, json.loads(_message(dist.irecv, b"", world.rank + distance, group)))
+            value = merge(value, json.loads(_message(dist.irecv, b"", world.rank + distance)))
         distance *= 2
     if world.rank and world.size > 1:
-        _message(dist.isend, json.dumps(value).encode(), world.rank - distance, group)
-    return broadcast_json(value, world, group=group)
+        _message(dist.isend, json.dumps(value).encode(), world.rank - distance)
+    return broadcast_json(value, world)
 
 
 def gather_json(value: Any, world: World) -> list:
@@ -229,16 +229,16 @@ def gather_json(value: Any, world: World) -> list:
     return merged([value], operator.add, world)
 
 
-def broadcast_json(value: Any, world: World, root: int = 0, group: Any = None) -> Any:
+def broadcast_json(value: Any, world: World, root: int = 0) -> Any:
     """Return the value (JSON) of one rank, on all ranks."""
     if world.size == 1:
         return value
-    return json.loads(broadcast_bytes(json.dumps(value).encode() if world.rank == root else b"", root, group))
+    return json.loads(broadcast_bytes(json.dumps(value).encode() if world.rank == root else b"", root))
 
 
-def broadcast_bytes(data: bytes, root: int, group: Any = None) -> bytes:
+def broadcast_bytes(data: bytes, root: int) -> bytes:
     """Return the bytes of one rank, on all ranks; the others give none."""
-    return _moved(data, lambda row: dist.broadcast(row, group=group, group_src=root), group)
+    return _moved(data, lambda row: dist.broadcast(row, root))
 
 
 def broadcast_tensors(tensors: dict[str, torch.Tensor], world: World, root: int) -> None:
@@ -257,21 +257,19 @@ def broadcast_tensors(tensors: dict[str, torch.Tensor], world: World, root: int)
         raise RuntimeError(f"the tensors of rank {root} did not arrive as they were sent")
 
 
-def _message(move: Callable, data: bytes, other: int, group: Any) -> bytes:
-    """Send bytes to another rank of the group, or return those that come from there."""
-    group = group or dist.group.WORLD
+def _message(move: Callable, data: bytes, other: int) -> bytes:
+    """Send bytes to another rank, or return those that come from there."""
     # The messages between two ranks do not know of `set_patience` by themselves.
-    patience = group._get_backend(_device(group)).options._timeout
-    other = dist.get_global_rank(group, other)
-    return _moved(data, lambda row: move(row, other, group, TAG).wait(patience), group)
+    patience = dist.distributed_c10d._get_default_group()._get_backend(_device()).options._timeout
+    return _moved(data, lambda row: move(row, other, None, TAG).wait(patience))
 
 
-def _moved(data: bytes, move: Callable[[torch.Tensor], Any], group: Any) -> bytes:
+def _moved(data: bytes, move: Callable[[torch.Tensor], Any]) -> bytes:
     """Return the bytes in a row that `move` sends or fills; a second row follows if that is too short."""
     room = ROW_BYTES
     while True:
         row = bytearray(len(data).to_bytes(8, "little") + data[:room].ljust(room))
-        tensor = torch.frombuffer(row, dtype=torch.uint8).to(_device(group))
+        tensor = torch.frombuffer(row, dtype=torch.uint8).to(_device())
         move(tensor)
         row = bytes(tensor.cpu().numpy())
         length = int.from_bytes(row[:8], "little")
@@ -280,9 +278,9 @@ def _moved(data: bytes, move: Callable[[torch.Tensor], Any], group: Any) -> byte
         room = length
 
 
-def _device(group: Any) -> torch.device:
-    """The device of what a group's processes exchange."""
-    return CPU if "cpu:" in dist.get_backend_config(group) else torch.accelerator.current_accelerator() or CPU
+def _device() -> torch.device:
+    """The device of what the processes exchange."""
+    return CPU if "cpu:" in dist.get_backend_config() else torch.accelerator.current_accelerator() or CPU
 
 
 def attempt(action: Callable[[], Any] | None, world: World) -> Any:

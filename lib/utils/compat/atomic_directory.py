@@ -42,7 +42,7 @@ class AtomicDirectory:
     ):
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy {strategy!r}: one of {', '.join(STRATEGIES)} is needed")
-        self.world = World() if strategy in ("mono", "offline") else distributed.world_in()
+        self.world = World() if strategy in ("mono", "offline") else distributed.own_place()
         self._check_masters(strategy, is_master)
         if strategy == "async":
             name, self.world = f"{name}_rank_{self.world.rank}", World(rank=self.world.rank)

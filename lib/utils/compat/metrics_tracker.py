@@ -13,8 +13,8 @@ class MetricsTracker(Sums):
     a reduce() begins a new interval, so that nothing is counted twice.
     """
 
-    def __init__(self, group=None):
-        super().__init__(group)
+    def __init__(self):
+        super().__init__()
         self.agg = defaultdict(float)
         self.epoch_reports: list[dict[str, float]] = []
         self._reduced = {}

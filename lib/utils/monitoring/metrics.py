@@ -26,8 +26,7 @@ class Sums:
     names, or none: sums are matched by name. Every rank calls `reduce` equally often.
     """
 
-    def __init__(self, group: Any = None):
-        self._group = group
+    def __init__(self):
         self._local: dict[str, list] = {}
 
     def update(self, values: dict[str, Any]) -> Any:
@@ -59,7 +58,7 @@ class Sums:
     def pending(self) -> dict[str, list[float]]:
         """Return the sums over all ranks before they are rounded, each as a few terms, and keep them."""
         mine = {name: _exact(terms) for name, terms in sorted(self._local.items())}
-        return distributed.merged(mine, merge, distributed.world_in(self._group), self._group)
+        return distributed.merged(mine, merge, distributed.own_place())
 
     def add(self, sums: dict[str, list[float]]) -> None:
         """Add what `pending` returned."""
