@@ -16,6 +16,7 @@ import torch
 import torchvision
 import yaml
 from PIL import Image
+from safetensors.torch import load_file
 
 import train
 from lib import config
@@ -51,7 +52,7 @@ HELD = (
 STAND_INS = {  # what the pages make or take from elsewhere, and something of the kind that is here
     "arch": ["tiny", "my_net", "planar", "bert", "nano", "vision", "causal", "detector", "painter"],
     "dataset": ["stripes", "my_data", "rings", "parity", "counting", "boxes"],
-    "trainer": ["sure", "detection", "gan", "contrastive", "profiled"],
+    "trainer": ["sure", "detection", "gan", "contrastive", "profiled", "auroc"],
 }  # fmt: skip
 INSTEAD = {"arch": "mlp", "dataset": "digits", "trainer": "trainer"}
 
@@ -78,6 +79,9 @@ def fork(tmp_path_factory):
             shutil.copy(ROOT / name, folder / name)
     for name, text in FILES.items():
         (folder / name).write_text(text)
+    for name, text in STUBS.items():
+        if importlib.util.find_spec(name) is None:
+            (folder / f"{name}.py").write_text(text)
     _photos(folder / "data" / "photos")
     return folder
 
@@ -133,7 +137,7 @@ def test_what_is_installed_by_hand_is_what_the_project_needs():
     needed = set(
         re.findall(r'^    "([\w-]+)', re.search(r"^dependencies = \[(.*?)^\]", project, re.S | re.M)[1], re.M)
     )
-    lines = [set(command.split()[2:]) for command in COMMANDS if command.startswith("pip install torch")]
+    lines = [set(command.split()[2:]) for command in COMMANDS if command.startswith("pip install torch ")]
     assert lines == [needed]
     groups = {group for page in PAGES.values() for group in re.findall(r"--group (\w+)", page)}
     assert groups and groups <= set(re.findall(r"^(\w+) = \[", project.split("[dependency-groups]")[1], re.M))
@@ -244,9 +248,6 @@ RUNS = {  # of the files in the pages: the run's name, and how to start it
 @pytest.fixture(scope="module")
 def said(fork):
     """What one process says that starts all these runs."""
-    for name, text in STUBS.items():
-        if importlib.util.find_spec(name) is None:
-            (fork / f"{name}.py").write_text(text)
     weights = next(one for one in COMMANDS if "-weights imagenet" in one).removeprefix("python train.py ")
     cache = fork / "cache" / "hub" / "checkpoints"  # where torch.hub would have downloaded it
     cache.mkdir(parents=True)
@@ -283,6 +284,32 @@ def test_the_contrastive_loss_of_the_page_is_the_papers_written_out():
         others = sum(alike[i, k].exp() for k in range(6) if k != i)
         terms.append(-(alike[i, (i + 3) % 6].exp() / others).log())
     assert code["nt_xent"](outputs, heat) == pytest.approx(sum(terms) / 6)
+
+
+def test_a_metric_of_torchmetrics_is_the_same_number_on_any_number_of_processes(fork):
+    """With 7 micro-batches, two and three processes have padding. The truth is computed from the final weights."""
+    command = "python train.py -trainer auroc -best auroc -epochs 2 -batch_size 52 -micro_batch 26"
+    found = []
+    for processes in (1, 2, 3):
+        _run(fork, f"{command} -cpu {processes} -model auroc_{processes}")
+        lines = _lines(fork / "out" / f"auroc_{processes}")
+        found.append([line["val/auroc"] for line in lines if "val/auroc" in line])
+    assert len(found[0]) == 2 and found == [found[0]] * 3
+
+    args = config.parse_args([])
+    model = plugins.load("arch", args.arch).get_model(args).eval()
+    model.load_state_dict(load_file(fork / "out" / "auroc_1" / "final" / "weights.safetensors"))
+    data = plugins.load("dataset", args.dataset).get_dataset(args)["val"]
+    images, targets = data.__getitems__(range(len(data)))
+    scores, areas = model(images).softmax(1).detach(), []
+    for number in range(args.num_classes):
+        true = targets == number
+        rates = [
+            [(part[:, number] >= threshold).double().mean() for part in (scores[~true], scores[true])]
+            for threshold in torch.linspace(1, 0, 50)
+        ]
+        areas.append(torch.trapezoid(*torch.tensor(rates).T.flip(0)))
+    assert found[0][-1] == pytest.approx(float(sum(areas) / len(areas)), abs=1e-5)
 
 
 def test_tied_weights_are_exported_as_the_page_says(fork, said):
@@ -335,6 +362,28 @@ class GPT2LMHeadModel(nn.Module):
 from torch import nn
 def create_model(name, in_chans, num_classes):
     return nn.Sequential(nn.Conv2d(in_chans, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
+""",
+    "torchmetrics": """
+import torch
+from torch import nn
+class AUROC(nn.Module):
+    def __init__(self, task, num_classes, thresholds, sync_on_compute):
+        super().__init__()
+        self.thresholds, self.classes = torch.linspace(0, 1, thresholds), num_classes
+        self.reset()
+    def reset(self):
+        self.confmat = torch.zeros(len(self.thresholds), self.classes, 2, 2, dtype=torch.int64)
+    @property
+    def metric_state(self): return {"confmat": self.confmat}
+    def update(self, scores, targets):
+        true = nn.functional.one_hot(targets, self.classes)
+        for counts, threshold in zip(self.confmat, self.thresholds):
+            found = (scores >= threshold).long()
+            for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
+                counts[:, i, j] += ((true == i) & (found == j)).sum(0)
+    def compute(self):
+        wrong, right = (self.confmat[:, :, i, 1] / self.confmat[:, :, i].sum(2) for i in (0, 1))
+        return torch.trapezoid(right.flip(0), wrong.flip(0), dim=0).mean()
 """,
     "datasets": """
 import torch
