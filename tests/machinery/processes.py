@@ -315,9 +315,9 @@ import signal, sys
 from pathlib import Path
 from lib.utils.monitoring import tensorboard_server
 signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
-server = tensorboard_server.Server(Path(sys.argv[1]), sys.argv[2])
+server = tensorboard_server.start(Path(sys.argv[1]), sys.argv[2])
 sys.stdin.read()
-server.close()
+server.terminate()
 """
 
 

@@ -15,26 +15,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 
 
-class Server:
-    """Start TensorBoard over a folder of runs, on 127.0.0.1 and the first free port from 6006 on; returns at once.
+def start(runs: Path, user: str = "") -> subprocess.Popen:
+    """Start TensorBoard over a folder of runs, on 127.0.0.1 and the first free port from 6006 on.
 
     With a user's name, a tunnel is opened that asks for it and for the password in NGROK_PASSWORD. Both addresses go
     to stdout.
     """
-
-    def __init__(self, runs: Path, user: str = ""):
-        command = [sys.executable, "-m", __name__, str(runs.resolve()), str(os.getpid()), user]
-        # In a session of its own: Ctrl-C is for the run.
-        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
-
-    def close(self) -> None:
-        """End the server and the tunnel."""
-        self._process.terminate()
-        self._process.wait()
+    command = [sys.executable, "-m", __name__, str(runs.resolve()), str(os.getpid()), user]
+    # In a session of its own: Ctrl-C is for the run.
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def main(runs: str, parent: int, user: str) -> None:
-    """Serve until the process `parent` is gone: what `Server` starts."""
+    """Serve until the process `parent` is gone: what `start` starts."""
     from tensorboard import program
 
     logging.disable()  # the server logs each request; the messages of ngrok's agent may hold the token
