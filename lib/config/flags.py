@@ -121,7 +121,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-clip_grad", NOT_NEGATIVE, "clip the gradient's norm at X; 0: do not clip", 0.0)
 
     group("saving and stopping", "allow")
-    add("-save_every", value(types.every, "N[epochs|steps|min]"), "interval of saves, in epochs if bare", "1epoch")
+    add("-save_every", value(types.every, "N[epochs|steps]"), "interval of saves, in epochs if bare", "1epoch")
     add("-keep_last", COUNT, "checkpoints to keep", 2)
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's checkpoint for good; 0: none", 0)
     add("-best", value(types.metric, "METRIC"), "val metric of the best weights: f1, mae:min (accuracy, else loss)")

@@ -77,7 +77,6 @@ class Trainer:
         self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
         self.ballot, self.votes = preemption.Ballot(self.stop, world), False  # on a stop: only in `fit`
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
-        self.every = manager.Every(args.save_every)
         self.saved = None  # the (step, epoch) of the last checkpoint
 
     def training_step(self, batch: Any) -> Tensor:
@@ -212,12 +211,12 @@ class Trainer:
         self.logger.step(self.window[-1][0])
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
-        stop = self.ballot.tick(alarm=self.every.minutes_due()) or self.stop.at_limit(step)
+        stop = self.ballot.tick(training=True) or self.stop.at_limit(step)
         if self.ballot.voted:
             self.checkpoints.poll()
         if stop and step < self.total_steps:  # a stop on the very last step finishes the run
             return True
-        if self.every.due("step", step) or self.ballot.alarmed:
+        if manager.due(self.args.save_every, "step", step):
             self.save()
         return False
 
@@ -262,7 +261,7 @@ class Trainer:
             self.checkpoints.write_best(self.whole_weights())
             self.state.best = best
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
-        if milestone or self.every.due("epoch", self.state.epoch) or self.over():
+        if milestone or manager.due(self.args.save_every, "epoch", self.state.epoch) or self.over():
             self.save(keep=bool(milestone))
         return True
 
@@ -277,7 +276,7 @@ class Trainer:
                 sums = self.evaluation_step(model, batch, key.count)
             if key.count:
                 totals.update({**sums, "samples": key.count})
-            if self.votes and key.last and self.ballot.tick():
+            if self.votes and key.last and self.ballot.tick(training=False):
                 return None
         return {**losses.figures(totals.reduce()), **self.answers.figures()}
 
@@ -293,7 +292,6 @@ class Trainer:
         facts = {"state": dataclasses.asdict(self.state), "config": config, "about": runtime.about(self.world)}
         self.checkpoints.save(tensors, facts, step=self.state.step, first=parts.first(tensors), keep=keep)
         self.saved = self.state.step, self.state.epoch
-        self.every.saved()
 
     def fault(self) -> str:
         """Return why the weights are not worth keeping, "" if they are; the same on all ranks."""

@@ -141,27 +141,26 @@ class Ballot:
         self.stop, self.world = stop, world
         self.ticks, self.since = 0, time.monotonic()  # steps and time since the last vote
         self.vote_at = 1  # ticks
-        self.voted = self.alarmed = False  # at the last tick: whether all ranks voted, and rank 0's alarm
+        self.voted = False  # whether all ranks voted at the last tick
         self.training = True
 
-    def tick(self, alarm: bool | None = None) -> bool:
-        """Return whether all ranks agree to stop.
+    def tick(self, training: bool) -> bool:
+        """Return whether all ranks agree to stop, after an optimizer step (training) or a batch of an evaluation.
 
-        `alarm`: rank 0 wants a save, which the others hear of in the same vote. None in an evaluation, whose speed
-        says nothing about the steps.
+        The speed of the one says nothing about the other: where they change, the first tick votes.
         """
         self.ticks += 1
-        if self.training != (alarm is not None):
-            self.training, self.ticks, self.vote_at = alarm is not None, 1, 1
-        self.voted, self.alarmed = self.world.size == 1 or self.ticks >= self.vote_at, False
-        return self.voted and self.vote(bool(alarm))
+        if self.training != training:
+            self.training, self.ticks, self.vote_at = training, 1, 1
+        self.voted = self.world.size == 1 or self.ticks >= self.vote_at
+        return self.voted and self.vote()
 
-    def vote(self, alarm: bool = False) -> bool:
+    def vote(self) -> bool:
         """Vote now; all ranks must. Return whether they agree to stop."""
         step_s = (time.monotonic() - self.since) / max(1, self.ticks)
         request = self.stop.request if self.stop.wanted() else None
-        mine = [request and dataclasses.astuple(request), step_s, alarm and self.world.is_main]
-        request, step_s, self.alarmed = distributed.merged(mine, _merge, self.world)
+        mine = [request and dataclasses.astuple(request), step_s]
+        request, step_s = distributed.merged(mine, _merge, self.world)
         # Twice as many at most: a GPU that was just waited for takes the next steps' launches in no time.
         self.vote_at = max(1, min(MOST_STEPS, 2 * self.ticks, int(ASK_EVERY_S / max(step_s, 1e-9))))
         self.ticks, self.since = 0, time.monotonic()
@@ -171,8 +170,8 @@ class Ballot:
 
 
 def _merge(ours: list, theirs: list) -> list:
-    """Merge two votes: the request of the lower rank, the longer time of a step, whether one of them has an alarm."""
-    return [ours[0] or theirs[0], max(ours[1], theirs[1]), ours[2] or theirs[2]]
+    """Merge two votes: the request of the lower rank and the longer time of a step."""
+    return [ours[0] or theirs[0], max(ours[1], theirs[1])]
 
 
 def _handler(number: signal.Signals) -> Any:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from processes import nursery, start, undisturbed  # noqa: F401
+from processes import nursery, serve, start, undisturbed  # noqa: F401
 
 from scripts import check_resume
 

@@ -292,6 +292,40 @@ class Starter:
         return run
 
 
+@pytest.fixture
+def serve():
+    """Starts -tb's server over a folder of runs, with a tunnel if there is a user. The process stands for a run:
+    it prints "interrupted" at SIGINT, and ends when its stdin does."""
+    started = []
+
+    def started_over(runs: Path, user: str = "") -> subprocess.Popen:
+        command = [sys.executable, "-c", SERVE, str(runs), user]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes))
+        return started[-1]
+
+    yield started_over
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+SERVE = """
+import signal, sys
+from pathlib import Path
+from lib.utils.monitoring import tensorboard_server
+signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
+server = tensorboard_server.start(Path(sys.argv[1]), sys.argv[2])
+sys.stdin.read()
+server.terminate()
+"""
+
+
+def address_in(text: str) -> str:
+    """The address in a line like "TensorBoard: http://127.0.0.1:6006/"."""
+    return text.partition(": ")[2].strip()
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     sys.exit(nurse(connection.Connection(int(sys.argv[1]))))

@@ -133,11 +133,11 @@ def test_a_number_that_is_taken_is_the_one_that_was_written(name, text):
 
 
 @pytest.mark.parametrize(
-    "value", ["", "x", "-1", "0", "0steps", "1.5epochs", "5 steps", "1_0steps", "5hours", "steps"]
+    "value", ["", "x", "-1", "0", "0steps", "1.5epochs", "5 steps", "1_0steps", "5hours", "10min", "steps"]
 )
 def test_an_interval_that_is_none_is_refused(value, error_of):
     assert error_of([f"-save_every={value}"]).startswith(
-        f"argument -save_every: {value!r} is not an interval like 5epochs"
+        f"argument -save_every: {value!r} is not an interval like 5epochs or 500steps"
     )
 
 

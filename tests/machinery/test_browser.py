@@ -9,9 +9,7 @@ import urllib.request
 import browser
 import pytest
 from PIL import Image
-from processes import until
-
-from lib.utils.monitoring import tensorboard_server
+from processes import address_in, until
 
 STEPS = 60  # of a run of the nursery
 # The paths that are drawn through as many points as there are steps, as TensorBoard does where there is no WebGL.
@@ -20,20 +18,16 @@ LINES = f"{PATHS}.filter(line => line.split('L').length == {STEPS})"
 
 
 @pytest.fixture
-def board(start, tmp_path):
+def board(start, serve, tmp_path):
     """The address of a TensorBoard over a run that was killed at step 33 and resumed at 28, and one that was not."""
     killed = start("killed", "-log_every", 1, "-save_every", "7steps", cpu=1,
                    deed={"do": "strike", "signal": "SIGKILL", "step": 33})  # fmt: skip
     assert killed.ends() == -signal.SIGKILL
     assert start("killed", "-log_every", 1, "-save_every", "7steps", cpu=1).ends() == 0
     assert start("whole", "-log_every", 1, cpu=1).ends() == 0
-    run = tmp_path / "out" / "whole"
-    server = tensorboard_server.Server(run)
-    line = until((run / tensorboard_server.ADDRESS_FILE).read_text, what="TensorBoard's address")
-    address = line.partition(": ")[2].strip()
+    address = address_in(serve(tmp_path / "out").stdout.readline())
     until(lambda: len(data(address, "runs")) == 2, what="both runs")
-    yield address
-    server.close()
+    return address
 
 
 def data(address, path, **asked):

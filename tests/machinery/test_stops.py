@@ -134,7 +134,7 @@ def test_votes_are_soon_enough_on_a_gpu_that_was_waited_for(monkeypatch):
         if len(queue) > 4 or step % 10 == 0:
             clock[0] = max(clock[0], queue[-1] if step % 10 == 0 else queue[-5])
         queue = queue[-4:]
-        ballot.tick(alarm=False)
+        ballot.tick(training=True)
     assert len(votes) > 40 and max(after - before for before, after in itertools.pairwise(votes)) < 10
 
 

@@ -4,27 +4,23 @@ import errno
 import json
 import math
 import os
+import re
 import signal
 import socket
-import subprocess
 import sys
-import urllib.error
 import urllib.parse
 import urllib.request
-from pathlib import Path
 
 import numpy as np
 import pytest
 import runs
 import torch
 from disks import full_disk
-from processes import until
+from processes import address_in, until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from lib.utils.monitoring import images, tensorboard, tensorboard_server
-
-ROOT = Path(__file__).resolve().parents[2]
+from lib.utils.monitoring import images, tensorboard
 
 
 def opened(folder, first_step=1, hparams=None):
@@ -128,43 +124,20 @@ def refused(address):
         return probe.connect_ex((place.hostname, place.port)) == errno.ECONNREFUSED
 
 
-def addresses(run):
-    """The addresses that a server wrote into a run's folder, by name."""
-    text = (run / tensorboard_server.ADDRESS_FILE).read_text()
-    return dict(line.split(": ") for line in text.splitlines())
-
-
-SERVE = """
-import signal, sys
-from pathlib import Path
-from lib.utils.monitoring import tensorboard_server
-signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
-tensorboard_server.Server(Path(sys.argv[1]))
-while True:
-    signal.pause()
-"""
-
-
-def test_servers_answer_each_on_a_port_of_its_own_and_end_with_their_run(tmp_path, request):
-    first, second = (tmp_path / name for name in ("first", "second"))
-    first.mkdir()
-    second.mkdir()
-    board = opened(first, hparams={"arch": "mlp", "lr_start": 0.25})
+def test_servers_answer_each_on_a_port_of_its_own_and_end_with_their_run(tmp_path, serve):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    board = opened(tmp_path / "first", hparams={"arch": "mlp", "lr_start": 0.25})
     board.scalars(7, {"train/loss": 0.5})
     board.close()
-    opened(second, hparams={"arch": "mlp", "lr_start": 0.5, "vit_depth": 3}).scalars(7, {"train/loss": 0.4})
-    command = [sys.executable, "-c", SERVE, str(second)]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    request.addfinalizer(run.kill)
-    server = tensorboard_server.Server(first)
-    until(lambda: (second / tensorboard_server.ADDRESS_FILE).exists())
-    address, other = (until(lambda run=run: addresses(run))["TensorBoard"] for run in (first, second))
-    assert address.startswith("http://127.0.0.1:6") and address.split("/")[2] != other.split("/")[2]
-    with pytest.raises(urllib.error.HTTPError):  # without the random word there is nothing to see
-        fetched(address.rsplit("/", 2)[0] + "/")
+    board = opened(tmp_path / "second", hparams={"arch": "mlp", "lr_start": 0.5, "vit_depth": 3})
+    board.scalars(7, {"train/loss": 0.4})
+    first, second = serve(tmp_path), serve(tmp_path)
+    address, other = (address_in(run.stdout.readline()) for run in (first, second))
+    assert all(re.fullmatch(r"http://127\.0\.0\.1:6\d{3}/", one) for one in (address, other)) and address != other
 
-    os.killpg(run.pid, signal.SIGINT)  # as Ctrl-C
-    assert run.stdout.readline() == "interrupted\n"
+    os.killpg(second.pid, signal.SIGINT)  # as Ctrl-C
+    assert second.stdout.readline() == "interrupted\n"
     until(lambda: json.loads(fetched(address, "data/runs")) == ["first", "second"])
     assert json.loads(fetched(address, "data/plugin/scalars/scalars?run=first&tag=train/loss"))[0][1:] == [7, 0.5]
     experiment = asked(address, "data/plugin/hparams/experiment", {})
@@ -180,7 +153,7 @@ def test_servers_answer_each_on_a_port_of_its_own_and_end_with_their_run(tmp_pat
     assert len(groups) == 2 and 0.5 in [one["value"] for one in group["metricValues"]]
 
     assert "TensorBoard" in fetched(other), "Ctrl-C is the run's matter"
-    run.kill()
+    second.kill()
     until(lambda: refused(other))
-    server.close()
-    assert refused(address) and not (first / tensorboard_server.ADDRESS_FILE).exists()
+    assert first.communicate() == ("", None), "no request is logged"
+    assert refused(address)

@@ -12,7 +12,6 @@ import re
 import shutil
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,34 +24,13 @@ from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
-EVERY = re.compile(r"(\d+)(epoch|step|min)?")  # the value of -save_every, which was checked
+EVERY = re.compile(r"(\d+)(epoch|step)?")  # the value of -save_every, which was checked
 FAILURES = 3  # saves in a row that may fail before the run ends
 WAIT_S = 0.2  # between votes while all ranks wait for a save: a slow disk is no reason to take one for dead
 
 
 class SaveError(RuntimeError):
     """Checkpoints cannot be written; the run ends rather than continue without."""
-
-
-class Every:
-    """When a save is due by -save_every: every so many epochs, optimizer steps, or minutes."""
-
-    def __init__(self, text: str):
-        number, unit = EVERY.findall(text)[0]
-        self.number, self.unit = int(number), unit or "epoch"
-        self.since = time.monotonic()
-
-    def due(self, unit: str, done: int) -> bool:
-        """Whether a save is due after so many epochs or steps (unit "epoch" or "step")."""
-        return unit == self.unit and done % self.number == 0
-
-    def minutes_due(self) -> bool:
-        """Whether a save is due by this process's clock; the ranks take rank 0's word, in the vote."""
-        return self.unit == "min" and time.monotonic() - self.since >= self.number * 60
-
-    def saved(self) -> None:
-        """Count the minutes from now."""
-        self.since = time.monotonic()
 
 
 @dataclass
@@ -211,6 +189,12 @@ class Checkpoints:
         if self.failures >= FAILURES:
             raise SaveError(f"{text}, nor could the {FAILURES - 1} before it")
         log.warning("%s: the run goes on, the older checkpoint is good, the next save tries again", text)
+
+
+def due(save_every: str, unit: str, done: int) -> bool:
+    """Return whether -save_every wants a save after so many epochs or optimizer steps (unit "epoch" or "step")."""
+    number, counted = EVERY.findall(save_every)[0]
+    return unit == (counted or "epoch") and done % int(number) == 0
 
 
 def _lower_priority(device: torch.device) -> None:

@@ -41,7 +41,7 @@ class Logger:
         if world.is_main and args.track != "none":
             self.tracker = trackers.Tracker(args.track, folder)
         if world.is_main and (args.tb or args.ngrok):
-            self.server = tensorboard_server.Server(folder, args.ngrok_auth if args.ngrok else "")
+            self.server = tensorboard_server.start(folder.parent, args.ngrok_auth if args.ngrok else "")
 
     def first_batch(self, batch: Any) -> None:
         """After each micro-batch: the first one ends the start of the run, and is shown if it is images."""
@@ -114,7 +114,7 @@ class Logger:
         self.board.close()
         self.tracker.close(finished)
         self.tracker = Off()  # closed once
-        self.server.close()
+        self.server.terminate()
 
     def _write(self, state: Any, tagged: dict) -> None:
         self.board.scalars(state.step, tagged)  # first: TensorBoard has every line of metrics.jsonl
