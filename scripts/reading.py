@@ -24,7 +24,7 @@ def folders(out: Path) -> list[Path]:
 
 def checkpoint(folder: Path) -> dict:
     """Return the manifest of the newest checkpoint, {} without one."""
-    newest = run_folder.newest(folder / "checkpoints")
+    newest = next(iter(run_folder.listed(folder / "checkpoints")), None)
     return run_folder.read_json(newest / "manifest.json") if newest else {}
 
 

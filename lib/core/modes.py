@@ -84,8 +84,7 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
             log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss, trainer.last_norm)
             _check("after a step, the parameter", model.named_parameters())
             if not math.isfinite(trainer.last_norm):
-                what = "its gradients are finite, but not their norm"
-                raise BadTensor(f"step {trainer.state.step}: {what}")
+                raise BadTensor(f"step {trainer.state.step}: its gradients are finite, but not their norm")
     log.info("-debug: no bad tensor in %d steps; nothing was written", trainer.state.step - first)
     return "finished"
 

@@ -142,8 +142,7 @@ def scontrol(*command: str) -> str:
 
 def newest(run: Path) -> str | None:
     """Return the name of the run's newest checkpoint."""
-    found = run_folder.newest(run / "checkpoints")
-    return found.name if found else None
+    return next((found.name for found in run_folder.listed(run / "checkpoints")), None)
 
 
 def write(history: Path, facts: dict) -> None:

@@ -53,11 +53,6 @@ def listed(folder: Path) -> list[Path]:
     return sorted(checkpoints, key=lambda entry: number(entry.name), reverse=True)
 
 
-def newest(folder: Path) -> Path | None:
-    """Return the newest checkpoint in a folder."""
-    return next(iter(listed(folder)), None)
-
-
 def number(name: str) -> int:
     """Return the running number in a checkpoint's name, 0 for another name."""
     match = NAME.fullmatch(name)
