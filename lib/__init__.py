@@ -10,7 +10,7 @@ You call this in a notebook:
     predict.py predict.load("out/NAME"): a run's predictions for new images or texts
 You need not read these:
     config/    the command line and -cfg files
-    launch/    starts the processes: here, on several machines, by Slurm
+    launch/    starts the processes: here, under torchrun, by Slurm
     utils/     sampling, checkpoints, logs, stopping
 
 To follow a run from its start to its end, read in this order: train.py, config/args.py, launch/__init__.py,

@@ -74,8 +74,8 @@ def toward(host: str) -> tuple[str | None, bool]:
 
 def interface_of(address: str) -> str | None:
     """Return gloo's network interface: InfiniBand's, or that of an address, by iproute2. None: gloo chooses."""
-    if fast := environment.fast_interface():
-        return fast
+    if environment.on_infiniband():
+        return environment.FAST
     with contextlib.suppress(FileNotFoundError):
         command = ["ip", "-oneline", "address", "show", "to", address.partition("%")[0]]
         found = subprocess.run(command, capture_output=True, text=True).stdout.split()
@@ -90,7 +90,7 @@ def slurm(args) -> tuple[dict, dict]:
     own = {"history": history, "suffix": "i" if environment.on_infiniband() else "", "processes": count}
     return own, {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(args.grace_s) + AGENT_S),
-        "GLOO_SOCKET_IFNAME": environment.fast_interface(),
+        "GLOO_SOCKET_IFNAME": environment.FAST if environment.on_infiniband() else None,
     }
 
 

@@ -108,7 +108,7 @@ lib/dataset/      EDIT  your data: get_dataset(args)
 lib/trainer/      EDIT  your way of training: class Trainer
 lib/core/         READ  loss, optimizer, scheduler, DDP and FSDP
 lib/config/             flags and -cfg files
-lib/launch/             processes here, on several machines, on Slurm
+lib/launch/             processes here, under torchrun, on Slurm
 lib/utils/              data order, checkpoints, logs, stop signals
 scripts/                train, test, sweep, status, plot, predict, export, doctor, recipes, Slurm, Kubernetes
 tests/                  tests of the plugins, the configuration, a run, a resume

@@ -33,6 +33,8 @@ def test_a_negative_number_is_a_number_in_any_form(number, monkeypatch, tmp_path
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        ("add_argument('-odd_x', dest='epochs')", "there is a -epochs: parser.set_defaults sets its default"),
+        ("add_argument('--epochs', type=int)", "there is a -epochs: parser.set_defaults sets its default"),
         ("add_argument('-odd-x')", "odd_x: config.yaml needs a flag -odd_x with a value"),
         ("add_argument('odd_x')", "odd_x: config.yaml needs a flag -odd_x"),
         ("add_argument('-odd_x', action='store_false')", "config.yaml needs a flag -odd_x with a value"),

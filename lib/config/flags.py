@@ -115,7 +115,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-lr_start", POSITIVE, "peak learning rate", 0.001)
     add("-lr_end", value(real(-math.inf), "X"), "learning rate after the last step", 1e-06)
     add("-lr_warmup", NOT_NEGATIVE, "epochs of linear warm-up; fractions are allowed", 0.0)
-    add("-lr_batch", COUNT, "scale the learning rate linearly to -batch_size: it is meant for N samples a step")
+    add("-lr_batch", COUNT, "-lr_start is for steps of N samples: scale it linearly to -batch_size")
     add("-weight_decay", NOT_NEGATIVE, "weight decay, not applied to biases and norms", 0.01)
     add("-momentum", value(real(0, 1, below=True), "X"), "momentum of sgd", 0.9)
     add("-clip_grad", NOT_NEGATIVE, "clip the gradient's norm at X; 0: do not clip", 0.0)
@@ -125,7 +125,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-keep_last", COUNT, "checkpoints to keep", 2)
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's checkpoint for good; 0: none", 0)
     add("-best", value(types.metric, "METRIC"), "val metric of the best weights: f1, mae:min (accuracy, else loss)")
-    add("-stop_after", COUNT, "finish after N evaluations in a row without a better best metric; the schedule stays")
+    add("-stop_after", COUNT, "finish after N evaluations in a row without a better -best; -epochs sets the schedule")
     add("-resume", PATH, "continue from another run's folder or checkpoint", on_resume="forget")
     add("-weights", FILE, "start from these weights: safetensors, a torch file, or imagenet")
     allowed = "flag that may differ from the checkpoint, or samples, or nan (weights that are not finite); repeatable"

@@ -54,11 +54,13 @@ class Parser(argparse.ArgumentParser):
         return words
 
     def add_own(self, module: ModuleType, title: str) -> None:
-        """Add a plugin's flags. Raise UsageError for one that config.yaml cannot keep."""
-        shared = len(self._actions)
+        """Add a plugin's flags. Raise UsageError for one that is shared, or that config.yaml cannot keep."""
+        shared = {action.dest: action for action in self._actions}
         with no_exit():
             getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
-        for action in self._actions[shared:]:
+        for action in self._actions[len(shared) :]:
+            if action.dest in shared:
+                raise UsageError(f"{_file(module)}: there is a -{action.dest}: parser.set_defaults sets its default")
             if action.nargs == 0 or action.dest not in [option.lstrip("-") for option in action.option_strings]:
                 wanted = f"config.yaml needs a flag -{action.dest} with a value, or store_true"
                 raise UsageError(f"{_file(module)}: {action.dest}: {wanted}")

@@ -15,6 +15,7 @@ from lib.utils.errors import UsageError
 
 # SYSTEMNAME of machines on which HOSTi is the name of HOST on InfiniBand, the only network between distant nodes.
 INFINIBAND = ("juwels", "juwelsbooster", "jurecadc", "jusuf")
+FAST = "ib0"  # the name of the network interface on InfiniBand; elsewhere gloo chooses one
 LOOPBACK = "lo" if sys.platform == "linux" else None  # the network interface of 127.0.0.1
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # ROCm reads it, too
 CACHES = {
@@ -68,7 +69,7 @@ def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | 
     if store:
         variables |= {"MASTER_ADDR": store[0], "MASTER_PORT": store[1]}
         variables |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True}
-        interface = LOOPBACK if store[0] == "127.0.0.1" else fast_interface()
+        interface = LOOPBACK if store[0] == "127.0.0.1" else FAST if on_infiniband() else None
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             variables["GLOO_SOCKET_IFNAME"] = interface
     return {name: str(value) for name, value in variables.items()}
@@ -133,11 +134,6 @@ def own_address(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)
         return probe.getsockname()[0]
-
-
-def fast_interface() -> str | None:
-    """Return the name of the network interface on InfiniBand, None where there is none: gloo then chooses one."""
-    return "ib0" if on_infiniband() else None
 
 
 def on_infiniband() -> bool:

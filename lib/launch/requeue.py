@@ -1,4 +1,4 @@
-"""Decides whether a Slurm job whose run was interrupted goes on: it is requeued once, or not at all.
+"""Decides whether a Slurm job whose run was interrupted is requeued.
 
 The job's history, JOB.json in the job folder, has what each of its starts began with. `verdict` decides from that,
 from outcome.json and from what Slurm says of the job. Imports no torch, so that it takes no time.

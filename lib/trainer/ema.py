@@ -20,7 +20,7 @@ from lib.utils.checkpoint.state import model_tensors, unwrap
 
 def add_args(parser: ArgumentParser) -> None:
     decay = real(0, 1, below=True)
-    parser.add_argument("-ema_decay", type=decay, default=0.999, metavar="X", help="share that a step leaves of it")
+    parser.add_argument("-ema_decay", type=decay, default=0.999, metavar="X", help="weight of the old average")
 
 
 class Trainer(trainer.Trainer):
