@@ -114,7 +114,7 @@ class Windows(Dataset):
 
 
 def read_text(data: str) -> np.ndarray:
-    """Return the bytes of a file, mapped, or of all files in a folder, in memory. Raises UsageError if there is none."""
+    """Return the bytes of a file, mapped, or of a folder's files, in memory. Raises UsageError if there is none."""
     root = Path(data)
     if root.is_file():
         return np.memmap(root, np.uint8, "r")
