@@ -137,6 +137,7 @@ class Trainer:
             self.checkpoints.write_best(resume.best_weights(past, self.folder, self.world))
         if past.folder.parent == self.checkpoints.folder and not past.lacking:
             self.saved = self.state.step, self.state.epoch
+            self.checkpoints.damaged = range(run_folder.number(past.folder.name) + 1, self.checkpoints.number + 1)
         epoch = min(self.state.epoch + 1, self.args.epochs)  # a finished run is evaluated again
         log.info("going on from %s: epoch %d, step %d", past.folder, epoch, self.state.step)
 

@@ -70,7 +70,7 @@ class Watch:
         """
         text = "nothing moved for %.0f s (-hang_minutes) at step %d; what this rank was doing: %s"
         log.error(text, self.patience_s, self.state.step, self.log_file)
-        with self.log_file.open("ab") as file:
+        with contextlib.suppress(OSError), self.log_file.open("ab") as file:
             faulthandler.dump_traceback(file)
         if self.world.size == 1 and not (sys.stdin and sys.stdin.isatty()):
             for child in multiprocessing.active_children():  # loader processes, one of which may be what hangs

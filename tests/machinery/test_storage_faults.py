@@ -123,6 +123,14 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, done, cpu)
     assert saves.found(folder).damaged == []
 
 
+def test_damaged_checkpoints_are_removed_before_the_good_one_that_the_run_goes_on_from(copy):
+    *newer, good = names(copy)
+    for name in newer:
+        DAMAGE["a shard missing"](copy / "checkpoints" / name)
+    run(copy.parent, f"{SMALL} -cpu 1 -keep_last 2 -limit_steps {saves.steps(copy)[-1] + 1}", wanted=75)
+    assert len(newer) == 2 and len(names(copy)) == 2 and names(copy)[1] == good
+
+
 def test_a_run_with_only_damaged_checkpoints_never_starts_anew_by_itself(copy, done):
     for name in names(copy):
         (copy / "checkpoints" / name / SHARD).unlink()

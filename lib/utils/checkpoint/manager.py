@@ -54,6 +54,7 @@ class Checkpoints:
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _lower_priority, (world.device,))
         self.copies = staging.Copies()
         self.number = 0  # of the last save
+        self.damaged = range(0)  # numbers of checkpoints that were passed over: they are the first to be removed
         self.saving: Save | None = None
         self.failures = 0  # in a row
         self.best: dict[str, Tensor] = {}  # the best weights, for the next save
@@ -177,6 +178,7 @@ class Checkpoints:
         with contextlib.suppress(OSError):  # it is for people; some file systems have no links
             atomic.swap_link(self.folder / "latest", save.folder.name)
         removable = [folder for folder in run_folder.listed(self.folder) if not (folder / "keep").exists()]
+        removable.sort(key=lambda folder: run_folder.number(folder.name) in self.damaged)
         for folder in removable[self.keep_last :]:
             atomic.remove_folder(folder)
 
