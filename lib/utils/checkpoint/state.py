@@ -107,8 +107,8 @@ def parts_of(trainer: Any) -> Parts:
 def prepare(parts: Parts, saved: Collection[str] | None = None) -> list[torch.optim.Optimizer]:
     """Let fresh optimizers make their memory, by a step with gradients and a learning rate of zero; return them.
 
-    The way of torch.distributed.checkpoint.state_dict: the memory then has the right shapes, devices and sharding, and
-    a checkpoint fills it. With the names of `saved` tensors, parameters that took no part in a step yet get none.
+    The way of torch.distributed.checkpoint.state_dict: the memory then has the right shapes, devices and sharding; a
+    checkpoint fills it. With the names of `saved` tensors, parameters that took no part in a step yet get none.
 
     Raises:
         UsageError: an optimizer remembers something else than tensors, which no checkpoint would hold.
