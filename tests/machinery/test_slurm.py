@@ -127,7 +127,7 @@ def test_a_job_that_only_looks_at_a_run_ends_with_its_own_code(slurm, out):
     slurm.do("scancel", looking)
     assert slurm.ended(looking)["JobState"] == "CANCELLED"
     until(lambda: ": Terminated" in slurm.log("looking")(), what=slurm.log("looking"))
-    words = f"-dataset slow -cpu=2 -debug -out {out} -model by_file".split()  # more than it was given CPUs
+    words = f"-dataset slow -cpu=2 -debug -out {out} -model only_looks".split()  # more than it was given CPUs
     by_file = slurm.do("sbatch", "--parsable", "-N2", f"--output={out}/by_file.log", "scripts/slurm/train.sbatch",
                        *words, PYTHON=sys.executable).strip()  # fmt: skip
     submitted, wrong = slurm.submit("-model submitted -debug"), slurm.submit("-model none -eval -cpu 1", nodes=1)

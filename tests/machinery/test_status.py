@@ -100,7 +100,7 @@ def test_a_run_whose_job_waits_for_its_requeue_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("PATH", str(tmp_path))
     history = folder / "slurm" / "12.json"
-    requeue.begin(history, folder, 3)
+    requeue.begin(history, folder)
     assert status.row(folder)["state"] == "stopped"
     facts = run_folder.read_json(history)
     facts["starts"][-1]["requeued"] = "time limit"

@@ -159,7 +159,7 @@ def verify(path: Path, wanted: dict) -> None:
             crc = zlib.crc32(chunk, crc)
         found = {"bytes": file.tell(), "crc32": crc}
     if found != wanted:
-        raise Damaged(f"{path}: it has {found} instead of {wanted}")
+        raise Damaged(f"{path}: size or checksum is wrong: {found} instead of {wanted}")
 
 
 def whole(folder: Path, manifest: dict, start: str = "") -> dict[str, Tensor]:
