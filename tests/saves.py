@@ -148,7 +148,7 @@ def payload(path: Path, mark: Path, wrap=lambda value: value) -> Path:
 
 def bits(folder: Path) -> dict:
     """What a finished run leaves whose bits count: final weights, the newest checkpoint, figures but for speeds."""
-    newest = run_folder.newest(folder / "checkpoints")
+    newest = next(iter(run_folder.listed(folder / "checkpoints")), None)
     found = {**weights(folder), **{f"saved {name}": value for name, value in tensors(newest).items()}}
     figures = [{name: value for name, value in line.items() if "perf/" not in name} for line in lines(folder)]
     return {"figures": figures, **{name: zlib.crc32(shards.raw(value)) for name, value in found.items()}}

@@ -96,12 +96,12 @@ def spawn(args: Args, target: str, count: int) -> int:
 def open_store(listener: socket.socket, size: int) -> object:
     """Return the rendezvous store of `size` processes, on a socket that listens already. Keep it while it is used.
 
-    It has a connection from each process, so this process may have as many files open as the machine allows.
+    It has up to two connections from each process, so this one may have as many files open as the machine allows.
     """
     from torch.distributed import TCPStore
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(size + 512, hard)), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2 * size + 512, hard)), hard))
     host, port = listener.getsockname()[:2]
     return TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 

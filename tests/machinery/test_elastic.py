@@ -139,7 +139,7 @@ def test_nodes_without_a_shared_disk_send_the_run_to_those_that_join(tmp_path, n
     os.kill(joiner.agent.pid, signal.SIGTERM)
     assert joiner.agent.wait(60)
     assert _went_on(ours / "logs" / "rank_0.log") > 0, "rank 0 is another node now"
-    newest = run_folder.newest(theirs / "checkpoints")
+    newest = run_folder.listed(theirs / "checkpoints")[0]
     shard = next(newest.glob("shard_*"))
     shard.write_bytes(shard.read_bytes()[:-8])
     joiner = nodes("theirs", **env)
