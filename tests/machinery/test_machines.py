@@ -80,7 +80,7 @@ def test_machines_with_different_flags_say_which_and_train_nothing(machines):
 
 
 def test_machines_with_addresses_of_their_own_train_as_one(tmp_path, networks, undisturbed):
-    """elastic.sh tells gloo the interface that leads to the other machine; each has but its own network."""
+    """elastic.sh tells gloo which interface leads to the other machine. Each machine has a network of its own."""
     env = {**CLEAN, "OMP_NUM_THREADS": "1", "HEAD": f"{NETWORKS[networks[0]]}:29400", "NODES": "2"}
     words = ["./scripts/elastic.sh", *"-arch mlp -epochs 3 -cpu 1 -model run -out".split(), str(tmp_path / "out")]
     agents = []
