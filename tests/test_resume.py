@@ -183,6 +183,14 @@ def test_flags_that_another_version_of_the_code_had_are_told_and_pass(copy):
     assert "-momentum was unknown and is 0.9" in log_of(copy)
 
 
+def test_another_torch_or_processor_than_before_is_named_and_passes(copy):
+    before = {"torch": "2.0.0", "processor": "a pocket calculator"}
+    saves.rewrite(copy / "checkpoints" / names(copy)[0], lambda manifest: manifest["config"].update(before))
+    run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net")
+    assert f"-torch was 2.0.0 and is {torch.__version__}" in log_of(copy)
+    assert f"was a pocket calculator and is {torch.backends.cpu.get_cpu_capability()}" in log_of(copy)
+
+
 def test_a_batch_that_the_micro_batch_no_longer_divides_is_cut_anew(tmp_path, refused):
     run(tmp_path, f"{SMALL} -limit_steps 2", wanted=75)
     words = f"{SMALL.replace('-micro_batch 4', '')} -batch_size 6"

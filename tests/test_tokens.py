@@ -155,13 +155,13 @@ def test_a_run_on_tokens_goes_on_after_a_stop_to_the_same_bits(kind, tmp_path, r
     assert runs.distance(once, runs.run(tmp_path / "out", f"{words} -cpu 1 -workers 1 -model twice")) == 0
 
 
-def test_bits_per_byte_is_the_code_length_of_the_targets():
+def test_bits_per_token_is_the_code_length_of_the_targets():
     """Without label smoothing, the same over any shares of a batch; the loss takes classes in the last dimension."""
     smoothed = loss.get_loss(config.parse_args(["-label_smoothing", "0.1"]))
     logits, targets = torch.randn(6, 9, 256), torch.randint(256, (6, 9))
     wanted = -logits.log_softmax(-1).gather(-1, targets[..., None]).mean() / math.log(2)
     sums = [loss.metric_sums(smoothed, logits[part], targets[part]) for part in (slice(0, 1), slice(1, 6))]
-    assert sum(one["bits_per_byte"] for one in sums) / 6 == pytest.approx(wanted.item(), rel=1e-6)
+    assert sum(one["bits_per_token"] for one in sums) / 6 == pytest.approx(wanted.item(), rel=1e-6)
     truth = functional.cross_entropy(logits.permute(0, 2, 1), targets, label_smoothing=0.1)
     assert smoothed(logits, targets) == pytest.approx(truth.item(), rel=1e-6)
     assert smoothed(logits.permute(0, 2, 1), targets) == pytest.approx(truth.item(), rel=1e-6)  # torch's own order

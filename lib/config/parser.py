@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_own(self, module: ModuleType, title: str) -> None:
         """Add a plugin's flags. Raise UsageError for one that is shared, or that config.yaml cannot keep."""
-        shared = {action.dest: action for action in self._actions}
+        shared = [action.dest for action in self._actions]
         with no_exit():
             getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
         for action in self._actions[len(shared) :]:

@@ -173,9 +173,9 @@ OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.HuberLoss)
 def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = False) -> dict[str, Tensor]:
     """Return what a batch adds to each metric but the loss: sums over its samples, so that shares of any size add up.
 
-    One class a sample: accuracy, and top5 of more than 10 classes. A class at each place (tokens; a byte is one of
-    256): bits_per_byte, the mean over a sample's places of the code length in bits, without label smoothing. Numbers:
-    mae, and for one number a sample what r2 needs, unless only `means` are wanted.
+    One class a sample: accuracy, and top5 of more than 10 classes. A class at each place (tokens): bits_per_token,
+    the mean over a sample's places of the code length in bits, without label smoothing. Numbers: mae, and for one
+    number a sample what r2 needs, unless only `means` are wanted.
     """
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
         return {}
@@ -199,7 +199,7 @@ def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = F
             sums["top5"] = (outputs.topk(5).indices == targets[:, None]).sum()
         return sums
     nats = functional.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
-    return {"bits_per_byte": nats * (len(targets) / math.log(2))}
+    return {"bits_per_token": nats * (len(targets) / math.log(2))}
 
 
 def figures(sums: dict[str, float]) -> dict[str, float]:

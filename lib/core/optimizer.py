@@ -46,7 +46,7 @@ def _may_fuse(parameters: list[Tensor], args: Namespace) -> bool:
     devices = {parameter.device.type for parameter in parameters}
     if devices == {"cpu"}:
         return not args.deterministic and args.parallel != "fsdp"
-    return devices == {"cuda"} and (args.optimizer != "sgd" or args.parallel != "fsdp")
+    return devices == {"cuda"} and (args.optimizer in ("adam", "adamw") or args.parallel != "fsdp")
 
 
 def clip(parameters: list[Tensor], limit: float) -> Tensor:

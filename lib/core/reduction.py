@@ -79,15 +79,16 @@ class Sum:
     def __init__(self, templates: list[Tensor], world: World, round_robin: bool, by_library: bool = False):
         self.templates, self.world, self.round_robin, self.by_library = templates, world, round_robin, by_library
         *starts, self.count = itertools.accumulate((one.numel() for one in templates), initial=0)
-        strides = [torch.empty_like(one, device="meta").stride() for one in templates]  # of their gradients, too
+        # autograd lays a gradient out like its parameter, but row by row where that has gaps.
+        dense = [(one, torch.empty_like(one, device="meta")) for one in templates]
+        strides = [(like if like.stride() == one.stride() else like.contiguous()).stride() for one, like in dense]
         self.layouts = list(zip((one.shape for one in templates), strides, starts, strict=True))
         self.small = self.count * templates[0].element_size() * world.size <= SMALL
-        self.nodes: dict[int, list[Tensor]] = {}
 
     def begin(self, leaves: int) -> None:
         """Begin a step of so many micro-batches over all ranks."""
         self.shares, self.nodes = (leaves, self.world.size, self.round_robin), {}
-        self.exchanges = self._exchange()
+        self.exchanges = self._exchange() if self.world.size > 1 else iter(())
 
     def add(self, leaf: int, values: list[Tensor]) -> None:
         """Add what this rank's next micro-batch made; the tensors become this sum's."""
@@ -111,10 +112,8 @@ class Sum:
     def _exchange(self) -> Iterator[None]:
         """Set `sum`, all values side by side. Pauses after each exchange that it begins."""
         one_each = not self.small and [len(nodes) for nodes in nodes_by_rank(*self.shares)] == [1, 1]
-        if self.by_library or one_each:
-            self.sum = yield from self._by_library()
-        elif self.world.size > 1:
-            self.sum = yield from self._along_tree(self.nodes, self.count, self.world.groups)
+        tree = self._along_tree(self.nodes, self.count, self.world.groups)
+        self.sum = yield from (self._by_library() if self.by_library or one_each else tree)
 
     def _by_library(self) -> Generator[None, None, Tensor]:
         first, *others = self.nodes.values() or [[torch.zeros_like(one) for one in self.templates]]

@@ -59,11 +59,9 @@ def get_dataset(args) -> dict[str, Dataset]:
 
 def get_transform(args):
     """Return a function from a text or bytes to its last tokens, int64: the model gives the next one."""
-    if args.num_classes == 256:
-        return lambda text: torch.tensor(
-            list(text.encode() if isinstance(text, str) else text)[-args.tokens_length :]
-        )
     file = Path(args.data) / "tokenizer.json"
+    if args.num_classes == 256 and not file.is_file():
+        return lambda text: torch.tensor([*(text.encode() if isinstance(text, str) else text)][-args.tokens_length :])
     if not file.is_file():
         raise UsageError(f"-data {args.data}: no tokenizer.json there, which would make tokens of a text")
     import tokenizers  # optional

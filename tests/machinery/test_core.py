@@ -192,7 +192,7 @@ def test_pixels_have_their_classes_first_and_tokens_last_also_where_both_could_b
     assert torch.equal(loss(images, pixels), nn.functional.cross_entropy(images, pixels))
     assert losses.metric_sums(loss, images, pixels) == {}
     assert torch.equal(loss(rows, tokens), nn.functional.cross_entropy(rows.flatten(0, 1), tokens.flatten()))
-    assert losses.metric_sums(loss, rows, tokens).keys() == {"bits_per_byte"}
+    assert losses.metric_sums(loss, rows, tokens).keys() == {"bits_per_token"}
 
 
 def test_losses_and_accuracy_are_torchs():

@@ -106,7 +106,10 @@ def test_machines_with_addresses_of_their_own_train_as_one(tmp_path, networks, u
 
 
 def workers(agent: int) -> list[int]:
-    """The process ids of an agent's workers."""
-    file = Path(f"/proc/{agent}/task/{agent}/children")
-    children = [int(pid) for pid in file.read_text().split()] if file.exists() else []
-    return [pid for pid in children if b"-u\0train.py\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    """The process ids of an agent's workers, without those that end in this moment."""
+    found = []
+    with contextlib.suppress(OSError):
+        for pid in map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split()):
+            with contextlib.suppress(OSError):
+                found += [pid] if b"-u\0train.py\0" in Path(f"/proc/{pid}/cmdline").read_bytes() else []
+    return found

@@ -159,8 +159,11 @@ def _micro_batch_size(args: "Args", batch: int, world: World, saved: int | None)
 
 
 def config(args: "Args", plan: Plan) -> dict:
-    """Return all flags as JSON has them, with the numbers that the first start settled."""
-    return json.loads(json.dumps({**vars(args), **settled(plan), "samples": plan.samples}, default=str))
+    """Return all flags as JSON has them, with what the first start settled, and what else the bits depend on."""
+    instructions = torch.backends.cpu.get_cpu_capability()
+    processor = torch.cuda.get_device_name() if torch.cuda.is_initialized() else instructions
+    facts = {"samples": plan.samples, "torch": torch.__version__, "processor": processor}
+    return json.loads(json.dumps({**vars(args), **settled(plan), **facts}, default=str))
 
 
 def settled(plan: Plan) -> dict[str, int]:
@@ -180,7 +183,7 @@ def check(args: "Args", plan: Plan, past: Past | None, splits: dict) -> None:
 def changes(args: "Args", plan: Plan, past: Past) -> str:
     """Describe the allowed differences between the saved and the current flags; "" for none.
 
-    A flag that only one side knows, as after a change of the code, is allowed to differ.
+    A flag that only one side knows, as after a change of the code, is allowed to differ; so are torch and processor.
 
     Raises:
         UsageError: a difference changes the result, and -allow_change does not name it.
@@ -188,7 +191,7 @@ def changes(args: "Args", plan: Plan, past: Past) -> str:
     before, now = past.config, config(args, plan)
     changed = [name for name in sorted({*before, *now} - args.flag_rules.free) if before.get(name) != now.get(name)]
     texts = {name: f"-{name} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}" for name in changed}
-    refused = [name for name in changed if name in before and name in now and name not in args.allow_change]
+    refused = sorted({*changed} & {*before} & {*now} - {*args.allow_change, "torch", "processor"})
     if refused:
         shown = ", ".join(texts[name] for name in refused)
         allow = " ".join(f"-allow_change {name}" for name in refused)

@@ -16,7 +16,7 @@ from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 MOST_TERMS = 1000  # of a sum, that wait to be added up
-LESS_IS_BETTER = ("loss", "bits_per_byte")
+LESS_IS_BETTER = ("loss", "bits_per_token")
 
 
 class Sums:
