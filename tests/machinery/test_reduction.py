@@ -7,6 +7,7 @@ import os
 import re
 import types
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +75,19 @@ def test_a_rank_sends_few_nodes(count, size):
     for rank, nodes in enumerate(reduction.nodes_by_rank(count, size, round_robin=False)):
         own = len(rank_share(count, rank, size))
         assert len(nodes) <= max(1, 2 * (own.bit_length() - 1)) if own else not nodes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "leaves", "sent"),
+    [(2, 2, 1.0), (2, 8, 1.0), (2, 12, 1.5), (3, 8, 2.0), (4, 16, 1.5), (8, 8, 1.75), (64, 64, 1.97), (1024, 1024, 2)],
+)
+def test_a_rank_sends_as_much_as_the_page_says(ranks, leaves, sent):
+    """In gradients: its nodes to all others, and the sum of its slice."""
+    nodes = max(map(len, reduction.nodes_by_rank(leaves, ranks, round_robin=False)))
+    ring = 2 * (ranks - 1) / ranks
+    assert f"{(nodes + 1) * ring / 2:.2f}" == f"{sent:.2f}"
+    page = (Path(__file__).resolve().parents[2] / "docs" / "resume.md").read_text()
+    assert re.search(rf"^\| {ranks:,} \| .* \| {sent:.2f} \| {ring:.2f} \|$", page, re.M)
 
 
 def test_a_sum_on_one_rank_keeps_layout_and_values():
@@ -293,9 +307,11 @@ def test_sharded_runs_in_half_precision_end_at_the_same_bits(tmp_path):
 
 
 @pytest.mark.slow
-def test_eight_processes_end_at_the_bits_of_one(tmp_path):
-    truth = bits(run(tmp_path, f"{SMALL} -cpu 1 -model alone"))
-    assert moved(tmp_path, SMALL, "-cpu 8", "-cpu 5", "-cpu 8") == truth
+@pytest.mark.parametrize(("more", "other"), [("", 5), ("-parallel fsdp", 4)], ids=["ddp", "fsdp"])
+def test_eight_processes_end_at_the_bits_of_one(more, other, tmp_path):
+    words = f"{SMALL} {more}"
+    truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
+    assert moved(tmp_path, words, "-cpu 8", f"-cpu {other}", "-cpu 8") == truth
 
 
 @pytest.mark.parametrize("more", ["-cpu 3", "-cpu 2 -parallel fsdp"])
