@@ -164,6 +164,16 @@ def test_processes_without_a_micro_batch_idle_and_one_line_says_so(tmp_path):
     assert bits(folder) == bits(alone)
 
 
+def test_the_learning_rate_is_scaled_to_the_batch_by_lr_batch_alone(tmp_path):
+    """In steps of 16 samples: four of warm-up, then from -lr_start down to -lr_end, or as many times as much."""
+    words = f"{SMALL} -cpu 1 -epochs 2 -lr_warmup 1 -lr_end 1e-4 -log_every 1"
+    for given, peak in (("", 1e-3), ("-lr_batch 16", 1e-3), ("-lr_batch 4", 4e-3), ("-lr_batch 64", 2.5e-4)):
+        folder = run(tmp_path, f"{words} {given} -model scaled{given.replace(' ', '_')}")
+        rates = [line["train/lr"] for line in lines(folder) if "train/lr" in line]
+        assert len(rates) == 8 and rates[:5] == pytest.approx([peak * part for part in (0.2, 0.4, 0.6, 0.8, 1.0)])
+        assert rates[-1] == pytest.approx(peak / 10)
+
+
 def test_accumulated_micro_batches_are_one_large_batch(tmp_path):
     """Without dropout and BatchNorm, cutting a batch changes nothing but the rounding."""
     words = (

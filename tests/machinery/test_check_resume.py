@@ -58,6 +58,15 @@ def test_sums_that_are_left_to_the_library_are_compared_on_the_same_processes_on
     assert [line[:44].strip() for line in lines[5:-1]] == ROWS[:1]
 
 
+@pytest.mark.parametrize(("more", "rows"), [("", ROWS), ("-bf16", ROWS[:1])])
+def test_a_sharded_run_is_compared_on_one_process_too_but_not_in_half_precision(checked, more, rows):
+    with plugins(arch={"norm_net": norm_net}, dataset={"few": few}):
+        code, lines, message = checked(f"{SMALL} -arch norm_net -dataset few -parallel fsdp {more}")
+    assert code == 0 and lines[-1] == "all as promised", "\n".join([*lines, message])
+    assert [line[:44].strip() for line in lines[4:-1]] == rows
+    assert all(line.endswith("the same bits") for line in lines[4:-1])
+
+
 class Attention(nn.Module):
     """Attention over 8 words of 8 numbers. A bias of the keys has no effect: its gradient is rounding noise."""
 

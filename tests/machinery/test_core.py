@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from processes import in_a_child
 from torch import nn
 
 from lib.core import loss as losses
@@ -143,6 +144,19 @@ def test_gradients_are_cut_as_torch_cuts_them(shapes, limit, scale, without):
     torch.testing.assert_close(norm, wanted)  # ours is a sum over rows, which shards have as well
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.grad is other.grad is None or torch.allclose(mine.grad, other.grad, rtol=1e-5)
+
+
+def test_a_row_has_the_same_norm_alone_and_among_others_with_two_threads():
+    """A shard may be one row, and torch shares out a sum of one row among its threads. A vector stays as it is."""
+
+    def alike():
+        torch.set_num_threads(2)
+        whole = torch.randn(4, 70_001, generator=torch.Generator().manual_seed(3))
+        rows = [optimizers._row_norms([whole[number : number + 1].clone()])[0] for number in range(4)]
+        assert torch.equal(torch.cat(rows), optimizers._row_norms([whole])[0])
+        assert torch.equal(optimizers._row_norms([whole[0]])[0], whole[0])
+
+    in_a_child(alike)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -5,6 +5,7 @@ import multiprocessing
 import random
 import time
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, default_collate
 
+from lib.utils.checkpoint import resume
 from lib.utils.data import loader
 from lib.utils.data.loader import Loader
 from lib.utils.data.plan import Plan
@@ -132,6 +134,23 @@ def test_evaluation_counts_each_sample_once_and_the_ranks_take_equally_many_turn
     sizes = sorted(len(values) for share in shares for key, values in share if key.count)
     assert sizes == sorted([batch] * (n // batch) + [n % batch] * (n % batch > 0)), "the same for any number of ranks"
     assert len({sum(key.last for key, _ in share) for share in shares}) == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "before", "micro"),
+    [(None, None, 32), ("1:4", None, 8), ("4", None, 8), ("1:4", 16, 16), (None, 16, 16), ("1:4", 48, 8)],
+)
+def test_a_micro_batch_is_a_share_of_the_most_processes_that_may_come_or_as_the_run_began(
+    nodes, before, micro, monkeypatch
+):
+    """For two processes on this machine and a batch of 64; 48 does not divide it."""
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    for name, value in {"TORCHELASTIC_MAX_RESTARTS": "9", "PET_NNODES": nodes}.items() if nodes else ():
+        monkeypatch.setenv(name, value)
+    args = types.SimpleNamespace(batch_size=64, batch_per_gpu=None, micro_batch=None, drop_last=False)
+    config = {"batch_size": 64, "batch_per_gpu": None, "micro_batch": before}
+    past = resume.Past(Path(), {"config": config}, damaged=[], sender=0, lacking={}) if before else None
+    assert resume.plan(args, 1000, World(size=2, local_size=2), past) == Plan(1000, 64, micro)
 
 
 # What is fetched

@@ -90,6 +90,12 @@ def test_the_readme_says_on_the_first_screen_what_was_not_tried():
     assert "No GPU was at hand" in README[:900]
 
 
+def test_the_readme_promises_the_same_bits_on_the_first_screen_and_leads_to_the_storms():
+    assert "the same bits on any number of processes" in README[:900]
+    assert "](docs/resume.md#exceptions)" in README[:900] and "](docs/resume.md#what-was-tried)" in README
+    assert "| differing bits of a weight |" in PAGES["docs/resume.md"].split("## What was tried")[1]
+
+
 def test_every_command_of_the_pages_is_held_by_a_test():
     assert len(COMMANDS) > 60
     strange = [command for command in COMMANDS if not command.startswith((*HELD, ". .venv/bin/activate"))]
@@ -225,6 +231,15 @@ def test_files_lie_where_the_maps_say():
         for name in re.findall(r"`((?:lib|scripts|tests|docs|data)/[\w/.]+\w)`", text):
             made = name in FILES or name.endswith(("NAME.py", "my_net.py", "my_data.py"))
             assert made or (ROOT / name).exists(), f"{page}: {name}"
+
+
+def test_what_the_map_says_to_change_is_where_it_says():
+    table = PAGES["docs/architecture.md"].split("| to change | look at |")[1].split("\n\n")[0]
+    files, methods = re.findall(r"`(\w+\.py)` in (lib/[\w/]+)", table), re.findall(r"`Trainer\.(\w+)`", table)
+    assert len(files) == len(table.strip().splitlines()) - 1 and methods, "a file in each row below the line"
+    assert all((ROOT / folder / file).is_file() for file, folder in files)
+    trainer = (ROOT / "lib" / "trainer" / "trainer.py").read_text()
+    assert all(f"    def {method}(" in trainer for method in methods)
 
 
 RUNS = {  # of the files in the pages: the run's name, and how to start it

@@ -7,6 +7,7 @@ import os
 import re
 import types
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +75,19 @@ def test_a_rank_sends_few_nodes(count, size):
     for rank, nodes in enumerate(reduction.nodes_by_rank(count, size, round_robin=False)):
         own = len(rank_share(count, rank, size))
         assert len(nodes) <= max(1, 2 * (own.bit_length() - 1)) if own else not nodes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "leaves", "sent"),
+    [(2, 2, 1.0), (2, 12, 1.5), (3, 8, 2.0), (4, 16, 1.5), (8, 8, 1.75), (64, 64, 1.97), (1024, 1024, 2)],
+)
+def test_a_rank_sends_as_much_as_the_page_says(ranks, leaves, sent):
+    """In gradients: its nodes to all others, and the sum of its slice."""
+    nodes = max(map(len, reduction.nodes_by_rank(leaves, ranks, round_robin=False)))
+    ring = 2 * (ranks - 1) / ranks
+    assert f"{(nodes + 1) * ring / 2:.2f}" == f"{sent:.2f}"
+    page = (Path(__file__).resolve().parents[2] / "docs" / "resume.md").read_text()
+    assert re.search(rf"^\| {ranks:,} \| .* \| {sent:.2f} \| {ring:.2f} \|$", page, re.M)
 
 
 def test_a_sum_on_one_rank_keeps_layout_and_values():
@@ -203,6 +217,28 @@ def bytes_to_other_machines(call, world: World) -> int:
     return sum(sent)
 
 
+@pytest.mark.parametrize("count", [8, 12])
+def test_gradients_travel_while_the_last_backward_pass_is_under_way(count, tmp_path, in_slices):
+    """With 8 micro-batches two ranks have one node each, which the library adds; with 12 they have two."""
+
+    def run(rank):
+        torch.manual_seed(0)
+        model, world, sent = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), World(rank=rank, size=2), []
+        args = types.SimpleNamespace(reduction="tree", parallel="ddp")
+        sums = reduction.Gradients([*model.parameters()], model, [], world, args)
+        loader = Loader(range(count), Plan(count, count, 1), world, seed=0, shuffle=False, workers=0)
+        for key in loader.micro_batches(0):
+            sums.before(key)
+            model(torch.full((1, 16), float(key.number))).sum().backward()
+            sent.append(sums.sent)
+            sums.after()
+        sums.finish()
+        assert len(sums.buckets) == 4 and sent == [0] * (count // 2 - 1) + [4]
+
+    torch.set_num_threads(1)
+    on_ranks(2, run, tmp_path)
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_machines_that_add_up_in_rank_order_are_found_out(broken, tmp_path, monkeypatch, in_slices):
     truth = gradients(World())
@@ -295,9 +331,11 @@ def test_sharded_runs_in_half_precision_end_at_the_same_bits(tmp_path):
 
 
 @pytest.mark.slow
-def test_eight_processes_end_at_the_bits_of_one(tmp_path):
-    truth = bits(run(tmp_path, f"{SMALL} -cpu 1 -model alone"))
-    assert moved(tmp_path, SMALL, "-cpu 8", "-cpu 5", "-cpu 8") == truth
+@pytest.mark.parametrize(("more", "other"), [("", 5), ("-parallel fsdp", 4)], ids=["ddp", "fsdp"])
+def test_eight_processes_end_at_the_bits_of_one(more, other, tmp_path):
+    words = f"{SMALL} {more}"
+    truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
+    assert moved(tmp_path, words, "-cpu 8", f"-cpu {other}", "-cpu 8") == truth
 
 
 @pytest.mark.parametrize("more", ["-cpu 1", "-cpu 3", "-cpu 2 -parallel fsdp"])
