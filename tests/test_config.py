@@ -193,6 +193,16 @@ def test_help_shows_groups_flags_defaults_and_units_as_wide_as_the_terminal(caps
         assert action.help
 
 
+def test_help_has_the_words_and_the_order_that_a_newcomer_looks_for(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # no line is broken
+    out = help_of("-h", capsys)
+    for word in ("accumulation", "checkpointing", "mixed precision", "early stopping", "EMA", "warm-up", "clip"):
+        assert word in out, word
+    groups = ("run", "data", "training", "optimization", "saving and stopping", "machine", "slurm")
+    places = [out.index(f"\n{group}:\n") for group in groups]
+    assert places == sorted(places)
+
+
 def test_help_shows_the_own_flags_of_the_chosen_plugins_only(capsys, tmp_path):
     out = help_of("-h", capsys)
     assert "-convnet_width" in out and "\narch convnet:\n" in out and "-resnet_depth" not in out

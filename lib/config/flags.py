@@ -100,7 +100,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
 
     group("training", "refuse")
     add("-arch", PLUGIN, "model: a file in lib/arch", "convnet")
-    add("-trainer", PLUGIN, "way of training: a file in lib/trainer", "trainer")
+    add("-trainer", PLUGIN, "way of training: a file in lib/trainer; ema averages the weights (EMA)", "trainer")
     add("-epochs", COUNT, "passes over the training samples", 10)
     add("-loss", {"choices": table("loss")}, "loss function, of lib/core/loss.py", "cross_entropy")
     add("-label_smoothing", value(real(0, 1), "X"), "label smoothing of cross_entropy, 0 to 1", 0.0)
@@ -125,7 +125,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-keep_last", COUNT, "checkpoints to keep", 2)
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's checkpoint for good; 0: none", 0)
     add("-best", value(types.metric, "METRIC"), "val metric of the best weights: f1, mae:min (accuracy, else loss)")
-    add("-stop_after", COUNT, "finish after N evaluations in a row without a better -best; -epochs sets the schedule")
+    add("-stop_after", COUNT, "early stopping after N evaluations without a better -best; -epochs sets the schedule")
     add("-resume", PATH, "continue from another run's folder or checkpoint", on_resume="forget")
     add("-weights", FILE, "start from these weights: safetensors, a torch file, or imagenet")
     allowed = "flag that may differ from the checkpoint, or samples, or nan (weights that are not finite); repeatable"
@@ -148,7 +148,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-parallel", {"choices": ("ddp", "fsdp")}, "every process has the whole model, or a shard of it", "ddp")
     reduction = "sum gradients in one order for any number of processes, or leave it to the communication library"
     add("-reduction", {"choices": ("tree", "allreduce")}, reduction, "tree", on_resume="refuse")
-    add("-recompute", SWITCH, "keep no activations of a block, compute them again in the backward pass")
+    add("-recompute", SWITCH, "gradient checkpointing: compute a block's activations again in the backward pass")
     add("-compile", COMPILE, "torch.compile, by blocks or in one")
     add("-channels_last", SWITCH, "keep channels last in a GPU's memory: faster for convolutions; not under fsdp")
     add("-deterministic", SWITCH, "use deterministic algorithms on a GPU, too, at some cost of speed")

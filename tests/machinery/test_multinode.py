@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import saves
+import torch
+import torch.distributed as dist
 from runs import distance, lines, outcome, plugins, run, same
 from safetensors.torch import load_file
 from saves import SMALL, log_of, names
+from test_atomic_directory import on_ranks
 
 import train
 from lib import config
@@ -160,6 +163,25 @@ def test_another_runs_checkpoint_is_sent_to_nodes_that_lack_it(done, tmp_path, m
     one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2 -resume {done}")
     assert f"{names(done)[0]} is not there; rank 0 sends it" in log_of(two, 1)
     assert distance(one, done) == distance(two, done) == 0.0 and saves.steps(one) == saves.steps(two) == [12]
+
+
+def test_tensors_that_do_not_arrive_as_they_were_sent_are_an_error_on_all_ranks(tmp_path):
+    def receive(rank):
+        tensors = {"a": torch.full((3,), rank + 1.0), "b": torch.arange(4) * rank}
+        distributed.broadcast_tensors(tensors, distributed.own_place(), 1)
+        assert tensors["a"].tolist() == [2, 2, 2] and tensors["b"].tolist() == [0, 1, 2, 3]
+        real = dist.broadcast
+
+        def flipped(values, root):
+            real(values, root)
+            if root == 1 and rank == 0 and len(values) == 12:  # the bytes of a
+                values[5] ^= 1
+
+        dist.broadcast = flipped  # in this process, which is forked
+        with pytest.raises(RuntimeError, match="the tensors of rank 1 did not arrive as they were sent"):
+            distributed.broadcast_tensors(tensors, distributed.own_place(), 1)
+
+    on_ranks(2, receive, tmp_path)
 
 
 def test_a_sharded_model_without_a_shared_disk_is_refused_before_a_checkpoint_is_sent(tmp_path, monkeypatch, refused):

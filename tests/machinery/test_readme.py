@@ -327,6 +327,21 @@ def test_a_metric_of_torchmetrics_is_the_same_number_on_any_number_of_processes(
     assert found[0][-1] == pytest.approx(float(sum(areas) / len(areas)), abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-dataset tokens -data lib -tokens_samples 256 -tokens_length 32 -arch nano",
+        "-dataset parity",
+        "-arch painter -trainer gan -micro_batch 32",
+        "-dataset boxes -best overlap -batch_size 16 -micro_batch 8",
+    ],
+    ids=["nano", "bert", "gan", "detector"],
+)
+def test_models_from_elsewhere_keep_the_promise(fork, words):
+    said = _run(fork, f"python train.py {words} -check_resume -cpu 2 -limit_steps 5")
+    assert "all as promised" in said.splitlines()
+
+
 def test_tied_weights_are_exported_as_the_page_says(fork, said):
     command = next(one for one in COMMANDS if "out/tokens_nano" in one)
     assert "out/tokens_nano/tokens_nano.pt: " in _run(fork, command)

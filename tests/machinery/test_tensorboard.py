@@ -96,6 +96,9 @@ def test_a_killed_run_has_its_last_log_line_in_the_event_file_and_draws_one_line
     points = loaded(run.folder).Scalars("train/loss")
     assert [point.step for point in points] == [*range(1, 61)] == list(logged), "no tooth, no gap, no double"
     assert {point.step: point.value for point in points} == pytest.approx(logged, rel=1e-6)
+    content = loaded(run.folder).PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    flags = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert flags["arch"].string_value == "mlp" and flags["epochs"].number_value == 3 and "workers" not in flags
 
 
 def test_a_board_without_the_package_does_nothing(tmp_path, monkeypatch, caplog):

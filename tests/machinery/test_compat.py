@@ -1,0 +1,107 @@
+"""cycling_utils' classes together: a loop in the manner of its Fashion-MNIST example stops anywhere and continues."""
+
+import functools
+from operator import itemgetter
+from pathlib import Path
+
+import torch
+from test_atomic_directory import on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from lib.utils.compat import (
+    AtomicDirectory,
+    InterruptableDistributedSampler,
+    MetricsTracker,
+    TimestampedTimer,
+    atomic_torch_save,
+)
+
+EPOCHS, BATCH, ROWS = 3, 4, {"train": 30, "test": 10}
+
+
+def loop(rank, out, stop):
+    """Trains and tests; ends without a save after `stop` batches, as if it were killed."""
+    timer = TimestampedTimer("imports")
+    torch.manual_seed(0)
+    data = {part: TensorDataset(torch.randn(rows, 3), torch.randint(2, (rows,))) for part, rows in ROWS.items()}
+    samplers = {part: InterruptableDistributedSampler(data[part]) for part in data}
+    loaders = {part: DataLoader(data[part], BATCH, sampler=samplers[part]) for part in data}
+    metrics = {part: MetricsTracker() for part in data}
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)))
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    state |= {f"{part}_sampler": samplers[part] for part in data}
+    state |= {f"{part}_metrics": metrics[part] for part in data}
+
+    saver = AtomicDirectory(output_directory=str(out), is_master=rank == 0)
+    restore(saver, state)
+    done = 0
+    for epoch in range(samplers["train"].epoch, EPOCHS):
+        for sampler in samplers.values():
+            sampler.set_epoch(epoch)
+        for part, loader in loaders.items():
+            model.train(part == "train")
+            for inputs, targets in loader:
+                batch = samplers[part].progress // BATCH + 1
+                is_last = batch == len(loader)
+                optimizer.zero_grad()
+                with torch.set_grad_enabled(part == "train"):
+                    loss = criterion(model(inputs), targets)
+                if part == "train":
+                    loss.backward()
+                    optimizer.step()
+                samplers[part].advance(len(inputs))
+                metrics[part].update({"examples": len(inputs), "loss": loss.item()})
+                metrics[part].reduce().reset_local()
+                total, examples = itemgetter("loss", "examples")(metrics[part].agg)
+                if is_last and part == "train":
+                    schedule.step()
+                if is_last and (part == "train" or rank == 0):  # the example ends a test's epoch on its master alone
+                    metrics[part].end_epoch()
+                if is_last or batch % 2 == 0:
+                    save(saver, state, rank)
+                timer.report(f"epoch {epoch} {part} batch {batch}: {total / examples:.3f}")
+                done += 1
+                if done == stop:
+                    return
+        for sampler in samplers.values():
+            sampler.reset_progress()
+
+
+def restore(saver, state):
+    link = Path(saver.output_directory, saver.symlink_name)
+    if link.is_symlink():
+        saved = torch.load(link.readlink() / "checkpoint.pt")
+        for name, one in state.items():
+            one.load_state_dict(saved[name])
+
+
+def save(saver, state, rank):
+    folder = saver.prepare_checkpoint_directory()
+    if rank == 0:
+        atomic_torch_save({name: one.state_dict() for name, one in state.items()}, f"{folder}/checkpoint.pt")
+    saver.symlink_latest(folder)
+
+
+def test_a_loop_of_all_of_them_goes_on_to_the_same_bits_wherever_it_stops(tmp_path):
+    """The stops: before the first save, in an epoch's training, after a test, in a later epoch's training."""
+    found = {}
+    for name, stops in {"whole": [None], "stopped": [1, 3, 5, 9, None]}.items():
+        out = tmp_path / name
+        for number, stop in enumerate(stops):
+            meeting = tmp_path / f"{name}_{number}"
+            meeting.mkdir()
+            on_ranks(2, functools.partial(loop, out=out, stop=stop), meeting)
+        (link,) = out.glob("*.latest_checkpoint")
+        found[name] = torch.load(link.readlink() / "checkpoint.pt")
+    whole, stopped = found["whole"], found["stopped"]
+    assert [one["examples"] for one in whole["train_metrics"]["epoch_reports"]] == [30] * EPOCHS
+    assert [one["examples"] for one in whole["test_metrics"]["epoch_reports"]] == [10] * EPOCHS
+    assert whole["model"].keys() == stopped["model"].keys()
+    assert all(torch.equal(value, stopped["model"][name]) for name, value in whole["model"].items())
+    for name in ("train_sampler", "test_sampler", "train_metrics", "test_metrics"):
+        assert whole[name] == stopped[name], name
