@@ -1,6 +1,7 @@
 """A real Slurm of two nodes on this machine, for tests, and runs submitted to it."""
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -69,6 +70,12 @@ def get_dataset(args):
 def needed(missing: str) -> pytest.MarkDecorator:
     """Skips tests and says what would enable them; on CI, where nothing may be missing, they fail instead."""
     return pytest.mark.skipif(bool(missing) and not os.environ.get("CI"), reason=missing)
+
+
+def needed_package(name: str, group: str) -> pytest.MarkDecorator:
+    """Skips tests without an optional package of this group of pyproject.toml; on CI they fail instead."""
+    there = importlib.util.find_spec(name) is not None
+    return needed("" if there else f"needs uv pip install -r pyproject.toml --group {group}")
 
 
 def copy_of_the_code(folder: Path) -> Path:

@@ -8,6 +8,7 @@ import urllib.request
 
 import browser
 import pytest
+from cluster import needed
 from PIL import Image
 from processes import address_in, until
 
@@ -36,7 +37,7 @@ def data(address, path, **asked):
         return json.load(answer)
 
 
-@pytest.mark.skipif(browser.CHROMIUM is None, reason="there is no chromium here: apt-get install chromium")
+@needed("there is no chromium here: apt-get install chromium" if browser.CHROMIUM is None else "")
 def test_the_page_of_a_killed_and_resumed_run_shows_one_line(board, tmp_path, request):
     points = {
         run: [(step, value) for _, step, value in data(board, "plugin/scalars/scalars", run=run, tag="train/loss")]

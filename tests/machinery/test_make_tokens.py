@@ -1,19 +1,17 @@
 """scripts/make_tokens.py: token files, the size of their vocabulary and their tokenizer."""
 
-import importlib.util
 import json
 import sys
 
 import numpy as np
 import pytest
+from cluster import needed_package
 
 from lib import config
 from lib.dataset import tokens
 from scripts import make_tokens
 
-TOKENIZERS = pytest.mark.skipif(
-    importlib.util.find_spec("tokenizers") is None, reason="needs the package tokenizers, which is optional"
-)
+TOKENIZERS = needed_package("tokenizers", "world")
 TEXT = "".join(f"{number} bottles of beer, ünd another line\n" for number in range(400))
 
 

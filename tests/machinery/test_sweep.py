@@ -229,7 +229,6 @@ def test_only_flags_that_change_the_result_vary_and_names_are_names(tmp_path):
 
 # Optuna
 
-NEEDS_OPTUNA = "needs uv pip install -r pyproject.toml --group sweep"
 CHOSEN = f"{LONG} -trials 4 -lr_start log:1e-4:1e-2 -mlp_depth lin:1:3 -optimizer sgd,adamw"
 
 
@@ -240,8 +239,8 @@ def chosen(out) -> list[tuple]:
         return db.execute(rows).fetchall()
 
 
+@cluster.needed_package("optuna", "sweep")
 def test_optunas_trials_are_the_same_after_a_kill_at_any_moment(tmp_path):
-    pytest.importorskip("optuna", reason=NEEDS_OPTUNA)
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     said = ends(calm, CHOSEN)
     assert said.count(": finished in") == 4

@@ -1,6 +1,5 @@
 """-arch torchvision and -arch timm: each model of theirs by its name, and -weights imagenet."""
 
-import importlib.util
 import json
 import sys
 
@@ -9,6 +8,7 @@ import runs
 import tiny_data
 import torch
 import torchvision
+from cluster import needed_package
 from PIL import Image
 
 from lib import config, predict
@@ -18,9 +18,7 @@ from lib.config import plugins
 from lib.utils.errors import UsageError
 
 NAMES = torchvision.models.list_models(module=torchvision.models)
-TIMM = pytest.mark.skipif(
-    importlib.util.find_spec("timm") is None, reason="needs the package timm, which is optional"
-)
+TIMM = needed_package("timm", "world")
 
 
 def args_of(*words, arch="torchvision"):
