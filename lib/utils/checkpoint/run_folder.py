@@ -130,7 +130,7 @@ class RunFolder:
                 facts = read_json(self.path / ".lock").items()
                 owner = ", ".join(f"{name} {value}" for name, value in facts if value)
                 used = f"{self.path} is in use by {owner or 'another process'}"
-                log.warning("%s: waiting until it is gone", used)
+                log.warning("%s: waiting up to %.0f s until it is gone", used, until - time.monotonic())
             if time.monotonic() > until:
                 raise UsageError(f"-model {self.path.name}: {used}; take another name or wait")
             time.sleep(0.05)
