@@ -55,7 +55,7 @@ def test_what_cannot_be_resumed_is_refused_and_nothing_in_it_is_executed(refused
     for name in names(copy):
         saves.payload(copy / "checkpoints" / name / "manifest.json", mark)
     for words in (copy, copy / "checkpoints" / names(copy)[3]):
-        with pytest.raises(shards.Damaged, match="no good checkpoint is left"):
+        with pytest.raises(shards.Damaged, match="is left: -reset without -resume starts from scratch"):
             run(tmp_path, f"{SMALL} -resume {words}")
     assert not mark.exists()
 

@@ -118,6 +118,7 @@ class Trainer:
         parts = parts_of(self)
         tensors = tensors_to_save(parts)
         self.checkpoints.make_room(tensors, parts.first(tensors))
+        del tensors  # else an optimizer's memory is there twice while a checkpoint is loaded
         if past:
             self.load(past)
             if past.lacking:  # each node has a checkpoint at once

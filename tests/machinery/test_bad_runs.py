@@ -1,6 +1,7 @@
 """Runs that are refused once their parts are seen: data sets, models, folders, other runs, what they go on from."""
 
 import errno
+import fcntl
 import signal
 import socket
 import subprocess
@@ -19,8 +20,9 @@ from torch.utils.data import Dataset, IterableDataset
 import train
 from lib import config
 from lib.trainer.trainer import Trainer
-from lib.utils.checkpoint import run_folder
+from lib.utils.checkpoint import run_folder, shared_disk
 from lib.utils.data.tensors import Tensors
+from lib.utils.distributed import World
 
 FAST = ["-cpu", "1", "-epochs", "1"]
 
@@ -262,6 +264,23 @@ def other(tmp_path):
     process.wait(60)
 
 
+def test_a_lock_that_a_refused_start_removes_before_it_is_taken_is_made_again(tmp_path, monkeypatch):
+    """The file is open already, and has no name any more when it is locked."""
+    folder, real, removed = tmp_path / "out" / "run", fcntl.lockf, []
+
+    def lockf(*words):
+        if not removed:
+            removed.append(folder)
+            (folder / ".lock").unlink()
+            folder.rmdir()
+        return real(*words)
+
+    monkeypatch.setattr(run_folder.fcntl, "lockf", lockf)
+    args = command_line.parsed(f"-out {tmp_path / 'out'} -model run")
+    with run_folder.locked(args, World(), shared_disk.one(World())):
+        assert removed and (folder / ".lock").exists()
+
+
 def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tmp_path, capsys, monkeypatch, caplog):
     out = tmp_path / "out"
     before = runs.outcome(out / "same")
@@ -277,7 +296,7 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tm
         assert f"pid {other.pid}" in heard.err and other.poll() is None
     assert runs.outcome(out / "same") == before and not (out / ".old").exists()
 
-    assert caplog.text.count("waiting until it is gone") == 4
+    assert caplog.text.count("waiting up to") == 4
 
     def locked_on_smb(*_):
         raise PermissionError(errno.EACCES, "Permission denied")

@@ -62,6 +62,13 @@ def test_classes_without_a_name_are_called_by_their_number():
         assert list(answers.draw()) == ["confusion", "answers"]
 
 
+def test_numbers_as_targets_are_no_classes():
+    """As of a model with one output that computes the loss of a regression itself."""
+    answers = pictures.Answers(nn.CrossEntropyLoss(), 1, None, World())
+    answers.add(torch.rand(3, 1, 8, 8), torch.tensor([0.5, 1.0, -2.0]), torch.rand(3, 1), 3)
+    assert answers.figures() == {} and answers.draw() == {}
+
+
 def test_a_confusion_matrix_is_dark_where_the_samples_are():
     for classes in (4, 100):
         counts = torch.diag(torch.full((classes,), 7))

@@ -251,7 +251,7 @@ def test_a_start_waits_for_the_ranks_that_still_save_after_their_launcher_was_ki
     old.noted(2)
     os.kill(old.pid, signal.SIGKILL)
     new = start("again")
-    new.says("waiting until it is gone")
+    new.says("waiting up to")
     assert new.ended() is None
     old.says("signal SIGTERM: stopping")  # within a second
     old.go()

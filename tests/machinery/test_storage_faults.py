@@ -135,7 +135,7 @@ def test_a_run_with_only_damaged_checkpoints_never_starts_anew_by_itself(copy, d
     for name in names(copy):
         (copy / "checkpoints" / name / SHARD).unlink()
     for _ in range(2):
-        with pytest.raises(shards.Damaged, match="no good checkpoint is left: -reset starts from scratch"):
+        with pytest.raises(shards.Damaged, match="is left: -reset without -resume starts from scratch"):
             run(copy.parent, f"{SMALL} -cpu 1")
         run(copy.parent, f"{SMALL} -cpu 2", wanted=1)
     assert len(names(copy)) == 3, "nothing was moved"

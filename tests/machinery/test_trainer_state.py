@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import time
+import weakref
 
 import pytest
 import saves
@@ -146,6 +147,26 @@ def test_an_optimizer_that_no_checkpoint_can_hold_is_refused(tmp_path, capfd):
         run(tmp_path, f"{SMALL} -cpu 1 -trainer stray", wanted=2)
     said = "trainer.second (SGD) trains what neither the model nor a module that the trainer keeps has"
     assert said in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_an_optimizers_memory_is_there_once_while_a_checkpoint_is_loaded(tmp_path, monkeypatch):
+    """Twice would be more than a training step needs: a run that fits could not go on."""
+    run(tmp_path, f"{SMALL} -cpu 1 -limit_steps 3", wanted=75)
+    made, alive, to_save, load = [], [], trainer.tensors_to_save, trainer.resume.load
+
+    def noted(parts):
+        tensors = to_save(parts)
+        made.extend(weakref.ref(value) for name, value in tensors.items() if name.startswith("optim."))
+        return tensors
+
+    def loaded(*words):
+        alive.append(sum(one() is not None for one in made))
+        return load(*words)
+
+    monkeypatch.setattr(trainer, "tensors_to_save", noted)
+    monkeypatch.setattr(trainer.resume, "load", loaded)
+    run(tmp_path, f"{SMALL} -cpu 1")
+    assert made and alive == [0]
 
 
 def test_a_decay_that_is_none_is_refused():

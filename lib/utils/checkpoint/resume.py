@@ -94,7 +94,7 @@ def newest_good(path: Path, disk: Disk, resets: Callable[[], bool] = lambda: Fal
             return Past(folder, manifest, damaged, sender, lacking)
         damaged += [*lacking.values()][:1]
     if damaged:
-        raise shards.Damaged(f"{damaged[0]}; no good checkpoint is left: -reset starts from scratch")
+        raise shards.Damaged(f"{damaged[0]}; no good checkpoint is left: -reset without -resume starts from scratch")
     return None
 
 

@@ -127,10 +127,9 @@ class RunFolder:
         until, used = time.monotonic() + max(WAIT_S, self.args.grace_s), ""
         while not (file := self._take()):
             if not used:
-                facts = read_json(self.path / ".lock").items()
-                owner = ", ".join(f"{name} {value}" for name, value in facts if value)
+                owner = ", ".join(f"{key} {value}" for key, value in read_json(self.path / ".lock").items() if value)
                 used = f"{self.path} is in use by {owner or 'another process'}"
-                log.warning("%s: waiting until it is gone", used)
+                log.warning("%s: waiting up to %.0f s until it is gone", used, until - time.monotonic())
             if time.monotonic() > until:
                 raise UsageError(f"-model {self.path.name}: {used}; take another name or wait")
             time.sleep(0.05)
@@ -146,8 +145,9 @@ class RunFolder:
             file = (self.path / ".lock").open("a+")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (self.path / ".lock").stat()
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):  # another has it; the second is SMB's word
+            if error.errno in (errno.EAGAIN, errno.EACCES, errno.ENOENT):  # another has (SMB: EACCES) or removed it
                 file.close()
                 return None
             log.warning("%s: this file system has no locks (%s): a second run is not noticed", file.name, error)

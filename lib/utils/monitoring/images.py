@@ -48,7 +48,7 @@ class Answers:
         """Add a batch with the model's outputs (B, classes). Does not wait for the device."""
         if not (count and isinstance(targets, Tensor) and isinstance(outputs, Tensor)):
             return
-        if targets.ndim != 1 or outputs.shape != (len(targets), self.classes):
+        if targets.ndim != 1 or targets.is_floating_point() or outputs.shape != (len(targets), self.classes):
             return
         answers = outputs.detach().argmax(1)
         if self.samples is None and is_picture(inputs):

@@ -36,8 +36,7 @@ class Logger:
         hparams = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
         self.board = tensorboard.Board(folder, state.step + 1, hparams)
         self.bar = console.Progress(self.total_steps, state.step)
-        self.tracker: Any = Off()
-        self.server: Any = Off()
+        self.tracker = self.server = Off()
         if world.is_main and args.track != "none":
             self.tracker = trackers.Tracker(args.track, folder)
         if world.is_main and (args.tb or args.ngrok):
