@@ -132,6 +132,11 @@ def test_a_node_that_joins_has_a_checkpoint_at_once_and_the_best_weights(done, t
     ]
 
 
+def test_best_weights_that_nobody_has_any_more_are_not_sent(tmp_path):
+    past = resume.Past(tmp_path, {}, damaged=[], sender=0, lacking={1: "is not there"})
+    assert resume.best_weights(past, tmp_path, World()) == {}
+
+
 def _tensors_of(folder):
     """The checksums of all tensors that a run leaves."""
     return {name: value for name, value in saves.bits(folder).items() if name != "figures"}

@@ -248,9 +248,9 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
 
 
 def best_weights(past: Past, run: Path, world: World) -> dict[str, Tensor]:
-    """Return the best weights of a checkpoint that some ranks lack, on all ranks. All ranks call this."""
-    sends = world.rank == past.sender
-    tensors = weights.read(run / "best" / "weights.safetensors") if sends else {}
+    """Return the best weights of a checkpoint that some ranks lack, {} without any. All ranks call this."""
+    file = run / "best" / "weights.safetensors"
+    tensors = weights.read(file) if world.rank == past.sender and file.is_file() else {}
     schema = distributed.broadcast_json(shards.schema(tensors), world, past.sender)
     tensors = tensors or shards.empty(schema)
     distributed.broadcast_tensors(tensors, world, past.sender)
