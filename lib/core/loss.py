@@ -122,9 +122,7 @@ def get_loss(args: Namespace) -> nn.Module:
         return BY_NAME[args.loss]()
     weights = torch.tensor([float(one) for one in args.class_weights.split(",")]) if args.class_weights else None
     if weights is not None and len(weights) != args.num_classes:
-        raise UsageError(
-            f"-class_weights {args.class_weights}: -num_classes {args.num_classes} needs as many weights"
-        )
+        raise UsageError(f"-class_weights {args.class_weights}: give one for each of -num_classes {args.num_classes}")
     return CrossEntropy(weights, label_smoothing=args.label_smoothing)
 
 

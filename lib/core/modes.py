@@ -1,6 +1,5 @@
 """What a start does with its trainer: train, or -debug and -eval, which leave the run as it is."""
 
-import functools
 import itertools
 import json
 import logging
@@ -11,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from lib.utils.checkpoint import atomic, weights
 from lib.utils.checkpoint.resume import Past
@@ -71,11 +69,12 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
         trainer.load(past)
     model, first = unwrap(trainer.model), trainer.state.step
     _check("the parameter", model.named_parameters())
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(functools.partial(_check_gradient, name))
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(lambda p, name=name: _check("the gradient of", [(name, p.grad)]))
     for name, module in model.named_modules():
-        module.register_forward_hook(functools.partial(_check_output, name or "the model"))
+        what = f"the output of {name or 'the model'} ({type(module).__name__}), tensor"
+        module.register_forward_hook(lambda module, inputs, output, what=what: _check(what, tensors(output)))
     steps = itertools.islice(trainer.steps(_checked(trainer.batches())), trainer.args.limit_steps or DEBUG_STEPS)
     with torch.autograd.set_detect_anomaly(True, check_nan=True):
         for _ in steps:
@@ -96,14 +95,6 @@ def _checked(batches: Iterable) -> Iterator:
     for key, batch in batches:
         _check(f"in the batch of the samples {key.indices[:8]}..., the tensor", tensors(batch))
         yield key, batch
-
-
-def _check_output(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-    _check(f"the output of {name} ({type(module).__name__}), tensor", tensors(output))
-
-
-def _check_gradient(name: str, parameter: Tensor) -> None:
-    _check("the gradient of", [(name, parameter.grad)])
 
 
 def _check(what: str, named: Iterable[tuple[str, Any]]) -> None:

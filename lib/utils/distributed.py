@@ -233,12 +233,8 @@ def broadcast_json(value: Any, world: World, root: int = 0) -> Any:
     """Return the value (JSON) of one rank, on all ranks."""
     if world.size == 1:
         return value
-    return json.loads(broadcast_bytes(json.dumps(value).encode() if world.rank == root else b"", root))
-
-
-def broadcast_bytes(data: bytes, root: int) -> bytes:
-    """Return the bytes of one rank, on all ranks; the others give none."""
-    return _moved(data, lambda row: dist.broadcast(row, root))
+    data = json.dumps(value).encode() if world.rank == root else b""
+    return json.loads(_moved(data, lambda row: dist.broadcast(row, root)))
 
 
 def broadcast_tensors(tensors: dict[str, torch.Tensor], world: World, root: int) -> None:

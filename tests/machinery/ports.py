@@ -1,5 +1,6 @@
 """Ports of this machine, for tests."""
 
+import contextlib
 import socket
 from pathlib import Path
 
@@ -11,8 +12,13 @@ def free() -> int:
 
 
 def listens(pid: int) -> list[str]:
-    """The addresses, as the kernel writes them, on which a process listens."""
-    links = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
-    lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()]
+    """The addresses, as the kernel writes them, on which a process listens; none once it has ended."""
+    links, lines = [], []
+    with contextlib.suppress(OSError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed since
+                links.append(str(fd.readlink()))
+        for name in ("tcp", "tcp6"):
+            lines += Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
     rows = [line.split() for line in lines]
     return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]

@@ -432,7 +432,7 @@ def test_class_weights_multiply_each_samples_loss():
     assert torch.allclose(smooth(outputs, soft), functional.cross_entropy(outputs, soft, label_smoothing=0.1))
     pixels, soft = torch.randn(2, 3, 5, 5), torch.randn(2, 3, 5, 5).softmax(1)
     assert torch.allclose(smooth(pixels, soft), functional.cross_entropy(pixels, soft, label_smoothing=0.1))
-    with pytest.raises(UsageError, match="-class_weights 1,2: -num_classes 3"):
+    with pytest.raises(UsageError, match="-class_weights 1,2: give one for each of -num_classes 3"):
         criterion("-num_classes 3 -class_weights 1,2")
 
 

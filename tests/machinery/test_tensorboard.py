@@ -127,6 +127,25 @@ def refused(address):
         return probe.connect_ex((place.hostname, place.port)) == errno.ECONNREFUSED
 
 
+def bound() -> socket.socket:
+    """A socket that holds the first free port from 6006 on and does not listen."""
+    for port in range(6006, 6106):
+        one = socket.socket()
+        try:
+            one.bind(("127.0.0.1", port))
+            return one
+        except OSError:
+            one.close()
+    raise AssertionError("no port is free")
+
+
+def test_a_server_takes_the_next_port_where_its_own_is_taken_after_its_look(tmp_path, serve):
+    """As where two runs start at once."""
+    with bound() as taken:
+        address = address_in(serve(tmp_path).stdout.readline())
+        assert "TensorBoard" in fetched(address) and not address.endswith(f":{taken.getsockname()[1]}/")
+
+
 def test_servers_answer_each_on_a_port_of_its_own_and_end_with_their_run(tmp_path, serve):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
