@@ -261,8 +261,8 @@ def smooth_net(args) -> nn.Module:
 @contextlib.contextmanager
 def plugins() -> Iterator[None]:
     """lib.arch.chaos and lib.dataset.chaos, in memory, for the time of the block. Imports what a run would."""
-    importlib.import_module("torch.utils.tensorboard.summary")
-    importlib.import_module("torch._dynamo")  # takes a second, in which most kills would come too early
+    for heavy in ("torch._dynamo", "torch.utils.tensorboard.summary", "lib.trainer.trainer"):
+        importlib.import_module(heavy)  # takes seconds, in which most kills would come too early
     there, made = (
         plugin_files.names,
         {"arch": ("get_model", smooth_net), "dataset": ("get_dataset", lambda args: Noisy())},

@@ -70,18 +70,21 @@ def check(args: "Args") -> int:
     if args.limit_steps == 1:
         raise UsageError("-limit_steps 1: -check_resume needs 2 steps or more, to kill the run in between")
     torch.set_num_threads(1)  # a process that is forked while this one has more would wait for them forever
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the runs end, their folder goes
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(prefix=".check_", dir=args.out)
     except OSError as error:
         raise UsageError(f"-out {args.out}: cannot be written ({error.strerror})") from None
+    # SIGTERM ends the runs and removes their folder.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with temporary as folder:
             return Check(args, Path(folder)).rows()
     except Broken as error:
         print(f"train.py: -check_resume: {error}", file=sys.stderr, flush=True)
         return FAILED
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Check:

@@ -33,7 +33,9 @@ def checked(tmp_path, capfd):
     """Checks a run. Gives the exit code, what was printed, and what was said on stderr; nothing is left behind."""
 
     def look(words):
+        before = signal.getsignal(signal.SIGTERM)
         code = train.main([*words.split(), "-check_resume", "-out", str(tmp_path / "out")])
+        assert signal.getsignal(signal.SIGTERM) is before
         assert not list(tmp_path.glob("out/*"))
         said = capfd.readouterr()
         return code, said.out.splitlines(), said.err

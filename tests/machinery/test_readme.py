@@ -333,7 +333,7 @@ def test_a_metric_of_torchmetrics_is_the_same_number_on_any_number_of_processes(
         "-dataset tokens -data lib -tokens_samples 256 -tokens_length 32 -arch nano",
         "-dataset parity",
         "-arch painter -trainer gan -micro_batch 32",
-        "-dataset boxes -best overlap -batch_size 16 -micro_batch 8",
+        "-dataset boxes -best overlap -batch_size 8 -micro_batch 4",
     ],
     ids=["nano", "bert", "gan", "detector"],
 )
