@@ -41,9 +41,13 @@ from scripts import check_resume, ledger
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 STRIKES = {  # what is struck -> how often
-    ("all", KILL): 4, ("a rank", KILL): 2, ("the parent", KILL): 2,
-    ("all", TERM): 1, ("a rank", TERM): 1, ("the parent", TERM): 2,
-}  # fmt: skip
+    ("all", KILL): 4,
+    ("a rank", KILL): 2,
+    ("the parent", KILL): 2,
+    ("all", TERM): 1,
+    ("a rank", TERM): 1,
+    ("the parent", TERM): 2,
+}
 RUN = (
     "-dataset chaos -arch chaos -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 4 -save_every 4steps"
     " -log_every 10 -lr_start 1e-2 -clip_grad 1 -deterministic"

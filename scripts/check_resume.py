@@ -96,10 +96,17 @@ class Check:
         self.cpu = bool(args.cpu) or not (torch.cuda.device_count() or torch.accelerator.is_available())
         self.every = max(1, self.steps // 7)  # steps between saves
         self.args = changed(
-            args, out=str(folder), limit_steps=self.steps, save_every=f"{self.every}steps",
-            reset=False, tb=False, track="none", check_resume=False, max_hours=None,
+            args,
+            out=str(folder),
+            limit_steps=self.steps,
+            save_every=f"{self.every}steps",
+            reset=False,
+            tb=False,
+            track="none",
+            check_resume=False,
+            max_hours=None,
             deterministic=args.deterministic or not self.cpu,  # nor would a GPU's bits be the same
-        )  # fmt: skip
+        )
         self.seconds, self.batch = 0.0, None  # of the first run; samples of a step
 
     def rows(self) -> int:

@@ -95,8 +95,11 @@ def reduction(args) -> Findings:
     with environment.exported(environment.visible(",".join(gpus))):
         code = local.spawn(config.parse_args(words), "scripts.doctor:added", 2)
     where = "two GPUs by NCCL" if words[0] == "-gpus" else "two processes on the CPU by gloo"
-    yield (BAD, f"an all-reduce over {where} failed: see above; NCCL_DEBUG=INFO shows more") if code else (
-        OK, f"an all-reduce over {where} adds up")  # fmt: skip
+    yield (
+        (BAD, f"an all-reduce over {where} failed: see above; NCCL_DEBUG=INFO shows more")
+        if code
+        else (OK, f"an all-reduce over {where} adds up")
+    )
 
 
 def added(args) -> int:
@@ -163,8 +166,13 @@ def room(args) -> Findings:
         return
     free, wanted = shutil.disk_usage(there).free, size * (args.keep_last + 1)
     level = BAD if free < size else NOTE if free < wanted else OK
-    yield level, (f"-out {args.out}: {free / 1e9:.1f} GB free; a checkpoint takes {size / 1e6:.1f} MB, of which "
-                  f"-keep_last {args.keep_last} and one being written")  # fmt: skip
+    yield (
+        level,
+        (
+            f"-out {args.out}: {free / 1e9:.1f} GB free; a checkpoint takes {size / 1e6:.1f} MB, of which "
+            f"-keep_last {args.keep_last} and one being written"
+        ),
+    )
 
 
 def network(args) -> Findings:

@@ -28,8 +28,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="out/NAME", help="a run's folder")
     parser.add_argument("-o", type=Path, metavar="FILE", help="(out/NAME/NAME.*)")
     parser.add_argument("-format", choices=FORMATS, default="safetensors", help="(safetensors)")
-    parser.add_argument("-from", dest="source", metavar="WHAT", help="best, final, or the path of a checkpoint "
-                        "(best, where there is none final, where there is none the newest checkpoint)")  # fmt: skip
+    parser.add_argument(
+        "-from",
+        dest="source",
+        metavar="WHAT",
+        help="best, final, or the path of a checkpoint "
+        "(best, where there is none final, where there is none the newest checkpoint)",
+    )
     parser.add_argument(
         "-shape", type=numbers, metavar="C,H,W", help="of one input, for onnx and torchexport (a sample's)"
     )
@@ -108,8 +113,10 @@ def built(options, tensors: dict) -> nn.Module:
     mine = state.model_tensors(model)
     odd = [name for name in {**mine, **tensors} if not alike(mine.get(name), tensors.get(name))]
     if odd:
-        raise UsageError(f"-arch {args.arch}: {odd[0]} and {len(odd) - 1} more are other tensors than the run's: "
-                         f"take the code that it was trained with")  # fmt: skip
+        raise UsageError(
+            f"-arch {args.arch}: {odd[0]} and {len(odd) - 1} more are other tensors than the run's: "
+            f"take the code that it was trained with"
+        )
     for name, tensor in mine.items():
         tensor.copy_(tensors[name])
     return model
@@ -133,8 +140,10 @@ def example(options) -> Tensor:
         inputs = next(iter(inputs.values()))
     if not isinstance(inputs, Tensor):
         given = f"a dict of {', '.join(inputs)}" if isinstance(inputs, dict) else f"a {type(inputs).__name__}"
-        raise UsageError(f"-format {options.format} is for models of one tensor, and -dataset {args.dataset} gives "
-                         f"{given}: give get_model a wrapper that takes one, or use -format torch")  # fmt: skip
+        raise UsageError(
+            f"-format {options.format} is for models of one tensor, and -dataset {args.dataset} gives "
+            f"{given}: give get_model a wrapper that takes one, or use -format torch"
+        )
     return inputs
 
 

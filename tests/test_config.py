@@ -121,7 +121,7 @@ def test_a_misspelt_flag_is_refused_with_the_close_one(flag, at, letter):
         ("-loss x", "argument -loss: invalid choice: 'x' (choose from"),
         ("-arch convmet", "-arch 'convmet': no such file in lib/arch; there are "),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_told_with_what_would_be_right(words, said):
     assert refusal(words).startswith(said)
 
@@ -155,7 +155,7 @@ def test_no_words_at_all_end_in_a_traceback(words):
         ("-batch_size=8 --batch_per_gpu=8", "give one of them"),
         ("-lr_start 1e-3 -lr_end 1e-2", "-lr_end 0.01 is above -lr_start 0.001"),
     ],
-)  # fmt: skip
+)
 def test_flags_that_exclude_each_other_are_refused(words, right):
     assert right in refusal(words)
 

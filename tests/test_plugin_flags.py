@@ -67,7 +67,7 @@ def test_a_dataset_chooses_the_arch_that_suits_it(monkeypatch, tmp_path):
     plugin_file(monkeypatch, tmp_path, "dataset", "suited", """
 def add_args(parser): parser.set_defaults(arch="resnet", num_classes=3, lr_start=0.25)
 def get_dataset(args): pass
-""")  # fmt: skip
+""")
     args = parsed("-dataset suited")
     assert (args.arch, args.num_classes, args.lr_start, args.resnet_depth) == ("resnet", 3, 0.25, 18)
     args = parsed("-dataset suited -arch mlp -num_classes 4")
@@ -87,7 +87,7 @@ def describe(args):
         raise UsageError(f"-data {args.data}: no such folder")
     return {"num_classes": len(list(names.iterdir())) + args.told_extra}
 def get_dataset(args): pass
-""")  # fmt: skip
+""")
     (tmp_path / "data").mkdir()
     for name in "abc":
         (tmp_path / "data" / name).touch()
@@ -205,7 +205,7 @@ class Model(nn.Module):
 
 def get_model(args):
     return Model()
-""")  # fmt: skip
+""")
     plugin_file(monkeypatch, tmp_path, "dataset", "plain", """
 import torch
 from torch.utils.data import Dataset
@@ -222,7 +222,7 @@ class Random(Dataset):
 
 def get_dataset(args):
     return Random()
-""")  # fmt: skip
+""")
     words = f"-arch plain -dataset plain -loss mse -cpu 1 -epochs 2 -out {tmp_path / 'out'}"
     assert train.main(words.split()) == 0
     assert (tmp_path / "out" / "plain_plain" / "final" / "weights.safetensors").is_file()
@@ -242,11 +242,11 @@ def add_args(parser):
     parser.add_argument("--many_dashes", "-m", default="a")
     parser.add_argument("-many_needed", required=True)
 def get_model(args): pass
-""")  # fmt: skip
+""")
     base = "-arch many -many_needed=-x "
     for words in ("", "-many_on", "-many_on -many_flag no -many_path /a/b -many_limit 3", "-many_on=no -m b",
                   "-many_widths 1", "-many_widths 1 2 3 -many_pair -1e-3 -.5",
-                  "-many_words=a -many_words=-b"):  # fmt: skip
+                  "-many_words=a -many_words=-b"):
         args = parsed(base + words)
         assert repeated(args, tmp_path) == lasting(args), words
     assert args.many_words == ["a", "-b"] and args.many_flag is True and args.many_on is False

@@ -17,9 +17,21 @@ ASKING = (
     "libtorch_nvshmem.so",
 )
 ANSWERED = ("cuda", "__cuda", "cublas", "nccl")
-HOST = [f"#define __{word}__" for word in ("host", "device", "device_builtin", "device_builtin_texture_type",
-        "device_builtin_surface_type", "cudart_builtin")] + ["#define CUDARTAPI", "#define CUDARTAPI_CDECL",
-        *(f"#define __{word}__(n) __attribute__((aligned(n)))" for word in ("align", "builtin_align"))]  # fmt: skip
+HOST = [
+    f"#define __{word}__"
+    for word in (
+        "host",
+        "device",
+        "device_builtin",
+        "device_builtin_texture_type",
+        "device_builtin_surface_type",
+        "cudart_builtin",
+    )
+] + [
+    "#define CUDARTAPI",
+    "#define CUDARTAPI_CDECL",
+    *(f"#define __{word}__(n) __attribute__((aligned(n)))" for word in ("align", "builtin_align")),
+]
 
 
 def missing() -> str:

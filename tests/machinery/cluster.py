@@ -151,8 +151,9 @@ class Cluster:
 
     def urgent(self, seconds: float) -> str:
         """Submits a job that takes all nodes from others."""
-        return self.do("sbatch", "--parsable", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap",
-                       f"sleep {seconds}").strip()  # fmt: skip
+        return self.do(
+            "sbatch", "--parsable", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap", f"sleep {seconds}"
+        ).strip()
 
     def job(self, job: str) -> dict[str, str]:
         """What Slurm says of a job."""

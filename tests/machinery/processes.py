@@ -26,8 +26,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120  # seconds, for whatever is waited for
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-CLEAN = {name: value for name, value in os.environ.items()
-         if name not in (*PLACE, "PYTHONDONTWRITEBYTECODE") and not name.startswith("TORCHELASTIC")}  # fmt: skip
+CLEAN = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in (*PLACE, "PYTHONDONTWRITEBYTECODE") and not name.startswith("TORCHELASTIC")
+}
 
 
 def until(condition: Callable, limit: float = LIMIT, what: str | Callable = "", pause: float = 0.01):
@@ -273,9 +276,14 @@ class Starter:
             log.touch()
             with log.open("ab") as file:
                 process = subprocess.Popen(
-                    [sys.executable, *command, *words], cwd=ROOT, env=given, start_new_session=True,
-                    stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-                )  # fmt: skip
+                    [sys.executable, *command, *words],
+                    cwd=ROOT,
+                    env=given,
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                )
             pid, ended = process.pid, process.poll
         else:
             files = {"stdin": os.devnull, "stdout": str(log), "stderr": str(log)}

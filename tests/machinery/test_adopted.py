@@ -122,9 +122,16 @@ def usual(small_plugins, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("arch", "dataset"),
-    [("hugging", "rows"), ("batch", "rows"), ("logits", "rows"), ("nano", "few"), ("first", "few"),
-     ("hugging", "few"), ("norm_net", "named")],
-)  # fmt: skip
+    [
+        ("hugging", "rows"),
+        ("batch", "rows"),
+        ("logits", "rows"),
+        ("nano", "few"),
+        ("first", "few"),
+        ("hugging", "few"),
+        ("norm_net", "named"),
+    ],
+)
 def test_models_and_batches_of_many_kinds_train_as_the_usual_ones(arch, dataset, usual, tmp_path):
     """The same losses, weights and metrics, though the model computes the loss, or the batch is a dict."""
     with plugins(arch=ARCHS, dataset=DATASETS):
@@ -296,9 +303,11 @@ class Untold(Rows):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(Three, "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): python scripts/new.py trainer NAME"),
-     (Untold, "this dataset gives a dict of input_values: (4, 64), and the model returns a Tensor without a loss")],
-)  # fmt: skip
+    [
+        (Three, "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): python scripts/new.py trainer NAME"),
+        (Untold, "this dataset gives a dict of input_values: (4, 64), and the model returns a Tensor without a loss"),
+    ],
+)
 def test_a_batch_that_the_default_trainer_cannot_take_is_refused_in_a_sentence(kind, said, tmp_path, refused):
     with plugins(dataset={"odd": lambda args: kind(few(args)["train"])}):
         line = refused(f"{SMALL} -dataset odd -cpu 1")
@@ -336,8 +345,10 @@ def test_a_trainer_of_its_own_may_take_anything(tmp_path):
         trainer={"halves": Halves},
         dataset={"three": lambda args: {name: Three(part) for name, part in few(args).items()}},
     ):
-        one, two = (run(tmp_path, f"{SMALL} -arch pair -trainer halves -dataset three -cpu {size} -model {size}")
-                    for size in (1, 2))  # fmt: skip
+        one, two = (
+            run(tmp_path, f"{SMALL} -arch pair -trainer halves -dataset three -cpu {size} -model {size}")
+            for size in (1, 2)
+        )
     assert bits(one) == bits(two)
 
 

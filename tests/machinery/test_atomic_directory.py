@@ -75,8 +75,9 @@ def test_a_saver_knows_its_checkpoint_folders_by_their_number(tmp_path):
     (tmp_path / "another_checkpoint_2").mkdir()
     suffixes = {entry.name: saver.is_checkpoint_directory(str(entry)) for entry in tmp_path.iterdir()}
     assert {name: suffix for name, suffix in suffixes.items() if suffix} == {
-        "one_checkpoint_0": "0", "one_checkpoint_1_force": "1_force",
-    }  # fmt: skip
+        "one_checkpoint_0": "0",
+        "one_checkpoint_1_force": "1_force",
+    }
 
 
 def test_torch_saves_pass_on_their_keywords(tmp_path):

@@ -21,10 +21,35 @@ from lib.utils.errors import UsageError
 
 RELAXED = settings(deadline=None, derandomize=True)
 NUMBERS = {name: action for name, action in shared().items() if action.metavar in ("N", "X")}
-NO_NUMBERS = ["nan", "inf", "-inf", "1e400", "-1e400", "1_0", "", "x", "1,5", "0x10", " 1", "1 2", "\u0661",
-              "-1", "--1"]  # fmt: skip
-ZERO_FITS = ["workers", "val_workers", "seed", "lr_end", "lr_warmup", "weight_decay", "momentum", "clip_grad",
-             "label_smoothing", "keep_every"]  # fmt: skip
+NO_NUMBERS = [
+    "nan",
+    "inf",
+    "-inf",
+    "1e400",
+    "-1e400",
+    "1_0",
+    "",
+    "x",
+    "1,5",
+    "0x10",
+    " 1",
+    "1 2",
+    "\u0661",
+    "-1",
+    "--1",
+]
+ZERO_FITS = [
+    "workers",
+    "val_workers",
+    "seed",
+    "lr_end",
+    "lr_warmup",
+    "weight_decay",
+    "momentum",
+    "clip_grad",
+    "label_smoothing",
+    "keep_every",
+]
 
 
 @pytest.fixture
@@ -39,9 +64,29 @@ def error_of(tmp_path, capsys):
 @pytest.mark.parametrize("kind", ["arch", "dataset", "trainer"])
 @pytest.mark.parametrize(
     "name",
-    ["nope", "../x", "/abs/olute", "lib/arch/mlp", "mlp.py", "lib.arch.mlp", ".", "..", "os", "sys", "__init__",
-     "a b", "MLP", "mlp\n", "mlp\0", "ä", "import", "None", "-x", "x" * 300],
-)  # fmt: skip
+    [
+        "nope",
+        "../x",
+        "/abs/olute",
+        "lib/arch/mlp",
+        "mlp.py",
+        "lib.arch.mlp",
+        ".",
+        "..",
+        "os",
+        "sys",
+        "__init__",
+        "a b",
+        "MLP",
+        "mlp\n",
+        "mlp\0",
+        "ä",
+        "import",
+        "None",
+        "-x",
+        "x" * 300,
+    ],
+)
 def test_an_unknown_plugin_is_refused_with_those_that_there_are(kind, name, error_of):
     before = set(sys.modules)
     line = error_of([f"-{kind}", name])
@@ -76,8 +121,16 @@ def test_an_unknown_choice_is_refused_with_those_that_there_are(flag, error_of):
         assert all(choice in line for choice in shared()[flag].choices)
 
 
-@pytest.mark.parametrize(("word", "close"), [("-epohcs", "-epochs"), ("-batchsize", "-batch_size"), ("-learn", None),
-                                             ("--modle", "-model"), ("-res", "-reset or -resume")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("word", "close"),
+    [
+        ("-epohcs", "-epochs"),
+        ("-batchsize", "-batch_size"),
+        ("-learn", None),
+        ("--modle", "-model"),
+        ("-res", "-reset or -resume"),
+    ],
+)
 def test_a_wrong_flag_is_refused_with_the_close_one(word, close, error_of):
     line = error_of([word, "3"])
     assert line.startswith(f"unknown flag {word}")
@@ -86,9 +139,34 @@ def test_a_wrong_flag_is_refused_with_the_close_one(word, close, error_of):
 
 @pytest.mark.parametrize(
     "name",
-    ["../../x", "/absolute", "a/b", "a\\b", "", ".", "..", ".hidden", " ", "a b", " a", "a\n", "a\nb", "a\0b", "a\tb",
-     "é", "a:b", "~", "$HOME", "*", "-x", "x" * 101, "x" * 300, "\u202e", "😀"],
-)  # fmt: skip
+    [
+        "../../x",
+        "/absolute",
+        "a/b",
+        "a\\b",
+        "",
+        ".",
+        "..",
+        ".hidden",
+        " ",
+        "a b",
+        " a",
+        "a\n",
+        "a\nb",
+        "a\0b",
+        "a\tb",
+        "é",
+        "a:b",
+        "~",
+        "$HOME",
+        "*",
+        "-x",
+        "x" * 101,
+        "x" * 300,
+        "\u202e",
+        "😀",
+    ],
+)
 def test_a_run_whose_name_is_no_plain_name_is_refused(name, error_of):
     line = error_of([f"-model={name}"])
     assert line == f"argument -model: {name!r} is not a name of letters, digits, dots, dashes and underscores"

@@ -21,8 +21,15 @@ LINES = f"{PATHS}.filter(line => line.split('L').length == {STEPS})"
 @pytest.fixture
 def board(start, serve, tmp_path):
     """The address of a TensorBoard over a run that was killed at step 33 and resumed at 28, and one that was not."""
-    killed = start("killed", "-log_every", 1, "-save_every", "7steps", cpu=1,
-                   deed={"do": "strike", "signal": "SIGKILL", "step": 33})  # fmt: skip
+    killed = start(
+        "killed",
+        "-log_every",
+        1,
+        "-save_every",
+        "7steps",
+        cpu=1,
+        deed={"do": "strike", "signal": "SIGKILL", "step": 33},
+    )
     assert killed.ends() == -signal.SIGKILL
     assert start("killed", "-log_every", 1, "-save_every", "7steps", cpu=1).ends() == 0
     assert start("whole", "-log_every", 1, cpu=1).ends() == 0

@@ -107,18 +107,32 @@ def test_the_sbatch_file_tells_torchrun_who_and_where_the_host_is(
     (there / "two.yaml").write_text("cpu: 2\n")
     (there / "tries.py").write_text(TRIES)
     stand_in(there, "scontrol", "[ $1 = show ] && printf 'jwb0001\\njwb0002\\n'")
-    stand_in(there, "srun", 'while [ "$1" != bash ]; do shift; done; for SLURM_NODEID in 0 1; do\n'
-             'export SLURM_NODEID SLURMD_NODENAME=jwb000$((SLURM_NODEID + 1)); "$@"; done')  # fmt: skip
-    stand_in(there, "python_of_the_job", f'case "$*" in *torch.distributed.run*) {AGENT} ;; '
-             f'*) exec {sys.executable} "$@" ;; esac')  # fmt: skip
-    job = {"SLURM_SUBMIT_DIR": str(there), "SLURM_JOB_NODELIST": "jwb[1-2]", "SLURM_JOB_NUM_NODES": "2",
-           "SLURM_JOB_ID": "5", "PYTHON": str(there / "bin" / "python_of_the_job")}  # fmt: skip
+    stand_in(
+        there,
+        "srun",
+        'while [ "$1" != bash ]; do shift; done; for SLURM_NODEID in 0 1; do\n'
+        'export SLURM_NODEID SLURMD_NODENAME=jwb000$((SLURM_NODEID + 1)); "$@"; done',
+    )
+    stand_in(
+        there,
+        "python_of_the_job",
+        f'case "$*" in *torch.distributed.run*) {AGENT} ;; *) exec {sys.executable} "$@" ;; esac',
+    )
+    job = {
+        "SLURM_SUBMIT_DIR": str(there),
+        "SLURM_JOB_NODELIST": "jwb[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": "5",
+        "PYTHON": str(there / "bin" / "python_of_the_job"),
+    }
     command = (
         f"bash scripts/slurm/train.sbatch -epochs 3 -grace_s 89.5 -debug_dist -cache_dir cache {words} || [ $? = 1 ]"
     )
     said = bash(there, command, **job, **variables)
-    heads, hosts, own = ([line for line in said.splitlines() if line.startswith(f"word --{option}")]
-                         for option in ("rdzv-endpoint", "rdzv-conf", "local-addr"))  # fmt: skip
+    heads, hosts, own = (
+        [line for line in said.splitlines() if line.startswith(f"word --{option}")]
+        for option in ("rdzv-endpoint", "rdzv-conf", "local-addr")
+    )
     assert len(heads) == 2 and all(line.startswith(f"word --rdzv-endpoint={head}:") for line in heads), said
     assert said.count("torchrun listens there") == 2 and "anybody may take" not in said
     assert [line[-9:] for line in hosts] == ["is_host=1", "is_host=0"]

@@ -55,8 +55,9 @@ def typed(folder: Path, lines: list[str]) -> list[str]:
     (folder / "setup").write_text(ZSH.format(script=script, message=message))
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "vt100", "ZDOTDIR": str(folder), "PYTHONWARNINGS": "ignore"}
-    shell = subprocess.Popen(["zsh", "-f", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=env,
-                             start_new_session=True)  # fmt: skip
+    shell = subprocess.Popen(
+        ["zsh", "-f", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=env, start_new_session=True
+    )
     try:
         os.write(ours, b"source " + str(folder / "setup").encode() + b"\n")
         for number, line in enumerate(lines, start=1):

@@ -16,9 +16,16 @@ from lib.core import optimizer as optimizers
 from lib.core import scheduler
 
 STEADY = settings(deadline=None, derandomize=True, max_examples=100)
-FLAGS = {"arch": "x", "optimizer": "adamw", "lr_start": 1e-3, "weight_decay": 0.1, "momentum": 0.9,
-         "parallel": "ddp", "deterministic": False,
-         "class_weights": None}  # fmt: skip
+FLAGS = {
+    "arch": "x",
+    "optimizer": "adamw",
+    "lr_start": 1e-3,
+    "weight_decay": 0.1,
+    "momentum": 0.9,
+    "parallel": "ddp",
+    "deterministic": False,
+    "class_weights": None,
+}
 
 
 def flags(**changes):
@@ -38,9 +45,11 @@ def torch_rates(kind, total, warmup, start, end):
         "linear": lambda: [schedulers.LinearLR(optimizer, 1.0, end / start, steps)],
         "constant": lambda: [schedulers.ConstantLR(optimizer, 1.0)],
         "step": lambda: [schedulers.MultiStepLR(optimizer, [-(-steps // 3), -(-2 * steps // 3)])],
-        "wsd": lambda: [schedulers.ConstantLR(optimizer, 1.0),
-                        schedulers.LinearLR(optimizer, 1.0, end / start, max(1, last))],
-    }  # fmt: skip
+        "wsd": lambda: [
+            schedulers.ConstantLR(optimizer, 1.0),
+            schedulers.LinearLR(optimizer, 1.0, end / start, max(1, last)),
+        ],
+    }
     rise = [schedulers.LinearLR(optimizer, 1 / (warmup + 1), 1.0, warmup)] if warmup else []
     edges = ([warmup] if warmup else []) + ([warmup + steps - last] if kind == "wsd" else [])
     schedule = schedulers.SequentialLR(optimizer, [*rise, *falls[kind]()], edges)
@@ -128,8 +137,12 @@ def test_biases_and_norms_do_not_decay_and_what_is_frozen_is_left_out(name):
 
 
 @STEADY
-@given(shapes=st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=5), limit=st.floats(0, 9),
-       scale=st.sampled_from([0.0, 1e-3, 1.0, 1e4]), without=st.booleans())  # fmt: skip
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=5),
+    limit=st.floats(0, 9),
+    scale=st.sampled_from([0.0, 1e-3, 1.0, 1e4]),
+    without=st.booleans(),
+)
 def test_gradients_are_cut_as_torch_cuts_them(shapes, limit, scale, without):
     ours = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     for parameter in ours:

@@ -17,8 +17,14 @@ LISTED = "general: 2 nodes up, each 16 CPUs, 64000 MB, gpu:4; limit infinite"
 
 
 def examined(*words, code, **env) -> list[str]:
-    run = subprocess.run([sys.executable, "scripts/doctor.py", *words], cwd=ROOT, env={**CLEAN, **env},
-                         capture_output=True, text=True, timeout=240)  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "scripts/doctor.py", *words],
+        cwd=ROOT,
+        env={**CLEAN, **env},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert run.returncode == code, run.stdout + run.stderr
     return run.stdout.splitlines()
 
@@ -38,8 +44,7 @@ def test_a_machine_that_trains_is_said_to_and_nothing_is_left_there(tmp_path):
 
 
 def test_what_is_in_the_way_is_bad_and_decides_the_exit_code(tmp_path):
-    lines = examined("-out", "/proc/out", "-data", str(tmp_path), code=1,
-                     GLOO_SOCKET_IFNAME="nothing0")  # fmt: skip
+    lines = examined("-out", "/proc/out", "-data", str(tmp_path), code=1, GLOO_SOCKET_IFNAME="nothing0")
     bad = [line for line in lines if line.startswith("bad")]
     assert lines[-1].startswith("a run would not start") and len(bad) == 4
     assert "all-reduce" in bad[0] and f"-data {tmp_path}" in bad[1] and "cannot be written" in bad[2]

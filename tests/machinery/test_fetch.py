@@ -73,8 +73,11 @@ def test_a_dataset_may_say_how_its_samples_make_a_batch(workers):
 
 
 def test_the_protocol_names_all_that_is_read_of_a_dataset_with_its_default():
-    optional = {name for name in vars(lib.dataset.Dataset) | lib.dataset.Dataset.__annotations__
-                if name[0] != "_" or name == "__getitems__"}  # fmt: skip
+    optional = {
+        name
+        for name in vars(lib.dataset.Dataset) | lib.dataset.Dataset.__annotations__
+        if name[0] != "_" or name == "__getitems__"
+    }
     names = {field.name for field in dataclasses.fields(options.Options)}
     assert {name.replace("__getitems__", "whole_batches") for name in optional} == names
 

@@ -91,12 +91,16 @@ def card(tmp_path_factory):
     return cards.built(tmp_path_factory.mktemp("card"))
 
 
-@pytest.mark.parametrize("words", [
-    "-bf16 -augment -optimizer sgd",
-    "-gpus 0,1 -fp16 -micro_batch 16 -workers 1",
-    "-gpus 0,1 -parallel fsdp -dataset tokens -tokens_samples 256 -arch gpt -fp16 -recompute -workers 1 "
-    "-clip_grad 1",
-], ids=["one", "ddp", "fsdp"])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-bf16 -augment -optimizer sgd",
+        "-gpus 0,1 -fp16 -micro_batch 16 -workers 1",
+        "-gpus 0,1 -parallel fsdp -dataset tokens -tokens_samples 256 -arch gpt -fp16 -recompute -workers 1 "
+        "-clip_grad 1",
+    ],
+    ids=["one", "ddp", "fsdp"],
+)
 def test_on_a_card_that_computes_nothing_runs_go_on_to_their_end_and_no_step_waits_for_it(card, words, tmp_path):
     """The host waits, or copies what is not pinned, as often in a run of nine steps as in one of four."""
     words = ["-W", "ignore", "train.py", *words.split(), "-epochs", "1", "-log_every", "999", "-out", str(tmp_path)]

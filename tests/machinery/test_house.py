@@ -157,8 +157,13 @@ def test_a_forks_own_plugins_may_import_what_they_like(tmp_path):
 
 # The maps
 
-MAPPED = ["lib/config", "lib/launch", "lib/core", "lib/utils", *(f"lib/utils/{part}" for part in
-          ("checkpoint", "compat", "data", "monitoring"))]  # fmt: skip
+MAPPED = [
+    "lib/config",
+    "lib/launch",
+    "lib/core",
+    "lib/utils",
+    *(f"lib/utils/{part}" for part in ("checkpoint", "compat", "data", "monitoring")),
+]
 
 
 @pytest.mark.parametrize("folder", MAPPED)

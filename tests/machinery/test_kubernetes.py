@@ -35,20 +35,34 @@ PODS = {  # how the pods of each job look
 STARTS = {"v2": JOB["trainer"], "v1": PODS["v1"]["containers"][0]}  # what is started in them
 # What the operators put into a pod: Kubeflow Trainer's torch plugin, the Training Operator's elastic generator.
 GIVEN = {
-    "v2": {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "localhost",
-           "PET_MASTER_PORT": "PORT"},
-    "v1": {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "100", "PET_RDZV_BACKEND": "c10d",
-           "PET_RDZV_ENDPOINT": "localhost:PORT"},
-}  # fmt: skip
+    "v2": {
+        "PET_NNODES": "1",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_NODE_RANK": "0",
+        "PET_MASTER_ADDR": "localhost",
+        "PET_MASTER_PORT": "PORT",
+    },
+    "v1": {
+        "PET_NNODES": "1:4",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_MAX_RESTARTS": "100",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": "localhost:PORT",
+    },
+}
 
 
 def test_each_file_is_of_the_interface_that_the_operators_serve():
     versions = {name: document["apiVersion"] for (_, name), document in DOCUMENTS.items()}
     assert versions == {
-        "PersistentVolumeClaim": "v1", "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
-        "TrainJob": "trainer.kubeflow.org/v1alpha1", "PyTorchJob": "kubeflow.org/v1", "Service": "v1",
-        "Deployment": "apps/v1", "NetworkPolicy": "networking.k8s.io/v1",
-    }  # fmt: skip
+        "PersistentVolumeClaim": "v1",
+        "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
+        "TrainJob": "trainer.kubeflow.org/v1alpha1",
+        "PyTorchJob": "kubeflow.org/v1",
+        "Service": "v1",
+        "Deployment": "apps/v1",
+        "NetworkPolicy": "networking.k8s.io/v1",
+    }
     runtime = DOCUMENTS["trainjob", "TrainingRuntime"]
     assert (JOB["runtimeRef"]["kind"], JOB["runtimeRef"]["name"]) == (runtime["kind"], runtime["metadata"]["name"])
     replicated = RUNTIME["template"]["spec"]["replicatedJobs"][0]

@@ -43,8 +43,9 @@ def test_one_process_runs_in_the_parent_where_breakpoint_works(start):
 
 
 def test_two_processes_import_torch_once_and_share_the_cores(start, undisturbed):
-    run = start("real", "-arch", "mlp", "-epochs", 3, command=["-X", "importtime", "train.py"],
-                env={"OMP_NUM_THREADS": None})  # fmt: skip
+    run = start(
+        "real", "-arch", "mlp", "-epochs", 3, command=["-X", "importtime", "train.py"], env={"OMP_NUM_THREADS": None}
+    )
     assert run.ends() == 0, run.text()
     imported = re.findall(r"^import time:.*\| +(\S+)$", run.text(), re.MULTILINE)
     for name in ("torch", "torch.distributed", "torch._dynamo.eval_frame", "numpy"):
@@ -244,7 +245,8 @@ def test_no_worker_outlives_a_killed_parent(start, undisturbed):
 
 def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, undisturbed):
     script = tmp_path / "spawned.py"
-    script.write_text(textwrap.dedent(f"""
+    script.write_text(
+        textwrap.dedent(f"""
         import sys
         sys.path.insert(0, {str(ROOT)!r})
         import train
@@ -252,17 +254,25 @@ def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, undisturbed
         local.fork_is_safe = lambda: False
         if __name__ == "__main__":
             sys.exit(train.main())
-    """))  # fmt: skip
+    """)
+    )
     run = start("spawned", "-arch", "mlp", "-epochs", 3, command=[str(script)])
     assert run.ends() == 0, run.text()
     assert run.weights() == undisturbed.weights()
     run.is_gone(SOON_S)
 
 
-@pytest.mark.parametrize(("gpus", "counted", "hip", "safe"), [
-    (2, {"nvml": 2}, None, True), (2, {"nvml": -1}, None, False), (2, {}, None, False),
-    (2, {"nvml": -1, "amdsmi": 2}, "7.0", True), (2, {"nvml": 2, "amdsmi": -1}, "7.0", False), (0, {}, None, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gpus", "counted", "hip", "safe"),
+    [
+        (2, {"nvml": 2}, None, True),
+        (2, {"nvml": -1}, None, False),
+        (2, {}, None, False),
+        (2, {"nvml": -1, "amdsmi": 2}, "7.0", True),
+        (2, {"nvml": 2, "amdsmi": -1}, "7.0", False),
+        (0, {}, None, True),
+    ],
+)
 def test_children_are_forked_only_where_counting_gpus_touched_none(gpus, counted, hip, safe, monkeypatch):
     """Without the driver's library torch asks CUDA itself, which no fork of this process could use any more."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -274,10 +284,17 @@ def test_children_are_forked_only_where_counting_gpus_touched_none(gpus, counted
     assert local.fork_is_safe() is safe
 
 
-@pytest.mark.parametrize(("visible", "wanted", "exported"), [
-    (None, "0,1", "0,1"), (None, "1", "1"), ("4,5", "0,1", "4,5"), ("4, 5", "1,0", "5,4"), ("4,5", "1", "5"),
-    ("GPU-aa,GPU-bb", "1", "GPU-bb"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("visible", "wanted", "exported"),
+    [
+        (None, "0,1", "0,1"),
+        (None, "1", "1"),
+        ("4,5", "0,1", "4,5"),
+        ("4, 5", "1,0", "5,4"),
+        ("4,5", "1", "5"),
+        ("GPU-aa,GPU-bb", "1", "GPU-bb"),
+    ],
+)
 def test_gpus_are_counted_among_the_visible_ones_and_exported_to_the_run_alone(
     visible, wanted, exported, monkeypatch, tmp_path
 ):
@@ -295,10 +312,13 @@ def test_gpus_are_counted_among_the_visible_ones_and_exported_to_the_run_alone(
     assert seen == [exported] * 2 and os.environ == before
 
 
-@pytest.mark.parametrize("task", [
-    {"RANK": "0", "WORLD_SIZE": "2"},
-    {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2"},
+    ],
+)
 def test_a_process_of_torchrun_or_srun_counts_its_local_rank_among_the_chosen_gpus(task, monkeypatch):
     seen, args = [], parsed("-gpus 2,3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -324,9 +344,17 @@ def test_one_process_is_this_one_unless_its_gpu_is_chosen_too_late(safe, monkeyp
     assert launch.launch(parsed(["-cpu", "1"]), "train:run") == "here"
 
 
-@pytest.mark.parametrize(("rank", "size", "is_one"), [
-    ("0", "1", True), ("1", "2", True), ("1", None, False), ("0", None, False), (None, "2", False), ("2", "2", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rank", "size", "is_one"),
+    [
+        ("0", "1", True),
+        ("1", "2", True),
+        ("1", None, False),
+        ("0", None, False),
+        (None, "2", False),
+        ("2", "2", False),
+    ],
+)
 def test_a_process_of_a_run_has_a_rank_that_fits_its_world(rank, size, is_one, monkeypatch):
     for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
         monkeypatch.delenv(name, raising=False)
@@ -349,11 +377,14 @@ def test_a_pool_of_a_plugin_ends_without_a_word_of_the_run(capfd):
     assert "SIGTERM" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("ends, code, lines", [
-    ("return 75", 75, ["end of main", "atexit", "finalizer"]),
-    ("sys.exit(3)", 3, ["end of main", "atexit", "finalizer", "objects"]),
-    ("raise OSError('no disk')", 1, ["end of main", "atexit", "finalizer", "objects"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ends, code, lines",
+    [
+        ("return 75", 75, ["end of main", "atexit", "finalizer"]),
+        ("sys.exit(3)", 3, ["end of main", "atexit", "finalizer", "objects"]),
+        ("raise OSError('no disk')", 1, ["end of main", "atexit", "finalizer", "objects"]),
+    ],
+)
 def test_a_program_calls_and_flushes_all_and_leaves_its_objects_to_the_system(ends, code, lines):
     """Without a code of main's own, it ends as Python does, object by object."""
     text = f"""

@@ -157,8 +157,11 @@ def kept(tmp_path_factory):
 def test_a_run_writes_every_micro_batch_once_and_its_weights_after_every_step(kept):
     (start,) = kept
     assert start.facts | {"size": 2, "batch": BATCH, "micro": MICRO} == start.facts
-    wanted = {(epoch, epoch * STEPS + step): permutation.order(SAMPLES, 0, epoch)[step * BATCH : (step + 1) * BATCH]
-              for epoch in range(2) for step in range(STEPS)}  # fmt: skip
+    wanted = {
+        (epoch, epoch * STEPS + step): permutation.order(SAMPLES, 0, epoch)[step * BATCH : (step + 1) * BATCH]
+        for epoch in range(2)
+        for step in range(STEPS)
+    }
     assert ledger.trained_on(kept) == {place: order.tolist() for place, order in wanted.items()}
     assert len(start.records) == 2 * (3 * 4 + 1)
     assert start.weights.keys() == {(step, f"rank {rank}") for step in range(2 * STEPS) for rank in range(2)}

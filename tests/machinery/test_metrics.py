@@ -188,8 +188,13 @@ def test_sums_that_are_added_in_pairs_along_a_tree_are_exact(ranks):
 
 def test_five_ranks_add_up_exactly_what_each_has_under_any_name(tmp_path):
     draw, size = random.Random(5), 5
-    values = [{f"name {draw.randrange(40)}": [draw.uniform(-1, 1) * 10.0 ** draw.randrange(-20, 20) for _ in range(9)]
-               for _ in range(20)} for _ in range(size)]  # fmt: skip
+    values = [
+        {
+            f"name {draw.randrange(40)}": [draw.uniform(-1, 1) * 10.0 ** draw.randrange(-20, 20) for _ in range(9)]
+            for _ in range(20)
+        }
+        for _ in range(size)
+    ]
     wanted = {}
     for name in {name for one in values for name in one}:
         wanted[name] = math.fsum(value for one in values for value in one.get(name, []))

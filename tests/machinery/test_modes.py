@@ -49,10 +49,13 @@ def snapshot(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("-arch dead", r"the first bad tensor: the output of head \(Linear\), tensor 0: 64 of 64 values"),
-    ("-dataset sick -batch_size 50", r"in the batch of the samples .*, the tensor 0: 1 of 3200 values"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-arch dead", r"the first bad tensor: the output of head \(Linear\), tensor 0: 64 of 64 values"),
+        ("-dataset sick -batch_size 50", r"in the batch of the samples .*, the tensor 0: 1 of 3200 values"),
+    ],
+)
 def test_debug_names_the_first_bad_tensor(parts, tmp_path, words, message):
     with pytest.raises(modes.BadTensor, match=message):  # here, in this process, whatever -cpu says
         train.main([*f"{WORDS} {words} -debug -cpu 2 -out {tmp_path / 'out'}".split()])

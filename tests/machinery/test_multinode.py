@@ -288,7 +288,11 @@ def test_a_restart_of_nodes_with_ids_of_their_own_does_not_reset_the_run_again(t
         folder = run(tmp_path, words, wanted=1)
     ended = outcome(folder)
     assert [ended[name] for name in ("state", "reason", "lost_peer", "launch")] == [
-        "failed", "rank 1: ValueError: a broken sample", False, "node0-1"]  # fmt: skip
+        "failed",
+        "rank 1: ValueError: a broken sample",
+        False,
+        "node0-1",
+    ]
     run(tmp_path, words)
     assert "going on from" in log_of(folder) and not (tmp_path / ".old").exists()
     monkeypatch.undo()

@@ -50,8 +50,12 @@ class BlocksNet(nn.Module):
 
 @pytest.fixture(scope="module", autouse=True)
 def _plugins():
-    made = {"blocks_net": lambda args: BlocksNet(), "unused_net": lambda args: BlocksNet(unused=True),
-            "whole_net": whole_net, "still_net": lambda args: BlocksNet(dropout=0.0)}  # fmt: skip
+    made = {
+        "blocks_net": lambda args: BlocksNet(),
+        "unused_net": lambda args: BlocksNet(unused=True),
+        "whole_net": whole_net,
+        "still_net": lambda args: BlocksNet(dropout=0.0),
+    }
     with plugins(arch={**made, "norm_net": norm_net}, dataset={"few": few}):
         yield
 
@@ -85,8 +89,7 @@ def test_a_sharded_run_goes_on_at_the_same_bits(tmp_path):
 
 def test_a_run_changes_between_ddp_sharded_and_one_process(ddp, tmp_path):
     """Each reads what the one before wrote, in the middle of an epoch, on another number of ranks."""
-    for steps, words in ((5, "-cpu 2"), (17, "-parallel fsdp -cpu 3"), (30, "-cpu 1"),
-                         (41, "-parallel fsdp -cpu 4")):  # fmt: skip
+    for steps, words in ((5, "-cpu 2"), (17, "-parallel fsdp -cpu 3"), (30, "-cpu 1"), (41, "-parallel fsdp -cpu 4")):
         run(tmp_path, f"{NET} -model changes {words} -limit_steps {steps}", wanted=75)
     assert far(ddp, weights(run(tmp_path, f"{NET} -model changes -parallel fsdp -cpu 2"))) < 1e-5
 
@@ -268,14 +271,18 @@ def all_tensors(model):
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
-@pytest.mark.parametrize(("make", "in_full"), [
-    (Odd, False),
-    (torchvision.models.resnet18, False),
-    (lambda: nn.TransformerEncoderLayer(8, 2), False),
-    (lambda: torchvision.models.VisionTransformer(16, 8, 2, 2, 32, 32), False),
-    (Depths, True),
-    (Hidden, True),
-], ids=["odd", "resnet", "transformer", "vit", "depths", "hidden"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "in_full"),
+    [
+        (Odd, False),
+        (torchvision.models.resnet18, False),
+        (lambda: nn.TransformerEncoderLayer(8, 2), False),
+        (lambda: torchvision.models.VisionTransformer(16, 8, 2, 2, 32, 32), False),
+        (Depths, True),
+        (Hidden, True),
+    ],
+    ids=["odd", "resnet", "transformer", "vit", "depths", "hidden"],
+)
 def test_a_sharded_model_starts_with_the_values_of_the_model_built_as_usual(make, in_full, tmp_path):
     context = multiprocessing.get_context("fork")
     other = context.Process(target=starts_as_usual, args=(1, make, in_full, tmp_path / "store"))
@@ -287,8 +294,9 @@ def test_a_sharded_model_starts_with_the_values_of_the_model_built_as_usual(make
 
 def starts_as_usual(rank, make, in_full, store):
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    args = types.SimpleNamespace(**{**vars(RECOMPUTE), "parallel": "fsdp", "recompute": False,
-                                    "seed": 5, "fp16": False, "bf16": False})  # fmt: skip
+    args = types.SimpleNamespace(
+        **{**vars(RECOMPUTE), "parallel": "fsdp", "recompute": False, "seed": 5, "fp16": False, "bf16": False}
+    )
     arch = types.SimpleNamespace(get_model=lambda args: make())
     usual = parallel.build(arch, args, World())
     world = World(rank=rank, size=2)

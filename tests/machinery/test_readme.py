@@ -53,7 +53,7 @@ STAND_INS = {  # what the pages make or take from elsewhere, and something of th
     "arch": ["tiny", "my_net", "planar", "bert", "nano", "vision", "causal", "detector", "painter"],
     "dataset": ["stripes", "my_data", "rings", "parity", "counting", "boxes"],
     "trainer": ["sure", "detection", "gan", "contrastive", "profiled", "auroc"],
-}  # fmt: skip
+}
 INSTEAD = {"arch": "mlp", "dataset": "digits", "trainer": "trainer"}
 
 
@@ -105,8 +105,12 @@ def test_every_command_of_the_pages_is_held_by_a_test():
 def test_every_command_of_train_py_is_understood(tmp_path):
     _photos(tmp_path / "photos")
     (tmp_path / "config.yaml").write_text("epochs: 3\n")
-    shapes = {r"-cfg out/\S+": f"-cfg {tmp_path}/config.yaml", r"-data (data/photos|DIR)": f"-data {tmp_path}/photos",
-              r"-data PATH": "-data lib", r"-image_size \S+": ""}  # fmt: skip
+    shapes = {
+        r"-cfg out/\S+": f"-cfg {tmp_path}/config.yaml",
+        r"-data (data/photos|DIR)": f"-data {tmp_path}/photos",
+        r"-data PATH": "-data lib",
+        r"-image_size \S+": "",
+    }
     for kind, names in STAND_INS.items():
         shapes[rf"-{kind} ({'|'.join(names)})\b"] = f"-{kind} {INSTEAD[kind]}"
     understood = 0

@@ -288,13 +288,17 @@ def moved(out, words: str, *starts: str):
     return bits(run(out, f"{words} -model moved {starts[-1]}"))
 
 
-@pytest.mark.parametrize(("words", "sizes"), [
-    (f"{SMALL} -clip_grad 0.5 -batch_size 12", (2, 5)),  # 3 micro-batches
-    (f"{NET} -epochs 3", (3,)),
-    (f"{NET} -epochs 3 -bf16", (2,)),
-    (f"{SMALL} -arch turns_net", (2, 4)),
-    (f"{SMALL} -trainer ema -optimizer sgd", (3,)),
-], ids=["three", "tied", "bf16", "turns", "ema"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        (f"{SMALL} -clip_grad 0.5 -batch_size 12", (2, 5)),  # 3 micro-batches
+        (f"{NET} -epochs 3", (3,)),
+        (f"{NET} -epochs 3 -bf16", (2,)),
+        (f"{SMALL} -arch turns_net", (2, 4)),
+        (f"{SMALL} -trainer ema -optimizer sgd", (3,)),
+    ],
+    ids=["three", "tied", "bf16", "turns", "ema"],
+)
 def test_runs_end_at_the_same_bits_on_any_number_of_processes(words, sizes, tmp_path):
     truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
     for size in sizes:

@@ -71,8 +71,11 @@ def test_garbage_of_a_dataset_or_a_trainer_is_collected_however_short_the_epochs
     Circle.alive = 0
     data = {"littered": lambda args: {"train": Littered(), "val": Littered()}}
     with plugins(dataset=data, trainer={"litters": Litters}):
-        run(tmp_path, "-dataset littered -trainer litters -arch mlp -mlp_width 8 -image_size 8 -num_classes 4 -cpu 1 "
-                      f"-batch_size 50 -epochs 60 -save_every 60epochs -workers {workers}")  # fmt: skip
+        run(
+            tmp_path,
+            "-dataset littered -trainer litters -arch mlp -mlp_width 8 -image_size 8 -num_classes 4 -cpu 1 "
+            f"-batch_size 50 -epochs 60 -save_every 60epochs -workers {workers}",
+        )
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
@@ -148,8 +151,9 @@ def test_loader_processes_are_those_asked_for_or_a_share_of_the_cores(monkeypatc
     ]
     assert fetch.workers(None, memory, gpu) == fetch.workers(None, Subset(memory, [0, 1]), gpu) == 0
     assert fetch.workers(None, files, World()) == 0
-    assert [fetch.workers(asked, data, world) for asked in (0, 3) for data in (memory, files)
-            for world in (gpu, World())] == [0] * 4 + [3] * 4  # fmt: skip
+    assert [
+        fetch.workers(asked, data, world) for asked in (0, 3) for data in (memory, files) for world in (gpu, World())
+    ] == [0] * 4 + [3] * 4
 
 
 def test_the_same_bits_every_time_are_asked_of_torch():

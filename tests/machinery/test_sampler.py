@@ -170,9 +170,15 @@ def test_advancing_past_the_end_is_an_error_and_changes_nothing():
     assert list(sampler) == []
 
 
-@pytest.mark.parametrize("state", [{"progress": 5, "epoch": 0}, {"progress": -1, "epoch": 0},
-                                   {"progress": 11, "epoch": 0, "start": 0, "num_replicas": 1},
-                                   {"progress": 2, "epoch": 0, "start": 9, "num_replicas": 4}])  # fmt: skip
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"progress": 5, "epoch": 0},
+        {"progress": -1, "epoch": 0},
+        {"progress": 11, "epoch": 0, "start": 0, "num_replicas": 1},
+        {"progress": 2, "epoch": 0, "start": 9, "num_replicas": 4},
+    ],
+)
 def test_a_state_of_more_samples_than_there_are_is_refused(state):
     sampler = InterruptableDistributedSampler(range(10), 3, 0)
     with pytest.raises(AdvancedTooFarError):

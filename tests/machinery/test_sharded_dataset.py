@@ -102,8 +102,9 @@ def test_files_are_chosen_by_extension_or_by_a_function(data, tmp_path):
     assert load(data, 0, 2, 0.5).class_to_idx == ImageFolder(data / "train").class_to_idx
 
 
-@pytest.mark.parametrize(("rank", "world_size", "pct"), [(2, 2, 0.5), (-1, 2, 0.5), (0, 2, 0), (0, 2, 1.1),
-                                                         (23, 24, 1 / 24)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rank", "world_size", "pct"), [(2, 2, 0.5), (-1, 2, 0.5), (0, 2, 0), (0, 2, 1.1), (23, 24, 1 / 24)]
+)
 def test_a_share_that_cannot_be_is_refused(data, rank, world_size, pct):
     with pytest.raises(ValueError, match=f"rank {rank} of {world_size}"):
         load(data, rank, world_size, pct)

@@ -128,8 +128,15 @@ def test_a_job_that_only_looks_at_a_run_ends_with_its_own_code(slurm, out):
     assert slurm.ended(looking)["JobState"] == "CANCELLED"
     until(lambda: ": Terminated" in slurm.log("looking")(), what=slurm.log("looking"))
     words = f"-dataset slow -cpu=2 -debug -out {out} -model only_looks".split()  # more than it was given CPUs
-    by_file = slurm.do("sbatch", "--parsable", "-N2", f"--output={out}/by_file.log", "scripts/slurm/train.sbatch",
-                       *words, PYTHON=sys.executable).strip()  # fmt: skip
+    by_file = slurm.do(
+        "sbatch",
+        "--parsable",
+        "-N2",
+        f"--output={out}/by_file.log",
+        "scripts/slurm/train.sbatch",
+        *words,
+        PYTHON=sys.executable,
+    ).strip()
     submitted, wrong = slurm.submit("-model submitted -debug"), slurm.submit("-model none -eval -cpu 1", nodes=1)
     assert slurm.ended(by_file)["JobState"] == "COMPLETED", slurm.log("by_file")()
     assert slurm.ended(submitted)["JobState"] == "COMPLETED", slurm.log("submitted")()
@@ -158,8 +165,14 @@ def test_a_run_that_crashes_again_and_again_ends(limited):
 
 
 def test_two_jobs_share_a_node_and_nothing_of_where_they_were_submitted(slurm, out):
-    leaking = {"MASTER_PORT": "1", "WORLD_SIZE": "9", "SLURM_RESTART_COUNT": "7", "SLURM_JOB_ID": "99",
-               "SBATCH_PARTITION": "none", "SLURM_CPU_BIND": "none"}  # fmt: skip
+    leaking = {
+        "MASTER_PORT": "1",
+        "WORLD_SIZE": "9",
+        "SLURM_RESTART_COUNT": "7",
+        "SLURM_JOB_ID": "99",
+        "SBATCH_PARTITION": "none",
+        "SLURM_CPU_BIND": "none",
+    }
     words = "-slurm_nodelist n2 -epochs 1 -slow_s 0.1"
     jobs = [slurm.submit(f"-model beside_{one} {words}", nodes=1, **leaking) for one in (1, 2)]
     ends = [slurm.ended(job) for job in jobs]
@@ -178,10 +191,21 @@ def test_a_dry_run_shows_the_script_and_leaves_nothing(slurm, out):
     said = slurm.here(words)
     options = {line.removeprefix("#SBATCH --") for line in said.splitlines() if line.startswith("#SBATCH")}
     assert options >= {
-        "nodes=1", "gpus-per-node=2", "ntasks-per-node=2", "partition=general", "time=90", "cpus-per-task=3",
-        "account=me", "mem=1536M", "signal=USR2@60", "exclusive", "requeue",
-        "open-mode=append", "job-name=dry", """comment='a'"'"'b'""",
-    }  # fmt: skip
+        "nodes=1",
+        "gpus-per-node=2",
+        "ntasks-per-node=2",
+        "partition=general",
+        "time=90",
+        "cpus-per-task=3",
+        "account=me",
+        "mem=1536M",
+        "signal=USR2@60",
+        "exclusive",
+        "requeue",
+        "open-mode=append",
+        "job-name=dry",
+        """comment='a'"'"'b'""",
+    }
     assert "--kill-on-bad-exit=1" in said
     assert "Job " in said and " to start at " in said
     assert not (out / "dry").exists()

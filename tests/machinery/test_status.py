@@ -33,8 +33,10 @@ def test_runs_are_shown_as_what_they_are(tmp_path):
     (tmp_path / "no_run").mkdir()
     found = rows(tmp_path)
     assert {name: one["state"] for name, one in found.items()} == {
-        "bad": "failed", "short": "stopped", "whole": "finished",
-    }  # fmt: skip
+        "bad": "failed",
+        "short": "stopped",
+        "whole": "finished",
+    }
     assert (found["whole"]["epoch"], found["whole"]["step"], found["whole"]["why"]) == ("2/2", "40/40", "")
     assert found["short"]["why"] == "-limit_steps 7 is reached" and "gradient" in found["bad"]["why"]
     assert found["whole"]["job"] == ""
@@ -106,11 +108,16 @@ def test_a_run_whose_job_waits_for_its_requeue_goes_on(tmp_path, monkeypatch):
     facts["starts"][-1]["requeued"] = "time limit"
     requeue.write(history, facts)
     assert (status.row(folder)["state"], status.row(folder)["why"]) == (
-        "requeued", "time limit: job 12 goes on by itself",
-    )  # fmt: skip
+        "requeued",
+        "time limit: job 12 goes on by itself",
+    )
     squeue = tmp_path / "squeue"
-    for said, state in (("echo PENDING", "requeued"), ("exit 0", "stopped"), ("exit 1", "requeued"),
-                        ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", "stopped")):  # fmt: skip
+    for said, state in (
+        ("echo PENDING", "requeued"),
+        ("exit 0", "stopped"),
+        ("exit 1", "requeued"),
+        ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", "stopped"),
+    ):
         squeue.write_text(f"#!/bin/sh\n{said}\n")
         squeue.chmod(0o755)
         assert status.row(folder)["state"] == state

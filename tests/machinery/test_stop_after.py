@@ -110,8 +110,14 @@ def test_a_killed_run_ends_early_at_the_same_bits(start, size):
     last = undisturbed.outcome()
     assert last["reason"].startswith("-stop_after 2: nothing better since epoch ") and 2 < last["epoch"] < 40
     for step in (25, last["step"] - 5):
-        killed = start("killed", *words, "-save_every", "7steps", cpu=size,
-                       deed={"do": "strike", "signal": "SIGKILL", "step": step, "rank": 0})  # fmt: skip
+        killed = start(
+            "killed",
+            *words,
+            "-save_every",
+            "7steps",
+            cpu=size,
+            deed={"do": "strike", "signal": "SIGKILL", "step": step, "rank": 0},
+        )
         assert killed.ends() in (-signal.SIGKILL, 1)
     again = start("killed", *words, "-save_every", "7steps", cpu=size)
     assert again.ends() == 0

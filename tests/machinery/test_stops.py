@@ -208,8 +208,11 @@ def test_a_stop_while_evaluating_is_heard_there(start, undisturbed):
 
 @pytest.mark.parametrize(("where", "step"), [("training", STEPS - 1), ("evaluation", STEPS)])
 def test_a_stop_on_the_last_step_finishes_the_run(start, undisturbed, where, step):
-    run = start("last", deed={"do": "strike", "signal": "SIGTERM", "where": where, "step": step, "rank": 1},
-                env={"LAST_S": "60"})  # fmt: skip
+    run = start(
+        "last",
+        deed={"do": "strike", "signal": "SIGTERM", "where": where, "step": step, "rank": 1},
+        env={"LAST_S": "60"},
+    )
     assert run.ends() == 0, run.text()
     assert run.outcome()["state"] == "finished"
     assert run.weights() == undisturbed.weights()

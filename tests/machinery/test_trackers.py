@@ -122,8 +122,17 @@ def server(tmp_path_factory):
 def test_mlflow_has_each_step_of_a_killed_run_once(server, start):
     words = ("-track", "mlflow", "-log_every", 1, "-save_every", "7steps")
     env = {"MLFLOW_TRACKING_URI": server.uri.replace("//", f"//somebody:{SECRET}@")}
-    killed_at(start, "run", words, env, 33, lambda folder: server.tracked() and
-              server.tracked()[-1].data.metrics.get("train/loss") == logged(folder)["train/loss"][-1][1])  # fmt: skip
+    killed_at(
+        start,
+        "run",
+        words,
+        env,
+        33,
+        lambda folder: (
+            server.tracked()
+            and server.tracked()[-1].data.metrics.get("train/loss") == logged(folder)["train/loss"][-1][1]
+        ),
+    )
     run = start("run", *words, cpu=1, env=env)
     assert run.ends() == 0
     until(lambda: server.tracked()[0].info.status == "FINISHED", what=run.text)  # a slow one ends in the background

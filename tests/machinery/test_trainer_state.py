@@ -129,7 +129,9 @@ def test_what_is_trained_beside_a_save_is_not_in_it(tmp_path, request):
         part = through(tmp_path, f"{words} -model part", 5)
     assert same(all_held(part), all_held(whole))
     assert {name for name in held(whole) if name.startswith("trainer.")} == {
-        "trainer.second.5.weight.momentum_buffer", "trainer.second.5.bias.momentum_buffer"}  # fmt: skip
+        "trainer.second.5.weight.momentum_buffer",
+        "trainer.second.5.bias.momentum_buffer",
+    }
 
 
 def test_a_trainer_that_keeps_something_else_than_before_is_refused(tmp_path, capfd):

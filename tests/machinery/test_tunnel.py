@@ -46,8 +46,15 @@ def fetched(address, user=None, password=None):
 
 def test_the_tunnel_of_a_run_asks_for_the_password_and_is_gone_with_the_run(agent, start, tmp_path):
     notes = agent()
-    run = start("shared", "-ngrok", "-ngrok_auth", "ann", cpu=2, deed={"do": "pause", "step": 25, "rank": 0},
-                env=dict(os.environ))  # fmt: skip
+    run = start(
+        "shared",
+        "-ngrok",
+        "-ngrok_auth",
+        "ann",
+        cpu=2,
+        deed={"do": "pause", "step": 25, "rank": 0},
+        env=dict(os.environ),
+    )
     run.says("TensorBoard for others: http://127.0.0.1:")
     local, address = (address_in(line) for line in run.text().splitlines() if line.startswith("TensorBoard"))
     assert local.startswith("http://127.0.0.1:6")
@@ -73,8 +80,14 @@ def test_the_tunnel_of_a_run_asks_for_the_password_and_is_gone_with_the_run(agen
 
 def test_on_a_terminal_the_addresses_are_shown_and_the_agent_goes_with_the_run(agent, start):
     notes = agent()
-    run = start("shown", "-ngrok", cpu=1, terminal=("stdout", "stderr"), env=dict(os.environ),
-                deed={"do": "pause", "step": 25})  # fmt: skip
+    run = start(
+        "shown",
+        "-ngrok",
+        cpu=1,
+        terminal=("stdout", "stderr"),
+        env=dict(os.environ),
+        deed={"do": "pause", "step": 25},
+    )
     run.says("TensorBoard for others: http://127.0.0.1:")
     assert "\r\x1b[KTensorBoard: http://127.0.0.1:" in run.text() and PASSWORD not in run.text()
     run.go()
@@ -82,10 +95,13 @@ def test_on_a_terminal_the_addresses_are_shown_and_the_agent_goes_with_the_run(a
     until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the end of the agent")
 
 
-@pytest.mark.parametrize(("fault", "message"), [
-    ("refuse", "ERR_NGROK_105"),
-    ("deaf", "PyngrokNgrokHTTPError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("refuse", "ERR_NGROK_105"),
+        ("deaf", "PyngrokNgrokHTTPError"),
+    ],
+)
 def test_a_tunnel_that_fails_is_one_line_without_secrets(agent, serve, tmp_path, fault, message):
     notes = agent(fault)
     run = serve(tmp_path, "ann")
