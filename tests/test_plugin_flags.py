@@ -64,10 +64,16 @@ def test_two_plugins_with_one_flag_are_refused(monkeypatch, tmp_path):
 
 
 def test_a_dataset_chooses_the_arch_that_suits_it(monkeypatch, tmp_path):
-    plugin_file(monkeypatch, tmp_path, "dataset", "suited", """
+    plugin_file(
+        monkeypatch,
+        tmp_path,
+        "dataset",
+        "suited",
+        """
 def add_args(parser): parser.set_defaults(arch="resnet", num_classes=3, lr_start=0.25)
 def get_dataset(args): pass
-""")
+""",
+    )
     args = parsed("-dataset suited")
     assert (args.arch, args.num_classes, args.lr_start, args.resnet_depth) == ("resnet", 3, 0.25, 18)
     args = parsed("-dataset suited -arch mlp -num_classes 4")
@@ -75,7 +81,12 @@ def get_dataset(args): pass
 
 
 def test_a_dataset_describes_what_only_its_data_can_tell(monkeypatch, tmp_path, capsys):
-    plugin_file(monkeypatch, tmp_path, "dataset", "told", """
+    plugin_file(
+        monkeypatch,
+        tmp_path,
+        "dataset",
+        "told",
+        """
 import pathlib
 from lib.utils.errors import UsageError
 def add_args(parser):
@@ -87,7 +98,8 @@ def describe(args):
         raise UsageError(f"-data {args.data}: no such folder")
     return {"num_classes": len(list(names.iterdir())) + args.told_extra}
 def get_dataset(args): pass
-""")
+""",
+    )
     (tmp_path / "data").mkdir()
     for name in "abc":
         (tmp_path / "data" / name).touch()
@@ -192,7 +204,12 @@ def test_a_loss_or_optimizer_of_a_fork_is_a_choice(monkeypatch, tmp_path):
 
 
 def test_plugin_files_of_the_source_template_run_unchanged(monkeypatch, tmp_path):
-    plugin_file(monkeypatch, tmp_path, "arch", "plain", """
+    plugin_file(
+        monkeypatch,
+        tmp_path,
+        "arch",
+        "plain",
+        """
 import torch.nn as nn
 
 class Model(nn.Module):
@@ -205,8 +222,14 @@ class Model(nn.Module):
 
 def get_model(args):
     return Model()
-""")
-    plugin_file(monkeypatch, tmp_path, "dataset", "plain", """
+""",
+    )
+    plugin_file(
+        monkeypatch,
+        tmp_path,
+        "dataset",
+        "plain",
+        """
 import torch
 from torch.utils.data import Dataset
 
@@ -222,14 +245,20 @@ class Random(Dataset):
 
 def get_dataset(args):
     return Random()
-""")
+""",
+    )
     words = f"-arch plain -dataset plain -loss mse -cpu 1 -epochs 2 -out {tmp_path / 'out'}"
     assert train.main(words.split()) == 0
     assert (tmp_path / "out" / "plain_plain" / "final" / "weights.safetensors").is_file()
 
 
 def test_config_yaml_holds_whatever_kind_of_flag_a_plugin_has(monkeypatch, tmp_path):
-    plugin_file(monkeypatch, tmp_path, "arch", "many", """
+    plugin_file(
+        monkeypatch,
+        tmp_path,
+        "arch",
+        "many",
+        """
 import argparse, pathlib
 def add_args(parser):
     parser.add_argument("-many_path", type=pathlib.Path, default=pathlib.Path("x y"))
@@ -242,11 +271,18 @@ def add_args(parser):
     parser.add_argument("--many_dashes", "-m", default="a")
     parser.add_argument("-many_needed", required=True)
 def get_model(args): pass
-""")
+""",
+    )
     base = "-arch many -many_needed=-x "
-    for words in ("", "-many_on", "-many_on -many_flag no -many_path /a/b -many_limit 3", "-many_on=no -m b",
-                  "-many_widths 1", "-many_widths 1 2 3 -many_pair -1e-3 -.5",
-                  "-many_words=a -many_words=-b"):
+    for words in (
+        "",
+        "-many_on",
+        "-many_on -many_flag no -many_path /a/b -many_limit 3",
+        "-many_on=no -m b",
+        "-many_widths 1",
+        "-many_widths 1 2 3 -many_pair -1e-3 -.5",
+        "-many_words=a -many_words=-b",
+    ):
         args = parsed(base + words)
         assert repeated(args, tmp_path) == lasting(args), words
     assert args.many_words == ["a", "-b"] and args.many_flag is True and args.many_on is False
