@@ -62,7 +62,7 @@ def test_a_protobuf_that_does_not_fit_costs_tensorboard_and_not_the_run(tmp_path
 
 
 def test_a_board_holds_scalars_hparams_and_images_in_one_file(tmp_path):
-    board = opened(tmp_path, hparams={"lr_start": 0.1, "fp16": False, "arch": "mlp", "sizes": [1, 2]})
+    board = opened(tmp_path, hparams={"lr_start": 0.1, "fp16": False, "data": 300 * "x", "sizes": [1, 2]})
     assert not list(tmp_path.iterdir()), "nothing is imported or written before the first use"
     board.image("samples", images.tiles(torch.rand(5, 3, 8, 6)), 1)
     board.scalars(10, {"train/loss": torch.tensor(0.5), "val/accuracy": 0.9, "bad": math.nan})
@@ -80,7 +80,7 @@ def test_a_board_holds_scalars_hparams_and_images_in_one_file(tmp_path):
     content = events.PluginTagToContent("hparams")
     start = plugin_data_pb2.HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info
     assert start.hparams["lr_start"].number_value == 0.1 and start.hparams["sizes"].string_value == "[1, 2]"
-    assert start.hparams["fp16"].string_value == "False"
+    assert start.hparams["fp16"].string_value == "False" and start.hparams["data"].string_value == 300 * "x"
 
 
 def test_a_killed_run_has_its_last_log_line_in_the_event_file_and_draws_one_line_after_a_resume(start):
