@@ -7,7 +7,8 @@ from pathlib import Path
 
 from lib import config, launch
 from lib.config import plugins
-from lib.launch import local, signals
+from lib.launch import local
+from lib.utils import signals
 from lib.utils.errors import EXIT_CODES, UsageError
 from lib.utils.monitoring import startup
 
@@ -21,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         0 finished, 75 stopped, 1 failed, 2 bad usage.
     """
     try:
-        with signals.leaving():
+        with signals.exit_on_signal():
             args = config.parse_args(argv)
             launch.prepare(args)
         if args.check_resume:
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
             return check_resume.check(args)
         return launch.launch(args, "train:run")
     except UsageError as error:
-        return local.refused(error)
+        return local.report_usage_error(error)
 
 
 def run(args: config.Args) -> int:
@@ -43,52 +44,52 @@ def run(args: config.Args) -> int:
     from lib.utils.monitoring import console
     from lib.utils.monitoring.logger import Logger, Off
 
-    mode = modes.chosen(args)
+    mode = "eval" if args.eval else "debug" if args.debug else "train"
     training = mode == "train"
     runtime.set_threads(args)
-    seeding.for_building(args.seed)
+    seeding.seed_building(args.seed)
     dataset, arch, trainers = (plugins.load(kind, getattr(args, kind)) for kind in config.BUILDERS)
     splits = loader.splits(dataset.get_dataset(args), args.dataset, args.overfit)
     with contextlib.ExitStack() as stack:
-        world = stack.enter_context(distributed.joined(args))
-        runtime.kernels(world, args.deterministic)
-        folder, disk = run_folder.Untouched(), shared_disk.one(world)
+        world = stack.enter_context(distributed.join(args))
+        runtime.configure_kernels(world, args.deterministic)
+        folder, disk = run_folder.NoRunFolder(), shared_disk.single_disk(world)
         if training:
-            disk = shared_disk.look(Path(args.out), world)
-            folder = stack.enter_context(run_folder.locked(args, world, disk, distributed.job_id()))
+            disk = shared_disk.find_disks(Path(args.out), world)
+            folder = stack.enter_context(run_folder.acquire(args, world, disk, distributed.job_id()))
 
         past = resume.find(args, disk)
         plan = resume.plan(args, len(splits["train"]), world, past)
         saved_threads = past.config.get("threads") if past else None
         runtime.set_threads(args, saved_threads)
-        resume.check(args, plan, past, splits)
+        resume.check_flags(args, plan, past, splits)
 
         model = parallel.build(arch, args, world)
-        taken = ""
+        loaded = ""
         if args.weights and past is None and mode != "eval":
-            taken = weights.start_from(args.weights, model, imagenet=lambda: arch.get_weights(args), world=world)
+            loaded = weights.load_into(args.weights, model, imagenet=lambda: arch.get_weights(args), world=world)
         sample = functools.partial(loader.first_batch, splits["train"], plan, world, args)
-        threads = runtime.settle_threads(args, world, saved_threads, model, sample)
+        threads = runtime.choose_threads(args, world, saved_threads, model, sample)
         criterion = loss.get_loss(args)
         model = parallel.wrap(model, args, world, arch=arch)
         optimizer = optimizers.get_optimizer(model, args)
 
-        stack.enter_context(startup.garbage_collector())
-        names = options.options_of(splits["train"]).classes or ()
-        about = {**runtime.about(world), "classes": [str(name) for name in names]}
-        folder.begin(config.to_yaml(args, about, **resume.settled(plan)))
+        stack.enter_context(startup.enable_garbage_collector())
+        names = options.read_options(splits["train"]).classes or ()
+        about = {**runtime.describe(world), "classes": [str(name) for name in names]}
+        folder.begin(config.to_yaml(args, about, resume.effective_flags(plan)))
         console.setup_logging(folder.path, world.rank)
         log.info("threads:     %d", threads)
-        if taken:
-            log.info("-weights:    %s", taken)
-        loaders = stack.enter_context(loader.opened(splits, plan, world, args))
-        state, path = resume.state(past, plan), folder.path
-        logger = Logger(path, world, args, plan, state) if path and disk.leads else Off()
+        if loaded:
+            log.info("-weights:    %s", loaded)
+        loaders = stack.enter_context(loader.open_loaders(splits, plan, world, args))
+        step, path = resume.restore_state(past, plan).step, folder.path
+        logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and disk.is_first else Off()
         stack.callback(logger.close)
-        seeding.for_building(args.seed, seeding.TRAINER)
+        seeding.seed_building(args.seed, seeding.TRAINER)
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)
         return EXIT_CODES[modes.RUN[mode](trainer, past)]
 
 
 if __name__ == "__main__":
-    startup.program(main)
+    startup.run_program(main)

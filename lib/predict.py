@@ -27,22 +27,25 @@ def load(run: str | Path, device: str = "cpu") -> Callable[[list], list[dict[str
     dataset = plugins.load("dataset", args.dataset)
     if not hasattr(dataset, "get_transform"):
         raise UsageError(f"lib/dataset/{args.dataset}.py has no get_transform(args): see lib/dataset/__init__.py")
-    best = weights.of_run(Path(run))
+    best = weights.find(Path(run))
     if best is None:
         raise UsageError(f"{run} has no best or final weights yet: they come with the first evaluation")
     transform = dataset.get_transform(args)
     model = plugins.load("arch", args.arch).get_model(args).eval()
-    weights.start_from(str(best), model, whole=True)
+    weights.load_into(str(best), model, whole=True)
     model, precision = model.to(device), parallel.autocast(args, torch.device(device))
 
     @torch.no_grad()
     def predict(inputs: list) -> list[dict[str, float]]:
-        with precision:
-            answer = model(torch.stack([transform(one) for one in inputs]).to(device))
-        outputs = loss.outputs_of(answer)[0].float()
-        outputs = outputs[:, -1] if outputs.ndim == 3 else outputs
-        outputs = outputs.softmax(1) if args.loss == "cross_entropy" else outputs
-        named = names + [str(number) for number in range(len(names), outputs.shape[1])]
-        return [dict(zip(named, values)) for values in outputs.tolist()]
+        rows = [transform(one) for one in inputs]
+        alike = len({row.shape for row in rows}) == 1
+        answers = []
+        for batch in [torch.stack(rows)] if alike else [row[None] for row in rows]:  # texts have their own lengths
+            with precision:
+                answer = model(batch.to(device))
+            outputs = loss.split_output(answer)[0].float()
+            outputs = outputs[:, -1] if outputs.ndim == 3 else outputs
+            answers += (outputs.softmax(1) if args.loss == "cross_entropy" else outputs).tolist()
+        return [{names[n] if n < len(names) else str(n): value for n, value in enumerate(one)} for one in answers]
 
     return predict

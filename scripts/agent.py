@@ -35,7 +35,7 @@ def main(launcher: str, *arguments: str) -> int:
         variables = environment.export(args.cache_dir, args.debug_dist)  # the agent reads some of them, too
         own, more = elastic(args, head) if head else slurm(args)
     except UsageError as error:
-        return local.refused(error)
+        return local.report_usage_error(error)
     variables |= {name: value for name, value in more.items() if value and name not in os.environ}
     print(*(f"{name}={shlex.quote(str(value))}" for name, value in own.items()), sep="\n")
     print(*(f"export {name}={shlex.quote(value)}" for name, value in variables.items()), sep="\n")
@@ -53,7 +53,7 @@ def elastic(args, head: str) -> tuple[dict, dict]:
     if place.startswith("etcd") and importlib.util.find_spec("etcd") is None:
         raise UsageError(f"RENDEZVOUS={place} needs a package that is not installed: pip install python-etcd")
     name, _, port = head.rpartition(":")
-    host = environment.fast_name(name)
+    host = environment.infiniband_name(name)
     address, is_host = toward(host)
     own = {"head": f"{host}:{port}", "is_host": int(is_host), "processes": processes(args) or ""}
     # torchrun guesses its address from names, and errs where a host has two (pytorch issue 73656).
@@ -63,7 +63,7 @@ def elastic(args, head: str) -> tuple[dict, dict]:
 def toward(host: str) -> tuple[str | None, bool]:
     """Return this machine's address on the way to a host, None if no other can use it; and whether it is the host."""
     try:
-        own = environment.own_address(host)
+        own = environment.local_address(host)
         there = socket.getaddrinfo(host, None)[0][4][0]
     except OSError:
         return None, False
@@ -74,8 +74,8 @@ def toward(host: str) -> tuple[str | None, bool]:
 
 def interface_of(address: str) -> str | None:
     """Return gloo's network interface: InfiniBand's, or that of an address, by iproute2. None: gloo chooses."""
-    if environment.on_infiniband():
-        return environment.FAST
+    if environment.has_infiniband_names():
+        return environment.IB_INTERFACE
     with contextlib.suppress(FileNotFoundError):
         command = ["ip", "-oneline", "address", "show", "to", address.partition("%")[0]]
         found = subprocess.run(command, capture_output=True, text=True).stdout.split()
@@ -85,12 +85,12 @@ def interface_of(address: str) -> str | None:
 
 def slurm(args) -> tuple[dict, dict]:
     """Return the batch script's own variables and those for torchrun, and note the start."""
-    history = slurm_task.begin(args)
+    history = slurm_task.record_start(args)
     count = processes(args) or os.environ.get("SLURM_GPUS_ON_NODE", 1)
-    own = {"history": history, "suffix": "i" if environment.on_infiniband() else "", "processes": count}
+    own = {"history": history, "suffix": "i" if environment.has_infiniband_names() else "", "processes": count}
     return own, {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(args.grace_s) + AGENT_S),
-        "GLOO_SOCKET_IFNAME": environment.FAST if environment.on_infiniband() else None,
+        "GLOO_SOCKET_IFNAME": environment.IB_INTERFACE if environment.has_infiniband_names() else None,
     }
 
 

@@ -222,16 +222,16 @@ def haste() -> Iterator[None]:
 
     Votes come after milliseconds, and the other ranks of a failed run are ended at once.
     """
-    before = preemption.ASK_EVERY_S, local.END_S
-    preemption.ASK_EVERY_S, local.END_S = 0.01, 0.3
+    before = preemption.ASK_EVERY_S, local.SHUTDOWN_S
+    preemption.ASK_EVERY_S, local.SHUTDOWN_S = 0.01, 0.3
     torch.set_num_threads(1)
     gc.freeze()  # or the collector of every child would touch, and so copy, all that it inherits
     try:
-        with environment.exported({"OMP_NUM_THREADS": "1"}):
+        with environment.override({"OMP_NUM_THREADS": "1"}):
             yield
     finally:
         gc.unfreeze()
-        preemption.ASK_EVERY_S, local.END_S = before
+        preemption.ASK_EVERY_S, local.SHUTDOWN_S = before
 
 
 SAMPLES = 200

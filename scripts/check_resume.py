@@ -23,7 +23,7 @@ import torch
 
 from lib import launch
 from lib.launch import local
-from lib.utils.data.plan import divisor
+from lib.utils.data.plan import largest_divisor
 from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE, UsageError
 from scripts import ledger
 
@@ -65,7 +65,7 @@ def check(args: "Args") -> int:
 
     Raises UsageError where the runs cannot be started from here, or the flags cannot be run.
     """
-    if launch.launched() or args.slurm:
+    if launch.is_launched() or args.slurm:
         raise UsageError("-check_resume starts its processes itself: run it without torchrun, srun and -slurm")
     if args.limit_steps == 1:
         raise UsageError("-limit_steps 1: -check_resume needs 2 steps or more, to kill the run in between")
@@ -92,7 +92,7 @@ class Check:
 
     def __init__(self, args: "Args", folder: Path):
         self.steps, self.folder, self.draw = args.limit_steps or STEPS, folder, random.Random()
-        self.size = local.processes(args)
+        self.size = local.count_processes(args)
         self.cpu = bool(args.cpu) or not (torch.cuda.device_count() or torch.accelerator.is_available())
         self.every = max(1, self.steps // 7)  # steps between saves
         self.args = changed(
@@ -142,7 +142,7 @@ class Check:
             )
             return [killed]
         batch, micro = facts["batch"], facts["micro"]
-        cut = micro if micro < batch else divisor(batch, math.ceil(batch / 4))
+        cut = micro if micro < batch else largest_divisor(batch, math.ceil(batch / 4))
         most = min(batch // cut, max(SIZES) if self.cpu else self.size)
         half_shards = self.args.parallel == "fsdp" and (self.args.bf16 or self.args.fp16)  # one process has none
         others = [size for size in SIZES if size <= most and size != self.size and (size > 1 or not half_shards)]
@@ -227,7 +227,7 @@ def recorded(args: "Args") -> int:
     """One process of a run that keeps a ledger in -out/ledgers/NAME."""
     module = importlib.import_module(f"lib.trainer.{args.trainer}")
     module.Trainer = ledger.keeping(module.Trainer, Path(args.out) / "ledgers" / args.model)
-    return local.call("train:run", args)
+    return local.call_target("train:run", args)
 
 
 def changed(args: "Args", **others: object) -> "Args":
@@ -317,5 +317,5 @@ def _alone(args: "Args", target: str, log: str) -> None:
     try:
         code = launch.launch(args, target)
     except UsageError as error:
-        code = local.refused(error)
+        code = local.report_usage_error(error)
     sys.exit(code)

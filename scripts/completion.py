@@ -46,7 +46,7 @@ def flags() -> Parser:
     for kind in config.BUILDERS:
         names = plugins.names(kind)
         for name in names:
-            made.add_own(plugins.read(kind, name), f"{kind} {name}")
+            made.add_plugin_flags(plugins.load_flags(kind, name), f"{kind} {name}")
         made._option_string_actions[f"-{kind}"].choices = names
     for action in made._actions:
         if action.type is yes_no:

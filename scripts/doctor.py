@@ -27,9 +27,10 @@ try:
     from lib.config import plugins
     from lib.core import optimizer as optimizers
     from lib.launch import environment, local
-    from lib.utils import distributed
-    from lib.utils.checkpoint import run_folder, shards, state
+    from lib.utils import distributed, runtime
+    from lib.utils.checkpoint import resume, run_folder, shared_disk, state, weights
     from lib.utils.data import loader
+    from lib.utils.distributed import World
     from lib.utils.errors import UsageError
     from scripts import agent
 except ModuleNotFoundError as error:
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = config.parse_args(words)
     except UsageError as error:
-        return local.refused(error)
+        return local.report_usage_error(error)
     bad = 0
     for check in CHECKS:
         for level, text in guarded(check, args):
@@ -92,8 +93,8 @@ def reduction(args) -> Findings:
     numbers = ",".join(str(number) for number in range(torch.cuda.device_count()))
     gpus = [] if args.cpu or not numbers else (args.gpus or numbers).split(",")[:2]
     words = ["-gpus", "0,1"] if len(gpus) > 1 else ["-cpu", "2"]
-    with environment.exported(environment.visible(",".join(gpus))):
-        code = local.spawn(config.parse_args(words), "scripts.doctor:added", 2)
+    with environment.override(environment.visible_devices(",".join(gpus))):
+        code = local.start_processes(config.parse_args(words), "scripts.doctor:added", 2)
     where = "two GPUs by NCCL" if words[0] == "-gpus" else "two processes on the CPU by gloo"
     yield (
         (BAD, f"an all-reduce over {where} failed: see above; NCCL_DEBUG=INFO shows more")
@@ -107,7 +108,7 @@ def added(args) -> int:
     patience = threading.Timer(60, os._exit, [1])
     patience.daemon = True
     patience.start()
-    with distributed.joined(args) as world:
+    with distributed.join(args) as world:
         total = torch.tensor([world.rank + 1.0], device=world.device)
         torch.distributed.all_reduce(total)
         return int(total.item() != 3)
@@ -125,7 +126,9 @@ def devices(args) -> Findings:
             NOTE,
             f"torch is built for CUDA {torch.version.cuda} and sees no GPU: look at nvidia-smi, or train on the CPU",
         )
-    processes = args.cpu or 1 if args.slurm else local.processes(args)
+    if not args.slurm:
+        environment.visible_devices(args.gpus)  # UsageError where one of them is missing
+    processes = args.cpu or 1 if args.slurm else local.count_processes(args)
     yield OK, f"{processes} process{'es' * (processes > 1)} here, {os.cpu_count()} CPU cores"
     have = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     needed = ["gloo", *(["nccl"] if count > 1 and not args.cpu else [])]
@@ -146,18 +149,28 @@ def limits(args) -> Findings:
 
 
 def data(args) -> Findings:
-    """The samples of the run."""
-    splits = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset)
+    """The samples of the run, and whether the flags agree with them and with the run's checkpoints."""
+    splits = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
     yield OK, f"-dataset {args.dataset}: {', '.join(f'{len(part):,} {name}' for name, part in splits.items())}"
+    past = resume.find(args, shared_disk.single_disk(World()))
+    count = (args.cpu or args.slurm_ngpus) * args.slurm_nnodes if args.slurm else local.count_processes(args)
+    plan = resume.plan(args, len(splits["train"]), World(size=count, local_size=count), past)
+    runtime.set_threads(args, past.config.get("threads") if past else None)
+    resume.check_flags(args, plan, past, splits)
+    begins = f"goes on from {past.folder}" if past else "begins"
+    yield OK, f"-model {args.model} {begins}: {plan.steps} steps an epoch, micro-batches of {plan.micro} samples"
 
 
 def room(args) -> Findings:
-    """The model of the run, and room for its checkpoints."""
-    model = plugins.load("arch", args.arch).get_model(args)
+    """The model of the run, its first weights, and room for its checkpoints."""
+    arch = plugins.load("arch", args.arch)
+    model = arch.get_model(args)
+    if args.weights and resume.find(args, shared_disk.single_disk(World())) is None:  # a run that goes on has its own
+        yield OK, f"-weights {weights.load_into(args.weights, model, imagenet=lambda: arch.get_weights(args))}"
     parts = state.Parts({"model": model}, {"optim": optimizers.get_optimizer(model, args)})
-    size = shards.total_bytes(state.tensors_to_save(parts))
+    size = sum(tensor.nbytes for tensor in state.tensors_to_save(parts).values())
     yield OK, f"-arch {args.arch}: {sum(p.numel() for p in model.parameters()):,} parameters"
-    folder = run_folder.run_of(args)
+    folder = run_folder.path_of(args)
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
         tempfile.TemporaryDirectory(dir=there).cleanup()

@@ -44,11 +44,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         source = place(options.run, options.source)
         tensors = read(source)
-        with atomic.staged(file) as partial:
+        with atomic.new_version(file) as partial:
             write(options, tensors, partial)
     except (UsageError, shards.Damaged, OSError) as error:
         parser.exit(2, f"export.py: {error}\n")
-    print(f"{file}: {len(tensors)} tensors, {shards.total_bytes(tensors):,} bytes, from {source}")
+    print(f"{file}: {len(tensors)} tensors, {sum(one.nbytes for one in tensors.values()):,} bytes, from {source}")
     return 0
 
 
@@ -57,7 +57,7 @@ def place(run: Path, source: str | None) -> Path:
     if not (run / "config.yaml").is_file():
         raise UsageError(f"{run} is no run's folder: it has no config.yaml")
     files = {name: run / name / "weights.safetensors" for name in ("best", "final")}
-    newest = run_folder.listed(run / "checkpoints")[:1]
+    newest = run_folder.list_checkpoints(run / "checkpoints")[:1]
     wanted = [files.get(source, Path(source))] if source else [*files.values(), *newest]
     found = next((path for path in wanted if path.is_file() or (path / "manifest.json").is_file()), None)
     if found is None:
@@ -74,7 +74,7 @@ def read(source: Path) -> dict[str, Tensor]:
     manifest = shards.read_manifest(source)
     for file, facts in manifest["shards"].items():
         shards.verify(source / file, facts)
-    tensors = shards.whole(source, manifest, "model.")
+    tensors = shards.read_whole(source, manifest, "model.")
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
@@ -135,7 +135,7 @@ def example(options) -> Tensor:
     except UsageError as error:
         raise UsageError(f"{error}; -shape gives the shape of one input without the data") from None
     batch = loader.first_batch(part, Plan(len(part), 2, 2), World(), args)
-    inputs = loss.parts(batch)[0]
+    inputs = loss.split_batch(batch)[0]
     if isinstance(inputs, dict) and len(inputs) == 1:
         inputs = next(iter(inputs.values()))
     if not isinstance(inputs, Tensor):

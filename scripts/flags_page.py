@@ -12,6 +12,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config
+from lib.config import flags
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, STUB = ROOT / "docs" / "flags.md", ROOT / "lib" / "config" / "namespace.pyi"
@@ -19,8 +20,15 @@ PLUGINS = ("arch ", "dataset ", "trainer ")  # groups of flags that belong to on
 INTRODUCTION = """# Which flags are there?
 
 These are the flags that all runs share, from the output of `python train.py -h`. This page is written by
-`python scripts/flags_page.py`. A value in parentheses is the default.
+`python scripts/flags_page.py`.
 
+- A value in parentheses is the flag's default in the default run, `-dataset digits -arch convnet`. These two set
+  some defaults of their own. `python train.py -h -dataset NAME -arch NAME` shows the defaults of others.
+- The column "next start" says what a run does if it continues with another value. A plugin's own flags are `refused`.
+  - `refused`: the run ends with exit code 2, unless `-allow_change FLAG` names the flag.
+  - `allowed`: it takes the new value. (Another `-model` or `-out` is another run.)
+  - `once`: the flag counts for one start only, and config.yaml does not keep it.
+  - `per node`: the machines of one run may have different values.
 - A flag may be written `-x v`, `-x=v` or `--x v`. None may be shortened.
 - A switch (`[yes|no]`) that stands alone is on. It takes `on`, `off`, `true`, `false`, `1` and `0`, too.
 - `-h` next to `-arch`, `-dataset` or `-trainer` shows the flags of that plugin, and `-list` shows all plugins.
@@ -74,7 +82,7 @@ def type_of(action: argparse.Action) -> str:
 def page() -> str:
     """The whole page."""
     shared = [group for group in groups(help_text()) if not group[0].startswith(PLUGINS)]
-    return "\n".join([INTRODUCTION, *(table(title, flags) for title, flags in shared)])
+    return "\n".join([INTRODUCTION, *(table(title, rows) for title, rows in shared)])
 
 
 def help_text() -> str:
@@ -99,10 +107,19 @@ def groups(text: str) -> list[tuple[str, list[tuple[str, str]]]]:
     return found
 
 
-def table(title: str, flags: list[tuple[str, str]]) -> str:
+def table(title: str, rows: list[tuple[str, str]]) -> str:
     """A group as a table of Markdown."""
-    rows = [f"| `{escaped(name)}` | {escaped(text)} |\n" for name, text in flags]
-    return f"## {title}\n\n| flag | what it does |\n| --- | --- |\n{''.join(rows)}"
+    lines = [f"| `{escaped(name)}` | {escaped(text)} | {next_start(name)} |\n" for name, text in rows]
+    return f"## {title}\n\n| flag | what it does | next start |\n| --- | --- | --- |\n{''.join(lines)}"
+
+
+def next_start(name: str) -> str:
+    """What a run does that finds another value of a flag (as `-data DIR`) when it continues."""
+    rules, flag = flags.rules(), re.match(r"-(\w+)", name)[1]
+    if flag in ("h", "list"):
+        return ""
+    mark = "once" if flag in rules.forgotten else "allowed" if flag in rules.free else "refused"
+    return f"{mark}, per node" if flag in rules.per_node else mark
 
 
 def escaped(text: str) -> str:

@@ -106,12 +106,12 @@ def keeping(chosen: type, folder: Path) -> type:
             self.lately = loss.detach()
             return loss
 
-        def micro_batch(self, key, batch):
+        def train_micro_batch(self, micro_batch, batch):
             while self.state.step >= self.pause:
                 time.sleep(0.01)
-            super().micro_batch(key, batch)
-            if key.count:
-                self.ledger.micro_batch(self.state, key, batch, self.lately)
+            super().train_micro_batch(micro_batch, batch)
+            if micro_batch.count:
+                self.ledger.micro_batch(self.state, micro_batch, batch, self.lately)
 
         def step(self, samples):
             super().step(samples)
@@ -130,13 +130,13 @@ def checksum(tensors: list[Tensor]) -> int:
     """CRC-32 of the bytes of tensors, one after the other; of sharded ones, what this rank has."""
     crc = 0
     for tensor in tensors:
-        crc = zlib.crc32(shards.raw(shards.local(tensor).cpu()), crc)
+        crc = zlib.crc32(shards.as_bytes(shards.local_part(tensor).cpu()), crc)
     return crc
 
 
 def _rows(batch, count: int) -> list[list[Tensor]]:
     """The tensors of each sample of a collated batch."""
-    whole = [part for _, part in tensors.tensors(batch) if part.ndim and len(part) == count]
+    whole = [part for _, part in tensors.named_tensors(batch) if part.ndim and len(part) == count]
     return [[part[row] for part in whole] for row in range(count)]
 
 
@@ -242,5 +242,5 @@ def _share(one: Tensor | None, other: Tensor | None) -> float:
 
 
 def _newest(folder: Path) -> dict[str, Tensor]:
-    newest = next(iter(run_folder.listed(folder)), None)
-    return shards.whole(newest, shards.read_manifest(newest))
+    newest = next(iter(run_folder.list_checkpoints(folder)), None)
+    return shards.read_whole(newest, shards.read_manifest(newest))

@@ -127,7 +127,7 @@ def write(folder: Path, tokenizer: Bytes | Tokenizer, texts: Iterator[tuple[str,
     kind, counts = "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32", {"train": 0, "val": 0}
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        partials = {split: stack.enter_context(atomic.staged(folder / f"{split}.bin")) for split in counts}
+        partials = {split: stack.enter_context(atomic.new_version(folder / f"{split}.bin")) for split in counts}
         files = {split: stack.enter_context(partial.open("xb")) for split, partial in partials.items()}
         for split, piece in texts:
             tokens = np.asarray(tokenizer.encode(piece), kind)

@@ -85,8 +85,8 @@ Trains models with PyTorch. A run can be killed at any moment; the same command 
 ./scripts/test.sh       # the same setup, then the tests
 ```
 
-Arguments are passed to train.py: `./scripts/train.sh -cpu 2 -epochs 3`. `UV_TORCH_BACKEND=cpu` (or `auto`, `cu128`,
-...) chooses the PyTorch build. Once `.venv` is there, activate it and call train.py yourself:
+Arguments are passed to train.py: `./scripts/train.sh -cpu 2 -epochs 3 -model short`. `UV_TORCH_BACKEND=cpu`
+(or `auto`, `cu128`, ...) chooses the PyTorch build. Once `.venv` is there, activate it and call train.py yourself:
 
 ```sh
 . .venv/bin/activate
@@ -98,6 +98,9 @@ python train.py -slurm -slurm_nnodes 2 -slurm_ngpus 8 -slurm_partition general  
 
 To continue after a stop or a crash, type the same command again. `python scripts/status.py` shows all runs. The exit
 code is 0 if the run finished, 75 if it stopped with its state saved, 1 if it failed, 2 for bad usage.
+
+A run is identified by its name: `-model`, or dataset and arch if you give none. To try other flags, add another
+`-model`, or `-reset` to start from scratch.
 
 ## What to edit
 
@@ -202,6 +205,8 @@ def create_project(folder: Path, name: str | None) -> str:
     new_plugins = ("--others", "--exclude-standard", "--", *(f"lib/{kind}/*.py" for kind in TEMPLATES))
     listed = git(ROOT, "ls-files", "-z") + git(ROOT, "ls-files", "-z", *new_plugins)
     files = [file for file in listed.split("\0") if (ROOT / file).is_file() and not file.startswith(NOT_COPIED)]
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists already: choose another folder")
     folder.mkdir(parents=True)
     for file in files:
         target = folder / file
@@ -210,7 +215,7 @@ def create_project(folder: Path, name: str | None) -> str:
         target.chmod((ROOT / file).stat().st_mode)
     ruff = Path(sys.executable).with_name("ruff")
     if ruff.exists():  # a longer name makes longer lines
-        subprocess.run([ruff, "format", "--quiet", "--no-cache", "."], cwd=folder, check=True)
+        subprocess.run([ruff, "format", "--quiet", "--no-cache", "."], cwd=folder)  # not what has a syntax error
     git(folder, "init", "--quiet")
     git(folder, "add", "--all")
     return f"{folder} is there; try: cd {folder}; git commit -m 'Begin {name}'; ./scripts/train.sh; ./scripts/test.sh"

@@ -24,7 +24,7 @@ def folders(out: Path) -> list[Path]:
 
 def checkpoint(folder: Path) -> dict:
     """Return the manifest of the newest checkpoint, {} without one."""
-    newest = next(iter(run_folder.listed(folder / "checkpoints")), None)
+    newest = next(iter(run_folder.list_checkpoints(folder / "checkpoints")), None)
     return run_folder.read_json(newest / "manifest.json") if newest else {}
 
 
@@ -49,7 +49,7 @@ def log(folder: Path, last: int = 1 << 22) -> str:
 
 def resumes(folder: Path) -> list[int]:
     """The steps at which the run went on from a checkpoint."""
-    return [int(step) for step in re.findall(r"going on from .*, step (\d+)$", log(folder), re.M)]
+    return [int(step) for step in re.findall(r"resuming from .*, step (\d+)$", log(folder), re.M)]
 
 
 def is_locked(folder: Path) -> bool | None:

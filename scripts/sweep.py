@@ -38,8 +38,9 @@ from lib import config
 from lib.config import flags
 from lib.config.parser import NEGATIVE, Parser
 from lib.config.types import DIGITS, whole
-from lib.launch import environment, signals, slurm_task
-from lib.utils.checkpoint import run_folder
+from lib.launch import environment, slurm_task
+from lib.utils import signals
+from lib.utils.checkpoint import atomic, run_folder
 from lib.utils.errors import EXIT_CODES, STOPPED, USAGE, UsageError
 from lib.utils.monitoring import startup
 from scripts import plot, reading, status
@@ -162,11 +163,11 @@ class Trial:
 
     @property
     def folder(self) -> Path:
-        return run_folder.run_of(self.args)
+        return run_folder.path_of(self.args)
 
     @property
     def outcome(self) -> dict:
-        return run_folder.outcome(self.folder)
+        return run_folder.read_outcome(self.folder)
 
     @property
     def best(self) -> dict:
@@ -241,7 +242,7 @@ class Plan:
         args = config.parse_args(words)
         if wrong := next((flag for flag in ONE_RUN if getattr(args, flag)), ""):
             raise UsageError(f"-{wrong} is for a single run; another -model NAME starts a new sweep")
-        check_earlier(run_folder.run_of(args), args)
+        check_earlier(run_folder.path_of(args), args)
         return Trial(args, words, number)
 
 
@@ -266,8 +267,17 @@ class Study:
         except ModuleNotFoundError:
             raise UsageError("-trials needs Optuna: uv pip install -r pyproject.toml --group sweep") from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.optuna, self.plan, url = optuna, plan, f"sqlite:///{file.absolute()}"
-        self.study = optuna.create_study(storage=url, study_name="sweep", direction="maximize", load_if_exists=True)
+        self.optuna, self.plan = optuna, plan
+        if not file.exists():  # renamed when whole: in a table without its index there could be two such studies
+            atomic.sweep(file.parent, f"{file.name}.")
+            with atomic.new_version(file) as new:
+                self.open(new)
+        self.study = self.open(file)
+
+    def open(self, file: Path):
+        """Return Optuna's study in the file, a new one if there is none."""
+        url = f"sqlite:///{file.absolute()}"
+        return self.optuna.create_study(storage=url, study_name="sweep", direction="maximize", load_if_exists=True)
 
     def trials(self) -> Iterator[Trial]:
         """Yield the trials that were chosen before, then new ones up to the plan's count."""
@@ -315,7 +325,7 @@ class Runner:
 
     def run(self, trials: Iterator[Trial]):
         """Run the trials. A signal stops them, with their states saved, and leaves Slurm's jobs alone."""
-        with signals.handled_by(self.stop):
+        with signals.use_handler(self.stop):
             self.fill(trials)
             while self.active:
                 time.sleep(QUEUE_S if self.slurm else PRUNE_S if self.prune_from else POLL_S)
@@ -361,7 +371,7 @@ class Runner:
             return True
         if not self.slurm:
             return bool(reading.is_locked(trial.folder))
-        jobs = str(slurm_task.folder_of(trial.args))
+        jobs = str(slurm_task.job_folder(trial.args))
         mine = [job for job, folder in self.queue or () if job == trial.args.model and folder.startswith(jobs)]
         return self.queue is None or bool(mine)
 
@@ -409,7 +419,7 @@ def be_trial(words: list[str], log: Path, sweep_ended: connection.Connection):
         os.dup2(file.fileno(), 2)
     sys.argv = ["train.py", *words]
     threading.Thread(target=end_with_sweep, args=[sweep_ended], daemon=True).start()
-    startup.program(train.main)
+    startup.run_program(train.main)
 
 
 def end_with_sweep(sweep_ended: connection.Connection):

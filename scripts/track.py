@@ -26,7 +26,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib.config import flags
 from lib.utils.checkpoint import run_folder
-from lib.utils.errors import STOPPING
+from lib.utils.errors import STOP_SIGNALS
 from lib.utils.monitoring import console
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def main() -> int:
     log.setLevel(logging.INFO)
     if args.parent:
         os.nice(10)
-        for number in STOPPING:  # Slurm sends them to all processes of a job
+        for number in STOP_SIGNALS:  # Slurm sends them to all processes of a job
             signal.signal(number, signal.SIG_IGN)
     try:
         follow(args.run, BY_NAME[args.tracker], args.parent)
@@ -59,7 +59,7 @@ def main() -> int:
 
 def follow(folder: Path, tracker: type, parent: int | None):
     """Send what is new until stdin says how the run ended; of a run without a process, what is there."""
-    text, end = "", "" if parent else run_folder.outcome(folder).get("state", "stopped")
+    text, end = "", "" if parent else run_folder.read_outcome(folder).get("state", "stopped")
     with (folder / "metrics.jsonl").open("r+") as file:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)  # an earlier start may still be sending

@@ -112,7 +112,7 @@ def plugin_folder(monkeypatch, folder, kind, name, text):
 def repeated(args, folder, **settled) -> dict:
     """The args of a run that is started from the config.yaml of these args, but for the words of one start."""
     file = folder / "config.yaml"
-    file.write_text(config.to_yaml(args, {"command": "python train.py 'x: y'\n- z", "git": None}, **settled))
+    file.write_text(config.to_yaml(args, {"command": "python train.py 'x: y'\n- z", "git": None}, settled))
     again = vars(parsed(["-cfg", str(file)]))
     return {name: value for name, value in again.items() if name not in flags.rules().forgotten}
 

@@ -29,8 +29,9 @@ def pytest_collection_modifyitems(items):
 def _logging_as_before():
     """A run leaves its log files open, as its process ends with it: here they would hear the next tests too."""
     yield
+    console.setup_logging(None, rank=1)  # no file, no terminal
+    logging.captureWarnings(False)
     logging.getLogger().setLevel(logging.WARNING)
-    console.close_logging()
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ def run(out: Path, words: str, wanted: int = 0) -> Path:
     """Runs train.py with these words and -out; its exit code must be `wanted`. Returns the run's folder."""
     argv = [*words.split(), "-out", str(out)]
     code = train.main(argv)
-    folder = run_folder.run_of(config.parse_args(argv))
-    assert code == wanted, f"exit code {code} instead of {wanted}: {run_folder.outcome(folder)}"
+    folder = run_folder.path_of(config.parse_args(argv))
+    assert code == wanted, f"exit code {code} instead of {wanted}: {run_folder.read_outcome(folder)}"
     return folder
 
 

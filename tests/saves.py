@@ -38,7 +38,7 @@ def saver(folder: Path, **words) -> manager.Checkpoints:
 
 def save(checkpoints: manager.Checkpoints, step: int, **words):
     """A save of `state(step)` from begin to end."""
-    checkpoints.save(state(step), facts(step), step=step, first=set(), **words)
+    checkpoints.save(state(step), facts(step), step=step, rank_dependent=set(), **words)
     checkpoints.finish()
 
 
@@ -56,7 +56,7 @@ def newest(folder: Path) -> int | None:
 def found(folder: Path) -> resume.Past | None:
     """The newest good checkpoint of a run."""
     checkpoints = saver(folder)
-    return resume.newest_good(checkpoints.folder, checkpoints.disk)
+    return resume.find_newest_good(checkpoints.folder, checkpoints.disk)
 
 
 def facts(step: int) -> dict:
@@ -83,12 +83,12 @@ def kept(folder: Path) -> list[int]:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All that a checkpoint holds."""
-    return shards.whole(folder, shards.read_manifest(folder))
+    return shards.read_whole(folder, shards.read_manifest(folder))
 
 
 def names(folder: Path) -> list[str]:
     """The checkpoints of a run, newest first."""
-    return [entry.name for entry in run_folder.listed(folder / "checkpoints")]
+    return [entry.name for entry in run_folder.list_checkpoints(folder / "checkpoints")]
 
 
 def everything(folder: Path) -> list[str]:
@@ -105,7 +105,7 @@ def rewrite(folder: Path, change):
     """Writes a checkpoint's manifest anew, as an attacker or another version might: its seal is right."""
     path = folder / "manifest.json"
     manifest = {name: value for name, value in shards.read_manifest(folder).items() if name != "crc32"}
-    path.write_bytes(shards.sealed(change(manifest) or manifest))
+    path.write_bytes(shards.encode_manifest(change(manifest) or manifest))
 
 
 def refused(out: Path, words: str, capfd) -> str:
@@ -119,14 +119,14 @@ def refused(out: Path, words: str, capfd) -> str:
 
 def stop_at(patch, step: int):
     """All ranks wish to stop once `step` steps are done, and vote at every step."""
-    real = trainer.Trainer.boundary
+    real = trainer.Trainer.after_step
 
     def boundary(self):
         if self.state.step >= step:
-            self.stop.ask("a test")
+            self.stop.request_stop("a test")
         return real(self)
 
-    patch.setattr(trainer.Trainer, "boundary", boundary)
+    patch.setattr(trainer.Trainer, "after_step", boundary)
     patch.setattr(preemption, "MOST_STEPS", 1)
 
 
@@ -148,7 +148,7 @@ def payload(path: Path, mark: Path, wrap=lambda value: value) -> Path:
 
 def bits(folder: Path) -> dict:
     """What a finished run leaves whose bits count: final weights, the newest checkpoint, figures but for speeds."""
-    newest = next(iter(run_folder.listed(folder / "checkpoints")), None)
+    newest = next(iter(run_folder.list_checkpoints(folder / "checkpoints")), None)
     found = {**weights(folder), **{f"saved {name}": value for name, value in tensors(newest).items()}}
     figures = [{name: value for name, value in line.items() if "perf/" not in name} for line in lines(folder)]
-    return {"figures": figures, **{name: zlib.crc32(shards.raw(value)) for name, value in found.items()}}
+    return {"figures": figures, **{name: zlib.crc32(shards.as_bytes(value)) for name, value in found.items()}}

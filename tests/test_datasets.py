@@ -137,7 +137,7 @@ def test_a_damaged_image_is_one_line_whoever_reads_it(tmp_path, workers):
     one = loader.Loader(train, Plan(4, 4, 4), World(), seed=0, shuffle=False, workers=workers)
     with pytest.raises(UsageError) as caught:
         next(iter(one.epoch(0)))
-    one.fetched.close()
+    one.fetcher.close()
     said = str(caught.value)
     assert said.startswith(f"{cut}: not a readable image (") and said.count("\n") == 0
     assert said.endswith("fix or remove it (while fetching sample 1)")

@@ -1,6 +1,5 @@
 """Plugins and their flags: own ones, defaults of shared ones, what the data tells, and what is refused."""
 
-import argparse
 import pickle
 import subprocess
 import sys
@@ -35,6 +34,7 @@ def test_a_negative_number_is_a_number_in_any_form(number, monkeypatch, tmp_path
     [
         ("add_argument('-odd_x', dest='epochs')", "there is a -epochs: parser.set_defaults sets its default"),
         ("add_argument('--epochs', type=int)", "there is a -epochs: parser.set_defaults sets its default"),
+        ("add_argument('-epochs')", "conflicting option string: -epochs; parser.set_defaults sets its default"),
         ("add_argument('-odd-x')", "odd_x: config.yaml needs a flag -odd_x with a value"),
         ("add_argument('odd_x')", "odd_x: config.yaml needs a flag -odd_x"),
         ("add_argument('-odd_x', action='store_false')", "config.yaml needs a flag -odd_x with a value"),
@@ -45,6 +45,15 @@ def test_a_negative_number_is_a_number_in_any_form(number, monkeypatch, tmp_path
 def test_a_plugin_whose_flags_no_config_yaml_could_hold_is_refused(line, said, monkeypatch, tmp_path):
     plugin_file(monkeypatch, tmp_path, "arch", "odd", f"def add_args(parser): parser.{line}\nget_model = print\n")
     assert refusal("-arch odd").startswith("lib/arch/odd.py: ") and said in refusal("-arch odd")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("arch", "get_model"), ("dataset", "get_dataset"), ("trainer", "Trainer")]
+)
+def test_a_plugin_without_its_builder_is_refused(kind, name, monkeypatch, tmp_path):
+    plugin_folder(monkeypatch, tmp_path, kind, "odd", "def get_modle(args): pass\n")
+    with pytest.raises(UsageError, match=f"-{kind} odd: lib/{kind}/odd.py has no {name}"):
+        plugins.load(kind, "odd")
 
 
 @pytest.mark.parametrize("place", ["", "def add_args(parser): "])
@@ -59,7 +68,7 @@ def test_two_plugins_with_one_flag_are_refused(monkeypatch, tmp_path):
     plugin_file(monkeypatch, tmp_path, "arch", "one", text)
     plugin_file(monkeypatch, tmp_path, "dataset", "two", text)
     assert parsed("-arch one").same_x is None is parsed("-dataset two -arch mlp").same_x
-    with pytest.raises(argparse.ArgumentError, match="-same_x: conflicting option string"):
+    with pytest.raises(UsageError, match="-same_x: conflicting option string"):
         parsed("-arch one -dataset two")
 
 

@@ -20,8 +20,9 @@ import train
 from lib import config
 from lib.config import flags, plugins
 from lib.core import loss
+from lib.utils import seeding
 from lib.utils.data import loader
-from lib.utils.data.options import options_of
+from lib.utils.data.options import read_options
 from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -97,11 +98,11 @@ def test_a_dataset_gives_splits_of_items_that_agree(name, tmp_path, monkeypatch)
             fit_the_flags(first, last, args)
         assert same(first, seeded(part, 0)), "an item may draw from the global generators only"
         assert same(first, seeded(again[split], 0)), "another process builds the same dataset"
-        assert not options_of(part).fixed or same(first, seeded(part, 0, seed=1)), "fixed, and yet it changes"
+        assert not read_options(part).fixed or same(first, seeded(part, 0, seed=1)), "fixed, and yet it changes"
         copy = pickle.loads(pickle.dumps(part))  # as loader processes get it where there is no fork
         assert len(copy) == len(part) and same(first, seeded(copy, 0))
         if hasattr(part, "__getitems__") and name in SHIPPED["dataset"]:
-            agrees(part.__getitems__([len(part) - 1, 0]), default_collate([last, first]), options_of(part).fixed)
+            agrees(part.__getitems__([len(part) - 1, 0]), default_collate([last, first]), read_options(part).fixed)
 
 
 def fit_the_flags(first, last, args):
@@ -208,7 +209,7 @@ def agrees(batch, items, fixed):
 
 
 def seeded(dataset, index, seed=0):
-    torch.manual_seed(seed)
+    seeding.seed_sample(seed, 0, index)
     return dataset[index]
 
 

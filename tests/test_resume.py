@@ -8,13 +8,12 @@ import pytest
 import saves
 import torch
 from runs import distance, few, norm_net, outcome, plugins, run, same, weights
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from saves import SMALL, log_of, names
 from torch import nn
 
 from lib.trainer import trainer
-from lib.utils.checkpoint import shards
-from lib.utils.checkpoint.weights import start_from
+from lib.utils.checkpoint.weights import load_into
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
@@ -28,12 +27,13 @@ def test_a_run_goes_on_from_another(done, tmp_path, place):
     folder = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {done / place}")
     assert distance(folder, done) == 0.0
     wanted = {"checkpoints/000006_step_6": "step 6"}.get(place, "step 12")
-    assert f"going on from {done}/checkpoints/" in log_of(folder) and wanted in log_of(folder)
+    assert f"resuming from {done}/checkpoints/" in log_of(folder) and wanted in log_of(folder)
     assert before == {path: path.stat().st_mtime_ns for path in done.rglob("*")}
     best = outcome(folder)["best"]
     assert (best is None) == (not (folder / "best").exists()), "of weights that it has"
-    again = run(tmp_path, f"{SMALL} -cpu 2 -model branch")
+    again = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {done / place}")
     assert names(again) and distance(again, done) == 0.0
+    assert "is not used: this run has checkpoints of its own" in log_of(again)
 
 
 def test_another_runs_damaged_checkpoint_is_passed_over_and_left_where_it_is(copy, done, tmp_path):
@@ -55,8 +55,7 @@ def test_what_cannot_be_resumed_is_refused_and_nothing_in_it_is_executed(refused
     for name in names(copy):
         saves.payload(copy / "checkpoints" / name / "manifest.json", mark)
     for words in (copy, copy / "checkpoints" / names(copy)[3]):
-        with pytest.raises(shards.Damaged, match="is left: -reset without -resume starts from scratch"):
-            run(tmp_path, f"{SMALL} -resume {words}")
+        assert "is left: -reset without -resume starts from scratch" in refused(f"{SMALL} -resume {words}")
     assert not mark.exists()
 
 
@@ -82,8 +81,15 @@ def test_weights_of_any_form_start_a_run(done, tmp_path, form):
     name, write = FORMS[form]
     write(weights(done), tmp_path / name)
     model = norm_net(type("Args", (), {"num_classes": 4}))
-    start_from(str(tmp_path / name), model)
+    load_into(str(tmp_path / name), model)
     assert all(torch.equal(value, weights(done)[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_of_a_run_are_its_best_ones(done):
+    model = norm_net(type("Args", (), {"num_classes": 4}))
+    load_into(str(done), model)
+    best = load_file(done / "best" / "weights.safetensors")
+    assert all(torch.equal(value, best[name]) for name, value in model.state_dict().items())
 
 
 def test_weights_are_taken_once_and_what_does_not_fit_is_told(done, tmp_path):
@@ -95,7 +101,7 @@ def test_weights_are_taken_once_and_what_does_not_fit_is_told(done, tmp_path):
     folder = run(tmp_path, words)
     for message in ("missing there, or of another shape: 1.weight, 5.bias", "not used: more"):
         assert message in log_of(folder)
-    again = log_of(run(tmp_path, words)).partition("going on from")
+    again = log_of(run(tmp_path, words)).partition("resuming from")
     assert "tensors taken" not in again[2]
 
 
@@ -205,13 +211,13 @@ def test_a_change_of_the_batch_goes_on_at_the_same_samples(tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 5)
         folder = run(tmp_path, f"{SMALL} -keep_last 1", wanted=75)
-    seen, real = [], trainer.Trainer.micro_batch
+    seen, real = [], trainer.Trainer.train_micro_batch
 
-    def micro_batch(self, key, batch):
-        seen.append((self.state.epoch, self.state.step, key.indices[: key.count]))
-        return real(self, key, batch)
+    def train_micro_batch(self, micro_batch, batch):
+        seen.append((self.state.epoch, self.state.step, micro_batch.indices[: micro_batch.count]))
+        return real(self, micro_batch, batch)
 
-    monkeypatch.setattr(trainer.Trainer, "micro_batch", micro_batch)
+    monkeypatch.setattr(trainer.Trainer, "train_micro_batch", train_micro_batch)
     words = f"{SMALL} -batch_size {batch} -micro_batch {micro} -keep_last 1"
     folder = run(tmp_path, f"{words} -allow_change batch_size -allow_change micro_batch")
     epochs = [[i for epoch, _, indices in seen for i in indices if epoch == number] for number in (1, 2)]

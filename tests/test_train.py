@@ -197,7 +197,7 @@ def test_a_finished_run_is_not_trained_again(undisturbed):
 
 
 def test_a_manifest_does_not_grow_with_the_epochs(undisturbed):
-    folders = run_folder.listed(undisturbed[1] / "checkpoints")
+    folders = run_folder.list_checkpoints(undisturbed[1] / "checkpoints")
     states = [shards.read_manifest(folder)["state"] for folder in folders]
     assert [(state["epoch"], state["sums"], state["unlogged"]) for state in states] == [(3, {}, {}), (2, {}, {})]
 
@@ -269,7 +269,7 @@ def test_a_stop_during_evaluation_evaluates_again(tmp_path, monkeypatch, undistu
         real = trainer.Trainer.evaluate
 
         def evaluate(self, split):
-            self.stop.ask("a test")
+            self.stop.request_stop("a test")
             return real(self, split)
 
         patch.setattr(trainer.Trainer, "evaluate", evaluate)
@@ -285,7 +285,7 @@ def test_a_stop_during_evaluation_evaluates_again(tmp_path, monkeypatch, undistu
 @pytest.mark.parametrize(("split", "epoch"), [("val", 1), ("test", 3)])
 def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, monkeypatch, split, epoch):
     """Ended when they are told, and the newest checkpoint is that of the epoch's last step, before its evaluation."""
-    real = logger.Logger.evaluated
+    real = logger.Logger.log_evaluation
 
     def evaluated(self, state, which, figures, answers):
         real(self, state, which, figures, answers)
@@ -294,7 +294,7 @@ def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, m
 
     words = f"{SMALL} -save_every 1steps"
     with monkeypatch.context() as patch:
-        patch.setattr(logger.Logger, "evaluated", evaluated)
+        patch.setattr(logger.Logger, "log_evaluation", evaluated)
         with pytest.raises(MemoryError, match="killed"):
             run(tmp_path, words)
     folder = run(tmp_path, words)
@@ -427,7 +427,7 @@ class Breaks(trainer.Trainer):
     def step(self, samples):
         super().step(samples)
         if self.state.step == self.total_steps:
-            shards.local(self.parameters[0])[-1:] = math.nan  # sharded: of what this rank has
+            shards.local_part(self.parameters[0])[-1:] = math.nan  # sharded: of what this rank has
 
 
 @pytest.mark.parametrize("words", ["-cpu 1", "-cpu 2 -parallel fsdp"])

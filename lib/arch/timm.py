@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lib.utils.errors import UsageError, close
+from lib.utils.errors import UsageError, suggest
 
 
 def add_args(parser):
@@ -21,7 +21,7 @@ def get_model(args, **pretrained) -> nn.Module:
         raise UsageError("-arch timm: the package timm is not installed: uv pip install timm") from None
     name, names = args.timm_name, timm.list_models() + timm.list_pretrained()
     if name not in names:
-        raise UsageError(f"-timm_name {name}: timm has no such model{close(name, names, most=5)}")
+        raise UsageError(f"-timm_name {name}: timm has no such model{suggest(name, names, most=5)}")
     options = pretrained or {"num_classes": args.num_classes}
     if timm.get_pretrained_cfg(name).fixed_input_size:
         options["img_size"] = args.image_size

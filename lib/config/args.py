@@ -29,21 +29,21 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
         SystemExit: after -h has printed the help.
     """
     argv = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
-    cfg = value_of("cfg", argv)
+    cfg = last_value("cfg", argv)
     entries = read_cfg(cfg) if cfg else {}
     parser, chosen, modules = new_parser(), {}, []
     for kind in BUILDERS:
-        chosen[kind] = value_of(kind, argv) or ",".join(entries.get(kind, [])) or parser.get_default(kind)
-        modules.append(plugins.read(kind, chosen[kind]))
-        parser.add_own(modules[-1], f"{kind} {chosen[kind]}")
+        chosen[kind] = last_value(kind, argv) or ",".join(entries.get(kind, [])) or parser.get_default(kind)
+        modules.append(plugins.load_flags(kind, chosen[kind]))
+        parser.add_plugin_flags(modules[-1], f"{kind} {chosen[kind]}")
 
-    command_line = [parser.exact(word) for word in argv]
+    command_line = [parser.full_name(word) for word in argv]
     given = {word.partition("=")[0][1:] for word in command_line if word.startswith("-")}
-    entries = without_replaced(entries, given, chosen)
-    words = parser.words_of(entries, cfg) + command_line
+    entries = drop_replaced(entries, given, chosen)
+    words = parser.to_arguments(entries, cfg) + command_line
     for module in modules:
         if describe and hasattr(module, "describe"):  # defaults that follow from a dataset's files
-            parser.set_known(module.describe(_parse(parser, words)), module)
+            parser.set_plugin_defaults(module.describe(_parse(parser, words)), module)
     args = _parse(parser, words)
     check_combinations(args, given | set(entries))
     return args
@@ -60,7 +60,7 @@ def check_combinations(args: Args, given: set[str]) -> None:
         raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")
 
 
-def value_of(flag: str, argv: list[str]) -> str:
+def last_value(flag: str, argv: list[str]) -> str:
     """Return the last value that the command line gives a flag, before it is parsed; "" for none."""
     found = ""
     for word, following in zip(argv, [*argv[1:], ""]):
@@ -98,7 +98,7 @@ def new_parser() -> Parser:
     return parser
 
 
-def without_replaced(entries: dict[str, list[str]], given: set[str], chosen: dict) -> dict[str, list[str]]:
+def drop_replaced(entries: dict[str, list[str]], given: set[str], chosen: dict) -> dict[str, list[str]]:
     """Return the entries of a -cfg file that the command line leaves in force.
 
     A flag loses its entry if the command line has the other one of a pair. If it names another plugin, the old one's
@@ -114,15 +114,9 @@ def without_replaced(entries: dict[str, list[str]], given: set[str], chosen: dic
     return {key: values for key, values in entries.items() if key not in replaced}
 
 
-def to_yaml(args: Args, about: dict, **settled) -> str:
-    """Return the flags as a -cfg file that repeats the run.
-
-    Args:
-        args: the flags of this start.
-        about: facts for people, at the end of the file.
-        **settled: values that replace those of args.
-    """
-    values = {**vars(args), **settled}
+def to_yaml(args: Args, about: dict, effective: dict | None = None) -> str:
+    """Return the flags as a -cfg file that repeats the run, with facts for people (`about`) at its end."""
+    values = {**vars(args), **(effective or {})}
     forgotten = args.flag_rules.forgotten
     kept = {name: _plain(value) for name, value in values.items() if name not in forgotten and value is not None}
     return yaml.safe_dump({**kept, "about": about}, sort_keys=False, width=118, default_flow_style=None)

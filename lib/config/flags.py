@@ -127,14 +127,14 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-best", value(types.metric, "METRIC"), "val metric of the best weights: f1, mae:min (accuracy, else loss)")
     add("-stop_after", COUNT, "early stopping after N evaluations without a better -best; -epochs sets the schedule")
     add("-resume", PATH, "continue from another run's folder or checkpoint", on_resume="forget")
-    add("-weights", FILE, "start from these weights: safetensors, a torch file, or imagenet")
+    add("-weights", FILE, "start from these weights: safetensors, a torch file, a run's folder, or imagenet")
     allowed = "flag that may differ from the checkpoint, or samples, or nan (weights that are not finite); repeatable"
     add("-allow_change", value(text, "FLAG", **REPEATABLE), allowed, on_resume="forget")
     add("-max_hours", POSITIVE, "stop, with the state saved, after X hours")
-    add("-grace_s", PERIOD, "seconds a stop may take before the process ends all the same", 60.0)
+    add("-grace_s", PERIOD, "seconds until a stop that does not finish ends the process", 60.0)
     add("-limit_steps", COUNT, "stop, with the state saved, once N optimizer steps are done", on_resume="forget")
     add("-check_resume", SWITCH, "kill and resume this run a few times, and compare", on_resume="forget")
-    add("-hang_minutes", PERIOD, "fail when a step or an answer of another process takes X minutes", 10.0)
+    add("-hang_minutes", PERIOD, "end a run in which nothing moves for X minutes, from its second step on", 10.0)
 
     group("machine", "allow")
     add("-gpus", value(types.gpu_list, "LIST"), "GPUs to use, as 0,1,2 (all visible ones)", per_node=True)

@@ -12,7 +12,8 @@ class Args(argparse.Namespace):
         vars(self).update(values)
 
     def __setattr__(self, name: str, value: object):
-        raise AttributeError(f"args is read-only: args.{name} cannot be set to {value!r} after parse_args")
+        hint = "a plugin's add_args may set the default of a flag: parser.set_defaults"
+        raise AttributeError(f"args is read-only: args.{name} cannot be set to {value!r} after parse_args; {hint}")
 
     @property
     def flag_rules(self) -> flags.Rules:

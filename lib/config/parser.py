@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from lib.config import plugins
 from lib.config.types import yes_no
-from lib.utils.errors import UsageError, close, no_exit
+from lib.utils.errors import UsageError, no_exit, suggest
 
 # A flag that stands alone for yes, or has yes or no behind it.
 SWITCH = {"nargs": "?", "const": True, "default": False, "type": yes_no, "metavar": "yes|no"}
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         """Raise what argparse finds wrong."""
         raise UsageError(message)
 
-    def exact(self, word: str, source: str = "") -> str:
+    def full_name(self, word: str, source: str = "") -> str:
         """Return the word with its flag spelt as argparse knows it. Raise UsageError for an unknown flag."""
         if not word.startswith("-") or NEGATIVE.match(word):
             return word
@@ -40,38 +40,41 @@ class Parser(argparse.ArgumentParser):
         for spelling in (name, name[1:], f"-{name}"):
             if spelling in self._option_string_actions and len(spelling) > 1:
                 return spelling + equals + value
-        raise UsageError(f"{source}unknown flag {name}{close(name, self._option_string_actions)}")
+        raise UsageError(f"{source}unknown flag {name}{suggest(name, self._option_string_actions)}")
 
-    def words_of(self, entries: dict[str, list[str]], path: str) -> list[str]:
+    def to_arguments(self, entries: dict[str, list[str]], path: str) -> list[str]:
         """Return the entries of a -cfg file as words of a command line."""
         words = []
         for key, values in entries.items():
-            flag = self.exact(f"-{key}", f"{path}: ")
+            flag = self.full_name(f"-{key}", f"{path}: ")
             if len(values) == 1 or isinstance(self._option_string_actions[flag], argparse._AppendAction):
                 words += [f"{flag}={value}" for value in values]
             else:
                 words += [flag, *values]
         return words
 
-    def add_own(self, module: ModuleType, title: str) -> None:
+    def add_plugin_flags(self, module: ModuleType, title: str) -> None:
         """Add a plugin's flags. Raise UsageError for one that is shared, or that config.yaml cannot keep."""
         shared = [action.dest for action in self._actions]
-        with no_exit():
-            getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
+        try:
+            with no_exit():
+                getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
+        except argparse.ArgumentError as error:
+            raise UsageError(f"{_file(module)}: {error}; parser.set_defaults sets its default") from None
         for action in self._actions[len(shared) :]:
             if action.dest in shared:
                 raise UsageError(f"{_file(module)}: there is a -{action.dest}: parser.set_defaults sets its default")
             if action.nargs == 0 or action.dest not in [option.lstrip("-") for option in action.option_strings]:
                 wanted = f"config.yaml needs a flag -{action.dest} with a value, or store_true"
                 raise UsageError(f"{_file(module)}: {action.dest}: {wanted}")
-        self.set_known({}, module)
+        self.set_plugin_defaults({}, module)
 
-    def set_known(self, defaults: dict, module: ModuleType) -> None:
+    def set_plugin_defaults(self, defaults: dict, module: ModuleType) -> None:
         """Set a plugin's defaults. Raise UsageError for a default, here or in its add_args, of an unknown flag."""
         self.set_defaults(**defaults)
         names = [action.dest for action in self._actions]
         for name in sorted(set(self._defaults) - set(names)):
-            raise UsageError(f"{_file(module)}: sets the default of -{name}, which is no flag{close(name, names)}")
+            raise UsageError(f"{_file(module)}: sets the default of -{name}, which is no flag{suggest(name, names)}")
 
 
 class Help(argparse.HelpFormatter):

@@ -9,7 +9,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from lib.utils.errors import UsageError, close, no_exit
+from lib.utils.errors import UsageError, no_exit, suggest
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILDERS = {"dataset": "get_dataset", "arch": "get_model", "trainer": "Trainer"}  # in the order they are read
@@ -21,45 +21,51 @@ def names(kind: str) -> list[str]:
 
 
 def summary(kind: str, name: str) -> str:
-    """Return the first line of a plugin's docstring."""
-    text = (ROOT / "lib" / kind / f"{name}.py").read_text()
-    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    """Return the first line of a plugin's docstring, or why it cannot be read."""
+    try:
+        text = ast.get_docstring(ast.parse((ROOT / "lib" / kind / f"{name}.py").read_text()))
+    except (SyntaxError, ValueError) as error:
+        return f"cannot be read: {error}"
+    return (text or "").partition("\n")[0]
 
 
 def load(kind: str, name: str) -> ModuleType:
-    """Import lib/KIND/NAME.py. Raises UsageError if it needs a package that is missing."""
+    """Import lib/KIND/NAME.py. Raises UsageError if it lacks its builder, or needs a package that is missing."""
     try:
         with no_exit():
-            return importlib.import_module(f"lib.{kind}.{name}")
+            module = importlib.import_module(f"lib.{kind}.{name}")
     except ModuleNotFoundError as error:
         file = f"lib/{kind}/{name}.py"
         raise UsageError(f"-{kind} {name}: {file} needs what is not installed here: {error}") from None
+    if not hasattr(module, BUILDERS[kind]):
+        raise UsageError(f"-{kind} {name}: lib/{kind}/{name}.py has no {BUILDERS[kind]}")
+    return module
 
 
-def read(kind: str, name: str) -> ModuleType:
+def load_flags(kind: str, name: str) -> ModuleType:
     """Return lib/KIND/NAME.py with only what its flags need. If its text does not show that, import it in full."""
     there = names(kind)
     if name not in there:
-        choices = f"there are {', '.join(there)}{close(name, there)}"
+        choices = f"there are {', '.join(there)}{suggest(name, there)}"
         raise UsageError(f"-{kind} {name!r}: no such file in lib/{kind}; {choices}")
     try:
         spec = importlib.util.find_spec(f"lib.{kind}.{name}")
         assert spec and spec.origin
         module, tree = importlib.util.module_from_spec(spec), ast.parse(Path(spec.origin).read_bytes())
-        tree.body = needed(tree.body)
+        tree.body = needed_statements(tree.body)
         exec(compile(tree, spec.origin, "exec"), vars(module))
         return module
     except Exception:  # noqa: BLE001
         return load(kind, name)  # whose message says what is wrong
 
 
-def needed(statements: list[ast.stmt]) -> list[ast.stmt]:
+def needed_statements(statements: list[ast.stmt]) -> list[ast.stmt]:
     """Return the statements that `add_args` and `describe` need: these two, what they use, what that uses, and so on.
 
     Raises LookupError if one of them is no function, import or constant, or if the file imports *.
     """
     kept, wanted = set(), {"add_args", "describe", "annotations"}  # of __future__: it changes how the rest is read
-    while more := [one for one in statements if one not in kept and bound(one) & wanted]:
+    while more := [one for one in statements if one not in kept and bound_names(one) & wanted]:
         kept.update(more)
         wanted = wanted.union(*map(names_in, more))
     if not all(map(is_plain, kept)) or any("*" in names_in(one) for one in statements):
@@ -74,7 +80,7 @@ def is_plain(statement: ast.stmt) -> bool:
     return constant or function or isinstance(statement, (ast.Import, ast.ImportFrom))
 
 
-def bound(statement: ast.stmt) -> set[str]:
+def bound_names(statement: ast.stmt) -> set[str]:
     """Return the name that a definition binds, or all names in another statement."""
     is_definition = isinstance(statement, (ast.FunctionDef, ast.ClassDef))
     return {statement.name} if is_definition else names_in(statement)

@@ -22,7 +22,7 @@ def matching(pattern: str, wanted: str) -> Callable[[str], str]:
 
 # Surrogates (\ud800 and up) are Python's form of bytes that are not UTF-8.
 text = matching(r"[^\x00-\x1f\x7f\ud800-\udfff]+", "a line of text in UTF-8")
-plugin_name = matching(r"(?!\d)\w+", "a plugin's name: a file's name without .py")
+plugin_name = matching(r"(?!\d)\w+", "a plugin's name: letters, digits and underscores, as my_net of my_net.py")
 run_name = matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", "a name of letters, digits, dots, dashes and underscores")
 metric = matching(r"[^\x00-\x1f\x7f:]+(:min|:max)?", "a metric like accuracy, rec:min or f1:max")
 every = matching(r"(?=0*[1-9])[0-9]{1,18}(epochs?|steps?|)", "an interval like 5epochs or 500steps")
@@ -35,7 +35,7 @@ def whole(low: int) -> Callable[[str], int]:
 
     def read(value: str) -> int:
         if not DIGITS.fullmatch(value) or int(value) < low:
-            raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of at least {low} (18 digits at most)")
+            raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of at least {low}")
         return int(value)
 
     return read

@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from lib.core.reduction import Sum
+from lib.core.reduction import TreeSum
 from lib.utils.checkpoint.state import unwrap
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 
 
-class Statistics:
+class RunningStatistics:
     """Float buffers (BatchNorm's running mean and variance) as a function of the step, not of who saw what.
 
     Every micro-batch of a step starts from the same buffers. The step ends with the mean of what the micro-batches
@@ -29,16 +29,16 @@ class Statistics:
         self.alone = alone
         self.groups = [_Group(buffers, world, round_robin) for buffers in by_dtype.values()] if needed else []
 
-    def before(self, key: MicroBatch) -> None:
+    def before(self, micro_batch: MicroBatch) -> None:
         """Prepare for a micro-batch."""
         for group in self.groups:
-            if key.first:
+            if micro_batch.first:
                 torch._foreach_copy_(group.starts, group.buffers)
-                group.sum.begin(key.step_parts)
+                group.sum.begin(micro_batch.step_parts)
             else:
                 torch._foreach_copy_(group.buffers, group.starts)
 
-    def after(self, key: MicroBatch) -> None:
+    def after(self, micro_batch: MicroBatch) -> None:
         """Add up what the forward pass made of the buffers; nothing of padding.
 
         This comes before the backward pass, which may compute blocks again (-recompute) and count a batch twice.
@@ -46,10 +46,12 @@ class Statistics:
         for group in self.groups:
             if self.alone or not group.is_float:
                 torch._foreach_copy_(group.totals, group.buffers)
-            elif key.count:
+            elif micro_batch.count:
                 torch._foreach_copy_(group.totals, group.buffers)
                 changes = (group.total != group.start).to(group.total.dtype)
-                group.sum.add(key.number, [group.total * (key.count / key.step_samples), changes])
+                group.sum.add(
+                    micro_batch.number, [group.total * (micro_batch.count / micro_batch.step_samples), changes]
+                )
 
     def finish(self, norm: torch.Tensor) -> None:
         """Average over all ranks at the end of a step. If the norm of its gradient is not finite, it is skipped."""
@@ -69,7 +71,7 @@ class _Group:
         self.buffers, self.is_float = buffers, first.is_floating_point()
         exact = torch.promote_types(first.dtype, torch.float32) if self.is_float else first.dtype
         self.total, self.start = torch.zeros(2 * sum(sizes), dtype=exact, device=first.device).chunk(2)
-        self.sum = Sum([self.total, self.total], world, round_robin)  # weighted, and how often each value changed
+        self.sum = TreeSum([self.total, self.total], world, round_robin)  # weighted, and how often each value changed
 
         def views(whole: torch.Tensor) -> list[torch.Tensor]:
             return [part.view_as(buffer) for part, buffer in zip(whole.split(sizes), buffers, strict=True)]

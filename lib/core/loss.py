@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lib.utils.checkpoint.state import unwrap
-from lib.utils.data.tensors import tensors
+from lib.utils.data.tensors import named_tensors
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import metrics
 
@@ -21,7 +21,7 @@ TARGETS = ("labels", "targets", "label", "target")  # names of them, in a batch 
 
 
 @dataclass
-class Pass:
+class ForwardResult:
     """What a forward pass gives: the mean loss of the batch, and what metrics are computed from."""
 
     loss: Tensor
@@ -30,45 +30,52 @@ class Pass:
     outputs: Tensor | None
 
 
-def forward(model: nn.Module, batch: Any, criterion: Callable) -> Pass:
+def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     """Compute the loss of a batch: the model's own if it returns one, else `criterion(outputs, targets)`.
 
     A model whose `forward` has a parameter named labels or targets gets them, too. Of a dict it gets the entries that
     `forward` names, and all others as **batch; if it names none, it gets the values without the targets, in order.
     Raises UsageError where all this gives no loss, or a number next to the outputs that may be a part of the loss.
     """
-    inputs, targets = parts(batch)
-    names = _parameters(type(unwrap(model)))
-    given = {name: targets for name in names if name in TARGETS and targets is not None}
-    positional, named = [inputs], {}
-    if isinstance(inputs, dict):
-        everything = inputs if given or not isinstance(batch, Mapping) else batch
-        named = everything if "**" in names else {name: value for name, value in inputs.items() if name in names}
-        positional = [] if named else inputs.values()
-    answer = model(*positional, **{**named, **given})
+    inputs, targets = split_batch(batch)
+    answer, got_targets = _call(model, batch, inputs, targets)
     answer = answer._asdict() if hasattr(type(answer), "_asdict") else answer  # a named tuple
-    outputs, loss = outputs_of(answer)
+    outputs, loss = split_output(answer)
     if loss is not None:
-        knows = given or named is batch
-        if isinstance(answer, (tuple, list)) and outputs is not None and targets is not None and not knows:
+        if isinstance(answer, (tuple, list)) and outputs is not None and targets is not None and not got_targets:
             raise UsageError(
                 "the model got no targets and returns a number next to its outputs: is it the whole loss, or a part? "
                 'Return {"loss": number} for the whole; add up parts in a trainer: python scripts/new.py trainer NAME'
             )
         # Without the targets, outputs need not be answers (an autoencoder's are none); with them, a model may pair
         # a row of targets otherwise with the outputs, as one token further.
-        answers = knows and isinstance(targets, Tensor) and targets.ndim == 1
+        are_answers = got_targets and isinstance(targets, Tensor) and targets.ndim == 1
         exact = loss if loss.dtype == torch.float64 else loss.float()  # bfloat16 has no room for sums over samples
-        return Pass(exact, inputs, targets, outputs if answers else None)
+        return ForwardResult(exact, inputs, targets, outputs if are_answers else None)
+    if answer is None:
+        raise UsageError("the model's forward returns None: it must return outputs, or a loss")
     if outputs is None or targets is None:
-        raise _refusal(batch, f", and the model returns a {type(answer).__name__} without a loss")
-    if isinstance(criterion, OF_NUMBERS) and outputs.shape != targets.shape:  # torch would stretch one of them
-        given = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
-        raise UsageError(f"{given}: this -loss needs the same shape")
-    return Pass(criterion(outputs, targets), inputs, targets, outputs)
+        raise _wrong_batch(batch, f", and the model returns a {type(answer).__name__} without a loss")
+    if isinstance(criterion, REGRESSION) and outputs.shape != targets.shape:  # torch would stretch one of them
+        shapes = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
+        raise UsageError(f"{shapes}: this -loss needs the same shape, as (samples, 1) for -num_classes 1")
+    return ForwardResult(criterion(outputs, targets), inputs, targets, outputs)
 
 
-def parts(batch: Any) -> tuple[Any, Any]:
+def _call(model: nn.Module, batch: Any, inputs: Any, targets: Any) -> tuple[Any, bool]:
+    """Call the model as its `forward` is written. Return what it returns, and whether it got the targets."""
+    names = _parameters(type(unwrap(model)))
+    given = {name: targets for name in names if name in TARGETS and targets is not None}
+    if not isinstance(inputs, dict):
+        return model(inputs, **given), bool(given)
+    entries = inputs if given or not isinstance(batch, Mapping) else batch
+    if "**" in names:
+        return model(**{**entries, **given}), bool(given) or entries is batch
+    named = {name: value for name, value in inputs.items() if name in names}
+    return model(*(() if named else inputs.values()), **{**named, **given}), bool(given)
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
     """Return the inputs and the targets of a batch: a pair, or a dict, whose inputs are a dict. Targets may be None.
 
     Raises UsageError for a tuple of more.
@@ -79,13 +86,13 @@ def parts(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, (tuple, list)):
         return batch, None
     if len(batch) > 2:
-        raise _refusal(batch)
+        raise _wrong_batch(batch)
     inputs, targets = (*batch, None)[:2]
     return inputs, targets
 
 
-def _refusal(batch: Any, more: str = "") -> UsageError:
-    shapes = ", ".join(f"{name}: {tuple(one.shape)}" for name, one in tensors(batch)) or "no tensors"
+def _wrong_batch(batch: Any, more: str = "") -> UsageError:
+    shapes = ", ".join(f"{name}: {tuple(one.shape)}" for name, one in named_tensors(batch)) or "no tensors"
     return UsageError(
         "the default trainer takes (inputs, targets) or a dict with labels; this dataset gives a "
         f"{type(batch).__name__} of {shapes}{more}: python scripts/new.py trainer NAME"
@@ -99,7 +106,7 @@ def _parameters(model: type[nn.Module]) -> list[str]:
     return ["**" if one.kind is one.VAR_KEYWORD else one.name for one in found]
 
 
-def outputs_of(answer: Any) -> tuple[Any, Any]:
+def split_output(answer: Any) -> tuple[Any, Any]:
     """Return the outputs and the loss in what a model returned, each None if it is not there.
 
     The loss is called loss, or is the 0-d tensor of a tuple. The outputs are called logits, or are the first tensor
@@ -165,7 +172,7 @@ def _check_probabilities(outputs: Tensor, targets: Tensor) -> None:
 
 
 BY_NAME = {"cross_entropy": CrossEntropy, "mse": nn.MSELoss, "l1": nn.L1Loss, "huber": nn.HuberLoss}
-OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.HuberLoss)
+REGRESSION = (nn.MSELoss, nn.L1Loss, nn.HuberLoss)
 
 
 def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = False) -> dict[str, Tensor]:
@@ -178,7 +185,7 @@ def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = F
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
         return {}
     outputs = outputs.detach()
-    if isinstance(criterion, OF_NUMBERS) and outputs.shape == targets.shape:
+    if isinstance(criterion, REGRESSION) and outputs.shape == targets.shape:
         exact = torch.float32 if outputs.device.type == "mps" else torch.float64
         outputs, targets = outputs.to(exact), targets.to(exact)
         error = outputs - targets
@@ -200,7 +207,7 @@ def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = F
     return {"bits_per_token": nats * (len(targets) / math.log(2))}
 
 
-def figures(sums: dict[str, float]) -> dict[str, float]:
+def compute_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Return the metrics of an evaluation from its sums over all samples: their means, and r2 from those with a _."""
     found = {name: metrics.mean(sums, name) for name in sums if name[0] != "_" and name != "samples"}
     if "_error" in sums:

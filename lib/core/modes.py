@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import time
-from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import torch
 from lib.utils.checkpoint import atomic, weights
 from lib.utils.checkpoint.resume import Past
 from lib.utils.checkpoint.state import unwrap
-from lib.utils.data.tensors import tensors
+from lib.utils.data.tensors import named_tensors
 from lib.utils.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,11 +27,6 @@ class BadTensor(RuntimeError):
     """A tensor, which the message names, holds values that are not finite."""
 
 
-def chosen(args: Namespace) -> str:
-    """Return the mode of a start: a key of RUN."""
-    return "eval" if args.eval else "debug" if args.debug else "train"
-
-
 def evaluate(trainer: "Trainer", past: Past | None) -> str:
     """Evaluate -weights, or the run's best or final weights, on val and test; log the figures and write eval.json.
 
@@ -40,13 +34,13 @@ def evaluate(trainer: "Trainer", past: Past | None) -> str:
         UsageError: there are no weights, they are not the whole model's, or there is nothing to evaluate on.
     """
     args, folder = trainer.args, trainer.folder
-    path = weights.of_run(folder) if args.weights in (None, weights.IMAGENET) else args.weights
+    path = weights.find(folder) if args.weights in (None, weights.IMAGENET) else args.weights
     splits = [split for split in ("val", "test") if split in trainer.loaders]
     if path is None:
         raise UsageError(f"-eval: {folder} has neither best nor final weights; name some by -weights FILE")
     if not splits:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
-    log.info("weights:     %s", weights.start_from(str(path), unwrap(trainer.model), whole=True))
+    log.info("weights:     %s", weights.load_into(str(path), unwrap(trainer.model), whole=True))
     figures = {split: trainer.evaluate(split) or {} for split in splits}
     for split in splits:
         log.info("%s  %s", split, "  ".join(f"{name} {value:.4f}" for name, value in figures[split].items()))
@@ -74,13 +68,14 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
             p.register_post_accumulate_grad_hook(lambda p, name=name: _check("the gradient of", [(name, p.grad)]))
     for name, module in model.named_modules():
         what = f"the output of {name or 'the model'} ({type(module).__name__}), tensor"
-        module.register_forward_hook(lambda module, inputs, output, what=what: _check(what, tensors(output)))
-    steps = itertools.islice(trainer.steps(_checked(trainer.batches())), trainer.args.limit_steps or DEBUG_STEPS)
+        module.register_forward_hook(lambda module, inputs, output, what=what: _check(what, named_tensors(output)))
+    steps = itertools.islice(
+        trainer.steps(_check_batches(trainer.batches())), trainer.args.limit_steps or DEBUG_STEPS
+    )
     with torch.autograd.set_detect_anomaly(True, check_nan=True):
-        for _ in steps:
-            loss = trainer.window[-1][0].item()
-            trainer.read_figures()
-            log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss, trainer.last_norm)
+        for loss in steps:
+            trainer.read_losses()
+            log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss.item(), trainer.last_norm)
             _check("after a step, the parameter", model.named_parameters())
             if not math.isfinite(trainer.last_norm):
                 raise BadTensor(f"step {trainer.state.step}: its gradients are finite, but not their norm")
@@ -91,10 +86,10 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
 RUN = {"train": lambda trainer, past: trainer.fit(past), "eval": evaluate, "debug": debug}
 
 
-def _checked(batches: Iterable) -> Iterator:
-    for key, batch in batches:
-        _check(f"in the batch of the samples {key.indices[:8]}..., the tensor", tensors(batch))
-        yield key, batch
+def _check_batches(batches: Iterable) -> Iterator:
+    for micro_batch, batch in batches:
+        _check(f"in the batch of the samples {micro_batch.indices[:8]}..., the tensor", named_tensors(batch))
+        yield micro_batch, batch
 
 
 def _check(what: str, named: Iterable[tuple[str, Any]]) -> None:

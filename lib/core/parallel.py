@@ -20,8 +20,6 @@ from lib.utils.checkpoint import shards
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
-GRAPHS = 64  # that torch.compile keeps of one forward method
-
 
 def build(arch: ModuleType, args: Namespace, world: World) -> nn.Module:
     """Return the model of an architecture's module, seeded by -seed.
@@ -29,7 +27,7 @@ def build(arch: ModuleType, args: Namespace, world: World) -> nn.Module:
     If the model is to be sharded, only rank 0 builds it with values. The other ranks build it on the meta device, and
     `wrap` gives them rank 0's values.
     """
-    seeding.for_building(args.seed)
+    seeding.seed_building(args.seed)
     on_meta = _is_sharded(args, world) and not world.is_main
     return _make_on_meta(arch, args) if on_meta else _make(arch, args)
 
@@ -47,7 +45,7 @@ def _make_on_meta(arch: ModuleType, args: Namespace) -> nn.Module:
         model = _make(arch, args)
         if not any(isinstance(value, Tensor) for module in model.modules() for value in vars(module).values()):
             return model
-    seeding.for_building(args.seed)
+    seeding.seed_building(args.seed)
     return _make(arch, args)
 
 
@@ -83,8 +81,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def _replicate(model: nn.Module, world: World) -> nn.Module:
     replica = DistributedDataParallel(model, None if world.device.type == "cpu" else [world.device.index])
-    replica.broadcast_buffers = False  # batchnorm.Statistics keeps them alike
-    replica.require_backward_grad_sync = False  # reduction.Gradients sums the gradients
+    replica.broadcast_buffers = False  # batchnorm.RunningStatistics keeps them alike
+    replica.require_backward_grad_sync = False  # reduction.GradientReducer sums the gradients
     return replica
 
 
@@ -97,7 +95,7 @@ def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: Wor
     mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
     shard = functools.partial(fsdp.fully_shard, mesh=mesh, reshard_after_forward=True)
     values = {name: tensor.detach() for name, tensor in _named_tensors(model)}
-    groups = _untied(model, parts)  # the root, as embeddings, gives them inputs of 32 bits, as under DDP
+    groups = _untied(model, parts)  # the rest, as embeddings, is the root's: in 32 bits, as under DDP
     for part in groups:
         shard(part, mp_policy=_precision_policy(part, args))
     shard(model, mp_policy=fsdp.MixedPrecisionPolicy() if groups else _precision_policy(model, args))
@@ -112,7 +110,7 @@ def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: Wor
         if world.is_main:
             whole.copy_(values[name])
         torch.distributed.broadcast(whole.view(-1).view(torch.uint8), 0)  # bytes: any dtype
-        shards.put(tensor, whole)
+        shards.copy_whole(tensor, whole)
     return model
 
 
@@ -155,7 +153,8 @@ def _half(args: Namespace) -> torch.dtype:
 def _compile(parts: list[nn.Module]) -> None:
     # Parts of the same class share one store of compiled code, which by default is too small for many of them.
     settings: Any = importlib.import_module("torch._dynamo.config")
-    settings.recompile_limit = max(settings.recompile_limit, GRAPHS)
+    settings.recompile_limit = max(settings.recompile_limit, 64)
+    settings.optimize_ddp = False  # it cuts graphs at DDP's buckets, which are not used: one process has other graphs
     if hasattr(settings, "automatic_dynamic_exclusion_guard"):  # not in every torch
         settings.automatic_dynamic_exclusion_guard = True  # a short batch leaves the code for whole ones in use
     for part in parts:

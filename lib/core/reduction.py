@@ -11,6 +11,7 @@ with one node each let the library add a large sum (all_reduce): a + b has the b
 import bisect
 import functools
 import itertools
+import os
 from argparse import Namespace
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
@@ -69,7 +70,7 @@ def nodes_by_rank(leaves: int, size: int, round_robin: bool, together: int = 1) 
     return by_rank
 
 
-class Sum:
+class TreeSum:
     """The sum of tensors like `templates`: `begin` a step, `add` each own micro-batch, `send`, get the `result`.
 
     Between the last two other work may go on. All ranks call them in the same order. With `by_library` the
@@ -120,10 +121,10 @@ class Sum:
         self.nodes = {}
         for other in others:
             torch._foreach_add_(first, other)
-        [total] = _filled(first[0].new_empty(1, self.count), {0: first})
+        [total] = _fill_rows(first[0].new_empty(1, self.count), {0: first})
         work: Any = dist.all_reduce(total, async_op=True)
         yield
-        work.wait()
+        _wait(work, total)
         return total
 
     def _along_tree(
@@ -141,25 +142,34 @@ class Sum:
         by_rank = nodes_by_rank(*self.shares, joined)[place * size : (place + 1) * size]
         slices = 1 if self.small else size  # of a small sum each rank gets and adds up the whole
         part = -(-width // slices)
-        rows = _filled(self.templates[0].new_empty(max(1, count), slices * part), nodes)
+        rows = _fill_rows(self.templates[0].new_empty(max(1, count), slices * part), nodes)
         sent = rows[:count].view(count, slices, part).transpose(0, 1).expand(size, -1, -1).contiguous()
         received = rows.new_empty(sum(map(len, by_rank)), part)
         splits = [len(names) * part for names in by_rank], [count * part] * size
         work: Any = dist.all_to_all_single(received.view(-1), sent.view(-1), *splits, group=group, async_op=True)
         yield
-        work.wait()
+        _wait(work, rows)
         joined *= size
         nodes = join_nodes(by_rank, received, nodes_by_rank(*self.shares, joined)[place])
         total = yield from self._along_tree(nodes, part, groups[1:], joined)
         if slices > 1:
             work = dist.all_gather_into_tensor(rows[0], total, group=group, async_op=True)
             yield
-            work.wait()
+            _wait(work, rows)
             total = rows[0]
         return total[:width]
 
 
-def _filled(rows: Tensor, nodes: dict[int, list[Tensor]]) -> Tensor:
+def _wait(work: Any, values: Tensor) -> None:
+    """Wait for an exchange. On the CPU, first stay awake for a moment: a thread that sleeps is woken late."""
+    for _ in range(500 if values.device.type == "cpu" else 0):  # half a millisecond: docs/benchmarks.md
+        if work.is_completed():
+            break
+        os.sched_yield()
+    work.wait()
+
+
+def _fill_rows(rows: Tensor, nodes: dict[int, list[Tensor]]) -> Tensor:
     """Move the nodes into rows: each its values side by side, as they lie in memory. The rest of a row stays."""
     for row, first in zip(rows, [*nodes], strict=False):
         parts = [value.as_strided((value.numel(),), (1,)) for value in nodes.pop(first)]
@@ -167,11 +177,11 @@ def _filled(rows: Tensor, nodes: dict[int, list[Tensor]]) -> Tensor:
     return rows
 
 
-class Gradients:
+class GradientReducer:
     """Sums the gradients of a step's micro-batches over all ranks: `before` and `after` each pass, then `finish`.
 
-    Sharded parameters (FSDP) are summed in each backward pass, see Scatter. The others travel in buckets, which
-    begin to move while the last backward pass is still under way. A parameter that no micro-batch uses gets no
+    Sharded parameters (FSDP) are summed in each backward pass, see TreeReduceScatter. The others travel in buckets,
+    which begin to move while the last backward pass is still under way. A parameter that no micro-batch uses gets no
     gradient. A module that the trainer itself wraps in DistributedDataParallel has averages, which are multiplied by
     the number of ranks; what it keeps from the step before is divided by it.
     """
@@ -182,31 +192,31 @@ class Gradients:
         plain = [p for p in parameters if p not in wrapped and not hasattr(p, "placements")]
         self.world, self.averaged, self.sharded = world, [p for p in parameters if p in wrapped], sharded
         groups: Any = [one for one in model.modules() if hasattr(one, "set_custom_reduce_scatter")]
-        self.scatters = [Scatter() for _ in groups if args.reduction == "tree"]
+        self.scatters = [TreeReduceScatter() for _ in groups if args.reduction == "tree"]
         for group, scatter in zip(groups, self.scatters, strict=False):
             group.set_custom_reduce_scatter(scatter)
         how = {"round_robin": args.parallel == "fsdp", "by_library": args.reduction == "allreduce"}
-        self.buckets = [_Bucket(part, world, **how) for part in _parts(plain)]
+        self.buckets = [_Bucket(part, world, **how) for part in _group_parameters(plain)]
         # Other collectives in a backward pass would meet these in another order on a rank that has nothing to do.
         others = wrapped or sharded or any(isinstance(one, nn.SyncBatchNorm) for one in model.modules())
         self.overlaps = world.size > 1 and not others
         self.active, self.sent = False, 0
-        self.under_way = 2 * len(world.groups) - 1  # buckets at most, while the next one is sent
-        for bucket in self.buckets if self.overlaps else ():
+        self.max_in_flight = 2 * len(world.groups) - 1  # buckets at most, while the next one is sent
+        for bucket in self.buckets[:-1] if self.overlaps else ():  # the last one is whole when the pass is over
             for parameter in filter(lambda parameter: parameter.requires_grad, bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, bucket))
 
-    def before(self, key: MicroBatch) -> None:
+    def before(self, micro_batch: MicroBatch) -> None:
         """Prepare for the backward pass of a micro-batch."""
-        self.key, self.alone = key, self.world.size == key.step_parts == 1
-        if key.first:
+        self.micro_batch, self.alone = micro_batch, self.world.size == micro_batch.step_parts == 1
+        if micro_batch.first:
             self.sent = 0
             self._scale_averages(1 / self.world.size)
             for bucket in () if self.alone else self.buckets:
-                bucket.begin(key)
+                bucket.begin(micro_batch)
         for scatter in self.scatters:
-            scatter.begin(key)
-        self.active = self.overlaps and key.last and key.count > 0
+            scatter.begin(micro_batch)
+        self.active = self.overlaps and micro_batch.last and micro_batch.count > 0
 
     def after(self) -> None:
         """Take the gradients of the micro-batch, unless it is the only one of all: then they are the sum."""
@@ -214,15 +224,15 @@ class Gradients:
         if self.alone:
             return
         for bucket in self.buckets:
-            bucket.take(self.key)
-        if self.scatters and not self.key.last:
+            bucket.take(self.micro_batch)
+        if self.scatters and not self.micro_batch.last:
             for parameter in self.sharded:
                 parameter.grad = None  # what is whole comes with the last pass
 
     def finish(self) -> None:
         """Set each parameter's gradient to the sum over the step's micro-batches."""
         if not self.alone:
-            self._send(len(self.buckets) + self.under_way)
+            self._send(len(self.buckets) + self.max_in_flight)
             for bucket in self.buckets:
                 bucket.finish()
         self._scale_averages(self.world.size)
@@ -234,21 +244,21 @@ class Gradients:
 
     def _on_gradient(self, bucket: "_Bucket", _: Tensor) -> None:
         if self.active:
-            bucket.awaited -= 1
-            if bucket.awaited == 0:
-                bucket.take(self.key)
-                ready = itertools.takewhile(lambda bucket: bucket.awaited == 0, self.buckets)
+            bucket.pending -= 1
+            if bucket.pending == 0:
+                bucket.take(self.micro_batch)
+                ready = itertools.takewhile(lambda bucket: bucket.pending == 0, self.buckets)
                 self._send(sum(1 for _ in ready))
 
     def _send(self, ready: int) -> None:
         """Send the buckets up to this one, and go on with those before it: in one order on all ranks."""
         for number in range(self.sent, ready):
-            for bucket in reversed(self.buckets[max(0, number - self.under_way) : number + 1]):
+            for bucket in reversed(self.buckets[max(0, number - self.max_in_flight) : number + 1]):
                 bucket.sum.send()
         self.sent = max(self.sent, ready)
 
 
-def _parts(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _group_parameters(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Lists of parameters of one dtype and device, in the order in which a backward pass meets them."""
     parts = {}
     for parameter in reversed(parameters):
@@ -264,26 +274,26 @@ class _Bucket:
 
     def __init__(self, parameters: list[nn.Parameter], world: World, *, round_robin: bool, by_library: bool):
         self.parameters, self.flags = parameters, parameters[0].detach().new_ones(len(parameters))
-        self.sum = Sum([*parameters, self.flags], world, round_robin, by_library)
+        self.sum = TreeSum([*parameters, self.flags], world, round_robin, by_library)
 
-    def begin(self, key: MicroBatch) -> None:
-        self.sum.begin(key.step_parts)
+    def begin(self, micro_batch: MicroBatch) -> None:
+        self.sum.begin(micro_batch.step_parts)
         self.unused = {*range(len(self.parameters))}  # by all micro-batches of this rank
-        self.taken, self.awaited = None, len(self.parameters)  # gradients still to come in the last backward pass
-        for parameter in self.parameters if key.number else ():
+        self.collected, self.pending = None, len(self.parameters)  # gradients still to come in the last backward pass
+        for parameter in self.parameters if micro_batch.number else ():
             parameter.grad = None  # what a trainer keeps from the step before counts once, in the first micro-batch
 
-    def take(self, key: MicroBatch) -> None:
+    def take(self, micro_batch: MicroBatch) -> None:
         """Move the gradients of a micro-batch into the sum, or drop those of padding."""
-        if self.taken is key:
+        if self.collected is micro_batch:
             if any(parameter.grad is not None for parameter in self.parameters):
                 raise RuntimeError("two gradients of a parameter in a backward pass: checkpoint(use_reentrant=False)")
             return
-        self.taken = key
+        self.collected = micro_batch
         gradients: list[Any] = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        if key.count == 0:
+        if micro_batch.count == 0:
             return
         flags = self.flags.clone()
         missing = {number for number, gradient in enumerate(gradients) if gradient is None}
@@ -291,7 +301,7 @@ class _Bucket:
             gradients[number] = torch.zeros_like(self.parameters[number])
             flags[number] = 0
         self.unused &= missing
-        self.sum.add(key.number, [*gradients, flags])
+        self.sum.add(micro_batch.number, [*gradients, flags])
 
     def finish(self) -> None:
         *gradients, flags = self.sum.result()
@@ -300,7 +310,7 @@ class _Bucket:
             parameter.grad = gradient if one else None
 
 
-class Scatter:
+class TreeReduceScatter:
     """FSDP2's reduce-scatter for one group of parameters.
 
     In turn t rank r has micro-batch t x ranks + r. The leaves of a turn move to the owners of their shards, who add
@@ -312,11 +322,11 @@ class Scatter:
         self.nodes: dict[int, dict[int, list[Tensor]]] = {}  # of each call within a turn
         self.turn = self.calls = self.leaves = 0
 
-    def begin(self, key: MicroBatch) -> None:
+    def begin(self, micro_batch: MicroBatch) -> None:
         """Prepare for the backward pass of a turn."""
-        self.turn, self.calls = 0 if key.first else self.turn + 1, 0
-        self.leaves = key.step_parts
-        self.nodes = {} if key.first else self.nodes
+        self.turn, self.calls = 0 if micro_batch.first else self.turn + 1, 0
+        self.leaves = micro_batch.step_parts
+        self.nodes = {} if micro_batch.first else self.nodes
 
     def allocate(self, size: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for what FSDP sends or receives."""

@@ -44,7 +44,7 @@ def get_dataset(args) -> dict[str, Tensors]:
 def get_transform(args):
     """Return a function from an image, made 32 pixels wide and high, to the floats (3, 32, 32) of evaluation."""
     pixels = Pixels(MEAN, STD)
-    return lambda image: pixels.normalized(pil_to_tensor(image.convert("RGB").resize((32, 32))))
+    return lambda image: pixels.normalize(pil_to_tensor(image.convert("RGB").resize((32, 32))))
 
 
 def load(data: str) -> list[tuple[Tensor, Tensor]]:

@@ -42,7 +42,7 @@ def get_dataset(args) -> dict[str, Dataset]:
 def get_transform(args):
     """Return a function from an image of any size to the floats (channels, image_size, image_size) of evaluation."""
     still = Images([], [], args, drawn=False)
-    return lambda image: still.on_device.normalized(still.transform(image.convert(still.mode)))
+    return lambda image: still.on_device.normalize(still.transform(image.convert(still.mode)))
 
 
 def class_names(data: str, part: str = "train") -> list[str]:

@@ -108,7 +108,7 @@ class Windows(Dataset):
         """Return where a sample begins."""
         low, high = (number * self.fills // self.samples * self.length for number in (index, index + 1))
         places = min(high, len(self.tokens) - self.length) - low
-        return low + (0 if self.seed is None else seeding.mix(self.seed, index) % places)
+        return low + (0 if self.seed is None else seeding.hash_ints(self.seed, index) % places)
 
 
 def read_text(data: str) -> np.ndarray:

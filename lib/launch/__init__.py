@@ -2,30 +2,29 @@
 
     __init__.py     which launcher a command line asks for
     local.py        processes on this machine: how many, how they start, how their parent watches them
-    signals.py      signals before and after the training
     environment.py  RANK and its kin, GPUs, caches, debug switches, fast networks
     slurm.py        submits a job with Submitit
     slurm_task.py   a process of a Slurm job
-    requeue.py      whether an interrupted Slurm job is requeued
+    requeue.py      whether an interrupted Slurm job is requeued; the script that slurm.py submits asks it at the end
 
 Only this folder writes the environment: launchers set torchrun's variables and call `run` in train.py, which reads
 them. So one worker serves every launcher.
 """
 
-import contextlib
 import importlib.util
 import os
 import re
 import sys
 
 from lib.config import BUILDERS, Args, plugins
-from lib.launch import environment, local, signals
+from lib.launch import environment, local
+from lib.utils import signals
 from lib.utils.errors import FINISHED, STOPPED, UsageError
 
 
 def prepare(args: Args) -> None:
     """Say what starts, set what torch reads when it is imported, and import the plugins. Raises UsageError."""
-    if sys.stderr.isatty() and not launched():
+    if sys.stderr.isatty() and not is_launched():
         print(f"starting:    {args.model} (-dataset {args.dataset} -arch {args.arch})", file=sys.stderr, flush=True)
     environment.export(args.cache_dir, args.debug_dist)
     for kind in BUILDERS:
@@ -44,17 +43,19 @@ def launch(args: Args, target: str) -> int:
         raise UsageError(f"-ngrok opens no tunnel without a password: {wanted}")
     if args.track != "none" and not getattr(importlib.util.find_spec(args.track), "origin", None):  # a mere folder
         raise UsageError(f"-track {args.track}: the package is not installed: pip install {args.track}")
-    if launched() or slurm_task.is_task():
-        with environment.exported(environment.visible(args.gpus)):
-            code = local.call(target, args) if launched() else slurm_task.step(args, target)
+    if is_launched() or slurm_task.is_task():
+        with environment.override(environment.visible_devices(args.gpus)):
+            code = local.call_target(target, args) if is_launched() else slurm_task.run_task(args, target)
         # torchrun restarts whatever does not exit with 0; outcome.json says whether the run is stopped or finished.
         return FINISHED if code == STOPPED and "TORCHELASTIC_MAX_RESTARTS" in os.environ else code
     if args.slurm or args.slurm_dry:
         return slurm.submit(args, target)
-    with contextlib.nullcontext() if args.debug else signals.leaving():  # at a breakpoint, Ctrl-C is the debugger's
+    if args.debug:  # at a breakpoint, Ctrl-C is the debugger's
+        return local.start(args, target)
+    with signals.exit_on_signal():
         return local.start(args, target)
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Whether torchrun or a launcher of ours started this process; a RANK may have leaked from elsewhere."""
     return "RANK" in os.environ and int(os.environ["RANK"]) < int(os.environ.get("WORLD_SIZE", 0))

@@ -15,9 +15,9 @@ from lib.utils.errors import UsageError
 
 # SYSTEMNAME of machines on which HOSTi is the name of HOST on InfiniBand, the only network between distant nodes.
 INFINIBAND = ("juwels", "juwelsbooster", "jurecadc", "jusuf")
-FAST = "ib0"  # the name of the network interface on InfiniBand; elsewhere gloo chooses one
+IB_INTERFACE = "ib0"  # the name of the network interface on InfiniBand; elsewhere gloo chooses one
 LOOPBACK = "lo" if sys.platform == "linux" else None  # the network interface of 127.0.0.1
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # ROCm reads it, too
+VISIBLE, ROCM = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"  # torch for ROCm reads its own one first
 CACHES = {
     "TORCH_HOME": "torch",
     "TORCH_EXTENSIONS_DIR": "torch_extensions",
@@ -35,7 +35,7 @@ DEBUG = {
 }
 # How often a thread on the CPU looks whether the others are done before it sleeps: for some microseconds. By itself,
 # GNU's OpenMP looks 300,000 times: where other work takes a core, each operation then waits for it (benchmarks.md).
-SPIN = {"GOMP_SPINCOUNT": "3000"}
+OPENMP_SPIN = {"GOMP_SPINCOUNT": "3000"}
 MESH_UP_TO = 256  # ranks that gloo connects each with each other at the start: as many sockets in every process
 
 
@@ -48,7 +48,7 @@ def export(cache_dir: str | None, debug: bool) -> dict[str, str]:
     """
     if not cache_dir and "SCRATCH" in os.environ:
         cache_dir = f"{os.environ['SCRATCH']}/cache_{os.environ.get('USER') or os.getuid()}"
-    wanted = {} if "OMP_WAIT_POLICY" in os.environ else dict(SPIN)
+    wanted = {} if "OMP_WAIT_POLICY" in os.environ else dict(OPENMP_SPIN)
     wanted |= DEBUG if debug else {}
     if cache_dir:
         wanted |= {name: str(Path(cache_dir, part).absolute()) for name, part in CACHES.items()}
@@ -69,13 +69,13 @@ def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | 
     if store:
         variables |= {"MASTER_ADDR": store[0], "MASTER_PORT": store[1]}
         variables |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True}
-        interface = LOOPBACK if store[0] == "127.0.0.1" else FAST if on_infiniband() else None
+        interface = LOOPBACK if store[0] == "127.0.0.1" else IB_INTERFACE if has_infiniband_names() else None
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             variables["GLOO_SOCKET_IFNAME"] = interface
     return {name: str(value) for name, value in variables.items()}
 
 
-def of_run(args: Args) -> dict[str, str]:
+def for_run(args: Args) -> dict[str, str]:
     """Return what a run needs set, as cuBLAS's workspace for -deterministic.
 
     On many ranks, gloo connects two of them when they first talk: docs/scaling.md.
@@ -88,7 +88,7 @@ def of_run(args: Args) -> dict[str, str]:
     return variables
 
 
-def visible(gpus: str | None) -> dict[str, str]:
+def visible_devices(gpus: str | None) -> dict[str, str]:
     """Return the variable that leaves a process the GPUs of -gpus; the driver must not be started yet.
 
     Number i means the i-th of those that are visible now. Raises UsageError for others.
@@ -104,12 +104,13 @@ def visible(gpus: str | None) -> dict[str, str]:
     missing = [gpu for gpu in wanted if int(gpu) >= count]
     if missing:
         raise UsageError(f"-gpus {gpus}: {', '.join(missing)} is not one of the GPUs here: {','.join(numbers)}")
-    names = os.environ[VISIBLE].replace(" ", "").split(",") if os.environ.get(VISIBLE) else numbers
-    return {VISIBLE: ",".join(names[int(gpu)] for gpu in wanted)}
+    variable = ROCM if torch.version.hip and ROCM in os.environ else VISIBLE
+    names = os.environ[variable].replace(" ", "").split(",") if os.environ.get(variable) else numbers
+    return {variable: ",".join(names[int(gpu)] for gpu in wanted)}
 
 
 @contextlib.contextmanager
-def exported(variables: dict[str, str]) -> Iterator[None]:
+def override(variables: dict[str, str]) -> Iterator[None]:
     """Set these variables while the block runs."""
     before = dict(os.environ)
     os.environ.update(variables)
@@ -120,15 +121,15 @@ def exported(variables: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def fast_name(host: str) -> str:
+def infiniband_name(host: str) -> str:
     """Return the name of a host on the fast network: gpu7.site becomes gpu7i.site. An address stays as it is."""
     first, dot, domain = host.partition(".")
-    if not on_infiniband() or ":" in host or host.replace(".", "").isdigit() or first.endswith("i"):
+    if not has_infiniband_names() or ":" in host or host.replace(".", "").isdigit() or first.endswith("i"):
         return host
     return f"{first}i{dot}{domain}"
 
 
-def own_address(host: str) -> str:
+def local_address(host: str) -> str:
     """Return this machine's address on the way to a host; nothing is sent. Raises OSError."""
     family, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -136,6 +137,6 @@ def own_address(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def on_infiniband() -> bool:
+def has_infiniband_names() -> bool:
     """Whether this machine's nodes have another name on the fast network."""
     return os.environ.get("SYSTEMNAME") in INFINIBAND

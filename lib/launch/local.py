@@ -13,33 +13,35 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Lock
 
 from lib.config import Args
-from lib.launch import environment, requeue, signals
+from lib.launch import environment, requeue
+from lib.utils import signals
 from lib.utils.checkpoint import run_folder
-from lib.utils.errors import FAILED, FINISHED, STOPPED, STOPPING, USAGE, UsageError, no_exit
+from lib.utils.errors import FAILED, FINISHED, STOP_SIGNALS, STOPPED, USAGE, UsageError, no_exit
 from lib.utils.monitoring import startup
 
-END_S = 2.0  # after the first failure: for the others to end, and for a rank that lost another to keep silent
+SHUTDOWN_S = 2.0  # that the others get to end after the first failure; a rank that lost another is silent as long
 
 
 def start(args: Args, target: str) -> int:
     """Run the processes of this machine. Returns the exit code."""
-    count = 1 if args.debug else processes(args)
-    with environment.exported(environment.visible(args.gpus)):
+    count = 1 if args.debug else count_processes(args)
+    with environment.override(environment.visible_devices(args.gpus)):
         os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no torchrun agent started this process
         too_late = args.gpus and not fork_is_safe()  # to choose GPUs in this process
         if count > 1 or too_late:
-            return spawn(args, target, count)
+            return start_processes(args, target, count)
         place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
         os.environ.update(environment.rank_variables(place, run_id=uuid.uuid4().hex))
-        return call(target, args)
+        return call_target(target, args)
 
 
-def processes(args: Args) -> int:
+def count_processes(args: Args) -> int:
     """Return how many processes this machine runs. Touches no device, so that a fork stays safe."""
     import torch
 
@@ -65,7 +67,7 @@ def fork_is_safe() -> bool:
     return not torch.accelerator.is_available()
 
 
-def spawn(args: Args, target: str, count: int) -> int:
+def start_processes(args: Args, target: str, count: int) -> int:
     """Run `count` processes on this machine and wait for them. Returns the exit code.
 
     Like torchrun's agent, this process has the rendezvous store, on a port that is its own before the children start.
@@ -77,18 +79,18 @@ def spawn(args: Args, target: str, count: int) -> int:
         importlib.import_module("torch._dynamo")  # takes a second, here once for all
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)  # no other machine can reach it
     os.register_at_fork(after_in_child=listener.close)  # else it would still accept connections after our end
-    children, first, run_id = [], context.Lock(), uuid.uuid4().hex
-    with startup.garbage_collector(), pass_signals_to(children) as passed:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until there is a child to pass them to
+    children, print_lock, run_id = [], context.Lock(), uuid.uuid4().hex
+    with startup.enable_garbage_collector(), forward_signals(children) as forwarded:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there is a child to forward them to
         for rank in range(count):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
             variables = environment.rank_variables(place, run_id, listener.getsockname())
-            process = context.Process(target=child, args=(variables, target, args, first, os.getpid()))
+            process = context.Process(target=run_child, args=(variables, target, args, print_lock, os.getpid()))
             process.start()
             children.append(process)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         store = open_store(listener, count)
-        code = watch(children, passed, first)
+        code = watch(children, forwarded, print_lock)
         del store  # the children need it until here
     return code
 
@@ -106,83 +108,87 @@ def open_store(listener: socket.socket, size: int) -> object:
     return TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def child(variables: dict[str, str], target: str, args: Args, first: Lock, parent: int) -> None:
+def run_child(variables: dict[str, str], target: str, args: Args, print_lock: Lock, parent: int) -> None:
     """Run in a child: set its environment, run, print why it failed unless another one does."""
     signals.set_handlers(signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.environ.update(variables)
-    threading.Thread(target=end_with_parent, args=[parent], daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=[parent], daemon=True).start()
     try:
-        code, why = call(target, args), ""
+        code, why = call_target(target, args), ""
     except UsageError as error:
         code, why = USAGE, f"train.py: {' '.join(str(error).split())}"
     except Exception as error:
         code, why = FAILED, traceback.format_exc().rstrip()
-        if run_folder.lost_peer(error):
-            time.sleep(END_S)  # another process has the reason, and prints it first
+        if run_folder.is_lost_peer(error):
+            time.sleep(SHUTDOWN_S)  # another process has the reason, and prints it first
     signals.set_handlers(signal.SIG_IGN)  # a second signal would change the exit code
     if not why:
         sys.exit(code)
-    if first.acquire(block=False):
+    if print_lock.acquire(block=False):
         print(why, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(code)  # what a failed run leaves behind may hang Python's own end, and the others wait for this one
 
 
-def end_with_parent(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """Stop this process when its parent is gone, as a signal to it would."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def call(target: str, args: Args) -> int:
+def call_target(target: str, args: Args) -> int:
     """Call the function named "module:function" with args. Returns the exit code."""
     module, _, function = target.partition(":")
-    with environment.exported({**environment.of_run(args), **os.environ}), no_exit():
+    with environment.override({**environment.for_run(args), **os.environ}), no_exit():
         return getattr(importlib.import_module(module), function)(args)
 
 
-def watch(children: list[BaseProcess], passed: list[int], first: Lock) -> int:
+def watch(children: list[BaseProcess], forwarded: list[int], print_lock: Lock) -> int:
     """Wait for the children, by rank. Returns the run's exit code. The first failure ends the rest.
 
-    Args:
-        children: the processes of the run.
-        passed: the signals that were passed on to them.
-        first: the child that takes it prints why it failed. No other one does.
+    `forwarded`: signals that they were sent. The child that takes `print_lock` prints why it failed.
     """
     running, failure = children, None
     while running and not failure:
         # A child that ended before the wait, or whose own children live, wakes nobody: so a second at most.
         connection.wait([child.sentinel for child in running], timeout=1.0)
         running = [child for child in children if child.exitcode is None]
-        failure = first_failure(children, passed)
+        failure = first_failure(children, forwarded)
     if not failure:
         return max(child.exitcode or FINISHED for child in children)
-    code, message = failure
-    first.acquire(block=False)  # a child that fails only now says nothing
-    end(children, END_S)
-    if code != USAGE:  # it stands there
-        print(f"train.py: {message}", file=sys.stderr, flush=True)
-    return code
+    print_lock.acquire(block=False)  # a child that fails only now says nothing
+    terminate(children, SHUTDOWN_S)
+    if failure.code != USAGE:  # the child has printed what is wrong
+        print(f"train.py: {failure.message}", file=sys.stderr, flush=True)
+    return failure.code
 
 
-def first_failure(children: list[BaseProcess], passed: list[int]) -> tuple[int, str] | None:
-    """Return exit code and message of the failure that explains the others, None if there is none."""
+@dataclass(frozen=True)
+class Failure:
+    """Why a run ends: its exit code, and what the terminal shows."""
+
+    code: int
+    message: str
+
+
+def first_failure(children: list[BaseProcess], forwarded: list[int]) -> Failure | None:
+    """Return the failure that explains the others, None if there is none."""
     failed = [rank for rank, child in enumerate(children) if child.exitcode not in (None, FINISHED, STOPPED)]
     if not failed:
         return None
     rank = min(failed, key=lambda rank: children[rank].exitcode == -signal.SIGABRT)  # torch aborts who lost another
     code = children[rank].exitcode or FAILED
     if code > 0:
-        return code, f"rank {rank} failed with exit code {code}; the others are ended"
+        return Failure(code, f"rank {rank} failed with exit code {code}; the others are ended")
     name = signal.Signals(-code).name
-    if -code in passed:
-        return STOPPED, signals.OUTSIDE.format(name)
-    return FAILED, f"rank {rank} was killed by {name}; the others are ended"
+    if -code in forwarded:
+        return Failure(STOPPED, signals.OUTSIDE.format(name))
+    return Failure(FAILED, f"rank {rank} was killed by {name}; the others are ended")
 
 
-def end(children: list[BaseProcess], seconds: float) -> None:
+def terminate(children: list[BaseProcess], seconds: float) -> None:
     """Give children that still run some seconds to end by themselves, then kill them."""
     until = time.monotonic() + seconds
     for child in children:
@@ -193,12 +199,12 @@ def end(children: list[BaseProcess], seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def pass_signals_to(children: list[BaseProcess]) -> Iterator[list[int]]:
-    """Pass signals on to the children while the block runs, and end them after it. Yields a list of what came."""
-    passed = []
+def forward_signals(children: list[BaseProcess]) -> Iterator[list[int]]:
+    """Forward signals to the children while the block runs, and end them after it. Yields a list of what came."""
+    forwarded = []
 
-    def pass_on(number: int, frame: object) -> None:
-        passed.append(number)
+    def forward(number: int, frame: object) -> None:
+        forwarded.append(number)
         for child in children:
             # A child that was reaped in this instant still seems alive. An error from here would be lost in
             # multiprocessing's own `except OSError`, and the child's exit code with it.
@@ -206,16 +212,16 @@ def pass_signals_to(children: list[BaseProcess]) -> Iterator[list[int]]:
                 if child.pid and child.is_alive():
                     os.kill(child.pid, number)
 
-    with signals.handled_by(pass_on):
+    with signals.use_handler(forward):
         try:
-            yield passed
+            yield forwarded
         finally:
-            end(children, 0.0)
+            terminate(children, 0.0)
 
 
-def refused(error: UsageError) -> int:
+def report_usage_error(error: UsageError) -> int:
     """Print what the user has to change, in one line. Returns the exit code."""
     text = " ".join(str(error).split())
     print(f"train.py: {text}", file=sys.stderr, flush=True)
-    requeue.refuse(text)
+    requeue.record_refusal(text)
     return USAGE

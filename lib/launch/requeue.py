@@ -4,7 +4,6 @@ The job's history, JOB.json in the job folder, has what each of its starts began
 from outcome.json and from what Slurm says of the job. Imports no torch, so that it takes no time.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -19,49 +18,55 @@ RUNNING = ("RUNNING", "SIGNALING")  # states of a job that runs; the second whil
 PREEMPTED = "preempted"
 
 
-def begin(history: Path, run: Path) -> None:
+def record_start(history: Path, run: Path) -> None:
     """Note what this start of the job begins with."""
-    starts = [start for start in run_folder.read_json(history).get("starts", []) if start["restart"] != restart()]
-    written = run_folder.outcome(run).get("written")
-    starts.append({"restart": restart(), "checkpoint": newest(run), "outcome": written})
-    write(history, {"run": str(run.resolve()), "starts": starts})
+    starts = [
+        start for start in run_folder.read_json(history).get("starts", []) if start["restart"] != restart_count()
+    ]
+    written = run_folder.read_outcome(run).get("written")
+    starts.append({"restart": restart_count(), "checkpoint": newest_checkpoint(run), "outcome": written})
+    write_history(history, {"run": str(run.resolve()), "starts": starts})
 
 
-def refuse(reason: str) -> None:
+def record_refusal(reason: str) -> None:
     """Note that this start was refused for a usage error, as another would be. Without a job it does nothing."""
     history = Path(os.environ.get(HISTORY, ""))
     facts = run_folder.read_json(history)
-    if facts and facts["starts"][-1]["restart"] == restart():
+    if facts and facts["starts"][-1]["restart"] == restart_count():
         facts["starts"][-1]["refused"] = reason
-        write(history, facts)
+        write_history(history, facts)
 
 
-def after(history: Path, code: int) -> int:
+def finish_job(history: Path, code: int) -> int:
     """Requeue the job if its run must go on, else say why not. `code` is the tasks' exit code.
 
     Returns:
-        The job's exit code: 0 for a run that is finished or goes on, else 75, 2 or 1.
+        The job's exit code: 0 for a run that is finished or requeued, 75, 2, or the tasks' own.
     """
     facts = run_folder.read_json(history)
     start = facts["starts"][-1] if facts else {}
-    if start.get("restart") != restart():
-        print(f"no training began in this start: job {name()} is not requeued")
+    if start.get("restart") != restart_count():
+        print(f"no training began in this start: job {job_name()} is not requeued")
         return code
     run = Path(facts["run"])
-    outcome = run_folder.outcome_of(run, os.environ["SLURM_JOB_ID"])
+    outcome = run_folder.read_job_outcome(run, os.environ["SLURM_JOB_ID"])
     if outcome.get("written") == start["outcome"]:
         outcome = {}  # of an earlier start
-    why, why_not = verdict(facts["starts"], outcome, newest(run), job_facts())
+    why, why_not = verdict(facts["starts"], outcome, newest_checkpoint(run), job_facts())
     if why:
-        print(f"{why}: job {name()} is requeued, and goes on", flush=True)
+        print(f"{why}: job {job_name()} is requeued, and resumes", flush=True)
         start["requeued"] = why
-        write(history, facts)
-        if requeue():
+        write_history(history, facts)
+        answer = scontrol("requeue")
+        if answer.returncode == 0:
             return FINISHED
         del start["requeued"]
-        write(history, facts)
+        write_history(history, facts)
+        reason = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
+        command = f"scontrol requeue {job_name()}"
+        print(f"job {job_name()} could not be requeued ({reason}): the state is saved; type: {command}")
     elif why_not:
-        print(f"job {name()} is not requeued: {why_not}")
+        print(f"job {job_name()} is not requeued: {why_not}")
     if not outcome and "refused" in start:
         return USAGE
     return {"finished": FINISHED, "stopped": STOPPED}.get(outcome.get("state", ""), code or FAILED)
@@ -86,7 +91,7 @@ def verdict(starts: list[dict], outcome: dict, checkpoint: str | None, job: dict
         return "", f"the run was refused ({start['refused']})"
     if state == "failed" and not outcome.get("lost_peer"):
         return "", f"the run failed ({reason})"
-    if preempted(job):
+    if is_preempted(job):
         return PREEMPTED, ""
     if state == "stopped" and outcome.get("signal") != "SIGUSR2":
         return "", f"it was asked to stop ({reason}); the state is saved"
@@ -97,18 +102,18 @@ def verdict(starts: list[dict], outcome: dict, checkpoint: str | None, job: dict
     return why, ""
 
 
-def preempted(job: dict) -> bool:
+def is_preempted(job: dict) -> bool:
     """Whether this start of the job runs and must make room for another job."""
     since, start = job.get("PreemptTime", "None"), job.get("StartTime", "~")
     return job.get("JobState") in RUNNING and since[0].isdigit() and since >= start
 
 
-def restart() -> int:
+def restart_count() -> int:
     """Return how often Slurm has started this job before."""
     return int(os.environ.get("SLURM_RESTART_COUNT", 0))
 
 
-def name() -> str:
+def job_name() -> str:
     """Return the job's number; of a task of an array that of the array and of the task."""
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         return "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**os.environ)
@@ -117,34 +122,23 @@ def name() -> str:
 
 def job_facts() -> dict:
     """Return what Slurm says of this job (JobState, StartTime, PreemptTime, ...), {} if it does not answer."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return dict(re.findall(r"(?:^| )(\w+)=(\S*)", scontrol("show", "job", "-o")))
-    return {}
+    return dict(re.findall(r"(?:^| )(\w+)=(\S*)", scontrol("show", "job", "-o").stdout))
 
 
-def requeue() -> bool:
-    """Let Slurm end this job and start it again. Returns whether it does."""
+def scontrol(*command: str) -> subprocess.CompletedProcess:
+    """Ask Slurm about this job. If scontrol is missing, or says nothing for a minute, it counts as failed."""
+    words = ["scontrol", *command, job_name()]
     try:
-        scontrol("requeue")
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = getattr(error, "stderr", None) or error
-        command = f"scontrol requeue {name()}"
-        print(f"job {name()} could not be requeued ({reason}): the state is saved; type: {command}")
-        return False
-    return True
+        return subprocess.run(words, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(words, FAILED, "", str(error))
 
 
-def scontrol(*command: str) -> str:
-    """Return what scontrol answers for this job."""
-    words = ["scontrol", *command, name()]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
-
-
-def newest(run: Path) -> str | None:
+def newest_checkpoint(run: Path) -> str | None:
     """Return the name of the run's newest checkpoint."""
-    return next((found.name for found in run_folder.listed(run / "checkpoints")), None)
+    return next((found.name for found in run_folder.list_checkpoints(run / "checkpoints")), None)
 
 
-def write(history: Path, facts: dict) -> None:
+def write_history(history: Path, facts: dict) -> None:
     """Replace the history of a job."""
     atomic.write_file(history, json.dumps(facts, indent=1) + "\n")

@@ -19,7 +19,7 @@ from lib.utils.errors import FINISHED, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 # Set by an allocation or a launcher around this process, or secret: the job must not inherit them.
-FOREIGN = ("SLURM", "SRUN_", "TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "NGROK_AUTHTOKEN")
+NOT_INHERITED = ("SLURM", "SRUN_", "TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "NGROK_AUTHTOKEN")
 
 
 def submit(args: Args, target: str) -> int:
@@ -30,9 +30,9 @@ def submit(args: Args, target: str) -> int:
     """
     if args.gpus:
         raise UsageError(f"-gpus {args.gpus} with -slurm: Slurm says which GPUs; -slurm_ngpus says how many a node")
-    folder, has_sbatch = slurm_task.folder_of(args), bool(shutil.which("sbatch"))
+    folder, has_sbatch = slurm_task.job_folder(args), bool(shutil.which("sbatch"))
     if args.slurm_dry:
-        script = script_of(args, folder, ROOT)
+        script = batch_script(args, folder, ROOT)
         print(script, flush=True)
         print(sbatch(script, "--test-only").stderr.strip() if has_sbatch else "no sbatch here: not tested")
         return FINISHED
@@ -43,7 +43,7 @@ def submit(args: Args, target: str) -> int:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the pickle in it runs as code
         copy_code(code)
         (code / slurm_task.PICKLE).write_bytes(pickle.dumps((args, target, str(Path.cwd()))))
-        job = re.findall(r"job (\d+)", sbatch(script_of(args, folder, code)).stdout)[0]
+        job = re.findall(r"job (\d+)", sbatch(batch_script(args, folder, code)).stdout)[0]
     except BaseException as error:
         shutil.rmtree(code, ignore_errors=True)
         if isinstance(error, OSError):
@@ -52,14 +52,13 @@ def submit(args: Args, target: str) -> int:
     log = folder / f"{job}_0_log.out"
     print(f"submitted:   job {job}")
     print(f"log:         {log}")
-    print(f"follow:      tail -F {shlex.quote(str(log))}")
     print(f"cancel:      scancel {job}", flush=True)
     return FINISHED
 
 
 def sbatch(script: str, *options: str) -> subprocess.CompletedProcess:
     """Give the script to sbatch. Raises UsageError with sbatch's own message if it refuses."""
-    prefixes = (*FOREIGN, "SBATCH_") if "SLURM_JOB_ID" in os.environ else FOREIGN
+    prefixes = (*NOT_INHERITED, "SBATCH_") if "SLURM_JOB_ID" in os.environ else NOT_INHERITED
     inherited = [name for name in os.environ if name == "SLURM_CONF" or not name.startswith(prefixes)]
     env = {name: os.environ[name] for name in inherited}
     answer = subprocess.run(["sbatch", *options], input=script, env=env, capture_output=True, text=True)
@@ -68,7 +67,7 @@ def sbatch(script: str, *options: str) -> subprocess.CompletedProcess:
     return answer
 
 
-def script_of(args: Args, folder: Path, code: Path) -> str:
+def batch_script(args: Args, folder: Path, code: Path) -> str:
     """Return the batch script: what the job asks for, and what its shell does before, with and after the tasks."""
     from submitit.slurm import slurm  # its executor would refuse to write a script where there is no Slurm
 

@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 from lib.config import Args
-from lib.launch import environment, local, requeue, signals
+from lib.launch import environment, local, requeue
+from lib.utils import signals
 from lib.utils.checkpoint import run_folder
-from lib.utils.errors import FINISHED, STOPPED, STOPPING, UsageError
+from lib.utils.errors import FINISHED, STOP_SIGNALS, STOPPED, UsageError
 from lib.utils.monitoring import startup
 
 PICKLE = "submitted.pkl"  # in the folder of the job's code: args, target and working folder of each start
@@ -25,7 +26,7 @@ def main(command: str, *arguments: str) -> int:
     if command == "task":
         return task()
     history, code = arguments
-    return requeue.after(Path(history), int(code))
+    return requeue.finish_job(Path(history), int(code))
 
 
 def task() -> int:
@@ -33,45 +34,45 @@ def task() -> int:
 
     Signals wait until the training handles them.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     args, target, where = pickle.loads(Path(PICKLE).read_bytes())
     os.chdir(where)
-    signals.set_handlers(lambda *_: None)  # they end nothing; `after` asks Slurm why they came
-    if not trains(args):  # nothing is to be saved
+    signals.set_handlers(lambda *_: None)  # they end nothing; `requeue.finish_job` asks Slurm why they came
+    if not is_training(args):  # nothing is to be saved
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-    os.environ[requeue.HISTORY] = str(history_of(args))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    os.environ[requeue.HISTORY] = str(history_file(args))
     if os.environ["SLURM_PROCID"] == "0":
-        begin(args)
-    code = step(args, target)
+        record_start(args)
+    code = run_task(args, target)
     return FINISHED if code == STOPPED else code
 
 
-def begin(args: Args) -> Path:
+def record_start(args: Args) -> Path:
     """Note a start of this job, if it trains. Returns the path of the job's history."""
-    history = history_of(args)
+    history = history_file(args)
     history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if trains(args):
-        requeue.begin(history, run_folder.run_of(args))
+    if is_training(args):
+        requeue.record_start(history, run_folder.path_of(args))
     return history
 
 
-def trains(args: Args) -> bool:
+def is_training(args: Args) -> bool:
     """Whether a start trains, and so writes an outcome."""
     return not (args.eval or args.debug or args.check_resume)
 
 
-def history_of(args: Args) -> Path:
+def history_file(args: Args) -> Path:
     """Return the path of this job's history."""
-    return folder_of(args) / f"{os.environ['SLURM_JOB_ID']}.json"
+    return job_folder(args) / f"{os.environ['SLURM_JOB_ID']}.json"
 
 
-def folder_of(args: Args) -> Path:
+def job_folder(args: Args) -> Path:
     """Return the folder of the job's files: -slurm_dir, or slurm/ in the run's folder."""
-    return Path(args.slurm_dir).resolve() if args.slurm_dir else run_folder.run_of(args).resolve() / "slurm"
+    return Path(args.slurm_dir).resolve() if args.slurm_dir else run_folder.path_of(args).resolve() / "slurm"
 
 
-def step(args: Args, target: str) -> int:
+def run_task(args: Args, target: str) -> int:
     """Run as a task of a job step, submitted or under srun. Returns the exit code.
 
     Only rank 0 exits with 75 for a stopped run: srun kills the other tasks when one does.
@@ -80,7 +81,7 @@ def step(args: Args, target: str) -> int:
     rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
     environment.export(args.cache_dir, args.debug_dist)
     try:
-        host, port = head()
+        host, port = rendezvous_address()
         store = None
         if rank == 0:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -89,9 +90,9 @@ def step(args: Args, target: str) -> int:
         place["LOCAL_WORLD_SIZE"] = len(environ["SLURM_GTIDS"].split(","))
         run_id = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
         environ.update(environment.rank_variables(place, run_id, (host, port)))
-        code = local.call(target, args)
+        code = local.call_target(target, args)
     except UsageError as error:
-        return local.refused(error)
+        return local.report_usage_error(error)
     del store  # the others need it until here
     return FINISHED if code == STOPPED and rank else code
 
@@ -102,7 +103,7 @@ def is_task() -> bool:
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and not typed
 
 
-def head() -> tuple[str, int]:
+def rendezvous_address() -> tuple[str, int]:
     """Return address and port of the rendezvous store: rank 0's in the network of the job's nodes, and no other.
 
     The port follows from the ids of the job, the step and the start, so that jobs on one node have different ones.
@@ -110,14 +111,14 @@ def head() -> tuple[str, int]:
     from submitit.slurm.slurm import _parse_node_list  # scontrol may be missing, as in a container
 
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
-    port = PORTS[(job + 97 * step + 997 * requeue.restart()) % len(PORTS)]
-    names = [environment.fast_name(name) for name in _parse_node_list(os.environ["SLURM_STEP_NODELIST"])]
+    port = PORTS[(job + 97 * step + 997 * requeue.restart_count()) % len(PORTS)]
+    names = [environment.infiniband_name(name) for name in _parse_node_list(os.environ["SLURM_STEP_NODELIST"])]
     if len(names) == 1:
         return "127.0.0.1", port
     if os.environ["SLURM_NODEID"] == "0":  # its own name may mean an address that others cannot reach
-        return environment.own_address(names[1]), port
+        return environment.local_address(names[1]), port
     return str(socket.getaddrinfo(names[0], port)[0][4][0]), port
 
 
 if __name__ == "__main__":
-    startup.program(lambda: main(*sys.argv[1:]))
+    startup.run_program(lambda: main(*sys.argv[1:]))

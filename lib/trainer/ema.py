@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lib.config.types import real
 from lib.trainer import trainer
-from lib.utils.checkpoint.shards import local
+from lib.utils.checkpoint.shards import local_part
 from lib.utils.checkpoint.state import model_tensors, unwrap
 
 
@@ -65,7 +65,5 @@ class Trainer(trainer.Trainer):
 
     def local_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the averages and their tensors; of sharded ones, what this rank has."""
-        tensors = model_tensors(unwrap(self.model)).values()
-        return [local(one) for one in self.average.buffers()], [
-            local(one) for one in tensors if one.is_floating_point()
-        ]
+        tensors = [one for one in model_tensors(unwrap(self.model)).values() if one.is_floating_point()]
+        return [*map(local_part, self.average.buffers())], [*map(local_part, tensors)]

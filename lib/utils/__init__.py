@@ -4,6 +4,7 @@ errors.py       UsageError, exit codes, the signals that stop a run
 distributed.py  World (which process am I), and the collectives
 seeding.py      random numbers as a function of (seed, step, micro-batch)
 runtime.py      settings of torch for speed, and what config.yaml says of the machine and the code
+signals.py      handlers of the signals that stop a run, before and after the training
 preemption.py   requests to stop, and the vote on them at a step's end
 watchdog.py     ends a run that hangs
 data/           which samples a step holds, and how they come to the device

@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import math
 import operator
 import os
 import socket
 import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +21,9 @@ from lib.utils.errors import PARENT, UsageError
 
 CPU = torch.device("cpu")
 FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # that `attempt` shares
-ROW_BYTES = 504  # that one message brings: what most values take
+ROW_BYTES = 504  # in the first message, enough for most values; a longer one needs a second message
 TAG = 1_000_003  # of the messages between two ranks below; plugins may send their own
-START_MINUTES = 30.0  # until a run's first step is done: data may be fetched, a model compiled, a checkpoint read
+LEAST_MINUTES = 30.0  # that a collective waits: at the start data is fetched, a model compiled, a checkpoint read
 _left_groups = []  # process groups that this process left
 
 
@@ -44,7 +46,7 @@ class World:
 
 
 @contextlib.contextmanager
-def joined(args: Namespace) -> Iterator[World]:
+def join(args: Namespace) -> Iterator[World]:
     """Join the run's process group for the block, and yield this process's World.
 
     A single process needs no group: every collective below is then the identity.
@@ -65,10 +67,10 @@ def joined(args: Namespace) -> Iterator[World]:
     if world.size > 1:
         own = dist.get_default_backend_for_device(world.device)
         backend = own if own == "gloo" else f"cpu:gloo,{world.device.type}:{own}"
-        timeout = datetime.timedelta(minutes=max(START_MINUTES, args.hang_minutes))
+        timeout = datetime.timedelta(minutes=max(LEAST_MINUTES, 2 * args.hang_minutes))  # the watchdog comes first
         dist.init_process_group(backend, timeout=timeout)
         world = dataclasses.replace(world, groups=sum_groups(world, timeout))
-    yield agreed(args, world)
+    yield check_same_flags(args, world)
     if world.size > 1:  # a rank that fails does not come here: it waits for nobody
         _leave()
 
@@ -95,13 +97,11 @@ def pick_device(args: Namespace, local_rank: int) -> torch.device:
     return torch.device(accelerator.type, local_rank % count)
 
 
-def agreed(args: Namespace, world: World) -> World:
+def check_same_flags(args: Namespace, world: World) -> World:
     """Return the World with rank 0's `launch_id`, once all ranks have the same flags.
 
     torchrun starts each node with arguments of its own. Where they differ, each node would train in its own way.
-
-    Raises:
-        UsageError: on all ranks; names the flag and both values.
+    Raises UsageError on all ranks, with the flag and both values.
     """
     flags = {name: str(value) for name, value in sorted(vars(args).items()) if name not in args.flag_rules.per_node}
     launch, first = broadcast_json([launch_id(), flags], world)
@@ -117,12 +117,13 @@ def agreed(args: Namespace, world: World) -> World:
 
 
 def sum_groups(world: World, timeout: datetime.timedelta) -> tuple[Any, ...]:
-    """Return the process groups through which a sum goes: all processes at once; or a machine's, then those between.
+    """Return the process groups that a sum passes through, in order: usually one, of all processes.
 
-    There are two where several machines have the same number of processes, more than one, with consecutive ranks.
+    Where several machines have the same number of consecutive ranks, more than one, there are two: first those of the
+    machine, then those with the same local rank.
     """
     local, first = world.local_size, world.rank - world.local_rank
-    most, least, uneven = largest([local, -local, first % local], world)
+    most, least, uneven = all_reduce_max([local, -local, first % local], world)
     if uneven or most != -least or local in (1, world.size):
         return (None,)
     machine, between = range(first, first + local), range(world.local_rank, world.size, local)
@@ -137,14 +138,6 @@ def _leave() -> None:
     """
     _left_groups.extend(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
-
-
-def set_patience(seconds: float) -> None:
-    """Let collectives of all groups (also FSDP's) fail if the others do not come within so many seconds."""
-    c10d = dist.distributed_c10d
-    set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
-    for group in list(c10d._world.pg_map):
-        set_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def launch_id() -> str:
@@ -162,19 +155,19 @@ def has_agent() -> bool:
     return "TORCHELASTIC_MAX_RESTARTS" in os.environ
 
 
-def orphaned() -> bool:
+def is_orphan() -> bool:
     """Return whether the torchrun agent that started this process is gone: nobody would restart it, or end it."""
     return has_agent() and os.getppid() != PARENT
 
 
-def elastic() -> bool:
+def is_elastic() -> bool:
     """Return whether scripts/elastic.sh started this process: torchrun's nodes may then come and go."""
     return has_agent() and "PET_NNODES" in os.environ
 
 
-def most_ranks(world: World) -> int:
+def max_world_size(world: World) -> int:
     """Return how many processes the run may grow to, where scripts/elastic.sh started it; else how many there are."""
-    most_nodes = int(os.environ["PET_NNODES"].rpartition(":")[2]) if elastic() else 1
+    most_nodes = int(os.environ["PET_NNODES"].rpartition(":")[2]) if is_elastic() else 1
     return max(world.size, most_nodes * world.local_size)
 
 
@@ -190,29 +183,32 @@ def user_threads() -> int | None:
     return int(given) if given.isdigit() and not of_torchrun else None
 
 
-def cores_each(world: World) -> int:
-    """Return this machine's cores for each of its processes."""
+def cores_per_process(world: World) -> int:
+    """Return this machine's cores for each of its processes; in a container, of those that it may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max"
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
     return max(1, cores // world.local_size)
 
 
-def own_place() -> World:
+def current_world() -> World:
     """Return this process's rank among all; alone where there is no process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return World()
     return World(rank=dist.get_rank(), size=dist.get_world_size())
 
 
-def largest(values: list[float], world: World) -> list[float]:
+def all_reduce_max(values: list[float], world: World) -> list[float]:
     """Return each number's largest value over all ranks; NaN where one is NaN."""
-    return merged(values, lambda *two: torch.tensor(two, dtype=torch.float64).amax(0).tolist(), world)
+    return reduce_json(values, lambda *two: torch.tensor(two, dtype=torch.float64).amax(0).tolist(), world)
 
 
-def merged(value: Any, merge: Callable[[Any, Any], Any], world: World) -> Any:
-    """Return all ranks' values (JSON), of which `merge` makes one of two, on all ranks, in 2 log2(size) messages.
+def reduce_json(value: Any, merge: Callable[[Any, Any], Any], world: World) -> Any:
+    """Combine every rank's value (JSON) pairwise by `merge(a, b)`, and return the result on all ranks.
 
-    They go up a binomial tree to rank 0, and back by a broadcast. gloo's all_reduce and all_gather pass theirs around
-    a ring: docs/scaling.md.
+    The values go up a binomial tree to rank 0, and a broadcast brings the result back: 2 log2(size) messages. gloo's
+    all_reduce and all_gather pass theirs around a ring: docs/scaling.md.
     """
     distance = 1
     while distance < world.size and not world.rank & distance:
@@ -226,7 +222,7 @@ def merged(value: Any, merge: Callable[[Any, Any], Any], world: World) -> Any:
 
 def gather_json(value: Any, world: World) -> list:
     """Return every rank's value (JSON), by rank, on all ranks."""
-    return merged([value], operator.add, world)
+    return reduce_json([value], operator.add, world)
 
 
 def broadcast_json(value: Any, world: World, root: int = 0) -> Any:
@@ -234,14 +230,13 @@ def broadcast_json(value: Any, world: World, root: int = 0) -> Any:
     if world.size == 1:
         return value
     data = json.dumps(value).encode() if world.rank == root else b""
-    return json.loads(_moved(data, lambda row: dist.broadcast(row, root)))
+    return json.loads(_transfer(data, lambda row: dist.broadcast(row, root)))
 
 
 def broadcast_tensors(tensors: dict[str, torch.Tensor], world: World, root: int) -> None:
     """Give tensors, which all ranks have by the same names, the values of one rank. None of them is sharded.
 
-    Raises:
-        RuntimeError: the checksum on a rank is not that of the others.
+    Raises RuntimeError if the checksum on a rank is not that of the others.
     """
     checksum = 0
     for tensor in (one.detach() for one in tensors.values() if one.numel()):
@@ -255,12 +250,10 @@ def broadcast_tensors(tensors: dict[str, torch.Tensor], world: World, root: int)
 
 def _message(move: Callable, data: bytes, other: int) -> bytes:
     """Send bytes to another rank, or return those that come from there."""
-    # The messages between two ranks do not know of `set_patience` by themselves.
-    patience = dist.distributed_c10d._get_default_group()._get_backend(_device()).options._timeout
-    return _moved(data, lambda row: move(row, other, None, TAG).wait(patience))
+    return _transfer(data, lambda row: move(row, other, None, TAG).wait())
 
 
-def _moved(data: bytes, move: Callable[[torch.Tensor], Any]) -> bytes:
+def _transfer(data: bytes, move: Callable[[torch.Tensor], Any]) -> bytes:
     """Return the bytes in a row that `move` sends or fills; a second row follows if that is too short."""
     room = ROW_BYTES
     while True:
@@ -280,9 +273,7 @@ def _device() -> torch.device:
 
 
 def attempt(action: Callable[[], Any] | None, world: World) -> Any:
-    """Return what `action()` gave on this rank, None where `action` is None. If it raises on one, it raises on all.
-
-    So none waits in vain.
+    """Return what `action()` gave on this rank (None: no action). An exception on one rank is raised on all.
 
     Raises:
         UsageError, OSError, RuntimeError or ValueError: that of the lowest rank that met one.
@@ -293,7 +284,7 @@ def attempt(action: Callable[[], Any] | None, world: World) -> Any:
     except FAILURES as error:
         failure, kind = error, [isinstance(error, kind) for kind in FAILURES].index(True)
         mine = [world.rank, kind, str(error)]
-    first = merged(mine, lambda ours, theirs: ours or theirs, world)
+    first = reduce_json(mine, lambda ours, theirs: ours or theirs, world)
     if first is None:
         return value
     rank, kind, text = first
@@ -302,11 +293,11 @@ def attempt(action: Callable[[], Any] | None, world: World) -> Any:
     raise FAILURES[kind](text if kind == 0 else f"rank {rank}: {text}")
 
 
-def together(action: Callable[[], Any] | None, world: World) -> list:
-    """Return what `action()` gave (JSON) on each rank, by rank, on all ranks. What one raises, all do: `attempt`."""
+def gather_results(action: Callable[[], Any] | None, world: World) -> list:
+    """Return what `action()` gave (JSON) on each rank, by rank, on all ranks. See `attempt`."""
     return gather_json(attempt(action, world), world)
 
 
-def main_does(action: Callable[[], Any], world: World) -> Any:
-    """Return what `action()` gave (JSON) on rank 0, on all ranks. What it raises there, all raise: see `attempt`."""
+def run_on_main(action: Callable[[], Any], world: World) -> Any:
+    """Return what `action()` gave (JSON) on rank 0, on all ranks. See `attempt`."""
     return broadcast_json(attempt(action if world.is_main else None, world), world)

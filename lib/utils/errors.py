@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 FINISHED, FAILED, USAGE, STOPPED, ABORTED = 0, 1, 2, 75, 130  # 75 is EX_TEMPFAIL: try again, it goes on
 EXIT_CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
 PARENT = os.getppid()  # read before torch is imported: it may be gone a second later
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class UsageError(Exception):
@@ -25,7 +25,7 @@ def no_exit() -> Iterator[None]:
         raise RuntimeError(f"sys.exit({error.code!r}) was called, and the run is not finished") from error
 
 
-def close(name: str, there: Iterable[str], most: int | None = None) -> str:
+def suggest(name: str, there: Iterable[str], most: int | None = None) -> str:
     """Return a question with the names that a misspelt one may mean, the `most` shortest; "" if none is near."""
     text = name.lstrip("-")
     starts = [other for other in there if text and other.lstrip("-").startswith(text)]

@@ -14,21 +14,19 @@ import math
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from lib.utils import distributed
+from lib.utils import distributed, signals
 from lib.utils.distributed import World
-from lib.utils.errors import ABORTED, STOPPING
+from lib.utils.errors import ABORTED, STOP_SIGNALS
 
 log = logging.getLogger(__name__)
 TWICE_S = 1.0  # a terminal's Ctrl-C and a dying parent's signal each arrive twice: nearer together they are one
 ASK_EVERY_S = 1.0  # between votes, and between checks for a reason to stop
-LAST_S = 5.0  # that a stop leaves to the last evaluation, which finishes the run: the next start would cost as much
+LAST_S = 5.0  # that the last evaluation may still take after a request: the next start would take as long
 FILE_THERE = "the file STOP is in the run's folder"
 MOST_STEPS = 100  # between votes, so that steps that grow slow are noticed
 
@@ -56,28 +54,28 @@ class Stop:
         self.request: Request | None = None  # of this process, the first one
         self.agreed: Request | None = None  # by all ranks
 
-    def ask(self, reason: str, signal: str | None = None) -> None:
+    def request_stop(self, reason: str, signal: str | None = None) -> None:
         """Request a stop, unless there is a request."""
         self.request = self.request or Request(reason, signal)
 
-    def evaluating(self, last: bool) -> None:
+    def begin_evaluation(self, last: bool) -> None:
         """Note that an evaluation begins. The last one of a run gets LAST_S to finish the run before a request."""
         self.not_before = time.monotonic() + LAST_S if last else -math.inf
 
-    def wanted(self) -> bool:
+    def is_requested(self) -> bool:
         """Return whether this process wants to stop."""
         now = time.monotonic()
         if self.request is None and now >= self.next_check:
             self.next_check = now + ASK_EVERY_S
             if now >= self.deadline:
-                self.ask("-max_hours is over")
-            elif self.file.exists():
-                self.ask(FILE_THERE)
-            elif distributed.orphaned():
+                self.request_stop("-max_hours is over")
+            elif os.path.exists(self.file):  # noqa: PTH110  # Path.exists raises where a network disk fails
+                self.request_stop(FILE_THERE)
+            elif distributed.is_orphan():
                 os.kill(os.getpid(), signal.SIGTERM)  # the agent cannot pass one on
         return self.request is not None and now >= self.not_before
 
-    def at_limit(self, step: int) -> bool:
+    def limit_reached(self, step: int) -> bool:
         """Return whether -limit_steps is reached, which all ranks see at the same step."""
         reached = self.limit_steps is not None and step >= self.limit_steps
         if reached and self.agreed is None:
@@ -91,24 +89,23 @@ class Stop:
 
     def only_other_nodes_leave(self) -> bool:
         """Return whether the run continues on this node, as only ranks of others got the signal."""
-        return bool(self.cause.signal) and self.signalled_at is None and distributed.elastic()
+        return bool(self.cause.signal) and self.signalled_at is None and distributed.is_elastic()
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         """Let signals request a stop in the block; afterwards they do again what they did before."""
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         before_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        before = {number: signal.signal(number, _handler(number)) for number in STOPPING}
         thread = threading.Thread(target=self._listen, args=(ours,), name="stop", daemon=True)
-        thread.start()
-        os.register_at_fork(after_in_child=functools.partial(_forget_signals, theirs))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # a task of a Slurm job blocks them until now
         try:
-            yield
+            with signals.use_handler(lambda *_: None):  # the pipe has the number already
+                thread.start()
+                os.register_at_fork(after_in_child=functools.partial(_forget_signals, theirs))
+                # A task of a Slurm job blocks them until now.
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+                yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
             signal.set_wakeup_fd(before_fd)
             theirs.shutdown(socket.SHUT_WR)  # the thread reads the end, though loader processes have it open too
             thread.join()
@@ -120,9 +117,9 @@ class Stop:
         while numbers := pipe.recv(64):
             for number in numbers:
                 now = time.monotonic()
-                if number in STOPPING and self.signalled_at is None:
+                if number in STOP_SIGNALS and self.signalled_at is None:
                     name, self.signalled_at = signal.Signals(number).name, now
-                    self.ask(f"signal {name}", signal=name)
+                    self.request_stop(f"signal {name}", signal=name)
                     # This timer ends the process with all stacks. No Python code can be in its way.
                     faulthandler.dump_traceback_later(self.grace_s, exit=True, file=2)
                     log.info("signal %s: stopping after this step, or after -grace_s %g", name, self.grace_s)
@@ -130,7 +127,7 @@ class Stop:
                     os._exit(ABORTED)
 
 
-class Ballot:
+class StopVote:
     """The vote of all ranks on stopping, at step boundaries that all of them know beforehand.
 
     Every rank must call `tick` equally often. Alone, each tick answers. Together, they vote about once a second: the
@@ -158,9 +155,9 @@ class Ballot:
     def vote(self) -> bool:
         """Vote now; all ranks must. Return whether they agree to stop."""
         step_s = (time.monotonic() - self.since) / max(1, self.ticks)
-        request = self.stop.request if self.stop.wanted() else None
+        request = self.stop.request if self.stop.is_requested() else None
         mine = [request and dataclasses.astuple(request), step_s]
-        request, step_s = distributed.merged(mine, _merge, self.world)
+        request, step_s = distributed.reduce_json(mine, _merge, self.world)
         # Twice as many at most: a GPU that was just waited for takes the next steps' launches in no time.
         self.vote_at = max(1, min(MOST_STEPS, 2 * self.ticks, int(ASK_EVERY_S / max(step_s, 1e-9))))
         self.ticks, self.since = 0, time.monotonic()
@@ -172,14 +169,6 @@ class Ballot:
 def _merge(ours: list, theirs: list) -> list:
     """Merge two votes: the request of the lower rank and the longer time of a step."""
     return [ours[0] or theirs[0], max(ours[1], theirs[1])]
-
-
-def _handler(number: signal.Signals) -> Any:
-    """Return the handler of a signal. SIGHUP stops a run only if it has a terminal and was not started by nohup."""
-    at_terminal = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
-    nohup = signal.getsignal(number) == signal.SIG_IGN
-    ignored = number == signal.SIGHUP and (nohup or not at_terminal)
-    return signal.SIG_IGN if ignored else lambda *_: None  # the pipe has the number already
 
 
 def _forget_signals(pipe: socket.socket) -> None:

@@ -25,7 +25,7 @@ WORK = 1.25e8  # floating-point operations of a forward pass that are worth one 
 FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, next to the plain one
 
 
-def kernels(world: World, deterministic: bool) -> None:
+def configure_kernels(world: World, deterministic: bool) -> None:
     """Enable TF32 and cuDNN's autotuning on a GPU; with `deterministic`, deterministic algorithms instead."""
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -41,26 +41,26 @@ def kernels(world: World, deterministic: bool) -> None:
 def set_threads(args: Namespace, saved: int | None = None) -> None:
     """Set the number of threads: of -threads, of the run's first start, of OMP_NUM_THREADS, else one.
 
-    One is for what comes before `settle_threads`: data and weights then have the same bits on any machine.
+    One is for what comes before `choose_threads`: data and weights then have the same bits on any machine.
     """
     torch.set_num_threads(args.threads or saved or distributed.user_threads() or 1)
 
 
-def settle_threads(args: Namespace, world: World, saved: int | None, model: nn.Module, sample: Callable) -> int:
+def choose_threads(args: Namespace, world: World, saved: int | None, model: nn.Module, sample: Callable) -> int:
     """Set the run's number of threads, the same on all ranks, and return it.
 
     Sums of another number have other bits, so nothing about it is measured, and a run keeps that of its first start
     (`saved`). `sample` returns a micro-batch of the run.
     """
-    share = -int(distributed.largest([-distributed.cores_each(world)], world)[0])
+    share = -int(distributed.all_reduce_max([-distributed.cores_per_process(world)], world)[0])
 
     def choose() -> int:
         wanted = args.threads or saved or distributed.user_threads()
         if wanted or share == 1 or world.device.type != "cpu":
             return wanted or share
-        return threads_for(work_of(model, sample()), share)
+        return threads_for(count_flops(model, sample()), share)
 
-    count = distributed.main_does(choose, world)
+    count = distributed.run_on_main(choose, world)
     torch.set_num_threads(count)
     return count
 
@@ -70,7 +70,7 @@ def threads_for(work: float, share: int) -> int:
     return int(min(share, 1 + work / WORK))
 
 
-def work_of(model: nn.Module, batch: Any) -> float:
+def count_flops(model: nn.Module, batch: Any) -> float:
     """Return the floating-point operations of a forward pass, on the meta device: it computes and changes no values.
 
     A model that does not take the first part of a batch, or needs values, is taken for a large one.
@@ -89,7 +89,7 @@ def work_of(model: nn.Module, batch: Any) -> float:
     return counter.get_total_flops()
 
 
-def about(world: World) -> dict[str, Any]:
+def describe(world: World) -> dict[str, Any]:
     """Return facts on the code and the machine for config.yaml and every checkpoint. Called by all ranks."""
     return {
         "command": " ".join(["python", *sys.argv]),
@@ -104,7 +104,7 @@ def about(world: World) -> dict[str, Any]:
 @functools.cache  # a checkpoint needs it, too, and must start no process
 def _code(world: World) -> dict[str, Any]:
     """Return what git says on rank 0: not all ranks read the repository, which may lie on a shared disk."""
-    return distributed.main_does(
+    return distributed.run_on_main(
         lambda: {"git": _git("rev-parse", "HEAD"), "changed_files": _git("status", "--porcelain")}, world
     )
 

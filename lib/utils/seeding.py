@@ -14,41 +14,41 @@ MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 SAMPLE, MICRO_BATCH, MODEL, DRAWS, TRAINER = 1, 2, 3, 4, 5  # one stream each
 
 
-def mix(*numbers: int) -> int:
+def hash_ints(*numbers: int) -> int:
     """Return one 64-bit number made of several, each bit of it depending on every bit of theirs."""
     state = 0
     for number in numbers:
-        state = scramble((state + number + GOLDEN) & MASK)
+        state = splitmix64((state + number + GOLDEN) & MASK)
     return state
 
 
 def uniform(seed: int, epoch: int, indices: list[int], count: int = 8) -> torch.Tensor:
     """Return numbers in [0, 1), (len(indices), count) float32: row i is a function of (seed, epoch, indices[i])."""
-    states = scramble(np.asarray(indices, np.int64).astype(np.uint64) + np.uint64(mix(DRAWS, seed, epoch)))
-    bits = scramble(states[:, None] + np.arange(1, count + 1, dtype=np.uint64) * GOLDEN)
+    states = splitmix64(np.asarray(indices, np.int64).astype(np.uint64) + np.uint64(hash_ints(DRAWS, seed, epoch)))
+    bits = splitmix64(states[:, None] + np.arange(1, count + 1, dtype=np.uint64) * GOLDEN)
     return torch.from_numpy((bits >> 40).astype(np.float32) / np.float32(1 << 24))
 
 
-def scramble(state: Any) -> Any:
+def splitmix64(state: Any) -> Any:
     """Return SplitMix64's mixture of the bits of a number, or of an array of uint64."""
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
     return state ^ (state >> 31)
 
 
-def for_building(seed: int, stream: int = MODEL) -> None:
+def seed_building(seed: int, stream: int = MODEL) -> None:
     """Seed Python, NumPy and torch, the same on every rank and at every start, to build a part of the run."""
-    _seed_host(mix(stream, seed))
+    _seed_host(hash_ints(stream, seed))
 
 
-def for_sample(seed: int, epoch: int, index: int) -> None:
+def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Seed Python, NumPy and torch for drawing one sample (or one fetched batch that begins with it)."""
-    _seed_host(mix(SAMPLE, seed, epoch, index))
+    _seed_host(hash_ints(SAMPLE, seed, epoch, index))
 
 
-def for_micro_batch(seed: int, step: int, micro: int, device: torch.device) -> None:
+def seed_micro_batch(seed: int, step: int, micro: int, device: torch.device) -> None:
     """Seed Python, NumPy and torch for the forward and backward pass of micro-batch `micro` of step `step`."""
-    value = mix(MICRO_BATCH, seed, step, micro)
+    value = hash_ints(MICRO_BATCH, seed, step, micro)
     _seed_host(value)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(value)

@@ -111,7 +111,7 @@ def plan(args) -> list[dict]:
             batches = loader.micro_batches(0)
             row[f"epoch's first of {name}, ms"] = cpu_ms(lambda batches=batches: next(batches), 1)
             row[f"next of {name}, us"] = 1e3 * cpu_ms(lambda batches=batches: next(batches))
-        row["seeds, us"] = 1e3 * cpu_ms(lambda size=size: seeding.for_micro_batch(0, 5, size, distributed.CPU))
+        row["seeds, us"] = 1e3 * cpu_ms(lambda size=size: seeding.seed_micro_batch(0, 5, size, distributed.CPU))
         rows.append(row)
     return rows
 
@@ -134,7 +134,7 @@ def _exchange(rank, size, folder):
     sums.update({f"figure {number}": 0.1 for number in range(5)})
     exchanges = {
         "a vote in gloo's ring, ms": lambda: dist.all_reduce(vote),
-        "a vote along the tree, ms": lambda: distributed.largest([0.0, 0.0, 0.0], world),
+        "a vote along the tree, ms": lambda: distributed.all_reduce_max([0.0, 0.0, 0.0], world),
         "a row of each to all in gloo's ring, ms": lambda: dist.all_gather(rows, row),
         "5 sums by name along the tree, ms": sums.pending,
         "a file of each to all along the tree, ms": lambda: distributed.gather_json(file, world),
@@ -205,7 +205,7 @@ def _checkpoint(folder, size, count):
     past, partial = saver.folder / "000001_step_1", saver.folder / "000001_step_1.partial"
     save = manager.Save(past, partial, facts, keep=False, best={}, job=concurrent.futures.Future())
     partial.mkdir()
-    files = map(shards.file_of, range(size))
+    files = map(shards.file_name, range(size))
     answers = [{file: shards.write(partial / file, [("w", torch.zeros(8))])} for file in files]
     began = time.perf_counter()
     publish = cpu_ms(lambda: saver._publish(save, answers), 1)
@@ -214,7 +214,7 @@ def _checkpoint(folder, size, count):
         "manifest, MB": (past / "manifest.json").stat().st_size / 1e6,
         "publish, ms": publish,
         "publish, wall ms": 1e3 * wall,
-        "list, ms": cpu_ms(lambda: run_folder.listed(saver.folder)),
+        "list, ms": cpu_ms(lambda: run_folder.list_checkpoints(saver.folder)),
         "read manifest, ms": cpu_ms(lambda: shards.read_manifest(past), 5),
         "verify a rank's share, ms": cpu_ms(lambda: resume._fault(past, True, World(rank=size - 1, size=size)), 5),
         "remove, ms": cpu_ms(lambda: atomic.remove_folder(past), 1),

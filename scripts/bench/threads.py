@@ -18,7 +18,7 @@ from lib import config
 from lib.config import plugins
 from lib.launch import environment
 
-os.environ.update({**environment.SPIN, **os.environ})  # as train.py does, before torch is imported
+os.environ.update({**environment.OPENMP_SPIN, **os.environ})  # as train.py does, before torch is imported
 
 import torch
 
@@ -54,7 +54,7 @@ def main():
 def prepared(words: str):
     """Return a function that takes a training step with these flags, and the work of its forward pass."""
     args, world = config.parse_args([*words.split(), "-cpu", "1"]), World()
-    seeding.for_building(args.seed)
+    seeding.seed_building(args.seed)
     data = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset)["train"]
     plan = Plan(len(data), args.batch_size, args.batch_size)
     batch = loader.first_batch(data, plan, world, args)
@@ -67,7 +67,7 @@ def prepared(words: str):
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, runtime.work_of(model, batch)
+    return step, runtime.count_flops(model, batch)
 
 
 def measured(step, counts: list[int], seconds: float) -> list[float]:

@@ -16,10 +16,10 @@ import torch
 from lib.config import plugins
 from lib.trainer import trainer
 from lib.utils import preemption
-from lib.utils.errors import STOPPING, UsageError
+from lib.utils.errors import STOP_SIGNALS, UsageError
 
 LIMIT = 120  # seconds a rank waits: to be let go, or for a thread to hear of its signal
-NAMES = {number.name for number in STOPPING}
+NAMES = {number.name for number in STOP_SIGNALS}
 
 
 class Trainer(trainer.Trainer):

@@ -203,17 +203,17 @@ def test_two_ranks_share_folders_agree_and_none_waits_for_one_that_failed(tmp_pa
 def _together(rank, folder):
     world = World(rank=rank, size=2)
     assert distributed.gather_json(["é", "x" * 3000 * rank, math.inf], world)[1][1:] == ["x" * 3000, math.inf]
-    assert distributed.together((lambda: rank) if rank else None, world) == [None, 1]
+    assert distributed.gather_results((lambda: rank) if rank else None, world) == [None, 1]
     assert distributed.attempt(lambda: rank, world) == rank
     assert distributed.broadcast_json(["é", rank], world, root=1) == ["é", 1]
-    assert distributed.main_does(lambda: {"rank": rank}, world) == {"rank": 0}
+    assert distributed.run_on_main(lambda: {"rank": rank}, world) == {"rank": 0}
     for error in (UsageError("-out: no"), BlockingIOError("busy"), RuntimeError("lost"), UnicodeError("odd")):
         kind = next(kind for kind in (UsageError, OSError, RuntimeError, ValueError) if isinstance(error, kind))
         with pytest.raises(kind, match=f"{error}$") as message:
-            distributed.together(lambda error=error: fail(error) if rank else 0, world)
+            distributed.gather_results(lambda error=error: fail(error) if rank else 0, world)
         assert message.value is error if rank else kind is UsageError or str(message.value) == f"rank 1: {error}"
     with pytest.raises(OSError, match="of rank 0"):
-        distributed.together(lambda: fail(UsageError("of rank 1") if rank else OSError("of rank 0")), world)
+        distributed.gather_results(lambda: fail(UsageError("of rank 1") if rank else OSError("of rank 0")), world)
 
 
 def fail(error):
@@ -226,9 +226,9 @@ def test_the_largest_values_are_found_in_a_logarithm_of_rounds(tmp_path):
         sent = []
         real = dist.isend
         dist.isend = lambda tensor, to, *more: sent.append(to) or real(tensor, to, *more)
-        assert distributed.largest([rank, -rank], world) == [4, 0]
+        assert distributed.all_reduce_max([rank, -rank], world) == [4, 0]
         assert sent == ([rank - (rank & -rank)] if rank else []), "each but the first sends once, up a binomial tree"
-        assert math.isnan(distributed.largest([math.nan if rank == 3 else 1.0], world)[0])
+        assert math.isnan(distributed.all_reduce_max([math.nan if rank == 3 else 1.0], world)[0])
         values = distributed.gather_json([rank, "x" * 600 * (rank % 2)], world)
         assert [(number, len(text)) for number, text in values] == [(n, 600 * (n % 2)) for n in range(5)]
         with pytest.raises(OSError, match=r"^rank 2: lost$|^lost$"):

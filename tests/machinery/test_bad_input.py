@@ -110,7 +110,7 @@ def test_a_misspelt_plugin_is_refused_with_the_close_one(flag, close, error_of):
 
 def test_of_many_close_names_the_shortest_are_shown():
     names = [f"resnet10{end}" for end in ("1_clip_gap", "1_clip", "1", "t", "1d")]
-    assert errors.close("resnet10", names, most=3) == " (do you mean resnet101 or resnet10t or resnet101d?)"
+    assert errors.suggest("resnet10", names, most=3) == " (do you mean resnet101 or resnet10t or resnet101d?)"
 
 
 @pytest.mark.parametrize("flag", ["optimizer", "loss", "lr_schedule"])
@@ -225,7 +225,7 @@ def own_numbers():
         for name in plugins.names(kind):
             parser = config.new_parser()
             count = len(parser._actions)
-            parser.add_own(plugins.read(kind, name), name)
+            parser.add_plugin_flags(plugins.load_flags(kind, name), name)
             yield from ((kind, name, own.dest) for own in parser._actions[count:] if own.type in (int, float))
 
 

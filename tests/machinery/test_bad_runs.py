@@ -80,6 +80,27 @@ def test_what_is_no_model_is_refused(made, shown, error_of):
         assert error_of([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model returns {shown}; it must")
 
 
+class ReturnsNothing(nn.Linear):
+    def forward(self, inputs):
+        super().forward(inputs.flatten(1))
+
+
+def test_a_forward_without_a_return_is_said_to_be_one(refused):
+    with runs.plugins(arch={"odd": lambda args: ReturnsNothing(64, 10)}):
+        assert "the model's forward returns None" in refused("-arch odd -cpu 1")
+
+
+@pytest.mark.parametrize("loss", [None, 0.5, torch.zeros(3)])
+def test_a_training_step_returns_a_tensor_without_dimensions(loss, refused):
+    class Odd(Trainer):
+        def training_step(self, batch):
+            return loss
+
+    with runs.plugins(trainer={"odd": Odd}):
+        line = refused("-trainer odd -cpu 1")
+    assert "training_step returns " in line and "the mean loss" in line
+
+
 QUITS = """import argparse, sys
 from lib.trainer import trainer
 
@@ -128,7 +149,7 @@ def test_a_plugin_that_calls_exit_fails_the_run(words, call, begun, cpu, tmp_pat
             code, said = 1, str(error)
     assert code == 1 and call in said
     if begun:
-        ended = run_folder.outcome(tmp_path / "run")
+        ended = run_folder.read_outcome(tmp_path / "run")
         assert ended["state"] == "failed" and ended["reason"].startswith("rank 0: ") and call in ended["reason"]
 
 
@@ -277,7 +298,7 @@ def test_a_lock_that_a_refused_start_removes_before_it_is_taken_is_made_again(tm
 
     monkeypatch.setattr(run_folder.fcntl, "lockf", lockf)
     args = command_line.parsed(f"-out {tmp_path / 'out'} -model run")
-    with run_folder.locked(args, World(), shared_disk.one(World())):
+    with run_folder.acquire(args, World(), shared_disk.single_disk(World())):
         assert removed and (folder / ".lock").exists()
 
 

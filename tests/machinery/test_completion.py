@@ -90,6 +90,13 @@ def test_list_shows_every_plugin_with_what_it_says_of_itself(capsys):
     ]
 
 
+def test_list_says_which_plugin_cannot_be_read(monkeypatch, tmp_path):
+    (tmp_path / "lib" / "arch").mkdir(parents=True)
+    (tmp_path / "lib" / "arch" / "half.py").write_text("def get_model(args) return")
+    monkeypatch.setattr(plugins, "ROOT", tmp_path)
+    assert plugins.summary("arch", "half").startswith("cannot be read: ")
+
+
 def test_flags_and_plugin_names_are_completed(script):
     assert offered(script, ["python", "train.py", "-lr_"]) == [
         *("-lr_schedule", "-lr_start", "-lr_end", "-lr_warmup", "-lr_batch")

@@ -11,13 +11,11 @@ import sys
 import termios
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
 import torch
 
 from lib.utils.checkpoint.state import State
-from lib.utils.monitoring import console, logger, throughput
+from lib.utils.monitoring import console, throughput
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +32,7 @@ for step in range(101, 201):
     if step % 10 == 0:
         figures = {"loss": step / 1000, "data_share": 0.25}
         if rank == 0:
-            text = console.line({"step": (step, 200), **figures})
+            text = console.format_line({"step": (step, 200), **figures})
             logging.getLogger("lib.logger").info("%s", text, extra={"in_bar": bar.on_stdout})
         bar.show({**figures, "a_figure_with_a_name_that_is_far_too_long_for_the_rest_of_the_line": 7})
     if step == 150:
@@ -126,6 +124,16 @@ def test_a_terminal_that_is_gone_does_not_stop_the_run(tmp_path):
     assert "INFO finished" in (tmp_path / "hung up/logs/rank_0.log").read_text()
 
 
+def test_a_reader_of_stdout_that_is_gone_is_no_error(tmp_path):
+    """As in `train.py | head -2`."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    ended = run_code(RUN.replace('print("last words")', ""), tmp_path, 0, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    assert b"Logging error" not in ended.stderr
+    assert "INFO finished" in (tmp_path / "logs/rank_0.log").read_text()
+
+
 def test_a_full_disk_under_the_log_changes_nothing_on_the_terminal(tmp_path):
     code = RUN.replace("log = ", "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))\nlog = ")
     ended = run_code(code, tmp_path, 0, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -150,13 +158,16 @@ def test_a_log_line_reads_as_a_person_would_write_it():
         "grad_norm": 0.52,
     }
     figures |= {"samples_per_s": 12345.4, "data_share": 0.03, "memory": 1.2e9, "left_s": 42.3, "bad_steps": 2}
-    assert console.line(figures) == (
+    assert console.format_line(figures) == (
         "epoch 3/12  step 400/1200  loss 0.123  mean 0.150  lr 1.0e-03  grad 0.52  12,345 samples/s  "
         "data 3 %  mem 1.20 GB  left 00:42  bad_steps 2"
     )
-    assert console.line({"loss": math.nan, "left_s": 3725}) == "loss nan  left 1:02:05"
-    assert console.line({"accuracy": 0.98512, "step": (7, 9), "loss": 123.4}) == "step 7/9  loss 123  accuracy 0.985"
-    assert console.line({}) == ""
+    assert console.format_line({"loss": math.nan, "left_s": 3725}) == "loss nan  left 1:02:05"
+    assert (
+        console.format_line({"accuracy": 0.98512, "step": (7, 9), "loss": 123.4})
+        == "step 7/9  loss 123  accuracy 0.985"
+    )
+    assert console.format_line({}) == ""
 
 
 def test_speed_waiting_and_time_left_follow_the_clock(monkeypatch):
@@ -169,10 +180,10 @@ def test_speed_waiting_and_time_left_follow_the_clock(monkeypatch):
             yield number
 
     state = State(step=4, samples=36)
-    rate = throughput.Rate(24, state, torch.device("cpu"))
+    rate = throughput.Throughput(24, state, torch.device("cpu"))
     seen, figures = [], []
     for samples in (36, 32):  # of two epochs
-        for batch in rate.waiting(batches()):
+        for batch in rate.time_data_loading(batches()):
             seen.append(batch)
             clock[0] += 1.5
             state.step += 1
@@ -193,23 +204,3 @@ def test_memory_is_counted_in_bytes():
     before = throughput.memory(torch.device("cpu"))
     held = torch.ones(50_000_000 // 4)
     assert 1e7 < before <= throughput.memory(torch.device("cpu")) < 1e12 and held.sum() > 0
-
-
-@pytest.mark.parametrize(
-    ("steps", "epochs", "best", "advice"),
-    [
-        (18, 6, 6, "try next:    18 steps only: a smaller -batch_size or more -epochs"),
-        (18, 1, None, "try next:    18 steps only: a smaller -batch_size or more -epochs"),
-        (600, 30, 30, "try next:    more -epochs: the last one was the best"),
-        (600, 30, 29, ""),
-        (600, 1, 1, ""),
-        (600, 30, None, ""),
-    ],
-)
-def test_a_finished_run_says_what_it_calls_for_or_nothing(steps, epochs, best, advice, tmp_path, caplog):
-    args = SimpleNamespace(epochs=epochs)
-    board = SimpleNamespace(folder=tmp_path, total_steps=steps, args=args)
-    best = best and {"metric": "accuracy", "value": 0.9, "epoch": best}
-    with caplog.at_level("INFO"):
-        logger.Logger.end(board, {"state": "finished", "epoch": epochs, "test": {}, "best": best})
-    assert [message for message in caplog.messages if message.startswith("try next:")] == [advice] * bool(advice)

@@ -33,7 +33,7 @@ class Case:
 
     def save(self, folder, step):
         checkpoints = saves.saver(folder, **self.words)
-        checkpoints.save(saves.state(step), saves.facts(step), step=step % 5, first=set(), keep=self.keep)
+        checkpoints.save(saves.state(step), saves.facts(step), step=step % 5, rank_dependent=set(), keep=self.keep)
         checkpoints.close()
 
     def wrong_after(self, cut, folder):

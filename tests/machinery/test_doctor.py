@@ -7,8 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from command_line import parsed
 from processes import CLEAN
+from runs import run
 
 from scripts import doctor
 
@@ -50,6 +52,21 @@ def test_what_is_in_the_way_is_bad_and_decides_the_exit_code(tmp_path):
     assert "all-reduce" in bad[0] and f"-data {tmp_path}" in bad[1] and "cannot be written" in bad[2]
     assert bad[3].startswith("bad   GLOO_SOCKET_IFNAME=nothing0 is not one of the interfaces here: ")
     assert examined("-epoch", "3", code=2) == []
+
+
+def test_what_train_py_would_refuse_is_bad(tmp_path, monkeypatch):
+    def bad(check, words):
+        return [text for level, text in found(check, f"{words} -out {tmp_path}") if level == "bad"]
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "-batch_size 2 has not a sample for each of 3 processes" in bad(doctor.data, "-batch_size 2 -cpu 3")[0]
+    assert "-micro_batch 24" in bad(doctor.data, "-cpu 1 -micro_batch 24")[0]
+    assert "no GPU is visible here" in bad(doctor.devices, "-gpus 0")[0]
+    assert "-weights nosuch: cannot be read" in bad(doctor.room, "-cpu 1 -weights nosuch")[0]
+    words = "-arch mlp -cpu 1 -epochs 1"
+    run(tmp_path, f"{words} -limit_steps 1", wanted=75)
+    assert bad(doctor.room, f"{words} -weights nosuch") == [], "a run that goes on has its own"
+    assert bad(doctor.data, words) == [] and "-epochs was 1 and is 2" in bad(doctor.data, f"{words} -epochs 2")[0]
 
 
 def test_little_room_for_loaders_and_checkpoints_is_told_with_what_to_do(tmp_path, monkeypatch):

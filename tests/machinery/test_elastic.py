@@ -139,7 +139,7 @@ def test_nodes_without_a_shared_disk_send_the_run_to_those_that_join(tmp_path, n
     os.kill(joiner.agent.pid, signal.SIGTERM)
     assert joiner.agent.wait(60)
     assert _went_on(ours / "logs" / "rank_0.log") > 0, "rank 0 is another node now"
-    newest = run_folder.listed(theirs / "checkpoints")[0]
+    newest = run_folder.list_checkpoints(theirs / "checkpoints")[0]
     shard = next(newest.glob("shard_*"))
     shard.write_bytes(shard.read_bytes()[:-8])
     joiner = nodes("theirs", **env)
@@ -149,7 +149,12 @@ def test_nodes_without_a_shared_disk_send_the_run_to_those_that_join(tmp_path, n
     for folder in (ours, theirs):
         _ends_like(folder, alone)
         assert (folder / "config.yaml").exists()
-        assert resume.newest_good(folder / "checkpoints", shared_disk.one(World())).manifest["state"]["step"] == 4000
+        assert (
+            resume.find_newest_good(folder / "checkpoints", shared_disk.single_disk(World())).manifest["state"][
+                "step"
+            ]
+            == 4000
+        )
         for name in ("best", "final"):
             held, truth = (load_file(one / name / "weights.safetensors") for one in (folder, alone))
             assert same(held, truth), name
@@ -201,23 +206,23 @@ def test_an_etcd_server_is_another_place_to_meet(tmp_path, nodes, alone):
 
 
 def _trains(log, starts):
-    until(lambda: log.exists() and log.read_text().count("going on from") >= starts - 1 and _steps(log) >= 20)
+    until(lambda: log.exists() and log.read_text().count("resuming from") >= starts - 1 and _steps(log) >= 20)
 
 
 def _starts_again(log, starts, limit):
     """Waits until the run goes on for the so many-th time: its step before and after, and the seconds between."""
     began = time.monotonic()
-    until(lambda: log.read_text().count("going on from") >= starts - 1, limit)
+    until(lambda: log.read_text().count("resuming from") >= starts - 1, limit)
     text = log.read_text()
-    went_on = int(re.findall(r"going on from .*: epoch \d+, step (\d+)", text)[-1])
+    went_on = int(re.findall(r"resuming from .*: epoch \d+, step (\d+)", text)[-1])
     stopped = [int(step) for step in re.findall(r"stopped \(.*\) in epoch \d+ at step (\d+)", text)]
     return {"went_on": went_on, "stopped": stopped[-1] if stopped else None, "took": time.monotonic() - began}
 
 
 def _went_on(log):
     """Waits until a rank goes on from a checkpoint: the step."""
-    until(lambda: log.exists() and "going on from" in log.read_text())
-    return int(re.findall(r"going on from .*: epoch \d+, step (\d+)", log.read_text())[-1])
+    until(lambda: log.exists() and "resuming from" in log.read_text())
+    return int(re.findall(r"resuming from .*: epoch \d+, step (\d+)", log.read_text())[-1])
 
 
 def _steps(log):
@@ -251,7 +256,7 @@ def test_a_worker_whose_agent_ends_before_torch_is_imported_is_an_orphan(tmp_pat
         "while os.getppid() == errors.PARENT:\n"
         "    time.sleep(0.01)\n"
         "from lib.utils import distributed\n"
-        "pathlib.Path('partial').write_text(str(distributed.orphaned()))\n"
+        "pathlib.Path('partial').write_text(str(distributed.is_orphan()))\n"
         "os.rename('partial', 'answer')\n"
     )
     env = {**CLEAN, "PYTHONPATH": str(ROOT), "TORCHELASTIC_MAX_RESTARTS": "3"}

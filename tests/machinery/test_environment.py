@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import parsed
 
 from lib.launch import environment, slurm_task
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def bare(monkeypatch, tmp_path):
     """An environment without any of these variables."""
     before = dict(os.environ)
-    ours = (*environment.CACHES, *environment.DEBUG, *environment.SPIN)
+    ours = (*environment.CACHES, *environment.DEBUG, *environment.OPENMP_SPIN)
     for name in (*ours, "SCRATCH", "SYSTEMNAME", "OMP_WAIT_POLICY"):
         os.environ.pop(name, None)
     os.environ["USER"] = "ann"
@@ -52,7 +53,7 @@ def test_threads_wait_for_each_other_as_the_user_says_or_else_only_for_a_moment(
     bare.setenv("OMP_WAIT_POLICY", "active")
     assert environment.export(None, False) == {}
     bare.delenv("OMP_WAIT_POLICY")
-    assert environment.export(None, False) == environment.SPIN
+    assert environment.export(None, False) == environment.OPENMP_SPIN
     bare.setenv("GOMP_SPINCOUNT", "7")
     assert environment.export(None, False) == {} and os.environ["GOMP_SPINCOUNT"] == "7"
 
@@ -78,24 +79,36 @@ def test_debugging_and_caches_are_there_before_torch_is_imported(bare, tmp_path)
 
 
 def test_deterministic_runs_give_cublas_its_workspace():
-    assert environment.of_run(parsed("")) == {}
-    assert environment.of_run(parsed("-deterministic")) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert environment.for_run(parsed("")) == {}
+    assert environment.for_run(parsed("-deterministic")) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+@pytest.mark.parametrize(("hip", "wanted"), [("6.3", "HIP"), (None, "CUDA")])
+def test_gpus_of_rocm_are_chosen_by_its_own_variable_where_that_is_set(hip, wanted, bare):
+    """On a machine of NVIDIA's the same variable says nothing."""
+    bare.setattr(torch.version, "hip", hip)
+    bare.setattr(torch.cuda, "device_count", lambda: 4)
+    for name in ("HIP", "CUDA"):
+        bare.setenv(f"{name}_VISIBLE_DEVICES", "4,5,6,7")
+    assert environment.visible_devices("1,2") == {f"{wanted}_VISIBLE_DEVICES": "5,6"}
+    bare.delenv("HIP_VISIBLE_DEVICES")
+    assert environment.visible_devices("1,2") == {"CUDA_VISIBLE_DEVICES": "5,6"}
 
 
 def test_many_ranks_are_not_connected_each_with_each_other(monkeypatch):
     for size, variables in ((8, {}), (4096, {"TORCH_GLOO_LAZY_INIT": "1"})):
         monkeypatch.setenv("WORLD_SIZE", str(size))
-        assert environment.of_run(parsed("")) == variables
+        assert environment.for_run(parsed("")) == variables
 
 
 @pytest.mark.parametrize("system", ["juwels", "juwelsbooster", "jurecadc", "jusuf"])
 def test_some_machines_have_another_name_on_their_fast_network(bare, system):
     bare.setenv("SYSTEMNAME", system)
-    assert environment.fast_name("jwb0001") == "jwb0001i"
-    assert environment.fast_name("jwb0001.juwels") == "jwb0001i.juwels"
-    assert environment.fast_name("jwb0001i.juwels") == "jwb0001i.juwels"
-    assert environment.fast_name("10.13.23.64") == "10.13.23.64"
-    assert environment.fast_name("fe80::1") == "fe80::1"
+    assert environment.infiniband_name("jwb0001") == "jwb0001i"
+    assert environment.infiniband_name("jwb0001.juwels") == "jwb0001i.juwels"
+    assert environment.infiniband_name("jwb0001i.juwels") == "jwb0001i.juwels"
+    assert environment.infiniband_name("10.13.23.64") == "10.13.23.64"
+    assert environment.infiniband_name("fe80::1") == "fe80::1"
     assert agent.interface_of("10.13.23.64") == "ib0"
     variables = environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
     assert variables["GLOO_SOCKET_IFNAME"] == "ib0"
@@ -103,7 +116,7 @@ def test_some_machines_have_another_name_on_their_fast_network(bare, system):
 
 def test_any_other_machine_is_called_by_its_name(bare):
     bare.setenv("SYSTEMNAME", "elsewhere")
-    assert environment.fast_name("gpu17") == "gpu17"
+    assert environment.infiniband_name("gpu17") == "gpu17"
     assert agent.interface_of("127.0.0.1") == environment.LOOPBACK
     assert agent.interface_of("192.0.2.7") is None
     assert "GLOO_SOCKET_IFNAME" not in environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
@@ -125,7 +138,7 @@ def test_a_task_of_slurm_meets_the_others_in_the_fast_network_alone(bare, monkey
         bare.setenv("SYSTEMNAME", system)
         for node, name in ((0, "jwb0002"), (1, "jwb0001")):
             bare.setenv("SLURM_NODEID", str(node))
-            assert slurm_task.head()[0] == "127.0.0.1"
+            assert slurm_task.rendezvous_address()[0] == "127.0.0.1"
             assert asked.pop() == f"{name}{end}"
     bare.setenv("SLURM_STEP_NODELIST", "jwb0001")
-    assert slurm_task.head()[0] == "127.0.0.1" and not asked, "a node alone needs no network"
+    assert slurm_task.rendezvous_address()[0] == "127.0.0.1" and not asked, "a node alone needs no network"

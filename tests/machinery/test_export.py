@@ -45,7 +45,7 @@ def model_of(trained) -> torch.nn.Module:
 
 
 def test_every_source_gives_its_weights(trained, tmp_path):
-    last, first = run_folder.listed(trained / "checkpoints")
+    last, first = run_folder.list_checkpoints(trained / "checkpoints")
     assert len(list(last.glob("*.safetensors"))) == 2
     final = load_file(trained / "final" / "weights.safetensors")
     for source in ("final", last, trained / "checkpoints" / "latest"):
@@ -62,7 +62,7 @@ def test_every_source_gives_its_weights(trained, tmp_path):
 def test_a_sharded_run_is_exported_whole(tmp_path):
     words = f"-cpu 2 -parallel fsdp -epochs 1 -convnet_width 8 -model sharded -data {config.ROOT / 'data'}"
     folder = run(tmp_path, words)
-    newest = run_folder.listed(folder / "checkpoints")[0]
+    newest = run_folder.list_checkpoints(folder / "checkpoints")[0]
     assert all(file.stat().st_size > 10_000 for file in newest.glob("shard_*")), "its tensors are in two blocks"
     exported(folder, "-from", newest, "-o", tmp_path / "out.safetensors")
     assert same(load_file(tmp_path / "out.safetensors"), load_file(folder / "final" / "weights.safetensors"))
@@ -76,7 +76,7 @@ def test_tensors_in_blocks_are_put_together_and_the_optimizer_is_not_read(tmp_pa
     starts = [{}, {"model.a": [2, 0]}]
     files = {name: shards.write(tmp_path / name, *part) for name, *part in zip(names, halves, starts)}
     facts = {"format": shards.FORMAT, "tensors": shards.schema(whole), "shards": files}
-    (tmp_path / "manifest.json").write_bytes(shards.sealed(facts))
+    (tmp_path / "manifest.json").write_bytes(shards.encode_manifest(facts))
     asked, real = [], shards.read
     monkeypatch.setattr(shards, "read", lambda *words: (asked.extend(words[2]), real(*words)))
     assert same(export.read(tmp_path), {"a": whole["model.a"], "b": whole["model.b"]})
@@ -161,7 +161,7 @@ def test_what_cannot_be_exported_is_said_in_one_line(trained, tmp_path, capsys, 
     other = tmp_path / "weights.safetensors"
     shards.write(other, [("odd", torch.ones(3))])
     assert "other tensors" in refused(capsys, trained, "-format", "torchexport", "-from", other)
-    damaged = shutil.copytree(run_folder.listed(trained / "checkpoints")[1], tmp_path / "000001_step_1")
+    damaged = shutil.copytree(run_folder.list_checkpoints(trained / "checkpoints")[1], tmp_path / "000001_step_1")
     file = next(damaged.glob("*.safetensors"))
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

@@ -60,7 +60,7 @@ def mount(tmp_path):
 
 def at_steps(monkeypatch, deeds):
     """Does deeds[step] on rank 0 before what is due at the end of a step, and after what is being saved."""
-    real = trainer.Trainer.boundary
+    real = trainer.Trainer.after_step
 
     def boundary(self):
         if self.world.is_main and self.state.step in deeds:
@@ -71,7 +71,7 @@ def at_steps(monkeypatch, deeds):
             deeds[self.state.step]()
         return real(self)
 
-    monkeypatch.setattr(trainer.Trainer, "boundary", boundary)
+    monkeypatch.setattr(trainer.Trainer, "after_step", boundary)
 
 
 # Full
@@ -93,7 +93,7 @@ def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint(tmp_path, mount, m
     assert saves.steps(folder) == [16, 12, 4] and len(everything(folder)) == 4
     fault = r"000002_step_8 could not be saved \(rank 0: OSError: .*\[Errno 28\] No space left"
     assert re.search(fault, log_of(folder)), "its shard, or the best weights that it names"
-    assert "the run goes on" in log_of(folder)
+    assert "training continues" in log_of(folder)
     assert distance(folder, undisturbed) == 0.0
     assert not list(folder.rglob("*.partial"))
 
@@ -198,7 +198,7 @@ def test_a_read_only_disk_is_refused_and_what_is_there_can_be_resumed_elsewhere(
     assert "cannot be written (Read-only file system)" in saves.refused(disk, SMALL, capfd)
     assert "cannot be written (" in saves.refused(disk, f"{SMALL} -model new", capfd)
     folder = run(tmp_path, f"{SMALL} -resume {disk / done.name}")
-    assert f"going on from {disk}/{done.name}/checkpoints/000002_step_6:" in log_of(folder)
+    assert f"resuming from {disk}/{done.name}/checkpoints/000002_step_6:" in log_of(folder)
     assert distance(folder, done) == 0.0
 
 
@@ -236,7 +236,7 @@ def test_the_loop_goes_on_while_the_disk_is_slow(tmp_path, monkeypatch):
     checkpoints = saves.saver(tmp_path)
     saves.save(checkpoints, 1)
     monkeypatch.setattr(os, "fsync", lambda fd: (go_on.wait(30), real(fd)))
-    checkpoints.save(saves.state(2), saves.facts(2), step=2, first=set())
+    checkpoints.save(saves.state(2), saves.facts(2), step=2, rank_dependent=set())
     for _ in range(1000):  # steps
         checkpoints.poll()
     assert checkpoints.saving and saves.steps(tmp_path) == [1] and not go_on.is_set()

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import multiprocessing
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,14 +27,18 @@ class Holed(Dataset):
         return 40
 
     def __getitem__(self, index):
-        return None if index == 13 else 1 // (index - 5)
+        return Path("nowhere").read_text() if index == 17 else None if index == 13 else 1 // (index - 5)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_sample_that_cannot_be_fetched_is_named(workers):
-    for indices, said in (([3, 5, 4], r"\(while fetching sample 5\)"), ([12, 13], r"sample \[12, 13\]\)")):
+    for indices, said in (
+        ([3, 5, 4], r"\(while fetching sample 5\)"),
+        ([12, 13], r"samples \[12, 13\]\)"),
+        ([17], r"No such file or directory \(while fetching sample 17\)"),
+    ):
         fetched = Fetcher(Holed(), 0, workers, pin=False)
-        with pytest.raises((ZeroDivisionError, RuntimeError), match=said):
+        with pytest.raises((ZeroDivisionError, RuntimeError, OSError), match=said):
             next(iter(fetched(0, [of(indices)])))
         fetched.close()
 
@@ -44,8 +49,8 @@ def test_a_batch_of_any_form_is_changed_to_its_last_tensor(change):
     one = torch.ones(2)
     batch = {"pair": Pair(one, [one, (one, "name")]), "own": Own(x=one)}
     now = tensors.map_tensors(batch, change)
-    assert [tensor.tolist() for _, tensor in tensors.tensors(now)] == [change(one).tolist()] * 4
-    assert all(tensor.dtype == change(one).dtype for _, tensor in tensors.tensors(now))
+    assert [tensor.tolist() for _, tensor in tensors.named_tensors(now)] == [change(one).tolist()] * 4
+    assert all(tensor.dtype == change(one).dtype for _, tensor in tensors.named_tensors(now))
     assert type(now["pair"]) is Pair and type(now["pair"].label) is list and now["pair"].label[1][1] == "name"
 
 
@@ -81,12 +86,12 @@ def test_the_protocol_names_all_that_is_read_of_a_dataset_with_its_default():
     names = {field.name for field in dataclasses.fields(options.Options)}
     assert {name.replace("__getitems__", "whole_batches") for name in optional} == names
 
-    plain = options.options_of([1, 2])
+    plain = options.read_options([1, 2])
     assert plain == options.Options(
         False, default_collate, lib.dataset.Dataset.fixed, None, lib.dataset.Dataset.classes
     )
     whole = Subset(Subset(tensors.Tensors(torch.zeros(4), on_device=len), [0, 1]), [1])
-    assert options.options_of(whole) == options.Options(True, default_collate, True, len, None)
+    assert options.read_options(whole) == options.Options(True, default_collate, True, len, None)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

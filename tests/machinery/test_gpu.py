@@ -112,7 +112,7 @@ def test_on_a_card_that_computes_nothing_runs_go_on_to_their_end_and_no_step_wai
         waits.append(said.count("card: "))
     assert waits[0] == waits[1] > 0
     code, said = python(*words, "-model", "9", env=env)
-    assert code == 0 and "going on from" in said, said
+    assert code == 0 and "resuming from" in said, said
 
 
 def test_copies_for_a_save_pin_their_memory_once(card):

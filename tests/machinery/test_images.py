@@ -12,18 +12,18 @@ from lib.utils.monitoring import images as pictures
 
 def test_samples_of_any_size_are_each_in_their_place_and_legible_at_350_pixels():
     images = torch.rand(6, 1, 4, 4)
-    picture = pictures.tiles(images)
+    picture = pictures.image_grid(images)
     assert picture.shape == (2 * 110, 4 * 87, 3) and picture.dtype == np.uint8
     low, high = images.min(), images.max()
     sixth = ((images[5] - low) / (high - low) * 255).byte()  # the second one of the second row
     assert np.array_equal(picture[110:194:21, 87:171:21, 0], sixth[0]), "each pixel became 21 wide"
-    assert pictures.tiles(torch.full((1, 3, 4, 4), math.nan))[:84, :84].max() == 0
+    assert pictures.image_grid(torch.full((1, 3, 4, 4), math.nan))[:84, :84].max() == 0
     for shape in ((100, 3, 4, 4), (16, 3, 224, 224), (16, 1, 1, 300)):
-        assert pictures.tiles(torch.rand(shape)).shape[1] == 348
+        assert pictures.image_grid(torch.rand(shape)).shape[1] == 348
 
 
 def test_answers_are_counted_by_class_and_shown_beside_the_samples():
-    answers = pictures.Answers(nn.CrossEntropyLoss(), 3, ["cat", "dog", "owl"], World())
+    answers = pictures.Predictions(nn.CrossEntropyLoss(), 3, ["cat", "dog", "owl"], World())
     targets, given = torch.tensor([0, 1, 2, 1, -100]), torch.tensor([0, 2, 2, 1, 1])
     for count in (5, 0):  # a batch that only pads counts nothing
         answers.add(torch.rand(5, 1, 8, 8), targets, nn.functional.one_hot(given, 3).float(), count)
@@ -40,15 +40,15 @@ def test_answers_are_counted_by_class_and_shown_beside_the_samples():
 
 
 def test_answers_are_drawn_after_some_epochs_only():
-    assert [epoch for epoch in range(1, 35) if pictures.due(epoch, 34)] == [1, 10, 20, 30, 34]
+    assert [epoch for epoch in range(1, 35) if pictures.is_due(epoch, 34)] == [1, 10, 20, 30, 34]
 
 
 def test_answers_of_all_ranks_are_summed_once(monkeypatch):
     sums = []
     monkeypatch.setattr(
-        pictures.distributed, "merged", lambda counts, merge, world: sums.append(1) or merge(counts, counts)
+        pictures.distributed, "reduce_json", lambda counts, merge, world: sums.append(1) or merge(counts, counts)
     )
-    answers = pictures.Answers(nn.CrossEntropyLoss(), 3, None, World(size=2))
+    answers = pictures.Predictions(nn.CrossEntropyLoss(), 3, None, World(size=2))
     answers.add(torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 2]), torch.eye(3), 3)
     assert answers.figures() == {"f1": 1.0} and list(answers.draw()) == ["confusion", "answers"]
     assert answers.counts.tolist() == [[2, 0, 0], [0, 2, 0], [0, 0, 2]] and sums == [1]
@@ -56,7 +56,7 @@ def test_answers_of_all_ranks_are_summed_once(monkeypatch):
 
 def test_classes_without_a_name_are_called_by_their_number():
     for names, message in ((["cat"], ["cat", "1", "2"]), (None, ["0", "1", "2"]), (list("abc"), ["a", "b", "c"])):
-        answers = pictures.Answers(nn.CrossEntropyLoss(), 3, names, World())
+        answers = pictures.Predictions(nn.CrossEntropyLoss(), 3, names, World())
         assert answers.names == message
         answers.add(torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 2]), torch.eye(3), 3)
         assert list(answers.draw()) == ["confusion", "answers"]
@@ -64,7 +64,7 @@ def test_classes_without_a_name_are_called_by_their_number():
 
 def test_numbers_as_targets_are_no_classes():
     """As of a model with one output that computes the loss of a regression itself."""
-    answers = pictures.Answers(nn.CrossEntropyLoss(), 1, None, World())
+    answers = pictures.Predictions(nn.CrossEntropyLoss(), 1, None, World())
     answers.add(torch.rand(3, 1, 8, 8), torch.tensor([0.5, 1.0, -2.0]), torch.rand(3, 1), 3)
     assert answers.figures() == {} and answers.draw() == {}
 
@@ -74,7 +74,7 @@ def test_a_confusion_matrix_is_dark_where_the_samples_are():
         counts = torch.diag(torch.full((classes,), 7))
         counts[1] = 0
         counts[1, 0] = 3
-        picture = pictures.confusion(counts, [str(name) for name in range(classes)])
+        picture = pictures.confusion_matrix(counts, [str(name) for name in range(classes)])
         margin, size = 60, 72 if classes == 4 else 3
         corners = picture[margin + 1 :: size, margin + 1 :: size, 0]
         assert np.array_equal(corners == 0, counts > 0) and (corners[counts == 0] == 255).all()
@@ -83,10 +83,10 @@ def test_a_confusion_matrix_is_dark_where_the_samples_are():
 def test_other_losses_many_classes_and_odd_shapes_are_left_alone():
     images, targets = torch.rand(2, 1, 8, 8), torch.tensor([0, 1])
     for loss, classes in ((nn.MSELoss(), 2), (nn.CrossEntropyLoss(), 101)):
-        answers = pictures.Answers(loss, classes, None, World())
+        answers = pictures.Predictions(loss, classes, None, World())
         answers.add(images, targets, torch.rand(2, classes), 2)
         assert answers.draw() == {} and answers.counts.numel() == 0, "no room is taken for 50,000 tokens"
-    answers = pictures.Answers(nn.CrossEntropyLoss(), 2, None, World())
+    answers = pictures.Predictions(nn.CrossEntropyLoss(), 2, None, World())
     answers.add(images, {"label": targets}, torch.rand(2, 2), 2)
     answers.add(images, targets[:, None], torch.rand(2, 2, 1), 2)
     assert answers.draw() == {}
@@ -96,7 +96,7 @@ def test_other_losses_many_classes_and_odd_shapes_are_left_alone():
 
 def test_classes_out_of_range_are_ignored():
     """As 255 where CrossEntropyLoss has ignore_index=255."""
-    answers = pictures.Answers(nn.CrossEntropyLoss(ignore_index=255), 3, None, World())
+    answers = pictures.Predictions(nn.CrossEntropyLoss(ignore_index=255), 3, None, World())
     answers.add(torch.rand(2, 1, 8, 8), torch.tensor([255, 1]), torch.eye(3)[:2], 2)
     assert answers.counts.tolist() == [[0, 0, 0], [0, 1, 0], [0, 0, 0]]
     assert list(answers.draw()) == ["confusion", "answers"]

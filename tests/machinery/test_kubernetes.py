@@ -218,12 +218,12 @@ def test_process_1_of_a_pod_stops_with_its_state_saved_and_a_pod_of_the_other_ki
         until(lambda: (folder / "metrics.jsonl").is_file() and (folder / "metrics.jsonl").read_text(), 120)
         os.kill(pod.first(), signal.SIGTERM)
         assert pod.ends() == 1  # which makes Kubernetes start it anew
-    stopped = run_folder.outcome(folder)
+    stopped = run_folder.read_outcome(folder)
     assert stopped["state"] == "stopped" and stopped["step"] > 0
 
     with Pod("v1", [*words, "-limit_steps", str(stopped["step"] + 1)], image) as pod:
         assert pod.ends() == 0
-    assert run_folder.outcome(folder)["step"] == stopped["step"] + 1
+    assert run_folder.read_outcome(folder)["step"] == stopped["step"] + 1
 
 
 class Pod:

@@ -17,9 +17,11 @@ import pytest
 import torch
 import yaml
 from command_line import parsed
+from processes import until
 
 from lib import launch
-from lib.launch import local, signals, slurm_task
+from lib.launch import local, slurm_task
+from lib.utils import signals
 from lib.utils.errors import FAILED, STOPPED, UsageError
 from scripts import check_resume
 
@@ -131,21 +133,24 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(start, name, rank):
     run.is_gone(SOON_S)
 
 
-def failure(*codes, passed=()) -> tuple[int, str] | None:
+def failure(*codes, passed=()) -> local.Failure | None:
     """What explains the end of children with these exit codes."""
     return local.first_failure([types.SimpleNamespace(exitcode=code) for code in codes], passed)
 
 
 def test_an_abort_that_follows_anothers_failure_does_not_hide_it():
     """As torch aborts where it loses a peer."""
-    assert failure(-signal.SIGABRT, 1) == (FAILED, "rank 1 failed with exit code 1; the others are ended")
-    assert failure(None, -signal.SIGABRT) == (FAILED, "rank 1 was killed by SIGABRT; the others are ended")
+    assert failure(-signal.SIGABRT, 1) == local.Failure(
+        FAILED, "rank 1 failed with exit code 1; the others are ended"
+    )
+    killed = local.Failure(FAILED, "rank 1 was killed by SIGABRT; the others are ended")
+    assert failure(None, -signal.SIGABRT) == killed
     assert failure(None, 75, 0) is None
 
 
 def test_a_rank_that_a_signal_ends_before_it_listens_is_no_failure():
-    assert failure(-signal.SIGTERM, passed=[signal.SIGTERM])[0] == STOPPED
-    assert failure(-signal.SIGTERM)[0] == FAILED
+    assert failure(-signal.SIGTERM, passed=[signal.SIGTERM]).code == STOPPED
+    assert failure(-signal.SIGTERM).code == FAILED
 
 
 def test_a_rank_that_lost_another_lets_it_say_why(monkeypatch, tmp_path):
@@ -159,10 +164,13 @@ def test_a_rank_that_lost_another_lets_it_say_why(monkeypatch, tmp_path):
         time.sleep(seconds)
         raise error
 
-    monkeypatch.setattr(local, "call", lambda target, error: fail(*error))
-    errors = [(RuntimeError("gloo: connection closed"), 0), (ValueError("a broken sample"), 0.3)]
+    monkeypatch.setattr(local, "call_target", lambda target, error: fail(*error))
+    errors = [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"), 0),
+        (ValueError("a broken sample"), 0.3),
+    ]
     processes = [
-        context.Process(target=local.child, args=({"RANK": str(rank)}, "train:run", error, first, os.getpid()))
+        context.Process(target=local.run_child, args=({"RANK": str(rank)}, "train:run", error, first, os.getpid()))
         for rank, error in enumerate(errors)
     ]
     for process in processes:
@@ -177,7 +185,9 @@ def test_what_all_ranks_refuse_is_one_line(start):
     run = start("refused", "-batch_size", 1)
     assert run.ends() == 2, run.text()
     assert len(run.text().splitlines()) == 1
-    assert run.text().startswith("train.py: -batch_size 1 has not a sample for each of 2 processes")
+    assert run.text().startswith(
+        "train.py: -batch_size 1 has not a sample for each of 2 processes: try -batch_size 2, or fewer"
+    )
     run = start("late", deed={"do": "refuse", "step": 5})
     assert run.ends() == 2, run.text()
     assert run.text().count("not today") == 1
@@ -205,7 +215,7 @@ def test_a_rank_that_dies_before_the_wait_is_noticed(monkeypatch):
         return wait([processes[0].sentinel], timeout)
 
     monkeypatch.setattr(connection, "wait", late)
-    monkeypatch.setattr(local, "END_S", 0.0)
+    monkeypatch.setattr(local, "SHUTDOWN_S", 0.0)
     assert local.watch(processes, [], context.Lock()) == FAILED
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
@@ -225,7 +235,7 @@ def test_a_signal_in_the_instant_in_which_a_rank_is_reaped_loses_no_exit_code(mo
     processes = [context.Process(target=time.sleep, args=(0.2,)) for _ in range(2)]
     for process in processes:
         process.start()
-    with local.pass_signals_to(processes) as passed:
+    with local.forward_signals(processes) as passed:
         monkeypatch.setattr(os, "waitpid", waitpid)
         assert local.watch(processes, passed, context.Lock()) in (0, STOPPED)
     assert struck and passed == [signal.SIGTERM]
@@ -235,6 +245,8 @@ def test_no_worker_outlives_a_killed_parent(start, undisturbed):
     run = start("orphans", "-workers", 1, deed={"do": "pause", "step": 5})
     run.noted(2)
     os.kill(run.pid, signal.SIGKILL)
+    logs = run.folder / "logs"  # a quick run would end before it looks for its parent
+    until(lambda: any("signal SIGTERM: stopping" in log.read_text() for log in logs.glob("rank_*.log")))
     run.go()
     run.is_gone(SOON_S)
     assert run.outcome()["state"] == "stopped", "it saved what it could"
@@ -300,14 +312,14 @@ def test_gpus_are_counted_among_the_visible_ones_and_exported_to_the_run_alone(
 ):
     name, seen = "CUDA_VISIBLE_DEVICES", []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(local, "spawn", lambda *words: seen.append(os.environ[name]) or 0)
-    monkeypatch.setattr(local, "call", local.spawn)
+    monkeypatch.setattr(local, "start_processes", lambda *words: seen.append(os.environ[name]) or 0)
+    monkeypatch.setattr(local, "call_target", local.start_processes)
     monkeypatch.delenv(name, raising=False)
     if visible:
         monkeypatch.setenv(name, visible)
     args, before = parsed(["-gpus", wanted]), dict(os.environ)
     again = check_resume.Check(args, tmp_path)  # counts the processes, and starts the run in a child
-    assert local.processes(args) == again.size == len(wanted.split(","))
+    assert local.count_processes(args) == again.size == len(wanted.split(","))
     assert launch.launch(again.args, "train:run") == launch.launch(args, "train:run") == 0
     assert seen == [exported] * 2 and os.environ == before
 
@@ -322,8 +334,8 @@ def test_gpus_are_counted_among_the_visible_ones_and_exported_to_the_run_alone(
 def test_a_process_of_torchrun_or_srun_counts_its_local_rank_among_the_chosen_gpus(task, monkeypatch):
     seen, args = [], parsed("-gpus 2,3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(local, "call", lambda *words: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 0)
-    monkeypatch.setattr(slurm_task, "step", local.call)
+    monkeypatch.setattr(local, "call_target", lambda *words: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 0)
+    monkeypatch.setattr(slurm_task, "run_task", local.call_target)
     for name, value in {**task, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}.items():
         monkeypatch.setenv(name, value)
     assert launch.launch(args, "train:run") == 0
@@ -337,8 +349,8 @@ def test_one_process_is_this_one_unless_its_gpu_is_chosen_too_late(safe, monkeyp
     """Once the driver was asked for its GPUs it does not look at the variable again."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(local, "fork_is_safe", lambda: safe)
-    monkeypatch.setattr(local, "spawn", lambda args, target, count: ("a child", count))
-    monkeypatch.setattr(local, "call", lambda target, args: "here")
+    monkeypatch.setattr(local, "start_processes", lambda args, target, count: ("a child", count))
+    monkeypatch.setattr(local, "call_target", lambda target, args: "here")
     assert launch.launch(parsed(["-gpus", "1"]), "train:run") == ("here" if safe else ("a child", 1))
     assert launch.launch(parsed(["-gpus", "0,1", "-debug"]), "train:run") == ("here" if safe else ("a child", 1))
     assert launch.launch(parsed(["-cpu", "1"]), "train:run") == "here"
@@ -360,14 +372,14 @@ def test_a_process_of_a_run_has_a_rank_that_fits_its_world(rank, size, is_one, m
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    assert launch.launched() == is_one
+    assert launch.is_launched() == is_one
 
 
 def test_a_pool_of_a_plugin_ends_without_a_word_of_the_run(capfd):
     """multiprocessing.Pool ends its processes, which are forked from the run's, by SIGTERM."""
     context = multiprocessing.get_context("fork")
     begun = context.Event()
-    with signals.leaving():
+    with signals.exit_on_signal():
         process = context.Process(target=lambda: (begun.set(), time.sleep(60)))
         process.start()
         assert begun.wait(60)
@@ -400,7 +412,7 @@ def main():
     atexit.register(print, "atexit")
     threading.Thread(target=lambda: (time.sleep(0.2), print("end of main"))).start()
     {ends}
-startup.program(main)
+startup.run_program(main)
 """
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stdout.split("\n")[:-1]) == (code, lines)
@@ -408,7 +420,9 @@ startup.program(main)
 
 
 def test_a_program_whose_output_a_plugin_has_closed_keeps_its_exit_code():
-    text = "import sys\nfrom lib.utils.monitoring import startup\nstartup.program(lambda: sys.stdout.close() or 75)"
+    text = (
+        "import sys\nfrom lib.utils.monitoring import startup\nstartup.run_program(lambda: sys.stdout.close() or 75)"
+    )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stderr) == (75, "")
 

@@ -37,9 +37,9 @@ def plans(draw):
     return plan
 
 
-def dealt(dataset, plan, rank, ranks=1, *, seed=0, shuffle=True, workers=0, interleaved=False):
+def dealt(dataset, plan, rank, ranks=1, *, seed=0, shuffle=True, workers=0, round_robin=False):
     world = World(rank=rank, size=ranks)
-    return Loader(dataset, plan, world, seed=seed, shuffle=shuffle, workers=workers, interleaved=interleaved)
+    return Loader(dataset, plan, world, seed=seed, shuffle=shuffle, workers=workers, round_robin=round_robin)
 
 
 def all_shares(plan, ranks, epoch=0, first_step=0, **options):
@@ -79,18 +79,18 @@ def test_a_step_is_cut_into_whole_micro_batches_and_a_short_one_into_parts_of_tw
 
 
 @STEADY
-@given(plan=plans(), ranks=RANKS, seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans(), interleaved=st.booleans())
-def test_all_ranks_together_see_each_sample_once_in_torchs_order(plan, ranks, seed, epoch, shuffle, interleaved):
-    shares = all_shares(plan, ranks, epoch, seed=seed, shuffle=shuffle, interleaved=interleaved)
+@given(plan=plans(), ranks=RANKS, seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans(), round_robin=st.booleans())
+def test_all_ranks_together_see_each_sample_once_in_torchs_order(plan, ranks, seed, epoch, shuffle, round_robin):
+    shares = all_shares(plan, ranks, epoch, seed=seed, shuffle=shuffle, round_robin=round_robin)
     seen = [index for key in counted(shares) for index in key.indices]
     wanted = truth.order(plan.samples, epoch=epoch, seed=seed, shuffle=shuffle)
     assert seen == (wanted[: plan.steps * plan.batch] if plan.drop_last else wanted)
 
 
 @STEADY
-@given(plan=plans(), ranks=RANKS, seed=SEEDS, interleaved=st.booleans())
-def test_every_rank_takes_part_in_every_step_with_its_share_or_padding(plan, ranks, seed, interleaved):
-    shares = all_shares(plan, ranks, seed=seed, interleaved=interleaved)
+@given(plan=plans(), ranks=RANKS, seed=SEEDS, round_robin=st.booleans())
+def test_every_rank_takes_part_in_every_step_with_its_share_or_padding(plan, ranks, seed, round_robin):
+    shares = all_shares(plan, ranks, seed=seed, round_robin=round_robin)
     for step in range(plan.steps):
         here = [[key for key in share if key.step == step] for share in shares]
         size = sum(key.count for keys in here for key in keys)
@@ -103,7 +103,7 @@ def test_every_rank_takes_part_in_every_step_with_its_share_or_padding(plan, ran
             assert all(key.count == len(key.indices) for key in keys if key.count)
             assert all(key.step_parts == plan.cut(step).parts for key in keys)
             turns = [key.number // ranks for key in keys if key.count]
-            assert not interleaved or turns == [*range(len(turns))], "in a turn each rank has one"
+            assert not round_robin or turns == [*range(len(turns))], "in a turn each rank has one"
         assert len({len(keys) for keys in here}) == 1, "a sharded model needs all ranks in every forward pass"
 
 
@@ -115,7 +115,7 @@ def test_an_epoch_goes_on_from_any_step_on_any_number_of_ranks(plan, ranks, othe
         [key for key in share if key.step >= first] for share in all_shares(plan, ranks, epoch, seed=seed)
     ]
     before = [one for one in counted(all_shares(plan, ranks, epoch, seed=seed)) if one.step >= first]
-    after = counted(all_shares(plan, others, epoch, first, seed=seed, interleaved=data.draw(st.booleans())))
+    after = counted(all_shares(plan, others, epoch, first, seed=seed, round_robin=data.draw(st.booleans())))
     both = [[(one.step, one.number, one.indices) for one in ones] for ones in (before, after)]
     assert both[0] == both[1], "the micro-batches are the same on any rank"
 
@@ -128,7 +128,7 @@ def test_evaluation_counts_each_sample_once_and_the_ranks_take_equally_many_turn
     worlds = [World(rank=rank, size=ranks) for rank in range(ranks)]
     shares = []
     for world in worlds:
-        with loader.opened(splits, plan, world, args) as loaders:
+        with loader.open_loaders(splits, plan, world, args) as loaders:
             shares.append(list(loaders["val"].epoch(0)))
     assert sorted(n for share in shares for key, values in share if key.count for n in values.tolist()) == [*range(n)]
     sizes = sorted(len(values) for share in shares for key, values in share if key.count)
@@ -149,7 +149,7 @@ def test_a_micro_batch_is_a_share_of_the_most_processes_that_may_come_or_as_the_
         monkeypatch.setenv(name, value)
     args = types.SimpleNamespace(batch_size=64, batch_per_gpu=None, micro_batch=None, drop_last=False)
     config = {"batch_size": 64, "batch_per_gpu": None, "micro_batch": before}
-    past = resume.Past(Path(), {"config": config}, damaged=[], sender=0, lacking={}) if before else None
+    past = resume.Past(Path(), {"config": config}, damaged=[], sender=0, missing_on={}) if before else None
     assert resume.plan(args, 1000, World(size=2, local_size=2), past) == Plan(1000, 64, micro)
 
 
@@ -225,7 +225,7 @@ def test_worker_processes_end_with_the_run_whatever_they_are_at(monkeypatch):
     for data in (Stuck(), ROWS):
         with (
             pytest.raises(ZeroDivisionError),
-            loader.opened({"train": data, "val": ROWS}, Plan(20, 1, 1), World(), args) as both,
+            loader.open_loaders({"train": data, "val": ROWS}, Plan(20, 1, 1), World(), args) as both,
         ):
             batches = [one.epoch(0) for one in both.values()]
             first = [next(each) for each in batches]
@@ -240,8 +240,8 @@ def test_worker_processes_end_with_the_run_whatever_they_are_at(monkeypatch):
 def test_evaluation_has_loader_processes_of_its_own(given, of_each):
     args = types.SimpleNamespace(seed=0, workers=2, val_workers=given, shuffle=False, debug=False, parallel="ddp")
     splits = dict.fromkeys(("train", "val", "test"), ROWS)
-    with loader.opened(splits, Plan(20, 1, 1), World(), args) as loaders:
-        found = [one.fetched.loader for one in loaders.values()]
+    with loader.open_loaders(splits, Plan(20, 1, 1), World(), args) as loaders:
+        found = [one.fetcher.loader for one in loaders.values()]
     assert [getattr(one, "num_workers", 0) for one in found] == of_each
 
 

@@ -74,7 +74,7 @@ def test_a_sum_has_the_same_bits_in_any_order_and_in_any_parts(values, parts, dr
 
 
 def test_a_long_sum_keeps_few_terms(monkeypatch):
-    monkeypatch.setattr(metrics, "MOST_TERMS", 10)
+    monkeypatch.setattr(metrics, "MAX_TERMS", 10)
     sums, values = metrics.Sums(), [1e16, 0.1, -1e16, 0.3] * 25
     for value in values:
         sums.update({"loss": torch.tensor(value, dtype=torch.float64)})
@@ -212,14 +212,14 @@ def test_five_ranks_add_up_exactly_what_each_has_under_any_name(tmp_path):
 
 def test_metrics_lines_are_json_at_once_also_with_nan(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    lines = metrics.Lines(path)
-    lines.write({"step": 1, "loss": math.nan, "rate": -math.inf, "name": "é", "on": True})
+    figures = {"step": 1, "loss": math.nan, "rate": -math.inf, "name": "é", "on": True}
+    metrics.write_line(path.open("a", buffering=1), figures)
     assert json.loads(path.read_text()) == {"step": 1, "loss": None, "rate": None, "name": "é", "on": True}
 
 
 def test_a_resumed_run_cuts_metrics_back_to_its_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert metrics.cut_back(path, 3) == set() and not path.exists()
+    assert metrics.truncate_lines(path, 3) == set() and not path.exists()
     steps = [b'{"step": %d, "a": 1}\n' % step for step in range(1, 6)]
     whole = b"".join(steps)
     for text, step, kept in (
@@ -230,18 +230,18 @@ def test_a_resumed_run_cuts_metrics_back_to_its_checkpoint(tmp_path):
         (whole, 0, 0),
     ):
         path.write_bytes(text)
-        names = metrics.cut_back(path, step)
+        names = metrics.truncate_lines(path, step)
         assert path.read_bytes() == b"".join(steps[:kept])
         assert names == ({"step", "a"} if step == 3 else set())
 
 
 def test_a_full_disk_is_a_warning_and_leaves_no_half_line(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
-    lines = metrics.Lines(path)
+    file = path.open("a", buffering=1)
     with full_disk(100):
         for step in range(20):
-            lines.write({"step": step})
-    lines.write({"step": 20})
+            metrics.write_line(file, {"step": step})
+    metrics.write_line(file, {"step": 20})
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     assert steps == sorted(set(steps)) and steps[-1] == 20
     assert f"cannot write {path}" in caplog.text

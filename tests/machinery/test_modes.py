@@ -64,12 +64,14 @@ def test_debug_names_the_first_bad_tensor(parts, tmp_path, words, message):
 
 def test_a_tensor_of_a_batch_is_named_by_its_place_however_deep():
     batch = {"pair": (torch.zeros(1), [torch.ones(2)]), "number": 3, "row": torch.zeros(4)}
-    assert [(name, len(part)) for name, part in tensors.tensors(batch)] == [
+    assert [(name, len(part)) for name, part in tensors.named_tensors(batch)] == [
         ("pair.0", 1),
         ("pair.1.0", 2),
         ("row", 4),
     ]
-    assert [name for name, _ in tensors.tensors(torch.zeros(3))] == ["0"] and tensors.tensors("text") == []
+    assert [name for name, _ in tensors.named_tensors(torch.zeros(3))] == ["0"] and tensors.named_tensors(
+        "text"
+    ) == []
 
 
 def test_debug_finds_a_gradient_that_is_not_finite(parts, tmp_path):

@@ -98,7 +98,7 @@ def test_two_writers_that_share_a_temporary_name_mix(tmp_path, monkeypatch):
 
 
 def remove_before(self, save, answers, real=manager.Checkpoints._publish):
-    for folder in run_folder.listed(self.folder):
+    for folder in run_folder.list_checkpoints(self.folder):
         atomic.remove_folder(folder)
     real(self, save, answers)
 
@@ -157,8 +157,8 @@ def one_too_far(self, epoch, first_step=0, real=loader.Loader.epoch):
 
 
 GOING_ON = {  # what is broken, and how the run that was killed and went on differs
-    "micro-batch seeds left out": (seeding, "for_micro_batch", lambda *place: None, "another loss"),
-    "samples from the global generator": (seeding, "for_sample", lambda *place: None, "drawn otherwise"),
+    "micro-batch seeds left out": (seeding, "seed_micro_batch", lambda *place: None, "another loss"),
+    "samples from the global generator": (seeding, "seed_sample", lambda *place: None, "drawn otherwise"),
     "a loader off by one step": (loader.Loader, "epoch", one_too_far, "other samples"),
     "lr from a counter": (scheduler, "lr_at", lr_by_count, "the same losses, another"),
 }

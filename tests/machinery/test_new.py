@@ -193,5 +193,5 @@ def test_what_cannot_be_made_is_refused_in_one_line(fork, tmp_path):
     assert "letters, digits and dashes" in python(fork, "scripts/new.py", "project", str(tmp_path / "a b"), code=2)
     long = python(fork, "scripts/new.py", "project", str(tmp_path / "a"), "-name", f"{NAME}s", code=2)
     assert "at most 24" in long
-    assert "File exists" in python(fork, "scripts/new.py", "project", str(fork), code=2)
+    assert "exists already: choose another folder" in python(fork, "scripts/new.py", "project", str(fork), code=2)
     assert not list(tmp_path.iterdir())

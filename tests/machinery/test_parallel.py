@@ -171,6 +171,21 @@ def test_all_parts_are_compiled_and_short_batches_leave_the_code_for_whole_ones(
         assert seen[1] == seen[3] != seen[2]
 
 
+def test_under_ddp_a_model_is_compiled_into_the_graphs_of_one_process(tmp_path):
+    """By itself torch cuts them where DDP's buckets of 25 MB end."""
+    in_a_child(lambda: compiled_under_ddp(tmp_path / "store"))
+
+
+def compiled_under_ddp(store):
+    made, real = [], torch.compile
+    torch.compile = lambda forward: real(forward, backend=lambda graph, inputs: made.append(graph) or graph)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(10)))  # 42 MB
+    args = types.SimpleNamespace(**{**vars(RECOMPUTE), "recompute": False, "compile": "model"})
+    parallel.wrap(model, args, World(size=2))(torch.zeros(2, 1024)).sum().backward()
+    assert len(made) == 1
+
+
 class Round(Trainer):
     """Calls the model that DDP wraps, part by part."""
 

@@ -134,6 +134,8 @@ def test_a_text_is_followed_by_its_next_byte(tmp_path, capsys):
     printed = json.loads(said(capsys, folder, file, "-text", "mno", "-format", "json", "-device", "cpu"))
     assert [one["class"] for one in printed] == ["k", "p"] and printed[0]["probability"] == printed[0]["k"] > 0.1
     assert "\\n" in printed[0] and sum(value for value in list(printed[0].values())[3:]) == pytest.approx(1, abs=1e-4)
+    answer = predict.load(folder)
+    assert answer(["mno", "abcdefgh"]) == [*answer(["mno"]), *answer(["abcdefgh"])], "texts of other lengths"
     assert "an empty text" in refused(capsys, folder, "-text", "")
     Image.new("L", (8, 8)).save(tmp_path / "image.png")
     assert "takes no images" in refused(capsys, folder, tmp_path / "image.png")

@@ -94,7 +94,7 @@ def test_a_sum_on_one_rank_keeps_layout_and_values():
     like = [torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.empty(7), torch.empty(())]
     leaves = [[torch.randn_like(one) for one in like] for _ in range(3)]
     wanted = [(a + b) + c for a, b, c in zip(*leaves, strict=True)]
-    one = reduction.Sum(like, World(), round_robin=False)
+    one = reduction.TreeSum(like, World(), round_robin=False)
     one.begin(3)
     for number, values in enumerate(leaves):
         one.add(number, values)
@@ -130,11 +130,11 @@ def gradients(world: World, parallel: str = "ddp") -> list[list[torch.Tensor | N
     """The gradients of steps of so many micro-batches each, on this rank's share."""
     model, found = Wide(), []
     args = types.SimpleNamespace(reduction="tree", parallel=parallel)
-    sums = reduction.Gradients([*model.parameters()], model, [], world, args)
+    sums = reduction.GradientReducer([*model.parameters()], model, [], world, args)
     for count in COUNTS:
         cut = Plan(count, count, 1, spread=False)
         for key in Loader(
-            range(count), cut, world, seed=0, shuffle=False, workers=0, interleaved=parallel == "fsdp"
+            range(count), cut, world, seed=0, shuffle=False, workers=0, round_robin=parallel == "fsdp"
         ).micro_batches(0):
             sums.before(key)
             (model(key.number) * key.count).backward()
@@ -225,7 +225,7 @@ def test_gradients_travel_while_the_last_backward_pass_is_under_way(count, tmp_p
         torch.manual_seed(0)
         model, world, sent = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), World(rank=rank, size=2), []
         args = types.SimpleNamespace(reduction="tree", parallel="ddp")
-        sums = reduction.Gradients([*model.parameters()], model, [], world, args)
+        sums = reduction.GradientReducer([*model.parameters()], model, [], world, args)
         loader = Loader(range(count), Plan(count, count, 1), world, seed=0, shuffle=False, workers=0)
         for key in loader.micro_batches(0):
             sums.before(key)
@@ -233,7 +233,7 @@ def test_gradients_travel_while_the_last_backward_pass_is_under_way(count, tmp_p
             sent.append(sums.sent)
             sums.after()
         sums.finish()
-        assert len(sums.buckets) == 4 and sent == [0] * (count // 2 - 1) + [4]
+        assert len(sums.buckets) == 4 and sent == [0] * (count // 2 - 1) + [3], "the last one is whole with the pass"
 
     torch.set_num_threads(1)
     on_ranks(2, run, tmp_path)
@@ -403,6 +403,23 @@ def test_a_trainer_with_two_optimizers_and_metrics_that_few_batches_have_ends_at
             assert bits(run(tmp_path, f"{words} -cpu {size} -model on_{size}")) == truth
 
 
+class Looking(trainer.Trainer):
+    """Reads the gradients before the optimizer's step."""
+
+    def step(self, samples):
+        norm = torch.linalg.vector_norm(torch.cat([parameter.grad.flatten() for parameter in self.parameters]))
+        logging.getLogger("lib.trainer").info("gradient %s", norm.item().hex())
+        super().step(samples)
+
+
+def test_a_step_of_a_trainers_own_sees_the_whole_gradient(tmp_path):
+    with plugins(trainer={"looking": Looking}):
+        words = f"{SMALL} -trainer looking"
+        logs = [log_of(run(tmp_path, f"{words} -cpu {n} -model on_{n}")) for n in (1, 2, 3)]
+    seen = [re.findall(r"gradient (\S+)", log) for log in logs]
+    assert len(seen[0]) == 12 and seen[0] == seen[1] == seen[2]
+
+
 class Apart(trainer.Trainer):
     """Has a part that it wraps itself, whose gradients it keeps over two steps."""
 
@@ -449,19 +466,22 @@ class Twice(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.part, self.head = nn.Linear(64, 64), nn.Linear(64, 4)
+        self.first, self.part, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 4)
 
     def forward(self, inputs):
-        inputs = inputs.requires_grad_()
+        inputs = self.first(inputs)
         for _ in range(2):
             inputs = torch.utils.checkpoint.checkpoint(self.part, inputs, use_reentrant=True)
         return self.head(inputs)
 
 
-def test_a_parameter_with_two_gradients_in_one_pass_is_refused_or_summed(tmp_path, capfd):
+def test_two_gradients_of_a_parameter_in_one_pass_are_summed_or_refused(tmp_path, capfd, monkeypatch):
+    """They are refused only where its bucket travels while the pass is under way."""
     with plugins(arch={"twice": lambda args: Twice()}):
-        run(tmp_path, f"{SMALL} -arch twice -cpu 1 -model alone")
-        run(tmp_path, f"{SMALL} -arch twice -cpu 2 -model two", wanted=1)
+        alone = run(tmp_path, f"{SMALL} -arch twice -cpu 1 -model alone")
+        assert bits(run(tmp_path, f"{SMALL} -arch twice -cpu 2 -model two")) == bits(alone)
+        monkeypatch.setattr(reduction, "BUCKET", 700)
+        run(tmp_path, f"{SMALL} -arch twice -cpu 2 -model buckets", wanted=1)
     assert "use_reentrant=False" in capfd.readouterr().err
 
 

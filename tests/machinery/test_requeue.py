@@ -93,32 +93,34 @@ def test_facts_decide_and_not_the_sentence_beside_them():
         (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:83] Timed out waiting 640000ms for recv"), True),
         (ConnectionResetError(104, "Connection reset by peer"), True),
         (ValueError("no such class: Broken pipe"), False),
+        (FileNotFoundError(2, "No such file or directory", "data/igloo/1.jpg"), False),
+        (RuntimeError("data/igloo/1.jpg is no image"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],
 )
 def test_how_a_process_fails_tells_whether_another_is_gone(error, lost):
-    assert run_folder.lost_peer(error) == lost
+    assert run_folder.is_lost_peer(error) == lost
 
 
 def test_a_refused_start_says_nothing_of_what_others_wrote(stopped, monkeypatch, capsys):
     """A second job for a run that is in use, which saves meanwhile; one with a changed flag after a stopped one."""
     says(stopped.parent, "JobState=RUNNING PreemptTime=None")
     monkeypatch.setenv(requeue.HISTORY, str(stopped))
-    assert local.refused(UsageError("-model run:\nin use by job 11")) == 2
+    assert local.report_usage_error(UsageError("-model run:\nin use by job 11")) == 2
     assert capsys.readouterr().err == "train.py: -model run: in use by job 11\n"
     run = stopped.parent / "run"
     for other in ({"state": "running"}, {"state": "stopped", "signal": "SIGUSR2"}, {"state": "finished"}):
         write_outcome(run, "11.0", {**other})
-        assert requeue.after(stopped, 1) == 2
+        assert requeue.finish_job(stopped, 1) == 2
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     write_outcome(run, "12.0", {"state": "stopped", "signal": "SIGUSR2"})
-    requeue.begin(stopped, run)
-    local.refused(UsageError("-epochs 3"))
-    assert requeue.after(stopped, 2) == 2, "stopped by the start before it"
+    requeue.record_start(stopped, run)
+    local.report_usage_error(UsageError("-epochs 3"))
+    assert requeue.finish_job(stopped, 2) == 2, "stopped by the start before it"
     assert "requeue" not in (stopped.parent / "said").read_text()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    requeue.begin(stopped, run)
-    assert requeue.after(stopped, 137) == 0, "a process was lost"
+    requeue.record_start(stopped, run)
+    assert requeue.finish_job(stopped, 137) == 0, "a process was lost"
     assert (stopped.parent / "said").read_text().splitlines()[-1] == "requeue 12"
 
 
@@ -127,7 +129,7 @@ def test_only_the_interrupted_task_of_an_array_is_requeued(stopped, monkeypatch)
     says(stopped.parent, "JobState=RUNNING PreemptTime=None")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "12")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
-    assert requeue.after(stopped, 0) == 0
+    assert requeue.finish_job(stopped, 0) == 0
     assert (stopped.parent / "said").read_text().splitlines() == ["show job -o 12_2", "requeue 12_2"]
 
 
@@ -135,8 +137,8 @@ def test_only_the_interrupted_task_of_an_array_is_requeued(stopped, monkeypatch)
 def test_a_start_that_does_not_train_ends_with_its_own_code(tmp_path, monkeypatch, code):
     """-eval and -debug write no outcome, and are not requeued."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    history = slurm_task.begin(parsed(f"-eval -out {tmp_path} -model run"))
-    assert not history.exists() and requeue.after(history, code) == code
+    history = slurm_task.record_start(parsed(f"-eval -out {tmp_path} -model run"))
+    assert not history.exists() and requeue.finish_job(history, code) == code
 
 
 @pytest.fixture
@@ -145,7 +147,7 @@ def stopped(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("PATH", f"{tmp_path}")
     run, history = tmp_path / "run", tmp_path / "12.json"
-    requeue.begin(history, run)
+    requeue.record_start(history, run)
     (run / "checkpoints" / "000001_step_9").mkdir(parents=True)
     write_outcome(run, "12.0", {"state": "stopped", "signal": "SIGUSR2"})
     return history
@@ -172,28 +174,28 @@ def test_without_scontrol_the_state_is_kept_and_the_command_is_told(stopped):
 
 def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
     says(stopped.parent, "JobState=RUNNING PreemptTime=None")
-    assert requeue.after(stopped, 0) == 0
+    assert requeue.finish_job(stopped, 0) == 0
     assert (stopped.parent / "said").read_text().splitlines()[-1] == "requeue 12"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert requeue.after(stopped, 1) == 1, "this start never noted that it began"
+    assert requeue.finish_job(stopped, 1) == 1, "this start never noted that it began"
     for count, code in enumerate((0, 137), 1):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(count))
-        requeue.begin(stopped, stopped.parent / "run")
-        assert requeue.after(stopped, 137) == code, "the second got no further, either"
+        requeue.record_start(stopped, stopped.parent / "run")
+        assert requeue.finish_job(stopped, 137) == code, "the second got no further, either"
     done = [start.get("requeued") for start in json.loads(stopped.read_text())["starts"]]
     assert done == ["time limit", "a process was lost", None]
     write_outcome(stopped.parent / "run", "12.0", {"state": "finished"})
-    assert requeue.after(stopped, 137) == 0
+    assert requeue.finish_job(stopped, 137) == 0
 
 
 def test_any_checkpoint_that_was_saved_since_is_a_gain(tmp_path):
     """Also of an earlier step, as after a change of -batch_size."""
     for name in ("000001_step_10", "000002_step_10", "000003_step_12.partial", "000003_step_99.corrupt"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert requeue.newest(tmp_path) == "000002_step_10"
+    assert requeue.newest_checkpoint(tmp_path) == "000002_step_10"
     (tmp_path / "checkpoints" / "000003_step_3").mkdir()
-    assert requeue.newest(tmp_path) == "000003_step_3"
-    assert requeue.newest(tmp_path / "none") is None
+    assert requeue.newest_checkpoint(tmp_path) == "000003_step_3"
+    assert requeue.newest_checkpoint(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(
@@ -260,9 +262,9 @@ def task(monkeypatch):
 
 def test_a_task_finds_its_place_and_a_port_of_its_own(task, monkeypatch, tmp_path):
     seen, names = [], ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")
-    monkeypatch.setattr(local, "call", lambda target, args: seen.append(dict(os.environ)) or 0)
+    monkeypatch.setattr(local, "call_target", lambda target, args: seen.append(dict(os.environ)) or 0)
     for name, value in (("SLURM_JOB_ID", "6"), ("SLURM_STEP_ID", "1"), ("SLURM_RESTART_COUNT", "1")):
-        assert slurm_task.step(parsed(f"-out {tmp_path}"), "train:run") == 0
+        assert slurm_task.run_task(parsed(f"-out {tmp_path}"), "train:run") == 0
         monkeypatch.setenv(name, value)
     assert [seen[0][name] for name in names] == ["0", "0", "3", "3", "127.0.0.1", "5.0"]
     assert len({one["MASTER_PORT"] for one in seen}) == 3
@@ -280,9 +282,9 @@ def test_what_meets_a_signal_first_imports_without_torch():
 
 def test_only_rank_0_of_a_stopped_job_exits_with_75(task, monkeypatch, tmp_path):
     """srun would kill the tasks of the others where they stand."""
-    monkeypatch.setattr(local, "call", lambda target, args: STOPPED)
+    monkeypatch.setattr(local, "call_target", lambda target, args: STOPPED)
     codes = []
     for rank in range(3):
         monkeypatch.setenv("SLURM_PROCID", str(rank))
-        codes.append(slurm_task.step(parsed(f"-out {tmp_path}"), "train:run"))
+        codes.append(slurm_task.run_task(parsed(f"-out {tmp_path}"), "train:run"))
     assert codes == [STOPPED, FINISHED, FINISHED]

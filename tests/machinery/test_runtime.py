@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,8 +88,8 @@ def test_the_number_of_threads_is_a_function_of_a_pass_and_the_share_of_the_core
 def test_the_work_of_a_pass_is_counted_and_changes_nothing_of_the_model():
     model, images = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4, bias=False)), torch.randn(3, 8)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert runtime.work_of(model, (images, None)) == runtime.work_of(model, images) == 2 * 3 * 8 * 4
-    assert runtime.work_of(model, {"images": images}) == math.inf, "nobody knows"
+    assert runtime.count_flops(model, (images, None)) == runtime.count_flops(model, images) == 2 * 3 * 8 * 4
+    assert runtime.count_flops(model, {"images": images}) == math.inf, "nobody knows"
     assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -103,18 +104,25 @@ def test_a_buffer_that_each_pass_changes_is_as_it_was_when_its_work_is_counted()
             return super().forward(inputs)
 
     model = Counts()
-    assert runtime.work_of(model, torch.zeros(3, 4)) == 2 * 3 * 4 * 4
+    assert runtime.count_flops(model, torch.zeros(3, 4)) == 2 * 3 * 4 * 4
     assert model.passes == 0
+
+
+@pytest.mark.parametrize(("limit", "cores"), [("max 100000", 8), ("250000 100000", 3), ("1600000 100000", 8)])
+def test_a_container_has_the_cores_that_its_limit_leaves(limit, cores, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    monkeypatch.setattr(Path, "read_text", lambda path: limit)
+    assert distributed.cores_per_process(World()) == cores
 
 
 def test_a_new_run_chooses_its_threads_by_its_model(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(distributed, "cores_each", lambda world: 2)
+    monkeypatch.setattr(distributed, "cores_per_process", lambda world: 2)
     before, model = torch.get_num_threads(), nn.Linear(1000, 1000, bias=False)
     try:
         for rows, wanted in ((50, 1), (300, 2)):
             args = types.SimpleNamespace(threads=None)
-            said = runtime.settle_threads(args, World(), None, model, lambda rows=rows: torch.rand(rows, 1000))
+            said = runtime.choose_threads(args, World(), None, model, lambda rows=rows: torch.rand(rows, 1000))
             assert said == wanted == torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
@@ -142,31 +150,34 @@ def test_loader_processes_are_those_asked_for_or_a_share_of_the_cores(monkeypatc
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     memory, files = Tensors(torch.zeros(4)), [(0, 0)] * 4
     gpu = World(device=torch.device("cuda", 0), size=2, local_size=2)
-    assert [fetch.workers(None, files, World(device=gpu.device, local_size=n)) for n in (1, 2, 4, 8, 16)] == [
+    assert [fetch.count_workers(None, files, World(device=gpu.device, local_size=n)) for n in (1, 2, 4, 8, 16)] == [
         8,
         7,
         3,
         1,
         1,
     ]
-    assert fetch.workers(None, memory, gpu) == fetch.workers(None, Subset(memory, [0, 1]), gpu) == 0
-    assert fetch.workers(None, files, World()) == 0
+    assert fetch.count_workers(None, memory, gpu) == fetch.count_workers(None, Subset(memory, [0, 1]), gpu) == 0
+    assert fetch.count_workers(None, files, World()) == 0
     assert [
-        fetch.workers(asked, data, world) for asked in (0, 3) for data in (memory, files) for world in (gpu, World())
+        fetch.count_workers(asked, data, world)
+        for asked in (0, 3)
+        for data in (memory, files)
+        for world in (gpu, World())
     ] == [0] * 4 + [3] * 4
 
 
 def test_the_same_bits_every_time_are_asked_of_torch():
     try:
-        runtime.kernels(World(), deterministic=False)
+        runtime.configure_kernels(World(), deterministic=False)
         assert not torch.are_deterministic_algorithms_enabled()
-        runtime.kernels(World(), deterministic=True)
+        runtime.configure_kernels(World(), deterministic=True)
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
-        runtime.kernels(World(), deterministic=False)
+        runtime.configure_kernels(World(), deterministic=False)
         assert torch.are_deterministic_algorithms_enabled(), "what the user's own code asked for stays"
         fast = (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled)
         assert all(each() for each in fast)
-        runtime.kernels(World(device=torch.device("cuda", 0)), deterministic=True)
+        runtime.configure_kernels(World(device=torch.device("cuda", 0)), deterministic=True)
         assert not any(each() for each in fast) and torch.backends.cuda.math_sdp_enabled()
     finally:
         for kernel in runtime.FAST_ATTENTION:

@@ -102,11 +102,11 @@ def test_a_run_whose_job_waits_for_its_requeue_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("PATH", str(tmp_path))
     history = folder / "slurm" / "12.json"
-    requeue.begin(history, folder)
+    requeue.record_start(history, folder)
     assert status.row(folder)["state"] == "stopped"
     facts = run_folder.read_json(history)
     facts["starts"][-1]["requeued"] = "time limit"
-    requeue.write(history, facts)
+    requeue.write_history(history, facts)
     assert (status.row(folder)["state"], status.row(folder)["why"]) == (
         "requeued",
         "time limit: job 12 goes on by itself",

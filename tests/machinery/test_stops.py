@@ -1,6 +1,7 @@
 """Whatever ends a run, it saves its state where it can, and the next start ends at the same weights, bit for bit."""
 
 import contextlib
+import errno
 import itertools
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its ru
 EPOCH, STEPS = 20, 60  # steps of an epoch, and of the run
 PAUSE = {"do": "pause", "step": 25}
 NEXT = PAUSE["step"] + 1  # where a run stops that was told to in its pause
-QUIET = "stopped at once, and what is saved is whole"
+QUIET = "stopped at once, as there was nothing to save"
 SOON_S = 30  # until a run reacts, on a machine that has much else to do
 
 
@@ -68,7 +69,7 @@ def test_a_pool_of_a_plugin_ends_without_stopping_the_run(tmp_path):
     """multiprocessing.Pool ends its processes, which are forked from the run's, by SIGTERM."""
     stop, context = preemption.Stop(tmp_path, None, 60, None), multiprocessing.get_context("fork")
     begun = context.Event()
-    with stop.listening():
+    with stop.handle_signals():
         process = context.Process(target=lambda: (begun.set(), time.sleep(SOON_S)))
         process.start()
         assert begun.wait(SOON_S)
@@ -82,7 +83,7 @@ def goes_on(start, name, undisturbed, *words, **how):
     """The next start of a run goes on, and ends as if nothing had been."""
     run = start(name, *words, **how)
     assert run.ends() == 0, run.text()
-    assert "going on from" in run.text()
+    assert "resuming from" in run.text()
     outcome = run.outcome()
     assert [outcome[name] for name in ("state", "step", "samples")] == ["finished", STEPS, 3 * 1259]
     assert run.weights() == undisturbed.weights()
@@ -119,22 +120,35 @@ def test_votes_once_a_second_are_soon_enough(start):
     assert run.outcome()["step"] > 150
 
 
+def test_a_network_disk_that_fails_for_a_moment_stops_nothing(tmp_path, monkeypatch):
+    def stale(path, **more):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    stop = preemption.Stop(tmp_path, None, 60.0, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stale)
+        assert not stop.is_requested()
+    (tmp_path / "STOP").touch()
+    stop.next_check = 0.0
+    assert stop.is_requested()
+
+
 def test_votes_are_soon_enough_on_a_gpu_that_was_waited_for(monkeypatch):
     """Its next steps are launched at once: they would seem to take no time. Steps of 1 s, four of them in its queue,
     and a log line that waits for it every ten."""
     clock, queue, votes = [0.0], [], []
     stop = preemption.Stop(Path("nowhere"), None, 60.0, None)
-    monkeypatch.setattr(stop, "wanted", lambda: bool(votes.append(clock[0])))
+    monkeypatch.setattr(stop, "is_requested", lambda: bool(votes.append(clock[0])))
     monkeypatch.setattr(preemption.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(preemption.distributed, "merged", lambda value, merge, world: value)
-    ballot = preemption.Ballot(stop, World(size=2))
+    monkeypatch.setattr(preemption.distributed, "reduce_json", lambda value, merge, world: value)
+    vote = preemption.StopVote(stop, World(size=2))
     for step in range(1, 400):
         clock[0] += 0.02
         queue.append(max([clock[0], *queue]) + 1.0)
         if len(queue) > 4 or step % 10 == 0:
             clock[0] = max(clock[0], queue[-1] if step % 10 == 0 else queue[-5])
         queue = queue[-4:]
-        ballot.tick(training=True)
+        vote.tick(training=True)
     assert len(votes) > 40 and max(after - before for before, after in itertools.pairwise(votes)) < 10
 
 
@@ -171,6 +185,14 @@ def test_one_process_stops_and_goes_on_in_the_parent(start):
 
 
 def test_a_lost_terminal_stops_a_run_that_writes_there_and_no_other(start, undisturbed):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, a run ignores it
+    try:
+        _lose_terminals(start, undisturbed)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _lose_terminals(start, undisturbed):
     run = start("there", deed=PAUSE, terminal=("stdin", "stdout", "stderr"))
     run.noted(2)
     run.hang_up()
@@ -259,7 +281,7 @@ def test_a_start_waits_for_the_ranks_that_still_save_after_their_launcher_was_ki
     old.says("signal SIGTERM: stopping")  # within a second
     old.go()
     assert new.ends() == 0, new.text()
-    assert f"_step_{NEXT}: epoch" in new.text().partition("going on from")[2]
+    assert f"_step_{NEXT}: epoch" in new.text().partition("resuming from")[2]
     assert new.weights() == undisturbed.weights()
 
 

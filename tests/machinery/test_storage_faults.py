@@ -118,7 +118,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, done, cpu)
     folder = run(copy.parent, f"{SMALL} -cpu {cpu} -keep_last 9")
     assert distance(folder, done) < (1e-5 if cpu == 1 else 1e-30)
     before, _, after = log_of(folder).rpartition("an older checkpoint is taken")
-    assert before.count("an older checkpoint is taken") == 1 and "going on from" in after
+    assert before.count("an older checkpoint is taken") == 1 and "resuming from" in after
     assert saves.steps(folder)[:2] == [12, 8], "the new ones are newer than those that are damaged"
     assert saves.found(folder).damaged == []
 
@@ -131,13 +131,13 @@ def test_damaged_checkpoints_are_removed_before_the_good_one_that_the_run_goes_o
     assert len(newer) == 2 and len(names(copy)) == 2 and names(copy)[1] == good
 
 
-def test_a_run_with_only_damaged_checkpoints_never_starts_anew_by_itself(copy, done):
+def test_a_run_with_only_damaged_checkpoints_never_starts_anew_by_itself(copy, done, refused):
     for name in names(copy):
         (copy / "checkpoints" / name / SHARD).unlink()
     for _ in range(2):
-        with pytest.raises(shards.Damaged, match="is left: -reset without -resume starts from scratch"):
-            run(copy.parent, f"{SMALL} -cpu 1")
-        run(copy.parent, f"{SMALL} -cpu 2", wanted=1)
+        for count in (1, 2):
+            said = refused(f"{SMALL} -cpu {count}", out=copy.parent)
+            assert "is left: -reset without -resume starts from scratch" in said
     assert len(names(copy)) == 3, "nothing was moved"
     run(copy.parent, f"{SMALL} -cpu 2 -reset -resume {done}")
     assert names(copy) and distance(copy, done) == 0.0
@@ -171,8 +171,8 @@ def test_a_read_error_is_no_damage(copy, monkeypatch, method, name, code):
     with monkeypatch.context() as patch:
         _failing(patch, method, name, code)
         with pytest.raises(OSError, match=os.strerror(code)):
-            resume.newest_good(checkpoints.folder, checkpoints.disk)
-    assert resume.newest_good(checkpoints.folder, checkpoints.disk).folder.name == names(copy)[0]
+            resume.find_newest_good(checkpoints.folder, checkpoints.disk)
+    assert resume.find_newest_good(checkpoints.folder, checkpoints.disk).folder.name == names(copy)[0]
 
 
 def test_a_disk_that_cannot_be_read_ends_the_start_of_all_ranks(copy, monkeypatch):
@@ -196,7 +196,7 @@ def test_where_a_rank_does_not_see_the_newest_checkpoint_no_older_one_is_taken(c
         run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
     assert "this one does not" in outcome(copy)["reason"] and everything(copy) == before
     run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9")
-    assert f"going on from {copy}/checkpoints/{newest}:" in log_of(copy)
+    assert f"resuming from {copy}/checkpoints/{newest}:" in log_of(copy)
 
 
 LATEST = {
@@ -217,7 +217,7 @@ def test_whatever_latest_is_the_newest_good_checkpoint_is_taken_and_latest_is_me
     link.unlink()
     LATEST[what](link)
     folder = run(copy.parent, f"{SMALL} -cpu 1")
-    assert f"going on from {folder}/checkpoints/000002_step_8:" in log_of(folder)
+    assert f"resuming from {folder}/checkpoints/000002_step_8:" in log_of(folder)
     assert link.readlink().name == names(folder)[0] == "000003_step_12"
 
 
@@ -250,7 +250,7 @@ def test_a_save_that_fails_on_one_rank_costs_itself_and_nothing_else(tmp_path, m
     assert everything(folder) == sorted([*names(folder), "latest"])
     for rank in range(cpu):
         message = [line for line in log_of(folder, rank).splitlines() if "could not be saved" in line]
-        assert len(message) == 2 and "WARNING" in message[0] and "the run goes on" in message[0]
+        assert len(message) == 2 and "WARNING" in message[0] and "training continues" in message[0]
         assert f"000002_step_4 could not be saved (rank {cpu - 1}: OSError: [Errno {code}]" in message[0]
 
 
@@ -273,7 +273,7 @@ def test_a_last_save_that_fails_is_tried_again_and_a_run_never_says_it_saved_whe
     with monkeypatch.context() as patch:
         fail_writes(patch, lambda rank, step: step == 12 and rank == 0 and (tries.append(step) or len(tries) == 1))
         folder = run(tmp_path, f"{words} -model again")
-    assert saves.steps(folder)[0] == 12 and "the run goes on" in log_of(folder)
+    assert saves.steps(folder)[0] == 12 and "training continues" in log_of(folder)
     with monkeypatch.context() as patch:
         fail_writes(patch, lambda rank, step: step == 6)
         saves.stop_at(patch, 6)

@@ -247,7 +247,8 @@ def test_optunas_trials_are_the_same_after_a_kill_at_any_moment(tmp_path):
     for moment in ("sweep.db", "sweep_*/checkpoints/latest", "sweep_*/final", "sweep_*/checkpoints/latest"):
         before = len(list(killed.glob(moment)))
         with started(killed, CHOSEN) as process:
-            until(lambda: len(list(killed.glob(moment))) > before)  # noqa: B023
+            until(lambda: len(list(killed.glob(moment))) > before or process.poll() is not None)  # noqa: B023
+            assert process.poll() is None, (killed / "said").read_text()
             process.send_signal(signal.SIGKILL)
             process.wait()
     ends(killed, CHOSEN)
@@ -262,6 +263,30 @@ def test_optunas_trials_are_the_same_after_a_kill_at_any_moment(tmp_path):
         assert 1e-4 <= float(lr) <= 1e-2 and 1 <= int(depth) <= 3 and optimizer in ("sgd", "adamw")
     more = ends(calm, CHOSEN.replace("-trials 4", "-trials 5"))
     assert more.count("before") == 4 and more.count(": finished in") == 1
+
+
+KILLED_IN_BETWEEN = """
+import os, pathlib, sys
+from sqlalchemy import engine, event
+from scripts import sweep
+
+@event.listens_for(engine.Engine, "before_cursor_execute")
+def die(connection, cursor, statement, *rest):
+    if statement.strip().startswith("CREATE UNIQUE INDEX"):
+        os._exit(9)
+
+sweep.Study(pathlib.Path(sys.argv[1]), None)
+"""
+
+
+@cluster.needed_package("optuna", "sweep")
+def test_a_kill_between_a_table_of_optuna_and_its_index_leaves_no_file_that_holds_the_study_twice(tmp_path):
+    file = tmp_path / "sweep.db"
+    killed = subprocess.run([sys.executable, "-c", KILLED_IN_BETWEEN, str(file)], cwd=ROOT, env=CLEAN)
+    assert killed.returncode == 9
+    for _ in range(3):  # the second start made a second study of the same name, with which the third one failed
+        assert sweep.Study(file, plan_of(CHOSEN)).study.trials == []
+    assert not list(tmp_path.glob("*.partial"))
 
 
 # Slurm

@@ -24,7 +24,7 @@ from lib.utils.monitoring import images, tensorboard
 
 
 def opened(folder, first_step=1, hparams=None):
-    return tensorboard.Board(folder, first_step, hparams or {})
+    return tensorboard.EventWriter(folder, first_step, hparams or {})
 
 
 def test_a_full_disk_leaves_event_files_readable_and_is_one_warning(tmp_path, caplog):
@@ -54,7 +54,7 @@ def loaded(folder):
 
 def test_a_protobuf_that_does_not_fit_costs_tensorboard_and_not_the_run(tmp_path, monkeypatch, caplog):
     """Its import then ends in "Descriptors cannot be created directly", a TypeError."""
-    monkeypatch.setattr(tensorboard.Board, "_open", lambda board: None + 1)
+    monkeypatch.setattr(tensorboard.EventWriter, "_open", lambda board: None + 1)
     board = opened(tmp_path)
     for step in (1, 2):
         board.scalars(step, {"train/loss": 0.5})
@@ -64,7 +64,7 @@ def test_a_protobuf_that_does_not_fit_costs_tensorboard_and_not_the_run(tmp_path
 def test_a_board_holds_scalars_hparams_and_images_in_one_file(tmp_path):
     board = opened(tmp_path, hparams={"lr_start": 0.1, "fp16": False, "data": 300 * "x", "sizes": [1, 2]})
     assert not list(tmp_path.iterdir()), "nothing is imported or written before the first use"
-    board.image("samples", images.tiles(torch.rand(5, 3, 8, 6)), 1)
+    board.image("samples", images.image_grid(torch.rand(5, 3, 8, 6)), 1)
     board.scalars(10, {"train/loss": torch.tensor(0.5), "val/accuracy": 0.9, "bad": math.nan})
     events = loaded(tmp_path)  # before close: as after kill -9
     board.close()
@@ -103,7 +103,7 @@ def test_a_killed_run_has_its_last_log_line_in_the_event_file_and_draws_one_line
 
 def test_a_board_without_the_package_does_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    board = tensorboard.Board(tmp_path / "board", 1, {"a": 1})
+    board = tensorboard.EventWriter(tmp_path / "board", 1, {"a": 1})
     board.image("samples", np.zeros((2, 2, 3), np.uint8), 1)
     board.scalars(1, {"loss": 1.0})
     board.scalars(2, {"loss": 1.0})

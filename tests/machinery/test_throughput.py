@@ -21,9 +21,9 @@ def test_a_batch_is_waited_for_only_by_a_device_that_has_nothing_to_do(idle, mon
             clock[0] += 2
             yield
 
-    rate = throughput.Rate(3, State(), torch.device("cpu"))
+    rate = throughput.Throughput(3, State(), torch.device("cpu"))
     monkeypatch.setattr(rate, "_device_is_idle", lambda: idle)
-    for _ in rate.waiting(slow()):
+    for _ in rate.time_data_loading(slow()):
         clock[0] += 1
     assert rate.interval(State(step=3, samples=3))["data_share"] == pytest.approx(6 / 9 if idle else 0)
 

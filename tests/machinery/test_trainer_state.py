@@ -12,7 +12,7 @@ import torch
 from command_line import refusal
 from runs import distance, lines, outcome, plugins, run, same, weights
 from safetensors.torch import load_file
-from saves import SMALL, bits, names
+from saves import SMALL, bits, log_of, names
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -211,6 +211,23 @@ def test_where_processes_differ_rank_0_decides(tmp_path):
     first = load_file(whole / "checkpoints" / names(whole)[0] / "shard_0000.safetensors")
     assert {"trainer.plain.weight", "trainer.plain.bias"} < {*first}
     assert all(0 < line["train/spread"] < 9 for line in lines(whole) if "train/loss" in line)
+
+
+class InLists(trainer.Trainer):
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.heads = [nn.Linear(2, 2)]
+        self.optimizers = {"heads": torch.optim.SGD(self.heads[0].parameters())}
+        self.names = ["heads"]
+
+
+def test_modules_and_optimizers_in_lists_are_said_to_be_in_no_checkpoint(tmp_path):
+    with plugins(trainer={"lists": InLists}):
+        text = log_of(run(tmp_path, f"{SMALL} -trainer lists -limit_steps 1", wanted=75))
+    assert re.findall(r"trainer\.(\w+): modules and optimizers in it are in no checkpoint", text) == [
+        "heads",
+        "optimizers",
+    ]
 
 
 class Counting(trainer.Trainer):

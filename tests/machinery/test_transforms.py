@@ -62,7 +62,7 @@ def test_a_sample_is_changed_alike_in_any_batch_on_any_number_of_processes():
             one = loader.Loader(dataset, plan, world, seed=1, shuffle=True, workers=workers)
             for key, (inputs, labels) in one.epoch(epoch, first):
                 samples.update(zip(labels[: key.count].tolist(), inputs))
-            one.fetched.close()
+            one.fetcher.close()
         return samples
 
     truth = {epoch: seen(epoch, 1, 6) for epoch in (0, 1)}

@@ -20,12 +20,12 @@ def write_file(path: Path, data: bytes | str) -> None:
 
     It is on disk when this returns. If this raises OSError, the file is as it was.
     """
-    with staged(path) as partial:
+    with new_version(path) as partial:
         partial.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager
-def staged(path: Path) -> Iterator[Path]:
+def new_version(path: Path) -> Iterator[Path]:
     """Give a new name in path's folder; the file there, synced when the block ends, takes path's place at once."""
     partial = _unique(path, "partial")
     try:
@@ -68,11 +68,8 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def swap_link(link: Path, target_name: str) -> None:
-    """Point a link at a target, which is on disk already, in one instant: a reader sees the old or the new.
-
-    A folder there, from a copy that followed links (scp -r), is moved to NAME.*.aside.
-    """
-    if link.is_dir() and not link.is_symlink():
+    """Point a link at a target, which is on disk already, in one instant: a reader sees the old or the new."""
+    if link.is_dir() and not link.is_symlink():  # of a copy that followed links, as scp -r does
         link.rename(_unique(link, "aside"))
     partial = _unique(link, "partial")
     partial.symlink_to(target_name)

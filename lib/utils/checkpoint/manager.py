@@ -47,13 +47,14 @@ class Save:
 
 
 class Checkpoints:
-    """The checkpoints of a run. All ranks call its methods at the same steps, but for `writing`."""
+    """The checkpoints of a run. All ranks call its methods at the same steps."""
 
     def __init__(self, folder: Path, world: World, *, keep_last: int = 2):
-        self.folder, self.world, self.disk, self.keep_last = folder, world, shared_disk.one(world), keep_last
+        self.folder, self.world, self.disk, self.keep_last = folder, world, shared_disk.single_disk(world), keep_last
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _lower_priority, (world.device,))
         self.copies = staging.Copies()
         self.number = 0  # of the last save
+        self.polls = 0  # how often `poll` was called
         self.damaged = range(0)  # numbers of checkpoints that were passed over: they are the first to be removed
         self.saving: Save | None = None
         self.failures = 0  # in a row
@@ -61,25 +62,23 @@ class Checkpoints:
 
     def open(self) -> None:
         """Find out which ranks share the folder, and remove what crashes left there. Call it before all else."""
-        self.disk = shared_disk.look(self.folder, self.world)
+        self.disk = shared_disk.find_disks(self.folder, self.world)
         self.number = max(self.disk.do(self._sweep))
 
-    def make_room(self, tensors: dict[str, Tensor], first: set[str]) -> None:
-        """Take the memory that saves of these tensors need; arguments as `save` has them.
-
-        Raises:
-            UsageError: a checkpoint of these tensors could never be written.
-        """
+    def make_room(self, tensors: dict[str, Tensor], rank_dependent: set[str]) -> None:
+        """Take the memory that saves of these tensors need. Raises UsageError if they could never be written."""
         shards.schema(tensors)
-        out, size = self.folder.parent.parent, shards.total_bytes(tensors)
+        out, size = self.folder.parent.parent, sum(tensor.nbytes for tensor in tensors.values())
         if len(self.disk.groups) > 1 and any(map(shards.is_sharded, tensors.values())):
             raise UsageError(f"-out {out}: a sharded model needs a folder that all nodes share")
         free = min(self.disk.do(lambda: shutil.disk_usage(self.folder).free))
         if free < size:
             raise UsageError(f"-out {out}: a checkpoint takes {size:,} bytes, and {free:,} are free; make room")
-        self.copies.make_room(shards.pieces(tensors, self.disk.share, first))
+        self.copies.make_room(shards.pieces(tensors, self.disk.share, rank_dependent))
 
-    def save(self, tensors: dict[str, Tensor], facts: dict, *, step: int, first: set, keep: bool = False) -> None:
+    def save(
+        self, tensors: dict[str, Tensor], facts: dict, *, step: int, rank_dependent: set, keep: bool = False
+    ) -> None:
         """Begin a checkpoint: copy the tensors, and write the copies in the background.
 
         The tensors may change as soon as this returns. A save that is still in flight is waited for.
@@ -88,7 +87,7 @@ class Checkpoints:
             tensors: the live tensors by name.
             facts: entries of the manifest (JSON), which must not change later.
             step: the optimizer step, for the name.
-            first: names of tensors that may differ between ranks: the first rank's are saved.
+            rank_dependent: names of tensors that may differ between ranks: the first rank's are saved.
             keep: spare it from removal.
 
         Raises:
@@ -99,28 +98,23 @@ class Checkpoints:
         name = f"{self.number:06d}_step_{step}"
         partial = self.folder / f"{name}.partial"
         facts = {**facts, "tensors": shards.schema(tensors)}
-        mine = shards.pieces(tensors, self.disk.share, first)
+        mine = shards.pieces(tensors, self.disk.share, rank_dependent)
         starts = {piece.name: list(piece.start) for piece in mine if any(piece.start)}
         best, self.best = self.best, {}
         job = self.thread.submit(self._write, partial, self.copies.make(mine), starts, best)
         self.saving = Save(self.folder / name, partial, facts, keep, best, job)
 
-    def write_best(self, tensors: dict[str, Tensor]) -> None:
-        """Write best/weights.safetensors with the next save, on each disk, from tensors that `weights.gathered` gave.
+    def set_best(self, tensors: dict[str, Tensor]) -> None:
+        """Write best/weights.safetensors with the next save, on each disk, from tensors that `weights.gather` gave.
 
         No checkpoint that names them is published before they are written.
         """
-        self.best = tensors if self.disk.leads else {}
-
-    def writing(self) -> bool:
-        """Whether this rank is at work on a save; any thread may ask."""
-        save = self.saving
-        return save is not None and not save.job.done()
+        self.best = tensors if self.disk.is_first else {}
 
     def poll(self) -> None:
         """Move the save in flight on, once every rank is ready. Raises SaveError when saving fails for good."""
-        save = self.saving
-        if save is None or distributed.largest([self.writing()], self.world)[0]:
+        save, self.polls = self.saving, self.polls + 1
+        if save is None or distributed.all_reduce_max([not save.job.done()], self.world)[0]:
             return
         error = save.job.exception()
         fault = f"rank {self.world.rank}: {type(error).__name__}: {error}"
@@ -140,6 +134,19 @@ class Checkpoints:
             concurrent.futures.wait([self.saving.job], WAIT_S)
             self.poll()
 
+    def write_final(self, tensors: dict[str, Tensor]) -> None:
+        """Write final/weights.safetensors on each disk, from tensors that `weights.gather` gave, and wait for it."""
+
+        def write() -> None:
+            if self.disk.is_first:
+                weights.write(self.folder.parent / "final", tensors)
+
+        job = self.thread.submit(write)
+        while distributed.all_reduce_max([not job.done()], self.world)[0]:
+            concurrent.futures.wait([job], WAIT_S)
+            self.polls += 1
+        self.disk.do(job.result)
+
     def close(self) -> None:
         """Wait for what is in flight and end the writing thread. Raises SaveError if the last save failed."""
         self.finish()
@@ -155,7 +162,9 @@ class Checkpoints:
             atomic.sweep(folder)
         atomic.fsync_folder(run)
         atomic.fsync_folder(run.parent)
-        return max((run_folder.number(one.name) for one in run_folder.listed(self.folder)), default=0)
+        return max(
+            (run_folder.checkpoint_number(one.name) for one in run_folder.list_checkpoints(self.folder)), default=0
+        )
 
     def _write(self, partial: Path, blocks: list, starts: dict[str, list[int]], best: dict[str, Tensor]) -> dict:
         self.copies.wait()
@@ -163,37 +172,37 @@ class Checkpoints:
             weights.write(self.folder.parent / "best", best)
         for folder in (self.folder, partial):  # without parents: a run's folder that is gone is not made again
             folder.mkdir(exist_ok=True)
-        file = shards.file_of(self.world.rank)
+        file = shards.file_name(self.world.rank)
         return {file: shards.write(partial / file, blocks, starts)}
 
     def _publish(self, save: Save, answers: list[dict]) -> None:
-        if not self.disk.leads:
+        if not self.disk.is_first:
             return
         if save.keep:
             (save.partial / "keep").touch()
         files = {file: written for answer in answers for file, written in answer.items()}
         manifest = {"format": shards.FORMAT, **save.facts, "shards": files}
-        atomic.write_file(save.partial / "manifest.json", shards.sealed(manifest))
+        atomic.write_file(save.partial / "manifest.json", shards.encode_manifest(manifest))
         atomic.publish(save.partial, save.folder)
         with contextlib.suppress(OSError):  # it is for people; some file systems have no links
             atomic.swap_link(self.folder / "latest", save.folder.name)
-        removable = [folder for folder in run_folder.listed(self.folder) if not (folder / "keep").exists()]
-        removable.sort(key=lambda folder: run_folder.number(folder.name) in self.damaged)
+        removable = [folder for folder in run_folder.list_checkpoints(self.folder) if not (folder / "keep").exists()]
+        removable.sort(key=lambda folder: run_folder.checkpoint_number(folder.name) in self.damaged)
         for folder in removable[self.keep_last :]:
             atomic.remove_folder(folder)
 
     def _fail(self, save: Save, reason: str) -> None:
         self.saving, self.best = None, self.best or save.best
         self.failures += 1
-        if self.disk.leads:
+        if self.disk.is_first:
             shutil.rmtree(save.partial, ignore_errors=True)
         text = f"{save.folder} could not be saved ({reason})"
         if self.failures >= FAILURES:
             raise SaveError(f"{text}, nor could the {FAILURES - 1} before it")
-        log.warning("%s: the run goes on, the older checkpoint is good, the next save tries again", text)
+        log.warning("%s: training continues; the checkpoint before it is good, and the next save tries again", text)
 
 
-def due(save_every: str, unit: str, done: int) -> bool:
+def is_due(save_every: str, unit: str, done: int) -> bool:
     """Return whether -save_every wants a save after so many epochs or optimizer steps (unit "epoch" or "step")."""
     number, counted = EVERY.findall(save_every)[0]
     return unit == (counted or "epoch") and done % int(number) == 0

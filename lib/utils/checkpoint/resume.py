@@ -18,8 +18,8 @@ from torch import Tensor
 from lib.utils import distributed
 from lib.utils.checkpoint import run_folder, shards, weights
 from lib.utils.checkpoint.shared_disk import Disk
-from lib.utils.checkpoint.state import Parts, State, prepare
-from lib.utils.data.plan import Plan, divisor
+from lib.utils.checkpoint.state import Parts, State, init_optimizer_state
+from lib.utils.data.plan import Plan, largest_divisor
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -37,7 +37,7 @@ class Past:
     manifest: dict
     damaged: list[str]  # what is wrong with newer ones
     sender: int  # a rank whose disk has it whole
-    lacking: dict[int, str]  # the ranks that lack it or a file of it, where nodes do not share a disk, and why
+    missing_on: dict[int, str]  # the ranks that lack it or a file of it, where nodes do not share a disk, and why
 
     @property
     def config(self) -> dict:
@@ -49,20 +49,19 @@ def find(args: "Args", disk: Disk) -> Past | None:
     """Return the newest good checkpoint of the run, or else of -resume; None for a new run.
 
     Raises:
-        UsageError: -resume names no checkpoint, or the newest one is of another format.
-        Damaged: there are checkpoints, and none is good.
+        UsageError: -resume names no checkpoint, there are some and none is good, or the newest has another format.
         OSError: the disk does not answer, which says nothing about the checkpoints.
     """
     if args.eval:
         return None
-    own = run_folder.run_of(args) / "checkpoints"
+    own = run_folder.path_of(args) / "checkpoints"
     other = Path(os.path.realpath(args.resume)) if args.resume else None
     if other and Path(os.path.realpath(own)) in other.parents:
         hint = "to start from an older one, give the new run another -model"
-        raise UsageError(f"-resume {args.resume}: this run goes on from its newest checkpoint by itself; {hint}")
-    past = newest_good(own, disk, resets=lambda: run_folder.restarts(args, disk.world))
+        raise UsageError(f"-resume {args.resume}: this run resumes from its newest checkpoint by itself; {hint}")
+    past = find_newest_good(own, disk, resets=lambda: run_folder.is_reset_due(args, disk.world))
     if past is None and other:
-        past = newest_good(other, disk)
+        past = find_newest_good(other, disk)
         if past is None:
             hint = "give a run's folder or one of its checkpoints"
             raise UsageError(f"-resume {args.resume}: there is no checkpoint; {hint}")
@@ -70,41 +69,39 @@ def find(args: "Args", disk: Disk) -> Past | None:
     return past
 
 
-def newest_good(path: Path, disk: Disk, resets: Callable[[], bool] = lambda: False) -> Past | None:
+def find_newest_good(path: Path, disk: Disk, resets: Callable[[], bool] = lambda: False) -> Past | None:
     """Return the newest checkpoint at a path that is whole on some disk, the same for all ranks; None without any.
 
     A disk that `resets` has none: its old run is to be moved away.
 
     Raises:
-        Damaged: there are some, and none is good.
-        UsageError: the newest is of another version of the code.
+        UsageError: there are some, and none is good; or the newest is of another version of the code.
         OSError: the disk does not answer.
     """
     names = disk.do(lambda: [] if resets() else _names(path))  # on each disk
     here = names[disk.groups.index(disk.ranks)]
     damaged = []
-    for name in sorted({*chain(*names)}, key=lambda name: (run_folder.number(Path(name).name), name), reverse=True):
+    for name in sorted(
+        {*chain(*names)}, key=lambda name: (run_folder.checkpoint_number(Path(name).name), name), reverse=True
+    ):
         folder = path / name
-        faults = distributed.together(functools.partial(_fault, folder, name in here, disk.share), disk.world)
-        lacking = {rank: fault for rank, fault in enumerate(faults) if fault}
-        sender = next((ranks[0] for ranks in disk.groups if lacking.keys().isdisjoint(ranks)), None)
+        faults = distributed.gather_results(functools.partial(_fault, folder, name in here, disk.share), disk.world)
+        missing_on = {rank: fault for rank, fault in enumerate(faults) if fault}
+        sender = next((ranks[0] for ranks in disk.groups if missing_on.keys().isdisjoint(ranks)), None)
         if sender is not None:
             manifest = shards.read_manifest(folder) if disk.world.rank == sender else None
             manifest = distributed.broadcast_json(manifest, disk.world, sender)
-            return Past(folder, manifest, damaged, sender, lacking)
-        damaged += [*lacking.values()][:1]
+            return Past(folder, manifest, damaged, sender, missing_on)
+        damaged += [*missing_on.values()][:1]
     if damaged:
-        raise shards.Damaged(f"{damaged[0]}; no good checkpoint is left: -reset without -resume starts from scratch")
+        raise UsageError(f"{damaged[0]}; no good checkpoint is left: -reset without -resume starts from scratch")
     return None
 
 
 def _names(path: Path) -> list[str]:
     """Return the checkpoints at a path: of a run's folder or its checkpoints folder, or the path itself."""
     itself = [path] if (path / "manifest.json").is_file() else []
-    found = run_folder.listed(path) or run_folder.listed(path / "checkpoints") or itself
-    if not found and any(path.glob("step_*")):
-        hint = "which named checkpoints otherwise; take that version, or -reset"
-        raise UsageError(f"{path}: written by an older version of the code, {hint}")
+    found = run_folder.list_checkpoints(path) or run_folder.list_checkpoints(path / "checkpoints") or itself
     return [str(entry.relative_to(path)) for entry in found]
 
 
@@ -139,7 +136,8 @@ def plan(args: "Args", samples: int, world: World, past: Past | None) -> Plan:
     else:
         batch = args.batch_per_gpu * world.size if args.batch_per_gpu else args.batch_size
     if batch < world.size:
-        raise UsageError(f"-batch_size {batch} has not a sample for each of {world.size} processes: try {world.size}")
+        fault = f"-batch_size {batch} has not a sample for each of {world.size} processes"
+        raise UsageError(f"{fault}: try -batch_size {world.size}, or fewer processes")
     micro = _micro_batch_size(args, batch, world, before.get("micro_batch"))
     if batch % micro:
         fault = f"-batch_size {batch} cannot be cut into micro-batches of -micro_batch {micro}"
@@ -155,32 +153,32 @@ def _micro_batch_size(args: "Args", batch: int, world: World, saved: int | None)
         return args.micro_batch
     if saved and batch % saved == 0:
         return saved
-    return divisor(batch, math.ceil(batch / distributed.most_ranks(world)))
+    return largest_divisor(batch, math.ceil(batch / distributed.max_world_size(world)))
 
 
-def config(args: "Args", plan: Plan) -> dict:
+def config_to_save(args: "Args", plan: Plan) -> dict:
     """Return all flags as JSON has them, with what the first start settled, and what else the bits depend on."""
     instructions = torch.backends.cpu.get_cpu_capability()
     processor = torch.cuda.get_device_name() if torch.cuda.is_initialized() else instructions
     facts = {"samples": plan.samples, "torch": torch.__version__, "processor": processor}
-    return json.loads(json.dumps({**vars(args), **settled(plan), **facts}, default=str))
+    return json.loads(json.dumps({**vars(args), **effective_flags(plan), **facts}, default=str))
 
 
-def settled(plan: Plan) -> dict[str, int]:
+def effective_flags(plan: Plan) -> dict[str, int]:
     """Return the flags that the first start settled where nobody gave them."""
     return {"batch_size": plan.batch, "micro_batch": plan.micro, "threads": torch.get_num_threads()}
 
 
-def check(args: "Args", plan: Plan, past: Past | None, splits: dict) -> None:
+def check_flags(args: "Args", plan: Plan, past: Past | None, splits: dict) -> None:
     """Raise UsageError, before anything is written, for flags that the run may not continue with."""
     for flag in ("best", "stop_after"):
         if (value := getattr(args, flag)) and "val" not in splits:
             raise UsageError(f"-{flag} {value}: there is no val split to choose by")
     if past:
-        changes(args, plan, past)
+        describe_changes(args, plan, past)
 
 
-def changes(args: "Args", plan: Plan, past: Past) -> str:
+def describe_changes(args: "Args", plan: Plan, past: Past) -> str:
     """Describe the allowed differences between the saved and the current flags; "" for none.
 
     A flag that only one side knows, as after a change of the code, is allowed to differ; so are torch and processor.
@@ -188,19 +186,20 @@ def changes(args: "Args", plan: Plan, past: Past) -> str:
     Raises:
         UsageError: a difference changes the result, and -allow_change does not name it.
     """
-    before, now = past.config, config(args, plan)
+    before, now = past.config, config_to_save(args, plan)
     changed = [name for name in sorted({*before, *now} - args.flag_rules.free) if before.get(name) != now.get(name)]
     texts = {name: f"-{name} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}" for name in changed}
     refused = sorted({*changed} & {*before} & {*now} - {*args.allow_change, "torch", "processor"})
     if refused:
         shown = ", ".join(texts[name] for name in refused)
         allow = " ".join(f"-allow_change {name}" for name in refused)
-        hint = f"keep them, or add {allow}, or start from scratch with -reset or another -model"
-        raise UsageError(f"-model {args.model} would go on with other settings: {shown}; {hint}")
+        keep = "take that run's by -cfg RUN/config.yaml" if args.resume else "keep them"
+        hint = f"{keep}, or add {allow}, or start from scratch with -reset or another -model"
+        raise UsageError(f"-model {args.model} would resume with other settings: {shown}; {hint}")
     return ", ".join(texts.values())
 
 
-def state(past: Past | None, plan: Plan) -> State:
+def restore_state(past: Past | None, plan: Plan) -> State:
     """Return how far the run is, in steps of this plan.
 
     If -batch_size or the number of samples was allowed to change, the same share of the epoch counts as done.
@@ -225,7 +224,7 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
     for fault in past.damaged:
         log.warning("%s; an older checkpoint is taken", fault)
     saved = past.manifest["tensors"]
-    prepare(parts, saved)
+    init_optimizer_state(parts, saved)
     tensors = parts.tensors()
     here = shards.schema(tensors)
     odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
@@ -233,17 +232,17 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
         shown = ", ".join(f"{name} was {saved.get(name)} and is {here.get(name)}" for name in odd[:4])
         other = "is of another model, optimizer or trainer"
         raise UsageError(f"{past.folder} {other}: {shown}; -weights takes only a model's weights")
-    if not past.lacking or world.rank == past.sender:
+    if not past.missing_on or world.rank == past.sender:
         files = shards.read_manifest(past.folder)["shards"]  # of this disk
-        own = shards.file_of(world.rank)  # holds all blocks of this rank, if as many ranks wrote it
+        own = shards.file_name(world.rank)  # holds all blocks of this rank, if as many ranks wrote it
         shards.read(past.folder, sorted(files, key=lambda file: file != own), tensors)
-    if past.lacking:
-        rank, why = next(iter(past.lacking.items()))
+    if past.missing_on:
+        rank, why = next(iter(past.missing_on.items()))
         log.warning("rank %d: %s; rank %d sends it", rank, why, past.sender)
         distributed.broadcast_tensors(tensors, world, past.sender)
     bad = weights.not_finite(parts.modules["model"], world)
     if bad and "nan" not in allowed:
-        hint = "remove it to go on from an older checkpoint, or take it as it is with -allow_change nan"
+        hint = "remove it to resume from an older checkpoint, or take it as it is with -allow_change nan"
         raise UsageError(f"{past.folder}: {bad[0]} and {len(bad) - 1} more are not finite; {hint}")
 
 
@@ -252,6 +251,6 @@ def best_weights(past: Past, run: Path, world: World) -> dict[str, Tensor]:
     file = run / "best" / "weights.safetensors"
     tensors = weights.read(file) if world.rank == past.sender and file.is_file() else {}
     schema = distributed.broadcast_json(shards.schema(tensors), world, past.sender)
-    tensors = tensors or shards.empty(schema)
+    tensors = tensors or shards.make_empty(schema)
     distributed.broadcast_tensors(tensors, world, past.sender)
     return tensors

@@ -37,12 +37,12 @@ WAIT_S = 120.0  # for another process with the lock, which may be saving; NFS ke
 # Checkpoints by name: a number that grows with every save, and the step for people
 
 
-def run_of(args: Args) -> Path:
+def path_of(args: Args) -> Path:
     """Return the run's folder, out/NAME."""
     return Path(args.out) / args.model
 
 
-def listed(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, newest first; none where it is missing."""
     try:
         checkpoints = [entry for entry in folder.iterdir() if NAME.fullmatch(entry.name)]
@@ -50,10 +50,10 @@ def listed(folder: Path) -> list[Path]:
         if error.errno not in MISSING:
             raise
         return []
-    return sorted(checkpoints, key=lambda entry: number(entry.name), reverse=True)
+    return sorted(checkpoints, key=lambda entry: checkpoint_number(entry.name), reverse=True)
 
 
-def number(name: str) -> int:
+def checkpoint_number(name: str) -> int:
     """Return the running number in a checkpoint's name, 0 for another name."""
     match = NAME.fullmatch(name)
     return int(match[1]) if match else 0
@@ -62,13 +62,13 @@ def number(name: str) -> int:
 # The lock
 
 
-def restarts(args: Args, world: World) -> bool:
+def is_reset_due(args: Args, world: World) -> bool:
     """Whether -reset is still to be carried out: once in a launch, whatever restarts and requeues follow."""
-    return args.reset and outcome(run_of(args)).get("launch") != world.launch
+    return args.reset and read_outcome(path_of(args)).get("launch") != world.launch
 
 
 @contextlib.contextmanager
-def locked(args: Args, world: World, disk: Disk, job: str | None = None) -> Iterator[RunFolder]:
+def acquire(args: Args, world: World, disk: Disk, job: str | None = None) -> Iterator[RunFolder]:
     """Keep the run's folder for this run alone during the block. All ranks call this together.
 
     A start that is refused before `begin` leaves the folder as it was. Another exception makes the outcome "failed".
@@ -88,7 +88,7 @@ def locked(args: Args, world: World, disk: Disk, job: str | None = None) -> Iter
         folder.unlock()
 
 
-class Untouched:
+class NoRunFolder:
     """Stands in for a RunFolder where nothing is to be locked or written."""
 
     path = None
@@ -102,7 +102,7 @@ class RunFolder:
 
     def __init__(self, args: Args, world: World, disk: Disk):
         self.args, self.world, self.disk = args, world, disk
-        self.path = run_of(args)
+        self.path = path_of(args)
         self.lock_file: IO[str] | None = None
         self.begun = False
 
@@ -111,7 +111,7 @@ class RunFolder:
 
         def write() -> None:
             with self._writing():
-                if restarts(self.args, self.world):
+                if is_reset_due(self.args, self.world):
                     _move_away(self.path)
                 atomic.write_file(self.path / "config.yaml", config)
                 write_outcome(self.path, self.world, "running")
@@ -170,7 +170,7 @@ class RunFolder:
             error.args = (f"{error} ({LESS_MEMORY})",)
         if self.begun:
             log.critical("failed", exc_info=error)
-        elif isinstance(error, UsageError) or restarts(self.args, self.world):
+        elif isinstance(error, UsageError) or is_reset_due(self.args, self.world):
             return
         try:
             record_failure(self.path, self.world, error)
@@ -199,14 +199,14 @@ def _move_away(folder: Path) -> None:
 # How the run ended
 
 
-def outcome(run: Path) -> dict:
+def read_outcome(run: Path) -> dict:
     """Return outcome.json, {} if there is none. Its entry `written` differs each time that it is written."""
     return read_json(run / "outcome.json")
 
 
-def outcome_of(run: Path, job: str) -> dict:
+def read_job_outcome(run: Path, job: str) -> dict:
     """Return the outcome if a start of this Slurm job wrote it, else {}: its launches are called JOB or JOB.STEP."""
-    facts = outcome(run)
+    facts = read_outcome(run)
     return facts if str(facts.get("launch")).partition(".")[0] == job else {}
 
 
@@ -221,18 +221,20 @@ def record_failure(folder: Path, world: World, error: Exception) -> None:
 
     A rank that fails because another is gone does not replace it, in whatever order they write.
     """
-    before, lost = outcome(folder), lost_peer(error)
+    before, lost = read_outcome(folder), is_lost_peer(error)
     known = before.get("state") == "failed" and before.get("launch") == world.launch
     if not known or (before.get("lost_peer") and not lost):
         text = f"{type(error).__name__}: {error}"
         text = text.strip().splitlines()[-1] if "\nOriginal Traceback" in text else text  # a loader process's
+        text = f"lost another process ({text})" if lost else text
         write_outcome(folder, world, "failed", reason=f"rank {world.rank}: {text}", lost_peer=lost)
 
 
-def lost_peer(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
     """Whether this is how a process fails when another one is gone. gloo's errors have no class of their own."""
     by_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # this file imports no torch
-    return by_torch or isinstance(error, ConnectionError) or "gloo" in str(error)
+    by_gloo = isinstance(error, RuntimeError) and re.search(r"\bgloo/", str(error)) is not None
+    return by_torch or by_gloo or isinstance(error, ConnectionError)
 
 
 def read_json(path: Path) -> dict:

@@ -25,14 +25,26 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 FORMAT = 3
-SEAL = b',\n"crc32": %d\n}\n'  # the end of every manifest, whatever its format: the checksum of all before it
+# The end of every manifest, whatever its format: the checksum of all before it.
+CHECKSUM_LINE = b',\n"crc32": %d\n}\n'
 CHUNK = 1 << 20  # bytes
 DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 
 
 class Damaged(Exception):
@@ -42,11 +54,11 @@ class Damaged(Exception):
 # The manifest: a run's progress and flags, the type and shape of every tensor, size and checksum of every file
 
 
-def sealed(manifest: dict) -> bytes:
+def encode_manifest(manifest: dict) -> bytes:
     """Return a manifest as it is written: a line for each entry, the checksum in the last."""
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.items()]
     body = ("{\n" + ",\n".join(lines)).encode()
-    return body + SEAL % zlib.crc32(body)
+    return body + CHECKSUM_LINE % zlib.crc32(body)
 
 
 def read_manifest(folder: Path) -> dict:
@@ -59,8 +71,8 @@ def read_manifest(folder: Path) -> dict:
     """
     path = folder / "manifest.json"
     data = path.read_bytes()
-    body = data.rpartition(SEAL[:10])[0]
-    if data != body + SEAL % zlib.crc32(body):
+    body = data.rpartition(CHECKSUM_LINE[:10])[0]
+    if data != body + CHECKSUM_LINE % zlib.crc32(body):
         raise Damaged(f"{path}: its checksum is wrong")
     manifest = json.loads(data)
     if manifest.get("format") != FORMAT:
@@ -89,41 +101,32 @@ class Piece(NamedTuple):
     start: tuple[int, ...]
 
 
-def file_of(rank: int) -> str:
+def file_name(rank: int) -> str:
     """Return the name of a rank's file."""
     return f"shard_{rank:04d}.safetensors"
 
 
-def pieces(tensors: dict[str, Tensor], world: World, first: Collection[str] = ()) -> list[Piece]:
+def pieces(tensors: dict[str, Tensor], world: World, rank_dependent: Collection[str] = ()) -> list[Piece]:
     """Return this rank's share of the tensors: its own blocks of sharded ones, and some of those that all ranks have.
 
-    Each rank gets about as many bytes of the latter; those named in `first` are rank 0's. Next to sharded tensors
-    they are few and small, and all rank 0's: a reader then needs its own file and that one.
+    Each rank gets about as many bytes of the latter; those named in `rank_dependent` are rank 0's. Next to sharded
+    tensors they are few and small, and all rank 0's: a reader then needs its own file and that one.
     """
     whole = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
-    mine = [piece for name, tensor in tensors.items() if is_sharded(tensor) for piece in _block(name, tensor)]
-    first = whole if len(whole) < len(tensors) else first
-    given = sum(tensor.nbytes for name, tensor in whole.items() if name in first)
+    mine = [Piece(name, *_local_and_offset(tensor)) for name, tensor in tensors.items() if is_sharded(tensor)]
+    mine = [piece for piece in mine if piece.values.numel()]  # the last ranks may have none of a small tensor
+    rank_dependent = whole if len(whole) < len(tensors) else rank_dependent
+    given = sum(tensor.nbytes for name, tensor in whole.items() if name in rank_dependent)
     load = [(given if rank == 0 else 0, rank) for rank in range(world.size)]
     heapq.heapify(load)
     for name, tensor in sorted(whole.items(), key=lambda item: (-item[1].numel(), item[0])):
         rank = 0
-        if name not in first:
+        if name not in rank_dependent:
             least, rank = load[0]
             heapq.heapreplace(load, (least + tensor.nbytes, rank))
         if rank == world.rank:
             mine.append(Piece(name, tensor.detach(), (0,) * tensor.ndim))
     return mine
-
-
-def _block(name: str, tensor: "DTensor") -> list[Piece]:
-    """Return a DTensor's local block, on one rank of those that hold copies of it."""
-    copies = [i for i, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    place = tensor.device_mesh.get_coordinate() or []
-    if any(place[i] for i in copies):
-        return []
-    values, start = _local(tensor)
-    return [Piece(name, values, start)] if values.numel() else []
 
 
 def write(path: Path, blocks: list[tuple[str, Tensor]], starts: dict[str, list] | None = None) -> dict:
@@ -141,7 +144,7 @@ def write(path: Path, blocks: list[tuple[str, Tensor]], starts: dict[str, list] 
     text += b" " * (-len(text) % 8)
     crc = 0
     with path.open("wb") as file:
-        for data in (len(text).to_bytes(8, "little"), text, *(raw(values) for _, values in blocks)):
+        for data in (len(text).to_bytes(8, "little"), text, *(as_bytes(values) for _, values in blocks)):
             for begin in range(0, len(data), CHUNK):
                 chunk = memoryview(data)[begin : begin + CHUNK]
                 file.write(chunk)
@@ -162,14 +165,14 @@ def verify(path: Path, wanted: dict) -> None:
         raise Damaged(f"{path}: size or checksum is wrong: {found} instead of {wanted}")
 
 
-def whole(folder: Path, manifest: dict, start: str = "") -> dict[str, Tensor]:
+def read_whole(folder: Path, manifest: dict, start: str = "") -> dict[str, Tensor]:
     """Return the tensors of a checkpoint whose names start so, in one piece on the CPU. See `read`."""
-    tensors = empty({name: about for name, about in manifest["tensors"].items() if name.startswith(start)})
+    tensors = make_empty({name: about for name, about in manifest["tensors"].items() if name.startswith(start)})
     read(folder, [*manifest["shards"]], tensors)
     return tensors
 
 
-def empty(schema: dict[str, list]) -> dict[str, Tensor]:
+def make_empty(schema: dict[str, list]) -> dict[str, Tensor]:
     """Return tensors of these types and shapes on the CPU, with any values."""
     kinds = {word: kind for kind, word in DTYPES.items()}
     return {name: torch.empty(shape, dtype=kinds[kind]) for name, (kind, shape) in schema.items()}
@@ -181,7 +184,7 @@ def read(folder: Path, files: list[str], tensors: dict[str, Tensor]) -> None:
 
     No more files are opened, in the order given, than it takes. Raises Damaged if none holds a part of a tensor.
     """
-    targets = {name: _local(tensor) for name, tensor in tensors.items()}
+    targets = {name: _local_and_offset(tensor) for name, tensor in tensors.items()}
     missing = {name: target.numel() for name, (target, _) in targets.items() if target.numel()}
     for file in files:
         if not missing:
@@ -211,30 +214,25 @@ def _fill(target: Tensor, origin: Sequence[int], block: Any, start: Sequence[int
 
 
 @torch.no_grad()
-def put(tensor: Tensor, whole: Tensor) -> None:
+def copy_whole(tensor: Tensor, whole: Tensor) -> None:
     """Give a tensor, or the local block of a sharded one, the values of a whole one."""
-    target, start = _local(tensor)
+    target, start = _local_and_offset(tensor)
     target.copy_(whole[tuple(slice(a, a + n) for a, n in zip(start, target.shape))])
 
 
-def total_bytes(tensors: dict[str, Tensor]) -> int:
-    """Return the bytes of all tensors, each counted whole."""
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank has of a tensor, sharded or not."""
     return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
-def _local(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def _local_and_offset(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return the same, and where in the whole it begins, by torch's own arithmetic."""
     if not is_sharded(tensor):
         return tensor.detach(), (0,) * tensor.ndim
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return local(tensor), tuple(start)
+    return local_part(tensor), tuple(start)
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
@@ -243,6 +241,6 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def raw(values: Tensor) -> memoryview | bytes:
+def as_bytes(values: Tensor) -> memoryview | bytes:
     """Return the bytes of a tensor on the CPU."""
     return values.contiguous().reshape(-1).view(torch.uint8).numpy().data if values.numel() else b""

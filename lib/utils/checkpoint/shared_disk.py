@@ -26,7 +26,7 @@ class Disk:
         return next(group for group in self.groups if self.world.rank in group)
 
     @property
-    def leads(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this rank acts for its disk."""
         return self.world.rank == self.ranks[0]
 
@@ -39,30 +39,28 @@ class Disk:
         """Return what `action()` returned (JSON) on the first rank of each disk.
 
         Raises:
-            Exception: what one rank raises, all raise, as in `distributed.together`.
+            Exception: what one rank raises, all raise, as in `distributed.gather_results`.
         """
         if len(self.groups) == 1:
-            return [distributed.main_does(action, self.world)]
-        answers = distributed.together(action if self.leads else None, self.world)
+            return [distributed.run_on_main(action, self.world)]
+        answers = distributed.gather_results(action if self.is_first else None, self.world)
         return [answers[ranks[0]] for ranks in self.groups]
 
 
-def one(world: World) -> Disk:
+def single_disk(world: World) -> Disk:
     """Return the Disk of ranks that all share the folder."""
     return Disk(world, [list(range(world.size))])
 
 
-def look(folder: Path, world: World) -> Disk:
+def find_disks(folder: Path, world: World) -> Disk:
     """Find out, all ranks together, which of them share the folder; it is made where it is missing.
 
     The first process of each node leaves a mark. Where all see rank 0's, which is the rule, they share its disk.
-    Else all look whose marks they see: a question to the disk for each process and each node.
-
-    Raises:
-        UsageError: a process cannot write there.
+    Else all look whose marks they see: a question to the disk for each process and each node. Raises UsageError if a
+    process cannot write there.
     """
     if world.local_size == world.size:
-        return one(world)
+        return single_disk(world)
     mark = folder / f"rank_{world.rank}.{secrets.token_hex(4)}.partial"
 
     def leave() -> str:
@@ -75,8 +73,8 @@ def look(folder: Path, world: World) -> Disk:
         first = folder / distributed.broadcast_json(name, world)
         for wait_s in (0.0, PATIENCE_S):
             time.sleep(wait_s)
-            if not distributed.largest([not first.exists()], world)[0]:
-                return one(world)
+            if not distributed.all_reduce_max([not first.exists()], world)[0]:
+                return single_disk(world)
         marks = distributed.gather_json(name, world)
         seen = [rank for rank, name in enumerate(marks) if name and (folder / name).exists()]
         firsts = distributed.gather_json(min(seen, default=world.rank), world)  # then all have looked

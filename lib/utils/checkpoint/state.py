@@ -22,7 +22,9 @@ class State:
     bad_row: int = 0  # of these, in a row until now
     best: dict | None = None  # metric, value and epoch of the weights in best/
     sums: dict[str, float] = field(default_factory=dict)  # the epoch's training metrics up to its last log line
-    unlogged: dict[str, list[float]] = field(default_factory=dict)  # what came since, exactly; as of the last save
+    unlogged: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # sums since then, as exact terms; of the last save
     scaler: dict = field(default_factory=dict)  # of -fp16's gradients; as of the last save
 
     def count_bad(self, norms: list[Tensor]) -> None:
@@ -62,12 +64,12 @@ class Parts:
             for name, tensor in model_tensors(module).items():
                 found.setdefault(tensor, f"{part}.{name}")
         tensors = {name: tensor for tensor, name in found.items()}
-        for optimizer, parameter, name in self.trained():
+        for optimizer, parameter, name in self.trained_parameters():
             memory = optimizer.state.get(parameter, {}).items()
             tensors |= {f"{name}.{key}": value for key, value in memory if torch.is_tensor(value)}
         return tensors
 
-    def first(self, tensors: dict[str, Tensor]) -> set[str]:
+    def rank_dependent(self, tensors: dict[str, Tensor]) -> set[str]:
         """Return the names of tensors that may differ between ranks, so that the first rank's are saved.
 
         They are buffers (a counter is that of a rank's last micro-batch), and what a trainer keeps.
@@ -75,7 +77,7 @@ class Parts:
         buffers = {f"model.{name}" for name, _ in self.modules["model"].named_buffers()}
         return buffers | {name for name in tensors if name.startswith("trainer.")}
 
-    def trained(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter, str]]:
+    def trained_parameters(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter, str]]:
         """Yield each optimizer, each of its parameters, and the name of what it remembers of that: optim.head.weight.
 
         Raises:
@@ -93,7 +95,7 @@ class Parts:
                 yield optimizer, parameter, f"{part}.{names[parameter]}"
 
 
-def parts_of(trainer: Any) -> Parts:
+def find_parts(trainer: Any) -> Parts:
     """Return the model and the optimizer of a trainer, and all modules and optimizers that are attributes of it."""
     given = (trainer.model, trainer.loss, trainer.optimizer)  # a loss is what the flags make of it
     own = {
@@ -104,7 +106,15 @@ def parts_of(trainer: Any) -> Parts:
     return Parts({"model": unwrap(trainer.model), **modules}, {"optim": trainer.optimizer, **optimizers})
 
 
-def prepare(parts: Parts, saved: Collection[str] | None = None) -> list[torch.optim.Optimizer]:
+def find_unsaved(trainer: Any) -> list[str]:
+    """Return the attributes of a trainer that are lists, tuples or dicts with modules or optimizers in them."""
+    kinds = nn.Module, torch.optim.Optimizer
+    values = {name: [*one.values()] if isinstance(one, dict) else one for name, one in vars(trainer).items()}
+    lists = {name: one for name, one in values.items() if isinstance(one, list | tuple)}
+    return [name for name, parts in lists.items() if any(isinstance(part, kinds) for part in parts)]
+
+
+def init_optimizer_state(parts: Parts, saved: Collection[str] | None = None) -> list[torch.optim.Optimizer]:
     """Let fresh optimizers make their memory, by a step with gradients and a learning rate of zero; return them.
 
     The way of torch.distributed.checkpoint.state_dict: the memory then has the right shapes, devices and sharding; a
@@ -116,7 +126,7 @@ def prepare(parts: Parts, saved: Collection[str] | None = None) -> list[torch.op
     fresh = [optimizer for optimizer in parts.optimizers.values() if not optimizer.state]
     known = {name.rpartition(".")[0] for name in saved or ()}
     for optimizer in fresh:
-        trained = [(parameter, name) for one, parameter, name in parts.trained() if one is optimizer]
+        trained = [(parameter, name) for one, parameter, name in parts.trained_parameters() if one is optimizer]
         _take_zero_step(optimizer, [parameter for parameter, name in trained if saved is None or name in known])
     for optimizer in parts.optimizers.values():
         memory = [item for one in optimizer.state.values() for item in one.items()]
@@ -142,7 +152,7 @@ def _take_zero_step(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter
 
 def tensors_to_save(parts: Parts) -> dict[str, Tensor]:
     """Return all tensors that a checkpoint will hold after the first step. The optimizers are left as they were."""
-    fresh = prepare(parts)
+    fresh = init_optimizer_state(parts)
     tensors = parts.tensors()
     for optimizer in fresh:
         optimizer.state.clear()

@@ -18,32 +18,32 @@ ALONE = World()
 IMAGENET = "imagenet"  # as -weights: no file, but what the architecture's get_weights(args) returns
 
 
-def gathered(tensors: dict[str, Tensor], disk: Disk) -> dict[str, Tensor]:
+def gather(tensors: dict[str, Tensor], disk: Disk) -> dict[str, Tensor]:
     """Return whole copies on the CPU of each disk's first rank; empty ones elsewhere. All ranks call this."""
     whole = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
         full = tensor.full_tensor() if shards.is_sharded(tensor) else tensor
-        whole[name] = full.to("cpu", copy=True) if disk.leads else full.new_empty(0)
+        whole[name] = full.to("cpu", copy=True) if disk.is_first else full.new_empty(0)
     return whole
 
 
 def not_finite(model: nn.Module, world: World) -> list[str]:
     """Return the parameters that hold NaN or infinity on any rank, the same on all. All ranks call this together."""
-    finite = {name: torch.isfinite(shards.local(value)).all() for name, value in model.named_parameters()}
+    finite = {name: torch.isfinite(shards.local_part(value)).all() for name, value in model.named_parameters()}
     good = torch.stack([*finite.values()]).tolist() if finite else []  # waits for the device once
     mine = [name for name, one in zip(finite, good, strict=True) if not one]
-    return distributed.merged(sorted(mine), lambda ours, theirs: sorted({*ours, *theirs}), world)
+    return distributed.reduce_json(sorted(mine), lambda ours, theirs: sorted({*ours, *theirs}), world)
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write folder/weights.safetensors from whole tensors on the CPU, in place of an older one. Raises OSError."""
     folder.mkdir(exist_ok=True)
-    with atomic.staged(folder / "weights.safetensors") as partial:
+    with atomic.new_version(folder / "weights.safetensors") as partial:
         shards.write(partial, list(tensors.items()))
 
 
-def of_run(run: Path) -> Path | None:
+def find(run: Path) -> Path | None:
     """Return the file of a run's best weights, or else of its final ones."""
     files = [run / name / "weights.safetensors" for name in ("best", "final")]
     return next((file for file in files if file.is_file()), None)
@@ -61,10 +61,10 @@ def read(path: Path) -> dict[str, Tensor]:
     return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
 
 
-def start_from(
+def load_into(
     path: str, model: nn.Module, whole: bool = False, *, imagenet: Callable = dict, world: World = ALONE
 ) -> str:
-    """Give the model the weights in a file; return how many, and what is missing, of another shape or not used.
+    """Give the model the weights in a file, or of a run; return how many, and what is missing or not used.
 
     For the path "imagenet" they are what `imagenet()` returns, tensors by name. The first process of each node calls
     it before the others, which then find its downloads. All ranks of the world call this together.
@@ -75,7 +75,7 @@ def start_from(
 
     def load() -> dict[str, Tensor]:
         try:
-            return imagenet() if path == IMAGENET else read(Path(path))
+            return imagenet() if path == IMAGENET else read(find(Path(path)) or Path(path))
         except Exception as error:  # what a file that is none may raise, nobody lists
             reason = (str(error) or repr(error)).splitlines()[0]
             raise UsageError(f"-weights {path}: cannot be read ({reason})") from error
@@ -93,7 +93,7 @@ def start_from(
         raise UsageError(f"-weights {path}: not the weights of this model: {names} is missing or of another shape")
     with torch.no_grad():
         for name in fits:
-            shards.put(mine[name], weights[name])
+            shards.copy_whole(mine[name], weights[name])
     text = f"{path}: {len(fits)} tensors taken"
     text += f"; missing there, or of another shape: {', '.join(missing)}" if missing else ""
     return text + (f"; not used: {', '.join(unused)}" if unused else "")

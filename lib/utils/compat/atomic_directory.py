@@ -14,7 +14,7 @@ STRATEGIES = ("sync_any", "sync_all", "async", "mono", "offline")  # offline: an
 
 def atomic_torch_save(obj, f: str | Path, **kwargs):
     """torch.save, but f becomes the new file in one instant, whole and on disk. Raises OSError."""
-    with atomic.staged(Path(f)) as partial, partial.open("wb") as file:
+    with atomic.new_version(Path(f)) as partial, partial.open("wb") as file:
         torch.save(obj, file, **kwargs)
 
 
@@ -42,7 +42,7 @@ class AtomicDirectory:
     ):
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy {strategy!r}: one of {', '.join(STRATEGIES)} is needed")
-        self.world = World() if strategy in ("mono", "offline") else distributed.own_place()
+        self.world = World() if strategy in ("mono", "offline") else distributed.current_world()
         self._check_masters(strategy, is_master)
         if strategy == "async":
             name, self.world = f"{name}_rank_{self.world.rank}", World(rank=self.world.rank)
@@ -135,4 +135,4 @@ class AtomicDirectory:
         return dict(sorted(numbers.items(), key=lambda item: item[1]))
 
     def _together(self, action):
-        return distributed.together(action, self.world)
+        return distributed.gather_results(action, self.world)

@@ -1,9 +1,7 @@
 """Reads and collates the samples of micro-batches, here or in worker processes of torch's DataLoader."""
 
 import contextlib
-import itertools
 import multiprocessing
-import reprlib
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -14,10 +12,10 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lib.utils import distributed, seeding
-from lib.utils.data.options import MapDataset, options_of
+from lib.utils.data.options import MapDataset, read_options
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
-from lib.utils.errors import STOPPING, UsageError, no_exit
+from lib.utils.errors import STOP_SIGNALS, UsageError, no_exit
 
 WORKERS = 8  # loader processes at most, where -workers does not say
 
@@ -41,18 +39,17 @@ class Fetcher:
 
     def __call__(self, epoch: int, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches in order, each with its collated samples."""
+        requests = ((epoch, micro_batch) for micro_batch in micro_batches)
         if self.loader is None:
-            for micro_batch in micro_batches:
-                yield micro_batch, self.fetch[epoch, micro_batch.indices]
+            yield from map(self.fetch.__getitem__, requests)
             return
-        requests, fetched = itertools.tee(micro_batches)
-        self.requests.keys = ((epoch, one.indices) for one in requests)
+        self.requests.keys = requests
         with _stop_signals_blocked():
-            batches = iter(self.loader)
-        for batch, micro_batch in zip(batches, fetched):
-            if isinstance(batch, UsageError):
-                raise batch
-            yield micro_batch, batch
+            answers = iter(self.loader)
+        for answer in answers:
+            if isinstance(answer, UsageError):
+                raise answer
+            yield answer
 
     def close(self) -> None:
         """End the worker processes: idle ones by themselves, a busy one by force."""
@@ -65,21 +62,25 @@ class Fetcher:
 
 
 class Fetch(Dataset):
-    """A dataset of collated batches, looked up by (epoch, indices), each drawn under its own seed."""
+    """A dataset of collated batches, looked up by (epoch, micro-batch), each drawn under its own seed."""
 
     def __init__(self, dataset: MapDataset, seed: int):
         self.dataset: Any = dataset  # it may have __getitems__
-        self.seed, self.options = seed, options_of(dataset)
+        self.seed, self.options = seed, read_options(dataset)
 
-    def __getitem__(self, key: tuple[int, list[int]]) -> Any:
-        epoch, indices = key
-        self.current = indices  # the samples that are being fetched
+    def __getitem__(self, key: tuple[int, MicroBatch]) -> Any:
+        epoch, micro_batch = key
+        self.current = indices = micro_batch.indices  # the samples that are being fetched
         try:
             with no_exit():  # it would end a worker without a message
                 batch = self._read(epoch, indices)
-                return self.options.collate_fn(batch) if isinstance(batch, list) else batch
+                return micro_batch, self.options.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
-            error.args = (f"{error} (while fetching sample {reprlib.repr(self.current)})",)
+            collating = self.current is indices and not self.options.whole_batches
+            text = f"(while collating samples {indices})" if collating else f"(while fetching sample {self.current})"
+            error.args = (f"{error} {text}",)
+            if isinstance(error, OSError):  # which shows this instead, if it has a number
+                error.strerror = f"{error.strerror} {text}"
             if isinstance(error, UsageError) and get_worker_info():
                 return error  # raised here, it would come with the worker's traceback in its message
             raise
@@ -99,15 +100,15 @@ class Fetch(Dataset):
 
     def _seed(self, epoch: int, index: int) -> None:
         if not self.options.fixed:
-            seeding.for_sample(self.seed, epoch, index)
+            seeding.seed_sample(self.seed, epoch, index)
 
 
 class _Requests:
     """The sampler of a DataLoader that lives for many epochs, each with keys of its own."""
 
-    keys: Iterable[tuple[int, list[int]]] = ()
+    keys: Iterable[tuple[int, MicroBatch]] = ()
 
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+    def __iter__(self) -> Iterator[tuple[int, MicroBatch]]:
         return iter(self.keys)
 
 
@@ -117,7 +118,7 @@ def _stop_signals_blocked() -> Iterator[None]:
 
     If not all can start, all are killed: at its exit, Python would wait for them for ever.
     """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOPPING))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOP_SIGNALS))
     try:
         yield
     except BaseException:
@@ -128,13 +129,13 @@ def _stop_signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def workers(flag: int | None, dataset: MapDataset, world: World) -> int:
+def count_workers(flag: int | None, dataset: MapDataset, world: World) -> int:
     """Return the number of loader processes: -workers, else this process's share of the cores but one.
 
     Without -workers it is 0 for datasets of whole batches and models on the CPU, which they would only slow down.
     """
     if flag is not None:
         return flag
-    if world.device.type == "cpu" or options_of(dataset).whole_batches:
+    if world.device.type == "cpu" or read_options(dataset).whole_batches:
         return 0
-    return max(1, min(WORKERS, distributed.cores_each(world) - 1))
+    return max(1, min(WORKERS, distributed.cores_per_process(world) - 1))

@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset, Subset
 
 from lib.utils import seeding
 from lib.utils.data import fetch, permutation, tensors
-from lib.utils.data.options import MapDataset, options_of
-from lib.utils.data.plan import MicroBatch, Plan, divisor, rank_share
+from lib.utils.data.options import MapDataset, read_options
+from lib.utils.data.plan import MicroBatch, Plan, largest_divisor, rank_share
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Loader:
-    """The samples of a split, shared out to the ranks by whole micro-batches; `interleaved` as in `rank_share`."""
+    """The samples of a split, shared out to the ranks by whole micro-batches; `round_robin` as in `rank_share`."""
 
     dataset: MapDataset
     plan: Plan
@@ -30,15 +30,15 @@ class Loader:
     seed: int
     shuffle: bool
     workers: int
-    interleaved: bool = False
+    round_robin: bool = False
 
     def __post_init__(self) -> None:
-        self.on_device = options_of(self.dataset).on_device
-        self.fetched = fetch.Fetcher(self.dataset, self.seed, self.workers, pin=self.world.device.type == "cuda")
+        self.on_device = read_options(self.dataset).on_device
+        self.fetcher = fetch.Fetcher(self.dataset, self.seed, self.workers, pin=self.world.device.type == "cuda")
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's micro-batches of an epoch, in order, each with its batch on the device."""
-        for micro_batch, batch in self.fetched(epoch, self.micro_batches(epoch, first_step)):
+        for micro_batch, batch in self.fetcher(epoch, self.micro_batches(epoch, first_step)):
             batch = tensors.to_device(batch, self.world.device)
             if self.on_device:
                 draws = seeding.uniform(self.seed, epoch, micro_batch.indices)
@@ -50,7 +50,7 @@ class Loader:
         order = permutation.order(self.plan.samples, self.seed, epoch, self.shuffle)
         for step in range(first_step, self.plan.steps):
             cut = self.plan.cut(step)
-            mine = rank_share(cut.parts, self.world.rank, self.world.size, self.interleaved)
+            mine = rank_share(cut.parts, self.world.rank, self.world.size, self.round_robin)
             rounds = math.ceil(cut.parts / self.world.size)  # the same on all ranks: each joins every collective
             for turn in range(rounds):
                 padding = turn >= len(mine)  # computed like the others, counted as 0 samples
@@ -97,14 +97,16 @@ def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, Map
 
 
 @contextlib.contextmanager
-def opened(splits: dict[str, MapDataset], plan: Plan, world: World, args: Namespace) -> Iterator[dict[str, Loader]]:
-    """Give a Loader for each split; their worker processes end with the block.
+def open_loaders(
+    splits: dict[str, MapDataset], plan: Plan, world: World, args: Namespace
+) -> Iterator[dict[str, Loader]]:
+    """Yield a Loader for each split; their worker processes end with the block.
 
-    "train" goes by the plan, the others in order, a micro-batch for each rank at a time.
+    Training follows the plan. The other splits go in order, one micro-batch a rank at a time.
     """
     idle = world.size - plan.batch // plan.micro
     if world.is_main and idle > 0:
-        finer = divisor(plan.batch, plan.batch // world.size)
+        finer = largest_divisor(plan.batch, plan.batch // world.size)
         hint = f"-micro_batch {finer} -allow_change micro_batch gives them work, and the run other bits"
         log.warning("%d of %d processes idle, as a step has fewer micro-batches: %s", idle, world.size, hint)
     with contextlib.ExitStack() as stack:
@@ -118,8 +120,8 @@ def opened(splits: dict[str, MapDataset], plan: Plan, world: World, args: Namesp
                 world,
                 seed=args.seed,
                 shuffle=args.shuffle and name == "train",
-                workers=fetch.workers(0 if args.debug else workers, part, world),
-                interleaved=args.parallel == "fsdp",
+                workers=fetch.count_workers(0 if args.debug else workers, part, world),
+                round_robin=args.parallel == "fsdp",
             )
-            stack.callback(loaders[name].fetched.close)
+            stack.callback(loaders[name].fetcher.close)
         yield loaders

@@ -26,7 +26,7 @@ class Options:
     classes: Sequence[str] | None
 
 
-def options_of(dataset: MapDataset) -> Options:
+def read_options(dataset: MapDataset) -> Options:
     """Return the options of a dataset; a Subset has those of the dataset that it is a part of."""
     whole: object = dataset
     while isinstance(whole, Subset):

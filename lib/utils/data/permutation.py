@@ -59,5 +59,5 @@ class KeyedPermutation:
     def _encrypt(self, places: np.ndarray) -> np.ndarray:
         left, right = places >> self.half, places & ((1 << self.half) - 1)
         for key in self.keys:
-            left, right = right, left ^ (seeding.scramble(right ^ key) >> (64 - self.half))
+            left, right = right, left ^ (seeding.splitmix64(right ^ key) >> (64 - self.half))
         return left << self.half | right

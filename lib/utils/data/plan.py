@@ -17,7 +17,7 @@ class Plan:
     batch: int
     micro: int
     drop_last: bool = False
-    spread: bool = True  # a short last batch over several micro-batches, or else into whole ones and a rest
+    spread: bool = True  # cut a short last batch into equal micro-batches; or else into full ones and a smaller one
 
     @property
     def steps(self) -> int:
@@ -72,14 +72,14 @@ class MicroBatch:
     last: bool
 
 
-def rank_share(count: int, rank: int, size: int, interleaved: bool = False) -> range:
+def rank_share(count: int, rank: int, size: int, round_robin: bool = False) -> range:
     """Return which of a step's `count` micro-batches one of `size` ranks computes: as many as others or one fewer.
 
-    They are consecutive. If `interleaved`, the ranks take one each in turn, as sharded models need it.
+    They are consecutive. If `round_robin`, the ranks take one each in turn, as sharded models need it.
     """
-    return range(rank, count, size) if interleaved else range(rank * count // size, (rank + 1) * count // size)
+    return range(rank, count, size) if round_robin else range(rank * count // size, (rank + 1) * count // size)
 
 
-def divisor(number: int, at_most: int) -> int:
+def largest_divisor(number: int, at_most: int) -> int:
     """Return the largest divisor of a number up to a limit."""
     return next(part for part in range(at_most, 0, -1) if number % part == 0)

@@ -8,22 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 
-class Tensors(Dataset):
-    """Tensors that share their first dimension: item i is a tuple of their i-th rows."""
+class Tensors(TensorDataset):
+    """torch's TensorDataset, fetched by whole batches."""
 
     fixed = True
 
     def __init__(self, *tensors: Tensor, on_device: Callable | None = None, classes: Sequence[str] | None = None):
-        lengths = {len(tensor) for tensor in tensors}
-        if len(lengths) != 1:
-            raise ValueError(f"tensors of one length are needed, these have {sorted(lengths)} rows")
-        self.tensors, self.on_device, self.classes = tensors, on_device, classes
-
-    def __len__(self):
-        return len(self.tensors[0])
+        super().__init__(*tensors)
+        self.on_device, self.classes = on_device, classes
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return tuple(tensor[0] for tensor in self.__getitems__([index]))
@@ -35,7 +30,7 @@ class Tensors(Dataset):
 
 
 @contextlib.contextmanager
-def shapes_in_errors(batch: Any, args: Namespace) -> Iterator[None]:
+def add_shapes_to_errors(batch: Any, args: Namespace) -> Iterator[None]:
     """Add the shapes of the batch, and the flags that a model is built by, to an error in the block.
 
     Errors of torch's own kinds, as of memory or a lost process, stay as they are.
@@ -45,7 +40,7 @@ def shapes_in_errors(batch: Any, args: Namespace) -> Iterator[None]:
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         plain = type(error) in (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
         if plain and len(error.args) == 1:
-            shapes = ", ".join(f"{name}: {tuple(one.shape)} {one.dtype}" for name, one in tensors(batch))
+            shapes = ", ".join(f"{name}: {tuple(one.shape)} {one.dtype}" for name, one in named_tensors(batch))
             flags = " ".join(f"-{name} {getattr(args, name)}" for name in ("channels", "image_size", "num_classes"))
             error.args = (f"{error}\nIn a batch of -dataset {args.dataset} with {shapes}; the flags are {flags}",)
         raise
@@ -60,7 +55,7 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu" and not (tensor.is_pinned() and tensor.is_contiguous()):
         # Or the copy would wait. `pin_memory` keeps the gaps of a view, which go through memory that is not pinned.
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-    return tensor.to(device, non_blocking=device.type == "cuda")  # MPS would read memory that is another's by then
+    return tensor.to(device, non_blocking=device.type == "cuda")  # MPS might read memory that was freed
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -75,10 +70,10 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return batch
 
 
-def tensors(batch: Any, place: str = "") -> list[tuple[str, Tensor]]:
+def named_tensors(batch: Any, place: str = "") -> list[tuple[str, Tensor]]:
     """Return the tensors in a batch, in order, each with its place there: "0", "image", "pair.1"."""
     if isinstance(batch, Tensor):
         return [(place or "0", batch)]
     named = isinstance(batch, Mapping)
     parts = batch.items() if named else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
-    return [one for name, part in parts for one in tensors(part, f"{place}.{name}".lstrip("."))]
+    return [one for name, part in parts for one in named_tensors(part, f"{place}.{name}".lstrip("."))]

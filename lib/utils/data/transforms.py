@@ -25,18 +25,18 @@ class Pixels:
         """Return the batch with its images (B, C, H, W) changed by draws in [0, 1), a row for each image."""
         images, *others = batch
         if self.pad:
-            images = moved(images, draws[:, :2], self.pad)
+            images = shift(images, draws[:, :2], self.pad)
         if self.mirror:
             images = torch.where((draws[:, 2] < 0.5)[:, None, None, None], images.flip(3), images)
-        return self.normalized(images), *others
+        return self.normalize(images), *others
 
-    def normalized(self, images: Tensor) -> Tensor:
+    def normalize(self, images: Tensor) -> Tensor:
         """Return uint8 images (..., C, H, W) as floats, neither moved nor mirrored."""
         scale, shift = _constants(self.mean, self.deviation, images.device)
         return images * scale - shift
 
 
-def moved(images: Tensor, draws: Tensor, pad: int) -> Tensor:
+def shift(images: Tensor, draws: Tensor, pad: int) -> Tensor:
     """Return each image moved by -pad to pad pixels down and right, as its two draws (B, 2) say; zeros come in."""
     height, width = images.shape[2:]
     padded = functional.pad(images, [pad] * 4)

@@ -1,7 +1,7 @@
 """What a run shows: machinery, you need not read it.
 
 logger.py              the terminal, metrics.jsonl, TensorBoard; which figures: Trainer.log
-console.py             log files, the progress bar, and the format of a log line
+console.py             log files, the progress bar and its figures (FORMATS), the format of a log line
 metrics.py             sums over samples and processes, the best evaluation, metrics.jsonl
 throughput.py          samples per second, waiting for data, time left, memory
 tensorboard.py         TensorBoard's event file

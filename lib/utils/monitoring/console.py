@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-OURS = ("lib", "train", "__main__", "root")  # the first part of our loggers' names
+OUR_LOGGERS = ("lib", "train", "__main__", "root")  # the first part of our loggers' names
 
 
 def setup_logging(folder: Path | None, rank: int) -> None:
@@ -17,8 +17,10 @@ def setup_logging(folder: Path | None, rank: int) -> None:
     The file (none without a folder) gets time, level, message and traceback, also of warnings.warn. The terminal gets
     the messages alone: ours from INFO on, those of other packages from WARNING on. A second call replaces the first.
     """
-    close_logging()
     root = logging.getLogger()
+    for handler in [one for one in root.handlers if one.name == "lib.file" or isinstance(one, TerminalHandler)]:
+        root.removeHandler(handler)
+        handler.close()
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     if folder is not None:
@@ -29,23 +31,15 @@ def setup_logging(folder: Path | None, rank: int) -> None:
         file.name = "lib.file"
         root.addHandler(file)
     if rank == 0:
-        root.addHandler(Terminal(sys.stdout))
+        root.addHandler(TerminalHandler(sys.stdout))
 
 
-def close_logging() -> None:
-    """Undo `setup_logging`, but for the level."""
-    root = logging.getLogger()
-    for handler in [one for one in root.handlers if one.name == "lib.file" or isinstance(one, Terminal)]:
-        root.removeHandler(handler)
-        handler.close()
-
-
-class Terminal(logging.StreamHandler):
+class TerminalHandler(logging.StreamHandler):
     """Messages on stdout, above the progress bar if there is one. Records marked `in_bar` are left out."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the terminal shows this record."""
-        ours = record.name.partition(".")[0] in OURS
+        ours = record.name.partition(".")[0] in OUR_LOGGERS
         return (ours or record.levelno >= logging.WARNING) and not getattr(record, "in_bar", False)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -56,6 +50,11 @@ class Terminal(logging.StreamHandler):
         """Write a record."""
         with _tqdm().external_write_mode(file=self.stream):
             super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say what went wrong with a record, unless nobody reads any more, as in `train.py | head`."""
+        if not isinstance(sys.exc_info()[1], BrokenPipeError):
+            super().handleError(record)
 
 
 class Progress:
@@ -83,12 +82,12 @@ class Progress:
             self.show({"loss": float(loss)})
 
     def show(self, figures: dict) -> None:
-        """Show as many figures as the terminal's line has room for, the first ones of FORMS first."""
+        """Show as many figures as the terminal's line has room for, the first ones of FORMATS first."""
         if self._bar.disable:
             return
         facts = {**self._bar.format_dict, "prefix": ""}
         room = (facts["ncols"] or 80) - len(self._bar.format_meter(**facts))
-        self._bar.set_description_str(f"  {line(figures, room - 3)}")
+        self._bar.set_description_str(f"  {format_line(figures, room - 3)}")
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -104,13 +103,13 @@ def _tqdm() -> Any:
     return tqdm
 
 
-def line(figures: dict, room: float = math.inf) -> str:
-    """Return the log line of these figures: those of FORMS first, then any others; as many as have room.
+def format_line(figures: dict, room: float = math.inf) -> str:
+    """Return the log line of these figures: those of FORMATS first, then any others; as many as have room.
 
     "epoch 3/12  step 400/1200  loss 0.123  mean 0.150  lr 1.0e-03  grad 0.52  12,345 samples/s  data 3 %"
     """
-    parts = [FORMS[name](figures[name]) for name in FORMS if name in figures]
-    parts += [f"{name} {_three_digits(value)}" for name, value in figures.items() if name not in FORMS]
+    parts = [FORMATS[name](figures[name]) for name in FORMATS if name in figures]
+    parts += [f"{name} {_three_digits(value)}" for name, value in figures.items() if name not in FORMATS]
     while parts and len("  ".join(parts)) > room:
         parts.pop()
     return "  ".join(parts)
@@ -120,7 +119,7 @@ def _three_digits(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:#.3g}".rstrip(".")
 
 
-FORMS = {  # epoch and step: now, and of how many; data_share: from 0 to 1; memory: in bytes
+FORMATS = {  # epoch and step: now, and of how many; data_share: from 0 to 1; memory: in bytes
     "epoch": lambda value: "epoch {}/{}".format(*value),
     "step": lambda value: "step {}/{}".format(*value),
     "loss": lambda value: f"loss {_three_digits(value)}",

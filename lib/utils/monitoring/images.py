@@ -21,12 +21,12 @@ TILE, COLUMN, ROW = 84, 87, 110  # pixels: a sample's width and height, and with
 MAX_CLASSES = 100  # of a confusion matrix
 
 
-def due(epoch: int, epochs: int) -> bool:
+def is_due(epoch: int, epochs: int) -> bool:
     """Return whether the answers after this epoch are drawn: after the first, every tenth, and the last."""
     return epoch == 1 or epoch % EPOCHS == 0 or epoch == epochs
 
 
-class Answers:
+class Predictions:
     """Collect what a classifier answers in an evaluation: the confusion matrix and the first samples.
 
     Nothing is collected for another loss than cross-entropy, or for more than 100 classes. A class without a name is
@@ -51,7 +51,7 @@ class Answers:
         if targets.ndim != 1 or targets.is_floating_point() or outputs.shape != (len(targets), self.classes):
             return
         answers = outputs.detach().argmax(1)
-        if self.samples is None and is_picture(inputs):
+        if self.samples is None and is_image_batch(inputs):
             self.samples = [part[:SAMPLES].clone() for part in (inputs, targets, answers)]
         counted = (targets >= 0) & (targets < self.classes)  # the loss ignores others, as -100 and 255
         place = targets.clamp(0, self.classes - 1) * self.classes + answers
@@ -65,7 +65,9 @@ class Answers:
         """
         if not self.classes:
             return {}
-        total = distributed.merged(self.counts.tolist(), lambda *two: torch.tensor(two).sum(0).tolist(), self.world)
+        total = distributed.reduce_json(
+            self.counts.tolist(), lambda *two: torch.tensor(two).sum(0).tolist(), self.world
+        )
         self.counts = torch.tensor(total)
         counts = self.counts.double()
         both = counts.sum(0) + counts.sum(1)
@@ -75,10 +77,10 @@ class Answers:
         """Return the images by name, after `figures`."""
         if not self.counts.any():
             return {}
-        pictures = {"confusion": confusion(self.counts.cpu(), self.names)}
+        pictures = {"confusion": confusion_matrix(self.counts.cpu(), self.names)}
         if self.samples is not None:
             inputs, targets, answers = self.samples
-            pictures["answers"] = tiles(inputs, [*map(self._caption, targets.tolist(), answers.tolist())])
+            pictures["answers"] = image_grid(inputs, [*map(self._caption, targets.tolist(), answers.tolist())])
         return pictures
 
     def _caption(self, target: int, answer: int) -> str:
@@ -86,12 +88,12 @@ class Answers:
         return f"{self.names[answer]}\nnot {self.names[target]}" if wrong else self.names[answer]
 
 
-def is_picture(images: Any) -> bool:
+def is_image_batch(images: Any) -> bool:
     """Return whether these are images that can be shown: a tensor (B, C, H, W) with 1 or 3 channels."""
     return isinstance(images, Tensor) and images.ndim == 4 and images.shape[1] in (1, 3) and len(images) > 0
 
 
-def tiles(images: Tensor, captions: Sequence[str] = ("",) * SAMPLES) -> np.ndarray:
+def image_grid(images: Tensor, captions: Sequence[str] = ("",) * SAMPLES) -> np.ndarray:
     """Put the first 16 images (B, C, H, W) of any range into one, each above its caption."""
     images = images[:SAMPLES].detach().float().cpu().nan_to_num()
     low, high = images.aminmax()
@@ -105,7 +107,7 @@ def tiles(images: Tensor, captions: Sequence[str] = ("",) * SAMPLES) -> np.ndarr
     return np.array(sheet)
 
 
-def confusion(counts: Tensor, names: Sequence[str]) -> np.ndarray:
+def confusion_matrix(counts: Tensor, names: Sequence[str]) -> np.ndarray:
     """Draw counts (class, answer): a row for each class, dark at its answers. The diagonal is right."""
     classes, margin = len(counts), 60
     cell = max(3, 290 // classes)  # pixels: names need 10, numbers 24

@@ -13,7 +13,6 @@ from lib.utils.distributed import World
 from lib.utils.monitoring import console, images, metrics, startup, tensorboard, tensorboard_server, trackers
 
 log = logging.getLogger(__name__)
-FEW_STEPS = 100  # a finished run with fewer is advised to take more
 
 
 class Off:
@@ -26,16 +25,15 @@ class Off:
 class Logger:
     """The logger of a run, on the first rank of each disk."""
 
-    def __init__(self, folder: Path, world: World, args: Namespace, plan: Any, state: Any):
-        self.folder, self.args, self.start_step = folder, args, state.step
-        self.total_steps = args.epochs * plan.steps
+    def __init__(self, folder: Path, world: World, args: Namespace, start_step: int, total_steps: int):
+        self.folder, self.args, self.start_step, self.total_steps = folder, args, start_step, total_steps
         self.started = False
         # Steps after the checkpoint come again; an evaluation at its very step may be logged already.
-        self.logged = metrics.cut_back(folder / "metrics.jsonl", state.step)
-        self.lines = metrics.Lines(folder / "metrics.jsonl")
+        self.logged = metrics.truncate_lines(folder / "metrics.jsonl", start_step)
+        self.metrics_file = (folder / "metrics.jsonl").open("a", buffering=1)
         hparams = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
-        self.board = tensorboard.Board(folder, state.step + 1, hparams)
-        self.bar = console.Progress(self.total_steps, state.step)
+        self.board = tensorboard.EventWriter(folder, start_step + 1, hparams)
+        self.bar = console.Progress(total_steps, start_step)
         self.tracker = self.server = Off()
         if world.is_main and args.track != "none":
             self.tracker = trackers.Tracker(args.track, folder)
@@ -48,14 +46,14 @@ class Logger:
             return
         self.started = True
         log.info("start-up:    %.1f s", time.monotonic() - startup.STARTED)
-        if isinstance(batch, (tuple, list)) and images.is_picture(batch[0]):
-            self.board.image("train/samples", images.tiles(batch[0]), self.start_step + 1)
+        if isinstance(batch, (tuple, list)) and images.is_image_batch(batch[0]):
+            self.board.image("train/samples", images.image_grid(batch[0]), self.start_step + 1)
 
     def step(self, loss: Tensor) -> None:
         """After each optimizer step, with the loss of its last micro-batch."""
         self.bar.step(loss)
 
-    def training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
+    def log_training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
         """Log the training since the line before.
 
         `interval`: sums over its samples; `figures`: of its last step; `speed`: shown as perf/*.
@@ -66,13 +64,13 @@ class Logger:
         figures = {**losses, **figures, **others, **bad_steps}
         left = speed.pop("left_s")
         shown = {"epoch": (state.epoch + 1, self.args.epochs), **figures, **speed}
-        text = console.line({**shown, "step": (state.step, self.total_steps), "left_s": left})
+        text = console.format_line({**shown, "step": (state.step, self.total_steps), "left_s": left})
         log.info("%s", text, extra={"in_bar": self.bar.on_stdout})
         self.bar.show(shown)
         tagged = {f"train/{name}": value for name, value in figures.items()}
         self._write(state, tagged | {f"perf/{name}": value for name, value in speed.items()})
 
-    def evaluated(self, state: Any, split: str, figures: dict, answers: images.Answers) -> None:
+    def log_evaluation(self, state: Any, split: str, figures: dict, predictions: images.Predictions) -> None:
         """Log the metrics of a split and pictures of the model's answers."""
         if not figures:
             return
@@ -81,17 +79,17 @@ class Logger:
         tagged = {f"{split}/{name}": value for name, value in figures.items()}
         if state.step == self.start_step and self.logged & tagged.keys():
             return
-        drawn = split == "test" or images.due(state.epoch, self.args.epochs)
-        for name, picture in answers.draw().items() if drawn else ():
+        drawn = split == "test" or images.is_due(state.epoch, self.args.epochs)
+        for name, picture in predictions.draw().items() if drawn else ():
             self.board.image(f"{split}/{name}", picture, state.step)
         self._write(state, tagged)
 
-    def end(self, outcome: dict) -> None:
+    def log_outcome(self, outcome: dict) -> None:
         """Log how the run ended (as in outcome.json), where its files are, and what to do next."""
         if outcome["state"] == "stopped":
             place = f"epoch {outcome['epoch'] + 1}" if outcome["epoch"] < self.args.epochs else "the last evaluation"
             log.info("stopped (%s) in %s at step %d, state saved", outcome["reason"], place, outcome["step"])
-            log.info("go on:       python train.py -cfg %s", self.folder / "config.yaml")
+            log.info("resume:      python train.py -cfg %s", self.folder / "config.yaml")
             return
         reached = "  ".join(f"{name} {value:.4f}" for name, value in outcome["test"].items())
         reached = f"test {reached}" if reached else f"{outcome['epoch']} epochs"
@@ -102,10 +100,6 @@ class Logger:
             log.info("early:       %s", outcome["reason"])
         log.info("weights:     %s", self.folder / "final" / "weights.safetensors")
         log.info("logs:        %s, tensorboard --logdir %s", self.folder / "logs", self.folder.parent)
-        if self.total_steps < FEW_STEPS:
-            log.info("try next:    %d steps only: a smaller -batch_size or more -epochs", self.total_steps)
-        elif best and best["epoch"] == self.args.epochs > 1:
-            log.info("try next:    more -epochs: the last one was the best")
 
     def close(self, finished: bool = False) -> None:
         """Close the files, and end the progress bar and TensorBoard's server."""
@@ -117,4 +111,5 @@ class Logger:
 
     def _write(self, state: Any, tagged: dict) -> None:
         self.board.scalars(state.step, tagged)  # first: TensorBoard has every line of metrics.jsonl
-        self.lines.write({"step": state.step, "epoch": state.epoch, "samples": state.samples, **tagged})
+        place = {"step": state.step, "epoch": state.epoch, "samples": state.samples}
+        metrics.write_line(self.metrics_file, place | tagged)

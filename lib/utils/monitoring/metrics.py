@@ -6,17 +6,17 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 
 from lib.utils import distributed
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, suggest
 
 log = logging.getLogger(__name__)
-MOST_TERMS = 1000  # of a sum, that wait to be added up
-LESS_IS_BETTER = ("loss", "bits_per_token")
+MAX_TERMS = 1000  # of a sum, that wait to be added up
+LOWER_IS_BETTER = ("loss", "bits_per_token")
 
 
 class Sums:
@@ -38,12 +38,12 @@ class Sums:
                 value = value.detach()
             terms = self._local.setdefault(name, [])
             terms.append(value)
-            if len(terms) > MOST_TERMS:
+            if len(terms) > MAX_TERMS:
                 terms[:] = _exact(terms)
         return self
 
     @contextlib.contextmanager
-    def ignoring(self, ignore: bool) -> Iterator[None]:
+    def discard_if(self, ignore: bool) -> Iterator[None]:
         """Forget what is added in the block, if `ignore`."""
         before = {name: [*terms] for name, terms in self._local.items()} if ignore else self._local
         yield
@@ -58,7 +58,7 @@ class Sums:
     def pending(self) -> dict[str, list[float]]:
         """Return the sums over all ranks before they are rounded, each as a few terms, and keep them."""
         mine = {name: _exact(terms) for name, terms in sorted(self._local.items())}
-        return distributed.merged(mine, merge, distributed.own_place())
+        return distributed.reduce_json(mine, merge, distributed.current_world())
 
     def add(self, sums: dict[str, list[float]]) -> None:
         """Add what `pending` returned."""
@@ -87,12 +87,12 @@ def add(totals: dict[str, float], sums: dict[str, float]) -> None:
         totals[name] = totals.get(name, 0.0) + value
 
 
-def window_sums(window: list[tuple[Tensor, int]]) -> dict[str, list[float]]:
+def loss_sums(losses: list[tuple[Tensor, int]]) -> dict[str, list[float]]:
     """Return the finite losses of (mean loss, samples) pairs, each times its samples, and their samples, as terms."""
-    if not window:
+    if not losses:
         return {}
-    losses = torch.stack([loss for loss, _ in window]).tolist()
-    pairs = [(loss * count, count) for loss, (_, count) in zip(losses, window, strict=True) if math.isfinite(loss)]
+    means = torch.stack([mean for mean, _ in losses]).tolist()
+    pairs = [(mean * count, count) for mean, (_, count) in zip(means, losses, strict=True) if math.isfinite(mean)]
     return {"loss": [loss for loss, _ in pairs], "samples": [float(count) for _, count in pairs]}
 
 
@@ -102,7 +102,7 @@ def mean(totals: dict[str, float], name: str) -> float:
     return totals.get(name, math.nan) / count if count else math.nan
 
 
-def better(best: dict | None, figures: dict[str, float], metric: str | None, epoch: int) -> dict | None:
+def new_best(best: dict | None, figures: dict[str, float], metric: str | None, epoch: int) -> dict | None:
     """Return the new best validation, or None if these figures are not better than `best` or the loss is NaN.
 
     `metric` is the one to go by: a name, or NAME:min if less is better; without one it is accuracy, or else the loss.
@@ -112,11 +112,11 @@ def better(best: dict | None, figures: dict[str, float], metric: str | None, epo
     given = ", ".join(figures) or "nothing"
     if name not in figures:
         if metric:
-            raise UsageError(f"-best {metric}: the evaluation on val gives {given}")
+            raise UsageError(f"-best {metric}: the evaluation on val gives {given}{suggest(name, figures)}")
         if epoch == 1:
             log.warning("no best weights: the evaluation gives %s; choose one by -best NAME or NAME:min", given)
         return None
-    less = direction == "min" or (not direction and name in LESS_IS_BETTER)
+    less = direction == "min" or (not direction and name in LOWER_IS_BETTER)
     score = -figures[name] if less else figures[name]
     if math.isnan(score) or math.isnan(figures.get("loss", 0.0)):  # outputs that are NaN have an accuracy, too
         return None
@@ -125,25 +125,16 @@ def better(best: dict | None, figures: dict[str, float], metric: str | None, epo
     return {"metric": name, "value": figures[name], "score": score, "epoch": epoch}
 
 
-class Lines:
-    """metrics.jsonl: one JSON object a line, flushed at once.
-
-    If it cannot be written, a warning says so, and training continues.
-    """
-
-    def __init__(self, path: Path):
-        self._file = path.open("a", buffering=1)
-
-    def write(self, figures: dict[str, Any]) -> None:
-        """Append a line. NaN and infinity, which JSON does not know, become null."""
-        odd = {name: None for name, value in figures.items() if isinstance(value, float) and not math.isfinite(value)}
-        try:
-            self._file.write(json.dumps(figures | odd) + "\n")
-        except OSError as error:
-            log.warning("cannot write %s (%s): training continues", self._file.name, error)
+def write_line(file: TextIO, figures: dict[str, Any]) -> None:
+    """Append a line to metrics.jsonl. NaN and infinity, which JSON does not know, become null."""
+    odd = {name: None for name, value in figures.items() if isinstance(value, float) and not math.isfinite(value)}
+    try:
+        file.write(json.dumps(figures | odd) + "\n")
+    except OSError as error:
+        log.warning("cannot write %s (%s): training continues", file.name, error)
 
 
-def cut_back(path: Path, step: int) -> set[str]:
+def truncate_lines(path: Path, step: int) -> set[str]:
     """Cut off the lines of metrics.jsonl after a step, or from one that a kill or a power failure left unreadable.
 
     Returns the names of the figures that are logged at this very step.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 STARTED = time.monotonic()
 
 
-def program(main: Callable[[], int]) -> None:
+def run_program(main: Callable[[], int]) -> None:
     """Run `main`, and end this process with the exit code that it returns.
 
     The start runs without Python's garbage collector, which takes a fifth of the imports' time and finds nothing
@@ -30,7 +30,7 @@ def program(main: Callable[[], int]) -> None:
 
 
 @contextlib.contextmanager
-def garbage_collector() -> Iterator[None]:
+def enable_garbage_collector() -> Iterator[None]:
     """Switch the garbage collector on; in the block it skips all objects that exist.
 
     It then takes microseconds, and forked processes share more memory.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-class Rate:
+class Throughput:
     """Measure speed from one log line to the next; `state` says how far the run is."""
 
     def __init__(self, total_steps: int, state: Any, device: torch.device):
@@ -18,7 +18,7 @@ class Rate:
         self._samples = state.samples  # as of the last log line
         self._interval_start, self._waited = self._start, 0.0
 
-    def waiting(self, batches: Iterable) -> Iterator:
+    def time_data_loading(self, batches: Iterable) -> Iterator:
         """Yield an epoch's batches, and add up the time that the device waits for them."""
         clock = time.monotonic
         self._interval_start = began = clock()  # an evaluation may lie before it
