@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import signal
 
 import pytest
 import runs
@@ -16,6 +17,9 @@ torch.set_num_threads(1)
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES"):
     os.environ.pop(name, None)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Tests that were started by nohup, or by a script's `&`, ignore these signals, and so would the runs that they start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):

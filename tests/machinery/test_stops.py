@@ -185,14 +185,6 @@ def test_one_process_stops_and_goes_on_in_the_parent(start):
 
 
 def test_a_lost_terminal_stops_a_run_that_writes_there_and_no_other(start, undisturbed):
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, a run ignores it
-    try:
-        _lose_terminals(start, undisturbed)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def _lose_terminals(start, undisturbed):
     run = start("there", deed=PAUSE, terminal=("stdin", "stdout", "stderr"))
     run.noted(2)
     run.hang_up()
