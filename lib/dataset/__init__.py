@@ -43,6 +43,6 @@ class Dataset(Protocol):
     def on_device(self, batch: tuple, draws: Tensor) -> tuple:
         """Return the batch as the model sees it, from one on the device that begins with a tensor (B, ...).
 
-        `draws` (B, 8) are random numbers from 0 to below 1, those of a sample a function of (seed, epoch, its index).
+        `draws` (B, 8) are random numbers in [0, 1). A row is a function of (seed, epoch, the sample's index).
         Default: the batch stays as it is.
         """
