@@ -27,8 +27,8 @@ def get_dataset(args) -> dict[str, Tensors]:
     """Return 45,000 training, 5,000 validation (the last of the training files) and 10,000 test samples, in memory.
 
     Images (3, 32, 32), uint8, are normalized on the device. Those to train on are also shifted by up to 4 pixels each
-    way and mirrored at random (He et al., arXiv:1512.03385, section 4.2). Raises UsageError if the files are neither in
-    -data nor to be downloaded.
+    way and mirrored at random (He et al., arXiv:1512.03385, section 4.2). Raises UsageError if the files are not in
+    -data and cannot be downloaded.
     """
     (images, labels), test = load(args.data)
     split = len(labels) - len(labels) // 10
