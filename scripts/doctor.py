@@ -157,7 +157,7 @@ def data(args) -> Findings:
     plan = resume.plan(args, len(splits["train"]), World(size=count, local_size=count), past)
     runtime.set_threads(args, past.config.get("threads") if past else None)
     resume.check_flags(args, plan, past, splits)
-    begins = f"goes on from {past.folder}" if past else "begins"
+    begins = f"resumes from {past.folder}" if past else "is a new run"
     yield OK, f"-model {args.model} {begins}: {plan.steps} steps an epoch, micro-batches of {plan.micro} samples"
 
 

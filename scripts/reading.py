@@ -79,7 +79,7 @@ def requeued(folder: Path) -> str:
         queue = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], capture_output=True, text=True)
         if not queue.stdout.strip() and (queue.returncode == 0 or "Invalid job id" in queue.stderr):
             return ""  # it was cancelled meanwhile
-    return f"{why}: job {job} goes on by itself"
+    return f"{why}: job {job} continues by itself"
 
 
 def sign_of_life(folder: Path) -> float:

@@ -265,7 +265,7 @@ class Study:
         try:
             import optuna
         except ModuleNotFoundError:
-            raise UsageError("-trials needs Optuna: uv pip install -r pyproject.toml --group sweep") from None
+            raise UsageError("-trials needs Optuna: uv pip install --group sweep") from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.optuna, self.plan = optuna, plan
         if not file.exists():  # renamed when whole: in a table without its index there could be two such studies

@@ -27,11 +27,11 @@ REPEATABLE = {"action": "append", "default": []}
 
 
 class Rules:
-    """Which shared flags a resumed run, or another machine of a run, may have different; made as they are added."""
+    """Which shared flags may differ in a resumed run, or between the machines of a run; filled as flags are added."""
 
     def __init__(self, parser: argparse.ArgumentParser):
         self.parser = parser
-        self.free: set[str] = set()  # a resumed run may change them; the forgotten ones, too
+        self.free: set[str] = set()  # a resumed run may change them; includes the forgotten ones
         self.forgotten: set[str] = set()  # count for one start: config.yaml does not keep them
         self.per_node: set[str] = set()  # may differ between the machines of a run
 
@@ -61,7 +61,7 @@ def rules() -> Rules:
 
 
 def add_shared(parser: argparse.ArgumentParser) -> Rules:
-    """Add the flags that all runs share, by group, what a newcomer looks for first.
+    """Add the flags that all runs share, in groups; those that a newcomer needs come first.
 
     Each has a mark: what a resumed run does with another value. "refuse": it ends, as the result depends on the flag.
     "allow": it takes the new value. "forget": the flag counts for one start only. Without a mark, its group's counts.
@@ -105,7 +105,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-loss", {"choices": table("loss")}, "loss function, of lib/core/loss.py", "cross_entropy")
     add("-label_smoothing", value(real(0, 1), "X"), "label smoothing of cross_entropy, 0 to 1", 0.0)
     add("-class_weights", value(types.weights, "X,X,..."), "weights of the classes in cross_entropy (all 1)")
-    add("-train_metrics", SWITCH, "log accuracy and the like of the training samples, too", on_resume="allow")
+    add("-train_metrics", SWITCH, "also log accuracy and other metrics of the training samples", on_resume="allow")
     add("-log_every", COUNT, "steps between log lines", 50, on_resume="allow")
     add("-max_bad_steps", COUNT, "fail after N steps in a row whose gradients are not finite", 10, on_resume="allow")
 
@@ -133,7 +133,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-max_hours", POSITIVE, "stop, with the state saved, after X hours")
     add("-grace_s", PERIOD, "seconds until a stop that does not finish ends the process", 60.0)
     add("-limit_steps", COUNT, "stop, with the state saved, once N optimizer steps are done", on_resume="forget")
-    add("-check_resume", SWITCH, "kill and resume this run a few times, and compare", on_resume="forget")
+    add("-check_resume", SWITCH, "kill and resume this run a few times, and compare the weights", on_resume="forget")
     add("-hang_minutes", PERIOD, "end a run in which nothing moves for X minutes, from its second step on", 10.0)
 
     group("machine", "allow")
@@ -145,15 +145,15 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-fp16", SWITCH, "mixed precision with float16 and a gradient scaler", on_resume="refuse")
     add("-bf16", SWITCH, "mixed precision with bfloat16", on_resume="refuse")
     add("-cache_dir", DIR, "folder for the caches of torch and others (in $SCRATCH, if set)", per_node=True)
-    add("-parallel", {"choices": ("ddp", "fsdp")}, "every process has the whole model, or a shard of it", "ddp")
+    add("-parallel", {"choices": ("ddp", "fsdp")}, "ddp: every process has the whole model; fsdp: a shard", "ddp")
     reduction = "sum gradients in one order for any number of processes, or leave it to the communication library"
     add("-reduction", {"choices": ("tree", "allreduce")}, reduction, "tree", on_resume="refuse")
     add("-recompute", SWITCH, "gradient checkpointing: compute a block's activations again in the backward pass")
-    add("-compile", COMPILE, "torch.compile, by blocks or in one")
+    add("-compile", COMPILE, "torch.compile, block by block or the whole model")
     add("-channels_last", SWITCH, "keep channels last in a GPU's memory: faster for convolutions; not under fsdp")
     add("-deterministic", SWITCH, "use deterministic algorithms on a GPU, too, at some cost of speed")
 
-    group("finding out why", "forget")
+    group("debugging", "forget")
     add("-debug", SWITCH, "train -limit_steps (10) in one process and name the first bad tensor; write nothing")
     add("-eval", SWITCH, "only evaluate the best weights, or those of -weights, into out/NAME/eval.json")
     add("-overfit", COUNT, "train and evaluate on the same N samples", on_resume="refuse")
@@ -166,7 +166,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-slurm_nodelist", value(text, "NAMES"), "nodes to use, as GPU17,GPU18")
     add("-slurm_partition", NAME, "partition")
     add("-slurm_timeout", COUNT, "time limit in minutes (the partition's)")
-    add("-slurm_cpus", COUNT, "CPUs of a task (2, plus -workers or 8)")
+    add("-slurm_cpus", COUNT, "CPUs of a task (-workers or 8, plus 2)")
     option = "option of sbatch, as account=ME or mem=64G; repeatable"
     add("-slurm_arg", value(text, "KEY=VALUE", **REPEATABLE), option)
     add("-slurm_signal_s", COUNT, "seconds of warning before the time limit", 120)

@@ -92,7 +92,7 @@ class Listing(argparse.Action):
     """Shows the plugins, each with the first line of its docstring, and exits, as -h does. It takes `nargs=0`."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_) -> NoReturn:
-        """Show them."""
+        """Print the lists and exit."""
         for kind in ("arch", "dataset", "trainer"):
             rows = (f"  {name:20} {plugins.summary(kind, name)}\n" for name in plugins.names(kind))
             parser._print_message(f"-{kind} NAME\n{''.join(rows)}", sys.stdout)

@@ -1,9 +1,9 @@
 """Data, one file each: EDIT, add your own.
 
 A file NAME.py is `-dataset NAME`. It has get_dataset(args) -> Dataset, or {"train": Dataset, "val": Dataset, "test":
-Dataset}. It may have add_args(parser), for flags of its own and for defaults of shared flags that never change, and
-describe(args) -> dict, for defaults that follow from the data, such as the number of classes. For predictions it
-may have get_transform(args): a function from one PIL image, or one text, to the tensor that the model sees.
+Dataset}. It may have add_args(parser), for its own flags and for defaults of shared flags. It may have describe(args)
+-> dict, for defaults that follow from the data, such as the number of classes. For predictions it may have
+get_transform(args), which returns a function from one PIL image, or one text, to the tensor that the model sees.
 
     digits.py   1,797 images of 8x8 pixels, in this repository: the default
     cifar10.py  CIFAR-10 of torchvision
@@ -43,6 +43,6 @@ class Dataset(Protocol):
     def on_device(self, batch: tuple, draws: Tensor) -> tuple:
         """Return the batch as the model sees it, from one on the device that begins with a tensor (B, ...).
 
-        `draws` (B, 8) are random numbers from 0 to below 1, those of a sample a function of (seed, epoch, its index).
+        `draws` (B, 8) are random numbers in [0, 1). A row is a function of (seed, epoch, the sample's index).
         Default: the batch stays as it is.
         """

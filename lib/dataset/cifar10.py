@@ -15,7 +15,7 @@ from lib.utils.errors import UsageError
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training pixels, 0 to 1
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-PAD = 4  # pixels a training image may be moved each way
+PAD = 4  # most pixels by which a training image is shifted each way
 
 
 def add_args(parser):
@@ -26,9 +26,9 @@ def add_args(parser):
 def get_dataset(args) -> dict[str, Tensors]:
     """Return 45,000 training, 5,000 validation (the last of the training files) and 10,000 test samples, in memory.
 
-    Images (3, 32, 32), uint8; on the device they are normalized, those to train on moved by up to 4 pixels each way
-    and mirrored at random (He et al., arXiv:1512.03385, section 4.2). Raises UsageError if the files are neither in
-    -data nor to be downloaded.
+    Images (3, 32, 32), uint8, are normalized on the device. Those to train on are also shifted by up to 4 pixels each
+    way and mirrored at random (He et al., arXiv:1512.03385, section 4.2). Raises UsageError if the files are not in
+    -data and cannot be downloaded.
     """
     (images, labels), test = load(args.data)
     split = len(labels) - len(labels) // 10

@@ -40,8 +40,8 @@ def describe(args) -> dict[str, int]:
 def get_dataset(args) -> dict[str, Dataset]:
     """Return tokens (tokens_length,), int64, and the token that follows each.
 
-    Training samples begin at places that -seed and the index decide; with `-shuffle no` they stand in a row, as those
-    of val and test do, which are a sixteenth as many. Token files hold uint16, or uint32 if -num_classes is above
+    Training samples begin at places that follow from -seed and the index. With `-shuffle no` they are consecutive, as
+    the samples of val and test are: a sixteenth as many. Token files hold uint16, or uint32 if -num_classes is above
     65,536. Python's own library differs from one version to the next: a run on it continues on the same version.
     """
     files = [Path(args.data) / f"{split}.bin" for split in ("train", "val", "test")]
@@ -76,9 +76,9 @@ def get_transform(args):
 
 
 class Windows(Dataset):
-    """Samples from a row of tokens, which is cut into as many even stretches as there are samples.
+    """Samples from a sequence of tokens, which is cut into as many equal stretches as there are samples.
 
-    Sample i begins in stretch i: at a place that (seed, i) decides, or without a seed at its beginning.
+    Sample i begins in stretch i: at a place that follows from (seed, i), or without a seed at its beginning.
     """
 
     fixed = True

@@ -1,6 +1,6 @@
-"""The environment of a run's processes: RANK and its kin, GPUs, caches, debug switches, names on fast networks.
+"""The environment of a run's processes: torchrun's variables, GPUs, caches, debug switches, names on fast networks.
 
-Only this folder writes it, by what stands here. It overwrites torchrun's variables; others that a user has set stay.
+Only lib/launch writes it, with these functions. They overwrite torchrun's variables, and keep others that are set.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ DEBUG = {
     "NCCL_DEBUG": "INFO",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
-# How often a thread on the CPU looks whether the others are done before it sleeps: for some microseconds. By itself,
-# GNU's OpenMP looks 300,000 times: where other work takes a core, each operation then waits for it (benchmarks.md).
+# How often a thread on the CPU checks whether the others are done before it sleeps: for some microseconds. GNU's
+# OpenMP checks 300,000 times by default, which keeps cores from the threads it waits for (docs/benchmarks.md).
 OPENMP_SPIN = {"GOMP_SPINCOUNT": "3000"}
 MESH_UP_TO = 256  # ranks that gloo connects each with each other at the start: as many sockets in every process
 

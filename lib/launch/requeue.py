@@ -1,7 +1,7 @@
 """Decides whether a Slurm job whose run was interrupted is requeued.
 
-The job's history, JOB.json in the job folder, has what each of its starts began with. `verdict` decides from that,
-from outcome.json and from what Slurm says of the job. Imports no torch, so that it takes no time.
+The job's history, JOB.json in the job folder, records the run's checkpoint and outcome at each start of the job.
+`verdict` decides from that, from outcome.json and from Slurm's facts on the job. Imports no torch, to be quick.
 """
 
 import json
@@ -19,7 +19,7 @@ PREEMPTED = "preempted"
 
 
 def record_start(history: Path, run: Path) -> None:
-    """Note what this start of the job begins with."""
+    """Record the run's newest checkpoint and outcome as this start of the job finds them."""
     starts = [
         start for start in run_folder.read_json(history).get("starts", []) if start["restart"] != restart_count()
     ]
@@ -29,7 +29,7 @@ def record_start(history: Path, run: Path) -> None:
 
 
 def record_refusal(reason: str) -> None:
-    """Note that this start was refused for a usage error, as another would be. Without a job it does nothing."""
+    """Record that a usage error ended this start: a requeue would meet it again. Without a job it does nothing."""
     history = Path(os.environ.get(HISTORY, ""))
     facts = run_folder.read_json(history)
     if facts and facts["starts"][-1]["restart"] == restart_count():
@@ -114,7 +114,7 @@ def restart_count() -> int:
 
 
 def job_name() -> str:
-    """Return the job's number; of a task of an array that of the array and of the task."""
+    """Return the job's number, or ARRAY_TASK for a task of an array."""
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         return "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**os.environ)
     return os.environ["SLURM_JOB_ID"]

@@ -1,6 +1,6 @@
 """Submits the run to Slurm with Submitit: one task per GPU, or with -cpu N, N tasks per node.
 
-slurm_task.py has what the job does then.
+The job then runs slurm_task.py.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A task of a Slurm job: meets the others, and runs. requeue.py decides whether an interrupted job goes on.
+"""A task of a Slurm job: joins the others, and runs. requeue.py decides whether an interrupted job is requeued.
 
 It starts without torch, so that signals are handled from the first moment.
 """
@@ -30,14 +30,14 @@ def main(command: str, *arguments: str) -> int:
 
 
 def task() -> int:
-    """Run a process of a submitted job. A stopped run exits with 0, so that the job's shell goes on.
+    """Run a process of a submitted job. A stopped run exits with 0, so that the job's shell continues.
 
     Signals wait until the training handles them.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     args, target, where = pickle.loads(Path(PICKLE).read_bytes())
     os.chdir(where)
-    signals.set_handlers(lambda *_: None)  # they end nothing; `requeue.finish_job` asks Slurm why they came
+    signals.set_handlers(lambda *_: None)  # they end nothing; `requeue.finish_job` asks Slurm for their reason
     if not is_training(args):  # nothing is to be saved
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -49,7 +49,7 @@ def task() -> int:
 
 
 def record_start(args: Args) -> Path:
-    """Note a start of this job, if it trains. Returns the path of the job's history."""
+    """Record a start of this job, if it trains. Returns the path of the job's history."""
     history = history_file(args)
     history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if is_training(args):

@@ -1,4 +1,4 @@
-"""Evaluates and keeps the weights as they were on average over the last steps, not those of the very last one.
+"""Evaluates and keeps the average of the weights over the last steps (EMA), not the weights of the last step.
 
 Polyak averaging, exponentially weighted (Izmailov et al., arXiv:1803.05407, section 3, compare it with others). An
 example of a trainer with a state of its own: the average is an attribute, and so it is in every checkpoint.

@@ -1,4 +1,4 @@
-"""What a run needs besides its parts: machinery, you need not read it.
+"""What every run needs apart from model, data and trainer: machinery, you need not read it.
 
 errors.py       UsageError, exit codes, the signals that stop a run
 distributed.py  World (which process am I), and the collectives

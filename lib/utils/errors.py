@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Iterable, Iterator
 
-FINISHED, FAILED, USAGE, STOPPED, ABORTED = 0, 1, 2, 75, 130  # 75 is EX_TEMPFAIL: try again, it goes on
+FINISHED, FAILED, USAGE, STOPPED, ABORTED = 0, 1, 2, 75, 130  # 75 is EX_TEMPFAIL: try again, the run resumes
 EXIT_CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
 PARENT = os.getppid()  # read before torch is imported: it may be gone a second later
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

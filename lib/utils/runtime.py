@@ -21,7 +21,7 @@ from lib.utils import distributed
 from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
-WORK = 1.25e8  # floating-point operations of a forward pass that are worth one more thread: docs/benchmarks.md
+WORK = 1.25e8  # floating-point operations of a forward pass for each further thread: docs/benchmarks.md
 FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, next to the plain one
 
 
@@ -29,7 +29,7 @@ def configure_kernels(world: World, deterministic: bool) -> None:
     """Enable TF32 and cuDNN's autotuning on a GPU; with `deterministic`, deterministic algorithms instead."""
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # Nothing here reads memory that it did not write.
+        # No code here reads memory before it writes it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if world.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -39,9 +39,9 @@ def configure_kernels(world: World, deterministic: bool) -> None:
 
 
 def set_threads(args: Namespace, saved: int | None = None) -> None:
-    """Set the number of threads: of -threads, of the run's first start, of OMP_NUM_THREADS, else one.
+    """Set the number of threads: -threads, else that of the run's first start, else OMP_NUM_THREADS, else 1.
 
-    One is for what comes before `choose_threads`: data and weights then have the same bits on any machine.
+    1 is for the code before `choose_threads`: data and weights then have the same bits on any machine.
     """
     torch.set_num_threads(args.threads or saved or distributed.user_threads() or 1)
 
@@ -49,8 +49,8 @@ def set_threads(args: Namespace, saved: int | None = None) -> None:
 def choose_threads(args: Namespace, world: World, saved: int | None, model: nn.Module, sample: Callable) -> int:
     """Set the run's number of threads, the same on all ranks, and return it.
 
-    Sums of another number have other bits, so nothing about it is measured, and a run keeps that of its first start
-    (`saved`). `sample` returns a micro-batch of the run.
+    Sums by another number of threads have other bits. So it is computed and not measured, and a run keeps the number
+    of its first start (`saved`). `sample` returns a micro-batch of the run.
     """
     share = -int(distributed.all_reduce_max([-distributed.cores_per_process(world)], world)[0])
 
@@ -73,7 +73,7 @@ def threads_for(work: float, share: int) -> int:
 def count_flops(model: nn.Module, batch: Any) -> float:
     """Return the floating-point operations of a forward pass, on the meta device: it computes and changes no values.
 
-    A model that does not take the first part of a batch, or needs values, is taken for a large one.
+    A model that does not take the first part of a batch, or reads values, counts as infinitely large.
     """
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -101,7 +101,7 @@ def describe(world: World) -> dict[str, Any]:
     }
 
 
-@functools.cache  # a checkpoint needs it, too, and must start no process
+@functools.cache  # each checkpoint has it, and a save must start no process
 def _code(world: World) -> dict[str, Any]:
     """Return what git says on rank 0: not all ranks read the repository, which may lie on a shared disk."""
     return distributed.run_on_main(

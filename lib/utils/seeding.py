@@ -1,4 +1,4 @@
-"""Randomness without state: every draw comes from a seed that is a pure function of where the run is.
+"""Randomness without state: every draw comes from a seed that is a pure function of the run's position.
 
 The mixing function is SplitMix64's finalizer (Steele, Lea and Flood, Fast splittable pseudorandom number generators,
 OOPSLA 2014).
@@ -15,7 +15,7 @@ SAMPLE, MICRO_BATCH, MODEL, DRAWS, TRAINER = 1, 2, 3, 4, 5  # one stream each
 
 
 def hash_ints(*numbers: int) -> int:
-    """Return one 64-bit number made of several, each bit of it depending on every bit of theirs."""
+    """Return a 64-bit hash of several numbers: each of its bits depends on every bit of theirs."""
     state = 0
     for number in numbers:
         state = splitmix64((state + number + GOLDEN) & MASK)

@@ -16,11 +16,11 @@ from lib.utils.distributed import World
 from lib.utils.errors import FAILED
 
 log = logging.getLogger(__name__)
-MAX_INTERVAL_S = 10.0  # between two looks at the run
+MAX_INTERVAL_S = 10.0  # between two checks
 
 
 class Watchdog:
-    """Watches the steps of this rank. To wait for a save is no hang, however slow the disk is.
+    """Watches the steps of this rank. Waiting for a save does not count as a hang, however slow the disk is.
 
     It is a thread: it cannot run while another one keeps Python's lock, as in a page fault on a dead disk.
     """
@@ -49,15 +49,15 @@ class Watchdog:
         place, stalled, limit = None, 0, math.ceil(self.timeout_s / self.interval_s)
         while not self.ended.wait(self.interval_s):
             stalled += 1
-            # One of these differs after every step, batch of an evaluation, and look at a save.
+            # One of these changes with every step, every batch of an evaluation, and every check of a save.
             now = self.state.step, self.stop_vote.ticks, self.stop_vote.since, self.checkpoints.polls
             if now != place or not self.first_step_done:
                 place, stalled = now, 0
-            if stalled == limit:  # in a thread of its own: a dead disk, or a lock of logging, may hold it up
+            if stalled == limit:  # in a separate thread: a dead disk, or a lock of logging, may block it
                 threading.Thread(target=self.report, name="watchdog report", daemon=True).start()
             at_breakpoint = self.world.size == 1 and sys.stdin and sys.stdin.isatty()
             if stalled == limit + 3 and not at_breakpoint:  # the end of one rank ends the others: they report first
-                for child in multiprocessing.active_children():  # loader processes, one of which may be what hangs
+                for child in multiprocessing.active_children():  # loader processes: one of them may hang
                     child.kill()
                 os._exit(FAILED)
 

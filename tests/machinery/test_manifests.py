@@ -64,7 +64,7 @@ class Counting(torch.optim.SGD):
 
 def test_memory_of_an_optimizer_that_no_checkpoint_could_hold_is_refused(refused, monkeypatch):
     monkeypatch.setitem(optimizers.BY_NAME, "sgd", Counting)
-    assert "remembers 'count' as something else than a tensor" in refused(f"{SMALL} -optimizer sgd")
+    assert "keeps 'count', which is not a tensor, in its state" in refused(f"{SMALL} -optimizer sgd")
 
 
 def _bytes(tensors):

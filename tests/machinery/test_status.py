@@ -109,7 +109,7 @@ def test_a_run_whose_job_waits_for_its_requeue_goes_on(tmp_path, monkeypatch):
     requeue.write_history(history, facts)
     assert (status.row(folder)["state"], status.row(folder)["why"]) == (
         "requeued",
-        "time limit: job 12 goes on by itself",
+        "time limit: job 12 continues by itself",
     )
     squeue = tmp_path / "squeue"
     for said, state in (

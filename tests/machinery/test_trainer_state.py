@@ -147,7 +147,7 @@ def test_a_trainer_that_keeps_something_else_than_before_is_refused(tmp_path, ca
 def test_an_optimizer_that_no_checkpoint_can_hold_is_refused(tmp_path, capfd):
     with plugins(trainer={"stray": Stray}):
         run(tmp_path, f"{SMALL} -cpu 1 -trainer stray", wanted=2)
-    said = "trainer.second (SGD) trains what neither the model nor a module that the trainer keeps has"
+    said = "trainer.second (SGD) trains a parameter that neither the model nor a module of the trainer has"
     assert said in capfd.readouterr().err.splitlines()[-1]
 
 

@@ -125,7 +125,7 @@ def _fault(folder: Path, there: bool, share: World) -> str:
 
 
 def plan(args: "Args", samples: int, world: World, past: Past | None) -> Plan:
-    """Return how this run cuts its samples: by the batch and micro-batch that it began with, or those of new flags.
+    """Return how this run cuts its samples: by the batch and micro-batch of its first start, or by new flags.
 
     Raises:
         UsageError: the batch cannot be shared out.
@@ -148,7 +148,7 @@ def plan(args: "Args", samples: int, world: World, past: Past | None) -> Plan:
 
 
 def _micro_batch_size(args: "Args", batch: int, world: World, saved: int | None) -> int:
-    """Return the flag's; else as the run began, if that divides the batch; else a share of the most ranks to come."""
+    """Return -micro_batch; else the run's first one, if it divides the batch; else one for the most ranks to come."""
     if args.micro_batch:
         return args.micro_batch
     if saved and batch % saved == 0:

@@ -1,6 +1,6 @@
 """The folder of a run, out/NAME: its checkpoints' names, its lock, starting from scratch, how the run ended.
 
-Imports no torch: the launchers and what handles a Slurm job's first signals need it at once.
+Imports no torch: the launchers and the tasks of a Slurm job, which must handle signals at once, import it.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class RunFolder:
 
 
 def _move_away(folder: Path) -> None:
-    """Move an old run to out/.old, all but the lock and what a Slurm job that carries out -reset lives from."""
+    """Move an old run to out/.old, except the lock and the files of Slurm jobs: one of them may be this start."""
     entries = [entry for entry in folder.iterdir() if entry.name not in (".lock", "slurm")]
     target = folder.parent / ".old" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
     if entries:

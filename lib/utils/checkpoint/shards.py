@@ -48,7 +48,7 @@ DTYPES = {
 
 
 class Damaged(Exception):
-    """A checkpoint that is not what was written; the message names the file and the reason."""
+    """A checkpoint differs from what was written; the message names the file and the reason."""
 
 
 # The manifest: a run's progress and flags, the type and shape of every tensor, size and checksum of every file
@@ -65,7 +65,7 @@ def read_manifest(folder: Path) -> dict:
     """Return the manifest of a checkpoint.
 
     Raises:
-        Damaged: it is not what was written.
+        Damaged: it differs from what was written.
         UsageError: it is of another format.
         OSError: it is missing, or the disk does not answer.
     """
@@ -166,7 +166,7 @@ def verify(path: Path, wanted: dict) -> None:
 
 
 def read_whole(folder: Path, manifest: dict, start: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint whose names start so, in one piece on the CPU. See `read`."""
+    """Return the tensors of a checkpoint whose names begin with `start`, unsharded, on the CPU. See `read`."""
     tensors = make_empty({name: about for name, about in manifest["tensors"].items() if name.startswith(start)})
     read(folder, [*manifest["shards"]], tensors)
     return tensors
@@ -182,7 +182,7 @@ def make_empty(schema: dict[str, list]) -> dict[str, Tensor]:
 def read(folder: Path, files: list[str], tensors: dict[str, Tensor]) -> None:
     """Fill the tensors, whole or sharded, in place, from the files of a checkpoint, which were verified.
 
-    No more files are opened, in the order given, than it takes. Raises Damaged if none holds a part of a tensor.
+    Opens files in the order given, and no more than needed. Raises Damaged if all of them lack a part of a tensor.
     """
     targets = {name: _local_and_offset(tensor) for name, tensor in tensors.items()}
     missing = {name: target.numel() for name, (target, _) in targets.items() if target.numel()}
@@ -200,7 +200,7 @@ def read(folder: Path, files: list[str], tensors: dict[str, Tensor]) -> None:
 
 
 def _fill(target: Tensor, origin: Sequence[int], block: Any, start: Sequence[int]) -> int:
-    """Copy what a block and the target, both somewhere in the whole tensor, have in common. Returns its numbers."""
+    """Copy the overlap of a block and the target, two parts of a tensor. Return its number of elements."""
     if not target.ndim:
         target.copy_(block[...])
         return 1
@@ -221,12 +221,12 @@ def copy_whole(tensor: Tensor, whole: Tensor) -> None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor, sharded or not."""
+    """Return this rank's part of a tensor, or the whole tensor if it is not sharded."""
     return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
 def _local_and_offset(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the same, and where in the whole it begins, by torch's own arithmetic."""
+    """Return what `local_part` returns, and where in the whole tensor it begins, by torch's own arithmetic."""
     if not is_sharded(tensor):
         return tensor.detach(), (0,) * tensor.ndim
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -1,4 +1,4 @@
-"""Which ranks see the same folder, and what one of them does there for all: nodes may share a disk or not."""
+"""Which ranks see the same folder, so that one of them acts for all: nodes may share a disk or not."""
 
 import secrets
 import time
@@ -55,9 +55,9 @@ def single_disk(world: World) -> Disk:
 def find_disks(folder: Path, world: World) -> Disk:
     """Find out, all ranks together, which of them share the folder; it is made where it is missing.
 
-    The first process of each node leaves a mark. Where all see rank 0's, which is the rule, they share its disk.
-    Else all look whose marks they see: a question to the disk for each process and each node. Raises UsageError if a
-    process cannot write there.
+    The first process of each node leaves a mark. Usually all see rank 0's, and share its disk. Else each process
+    looks for the marks of all nodes: one question to the disk for each node. Raises UsageError if a process cannot
+    write there.
     """
     if world.local_size == world.size:
         return single_disk(world)

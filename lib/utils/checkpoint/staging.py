@@ -1,4 +1,4 @@
-"""Copies on the CPU of tensors that go on changing, in memory that each save uses again."""
+"""Copies on the CPU of tensors that training goes on changing; every save uses the same memory."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ class Copies:
         self.copied: torch.cuda.Event | None = None
 
     def make_room(self, pieces: list[Piece]) -> None:
-        """Take memory for these pieces, unless it is there. The first write to it takes longer than a copy."""
+        """Allocate memory for these pieces, unless they have some. The first write to it takes longer than a copy."""
         for name, values, _ in pieces:
             there = self.values.get(name)
             if there is None or (there.shape, there.dtype) != (values.shape, values.dtype):

@@ -48,7 +48,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules and optimizers of a run, by the word that the names of their tensors begin with."""
+    """The modules and optimizers of a run, by the prefix of their tensors' names."""
 
     modules: dict[str, nn.Module]  # "model", and trainer.NAME of others that a trainer keeps
     optimizers: dict[str, torch.optim.Optimizer]  # "optim", and trainer.NAME likewise
@@ -72,13 +72,13 @@ class Parts:
     def rank_dependent(self, tensors: dict[str, Tensor]) -> set[str]:
         """Return the names of tensors that may differ between ranks, so that the first rank's are saved.
 
-        They are buffers (a counter is that of a rank's last micro-batch), and what a trainer keeps.
+        They are buffers (a counter has its value from the rank's last micro-batch), and tensors of the trainer.
         """
         buffers = {f"model.{name}" for name, _ in self.modules["model"].named_buffers()}
         return buffers | {name for name in tensors if name.startswith("trainer.")}
 
     def trained_parameters(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter, str]]:
-        """Yield each optimizer, each of its parameters, and the name of what it remembers of that: optim.head.weight.
+        """Yield each optimizer, each of its parameters, and the prefix of that parameter's state: optim.head.weight.
 
         Raises:
             UsageError: the parameter is in none of the modules.
@@ -90,14 +90,14 @@ class Parts:
         for part, optimizer in self.optimizers.items():
             for parameter in (one for group in optimizer.param_groups for one in group["params"]):
                 if parameter not in names:
-                    stray = "trains what neither the model nor a module that the trainer keeps has"
+                    stray = "trains a parameter that neither the model nor a module of the trainer has"
                     raise UsageError(f"{part} ({type(optimizer).__name__}) {stray}: no checkpoint would hold it")
                 yield optimizer, parameter, f"{part}.{names[parameter]}"
 
 
 def find_parts(trainer: Any) -> Parts:
     """Return the model and the optimizer of a trainer, and all modules and optimizers that are attributes of it."""
-    given = (trainer.model, trainer.loss, trainer.optimizer)  # a loss is what the flags make of it
+    given = (trainer.model, trainer.loss, trainer.optimizer)  # a loss follows from the flags: it is not saved
     own = {
         f"trainer.{name}": value for name, value in vars(trainer).items() if not any(value is one for one in given)
     }
@@ -115,13 +115,13 @@ def find_unsaved(trainer: Any) -> list[str]:
 
 
 def init_optimizer_state(parts: Parts, saved: Collection[str] | None = None) -> list[torch.optim.Optimizer]:
-    """Let fresh optimizers make their memory, by a step with gradients and a learning rate of zero; return them.
+    """Let new optimizers make their state, by a step with gradients and a learning rate of zero; return them.
 
-    The way of torch.distributed.checkpoint.state_dict: the memory then has the right shapes, devices and sharding; a
-    checkpoint fills it. With the names of `saved` tensors, parameters that took no part in a step yet get none.
+    As in torch.distributed.checkpoint.state_dict: the state then has the right shapes, devices and sharding, and a
+    checkpoint fills it. With the names of `saved` tensors, only parameters that have saved state get one.
 
     Raises:
-        UsageError: an optimizer remembers something else than tensors, which no checkpoint would hold.
+        UsageError: an optimizer has state that is not a tensor, which no checkpoint would hold.
     """
     fresh = [optimizer for optimizer in parts.optimizers.values() if not optimizer.state]
     known = {name.rpartition(".")[0] for name in saved or ()}
@@ -132,8 +132,8 @@ def init_optimizer_state(parts: Parts, saved: Collection[str] | None = None) -> 
         memory = [item for one in optimizer.state.values() for item in one.items()]
         odd = [name for name, value in memory if not isinstance(value, Tensor | None)]
         if odd:
-            fault = f"remembers {odd[0]!r} as something else than a tensor"
-            raise UsageError(f"{type(optimizer).__name__} {fault}, which a checkpoint cannot hold")
+            fault = f"keeps {odd[0]!r}, which is not a tensor, in its state"
+            raise UsageError(f"{type(optimizer).__name__} {fault}: a checkpoint cannot hold it")
     return fresh
 
 

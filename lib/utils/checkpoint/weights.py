@@ -76,7 +76,7 @@ def load_into(
     def load() -> dict[str, Tensor]:
         try:
             return imagenet() if path == IMAGENET else read(find(Path(path)) or Path(path))
-        except Exception as error:  # what a file that is none may raise, nobody lists
+        except Exception as error:  # a file that holds no weights may raise anything
             reason = (str(error) or repr(error)).splitlines()[0]
             raise UsageError(f"-weights {path}: cannot be read ({reason})") from error
 

@@ -1,7 +1,7 @@
 """From a dataset to a batch on the device: machinery, you need not read it.
 
-In the order of a sample's way:
-    permutation.py  the order of an epoch's samples: to shuffle otherwise, change this
+In the order in which a sample passes through them:
+    permutation.py  the order of an epoch's samples: change this to shuffle in another way
     plan.py         how an epoch is cut into steps and micro-batches, and which are this process's
     loader.py       the samples of a split, fetched and put on the device; checks what get_dataset gives
     fetch.py        reads and collates samples, in worker processes

@@ -17,7 +17,7 @@ from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import STOP_SIGNALS, UsageError, no_exit
 
-WORKERS = 8  # loader processes at most, where -workers does not say
+WORKERS = 8  # loader processes at most, without -workers
 
 
 class Fetcher:
@@ -33,7 +33,7 @@ class Fetcher:
                 num_workers=workers,
                 pin_memory=pin,
                 persistent_workers=True,
-                generator=torch.Generator(),  # or iter() would draw from the global one
+                generator=torch.Generator(),  # else iter() draws from torch's global one
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
             )
 
@@ -70,7 +70,7 @@ class Fetch(Dataset):
 
     def __getitem__(self, key: tuple[int, MicroBatch]) -> Any:
         epoch, micro_batch = key
-        self.current = indices = micro_batch.indices  # the samples that are being fetched
+        self.current = indices = micro_batch.indices  # for error messages: what is being fetched
         try:
             with no_exit():  # it would end a worker without a message
                 batch = self._read(epoch, indices)

@@ -53,9 +53,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu" and not (tensor.is_pinned() and tensor.is_contiguous()):
-        # Or the copy would wait. `pin_memory` keeps the gaps of a view, which go through memory that is not pinned.
+        # Else the copy blocks. `pin_memory` keeps the gaps of a view, and the copy then goes through unpinned memory.
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-    return tensor.to(device, non_blocking=device.type == "cuda")  # MPS might read memory that was freed
+    return tensor.to(device, non_blocking=device.type == "cuda")  # MPS might read freed memory
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:

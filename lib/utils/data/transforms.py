@@ -1,4 +1,4 @@
-"""Images travel as bytes: moved, mirrored and normalized on the device, in whole batches."""
+"""Images stay bytes until they are on the device: shifted, mirrored and normalized there, in whole batches."""
 
 import functools
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from torch.nn import functional
 class Pixels:
     """A dataset's `on_device` for uint8 images (B, C, H, W): floats of about mean 0 and deviation 1 in each channel.
 
-    `mean`, `deviation`: of each channel, or of all, as pixels from 0 to 1 have it. With `pad` each image is moved by
-    up to so many pixels each way, black coming in; with `mirror` half of them are mirrored.
+    `mean`, `deviation`: of each channel, or of all, for pixels from 0 to 1. With `pad` each image is shifted by up to
+    that many pixels each way, and the gap is black. With `mirror` half of the images are mirrored.
     """
 
     mean: tuple[float, ...]
@@ -37,7 +37,7 @@ class Pixels:
 
 
 def shift(images: Tensor, draws: Tensor, pad: int) -> Tensor:
-    """Return each image moved by -pad to pad pixels down and right, as its two draws (B, 2) say; zeros come in."""
+    """Return each image moved by -pad to pad pixels down and right, by its two draws (B, 2); the gap is 0."""
     height, width = images.shape[2:]
     padded = functional.pad(images, [pad] * 4)
     views = padded.unfold(2, height, 1).unfold(3, width, 1)  # (B, C, 2 pad + 1, 2 pad + 1, H, W) without copying

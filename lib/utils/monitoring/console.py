@@ -72,7 +72,7 @@ class Progress:
 
     @property
     def on_stdout(self) -> bool:
-        """Return whether who sees stdout sees the bar."""
+        """Return whether stdout is a terminal, too, so that its readers see the bar."""
         return not self._bar.disable and sys.stdout.isatty()
 
     def step(self, loss: SupportsFloat) -> None:
@@ -90,7 +90,7 @@ class Progress:
         self._bar.set_description_str(f"  {format_line(figures, room - 3)}")
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Close the bar; it stays on the screen."""
         self._bar.close()
 
 

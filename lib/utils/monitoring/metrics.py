@@ -15,15 +15,15 @@ from lib.utils import distributed
 from lib.utils.errors import UsageError, suggest
 
 log = logging.getLogger(__name__)
-MAX_TERMS = 1000  # of a sum, that wait to be added up
+MAX_TERMS = 1000  # of a sum, before they are added up
 LOWER_IS_BETTER = ("loss", "bits_per_token")
 
 
 class Sums:
     """Named sums of this process; `reduce` adds up those of all ranks.
 
-    They are exact before they are rounded, so who added what, and when, changes no bit. Ranks may have different
-    names, or none: sums are matched by name. Every rank calls `reduce` equally often.
+    They are exact until they are rounded once, so the order of additions, and their rank, change no bit. Ranks may
+    have different names, or none: sums are matched by name. Every rank calls `reduce` the same number of times.
     """
 
     def __init__(self):

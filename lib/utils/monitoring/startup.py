@@ -17,7 +17,7 @@ def run_program(main: Callable[[], int]) -> None:
 
     The start runs without Python's garbage collector, which takes a fifth of the imports' time and finds nothing
     there. Once other threads have ended and the functions of `atexit` have run, the process ends at once: Python
-    would take torch's modules apart, object by object, for half a second.
+    would spend half a second on freeing torch's modules, object by object.
     """
     gc.disable()
     code = main()

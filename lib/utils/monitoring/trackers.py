@@ -8,7 +8,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "track.py"
-CLOSE_S, STOP_S = 5.0, 0.5  # that the end of a finished run waits for it, and that of another one
+CLOSE_S, STOP_S = 5.0, 0.5  # most that a run waits for it at its end: a finished run, and any other
 
 
 class Tracker:
