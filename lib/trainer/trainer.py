@@ -288,7 +288,7 @@ class Trainer:
                 sums = self.evaluation_step(model, batch, micro_batch.count)
             if micro_batch.count:
                 totals.update({**sums, "samples": micro_batch.count})
-            if self.votes and micro_batch.last and self.stop_vote.tick(training=False):
+            if self.votes and self.stop_vote.tick(training=False):
                 return None
         return {**losses.compute_metrics(totals.reduce()), **self.predictions.figures()}
 

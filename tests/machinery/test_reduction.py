@@ -132,7 +132,7 @@ def gradients(world: World, parallel: str = "ddp") -> list[list[torch.Tensor | N
     args = types.SimpleNamespace(reduction="tree", parallel=parallel)
     sums = reduction.GradientReducer([*model.parameters()], model, [], world, args)
     for count in COUNTS:
-        cut = Plan(count, count, 1, spread=False)
+        cut = Plan(count, count, 1)
         for key in Loader(
             range(count), cut, world, seed=0, shuffle=False, workers=0, round_robin=parallel == "fsdp"
         ).micro_batches(0):
