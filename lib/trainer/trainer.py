@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lib.core import batchnorm, parallel, reduction, scheduler
 from lib.core import loss as losses
@@ -169,11 +170,12 @@ class Trainer:
     def steps(self, batches: Iterable[tuple[MicroBatch, Any]]) -> Iterator[Tensor]:
         """Train on these micro-batches; yield this rank's last loss after each optimizer step."""
         self.model.train()
+        gradients = self.gradients  # made before the first pass
         for micro_batch, batch in batches:
             self.train_micro_batch(micro_batch, batch)
             self.logger.first_batch(batch)
             if micro_batch.last:
-                self.gradients.finish()
+                gradients.finish()
                 self.step(micro_batch.step_samples)
                 self.logger.step(self.pending_losses[-1][0])
                 yield self.pending_losses[-1][0]
@@ -212,10 +214,12 @@ class Trainer:
     @functools.cached_property
     def gradients(self) -> reduction.GradientReducer:
         """What sums the gradients of all parameters that this trainer's optimizers train."""
+        for value in vars(self).values():
+            if isinstance(value, DistributedDataParallel):
+                value.require_backward_grad_sync = False  # or they would be summed twice
         groups = [group for one in find_parts(self).optimizers.values() for group in one.param_groups]
         trained = dict.fromkeys(parameter for group in groups for parameter in group["params"])
-        own = [value for value in vars(self).values() if isinstance(value, nn.Module) and value is not self.model]
-        return reduction.GradientReducer([*trained], self.model, own, self.world, self.args)
+        return reduction.GradientReducer([*trained], self.model, self.world, self.args)
 
     def after_step(self) -> bool:
         """Do what is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
