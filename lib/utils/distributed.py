@@ -8,7 +8,6 @@ import math
 import operator
 import os
 import socket
-import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -233,19 +232,12 @@ def broadcast_json(value: Any, world: World, root: int = 0) -> Any:
     return json.loads(_transfer(data, lambda row: dist.broadcast(row, root)))
 
 
-def broadcast_tensors(tensors: dict[str, torch.Tensor], world: World, root: int) -> None:
-    """Give tensors, which all ranks have by the same names, the values of one rank. None of them is sharded.
-
-    Raises RuntimeError if the checksum on a rank is not that of the others.
-    """
-    checksum = 0
-    for tensor in (one.detach() for one in tensors.values() if one.numel()):
-        values = tensor.contiguous()
-        dist.broadcast(values.view(-1).view(torch.uint8), root)  # bytes: any type
-        checksum = zlib.crc32(values.view(-1).view(torch.uint8).cpu().numpy().data, checksum)
-        tensor.copy_(values)
-    if len({*gather_json(checksum, world)}) > 1:
-        raise RuntimeError(f"the tensors of rank {root} did not arrive as they were sent")
+def broadcast_tensor(tensor: torch.Tensor, root: int) -> None:
+    """Give a tensor of any type, which is not sharded, the values that it has on one rank."""
+    values = tensor.detach().contiguous()
+    if values.numel():
+        dist.broadcast(values.view(-1).view(torch.uint8), root)
+        tensor.detach().copy_(values)
 
 
 def _message(move: Callable, data: bytes, other: int) -> bytes:
