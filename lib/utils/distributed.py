@@ -4,13 +4,11 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import math
 import operator
 import os
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -180,15 +178,6 @@ def user_threads() -> int | None:
     given = os.environ.get("OMP_NUM_THREADS", "")
     of_torchrun = given == "1" and has_agent() and os.environ["LOCAL_WORLD_SIZE"] != "1"
     return int(given) if given.isdigit() and not of_torchrun else None
-
-
-def cores_per_process(world: World) -> int:
-    """Return this machine's cores for each of its processes; in a container, of those that it may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max"
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, math.ceil(int(quota) / int(period)))
-    return max(1, cores // world.local_size)
 
 
 def current_world() -> World:

@@ -171,7 +171,12 @@ def test_another_runs_checkpoint_is_sent_to_nodes_that_lack_it(done, tmp_path, m
 
 def test_a_tensor_of_any_type_and_layout_is_sent(tmp_path):
     def receive(rank):
-        for values in (torch.tensor([1.5, 2]), torch.tensor([True]), torch.arange(6).view(2, 3).t(), torch.empty(0, 2)):
+        for values in (
+            torch.tensor([1.5, 2]),
+            torch.tensor([True]),
+            torch.arange(6).view(2, 3).t(),
+            torch.empty(0, 2),
+        ):
             tensor = values if rank == 1 else torch.zeros_like(values)
             distributed.broadcast_tensor(tensor, 1)
             assert torch.equal(tensor, values)
