@@ -75,8 +75,9 @@ class Trainer:
         shown = loaders.get("val", loaders["train"]).dataset
         self.predictions = images.Predictions(loss, args.num_classes, read_options(shown).classes, world)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
-        self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
-        self.stop_vote = preemption.StopVote(self.stop, world)
+        self.stop = preemption.Stop(
+            self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s, limit_steps=limit
+        )
         self.votes = False  # whether `evaluate` votes on a stop: only in `fit`
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
         self.saved = None  # the (step, epoch) of the last checkpoint
@@ -103,7 +104,7 @@ class Trainer:
         with self.stop.handle_signals():
             self.resume(past)
             self.rate = throughput.Throughput(self.total_steps, self.state, self.world.device)
-            watched = self.state, self.stop_vote, self.checkpoints
+            watched = self.state, self.stop, self.checkpoints
             self.watchdog = Watchdog(*watched, self.world, self.args.hang_minutes, self.folder)
             with self.watchdog.watch():
                 while not self.is_done() and self.train_epoch() and self.end_epoch():
@@ -227,8 +228,8 @@ class Trainer:
         self.watchdog.first_step_done = True
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
-        stop = self.stop_vote.tick(training=True) or self.stop.limit_reached(step)
-        if self.stop_vote.voted:
+        stop = self.stop.tick(training=True) or self.stop.limit_reached(step)
+        if self.stop.voted:
             self.checkpoints.poll()
         if stop and step < self.total_steps:  # a stop on the very last step finishes the run
             return True
@@ -292,7 +293,7 @@ class Trainer:
                 sums = self.evaluation_step(model, batch, micro_batch.count)
             if micro_batch.count:
                 totals.update({**sums, "samples": micro_batch.count})
-            if self.votes and self.stop_vote.tick(training=False):
+            if self.votes and self.stop.tick(training=False):
                 return None
         return {**losses.compute_metrics(totals.reduce()), **self.predictions.figures()}
 
