@@ -79,16 +79,14 @@ def pick_device(args: Namespace, local_rank: int) -> torch.device:
     """
     if args.cpu:
         return CPU
-    on_node = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)  # of the job; a task may see only its own part of them
     accelerator = torch.accelerator.current_accelerator()
     if not torch.accelerator.is_available() or accelerator is None:
-        if args.gpus or torch.cuda.device_count() or on_node:
+        if args.gpus or torch.cuda.device_count() or int(os.environ.get("SLURM_GPUS_ON_NODE") or 0):
             place = f"torch {torch.__version__} cannot use the GPUs of {socket.gethostname()}"
             raise UsageError(f"{place}: see nvidia-smi or rocm-smi; -cpu N trains on the CPU")
         return CPU
     count = torch.accelerator.device_count()
-    own_gpu = count == 1 and not has_agent()  # all processes of an agent see the same ones
-    if not own_gpu and local_rank >= max(count, 0 if has_agent() else on_node):
+    if has_agent() and local_rank >= count:  # all its processes see the same ones; a task of Slurm sees its own
         wanted = "start fewer processes, or -cpu N"
         raise UsageError(f"local rank {local_rank} has no device: {count} are visible; {wanted}")
     return torch.device(accelerator.type, local_rank % count)
