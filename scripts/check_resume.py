@@ -42,7 +42,7 @@ RESULTS = [
 AGAIN = "randomness or time in the {}, not from torch, NumPy or random: it differs without a kill, too"
 RESUMED = "a state of the {} that no checkpoint holds, as a counter or a generator of its own"
 SPLIT = "a {} that depends on the number of processes or the rank"
-SUMS = "sums over processes that the trainer makes itself, as by a DistributedDataParallel of its own"
+SUMS = "sums over processes that the trainer makes itself, as by torch.distributed.all_reduce"
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lib.utils import seeding
+from lib.utils import distributed, seeding
 from lib.utils.checkpoint import shards
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -109,7 +109,7 @@ def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: Wor
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
         if world.is_main:
             whole.copy_(values[name])
-        torch.distributed.broadcast(whole.view(-1).view(torch.uint8), 0)  # bytes: any dtype
+        distributed.broadcast_tensor(whole, 0)
         shards.copy_whole(tensor, whole)
     return model
 

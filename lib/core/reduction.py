@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lib.utils.data.plan import MicroBatch, rank_share
 from lib.utils.distributed import World
@@ -182,15 +181,12 @@ class GradientReducer:
 
     Sharded parameters (FSDP) are summed in each backward pass, see TreeReduceScatter. The others travel in buckets,
     which begin to move while the last backward pass is still under way. A parameter that no micro-batch uses gets no
-    gradient. A module that the trainer itself wraps in DistributedDataParallel has averages, which are multiplied by
-    the number of ranks; what it keeps from the step before is divided by it.
+    gradient.
     """
 
-    def __init__(self, parameters: list, model: nn.Module, own: list[nn.Module], world: World, args: Namespace):
-        wrapped = {p for one in own if isinstance(one, DistributedDataParallel) for p in one.parameters()}
-        sharded = [p for p in parameters if hasattr(p, "placements")]
-        plain = [p for p in parameters if p not in wrapped and not hasattr(p, "placements")]
-        self.world, self.averaged, self.sharded = world, [p for p in parameters if p in wrapped], sharded
+    def __init__(self, parameters: list, model: nn.Module, world: World, args: Namespace):
+        self.world, self.sharded = world, [p for p in parameters if hasattr(p, "placements")]
+        plain = [p for p in parameters if not hasattr(p, "placements")]
         groups: Any = [one for one in model.modules() if hasattr(one, "set_custom_reduce_scatter")]
         self.scatters = [TreeReduceScatter() for _ in groups if args.reduction == "tree"]
         for group, scatter in zip(groups, self.scatters, strict=False):
@@ -198,7 +194,7 @@ class GradientReducer:
         how = {"round_robin": args.parallel == "fsdp", "by_library": args.reduction == "allreduce"}
         self.buckets = [_Bucket(part, world, **how) for part in _group_parameters(plain)]
         # Other collectives in a backward pass would meet these in another order on a rank that has nothing to do.
-        others = wrapped or sharded or any(isinstance(one, nn.SyncBatchNorm) for one in model.modules())
+        others = self.sharded or any(isinstance(one, nn.SyncBatchNorm) for one in model.modules())
         self.overlaps = world.size > 1 and not others
         self.active, self.sent = False, 0
         self.max_in_flight = 2 * len(world.groups) - 1  # buckets at most, while the next one is sent
@@ -211,7 +207,6 @@ class GradientReducer:
         self.micro_batch, self.alone = micro_batch, self.world.size == micro_batch.step_parts == 1
         if micro_batch.first:
             self.sent = 0
-            self._scale_averages(1 / self.world.size)
             for bucket in () if self.alone else self.buckets:
                 bucket.begin(micro_batch)
         for scatter in self.scatters:
@@ -235,12 +230,6 @@ class GradientReducer:
             self._send(len(self.buckets) + self.max_in_flight)
             for bucket in self.buckets:
                 bucket.finish()
-        self._scale_averages(self.world.size)
-
-    def _scale_averages(self, factor: float) -> None:
-        gradients = [parameter.grad for parameter in self.averaged if parameter.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
 
     def _on_gradient(self, bucket: "_Bucket", _: Tensor) -> None:
         if self.active:

@@ -11,15 +11,14 @@ Only this folder writes the environment: launchers set torchrun's variables and 
 them. So one worker serves every launcher.
 """
 
-import importlib.util
 import os
-import re
 import sys
 
 from lib.config import BUILDERS, Args, plugins
 from lib.launch import environment, local
 from lib.utils import signals
-from lib.utils.errors import FINISHED, STOPPED, UsageError
+from lib.utils.errors import FINISHED, STOPPED
+from lib.utils.monitoring import tensorboard_server, trackers
 
 
 def prepare(args: Args) -> None:
@@ -38,11 +37,8 @@ def launch(args: Args, target: str) -> int:
     """
     from lib.launch import slurm, slurm_task  # `python -m lib.launch.slurm_task` imports this file first
 
-    if args.ngrok and not re.fullmatch(r"[^\s:$]{12,128}", os.environ.get("NGROK_PASSWORD", "")):
-        wanted = "set NGROK_PASSWORD to 12 to 128 characters, without $, colon or space"
-        raise UsageError(f"-ngrok opens no tunnel without a password: {wanted}")
-    if args.track != "none" and not getattr(importlib.util.find_spec(args.track), "origin", None):  # a mere folder
-        raise UsageError(f"-track {args.track}: the package is not installed: pip install {args.track}")
+    tensorboard_server.check_password(args.ngrok)
+    trackers.check_installed(args.track)
     if is_launched() or slurm_task.is_task():
         with environment.override(environment.visible_devices(args.gpus)):
             code = local.call_target(target, args) if is_launched() else slurm_task.run_task(args, target)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lib.core import batchnorm, parallel, reduction, scheduler
 from lib.core import loss as losses
@@ -74,8 +75,9 @@ class Trainer:
         shown = loaders.get("val", loaders["train"]).dataset
         self.predictions = images.Predictions(loss, args.num_classes, read_options(shown).classes, world)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
-        self.stop = preemption.Stop(self.folder, args.max_hours, args.grace_s, limit)
-        self.stop_vote = preemption.StopVote(self.stop, world)
+        self.stop = preemption.Stop(
+            self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s, limit_steps=limit
+        )
         self.votes = False  # whether `evaluate` votes on a stop: only in `fit`
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
         self.saved = None  # the (step, epoch) of the last checkpoint
@@ -102,7 +104,7 @@ class Trainer:
         with self.stop.handle_signals():
             self.resume(past)
             self.rate = throughput.Throughput(self.total_steps, self.state, self.world.device)
-            watched = self.state, self.stop_vote, self.checkpoints
+            watched = self.state, self.stop, self.checkpoints
             self.watchdog = Watchdog(*watched, self.world, self.args.hang_minutes, self.folder)
             with self.watchdog.watch():
                 while not self.is_done() and self.train_epoch() and self.end_epoch():
@@ -169,11 +171,12 @@ class Trainer:
     def steps(self, batches: Iterable[tuple[MicroBatch, Any]]) -> Iterator[Tensor]:
         """Train on these micro-batches; yield this rank's last loss after each optimizer step."""
         self.model.train()
+        gradients = self.gradients  # made before the first pass
         for micro_batch, batch in batches:
             self.train_micro_batch(micro_batch, batch)
             self.logger.first_batch(batch)
             if micro_batch.last:
-                self.gradients.finish()
+                gradients.finish()
                 self.step(micro_batch.step_samples)
                 self.logger.step(self.pending_losses[-1][0])
                 yield self.pending_losses[-1][0]
@@ -212,10 +215,12 @@ class Trainer:
     @functools.cached_property
     def gradients(self) -> reduction.GradientReducer:
         """What sums the gradients of all parameters that this trainer's optimizers train."""
+        for value in vars(self).values():
+            if isinstance(value, DistributedDataParallel):
+                value.require_backward_grad_sync = False  # or they would be summed twice
         groups = [group for one in find_parts(self).optimizers.values() for group in one.param_groups]
         trained = dict.fromkeys(parameter for group in groups for parameter in group["params"])
-        own = [value for value in vars(self).values() if isinstance(value, nn.Module) and value is not self.model]
-        return reduction.GradientReducer([*trained], self.model, own, self.world, self.args)
+        return reduction.GradientReducer([*trained], self.model, self.world, self.args)
 
     def after_step(self) -> bool:
         """Do what is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
@@ -223,8 +228,8 @@ class Trainer:
         self.watchdog.first_step_done = True
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
-        stop = self.stop_vote.tick(training=True) or self.stop.limit_reached(step)
-        if self.stop_vote.voted:
+        stop = self.stop.tick(training=True) or self.stop.limit_reached(step)
+        if self.stop.voted:
             self.checkpoints.poll()
         if stop and step < self.total_steps:  # a stop on the very last step finishes the run
             return True
@@ -288,7 +293,7 @@ class Trainer:
                 sums = self.evaluation_step(model, batch, micro_batch.count)
             if micro_batch.count:
                 totals.update({**sums, "samples": micro_batch.count})
-            if self.votes and micro_batch.last and self.stop_vote.tick(training=False):
+            if self.votes and self.stop.tick(training=False):
                 return None
         return {**losses.compute_metrics(totals.reduce()), **self.predictions.figures()}
 

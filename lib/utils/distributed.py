@@ -4,14 +4,11 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import math
 import operator
 import os
 import socket
-import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,16 +79,14 @@ def pick_device(args: Namespace, local_rank: int) -> torch.device:
     """
     if args.cpu:
         return CPU
-    on_node = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)  # of the job; a task may see only its own part of them
     accelerator = torch.accelerator.current_accelerator()
     if not torch.accelerator.is_available() or accelerator is None:
-        if args.gpus or torch.cuda.device_count() or on_node:
+        if args.gpus or torch.cuda.device_count() or int(os.environ.get("SLURM_GPUS_ON_NODE") or 0):
             place = f"torch {torch.__version__} cannot use the GPUs of {socket.gethostname()}"
             raise UsageError(f"{place}: see nvidia-smi or rocm-smi; -cpu N trains on the CPU")
         return CPU
     count = torch.accelerator.device_count()
-    own_gpu = count == 1 and not has_agent()  # all processes of an agent see the same ones
-    if not own_gpu and local_rank >= max(count, 0 if has_agent() else on_node):
+    if has_agent() and local_rank >= count:  # all its processes see the same ones; a task of Slurm sees its own
         wanted = "start fewer processes, or -cpu N"
         raise UsageError(f"local rank {local_rank} has no device: {count} are visible; {wanted}")
     return torch.device(accelerator.type, local_rank % count)
@@ -183,15 +178,6 @@ def user_threads() -> int | None:
     return int(given) if given.isdigit() and not of_torchrun else None
 
 
-def cores_per_process(world: World) -> int:
-    """Return this machine's cores for each of its processes; in a container, of those that it may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max"
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, math.ceil(int(quota) / int(period)))
-    return max(1, cores // world.local_size)
-
-
 def current_world() -> World:
     """Return this process's rank among all; alone where there is no process group."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -233,19 +219,12 @@ def broadcast_json(value: Any, world: World, root: int = 0) -> Any:
     return json.loads(_transfer(data, lambda row: dist.broadcast(row, root)))
 
 
-def broadcast_tensors(tensors: dict[str, torch.Tensor], world: World, root: int) -> None:
-    """Give tensors, which all ranks have by the same names, the values of one rank. None of them is sharded.
-
-    Raises RuntimeError if the checksum on a rank is not that of the others.
-    """
-    checksum = 0
-    for tensor in (one.detach() for one in tensors.values() if one.numel()):
-        values = tensor.contiguous()
-        dist.broadcast(values.view(-1).view(torch.uint8), root)  # bytes: any type
-        checksum = zlib.crc32(values.view(-1).view(torch.uint8).cpu().numpy().data, checksum)
-        tensor.copy_(values)
-    if len({*gather_json(checksum, world)}) > 1:
-        raise RuntimeError(f"the tensors of rank {root} did not arrive as they were sent")
+def broadcast_tensor(tensor: torch.Tensor, root: int) -> None:
+    """Give a tensor of any type, which is not sharded, the values that it has on one rank."""
+    values = tensor.detach().contiguous()
+    if values.numel():
+        dist.broadcast(values.view(-1).view(torch.uint8), root)
+        tensor.detach().copy_(values)
 
 
 def _message(move: Callable, data: bytes, other: int) -> bytes:

@@ -40,19 +40,27 @@ class Request:
 
 
 class Stop:
-    """This process's request to stop, and what all ranks agreed upon.
+    """This process's request to stop, and the vote of all ranks on it, at step boundaries that all know beforehand.
 
-    A request comes from a signal, the file STOP in the run folder, or -max_hours.
+    A request comes from a signal, the file STOP in the run folder, or -max_hours. Every rank must call `tick` equally
+    often. Alone, each tick answers. Together, they vote about once a second: the slowest rank's time for a step
+    decides after how many steps, so that a vote costs well under 1 % of the time.
     """
 
-    def __init__(self, folder: Path, max_hours: float | None, grace_s: float, limit_steps: int | None):
-        self.file, self.grace_s, self.limit_steps = folder / "STOP", grace_s, limit_steps
+    def __init__(
+        self, folder: Path, world: World, *, max_hours: float | None, grace_s: float, limit_steps: int | None
+    ):
+        self.file, self.world, self.grace_s, self.limit_steps = folder / "STOP", world, grace_s, limit_steps
         self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
         self.not_before = -math.inf  # a request waits until then
         self.next_check = -math.inf  # of the clock, the file and the agent
         self.signalled_at: float | None = None  # time.monotonic() of the first signal
         self.request: Request | None = None  # of this process, the first one
         self.agreed: Request | None = None  # by all ranks
+        self.ticks, self.since = 0, time.monotonic()  # steps and time since the last vote
+        self.vote_at = 1  # ticks
+        self.voted = False  # whether all ranks voted at the last tick
+        self.training = True
 
     def request_stop(self, reason: str, signal: str | None = None) -> None:
         """Request a stop, unless there is a request."""
@@ -81,6 +89,30 @@ class Stop:
         if reached and self.agreed is None:
             self.agreed = Request(f"-limit_steps {self.limit_steps} is reached")
         return reached
+
+    def tick(self, training: bool) -> bool:
+        """Return whether all ranks agree to stop, after an optimizer step (training) or a batch of an evaluation.
+
+        The speed of the one says nothing about the other: where they change, the first tick votes.
+        """
+        self.ticks += 1
+        if self.training != training:
+            self.training, self.ticks, self.vote_at = training, 1, 1
+        self.voted = self.world.size == 1 or self.ticks >= self.vote_at
+        return self.voted and self.vote()
+
+    def vote(self) -> bool:
+        """Vote now; all ranks must. Return whether they agree to stop."""
+        step_s = (time.monotonic() - self.since) / max(1, self.ticks)
+        request = self.request if self.is_requested() else None
+        mine = [request and dataclasses.astuple(request), step_s]
+        request, step_s = distributed.reduce_json(mine, _merge, self.world)
+        # Twice as many at most: a GPU that was just waited for takes the next steps' launches in no time.
+        self.vote_at = max(1, min(MOST_STEPS, 2 * self.ticks, int(ASK_EVERY_S / max(step_s, 1e-9))))
+        self.ticks, self.since = 0, time.monotonic()
+        if request:
+            self.agreed = Request(*request)
+        return bool(request)
 
     @property
     def cause(self) -> Request:
@@ -125,45 +157,6 @@ class Stop:
                     log.info("signal %s: stopping after this step, or after -grace_s %g", name, self.grace_s)
                 elif number == signal.SIGINT and now - (self.signalled_at or now) > TWICE_S:
                     os._exit(ABORTED)
-
-
-class StopVote:
-    """The vote of all ranks on stopping, at step boundaries that all of them know beforehand.
-
-    Every rank must call `tick` equally often. Alone, each tick answers. Together, they vote about once a second: the
-    slowest rank's time for a step decides after how many steps, so that a vote costs well under 1 % of the time.
-    """
-
-    def __init__(self, stop: Stop, world: World):
-        self.stop, self.world = stop, world
-        self.ticks, self.since = 0, time.monotonic()  # steps and time since the last vote
-        self.vote_at = 1  # ticks
-        self.voted = False  # whether all ranks voted at the last tick
-        self.training = True
-
-    def tick(self, training: bool) -> bool:
-        """Return whether all ranks agree to stop, after an optimizer step (training) or a batch of an evaluation.
-
-        The speed of the one says nothing about the other: where they change, the first tick votes.
-        """
-        self.ticks += 1
-        if self.training != training:
-            self.training, self.ticks, self.vote_at = training, 1, 1
-        self.voted = self.world.size == 1 or self.ticks >= self.vote_at
-        return self.voted and self.vote()
-
-    def vote(self) -> bool:
-        """Vote now; all ranks must. Return whether they agree to stop."""
-        step_s = (time.monotonic() - self.since) / max(1, self.ticks)
-        request = self.stop.request if self.stop.is_requested() else None
-        mine = [request and dataclasses.astuple(request), step_s]
-        request, step_s = distributed.reduce_json(mine, _merge, self.world)
-        # Twice as many at most: a GPU that was just waited for takes the next steps' launches in no time.
-        self.vote_at = max(1, min(MOST_STEPS, 2 * self.ticks, int(ASK_EVERY_S / max(step_s, 1e-9))))
-        self.ticks, self.since = 0, time.monotonic()
-        if request:
-            self.stop.agreed = Request(*request)
-        return bool(request)
 
 
 def _merge(ours: list, theirs: list) -> list:

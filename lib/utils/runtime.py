@@ -1,8 +1,10 @@
 """Settings of torch and Python for speed, and facts on the machine and the code."""
 
+import contextlib
 import functools
 import logging
 import math
+import os
 import platform
 import socket
 import subprocess
@@ -52,7 +54,7 @@ def choose_threads(args: Namespace, world: World, saved: int | None, model: nn.M
     Sums by another number of threads have other bits. So it is computed and not measured, and a run keeps the number
     of its first start (`saved`). `sample` returns a micro-batch of the run.
     """
-    share = -int(distributed.all_reduce_max([-distributed.cores_per_process(world)], world)[0])
+    share = -int(distributed.all_reduce_max([-cores_per_process(world)], world)[0])
 
     def choose() -> int:
         wanted = args.threads or saved or distributed.user_threads()
@@ -63,6 +65,15 @@ def choose_threads(args: Namespace, world: World, saved: int | None, model: nn.M
     count = distributed.run_on_main(choose, world)
     torch.set_num_threads(count)
     return count
+
+
+def cores_per_process(world: World) -> int:
+    """Return this machine's cores for each of its processes; in a container, of those that it may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max"
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, cores // world.local_size)
 
 
 def threads_for(work: float, share: int) -> int:

@@ -25,8 +25,8 @@ class Watchdog:
     It is a thread: it cannot run while another one keeps Python's lock, as in a page fault on a dead disk.
     """
 
-    def __init__(self, state: Any, stop_vote: Any, checkpoints: Any, world: World, minutes: float, folder: Path):
-        self.state, self.stop_vote, self.checkpoints, self.world = state, stop_vote, checkpoints, world
+    def __init__(self, state: Any, stop: Any, checkpoints: Any, world: World, minutes: float, folder: Path):
+        self.state, self.stop, self.checkpoints, self.world = state, stop, checkpoints, world
         self.timeout_s = minutes * 60
         self.interval_s = min(MAX_INTERVAL_S, self.timeout_s / 12)
         self.log_file = folder / "logs" / f"rank_{world.rank}.log"
@@ -50,7 +50,7 @@ class Watchdog:
         while not self.ended.wait(self.interval_s):
             stalled += 1
             # One of these changes with every step, every batch of an evaluation, and every check of a save.
-            now = self.state.step, self.stop_vote.ticks, self.stop_vote.since, self.checkpoints.polls
+            now = self.state.step, self.stop.ticks, self.stop.since, self.checkpoints.polls
             if now != place or not self.first_step_done:
                 place, stalled = now, 0
             if stalled == limit:  # in a separate thread: a dead disk, or a lock of logging, may block it

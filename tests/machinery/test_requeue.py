@@ -209,9 +209,6 @@ def test_each_task_takes_its_own_of_the_gpus_that_slurm_lets_it_see(monkeypatch,
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", of_job or "")
     assert [distributed.pick_device(parsed(""), rank).index for rank in range(4)] == ordinals
-    if seen > 1:
-        with pytest.raises(UsageError, match="local rank 4 has no device"):
-            distributed.pick_device(parsed(""), 4)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(UsageError, match=f"local rank {seen} has no device: {seen} are visible"):
         distributed.pick_device(parsed(""), seen)

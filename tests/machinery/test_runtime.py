@@ -112,12 +112,12 @@ def test_a_buffer_that_each_pass_changes_is_as_it_was_when_its_work_is_counted()
 def test_a_container_has_the_cores_that_its_limit_leaves(limit, cores, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
     monkeypatch.setattr(Path, "read_text", lambda path: limit)
-    assert distributed.cores_per_process(World()) == cores
+    assert runtime.cores_per_process(World()) == cores
 
 
 def test_a_new_run_chooses_its_threads_by_its_model(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(distributed, "cores_per_process", lambda world: 2)
+    monkeypatch.setattr(runtime, "cores_per_process", lambda world: 2)
     before, model = torch.get_num_threads(), nn.Linear(1000, 1000, bias=False)
     try:
         for rows, wanted in ((50, 1), (300, 2)):

@@ -65,9 +65,13 @@ def stopped(run, reason) -> int:
     return outcome["step"]
 
 
+def stop_of(folder, world=None):
+    return preemption.Stop(folder, world or World(), max_hours=None, grace_s=60, limit_steps=None)
+
+
 def test_a_pool_of_a_plugin_ends_without_stopping_the_run(tmp_path):
     """multiprocessing.Pool ends its processes, which are forked from the run's, by SIGTERM."""
-    stop, context = preemption.Stop(tmp_path, None, 60, None), multiprocessing.get_context("fork")
+    stop, context = stop_of(tmp_path), multiprocessing.get_context("fork")
     begun = context.Event()
     with stop.handle_signals():
         process = context.Process(target=lambda: (begun.set(), time.sleep(SOON_S)))
@@ -124,7 +128,7 @@ def test_a_network_disk_that_fails_for_a_moment_stops_nothing(tmp_path, monkeypa
     def stale(path, **more):
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
-    stop = preemption.Stop(tmp_path, None, 60.0, None)
+    stop = stop_of(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", stale)
         assert not stop.is_requested()
@@ -137,18 +141,17 @@ def test_votes_are_soon_enough_on_a_gpu_that_was_waited_for(monkeypatch):
     """Its next steps are launched at once: they would seem to take no time. Steps of 1 s, four of them in its queue,
     and a log line that waits for it every ten."""
     clock, queue, votes = [0.0], [], []
-    stop = preemption.Stop(Path("nowhere"), None, 60.0, None)
+    stop = stop_of(Path("nowhere"), World(size=2))
     monkeypatch.setattr(stop, "is_requested", lambda: bool(votes.append(clock[0])))
     monkeypatch.setattr(preemption.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(preemption.distributed, "reduce_json", lambda value, merge, world: value)
-    vote = preemption.StopVote(stop, World(size=2))
     for step in range(1, 400):
         clock[0] += 0.02
         queue.append(max([clock[0], *queue]) + 1.0)
         if len(queue) > 4 or step % 10 == 0:
             clock[0] = max(clock[0], queue[-1] if step % 10 == 0 else queue[-5])
         queue = queue[-4:]
-        vote.tick(training=True)
+        stop.tick(training=True)
     assert len(votes) > 40 and max(after - before for before, after in itertools.pairwise(votes)) < 10
 
 

@@ -143,7 +143,7 @@ def steps_until_told(folder, reader):
         while not reader.poll():
             for _ in range(10):  # one sleep would be over as soon as the process is woken
                 time.sleep(TIMEOUT_S / 30)
-            watch.stop_vote.ticks += 1
+            watch.stop.ticks += 1
 
 
 def test_the_first_step_may_take_longer_than_hang_minutes(start, undisturbed):

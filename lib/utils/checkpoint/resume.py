@@ -239,7 +239,8 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
     if past.missing_on:
         rank, why = next(iter(past.missing_on.items()))
         log.warning("rank %d: %s; rank %d sends it", rank, why, past.sender)
-        distributed.broadcast_tensors(tensors, world, past.sender)
+        for tensor in tensors.values():
+            distributed.broadcast_tensor(tensor, past.sender)
     bad = weights.not_finite(parts.modules["model"], world)
     if bad and "nan" not in allowed:
         hint = "remove it to resume from an older checkpoint, or take it as it is with -allow_change nan"
@@ -252,5 +253,6 @@ def best_weights(past: Past, run: Path, world: World) -> dict[str, Tensor]:
     tensors = weights.read(file) if world.rank == past.sender and file.is_file() else {}
     schema = distributed.broadcast_json(shards.schema(tensors), world, past.sender)
     tensors = tensors or shards.make_empty(schema)
-    distributed.broadcast_tensors(tensors, world, past.sender)
+    for tensor in tensors.values():
+        distributed.broadcast_tensor(tensor, past.sender)
     return tensors

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lib.utils import distributed, seeding
+from lib.utils import runtime, seeding
 from lib.utils.data.options import MapDataset, read_options
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
@@ -138,4 +138,4 @@ def count_workers(flag: int | None, dataset: MapDataset, world: World) -> int:
         return flag
     if world.device.type == "cpu" or read_options(dataset).whole_batches:
         return 0
-    return max(1, min(WORKERS, distributed.cores_per_process(world) - 1))
+    return max(1, min(WORKERS, runtime.cores_per_process(world) - 1))

@@ -102,7 +102,7 @@ def open_loaders(
 ) -> Iterator[dict[str, Loader]]:
     """Yield a Loader for each split; their worker processes end with the block.
 
-    Training follows the plan. The other splits go in order, one micro-batch a rank at a time.
+    Training follows the plan. Each of the other splits is one step of it, in order.
     """
     idle = world.size - plan.batch // plan.micro
     if world.is_main and idle > 0:
@@ -113,10 +113,9 @@ def open_loaders(
         loaders = {}
         for name, part in splits.items():
             workers = args.workers if name == "train" or args.val_workers is None else args.val_workers
-            in_order = Plan(len(part), plan.micro * world.size, plan.micro, spread=False)
             loaders[name] = Loader(
                 part,
-                plan if name == "train" else in_order,
+                plan if name == "train" else Plan(len(part), len(part), plan.micro),
                 world,
                 seed=args.seed,
                 shuffle=args.shuffle and name == "train",

@@ -11,13 +11,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Plan:
-    """How the samples of an epoch are cut into steps of `batch` and micro-batches of `micro` samples."""
+    """How the samples of an epoch are cut into steps of `batch` and micro-batches of `micro` samples at most."""
 
     samples: int
     batch: int
     micro: int
     drop_last: bool = False
-    spread: bool = True  # cut a short last batch into equal micro-batches; or else into full ones and a smaller one
 
     @property
     def steps(self) -> int:
@@ -37,8 +36,6 @@ class Plan:
         start = step * self.batch
         samples = range(start, min(start + self.batch, self.samples))
         parts = math.ceil(len(samples) / self.micro)
-        if len(samples) == self.batch or not self.spread:
-            return Cut(samples, parts, self.micro)
         return Cut(samples, max(parts, min(self.batch // self.micro, len(samples) // 2)))
 
 
@@ -47,13 +44,10 @@ class Cut:
     """The samples of a step, as positions in the epoch's order, and their micro-batches."""
 
     samples: range
-    parts: int  # how many micro-batches
-    micro: int | None = None  # samples in each but the last; None: the same in all, or one fewer
+    parts: int  # how many micro-batches; their sizes differ by one at most
 
     def part(self, number: int) -> range:
         """Return the samples of a micro-batch."""
-        if self.micro:
-            return self.samples[number * self.micro : (number + 1) * self.micro]
         count = len(self.samples)
         return self.samples[number * count // self.parts : (number + 1) * count // self.parts]
 
