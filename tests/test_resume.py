@@ -59,6 +59,14 @@ def test_what_cannot_be_resumed_is_refused_and_nothing_in_it_is_executed(refused
     assert not mark.exists()
 
 
+def test_checkpoints_of_format_1_are_refused_and_not_trained_over(refused, copy):
+    for number, name in enumerate(names(copy)):
+        saves.rewrite(copy / "checkpoints" / name, lambda manifest: {**manifest, "format": 1})
+        (copy / "checkpoints" / name).rename(copy / "checkpoints" / f"step_{number:08d}_keep")  # its names
+    assert "is of format 1" in refused(f"{SMALL} -model {copy.name}", copy.parent)
+    assert "is of format 1" in refused(f"{SMALL} -model other -resume {copy}")
+
+
 def test_an_older_checkpoint_of_the_same_run_is_for_another_name(copy, refused):
     words = f"{SMALL} -cpu 2 -resume {copy / 'checkpoints' / '000006_step_6'}"
     assert "another -model" in refused(words, out=copy.parent)

@@ -66,7 +66,7 @@ def _call(model: nn.Module, batch: Any, inputs: Any, targets: Any) -> tuple[Any,
     """Call the model as its `forward` is written. Return what it returns, and whether it got the targets."""
     names = _parameters(type(unwrap(model)))
     given = {name: targets for name in names if name in TARGETS and targets is not None}
-    if not isinstance(inputs, dict):
+    if not isinstance(inputs, Mapping):
         return model(inputs, **given), bool(given)
     entries = inputs if given or not isinstance(batch, Mapping) else batch
     if "**" in names:

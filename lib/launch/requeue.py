@@ -20,9 +20,7 @@ PREEMPTED = "preempted"
 
 def record_start(history: Path, run: Path) -> None:
     """Record the run's newest checkpoint and outcome as this start of the job finds them."""
-    starts = [
-        start for start in run_folder.read_json(history).get("starts", []) if start["restart"] != restart_count()
-    ]
+    starts = [one for one in run_folder.read_json(history).get("starts", []) if one["restart"] != restart_count()]
     written = run_folder.read_outcome(run).get("written")
     starts.append({"restart": restart_count(), "checkpoint": newest_checkpoint(run), "outcome": written})
     write_history(history, {"run": str(run.resolve()), "starts": starts})

@@ -244,6 +244,8 @@ def test_a_model_that_names_some_entries_of_a_dict_and_takes_all_gets_all():
     assert done.loss == 4.0
     expected = criterion(nn.Linear.forward(some, batch["x"]) + 8, label)
     assert torch.isclose(losses.forward(some, (batch, label), criterion).loss, expected), "targets next to the dict"
+    mapping = collections.UserDict(batch)  # as what a tokenizer of Hugging Face returns
+    assert torch.isclose(losses.forward(some, (mapping, label), criterion).loss, expected)
 
 
 def test_targets_next_to_a_dict_that_has_some_of_that_name_are_those_that_the_model_gets():

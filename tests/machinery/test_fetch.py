@@ -1,6 +1,7 @@
 """Batches: what goes wrong while one is fetched names the sample, and one of any form keeps it."""
 
 import collections
+import contextlib
 import dataclasses
 import multiprocessing
 import signal
@@ -27,6 +28,8 @@ class Holed(Dataset):
         return 40
 
     def __getitem__(self, index):
+        if index == 21:
+            return next(iter([]))  # its StopIteration would end the epoch as if it had no more samples
         return Path("nowhere").read_text() if index == 17 else None if index == 13 else 1 // (index - 5)
 
 
@@ -36,11 +39,11 @@ def test_the_sample_that_cannot_be_fetched_is_named(workers):
         ([3, 5, 4], r"\(while fetching sample 5\)"),
         ([12, 13], r"samples \[12, 13\]\)"),
         ([17], r"No such file or directory \(while fetching sample 17\)"),
+        ([21], r"StopIteration.*\(while fetching sample 21\)"),
     ):
-        fetched = Fetcher(Holed(), 0, workers, pin=False)
-        with pytest.raises((ZeroDivisionError, RuntimeError, OSError), match=said):
-            next(iter(fetched(0, [of(indices)])))
-        fetched.close()
+        kinds, fetcher = (ZeroDivisionError, RuntimeError, OSError), Fetcher(Holed(), 0, workers, pin=False)
+        with contextlib.closing(fetcher), pytest.raises(kinds, match=said):
+            next(iter(fetcher(0, [of(indices)])))
 
 
 @pytest.mark.parametrize("change", [torch.zeros_like, torch.Tensor.double])

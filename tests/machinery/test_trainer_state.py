@@ -219,6 +219,8 @@ class InLists(trainer.Trainer):
         self.heads = [nn.Linear(2, 2)]
         self.optimizers = {"heads": torch.optim.SGD(self.heads[0].parameters())}
         self.names = ["heads"]
+        self.saved_elsewhere = [*unwrap(self.model).children(), self.optimizer]
+        self.without_state = (nn.MSELoss(), nn.ReLU())
 
 
 def test_modules_and_optimizers_in_lists_are_said_to_be_in_no_checkpoint(tmp_path):

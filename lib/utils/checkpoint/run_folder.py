@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
-NAME = re.compile(r"(\d{6,})_step_(\d+)")
+NAME = re.compile(r"(\d{6,})_step_\d+|step_\d+\w*")  # the latter of format 1: they are found, and refused
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # there is no such file
 LESS_MEMORY = "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp"
 WAIT_S = 120.0  # for another process with the lock, which may be saving; NFS keeps the lock of a lost host for 90 s
@@ -54,9 +54,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def checkpoint_number(name: str) -> int:
-    """Return the running number in a checkpoint's name, 0 for another name."""
+    """Return the running number in a checkpoint's name, 0 without one."""
     match = NAME.fullmatch(name)
-    return int(match[1]) if match else 0
+    return int(match[1] or 0) if match else 0
 
 
 # The lock

@@ -22,9 +22,7 @@ class State:
     bad_row: int = 0  # of these, in a row until now
     best: dict | None = None  # metric, value and epoch of the weights in best/
     sums: dict[str, float] = field(default_factory=dict)  # the epoch's training metrics up to its last log line
-    unlogged: dict[str, list[float]] = field(
-        default_factory=dict
-    )  # sums since then, as exact terms; of the last save
+    unlogged: dict[str, list[float]] = field(default_factory=dict)  # since then, as exact terms; as of the last save
     scaler: dict = field(default_factory=dict)  # of -fp16's gradients; as of the last save
 
     def count_bad(self, norms: list[Tensor]) -> None:
@@ -107,11 +105,17 @@ def find_parts(trainer: Any) -> Parts:
 
 
 def find_unsaved(trainer: Any) -> list[str]:
-    """Return the attributes of a trainer that are lists, tuples or dicts with modules or optimizers in them."""
-    kinds = nn.Module, torch.optim.Optimizer
+    """Return the attributes of a trainer that are lists, tuples or dicts and hold what `find_parts` does not find."""
+    parts = find_parts(trainer)
+    saved = {tensor for module in parts.modules.values() for tensor in model_tensors(module).values()}
+
+    def is_lost(part: Any) -> bool:
+        if isinstance(part, nn.Module):
+            return not saved.issuperset(model_tensors(part).values())
+        return isinstance(part, torch.optim.Optimizer) and part not in parts.optimizers.values()
+
     values = {name: [*one.values()] if isinstance(one, dict) else one for name, one in vars(trainer).items()}
-    lists = {name: one for name, one in values.items() if isinstance(one, list | tuple)}
-    return [name for name, parts in lists.items() if any(isinstance(part, kinds) for part in parts)]
+    return [name for name, one in values.items() if isinstance(one, list | tuple) and any(map(is_lost, one))]
 
 
 def init_optimizer_state(parts: Parts, saved: Collection[str] | None = None) -> list[torch.optim.Optimizer]:

@@ -83,6 +83,8 @@ class Fetch(Dataset):
                 error.strerror = f"{error.strerror} {text}"
             if isinstance(error, UsageError) and get_worker_info():
                 return error  # raised here, it would come with the worker's traceback in its message
+            if isinstance(error, StopIteration):  # which would end the epoch, as if there were no more samples
+                raise RuntimeError(repr(error)) from error
             raise
 
     def _read(self, epoch: int, indices: list[int]) -> Any:
