@@ -17,6 +17,7 @@ from sklearn.metrics import f1_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
+from lib.core import optimizer
 from lib.trainer import trainer
 from lib.trainer.trainer import BadSteps
 from lib.utils import preemption
@@ -172,6 +173,15 @@ def test_the_learning_rate_is_scaled_to_the_batch_by_lr_batch_alone(tmp_path):
         rates = [line["train/lr"] for line in lines(folder) if "train/lr" in line]
         assert len(rates) == 8 and rates[:5] == pytest.approx([peak * part for part in (0.2, 0.4, 0.6, 0.8, 1.0)])
         assert rates[-1] == pytest.approx(peak / 10)
+
+
+def test_a_parameter_group_may_scale_the_learning_rate(tmp_path, monkeypatch):
+    plain = run(tmp_path, f"{SMALL} -lr_start 0.004 -lr_end 0.0004 -model plain")
+    groups = optimizer.decay_groups
+    scaled = [{"lr_scale": 0.5}, {"lr_scale": 0.5}]
+    monkeypatch.setattr(optimizer, "decay_groups", lambda *of: [a | b for a, b in zip(groups(*of), scaled)])
+    assert distance(run(tmp_path, f"{SMALL} -lr_start 0.008 -lr_end 0.0008 -model scaled"), plain) == 0.0
+    assert distance(run(tmp_path, f"{SMALL} -lr_start 0.004 -lr_end 0.0004 -model half"), plain) > 0
 
 
 def test_accumulated_micro_batches_are_one_large_batch(tmp_path):

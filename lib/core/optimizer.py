@@ -29,7 +29,10 @@ def get_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return parameter groups: weight decay for matrices and filters, none for biases, norms and other vectors."""
+    """Return parameter groups: weight decay for matrices and filters, none for biases, norms and other vectors.
+
+    A group of your own may have an "lr_scale", by which each step multiplies the learning rate.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},

@@ -203,7 +203,7 @@ class Trainer:
         norm = optimizers.clip(self.parameters, self.args.clip_grad)
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         optimizers.step(self.optimizer, self.scaler, norm)
         for parameter in self.parameters:
             parameter.grad = None
