@@ -82,7 +82,7 @@ def read_cfg(path: str) -> dict[str, list[str]]:
     except yaml.YAMLError as error:
         raise UsageError(f"-cfg {path}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(entries, dict):
-        raise UsageError(f"-cfg {path}: {'no mapping' if entries else 'empty'}; `flag: value` lines are wanted")
+        raise UsageError(f"-cfg {path}: {'no mapping' if entries else 'empty'}; it must have lines `flag: value`")
     entries.pop("about", None)
     found = {name: value if isinstance(value, list) else [value] for name, value in entries.items()}
     for name, values in found.items():

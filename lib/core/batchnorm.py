@@ -10,7 +10,7 @@ from lib.utils.distributed import World
 
 
 class RunningStatistics:
-    """Float buffers (BatchNorm's running mean and variance) as a function of the step, not of who saw what.
+    """Float buffers (BatchNorm's running mean and variance) as a function of the step, not of the process.
 
     Every micro-batch of a step starts from the same buffers. The step ends with the mean of what the micro-batches
     made of them, weighted by their samples, over all ranks. A value that no micro-batch changed stays as it is, to

@@ -47,8 +47,8 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
                 "the model got no targets and returns a number next to its outputs: is it the whole loss, or a part? "
                 'Return {"loss": number} for the whole; add up parts in a trainer: python scripts/new.py trainer NAME'
             )
-        # Without the targets, outputs need not be answers (an autoencoder's are none); with them, a model may pair
-        # a row of targets otherwise with the outputs, as one token further.
+        # Without the targets, outputs need not be predictions (an autoencoder's are not). With rows of
+        # targets, a model may shift them against the outputs, as for the next token.
         are_answers = got_targets and isinstance(targets, Tensor) and targets.ndim == 1
         exact = loss if loss.dtype == torch.float64 else loss.float()  # bfloat16 has no room for sums over samples
         return ForwardResult(exact, inputs, targets, outputs if are_answers else None)

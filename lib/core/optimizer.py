@@ -43,8 +43,8 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 def _may_fuse(parameters: list[Tensor], args: Namespace) -> bool:
     """Return whether torch has a fused kernel that can skip a step and has the same bits everywhere.
 
-    It has only Adam's for shards, and none for MPS (torch 2.11). On the CPU its bits depend on where a shard ends;
-    -deterministic avoids it for all.
+    Torch has only Adam's for shards, and none for MPS (2.11). On the CPU the bits of fused kernels depend on where a
+    shard ends, so FSDP and -deterministic avoid them.
     """
     devices = {parameter.device.type for parameter in parameters}
     if devices == {"cpu"}:

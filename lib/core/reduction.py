@@ -3,8 +3,8 @@
 Micro-batch m is leaf m of one binary tree. A node is the sum of 2^k leaves from a multiple of 2^k on; leaves past the
 last one are left out. Each rank adds up its own leaves as far as they make whole nodes. Between ranks nodes are only
 moved, and then added in the tree's order: each rank gets one slice of all nodes (all_to_all), adds, and gives the sum
-to all (all_gather). Of a small sum each gets all nodes. Where several machines have several ranks each, those of a
-machine do so first, as far as their nodes make whole ones, then those of the same place on all machines. Two ranks
+to all (all_gather). Of a small sum each gets all nodes. Where several machines have several ranks each, the ranks of
+a machine do so first, as far as their nodes make whole ones, and then the ranks with the same local rank. Two ranks
 with one node each let the library add a large sum (all_reduce): a + b has the bits of b + a.
 """
 

@@ -2,7 +2,7 @@
 
     __init__.py     which launcher a command line asks for
     local.py        processes on this machine: how many, how they start, how their parent watches them
-    environment.py  RANK and its kin, GPUs, caches, debug switches, fast networks
+    environment.py  torchrun's variables (RANK, ...), GPUs, caches, debug switches, fast networks
     slurm.py        submits a job with Submitit
     slurm_task.py   a process of a Slurm job
     requeue.py      whether an interrupted Slurm job is requeued; the script that slurm.py submits asks it at the end

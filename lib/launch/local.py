@@ -25,7 +25,7 @@ from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FAILED, FINISHED, STOP_SIGNALS, STOPPED, USAGE, UsageError, no_exit
 from lib.utils.monitoring import startup
 
-SHUTDOWN_S = 2.0  # that the others get to end after the first failure; a rank that lost another is silent as long
+SHUTDOWN_S = 2.0  # for the other ranks to end after the first failure; a rank that lost a peer waits as long
 
 
 def start(args: Args, target: str) -> int:
@@ -70,7 +70,7 @@ def fork_is_safe() -> bool:
 def start_processes(args: Args, target: str, count: int) -> int:
     """Run `count` processes on this machine and wait for them. Returns the exit code.
 
-    Like torchrun's agent, this process has the rendezvous store, on a port that is its own before the children start.
+    Like torchrun's agent, this process has the rendezvous store. Its port is open before the children start.
     Where it is safe they are forked, with torch imported already; else each imports it again.
     """
     forked = fork_is_safe()
@@ -178,7 +178,7 @@ def first_failure(children: list[BaseProcess], forwarded: list[int]) -> Failure 
     failed = [rank for rank, child in enumerate(children) if child.exitcode not in (None, FINISHED, STOPPED)]
     if not failed:
         return None
-    rank = min(failed, key=lambda rank: children[rank].exitcode == -signal.SIGABRT)  # torch aborts who lost another
+    rank = min(failed, key=lambda rank: children[rank].exitcode == -signal.SIGABRT)  # so ends a rank that lost a peer
     code = children[rank].exitcode or FAILED
     if code > 0:
         return Failure(code, f"rank {rank} failed with exit code {code}; the others are ended")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lib.config import Args
 
 log = logging.getLogger(__name__)
-HINT = "-debug names the first bad tensor; a lower -lr_start, -clip_grad or -bf16 for -fp16 may help"
+HINT = "-debug names the first bad tensor; try a lower -lr_start, -clip_grad, or -bf16 in place of -fp16"
 
 
 class BadSteps(RuntimeError):
@@ -119,7 +119,7 @@ class Trainer:
         parts = find_parts(self)
         tensors = tensors_to_save(parts)
         self.checkpoints.make_room(tensors, parts.rank_dependent(tensors))
-        del tensors  # else an optimizer's memory is there twice while a checkpoint is loaded
+        del tensors  # else an optimizer's state is there twice while a checkpoint is loaded
         if past:
             self.load(past)
             if past.missing_on:  # each node has a checkpoint at once
@@ -214,7 +214,7 @@ class Trainer:
 
     @functools.cached_property
     def gradients(self) -> reduction.GradientReducer:
-        """What sums the gradients of all parameters that this trainer's optimizers train."""
+        """The reducer of the gradients of all parameters that this trainer's optimizers train."""
         for value in vars(self).values():
             if isinstance(value, DistributedDataParallel):
                 value.require_backward_grad_sync = False  # or they would be summed twice

@@ -34,7 +34,7 @@ class World:
     local_size: int = 1
     device: torch.device = CPU
     launch: str = ""  # rank 0's `launch_id`
-    groups: tuple[Any, ...] = (None,)  # of processes, for sums one after the other: see `sum_groups`
+    groups: tuple[Any, ...] = (None,)  # process groups that a sum passes through: see `sum_groups`
 
     @property
     def is_main(self) -> bool:
@@ -128,8 +128,7 @@ def sum_groups(world: World, timeout: datetime.timedelta) -> tuple[Any, ...]:
 def _leave() -> None:
     """Leave all process groups, but keep their C++ parts until this process ends.
 
-    gloo's are taken down with Python's lock held, and may wait forever for a thread of theirs that needs it (torch
-    2.11).
+    Destroying gloo's keeps Python's lock, and may wait forever for one of its threads that needs it (torch 2.11).
     """
     _left_groups.extend(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()

@@ -24,9 +24,9 @@ from lib.utils.distributed import World
 from lib.utils.errors import ABORTED, STOP_SIGNALS
 
 log = logging.getLogger(__name__)
-TWICE_S = 1.0  # a terminal's Ctrl-C and a dying parent's signal each arrive twice: nearer together they are one
+TWICE_S = 1.0  # a terminal's Ctrl-C and a dying parent's signal each arrive twice: within this time they count once
 ASK_EVERY_S = 1.0  # between votes, and between checks for a reason to stop
-LAST_S = 5.0  # that the last evaluation may still take after a request: the next start would take as long
+LAST_S = 5.0  # for the last evaluation to finish after a request: the next start would need as long
 FILE_THERE = "the file STOP is in the run's folder"
 MOST_STEPS = 100  # between votes, so that steps that grow slow are noticed
 
@@ -93,7 +93,7 @@ class Stop:
     def tick(self, training: bool) -> bool:
         """Return whether all ranks agree to stop, after an optimizer step (training) or a batch of an evaluation.
 
-        The speed of the one says nothing about the other: where they change, the first tick votes.
+        Their speeds differ, so the first tick after a change from one to the other votes.
         """
         self.ticks += 1
         if self.training != training:

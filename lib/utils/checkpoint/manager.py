@@ -26,7 +26,7 @@ from lib.utils.errors import UsageError
 log = logging.getLogger(__name__)
 EVERY = re.compile(r"(\d+)(epoch|step)?")  # the value of -save_every, which was checked
 FAILURES = 3  # saves in a row that may fail before the run ends
-WAIT_S = 0.2  # between votes while all ranks wait for a save: a slow disk is no reason to take one for dead
+WAIT_S = 0.2  # between votes while all ranks wait for a save: votes keep collectives from timing out
 
 
 class SaveError(RuntimeError):
@@ -39,7 +39,7 @@ class Save:
 
     folder: Path
     partial: Path  # the folder's name until it is published
-    facts: dict  # what joins the manifest
+    facts: dict  # more entries of the manifest
     keep: bool
     best: dict[str, Tensor]  # the best weights, if they are written with it
     job: concurrent.futures.Future  # this rank's part
@@ -209,7 +209,7 @@ def is_due(save_every: str, unit: str, done: int) -> bool:
 
 
 def _lower_priority(device: torch.device) -> None:
-    """Let this thread use only what others leave of the cores, and no memory of another GPU than its own."""
+    """Give this thread the lowest priority, and this process's GPU."""
     if sys.platform == "linux":  # elsewhere a thread has no niceness of its own
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
