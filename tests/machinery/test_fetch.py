@@ -38,6 +38,7 @@ def test_the_sample_that_cannot_be_fetched_is_named(workers):
     for indices, said in (
         ([3, 5, 4], r"\(while fetching sample 5\)"),
         ([12, 13], r"samples \[12, 13\]\)"),
+        ([*range(14, 5, -1)], r"samples \[14, 13, 12, 11, 10, 9, \.\.\.\]\)"),
         ([17], r"No such file or directory \(while fetching sample 17\)"),
         ([21], r"StopIteration.*\(while fetching sample 21\)"),
     ):

@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import reprlib
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -77,7 +78,7 @@ class Fetch(Dataset):
                 return micro_batch, self.options.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
             collating = self.current is indices and not self.options.whole_batches
-            text = f"(while collating samples {indices})" if collating else f"(while fetching sample {self.current})"
+            text = f"(while {'collating samples' if collating else 'fetching sample'} {reprlib.repr(self.current)})"
             error.args = (f"{error} {text}",)
             if isinstance(error, OSError):  # which shows this instead, if it has a number
                 error.strerror = f"{error.strerror} {text}"
