@@ -210,7 +210,7 @@ def test_flags_that_the_data_contradicts_are_refused(words, said, tmp_path, capf
         ("digits -channels 3", ["(64, 1, 8, 8)", "-channels 3"]),
         ("colour", ["-dataset colour", "0: (20, 3, 8, 8) torch.float32, 1: (20,) torch.int64", "-channels 1"]),
         ("colour -arch mlp -channels 3 -image_size 6", ["(20, 3, 8, 8)", "-image_size 6"]),
-        ("late -channels 3 -num_classes 8", ["out of bounds", "(26,) torch.int64", "-num_classes 8"]),
+        ("late -channels 3 -num_classes 8", ["out of bounds", "(45,) torch.int64", "-num_classes 8"]),
         ("floats -arch mlp -loss mse", ["(9, 5)", "-channels 1 -image_size 8 -num_classes 10"]),
     ],
 )
