@@ -19,18 +19,18 @@ class RunningStatistics:
     them.
     """
 
-    def __init__(self, model: nn.Module, world: World, alone: bool, round_robin: bool = False):
-        model = unwrap(model)
+    def __init__(self, model: nn.Module, world: World, round_robin: bool = False):
+        self.world, model = world, unwrap(model)
         saved, by_dtype = model.state_dict(keep_vars=True), {}
         for name, buffer in model.named_buffers():
             if name in saved:
                 by_dtype.setdefault(buffer.dtype, []).append(buffer.detach())  # the same memory, without a graph
         needed = any(dtype.is_floating_point for dtype in by_dtype)
-        self.alone = alone
         self.groups = [_Group(buffers, world, round_robin) for buffers in by_dtype.values()] if needed else []
 
     def before(self, micro_batch: MicroBatch) -> None:
         """Prepare for a micro-batch."""
+        self.alone = self.world.size == micro_batch.step_parts == 1
         for group in self.groups:
             if micro_batch.first:
                 torch._foreach_copy_(group.starts, group.buffers)

@@ -68,8 +68,7 @@ class Trainer:
         # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
-        alone = world.size == 1 and self.plan.micro == self.plan.batch
-        self.statistics = batchnorm.RunningStatistics(model, world, alone, round_robin=args.parallel == "fsdp")
+        self.statistics = batchnorm.RunningStatistics(model, world, round_robin=args.parallel == "fsdp")
         self.pending_losses, self.pending_norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
         shown = loaders.get("val", loaders["train"]).dataset
@@ -133,7 +132,7 @@ class Trainer:
         self.state = resume.restore_state(past, self.plan)
         if self.world.is_main:
             self.metrics.add(self.state.unlogged)
-        if self.scaler.is_enabled() and self.state.scaler:
+        if self.state.scaler:
             self.scaler.load_state_dict(self.state.scaler)
         if past.missing_on and self.state.best:
             self.checkpoints.set_best(resume.best_weights(past, self.folder, self.world))
@@ -206,7 +205,7 @@ class Trainer:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         optimizers.step(self.optimizer, self.scaler, norm)
         for parameter in self.parameters:
-            parameter.grad = None
+            parameter.grad = None  # as zero_grad, which takes 20 us longer
         self.statistics.finish(norm)
         self.pending_norms.append(norm)
         self.state.step += 1

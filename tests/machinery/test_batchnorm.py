@@ -64,7 +64,7 @@ def step(model, statistics, parts, of, norm=1.0):
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
 def test_running_statistics_are_the_mean_of_what_the_micro_batches_make_of_them(momentum):
     model = norms(momentum).train()
-    statistics = batchnorm.RunningStatistics(model, World(), alone=False)
+    statistics = batchnorm.RunningStatistics(model, World())
     for sizes in ([8], [4, 4], [5, 3, 2], [2, 9]):
         parts = [2 + 3 * torch.randn(size, 4) for size in sizes]
         wanted = mean_of(model, parts)
@@ -74,7 +74,7 @@ def test_running_statistics_are_the_mean_of_what_the_micro_batches_make_of_them(
 
 def test_running_statistics_of_one_micro_batch_are_batchnorms_own_to_the_bit():
     model = norms().train()
-    statistics = batchnorm.RunningStatistics(model, World(), alone=True)
+    statistics = batchnorm.RunningStatistics(model, World())
     for _ in range(4):
         part = torch.randn(6, 4)
         wanted = after_one(model, part)
@@ -84,20 +84,20 @@ def test_running_statistics_of_one_micro_batch_are_batchnorms_own_to_the_bit():
 
 def test_running_statistics_in_double_precision_lose_none_of_it():
     model = norms().double().train()
-    statistics = batchnorm.RunningStatistics(model, World(), alone=False)
+    statistics = batchnorm.RunningStatistics(model, World())
     parts = [torch.randn(size, 4, dtype=torch.float64) for size in (5, 3)]
     wanted = mean_of(model, parts)
     step(model, statistics, parts, 8)
     assert all(torch.allclose(value, wanted[name], rtol=1e-14, atol=0) for name, value in buffers(model).items())
 
 
-@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_a_step_that_is_skipped_leaves_the_running_statistics_as_they_were(alone, norm):
+def test_a_step_that_is_skipped_leaves_the_running_statistics_as_they_were(parts, norm):
     model = norms().train()
-    statistics = batchnorm.RunningStatistics(model, World(), alone)
+    statistics = batchnorm.RunningStatistics(model, World())
     before = buffers(model)
-    step(model, statistics, [torch.full((4, 4), math.nan)], 4, norm)
+    step(model, statistics, [torch.full((4, 4), math.nan)] * parts, 4 * parts, norm)
     assert all(torch.equal(value, before[name]) for name, value in buffers(model).items())
 
 
@@ -120,7 +120,7 @@ PARTS = [torch.zeros(size, 4) for size in (3, 5, 2)]
 
 def test_a_buffer_of_infinity_stays_as_it_is():
     model = Notes(-math.inf, math.nan, 0.1, 1e-45, 0.7)
-    statistics = batchnorm.RunningStatistics(model, World(), alone=False)
+    statistics = batchnorm.RunningStatistics(model, World())
     before = model.note.clone()
     for _ in range(1000):
         step(model, statistics, PARTS, 10)
@@ -129,9 +129,9 @@ def test_a_buffer_of_infinity_stays_as_it_is():
 
 def test_a_borrowed_micro_batch_changes_no_buffer():
     model = Notes(-math.inf, 1.0)
-    statistics = batchnorm.RunningStatistics(model, World(), alone=False)
+    statistics = batchnorm.RunningStatistics(model, World())
     model.coming = [{1: 5.0}, {0: 7.0, 1: math.nan}]
-    for key in (micro_batch(0, 3, 3, 1), micro_batch(1, 0, 3, 1)):
+    for key in (micro_batch(0, 3, 3, 2), micro_batch(1, 0, 3, 2)):
         statistics.before(key)
         model(None)
         statistics.after(key)
@@ -141,7 +141,7 @@ def test_a_borrowed_micro_batch_changes_no_buffer():
 
 def test_values_that_some_micro_batches_change_become_the_mean_and_the_others_stay():
     model = Notes(2.0, 0.1, math.inf)
-    statistics = batchnorm.RunningStatistics(model, World(), alone=False)
+    statistics = batchnorm.RunningStatistics(model, World())
     model.coming = [{0: 4.0, 2: 1.0}, {2: 3.0}, {2: 2.0}]
     step(model, statistics, PARTS, 10)  # what was infinite may become finite, as a running minimum does
     assert model.note.tolist() == pytest.approx([2.6, 0.1, 2.2]) and model.note[1] == torch.tensor(0.1)
@@ -149,7 +149,7 @@ def test_values_that_some_micro_batches_change_become_the_mean_and_the_others_st
 
 def test_a_model_without_running_statistics_has_none_to_keep():
     model = nn.Linear(4, 2)
-    statistics = batchnorm.RunningStatistics(model, World(), alone=False)
+    statistics = batchnorm.RunningStatistics(model, World())
     before = copy.deepcopy(model.state_dict())
     step(model, statistics, [torch.randn(3, 4)], 3)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -41,7 +41,7 @@ READERS_PATH = [
 BUDGETS = {  # of what: lines at most, patterns of files, of files left out
     "train.py and lib without compat": (7495, MACHINERY + PLUGINS, [COMPAT]),
     "compat": (500, [COMPAT], []),
-    "the reader's path": (2780, READERS_PATH, []),  # the plan is 2,000
+    "the reader's path": (2778, READERS_PATH, []),  # the plan is 2,000
     "README.md": (220, ["README.md"], []),
     "tests without machinery": (2500, TESTS, []),
 }
