@@ -107,10 +107,10 @@ def test_weights_are_taken_once_and_what_does_not_fit_is_told(done, tmp_path):
     save_file(given, tmp_path / "w.safetensors")
     words = f"{SMALL} -cpu 2 -weights {tmp_path / 'w.safetensors'}"
     folder = run(tmp_path, words)
-    for message in ("missing there, or of another shape: 1.weight, 5.bias", "not used: more"):
+    for message in ("not loaded, as missing or of another shape: 1.weight, 5.bias", "not used: more"):
         assert message in log_of(folder)
     again = log_of(run(tmp_path, words)).partition("resuming from")
-    assert "tensors taken" not in again[2]
+    assert "tensors loaded" not in again[2]
 
 
 def test_a_trainer_is_made_with_the_weights_of_a_file(done, tmp_path):
@@ -147,6 +147,7 @@ def test_weights_that_cannot_be_read_or_do_not_fit_are_refused_and_run_no_code(r
         "tensor.pt",
     ):
         assert f"-weights {tmp_path / name}: cannot be read" in refused(f"{SMALL} -weights {tmp_path / name}")
+    assert "a folder with neither best/ nor final/" in refused(f"{SMALL} -weights {tmp_path}")
     save_file({"other": torch.ones(3)}, tmp_path / "other.safetensors")
     assert "none of its 1 tensors fits" in refused(f"{SMALL} -weights {tmp_path / 'other.safetensors'}")
     assert not mark.exists()
@@ -163,7 +164,7 @@ CHANGES = {
     "-epochs 4": "-epochs was 3 and is 4",
     "-optimizer sgd": "-optimizer was adamw and is sgd",
     "-bf16": "-bf16 was False and is True",
-    "-dataset more": "-samples was 50 and is 60",
+    "-dataset more": "samples was 50 and is 60",
     "-arch mlp": "-arch was norm_net and is mlp",
     "-threads 3": "-threads was 1 and is 3",
 }
@@ -201,7 +202,7 @@ def test_another_torch_or_processor_than_before_is_named_and_passes(copy):
     before = {"torch": "2.0.0", "processor": "a pocket calculator"}
     saves.rewrite(copy / "checkpoints" / names(copy)[0], lambda manifest: manifest["config"].update(before))
     run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net")
-    assert f"-torch was 2.0.0 and is {torch.__version__}" in log_of(copy)
+    assert f"torch was 2.0.0 and is {torch.__version__}" in log_of(copy)
     assert f"was a pocket calculator and is {torch.backends.cpu.get_cpu_capability()}" in log_of(copy)
 
 

@@ -224,7 +224,6 @@ class Trainer:
     def after_step(self) -> bool:
         """Do what is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
         step = self.state.step
-        self.watchdog.first_step_done = True
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
         stop = self.stop.tick(training=True) or self.stop.limit_reached(step)

@@ -39,9 +39,9 @@ READERS_PATH = [
     "train.py",
 ]
 BUDGETS = {  # of what: lines at most, patterns of files, of files left out
-    "train.py and lib without compat": (7495, MACHINERY + PLUGINS, [COMPAT]),
+    "train.py and lib without compat": (7500, MACHINERY + PLUGINS, [COMPAT]),
     "compat": (500, [COMPAT], []),
-    "the reader's path": (2778, READERS_PATH, []),  # the plan is 2,000
+    "the reader's path": (2777, READERS_PATH, []),  # the plan is 2,000
     "README.md": (220, ["README.md"], []),
     "tests without machinery": (2500, TESTS, []),
 }

@@ -357,7 +357,7 @@ def test_tied_weights_are_exported_as_the_page_says(fork, said):
 
 
 def test_a_run_starts_from_pretrained_weights_as_the_readme_says(said):
-    assert "imagenet: 120 tensors taken; missing there, or of another shape: fc.bias, fc.weight" in said
+    assert "imagenet: 120 tensors loaded; not loaded, as missing or of another shape: fc.bias, fc.weight" in said
 
 
 def test_photos_are_split_as_the_faq_says(fork, tmp_path):

@@ -188,6 +188,13 @@ def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
     assert requeue.finish_job(stopped, 137) == 0
 
 
+def test_a_job_that_trains_twice_in_one_start_records_the_second_run(stopped):
+    """As one whose script has two commands: the first run's checkpoints are no gain of the second."""
+    requeue.record_start(stopped, stopped.parent / "run")
+    [start] = json.loads(stopped.read_text())["starts"]
+    assert start["restart"] == 0 and start["checkpoint"] == "000001_step_9"
+
+
 def test_any_checkpoint_that_was_saved_since_is_a_gain(tmp_path):
     """Also of an earlier step, as after a change of -batch_size."""
     for name in ("000001_step_10", "000002_step_10", "000003_step_12.partial", "000003_step_99.corrupt"):

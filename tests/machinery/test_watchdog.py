@@ -81,7 +81,7 @@ def test_the_first_step_of_a_single_process_may_take_longer(tmp_path, monkeypatc
     watch = watch_of(state, 0.1 / 60, tmp_path)
     with watch.watch():
         assert not ended.wait(0.3), "before its first step it may take longer"
-        watch.first_step_done = True
+        watch.stop.ticks += 1
         assert ended.wait(SOON_S)
     assert "at step 3" in caplog.text
 
@@ -94,10 +94,10 @@ def test_a_process_that_hangs_in_a_log_call_is_ended_too(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog.sys, "stdin", None)
     watchdog.log.addHandler(handler)
     watch = watch_of(types.SimpleNamespace(step=3), 0.1 / 60, tmp_path)
-    watch.first_step_done = True
     handler.acquire()
     try:
         with watch.watch():
+            watch.stop.ticks += 1
             assert ended.wait(SOON_S)
     finally:
         handler.release()
@@ -109,8 +109,8 @@ def test_a_run_that_moves_again_is_not_ended(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     (tmp_path / "logs").mkdir()
     watch = watch_of(state, 6 / 60, tmp_path)  # a look every half second
-    watch.first_step_done = True
     with watch.watch():
+        watch.stop.ticks += 1
         processes.until(lambda: "nothing moved" in caplog.text)
         state.step += 1
         time.sleep(4 * watch.interval_s)
@@ -138,7 +138,7 @@ def steps_until_told(folder, reader):
     """A run of steps that take a third of the time."""
     watch = watch_of(types.SimpleNamespace(step=3), TIMEOUT_S / 60, folder)
     with watch.watch():
-        watch.first_step_done = True
+        watch.stop.ticks += 1
         (folder / "begun").touch()
         while not reader.poll():
             for _ in range(10):  # one sleep would be over as soon as the process is woken

@@ -51,6 +51,8 @@ def find(run: Path) -> Path | None:
 
 def read(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a weights file: safetensors, or torch's without code (`weights_only=True`)."""
+    if path.is_dir():
+        raise IsADirectoryError("a folder with neither best/ nor final/weights.safetensors")
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -94,6 +96,6 @@ def load_into(
     with torch.no_grad():
         for name in fits:
             shards.copy_whole(mine[name], weights[name])
-    text = f"{path}: {len(fits)} tensors taken"
-    text += f"; missing there, or of another shape: {', '.join(missing)}" if missing else ""
+    text = f"{path}: {len(fits)} tensors loaded"
+    text += f"; not loaded, as missing or of another shape: {', '.join(missing)}" if missing else ""
     return text + (f"; not used: {', '.join(unused)}" if unused else "")

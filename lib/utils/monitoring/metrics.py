@@ -45,9 +45,10 @@ class Sums:
     @contextlib.contextmanager
     def discard_if(self, ignore: bool) -> Iterator[None]:
         """Forget what is added in the block, if `ignore`."""
-        before = {name: [*terms] for name, terms in self._local.items()} if ignore else self._local
+        before = {name: [*terms] for name, terms in self._local.items()} if ignore else {}
         yield
-        self._local = before
+        if ignore:
+            self._local = before
 
     def reduce(self) -> Any:
         """Return the sums over all ranks since the last call. Waits for the device and the other ranks."""
