@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import yaml
-from command_line import ALONE, cfg_file, lasting, other_value, parsed, refusal, repeated, shared
+from command_line import ALONE, cfg_file, other_value, parsed, read_back, refusal, saved_args, shared
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -178,11 +178,11 @@ def test_no_file_at_all_ends_in_a_traceback(tmp_path, content):
 )
 def test_config_yaml_repeats_the_command_line(words, tmp_path):
     args = parsed(words)
-    assert repeated(args, tmp_path) == lasting(args)
+    assert read_back(args, tmp_path) == saved_args(args)
     kept = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert not flags.rules().forgotten & set(kept) and list(kept)[-1] == "about"
-    settled = repeated(args, tmp_path, batch_size=96, micro_batch=48)
-    assert settled == {**lasting(args), "batch_size": 96, "micro_batch": 48}
+    settled = read_back(args, tmp_path, batch_size=96, micro_batch=48)
+    assert settled == {**saved_args(args), "batch_size": 96, "micro_batch": 48}
 
 
 @RELAXED
@@ -210,4 +210,4 @@ def test_config_yaml_repeats_any_command_line(tmp_path, data):
             *(f"-{name}={value}" for name, value in chosen.items()),
         ]
     )
-    assert repeated(args, tmp_path) == lasting(args)
+    assert read_back(args, tmp_path) == saved_args(args)
