@@ -92,7 +92,7 @@ def test_abbreviated_flags_are_refused_and_the_full_flag_is_suggested(arch):
 
 @RELAXED
 @given(flag=st.sampled_from(ALONE), at=st.integers(0, 20), letter=st.sampled_from("abcxyz_-"))
-def test_a_misspelt_flag_is_refused_with_the_close_one(flag, at, letter):
+def test_a_misspelt_flag_is_refused_and_the_closest_is_suggested(flag, at, letter):
     at %= len(flag)
     wrong = f"-{flag[:at]}{letter}{flag[at + 1 :]}".rstrip("-")
     if wrong.lstrip("-") not in {*shared(), "h", "help", "list", ""}:

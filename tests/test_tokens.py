@@ -136,7 +136,7 @@ def test_a_file_larger_than_memory_is_mapped(folder):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 17  # KB
 
 
-def test_what_does_not_fit_is_one_line(folder, tmp_path):
+def test_wrong_model_names_and_sizes_are_refused_in_one_line(folder, tmp_path):
     with pytest.raises(UsageError, match=r"-num_classes 20: the data has the token [2-4]\d"):
         splits_of(folder, "-num_classes", "20")["train"][0]
     with pytest.raises(UsageError, match="-dataset tokens: its train split is empty"):

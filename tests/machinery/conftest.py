@@ -18,7 +18,7 @@ SLOW_TESTS = """
     test_a_terminal_that_is_gone_does_not_stop_the_run
     test_any_call_of_a_save_may_fail_once_or_for_good
     test_debugging_and_caches_are_there_before_torch_is_imported
-    test_each_classification_model_of_torchvision_gives_the_classes
+    test_each_torchvision_classification_model_has_one_output_for_each_class
     test_every_permutation_of_a_few_is_drawn_equally_often
     test_the_benchmark_shows_it_in_fresh_processes
     test_what_loader_processes_fetch_ahead_does_not_count

@@ -75,7 +75,7 @@ class Run:
     terminal: int | None = None  # the file descriptor of our end
     output: str = field(default="", repr=False)  # output read from the terminal
 
-    def ends(self, limit: float = LIMIT) -> int:
+    def wait(self, limit: float = LIMIT) -> int:
         """Wait for the end and return the exit code, negative after a signal."""
         until(lambda: (self.text(), self.ended() is not None)[1], limit, lambda: f"the end of:\n{self.text()}")
         return self.ended()
@@ -91,7 +91,7 @@ class Run:
                 break
         return self.output
 
-    def says(self, text: str, limit: float = LIMIT):
+    def wait_for_output(self, text: str, limit: float = LIMIT):
         """Wait until the output contains this text."""
         until(lambda: text in self.text(), limit, lambda: f"{text!r} in:\n{self.text()}")
 
@@ -103,7 +103,7 @@ class Run:
         os.close(self.terminal)
         self.terminal = None
 
-    def noted(self, count: int) -> list[dict]:
+    def wait_for_notes(self, count: int) -> list[dict]:
         """Wait for the notes of `count` ranks about the fault, and return them by rank."""
         files = until(lambda: self._notes(count), what=lambda: f"{count} notes in:\n{self.text()}")
         return [json.loads(file.read_text()) for file in files]
@@ -113,7 +113,7 @@ class Run:
         files = sorted(self.notes.glob("rank_*.json"))
         return files if len(files) >= count else None
 
-    def go(self):
+    def release(self):
         """Let paused ranks continue."""
         self.notes.mkdir(exist_ok=True)  # maybe no rank has paused yet
         (self.notes / "go").touch()
@@ -132,7 +132,7 @@ class Run:
             mine |= more
         return mine
 
-    def is_gone(self, limit: float = LIMIT):
+    def wait_until_gone(self, limit: float = LIMIT):
         """Wait until none of its processes is left."""
         until(lambda: not self.processes(), limit, lambda: f"the end of {self.processes()}")
 
@@ -242,7 +242,7 @@ def nursery():
 def undisturbed(nursery, tmp_path_factory) -> Run:
     """A run that is not interrupted: two processes, three epochs of 20 steps."""
     run = Starter(nursery, tmp_path_factory.mktemp("undisturbed"), [])("run")
-    assert run.ends() == 0, run.text()
+    assert run.wait() == 0, run.text()
     return run
 
 
@@ -263,12 +263,12 @@ class Starter:
     def __init__(self, nursery, folder: Path, runs: list):
         self.nursery, self.folder, self.runs, self.count = nursery, folder, runs, itertools.count()
 
-    def __call__(self, model="run", *flags, deed=None, env=None, command=None, terminal=(), cpu=2) -> Run:
+    def __call__(self, model="run", *flags, fault=None, env=None, command=None, terminal=(), cpu=2) -> Run:
         number = next(self.count)
         notes, log = self.folder / f"notes_{number}", self.folder / f"log_{number}"
-        deed = json.dumps({**deed, "notes": str(notes)}) if deed else "{}"
+        fault = json.dumps({**fault, "notes": str(notes)}) if fault else "{}"
         # One thread on any machine, so that all runs can be compared bit for bit.
-        given = {**CLEAN, "OMP_NUM_THREADS": "1", "TERM": "dumb", "DEED": deed, **(env or {})}
+        given = {**CLEAN, "OMP_NUM_THREADS": "1", "TERM": "dumb", "FAULT": fault, **(env or {})}
         given = {name: value for name, value in given.items() if value is not None}
         flags = ["-out", str(self.folder / "out"), "-model", model, "-cpu", str(cpu), *map(str, flags)]
         ours = None

@@ -28,11 +28,11 @@ def board(start, serve, tmp_path):
         "-save_every",
         "7steps",
         cpu=1,
-        deed={"do": "strike", "signal": "SIGKILL", "step": 33},
+        fault={"do": "send_signal", "signal": "SIGKILL", "step": 33},
     )
-    assert killed.ends() == -signal.SIGKILL
-    assert start("killed", "-log_every", 1, "-save_every", "7steps", cpu=1).ends() == 0
-    assert start("whole", "-log_every", 1, cpu=1).ends() == 0
+    assert killed.wait() == -signal.SIGKILL
+    assert start("killed", "-log_every", 1, "-save_every", "7steps", cpu=1).wait() == 0
+    assert start("whole", "-log_every", 1, cpu=1).wait() == 0
     address = address_in(serve(tmp_path / "out").stdout.readline())
     until(lambda: len(data(address, "runs")) == 2, what="both runs")
     return address

@@ -58,17 +58,17 @@ def mount(tmp_path):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def at_steps(monkeypatch, deeds):
-    """Does deeds[step] on rank 0 before what is due at the end of a step, and after what is being saved."""
+def at_steps(monkeypatch, actions):
+    """Does actions[step] on rank 0 before what is due at the end of a step, and after what is being saved."""
     real = trainer.Trainer.after_step
 
     def boundary(self):
-        if self.world.is_main and self.state.step in deeds:
+        if self.world.is_main and self.state.step in actions:
             save = self.checkpoints.saving
             concurrent.futures.wait([save.job] if save and save.job else [])
             if self.world.size == 1:
                 self.checkpoints.finish()
-            deeds[self.state.step]()
+            actions[self.state.step]()
         return real(self)
 
     monkeypatch.setattr(trainer.Trainer, "after_step", boundary)

@@ -32,23 +32,23 @@ SOON_S = 30  # until a failed run is over, on a machine that has much else to do
 
 
 def test_one_process_runs_in_the_parent_where_breakpoint_works(start):
-    deed = {"do": "debug", "step": 5}
-    run = start("one", deed=deed, cpu=1, terminal=("stdin", "stdout", "stderr"))
-    run.says("starting:    one (-dataset digits -arch mlp)")
-    run.says("(Pdb)")
+    fault = {"do": "debug", "step": 5}
+    run = start("one", fault=fault, cpu=1, terminal=("stdin", "stdout", "stderr"))
+    run.wait_for_output("starting:    one (-dataset digits -arch mlp)")
+    run.wait_for_output("(Pdb)")
     run.type("p 6 * 7\n")
-    run.says("42")
+    run.wait_for_output("42")
     run.type("c\n")
-    assert run.ends() == 0, run.text()
-    assert [note["pid"] for note in run.noted(1)] == [run.pid]
-    assert run.noted(1)[0]["environ"]["WORLD_SIZE"] == "1"
+    assert run.wait() == 0, run.text()
+    assert [note["pid"] for note in run.wait_for_notes(1)] == [run.pid]
+    assert run.wait_for_notes(1)[0]["environ"]["WORLD_SIZE"] == "1"
 
 
 def test_two_processes_import_torch_once_and_share_the_cores(start, undisturbed):
     run = start(
         "real", "-arch", "mlp", "-epochs", 3, command=["-X", "importtime", "train.py"], env={"OMP_NUM_THREADS": None}
     )
-    assert run.ends() == 0, run.text()
+    assert run.wait() == 0, run.text()
     imported = re.findall(r"^import time:.*\| +(\S+)$", run.text(), re.MULTILINE)
     for name in ("torch", "torch.distributed", "torch._dynamo.eval_frame", "numpy"):
         assert imported.count(name) == 1, name
@@ -58,8 +58,8 @@ def test_two_processes_import_torch_once_and_share_the_cores(start, undisturbed)
 
 
 def test_children_know_their_place_and_listen_on_this_machine_only(start):
-    run = start("place", deed={"do": "pause", "step": 5}, env={"OMP_NUM_THREADS": "3"})
-    notes = run.noted(2)
+    run = start("place", fault={"do": "pause", "step": 5}, env={"OMP_NUM_THREADS": "3"})
+    notes = run.wait_for_notes(2)
     for rank, note in enumerate(notes):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
         assert {name: note["environ"][name] for name in place} == {name: str(value) for name, value in place.items()}
@@ -70,53 +70,53 @@ def test_children_know_their_place_and_listen_on_this_machine_only(start):
     listening = [address for pid in run.processes() for address in ports.listens(pid)]
     assert len(listening) >= 3  # the store, and gloo in each rank
     assert {address.partition(":")[0] for address in listening} == {"0100007F"}
-    run.go()
-    assert run.ends() == 0, run.text()
-    run.is_gone(SOON_S)
+    run.release()
+    assert run.wait() == 0, run.text()
+    run.wait_until_gone(SOON_S)
 
 
 def test_runs_started_at_the_same_moment_never_collide(start):
     runs = [start(f"run_{number}", "-epochs", 1) for number in range(6)]
     for run in runs:
-        assert run.ends() == 0, run.text()
+        assert run.wait() == 0, run.text()
 
 
 def test_a_rank_that_raises_is_told_first_once_and_whole(start):
-    deed = {"do": "fail", "step": 25, "rank": 1, "text": f"a sample {'x' * 200_000} that nobody can bear"}
-    run = start("raises", "-workers", 1, deed=deed)
-    assert run.ends() == 1, run.text()
-    assert time.monotonic() - run.noted(1)[0]["time"] < SOON_S
+    fault = {"do": "fail", "step": 25, "rank": 1, "text": f"a sample {'x' * 200_000} that nobody can bear"}
+    run = start("raises", "-workers", 1, fault=fault)
+    assert run.wait() == 1, run.text()
+    assert time.monotonic() - run.wait_for_notes(1)[0]["time"] < SOON_S
     assert run.text().count("Traceback (most recent call last)") == 1
     shown = run.text()[run.text().index("Traceback") :].strip()
     assert re.search(r"File .*faulty.py.*, in fail\n", shown)
     whole, shapes, last = [line for line in shown.splitlines() if line != "failed"][-3:]  # rank 0, that lost its peer
-    assert shapes.startswith("In a batch of -dataset digits with") and whole == f"ValueError: {deed['text']}"
+    assert shapes.startswith("In a batch of -dataset digits with") and whole == f"ValueError: {fault['text']}"
     assert last.startswith("train.py: rank 1 failed with exit code 1")
     assert run.outcome()["state"] == "failed"
     assert run.outcome()["reason"].startswith(f"rank 1: {whole}")
-    run.is_gone(SOON_S)
+    run.wait_until_gone(SOON_S)
 
 
 def test_one_process_that_raises_fails_alike(start):
-    run = start("raises", deed={"do": "fail", "step": 5}, cpu=1)
-    assert run.ends() == 1, run.text()
+    run = start("raises", fault={"do": "fail", "step": 5}, cpu=1)
+    assert run.wait() == 1, run.text()
     assert run.text().count("Traceback (most recent call last)") == 1
     assert "ValueError: a sample that nobody can bear" in run.text().splitlines()[-2:]
     assert run.outcome()["state"] == "failed"
 
 
 def test_a_killed_loader_process_fails_the_run(start):
-    run = start("loader", "-workers", 1, deed={"do": "pause", "step": 5})
-    ranks = {note["pid"] for note in run.noted(2)}
+    run = start("loader", "-workers", 1, fault={"do": "pause", "step": 5})
+    ranks = {note["pid"] for note in run.wait_for_notes(2)}
     loaders = [pid for pid in run.processes() - ranks - {run.pid} if not is_tracker(pid)]
     assert len(loaders) == 2
     os.kill(loaders[0], signal.SIGKILL)
-    run.go()
-    assert run.ends() == 1, run.text()
+    run.release()
+    assert run.wait() == 1, run.text()
     # torch's second message comes if the loader dies while it hands over a batch.
     assert re.search(f"DataLoader worker .*{loaders[0]}|ConnectionResetError", run.text())
     assert run.outcome()["state"] == "failed"
-    run.is_gone(SOON_S)
+    run.wait_until_gone(SOON_S)
 
 
 def is_tracker(pid: int) -> bool:
@@ -126,11 +126,11 @@ def is_tracker(pid: int) -> bool:
 
 @pytest.mark.parametrize(("name", "rank"), [("SIGKILL", 1), ("SIGSEGV", 0), ("SIGABRT", 1)])
 def test_a_rank_that_is_killed_is_named_with_its_signal(start, name, rank):
-    run = start("killed", deed={"do": "strike", "signal": name, "step": 5, "rank": rank})
-    assert run.ends() == 1, run.text()
-    assert time.monotonic() - run.noted(1)[0]["time"] < SOON_S
+    run = start("killed", fault={"do": "send_signal", "signal": name, "step": 5, "rank": rank})
+    assert run.wait() == 1, run.text()
+    assert time.monotonic() - run.wait_for_notes(1)[0]["time"] < SOON_S
     assert run.text().strip().splitlines()[-1].startswith(f"train.py: rank {rank} was killed by {name}")
-    run.is_gone(SOON_S)
+    run.wait_until_gone(SOON_S)
 
 
 def failure(*codes, passed=()) -> local.Failure | None:
@@ -183,23 +183,23 @@ def test_a_rank_that_lost_another_lets_it_say_why(monkeypatch, tmp_path):
 
 def test_what_all_ranks_refuse_is_one_line(start):
     run = start("refused", "-batch_size", 1)
-    assert run.ends() == 2, run.text()
+    assert run.wait() == 2, run.text()
     assert len(run.text().splitlines()) == 1
     assert run.text().startswith(
         "train.py: -batch_size 1 has not a sample for each of 2 processes: try -batch_size 2, or fewer"
     )
-    run = start("late", deed={"do": "refuse", "step": 5})
-    assert run.ends() == 2, run.text()
+    run = start("late", fault={"do": "refuse", "step": 5})
+    assert run.wait() == 2, run.text()
     assert run.text().count("not today") == 1
     assert "Traceback" not in run.text()
 
 
 def test_a_failed_rank_that_does_not_end_is_ended(start):
-    run = start("lingers", deed={"do": "fail_and_linger", "step": 5, "rank": 1})
-    assert run.ends() == 1, run.text()
-    assert time.monotonic() - run.noted(1)[0]["time"] < SOON_S
+    run = start("lingers", fault={"do": "fail_and_linger", "step": 5, "rank": 1})
+    assert run.wait() == 1, run.text()
+    assert time.monotonic() - run.wait_for_notes(1)[0]["time"] < SOON_S
     assert "ValueError" in run.text()
-    run.is_gone(SOON_S)
+    run.wait_until_gone(SOON_S)
 
 
 def test_a_rank_that_dies_before_the_wait_is_noticed(monkeypatch):
@@ -242,16 +242,16 @@ def test_a_signal_in_the_instant_in_which_a_rank_is_reaped_loses_no_exit_code(mo
 
 
 def test_no_worker_outlives_a_killed_parent(start, undisturbed):
-    run = start("orphans", "-workers", 1, deed={"do": "pause", "step": 5})
-    run.noted(2)
+    run = start("orphans", "-workers", 1, fault={"do": "pause", "step": 5})
+    run.wait_for_notes(2)
     os.kill(run.pid, signal.SIGKILL)
     logs = run.folder / "logs"  # a quick run would end before it looks for its parent
     until(lambda: any("signal SIGTERM: stopping" in log.read_text() for log in logs.glob("rank_*.log")))
-    run.go()
-    run.is_gone(SOON_S)
+    run.release()
+    run.wait_until_gone(SOON_S)
     assert run.outcome()["state"] == "stopped", "it saved what it could"
     run = start("orphans", "-workers", 1)
-    assert run.ends() == 0, run.text()
+    assert run.wait() == 0, run.text()
     assert run.weights() == undisturbed.weights()
 
 
@@ -269,9 +269,9 @@ def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, undisturbed
     """)
     )
     run = start("spawned", "-arch", "mlp", "-epochs", 3, command=[str(script)])
-    assert run.ends() == 0, run.text()
+    assert run.wait() == 0, run.text()
     assert run.weights() == undisturbed.weights()
-    run.is_gone(SOON_S)
+    run.wait_until_gone(SOON_S)
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_a_program_whose_output_a_plugin_has_closed_keeps_its_exit_code():
 
 def test_a_rank_that_leaked_from_elsewhere_is_passed_over(start, undisturbed):
     run = start("leaked", env={"RANK": "1", "TORCHELASTIC_MAX_RESTARTS": "3"})
-    assert run.ends() == 0, run.text()
+    assert run.wait() == 0, run.text()
     assert run.weights() == undisturbed.weights()
 
 
@@ -437,11 +437,11 @@ def test_torchrun_starts_the_same_run(start, undisturbed):
     command = ["-m", "torch.distributed.run", "--nproc_per_node=2", "train.py"]
     words = ["-arch", "mlp", "-epochs", 3]
     run = start("torchrun", *words, "-max_hours", 1e-9, command=command)
-    assert run.ends() == 0, run.text()
+    assert run.wait() == 0, run.text()
     assert run.outcome()["state"] == "stopped"
     assert 0 < run.outcome()["step"] < STEPS
     run = start("torchrun", *words, command=command)
-    assert run.ends() == 0, run.text()
+    assert run.wait() == 0, run.text()
     assert run.outcome()["state"] == "finished"
     assert run.weights() == undisturbed.weights()
-    run.is_gone(SOON_S)
+    run.wait_until_gone(SOON_S)

@@ -62,18 +62,18 @@ def ip(words: str) -> int:
 
 def test_a_signal_to_one_torchrun_stops_all_machines_with_the_state_saved(machines):
     runs = machines("-arch", "mlp", "-epochs", 3000, "-save_every", "1000epochs")
-    runs[0].says("epoch 1/3000")
+    runs[0].wait_for_output("epoch 1/3000")
     os.kill(runs[0].pid, signal.SIGTERM)
-    assert [run.ends() for run in runs] == [1, 0], runs[0].text() + runs[1].text()
+    assert [run.wait() for run in runs] == [1, 0], runs[0].text() + runs[1].text()
     assert runs[0].outcome()["state"] == "stopped" and runs[0].outcome()["step"] > 0
     assert list((runs[0].folder / "checkpoints").glob(f"*_step_{runs[0].outcome()['step']}"))
     for run in runs:
-        run.is_gone()
+        run.wait_until_gone()
 
 
 def test_machines_with_different_flags_say_which_and_train_nothing(machines):
     runs = machines("-arch", "mlp", more=("-batch_size", 32))
-    assert [run.ends() for run in runs] == [1, 1]
+    assert [run.wait() for run in runs] == [1, 1]
     said = [run.text().count("train.py: -batch_size is 32 on rank ") for run in runs]
     assert said == [1, 1], runs[0].text() + runs[1].text()
     assert not runs[0].folder.exists()

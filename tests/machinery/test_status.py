@@ -133,7 +133,7 @@ def test_a_run_is_running_until_it_is_killed_and_then_lost(start):
     assert row["state"] == "running" and row["epoch"].endswith("/5000") and row["host"] == os.uname().nodename
     assert reading.is_locked(one.folder), "looking has not taken the lock, nor freed it"
     one.end()
-    one.is_gone()
+    one.wait_until_gone()
     assert run_folder.read_json(one.folder / "outcome.json")["state"] == "running"
     assert rows(one.folder)["live"]["state"] == "lost" and not rows(one.folder)["live"]["left"]
 

@@ -106,7 +106,7 @@ def test_without_a_val_split_it_is_refused(tmp_path, capfd):
 def test_a_killed_run_ends_early_at_the_same_bits(start, size):
     words = ("-epochs", 40, "-lr_start", 0.01, "-stop_after", 2)
     undisturbed = start("undisturbed", *words, cpu=size)
-    assert undisturbed.ends() == 0
+    assert undisturbed.wait() == 0
     last = undisturbed.outcome()
     assert last["reason"].startswith("-stop_after 2: nothing better since epoch ") and 2 < last["epoch"] < 40
     for step in (25, last["step"] - 5):
@@ -116,11 +116,11 @@ def test_a_killed_run_ends_early_at_the_same_bits(start, size):
             "-save_every",
             "7steps",
             cpu=size,
-            deed={"do": "strike", "signal": "SIGKILL", "step": step, "rank": 0},
+            fault={"do": "send_signal", "signal": "SIGKILL", "step": step, "rank": 0},
         )
-        assert killed.ends() in (-signal.SIGKILL, 1)
+        assert killed.wait() in (-signal.SIGKILL, 1)
     again = start("killed", *words, "-save_every", "7steps", cpu=size)
-    assert again.ends() == 0
+    assert again.wait() == 0
     assert again.weights() == undisturbed.weights()
     assert {name: again.outcome()[name] for name in ("state", "epoch", "step", "best", "reason", "test")} == {
         name: last[name] for name in ("state", "epoch", "step", "best", "reason", "test")

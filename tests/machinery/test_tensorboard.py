@@ -85,13 +85,13 @@ def test_a_board_holds_scalars_hparams_and_images_in_one_file(tmp_path):
 
 def test_a_killed_run_has_its_last_log_line_in_the_event_file_and_draws_one_line_after_a_resume(start):
     words = ("killed", "-log_every", 1, "-save_every", "7steps")
-    run = start(*words, cpu=1, deed={"do": "strike", "signal": "SIGKILL", "step": 33})
-    assert run.ends() == -signal.SIGKILL
+    run = start(*words, cpu=1, fault={"do": "send_signal", "signal": "SIGKILL", "step": 33})
+    assert run.wait() == -signal.SIGKILL
     logged = {line["step"]: line["train/loss"] for line in runs.lines(run.folder) if "train/loss" in line}
     drawn = {point.step: point.value for point in loaded(run.folder).Scalars("train/loss")}
     assert list(logged) == [*range(1, 34)] and drawn == pytest.approx(logged, rel=1e-6)
 
-    assert start(*words, cpu=1).ends() == 0
+    assert start(*words, cpu=1).wait() == 0
     logged = {line["step"]: line["train/loss"] for line in runs.lines(run.folder) if "train/loss" in line}
     points = loaded(run.folder).Scalars("train/loss")
     assert [point.step for point in points] == [*range(1, 61)] == list(logged), "no tooth, no gap, no double"

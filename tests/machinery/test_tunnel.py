@@ -52,10 +52,10 @@ def test_the_tunnel_of_a_run_asks_for_the_password_and_is_gone_with_the_run(agen
         "-ngrok_auth",
         "ann",
         cpu=2,
-        deed={"do": "pause", "step": 25, "rank": 0},
+        fault={"do": "pause", "step": 25, "rank": 0},
         env=dict(os.environ),
     )
-    run.says("TensorBoard for others: http://127.0.0.1:")
+    run.wait_for_output("TensorBoard for others: http://127.0.0.1:")
     local, address = (address_in(line) for line in run.text().splitlines() if line.startswith("TensorBoard"))
     assert local.startswith("http://127.0.0.1:6")
     with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -69,7 +69,7 @@ def test_the_tunnel_of_a_run_asks_for_the_password_and_is_gone_with_the_run(agen
     assert facts["asked"]["inspect"] is False
 
     os.kill(run.pid, signal.SIGKILL)
-    run.go()
+    run.release()
     until(lambda: not Path(f"/proc/{facts['pid']}").exists(), what="the end of the agent")
     with pytest.raises(OSError, match="refused"):
         fetched(address)
@@ -86,12 +86,12 @@ def test_on_a_terminal_the_addresses_are_shown_and_the_agent_goes_with_the_run(a
         cpu=1,
         terminal=("stdout", "stderr"),
         env=dict(os.environ),
-        deed={"do": "pause", "step": 25},
+        fault={"do": "pause", "step": 25},
     )
-    run.says("TensorBoard for others: http://127.0.0.1:")
+    run.wait_for_output("TensorBoard for others: http://127.0.0.1:")
     assert "\r\x1b[KTensorBoard: http://127.0.0.1:" in run.text() and PASSWORD not in run.text()
-    run.go()
-    assert run.ends() == 0 and run.outcome()["state"] == "finished"
+    run.release()
+    assert run.wait() == 0 and run.outcome()["state"] == "finished"
     until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the end of the agent")
 
 

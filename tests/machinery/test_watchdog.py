@@ -33,10 +33,10 @@ def watch_of(state, minutes, folder):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_frozen_rank_fails_the_run_and_only_its_log_says_nothing(start, rank):
-    deed = {"do": "strike", "signal": "SIGSTOP", "step": 45, "rank": rank}
-    run = start("frozen", "-hang_minutes", MINUTES, deed=deed, cpu=3, env={"VOTE_S": "1"})
-    assert run.ends() == 1, run.text()
-    assert time.monotonic() - run.noted(1)[0]["time"] < MINUTES * 60 + SOON_S
+    fault = {"do": "send_signal", "signal": "SIGSTOP", "step": 45, "rank": rank}
+    run = start("frozen", "-hang_minutes", MINUTES, fault=fault, cpu=3, env={"VOTE_S": "1"})
+    assert run.wait() == 1, run.text()
+    assert time.monotonic() - run.wait_for_notes(1)[0]["time"] < MINUTES * 60 + SOON_S
     assert run.outcome()["state"] == "running" or run.outcome()["lost_peer"], "who requeues a job takes it as lost"
     assert "nothing moved" not in (run.folder / "logs" / f"rank_{rank}.log").read_text()
     for other in {0, 1, 2} - {rank}:
@@ -45,31 +45,31 @@ def test_a_frozen_rank_fails_the_run_and_only_its_log_says_nothing(start, rank):
         assert re.search(r"Thread 0x.*(reduction|batchnorm|distributed)\.py", log, re.S), (
             "no stacks in the rank's own log"
         )
-    run.is_gone()
+    run.wait_until_gone()
 
 
 @pytest.mark.parametrize("which", [{"rank": 1}, {}], ids=["one", "all"])
 def test_ranks_that_are_busy_with_something_else_end_and_show_what(start, which):
     """They live, and are behind, maybe all of them: their own logs have the stacks that they are in."""
-    run = start("busy", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45, **which})
-    assert run.ends() == 1, run.text()
+    run = start("busy", "-hang_minutes", MINUTES, fault={"do": "pause", "step": 45, **which})
+    assert run.wait() == 1, run.text()
     for rank in [1] if which else [0, 1]:
         log = (run.folder / "logs" / f"rank_{rank}.log").read_text()
         assert "faulty.py" in log and "in pause" in log
-    run.is_gone()
+    run.wait_until_gone()
 
 
 def test_a_single_process_that_hangs_fails_and_shows_where(start):
     """It does not end where somebody may sit at a breakpoint."""
-    run = start("alone", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45}, cpu=1)
-    there = start("there", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45}, cpu=1, terminal=("stdin",))
-    assert run.ends() == 1, run.text()
+    run = start("alone", "-hang_minutes", MINUTES, fault={"do": "pause", "step": 45}, cpu=1)
+    there = start("there", "-hang_minutes", MINUTES, fault={"do": "pause", "step": 45}, cpu=1, terminal=("stdin",))
+    assert run.wait() == 1, run.text()
     said = "nothing moved for 6 s (-hang_minutes) at step 45; what this rank was doing: "
     assert said in run.text() and run.outcome()["state"] == "running", "as one that is killed"
     assert "in pause" in (run.folder / "logs" / "rank_0.log").read_text()
     processes.until(lambda: "nothing moved for" in there.log.read_text())
-    there.go()
-    assert there.ends() == 0, there.text()
+    there.release()
+    assert there.wait() == 0, there.text()
 
 
 def test_the_first_step_of_a_single_process_may_take_longer(tmp_path, monkeypatch, caplog):
@@ -147,11 +147,11 @@ def steps_until_told(folder, reader):
 
 
 def test_the_first_step_may_take_longer_than_hang_minutes(start, undisturbed):
-    run = start("slow", "-hang_minutes", 0.05, deed={"do": "pause", "step": 0, "rank": 1})
-    paused = run.noted(1)[0]["time"]
+    run = start("slow", "-hang_minutes", 0.05, fault={"do": "pause", "step": 0, "rank": 1})
+    paused = run.wait_for_notes(1)[0]["time"]
     processes.until(lambda: time.monotonic() - paused > 5)
-    run.go()
-    assert run.ends() == 0, run.text()
+    run.release()
+    assert run.wait() == 0, run.text()
     assert run.weights() == undisturbed.weights()
 
 
