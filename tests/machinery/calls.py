@@ -1,4 +1,4 @@
-"""The file-system calls of a process below one folder: numbered, recorded, and one of them struck."""
+"""The file-system calls of a process below one folder: they are numbered and recorded, and one of them fails."""
 
 import builtins
 import io
@@ -32,16 +32,16 @@ REAL_OPEN = io.open
 
 @dataclass
 class Strike:
-    """At which call what is to happen."""
+    """The call at which a failure happens, and its kind."""
 
     number: int = -1
-    half: bool = False  # of a write is done
-    code: int = 0  # errno; 0 kills
-    lasting: bool = False  # all that would write or make something fails from then on
+    half: bool = False  # half of a write is done
+    code: int = 0  # the errno; 0 kills the process
+    lasting: bool = False  # all later calls that write or create something fail, too
 
 
 class Calls:
-    """The file-system calls of this process below a folder: numbered, recorded, one of them struck.
+    """The file-system calls of this process below a folder: numbered, recorded, one of them fails.
 
     Its methods stand in for the functions of os of the same names.
     """
@@ -85,7 +85,7 @@ class Calls:
         return act() if where is None else self.call((kind, where, *facts), act)
 
     def where(self, path, dir_fd=None, follow=False):
-        """The path from the folder on; None outside."""
+        """The path relative to the folder; None outside."""
         path = Path(os.fsdecode(path))
         if dir_fd is not None:
             if dir_fd not in self.files:
@@ -184,7 +184,7 @@ class Calls:
     def open_file(
         self, file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True, opener=None
     ):
-        """Python's open(), the writes to its file numbered."""
+        """Python's open(), with numbered writes to its file."""
         if (file not in self.files) if isinstance(file, int) else self.where(file) is None:
             return REAL_OPEN(file, mode, buffering, encoding, errors, newline, closefd, opener)
         raw = _Raw(self, file, mode.replace("b", "").replace("t", ""), closefd, opener)

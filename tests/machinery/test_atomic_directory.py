@@ -1,4 +1,4 @@
-"""Links that outlive copies, and AtomicDirectory on one process and two: names, what is kept, who fails with whom."""
+"""Links that survive copies, and AtomicDirectory on one and two processes: names, retention, errors on all ranks."""
 
 import errno
 import math
@@ -37,7 +37,7 @@ def latest(saver):
     return Path(os.readlink(os.path.join(saver.output_directory, saver.symlink_name)))  # noqa: PTH115, PTH118
 
 
-def test_checkpoints_are_numbered_linked_and_found_from_anywhere(tmp_path, monkeypatch):
+def test_checkpoints_are_numbered_linked_and_found_from_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saver = AtomicDirectory("out/run", is_master=True)
     assert saver.symlink_name == "AtomicDirectory.latest_checkpoint"
@@ -54,7 +54,7 @@ def test_checkpoints_are_numbered_linked_and_found_from_anywhere(tmp_path, monke
     assert len(kept(tmp_path / "out/run")) == 13
 
 
-def test_the_last_are_kept_and_those_that_were_forced(tmp_path):
+def test_the_last_checkpoints_and_all_forced_ones_are_kept(tmp_path):
     saver = AtomicDirectory(tmp_path, is_master=True, keep_last=2)
     for step in range(12):
         save(saver, force=step in (1, 4))
@@ -62,11 +62,11 @@ def test_the_last_are_kept_and_those_that_were_forced(tmp_path):
     assert kept(tmp_path) == ["10", "11", "1_force", "4_force"]
     last = AtomicDirectory(tmp_path, is_master=True, keep_last=1)
     last.prepare_checkpoint_directory()
-    assert latest(last).is_dir()  # until the next is complete
+    assert latest(last).is_dir()  # until the next one is complete
     assert [save(last) for _ in range(2)] and kept(tmp_path) == ["13", "1_force", "4_force"]
 
 
-def test_a_saver_knows_its_checkpoint_folders_by_their_number(tmp_path):
+def test_checkpoint_folders_are_recognized_by_name_and_number(tmp_path):
     saver = AtomicDirectory(tmp_path, is_master=True, name="one", device="cpu")
     save(saver)
     save(saver, force=True)
@@ -80,12 +80,12 @@ def test_a_saver_knows_its_checkpoint_folders_by_their_number(tmp_path):
     }
 
 
-def test_torch_saves_pass_on_their_keywords(tmp_path):
+def test_atomic_torch_save_passes_on_its_keywords(tmp_path):
     atomic_torch_save({"a": 1}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     assert not zipfile.is_zipfile(tmp_path / "old.pt") and torch.load(tmp_path / "old.pt") == {"a": 1}
 
 
-def test_what_was_never_completed_is_removed(tmp_path):
+def test_incomplete_checkpoints_are_removed(tmp_path):
     saver = AtomicDirectory(tmp_path, is_master=True)
     for _ in range(2):
         path = saver.prepare_checkpoint_directory(force_save=True)
@@ -105,7 +105,7 @@ def test_what_was_never_completed_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["links", "no links", "files", "followed", "relative"])
-def test_a_copied_tree_goes_on_by_itself(way, tmp_path):
+def test_a_copied_folder_continues_independently(way, tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     saver = AtomicDirectory(old, is_master=True)
     for step in range(11):
@@ -114,7 +114,7 @@ def test_a_copied_tree_goes_on_by_itself(way, tmp_path):
     shutil.copytree(old, new, symlinks=way != "followed")
     if way in ("no links", "files", "relative"):
         (new / saver.symlink_name).unlink()
-    if way == "relative":  # as cycling_utils makes them
+    if way == "relative":  # the links of cycling_utils
         (new / saver.symlink_name).symlink_to(f"new/{latest(saver).name}")
     if way == "files":
         (new / saver.symlink_name).write_text(str(latest(saver)))
@@ -125,7 +125,7 @@ def test_a_copied_tree_goes_on_by_itself(way, tmp_path):
     assert latest(saver) == old / "AtomicDirectory_checkpoint_10_force"
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_wrong_arguments_and_missing_folders_are_errors(tmp_path):
     with pytest.raises(ValueError, match="'sync_some': one of sync_any, sync_all, async, mono"):
         AtomicDirectory(tmp_path, strategy="sync_some")
     (tmp_path / "file").write_text("")
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         saver.prepare_checkpoint_directory()
 
 
-def test_swap_link_takes_the_place_of_a_file_that_holds_the_name(tmp_path):
+def test_swap_link_replaces_a_file_of_that_name(tmp_path):
     for name in ("step_1", "step_2"):
         (tmp_path / name).mkdir()
     link = tmp_path / "latest"
@@ -146,7 +146,7 @@ def test_swap_link_takes_the_place_of_a_file_that_holds_the_name(tmp_path):
     assert link.readlink() == Path("step_2")
 
 
-def test_torch_saves_leave_the_old_file_if_they_fail(tmp_path):
+def test_a_failing_atomic_torch_save_keeps_the_old_file(tmp_path):
     path = tmp_path / "model.pt"
     atomic_torch_save({"a": torch.ones(3)}, str(path))
     with pytest.raises((AttributeError, TypeError, RuntimeError)):
@@ -155,7 +155,7 @@ def test_torch_saves_leave_the_old_file_if_they_fail(tmp_path):
 
 
 def on_ranks(size, function, folder):
-    """Runs function(rank) on forked ranks of a gloo group; fails with what any of them raised, or if one hangs."""
+    """Run function(rank) on forked ranks of a gloo group; fails if one of them raises an error or hangs."""
     children = {}
     for rank in range(size):
         pid = os.fork()
@@ -191,7 +191,7 @@ def broken(*_, **__):
     raise OSError(errno.ENOSPC, "no space left, says the test")
 
 
-def test_two_ranks_share_folders_agree_and_none_waits_for_one_that_failed(tmp_path):
+def test_two_ranks_share_folders_and_an_error_on_one_is_raised_on_both(tmp_path):
     def run(rank):
         for check in (_together, _refused, _forced, _failing, _async, _mono):
             check(rank, tmp_path / check.__name__)
@@ -220,14 +220,14 @@ def fail(error):
     raise error
 
 
-def test_the_largest_values_are_found_in_a_logarithm_of_rounds(tmp_path):
+def test_all_reduce_max_needs_a_logarithmic_number_of_rounds(tmp_path):
     def run(rank):
         world = World(rank=rank, size=5)
         sent = []
         real = dist.isend
         dist.isend = lambda tensor, to, *more: sent.append(to) or real(tensor, to, *more)
         assert distributed.all_reduce_max([rank, -rank], world) == [4, 0]
-        assert sent == ([rank - (rank & -rank)] if rank else []), "each but the first sends once, up a binomial tree"
+        assert sent == ([rank - (rank & -rank)] if rank else []), "each rank but 0 sends once, along a binomial tree"
         assert math.isnan(distributed.all_reduce_max([math.nan if rank == 3 else 1.0], world)[0])
         values = distributed.gather_json([rank, "x" * 600 * (rank % 2)], world)
         assert [(number, len(text)) for number, text in values] == [(n, 600 * (n % 2)) for n in range(5)]
@@ -248,7 +248,7 @@ def _forced(rank, folder):
     for strategy, wanted in (("sync_any", ["0", "1_force", "2_force"]), ("sync_all", ["0", "1", "2_force"])):
         saver = AtomicDirectory(folder / strategy, is_master=rank == 1, strategy=strategy)
         for step in range(3):
-            path = Path(saver.prepare_checkpoint_directory(force_save=step > rank))  # rank 1 later than rank 0
+            path = Path(saver.prepare_checkpoint_directory(force_save=step > rank))  # rank 1 forces later than rank 0
             time.sleep(0.05 * rank)
             (path / f"shard_{rank}").write_text(f"{step}")
             saver.symlink_latest(path)
@@ -281,7 +281,7 @@ def save_shared(saver):
 def _async(rank, folder):
     saver = AtomicDirectory(folder, is_master=True, strategy="async", keep_last=1)
     assert saver.symlink_name == f"AtomicDirectory_rank_{rank}.latest_checkpoint"
-    for step in range(1 + 2 * rank):  # not equally many
+    for step in range(1 + 2 * rank):  # a different number on each rank
         save(saver, force=step == 1)
     dist.barrier()
     assert sorted(entry.name.split("_checkpoint_")[1] for entry in folder.glob("*_rank_1_checkpoint_*")) == [

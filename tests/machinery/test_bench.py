@@ -1,4 +1,4 @@
-"""The benchmark compares only what did the same work: every script reaches the loss that train.py reaches."""
+"""The benchmark compares only runs that did the same work: every script reaches the loss of train.py."""
 
 import importlib.util
 import subprocess
@@ -21,7 +21,7 @@ def plain(tmp_path_factory) -> Run:
 
 
 @pytest.mark.parametrize("name", [name for name in compare.SCRIPTS if name not in (PLAIN, "composer")])
-def test_every_script_takes_as_many_steps_and_reaches_the_loss_of_the_plain_one(name, plain, tmp_path):
+def test_every_script_does_as_many_steps_and_reaches_the_loss_of_the_plain_script(name, plain, tmp_path):
     package = compare.PACKAGES.get(name)
     if package and not importlib.util.find_spec(package):
         pytest.skip(f"{package} is not installed")
@@ -34,7 +34,7 @@ def test_every_script_takes_as_many_steps_and_reaches_the_loss_of_the_plain_one(
 
 
 @pytest.mark.parametrize("name", [name for name in compare.SCRIPTS if name not in (LIMIT, "composer")])
-def test_every_script_continues_from_its_own_checkpoint(name, tmp_path):
+def test_every_script_resumes_from_its_own_checkpoint(name, tmp_path):
     package = compare.PACKAGES.get(name)
     if package and not importlib.util.find_spec(package):
         pytest.skip(f"{package} is not installed")
@@ -51,7 +51,7 @@ def test_a_table_is_printed_for_equal_runs_on_two_processes(monkeypatch, capsys)
     assert [line.split("|")[1].strip() for line in printed.splitlines()[-3:-1]] == [BATON, PLAIN]
 
 
-def test_the_table_gives_medians_ranges_and_the_ratio_of_each_round():
+def test_the_table_has_medians_ranges_and_the_ratio_of_each_round():
     def runs(seconds: list[float], step: int) -> list[Run]:
         return [Run(one, 7.0, step, {"train_loss": 0.5}) for one in seconds]
 
@@ -66,7 +66,7 @@ def test_the_table_gives_medians_ranges_and_the_ratio_of_each_round():
     assert lines[4] == "| Baton | 5.00 (4.00 to 6.00) | 0.80 | 7.00 | 5.00 (5.00 to 10.00) | 0.50 | 0.500 |  |"
 
 
-def test_runs_that_did_other_work_are_not_compared():
+def test_runs_that_did_different_work_are_not_compared():
     plain = Run(1.0, 1.0, 40, {"train_loss": 1.0})
     limit = Run(1.0, 1.0, 40, {"train_loss": 0.2})
     compare.check_equal({PLAIN: plain, BATON: Run(9.0, 9.0, 40, {"train_loss": 1.04}), LIMIT: limit}, 0.05)
@@ -75,14 +75,14 @@ def test_runs_that_did_other_work_are_not_compared():
             compare.check_equal({PLAIN: plain, BATON: other}, 0.05)
 
 
-def test_a_run_that_fails_says_why(tmp_path: Path):
+def test_a_failing_run_is_reported_with_its_exit_code(tmp_path: Path):
     with pytest.raises(RuntimeError, match="ended with 2"):
         compare.run(BATON, "-dataset none", tmp_path, ONE_THREAD)
 
 
-def test_a_table_is_printed_for_each_part_of_a_run_on_many_ranks(tmp_path):
-    words = ["plan", "exchange", "meet", "checkpoint", "-ranks", "2", "3", "-tensors", "4"]
-    command = [sys.executable, "scripts/bench/scale.py", *words, "-folder", str(tmp_path)]
+def test_scale_prints_a_table_for_each_part(tmp_path):
+    parts = ["plan", "exchange", "meet", "checkpoint", "-ranks", "2", "3", "-tensors", "4"]
+    command = [sys.executable, "scripts/bench/scale.py", *parts, "-folder", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|")]
     usual = ["ranks", "---", "2", "3"]

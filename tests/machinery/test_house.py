@@ -1,6 +1,6 @@
-"""The template keeps its sums, its imports and its form: lib without the plugins, scripts, tests/machinery.
+"""The template keeps its line budgets, import rules and format: lib without the plugins, scripts, tests/machinery.
 
-Nothing here judges what a fork puts into lib/arch, lib/dataset, lib/trainer and tests.
+These tests do not judge what a fork puts into lib/arch, lib/dataset, lib/trainer and tests.
 """
 
 import ast
