@@ -158,7 +158,7 @@ def test_a_run_on_tokens_resumes_with_the_same_bits(kind, tmp_path, request):
 
 
 def test_bits_per_token_is_the_code_length_of_the_targets():
-    """The value ignores label smoothing and is the same for any split of the batch. Classes are the last dimension."""
+    """The value ignores label smoothing and is the same for any split of the batch. Classes are last."""
     smoothed = loss.get_loss(config.parse_args(["-label_smoothing", "0.1"]))
     logits, targets = torch.randn(6, 9, 256), torch.randint(256, (6, 9))
     wanted = -logits.log_softmax(-1).gather(-1, targets[..., None]).mean() / math.log(2)

@@ -151,8 +151,8 @@ def train(name: str, flags: str, options: compare.Options) -> dict[str, float]:
 
 
 def flag(flags: str, name: str, default: int = 0) -> int:
-    words = flags.split()
-    return int(words[words.index(f"-{name}") + 1]) if f"-{name}" in words else default
+    parts = flags.split()
+    return int(parts[parts.index(f"-{name}") + 1]) if f"-{name}" in parts else default
 
 
 def resumed(device: torch.device) -> bool:
@@ -160,8 +160,8 @@ def resumed(device: torch.device) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         where = [folder, *(["-cpu", "1"] if device.type == "cpu" else ["-gpus", "0"])]
         for name, more in (("whole", []), ("parts", ["-limit_steps", "13"]), ("parts", [])):
-            words = [sys.executable, "train.py", *RESUME.replace("NAME", name).split(), *where, *more]
-            subprocess.run(words, cwd=compare.ROOT, stdout=subprocess.DEVNULL, check=not more)
+            command = [sys.executable, "train.py", *RESUME.replace("NAME", name).split(), *where, *more]
+            subprocess.run(command, cwd=compare.ROOT, stdout=subprocess.DEVNULL, check=not more)
         whole, parts = (load_file(f"{folder}/{name}/final/weights.safetensors") for name in ("whole", "parts"))
     return all(torch.equal(value, parts[name]) for name, value in whole.items())
 

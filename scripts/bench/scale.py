@@ -227,13 +227,13 @@ def start(args) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         for processes in (1, 2):
             trace = Path(folder, f"trace_{processes}")
-            words = f"train.py -cpu {processes} -limit_steps 1 -out {folder} -model p{processes}"
+            arguments = f"train.py -cpu {processes} -limit_steps 1 -out {folder} -model p{processes}"
             command = f"strace -f -qq -s 256 -e trace=%file,read,pread64,getdents64 -o {trace}".split()
             done = subprocess.run(
-                [*command, sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True
+                [*command, sys.executable, *arguments.split()], cwd=ROOT, capture_output=True, text=True
             )
             if done.returncode not in (0, 75):
-                raise RuntimeError(f"python {words} ended with {done.returncode}: {done.stderr[-500:]}")
+                raise RuntimeError(f"python {arguments} ended with {done.returncode}: {done.stderr[-500:]}")
             rows.append({"processes": processes, **_operations(trace.read_text(errors="replace"))})
     return rows
 

@@ -28,8 +28,8 @@ def storm(tmp_path):
 
 @pytest.mark.timeout(1200)
 def test_two_hundred_kills_with_changing_numbers_of_ranks_change_no_bit_and_no_sample(storm):
-    tally = storm(200, [1, 2, 3], switch=DDP_OR_FSDP, seed=1, words=f"{chaos.RUN} -epochs 2")
-    assert set(tally.kills) == set(chaos.STRIKES) and tally.switches > 100
+    tally = storm(200, [1, 2, 3], switch=DDP_OR_FSDP, seed=1, base=f"{chaos.RUN} -epochs 2")
+    assert set(tally.kills) == set(chaos.SIGNALS) and tally.switches > 100
     assert tally.early + tally.late < 160, "many kills must hit a run during training, even on a busy machine"
 
 

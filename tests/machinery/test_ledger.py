@@ -148,7 +148,7 @@ def test_the_distance_of_two_runs_is_that_of_their_newest_checkpoints(tmp_path):
 def kept(tmp_path_factory):
     """The ledger of a run of two epochs on two ranks."""
     out = tmp_path_factory.mktemp("kept")
-    made = {"keeper": ledger.keeping(trainer.Trainer, out / "ledger")}
+    made = {"keeper": ledger.recording_trainer(trainer.Trainer, out / "ledger")}
     with plugins(trainer=made, **saves.PLUGINS):
         run(out, f"{saves.SMALL} -trainer keeper -cpu 2 -epochs 2")
     return ledger.read(out / "ledger")

@@ -22,7 +22,7 @@ def two(tmp_path_factory):
 def test_the_curves_are_the_logged_metrics_and_resumes_are_marked(two):
     pytest.importorskip("matplotlib", reason=NEEDED)
     lines = {folder: reading.lines(folder) for folder in two}
-    figure = plot.drawn(lines)
+    figure = plot.draw(lines)
     titles = {axis.get_title(loc="left"): axis for axis in figure.axes}
     assert list(titles) == [
         "Loss",
@@ -52,7 +52,9 @@ def test_the_file_format_of_the_plot_is_that_of_its_ending(two, tmp_path, ending
 
 
 def test_metrics_that_were_not_logged_have_no_panel(tmp_path):
-    panels = plot.wanted({tmp_path: [{"step": 1, "train/loss": 2.0, "train/lr": 0.1}, {"step": 1, "val/loss": 3.0}]})
+    panels = plot.panels_of(
+        {tmp_path: [{"step": 1, "train/loss": 2.0, "train/lr": 0.1}, {"step": 1, "val/loss": 3.0}]}
+    )
     assert list(panels) == ["Loss", "Learning rate"]
     assert plot.points([{"step": 1, "a": None}, {"step": 2, "a": 5}, {"step": 3}], "a") == ([2], [5])
 

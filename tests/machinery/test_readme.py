@@ -133,7 +133,7 @@ def test_every_script_command_of_the_pages_has_flags_that_the_script_knows():
             text = (ROOT / script[1]).read_text()
             seen += 1
             if "sweep" in script[1]:
-                assert sweep.parsed(shlex.split(script[2])), command
+                assert sweep.parse(shlex.split(script[2])), command
             elif script[1].endswith(".py") and "doctor" not in script[1]:
                 given = re.findall(r"(?<=\s)-\w+", script[2])
                 assert all(f'"{flag}"' in text for flag in given), command

@@ -58,7 +58,7 @@ def wait_until_trained(out, name, epochs):
 
 
 def plan_of(flags) -> sweep.Plan:
-    return sweep.parsed(flags.split())[0]
+    return sweep.parse(flags.split())[0]
 
 
 def have_same_weights(one, other, names) -> bool:
