@@ -1,8 +1,8 @@
 """-check_resume: is a run the same to the bit when it is killed and resumed, and on other numbers of processes?
 
-The chosen configuration runs a few steps without a kill. Then it is killed with kill -9 at random moments and resumed,
-and the same on other numbers of processes. If bits differ, more runs search for the cause. All runs are in a folder
-below -out, which is removed at the end.
+The chosen configuration runs a few steps without a kill. Then it is killed with kill -9 at random moments and
+resumed, and the same on other numbers of processes. If bits differ, more runs search for the cause. All runs are in a
+folder below -out, which is removed at the end.
 """
 
 import contextlib

@@ -111,7 +111,7 @@ def built(options, tensors: dict) -> nn.Module:
     args = config.parse_args(["-cfg", str(options.run / "config.yaml")], describe=False)
     model = plugins.load("arch", args.arch).get_model(args).eval().requires_grad_(False)
     mine = state.model_tensors(model)
-    odd = [name for name in {**mine, **tensors} if not alike(mine.get(name), tensors.get(name))]
+    odd = [name for name in {**mine, **tensors} if not same_form(mine.get(name), tensors.get(name))]
     if odd:
         raise UsageError(
             f"-arch {args.arch}: {odd[0]} and {len(odd) - 1} more are other tensors than the run's: "
@@ -151,7 +151,7 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def alike(one: Tensor | None, other: Tensor | None) -> bool:
+def same_form(one: Tensor | None, other: Tensor | None) -> bool:
     return one is not None and other is not None and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 

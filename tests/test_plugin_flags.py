@@ -144,9 +144,9 @@ def test_the_folder_dataset_counts_its_classes(tmp_path):
 PROBE = """
 import sys, train
 for line in sys.argv[1:]:
-    wanted, *words = line.split()
+    wanted, *arguments = line.split()
     try:
-        code = train.main(words)
+        code = train.main(arguments)
     except SystemExit as end:
         code = end.code
     slow = {"torch", "torchvision", "numpy", "PIL", "submitit"} & set(sys.modules)
@@ -200,7 +200,7 @@ def test_only_code_that_a_plugins_flags_need_is_executed(monkeypatch, tmp_path, 
     assert plugins.load("arch", "lazy").get_model is print and capsys.readouterr().out == "executed\n"
 
 
-def test_a_loss_or_optimizer_of_a_fork_is_a_choice(monkeypatch, tmp_path):
+def test_a_loss_or_optimizer_that_a_fork_adds_can_be_chosen(monkeypatch, tmp_path):
     """lib/core/loss.py of the source template has no table BY_NAME; one line says what is missing."""
     core = tmp_path / "lib" / "core"
     core.mkdir(parents=True)

@@ -171,9 +171,7 @@ CHANGES = {
 }
 
 
-def test_a_changed_flag_that_changes_the_result_is_refused_with_old_and_new_value_and_others_are_accepted(
-    copy, refused
-):
+def test_a_changed_flag_is_refused_with_both_values_only_if_it_changes_the_result(copy, refused):
     with plugins(dataset={"more": lambda args: few(args, 60)}):
         for flags, message in CHANGES.items():
             line = refused(f"{SMALL} -cpu 2 -model few_norm_net {flags}", out=copy.parent)

@@ -64,7 +64,7 @@ def test_the_files_of_a_folder_are_joined_to_one_sequence_of_bytes(texts):
 
 
 @pytest.mark.parametrize("samples", [0, 1, 7, 1000])
-def test_held_out_text_is_never_trained_on(texts, samples):
+def test_text_for_validation_and_test_is_not_trained_on(texts, samples):
     parts, whole = splits_of(texts, "-tokens_samples", str(samples)), tokens.read_text(str(texts))
     assert [len(part.tokens) for part in parts.values()] == [5400, 300, 300]
     assert np.array_equal(np.concatenate([part.tokens for part in parts.values()]), whole)
@@ -157,7 +157,7 @@ def test_a_run_on_tokens_resumes_with_the_same_bits(kind, tmp_path, request):
     assert runs.distance(once, runs.run(tmp_path / "out", f"{flags} -cpu 1 -workers 1 -model twice")) == 0
 
 
-def test_bits_per_token_is_the_code_length_of_the_targets():
+def test_bits_per_token_is_the_mean_negative_log2_probability_of_the_targets():
     """The value ignores label smoothing and is the same for any split of the batch. Classes are last."""
     smoothed = loss.get_loss(config.parse_args(["-label_smoothing", "0.1"]))
     logits, targets = torch.randn(6, 9, 256), torch.randint(256, (6, 9))

@@ -1,11 +1,11 @@
-"""What a run costs with W ranks: measured on one machine as far as it goes. docs/scaling.md has the models beyond.
+"""What a run costs with W ranks, measured on one machine as far as possible. docs/scaling.md has the models for more.
 
     python scripts/bench/scale.py [plan exchange meet checkpoint start] [-ranks 1 1024 4096 16384] [-tensors N]
 
 plan: a rank's next micro-batch and its keys, in a World of W ranks without processes. exchange: votes, sums and lists
 among real processes. meet: how gloo connects W ranks, each a thread. checkpoint: a past of W small files, published,
 read, verified and removed by the functions of a run. start: file operations of a run of one step, by strace. Times
-are CPU time, the least of several calls: other work on the machine disturbs that little. One column says "wall".
+are CPU time, the minimum of several calls: other work on the machine disturbs it little. One column says "wall".
 """
 
 import argparse

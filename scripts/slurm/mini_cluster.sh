@@ -59,8 +59,8 @@ start() {
 configure() {
     mapfile -t port < <(python3 -c '
 import socket
-held = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-print(*[one.getsockname()[1] for one in held], sep="\n")')
+reserved = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+print(*[one.getsockname()[1] for one in reserved], sep="\n")')
     cat > "$folder/gres.conf" <<END
 NodeName=n[1-2] Name=gpu File=/dev/tty[0-3]
 END

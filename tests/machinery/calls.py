@@ -43,7 +43,7 @@ class Strike:
 class Calls:
     """The file-system calls of this process below a folder: numbered, recorded, one of them fails.
 
-    Its methods stand in for the functions of os of the same names.
+    Its methods replace the functions of os with the same names.
     """
 
     def __init__(self, folder, strike):

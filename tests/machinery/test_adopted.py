@@ -205,7 +205,7 @@ def test_outputs_of_a_model_with_its_own_loss_are_measured_only_if_they_are_clas
         assert losses.metric_sums(criterion, done.outputs, done.targets) == {}
 
 
-def test_a_scalar_next_to_the_outputs_is_the_loss_only_if_the_model_got_the_targets_or_names_it_loss():
+def test_a_scalar_next_to_the_outputs_is_a_loss_only_if_the_model_got_targets_or_calls_it_loss():
     """The auxiliary loss of a mixture of experts is such a scalar: alone it would teach the model nothing."""
 
     class Experts(nn.Linear):

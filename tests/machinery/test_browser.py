@@ -45,7 +45,7 @@ def data(address, path, **parameters):
 
 
 @needed("there is no chromium here: apt-get install chromium" if browser.CHROMIUM is None else "")
-def test_the_page_of_a_killed_and_resumed_run_shows_one_line(board, tmp_path, request):
+def test_the_curve_of_a_killed_and_resumed_run_has_no_gap_and_no_step_twice(board, tmp_path, request):
     points = {
         run: [(step, value) for _, step, value in data(board, "plugin/scalars/scalars", run=run, tag="train/loss")]
         for run in ("killed", "whole")

@@ -7,7 +7,7 @@ import pytest
 
 from scripts import chaos
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks of its runs through /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks of its runs in /proc")
 DDP_OR_FSDP = ("-parallel ddp", "-parallel fsdp")
 
 

@@ -201,7 +201,7 @@ def test_an_elastic_restart_with_reset_gets_the_given_run_id_and_number_of_proce
     assert "-epochs" in shown and "arg" not in shown.split()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="mini_cluster.sh asks for root first")
+@pytest.mark.skipif(os.getuid() != 0, reason="mini_cluster.sh needs root")
 def test_the_mini_cluster_refuses_a_folder_that_another_user_may_have_filled(tmp_path):
     """As root, the script runs files of this folder and ends the processes that its pid files name."""
     script = ROOT / "scripts" / "slurm" / "mini_cluster.sh"

@@ -173,7 +173,7 @@ def test_a_row_has_the_same_norm_by_itself_and_among_others_with_two_threads():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_step_without_a_finite_gradient_changes_nothing(bad):
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(bad):
     model = nn.Linear(3, 2)
     optimizer, scaler = optimizers.get_optimizer(model, flags()), torch.amp.GradScaler("cpu", enabled=False)
     for good in (True, False):

@@ -25,7 +25,7 @@ from lib.utils import signals
 from lib.utils.errors import FAILED, STOPPED, UsageError
 from scripts import check_resume
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60  # of three epochs
 SOON_S = 30  # seconds until a failed run has ended, on a machine with other work
@@ -241,7 +241,7 @@ def test_a_signal_while_a_rank_is_reaped_loses_no_exit_code(monkeypatch):
     assert signalled and passed == [signal.SIGTERM]
 
 
-def test_no_worker_outlives_a_killed_parent(start, undisturbed):
+def test_all_workers_end_after_their_parent_is_killed(start, undisturbed):
     run = start("orphans", "-workers", 1, fault={"do": "pause", "step": 5})
     run.wait_for_notes(2)
     os.kill(run.pid, signal.SIGKILL)

@@ -169,8 +169,8 @@ def check_killed_run(out, capfd, size=2, data="noisy") -> tuple[int, str]:
     flags = f"-cpu {size} -batch_size {2 * size} -micro_batch 2 -dataset {data} -arch norm_net -num_classes 4"
     with plugins(arch={"norm_net": norm_net}, dataset={"noisy": noisy, "few": few}):
         code = train.main([*flags.split(), "-limit_steps", "10", "-check_resume", "-out", str(out)])
-    said = capfd.readouterr()
-    (line,) = re.findall("^killed 3 times.*", said.out, re.MULTILINE) or [said.err]
+    output = capfd.readouterr()
+    (line,) = re.findall("^killed 3 times.*", output.out, re.MULTILINE) or [output.err]
     return code, line
 
 

@@ -301,10 +301,10 @@ def test_the_contrastive_loss_of_the_page_is_the_formula_of_the_paper():
     code = {}
     exec(FILES["lib/trainer/contrastive.py"], code)
     outputs, heat, terms = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), 0.5, []
-    alike = torch.nn.functional.cosine_similarity(outputs[:, None], outputs[None], dim=-1) / heat
+    similarity = torch.nn.functional.cosine_similarity(outputs[:, None], outputs[None], dim=-1) / heat
     for i in range(6):
-        others = sum(alike[i, k].exp() for k in range(6) if k != i)
-        terms.append(-(alike[i, (i + 3) % 6].exp() / others).log())
+        others = sum(similarity[i, k].exp() for k in range(6) if k != i)
+        terms.append(-(similarity[i, (i + 3) % 6].exp() / others).log())
     assert code["nt_xent"](outputs, heat) == pytest.approx(sum(terms) / 6)
 
 

@@ -398,7 +398,7 @@ class Guided(trainer.Trainer):
             self.guide_optimizer.zero_grad()
 
 
-def test_a_trainer_with_two_optimizers_and_rare_metrics_gives_the_same_bits_on_any_number_of_processes(tmp_path):
+def test_two_optimizers_and_rare_metrics_give_the_same_bits_on_any_number_of_processes(tmp_path):
     with plugins(arch={"gapped": lambda args: NotContiguous()}, trainer={"guided": Guided}):
         flags = f"{SMALL} -arch gapped -trainer guided -log_every 1"
         truth = bits(run(tmp_path, f"{flags} -cpu 1 -model alone"))

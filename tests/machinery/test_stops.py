@@ -17,7 +17,7 @@ from processes import until
 from lib.utils import preemption
 from lib.utils.distributed import World
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
 EPOCH, STEPS = 20, 60  # steps of an epoch, and of the run
 PAUSE = {"do": "pause", "step": 25}
 NEXT = PAUSE["step"] + 1  # the step at which a run stops that was asked to stop during its pause

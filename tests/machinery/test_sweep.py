@@ -90,8 +90,8 @@ def test_a_grid_runs_each_combination_and_prints_a_table_with_the_best_first(und
     best = [status.row(undisturbed / name)["best"] for name, _ in rows]
     assert best == [f"accuracy {score}" for _, score in rows], "the same as in scripts/status.py"
     plain = run(tmp_path, f"{LONG} -seed 2 -lr_start 1e-3 -model plain")
-    alike = weights(undisturbed / TRIALS[3])
-    assert all((alike[name] == value).all() for name, value in weights(plain).items())
+    trial_weights = weights(undisturbed / TRIALS[3])
+    assert all((trial_weights[name] == value).all() for name, value in weights(plain).items())
     pytest.importorskip("matplotlib", reason="needs uv pip install -r pyproject.toml --group plot")
     assert (undisturbed / "sweep.png").read_bytes().startswith(b"\x89PNG")
 

@@ -86,9 +86,7 @@ SLOW = [pytest.param(flags, marks=pytest.mark.slow) for flags in ("-cpu 2", "-cp
 
 
 @pytest.mark.parametrize("more", ["-cpu 1", *SLOW])
-def test_a_run_starts_from_imagenet_weights_with_a_new_head_and_needs_the_file_only_at_the_first_start(
-    imagenet, more, tmp_path
-):
+def test_a_run_from_imagenet_weights_has_a_new_head_and_needs_the_file_only_once(imagenet, more, tmp_path):
     flags = f"-dataset folder -data {tmp_path}/photos -arch torchvision -torchvision_name resnet18 -weights imagenet "
     flags += f"-image_size 64 -batch_size 2 -epochs 2 -lr_start 1e-30 -lr_end 0 -weight_decay 0 {more} -model photos"
     folder = runs.run(tmp_path / "out", f"{flags} -limit_steps 1", wanted=75)
