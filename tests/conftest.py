@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def _logging_as_before():
+def reset_logging():
     """Close the log files of runs: a run leaves them open, and would log the messages of later tests too."""
     yield
     console.setup_logging(None, rank=1)  # no file, no terminal
@@ -46,15 +46,15 @@ def small_plugins():
 
 
 @pytest.fixture(scope="module")
-def done(small_plugins, tmp_path_factory):
+def finished_run(small_plugins, tmp_path_factory):
     """A finished run on two processes, with a checkpoint of each step."""
     return runs.run(tmp_path_factory.mktemp("done"), f"{saves.SMALL} -cpu 2 -save_every 1steps -keep_last 99")
 
 
 @pytest.fixture
-def copy(done, tmp_path):
-    """A copy of the run `done`, which a test may damage."""
-    return shutil.copytree(done, tmp_path / "copied" / done.name, symlinks=True)
+def copy(finished_run, tmp_path):
+    """A copy of finished_run, which a test may damage."""
+    return shutil.copytree(finished_run, tmp_path / "copied" / finished_run.name, symlinks=True)
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def distance(one: Path, other: Path) -> float:
     return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
 
 
-def same(one: dict, other: dict) -> bool:
+def same_tensors(one: dict, other: dict) -> bool:
     """Whether two dicts have the same tensors under the same names."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 

@@ -6,7 +6,7 @@ import zlib
 from pathlib import Path
 
 import torch
-from runs import few, lines, norm_net, run, same, weights
+from runs import few, lines, norm_net, run, same_tensors, weights
 
 from lib.trainer import trainer
 from lib.utils import preemption
@@ -29,7 +29,7 @@ def state(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def saver(folder: Path, **options) -> manager.Checkpoints:
+def new_checkpoints(folder: Path, **options) -> manager.Checkpoints:
     """A Checkpoints object over this run folder, ready to save."""
     made = manager.Checkpoints(folder / "checkpoints", World(), **options)
     made.open()
@@ -49,13 +49,13 @@ def newest(folder: Path) -> int | None:
         return None
     step = past.manifest["state"]["step"]
     whole = tensors(past.folder)
-    assert same(whole, state(step))
+    assert same_tensors(whole, state(step))
     return step
 
 
 def found(folder: Path) -> resume.Past | None:
     """The newest good checkpoint of a run."""
-    checkpoints = saver(folder)
+    checkpoints = new_checkpoints(folder)
     return resume.find_newest_good(checkpoints.folder, checkpoints.disk)
 
 
@@ -91,7 +91,7 @@ def names(folder: Path) -> list[str]:
     return [entry.name for entry in run_folder.list_checkpoints(folder / "checkpoints")]
 
 
-def everything(folder: Path) -> list[str]:
+def all_entries(folder: Path) -> list[str]:
     """All names in a run's checkpoints folder."""
     return sorted(entry.name for entry in (folder / "checkpoints").iterdir())
 
@@ -101,7 +101,7 @@ def log_of(folder: Path, rank: int = 0) -> str:
     return (folder / "logs" / f"rank_{rank}.log").read_text()
 
 
-def rewrite(folder: Path, change):
+def change_manifest(folder: Path, change):
     """Change a checkpoint's manifest, with a valid checksum, as an attacker or another version might."""
     path = folder / "manifest.json"
     manifest = {name: value for name, value in shards.read_manifest(folder).items() if name != "crc32"}

@@ -7,7 +7,7 @@ import sys
 import pytest
 import saves
 import torch
-from runs import distance, few, norm_net, outcome, plugins, run, same, weights
+from runs import distance, few, norm_net, outcome, plugins, run, same_tensors, weights
 from safetensors.torch import load_file, save_file
 from saves import SMALL, log_of, names
 from torch import nn
@@ -22,27 +22,27 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/000006_step_6", "checkpoints/latest"])
-def test_a_run_resumes_from_another_run(done, tmp_path, place):
-    before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
-    folder = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {done / place}")
-    assert distance(folder, done) == 0.0
+def test_a_run_resumes_from_another_run(finished_run, tmp_path, place):
+    before = {path: path.stat().st_mtime_ns for path in finished_run.rglob("*")}
+    folder = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {finished_run / place}")
+    assert distance(folder, finished_run) == 0.0
     wanted = {"checkpoints/000006_step_6": "step 6"}.get(place, "step 12")
-    assert f"resuming from {done}/checkpoints/" in log_of(folder) and wanted in log_of(folder)
-    assert before == {path: path.stat().st_mtime_ns for path in done.rglob("*")}
+    assert f"resuming from {finished_run}/checkpoints/" in log_of(folder) and wanted in log_of(folder)
+    assert before == {path: path.stat().st_mtime_ns for path in finished_run.rglob("*")}
     best = outcome(folder)["best"]
     assert (best is None) == (not (folder / "best").exists()), "best is only named if its weights exist"
-    again = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {done / place}")
-    assert names(again) and distance(again, done) == 0.0
+    again = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {finished_run / place}")
+    assert names(again) and distance(again, finished_run) == 0.0
     assert "is not used: this run has checkpoints of its own" in log_of(again)
 
 
-def test_a_damaged_checkpoint_of_another_run_is_skipped_and_stays_in_place(copy, done, tmp_path):
+def test_a_damaged_checkpoint_of_another_run_is_skipped_and_stays_in_place(copy, finished_run, tmp_path):
     newest = names(copy)[0]
     shard = copy / "checkpoints" / newest / "shard_0001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     folder = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {copy}")
     assert f"{shard}: " in log_of(folder) and "an older checkpoint is taken" in log_of(folder)
-    assert distance(folder, done) == 0.0 and names(copy)[0] == newest
+    assert distance(folder, finished_run) == 0.0 and names(copy)[0] == newest
 
 
 def test_a_checkpoint_that_cannot_be_resumed_is_refused_and_no_code_in_it_is_executed(refused, copy, tmp_path):
@@ -61,7 +61,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_and_no_code_in_it_is_exe
 
 def test_checkpoints_of_format_1_are_refused_and_not_overwritten(refused, copy):
     for number, name in enumerate(names(copy)):
-        saves.rewrite(copy / "checkpoints" / name, lambda manifest: {**manifest, "format": 1})
+        saves.change_manifest(copy / "checkpoints" / name, lambda manifest: {**manifest, "format": 1})
         (copy / "checkpoints" / name).rename(
             copy / "checkpoints" / f"step_{number:08d}_keep"
         )  # the names of format 1
@@ -87,23 +87,23 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_run_starts_from_weights_of_any_file_format(done, tmp_path, form):
+def test_a_run_starts_from_weights_of_any_file_format(finished_run, tmp_path, form):
     name, write = FORMS[form]
-    write(weights(done), tmp_path / name)
+    write(weights(finished_run), tmp_path / name)
     model = norm_net(type("Args", (), {"num_classes": 4}))
     load_into(str(tmp_path / name), model)
-    assert all(torch.equal(value, weights(done)[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, weights(finished_run)[name]) for name, value in model.state_dict().items())
 
 
-def test_weights_from_a_run_folder_are_its_best_weights(done):
+def test_weights_from_a_run_folder_are_its_best_weights(finished_run):
     model = norm_net(type("Args", (), {"num_classes": 4}))
-    load_into(str(done), model)
-    best = load_file(done / "best" / "weights.safetensors")
+    load_into(str(finished_run), model)
+    best = load_file(finished_run / "best" / "weights.safetensors")
     assert all(torch.equal(value, best[name]) for name, value in model.state_dict().items())
 
 
-def test_weights_are_loaded_only_at_the_first_start_and_tensors_that_do_not_fit_are_logged(done, tmp_path):
-    given = weights(done)
+def test_weights_are_loaded_only_at_the_first_start_and_tensors_that_do_not_fit_are_logged(finished_run, tmp_path):
+    given = weights(finished_run)
     given["5.bias"], given["more"] = torch.zeros(7), torch.zeros(1)
     del given["1.weight"]
     save_file(given, tmp_path / "w.safetensors")
@@ -115,7 +115,7 @@ def test_weights_are_loaded_only_at_the_first_start_and_tensors_that_do_not_fit_
     assert "tensors taken" not in again[2]
 
 
-def test_a_trainer_is_built_after_the_weights_of_a_file_are_loaded(done, tmp_path):
+def test_a_trainer_is_built_after_the_weights_of_a_file_are_loaded(finished_run, tmp_path):
     """Copies that a trainer makes in `__init__`, such as a teacher or an average, start from these weights."""
     copied = {}
 
@@ -125,9 +125,9 @@ def test_a_trainer_is_built_after_the_weights_of_a_file_are_loaded(done, tmp_pat
             copied.update({name: value.clone() for name, value in self.model.state_dict().items()})
 
     with plugins(trainer={"copying": Copying}):
-        flags = f"{SMALL} -cpu 1 -trainer copying -limit_steps 1 -weights {done / 'final' / 'weights.safetensors'}"
+        flags = f"{SMALL} -cpu 1 -trainer copying -limit_steps 1 -weights {finished_run / 'final' / 'weights.safetensors'}"
         run(tmp_path, flags, wanted=75)
-    assert same(copied, weights(done))
+    assert same_tensors(copied, weights(finished_run))
 
 
 def test_weights_that_cannot_be_read_or_do_not_fit_are_refused_and_no_code_is_executed(refused, tmp_path):
@@ -194,14 +194,16 @@ def test_a_run_keeps_its_number_of_threads_unless_the_change_is_allowed(copy, mo
 
 
 def test_flags_unknown_to_the_version_that_saved_are_logged_and_accepted(copy):
-    saves.rewrite(copy / "checkpoints" / names(copy)[0], lambda manifest: manifest["config"].pop("momentum") and None)
+    saves.change_manifest(
+        copy / "checkpoints" / names(copy)[0], lambda manifest: manifest["config"].pop("momentum") and None
+    )
     run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net")
     assert "-momentum was unknown and is 0.9" in log_of(copy)
 
 
 def test_another_torch_version_or_processor_is_logged_and_accepted(copy):
     before = {"torch": "2.0.0", "processor": "a pocket calculator"}
-    saves.rewrite(copy / "checkpoints" / names(copy)[0], lambda manifest: manifest["config"].update(before))
+    saves.change_manifest(copy / "checkpoints" / names(copy)[0], lambda manifest: manifest["config"].update(before))
     run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net")
     assert f"-torch was 2.0.0 and is {torch.__version__}" in log_of(copy)
     assert f"was a pocket calculator and is {torch.backends.cpu.get_cpu_capability()}" in log_of(copy)

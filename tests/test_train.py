@@ -10,7 +10,7 @@ import pytest
 import saves
 import torch
 import yaml
-from runs import distance, few, lines, norm_net, outcome, plugins, run, same, weights
+from runs import distance, few, lines, norm_net, outcome, plugins, run, same_tensors, weights
 from safetensors.torch import load_file
 from saves import SMALL, bits
 from sklearn.metrics import f1_score
@@ -204,7 +204,7 @@ def test_a_run_from_the_config_yaml_of_another_has_the_same_weights(tmp_path, un
 def test_a_finished_run_is_not_trained_again(undisturbed):
     before = weights(undisturbed[1])
     folder = run(undisturbed[1].parent, f"{SMALL} -cpu 1 -model on_1")
-    assert same(before, weights(folder))
+    assert same_tensors(before, weights(folder))
     assert outcome(folder)["state"] == "finished"
 
 
@@ -235,7 +235,7 @@ def test_reset_moves_the_old_run_away_once_for_each_job(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_batch_that_is_not_finite_is_skipped_and_counted(tmp_path, size):
-    with plugins(dataset={"poisoned": poisoned}):
+    with plugins(dataset={"poisoned": dataset_with_nan}):
         flags = SMALL.replace("-dataset few", "-dataset poisoned")
         folder = run(tmp_path, f"{flags} -cpu {size} -model skips")
     assert all(torch.isfinite(value).all() for value in weights(folder).values())
@@ -244,7 +244,7 @@ def test_a_batch_that_is_not_finite_is_skipped_and_counted(tmp_path, size):
 
 def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path):
     with (
-        plugins(dataset={"hopeless": hopeless}),
+        plugins(dataset={"hopeless": never_finite_dataset}),
         pytest.raises(RuntimeError, match=r"10 steps in a row.* step 9; -debug names the first bad tensor"),
     ):
         run(tmp_path, SMALL.replace("-dataset few", "-dataset hopeless") + " -epochs 9 -model bad -log_every 5")
@@ -356,13 +356,13 @@ def test_a_buffer_with_infinity_stays_as_it_is_when_processes_have_unequal_share
 # Stops between two log lines
 
 
-def poisoned(args):
+def dataset_with_nan(args):
     parts = few(args)
     parts["train"].tensors[0][11] = math.nan
     return parts
 
 
-def hopeless(args):
+def never_finite_dataset(args):
     return Tensors(torch.full((40, 64), math.inf), torch.zeros(40, dtype=torch.int64))
 
 
@@ -388,7 +388,7 @@ def test_a_stop_between_two_log_lines_does_not_change_the_log_lines(cpu, tmp_pat
     flags = (
         f"{SMALL} -cpu {cpu} -epochs 2 -dataset poisoned -trainer spread -batch_size 4 -micro_batch 2 -log_every 5"
     )
-    with plugins(dataset={"poisoned": poisoned}, trainer={"spread": Spread}):
+    with plugins(dataset={"poisoned": dataset_with_nan}, trainer={"spread": Spread}):
         whole = run(tmp_path, f"{flags} -model whole")
         for limit in (3, 4, 12, 19):
             run(tmp_path, f"{flags} -model parts -limit_steps {limit} -save_every 1steps", wanted=75)
@@ -399,7 +399,7 @@ def test_a_stop_between_two_log_lines_does_not_change_the_log_lines(cpu, tmp_pat
 
 def test_bad_steps_in_a_row_are_counted_across_a_stop(tmp_path):
     flags = f"{SMALL} -cpu 1 -dataset hopeless -epochs 9 -log_every 5 -max_bad_steps 10"
-    with plugins(dataset={"hopeless": hopeless}):
+    with plugins(dataset={"hopeless": never_finite_dataset}):
         run(tmp_path, f"{flags} -limit_steps 4", wanted=75)
         with pytest.raises(RuntimeError, match=r"10 steps in a row.* step 9;"):
             run(tmp_path, flags)
@@ -410,7 +410,7 @@ def test_bad_steps_in_a_row_are_counted_across_a_stop(tmp_path):
 
 def test_a_run_without_any_finite_step_fails_at_each_start_and_writes_no_weights(tmp_path):
     def never_finite(args):
-        return {name: hopeless(args) for name in ("train", "val", "test")}
+        return {name: never_finite_dataset(args) for name in ("train", "val", "test")}
 
     with plugins(dataset={"never": never_finite}):
         for _ in range(2):
@@ -421,7 +421,7 @@ def test_a_run_without_any_finite_step_fails_at_each_start_and_writes_no_weights
     assert not (tmp_path / "nan" / "best").exists() and not (tmp_path / "nan" / "final").exists()
 
 
-class Early(trainer.Trainer):
+class BadAtFirst(trainer.Trainer):
     """Has three bad steps at the beginning."""
 
     def training_step(self, batch):
@@ -430,12 +430,12 @@ class Early(trainer.Trainer):
 
 def test_a_few_bad_steps_before_a_change_of_the_batch_size_do_not_fail_the_run(tmp_path):
     flags = f"{SMALL} -cpu 1 -trainer early -epochs 1 -micro_batch 4"
-    with plugins(trainer={"early": Early}):
+    with plugins(trainer={"early": BadAtFirst}):
         run(tmp_path, f"{flags} -batch_size 4 -limit_steps 6", wanted=75)
         run(tmp_path, f"{flags} -batch_size 20 -allow_change batch_size")
 
 
-class Breaks(trainer.Trainer):
+class EndsInNan(trainer.Trainer):
     """Writes NaN into a weight in the last step."""
 
     def step(self, samples):
@@ -447,7 +447,7 @@ class Breaks(trainer.Trainer):
 @pytest.mark.parametrize("flags", ["-cpu 1", "-cpu 2 -parallel fsdp"])
 def test_weights_that_are_not_finite_are_written_neither_to_best_nor_to_final(flags, tmp_path):
     flags = f"{SMALL} {flags} -trainer breaks -epochs 1 -model breaks"
-    with plugins(trainer={"breaks": Breaks}):
+    with plugins(trainer={"breaks": EndsInNan}):
         with contextlib.suppress(BadSteps):  # raised here if this is the only process
             run(tmp_path, flags, wanted=1)
         assert "1.weight (1 in all) is not finite" in outcome(tmp_path / "breaks")["reason"]

@@ -55,7 +55,7 @@ class Page:
 
 
 @contextlib.contextmanager
-def opened(address: str, folder, size: str = "1280,860"):
+def open_page(address: str, folder, size: str = "1280,860"):
     """Open a Page. Its browser has its profile in `folder` and ends with the block."""
     theirs, ours = os.pipe(), os.pipe()
     command = [CHROMIUM, *OPTIONS, f"--window-size={size}", f"--user-data-dir={folder}", "--remote-debugging-pipe"]

@@ -31,7 +31,7 @@ REAL_OPEN = io.open
 
 
 @dataclass
-class Strike:
+class Failure:
     """The call at which a failure happens, and its kind."""
 
     number: int = -1
@@ -46,8 +46,8 @@ class Calls:
     Its methods replace the functions of os with the same names.
     """
 
-    def __init__(self, folder, strike):
-        self.folder, self.strike, self.struck = Path(folder).resolve(), strike, False
+    def __init__(self, folder, failure):
+        self.folder, self.failure, self.failed = Path(folder).resolve(), failure, False
         self.trace, self.files, self.lock = (
             [],
             {},
@@ -66,20 +66,20 @@ class Calls:
     def call(self, entry, act, half=None):
         with self.lock:
             if self.is_due(entry[0]):
-                if half and self.strike.half:
+                if half and self.failure.half:
                     half()
-                if not self.strike.code:
+                if not self.failure.code:
                     os.kill(os.getpid(), signal.SIGKILL)
-                self.struck = True
-                raise OSError(self.strike.code, os.strerror(self.strike.code), entry[1])
+                self.failed = True
+                raise OSError(self.failure.code, os.strerror(self.failure.code), entry[1])
             result = act()
             self.trace.append(entry)
             return result
 
     def is_due(self, kind):
-        if self.struck:
-            return self.strike.lasting and kind not in ("read", "unlink", "rmdir")
-        return len(self.trace) == self.strike.number
+        if self.failed:
+            return self.failure.lasting and kind not in ("read", "unlink", "rmdir")
+        return len(self.trace) == self.failure.number
 
     def named(self, kind, where, act, *facts):
         return act() if where is None else self.call((kind, where, *facts), act)

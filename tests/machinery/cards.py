@@ -43,7 +43,7 @@ def missing() -> str:
     return "" if shutil.which("gcc") and shutil.which("nm") else "needs gcc and nm"
 
 
-def built(folder: Path) -> dict[str, str]:
+def build(folder: Path) -> dict[str, str]:
     """The environment in which a program finds one fake GPU, or CARDS of them; their libraries are in `folder`."""
     (folder / "crt").mkdir()
     (folder / "crt" / "host_defines.h").write_text("\n".join([*HOST, ""]))  # nvcc has it, torch's wheels do not

@@ -67,15 +67,15 @@ def get_dataset(args):
 '''
 
 
-def needed(missing: str) -> pytest.MarkDecorator:
+def require(missing: str) -> pytest.MarkDecorator:
     """Skip tests and say what would enable them. On CI nothing may be missing: the tests fail instead."""
     return pytest.mark.skipif(bool(missing) and not os.environ.get("CI"), reason=missing)
 
 
-def needed_package(name: str, group: str) -> pytest.MarkDecorator:
+def require_package(name: str, group: str) -> pytest.MarkDecorator:
     """Skip tests if an optional package of this group of pyproject.toml is missing. On CI they fail instead."""
     installed = importlib.util.find_spec(name) is not None
-    return needed("" if installed else f"needs uv pip install -r pyproject.toml --group {group}")
+    return require("" if installed else f"needs uv pip install -r pyproject.toml --group {group}")
 
 
 def copy_of_the_code(folder: Path) -> Path:
@@ -96,16 +96,16 @@ class Cluster:
         self.code, self.out, self.options = code, out, {name: str(value) for name, value in options.items()}
         self.folder = Path(tempfile.mkdtemp(prefix="baton_slurm_", dir="/tmp"))
         self.over = threading.Event()
-        self.hasten = threading.Thread(target=self._hasten, daemon=True)
+        self.starter = threading.Thread(target=self._start_requeued_jobs, daemon=True)
 
     def __enter__(self):
         subprocess.run([SCRIPT, "start", self.folder], env={**os.environ, **self.options}, check=True, timeout=120)
-        self.hasten.start()
+        self.starter.start()
         return self
 
     def __exit__(self, *error):
         self.over.set()
-        self.hasten.join()
+        self.starter.join()
         subprocess.run([SCRIPT, "stop", self.folder], check=True, timeout=120)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -115,7 +115,7 @@ class Cluster:
         own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         return {**own, "SLURM_CONF": str(self.folder / "slurm.conf"), **python, **more}
 
-    def do(self, *command, wanted: int | None = 0, **more) -> str:
+    def run(self, *command, wanted: int | None = 0, **more) -> str:
         """The output of a command, started in the folder of the code. Its exit code must be `wanted`."""
         command = [str(part) for part in command]
         output = subprocess.run(
@@ -128,9 +128,9 @@ class Cluster:
 
     def train(self, flags: str, wanted: int = 0, **more) -> str:
         """The output of `python train.py FLAGS -out OUT`."""
-        return self.do(sys.executable, "train.py", *flags.split(), "-out", self.out, wanted=wanted, **more)
+        return self.run(sys.executable, "train.py", *flags.split(), "-out", self.out, wanted=wanted, **more)
 
-    def here(self, flags: str, wanted: int = 0, **more) -> str:
+    def run_here(self, flags: str, wanted: int = 0, **more) -> str:
         """The same as train(), in this process, which has imported torch already."""
         output, before, names_before = io.StringIO(), dict(os.environ), (slurm.ROOT, plugins.names)
         os.environ.update(self.env(**more))
@@ -150,26 +150,26 @@ class Cluster:
     def submit(self, flags: str, nodes: int = 2, **more) -> str:
         """Submit a run with 2 tasks a node, unless -cpu is given, and return the job id."""
         cpu = "" if "-cpu" in flags else "-cpu 2"
-        output = self.here(f"-slurm -slurm_nnodes {nodes} {cpu} -slurm_cpus 1 -dataset slow {flags}", **more)
+        output = self.run_here(f"-slurm -slurm_nnodes {nodes} {cpu} -slurm_cpus 1 -dataset slow {flags}", **more)
         return re.search(r"submitted: +job (\d+)", output)[1]
 
-    def urgent(self, seconds: float) -> str:
+    def submit_urgent(self, seconds: float) -> str:
         """Submit a job that preempts the jobs on all nodes."""
-        return self.do(
+        return self.run(
             "sbatch", "--parsable", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap", f"sleep {seconds}"
         ).strip()
 
     def job(self, job: str) -> dict[str, str]:
         """The fields of `scontrol show job`."""
-        return dict(re.findall(r"(?:^| )(\w+)=(\S*)", self.do("scontrol", "show", "job", "-o", job)))
+        return dict(re.findall(r"(?:^| )(\w+)=(\S*)", self.run("scontrol", "show", "job", "-o", job)))
 
-    def ended(self, job: str) -> dict[str, str]:
+    def wait_for_end(self, job: str) -> dict[str, str]:
         """Wait until a job is over and return its fields."""
         unfinished = ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED")
         until(lambda: self.job(job)["JobState"] not in unfinished, what=self.log(job), pause=0.2)
         return self.job(job)
 
-    def trains(self, name: str, step: int = 1):
+    def wait_until_it_trains(self, name: str, step: int = 1):
         """Wait until a run has logged this step."""
         until(lambda: (steps_of(self.out / name) or [0])[-1] >= step, what=self.log(name))
 
@@ -195,14 +195,14 @@ class Cluster:
                     return int(entry.name)
         raise AssertionError(f"no process of rank {rank} of job {job}")
 
-    def _hasten(self):
+    def _start_requeued_jobs(self):
         """Start requeued jobs soon: Slurm delays them by two minutes. A start in the same second would fail."""
         done = set()
         while not self.over.wait(0.5):
-            output = self.do("squeue", "-h", "-t", "PENDING", "-o", "%A %r", wanted=None).splitlines()
+            output = self.run("squeue", "-h", "-t", "PENDING", "-o", "%A %r", wanted=None).splitlines()
             waiting = {line.split()[0] for line in output if line.endswith(" BeginTime")}
             for job in waiting - done:
-                self.do("scontrol", "update", f"JobId={job}", "StartTime=now+2", wanted=None)
+                self.run("scontrol", "update", f"JobId={job}", "StartTime=now+2", wanted=None)
             done = waiting
 
 

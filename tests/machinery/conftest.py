@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from processes import nursery, serve, start, undisturbed  # noqa: F401
+from processes import fork_server, serve, start, undisturbed  # noqa: F401
 
 from scripts import check_resume
 
@@ -43,7 +43,7 @@ def no_fsync(monkeypatch):
 
 
 @pytest.fixture
-def only_kills(monkeypatch):
+def compare_kills_only(monkeypatch):
     """Limit -check_resume to the kills on the same number of processes."""
     real = check_resume.Check.planned
     monkeypatch.setattr(check_resume.Check, "planned", lambda self, facts: real(self, facts)[:1])

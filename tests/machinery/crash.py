@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import calls
-from calls import Strike
+from calls import Failure
 from disk import Disk, read_tree, write_tree
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
@@ -90,14 +90,14 @@ def power_loss_states(save: Callable, folder: Path) -> Iterator[Cut]:
 
 def kill_at(save: Callable, folder: Path, number: int, half: bool = False) -> Cut:
     """Kill the save before its call of this number, or in the middle of it if it is a write."""
-    cut = _run(save, folder, Strike(number, half))
+    cut = _run(save, folder, Failure(number, half))
     cut.what = f"killed {'in' if half else 'before'} call {number}"
     return cut
 
 
 def fail_at(save: Callable, folder: Path, number: int, code: int, lasting: bool = False) -> Cut:
     """Let the call of this number fail with an errno."""
-    cut = _run(save, folder, Strike(number, half=True, code=code, lasting=lasting))
+    cut = _run(save, folder, Failure(number, half=True, code=code, lasting=lasting))
     cut.what = f"{errno.errorcode[code]} {'from' if lasting else 'at'} call {number}"
     return cut
 
@@ -105,7 +105,7 @@ def fail_at(save: Callable, folder: Path, number: int, code: int, lasting: bool 
 def _clean(save, folder):
     """Run the save without a cut, check that its trace explains all its changes, and restore the folder."""
     tree = read_tree(folder)
-    cut = _run(save, folder, Strike())
+    cut = _run(save, folder, Failure())
     after = read_tree(folder)
     write_tree(tree, folder)
     assert cut.finished, f"the save fails by itself:\n{cut.error}"
@@ -117,11 +117,11 @@ def _clean(save, folder):
     return cut
 
 
-def _run(save, folder, strike):
+def _run(save, folder, failure):
     source, sink = os.pipe()
     child = os.fork()
     if child == 0:
-        watch = calls.Calls(folder, strike)
+        watch = calls.Calls(folder, failure)
         with _Report(watch.trace, sink):
             watch.install()
             save()
@@ -134,8 +134,8 @@ def _run(save, folder, strike):
     if hung:
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    assert not hung, f"{strike}: the save hangs"
-    assert data or os.WTERMSIG(status) == signal.SIGKILL, f"{strike}: the child ended with status {status}"
+    assert not hung, f"{failure}: the save hangs"
+    assert data or os.WTERMSIG(status) == signal.SIGKILL, f"{failure}: the child ended with status {status}"
     error, trace = pickle.loads(data) if data else ("killed", [])
     return Cut("uncut", not error, error, trace)
 

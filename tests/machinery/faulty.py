@@ -46,13 +46,13 @@ class Trainer(trainer.Trainer):
             return
         if fault.get("rank", self.world.rank) == self.world.rank:
             self.fault = {}
-            note(Path(fault["notes"]), self.world.rank)
+            write_note(Path(fault["notes"]), self.world.rank)
             FAULTS[fault["do"]](fault)
             if fault.get("signal") in NAMES:
                 wait(lambda: self.stop.signalled_at is not None)
 
 
-def note(folder: Path, rank: int):
+def write_note(folder: Path, rank: int):
     """Write facts about this process when its fault happens."""
     facts = {"pid": os.getpid(), "parent": os.getppid(), "time": time.monotonic(), "environ": dict(os.environ)}
     folder.mkdir(parents=True, exist_ok=True)

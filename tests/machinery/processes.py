@@ -1,6 +1,6 @@
 """Real runs for tests: each has a session of its own, its output is kept, its processes are killed after the test.
 
-A nursery, a process that has imported what train.py imports, forks a run in a tenth of the time of a fresh Python;
+A fork server, a process that has imported what train.py imports, forks a run in a tenth of the time of a fresh Python;
 `command` starts a fresh one. Tests ask for the fixtures `start` and `undisturbed`.
 """
 
@@ -152,7 +152,7 @@ def _stat():
                 yield int(entry.name), (int(parent), int(session))
 
 
-class Nursery:
+class ForkServer:
     """A process that has imported the modules of a run, and forks runs."""
 
     def __init__(self):
@@ -164,7 +164,7 @@ class Nursery:
         far.close()
 
     def start(self, **order) -> int:
-        assert self.process.poll() is None, "the nursery died of what stderr shows"
+        assert self.process.poll() is None, "the fork server died; stderr shows why"
         self.wire.send(order)
         while isinstance(message := self._receive(), tuple):
             pass
@@ -186,7 +186,7 @@ class Nursery:
         self.process.wait(LIMIT)
 
 
-def nurse(wire) -> int:
+def serve_forks(wire) -> int:
     """Fork a run for each order from the pipe, and report how each ended."""
     import faulty
     from torch.utils import tensorboard  # noqa: F401
@@ -205,7 +205,7 @@ def nurse(wire) -> int:
             pid = os.fork()
             if not pid:
                 wire.close()
-                return live(**order)
+                return run_in_fork(**order)
             children.append(pid)
             wire.send(pid)
         for pid, status in [os.waitpid(pid, os.WNOHANG) for pid in children]:
@@ -214,7 +214,7 @@ def nurse(wire) -> int:
                 wire.send((pid, os.waitstatus_to_exitcode(status)))
 
 
-def live(flags: list[str], env: dict, stdin: str, stdout: str, stderr: str) -> int:
+def run_in_fork(flags: list[str], env: dict, stdin: str, stdout: str, stderr: str) -> int:
     """Set up a forked run as a fresh Python would be: its own session, its own terminal or files."""
     os.setsid()
     for number, name in enumerate((stdin, stdout, stderr)):
@@ -232,36 +232,36 @@ def live(flags: list[str], env: dict, stdin: str, stdout: str, stderr: str) -> i
 
 
 @pytest.fixture(scope="session")
-def nursery():
-    one = Nursery()
+def fork_server():
+    one = ForkServer()
     yield one
     one.close()
 
 
 @pytest.fixture(scope="session")
-def undisturbed(nursery, tmp_path_factory) -> Run:
+def undisturbed(fork_server, tmp_path_factory) -> Run:
     """A run that is not interrupted: two processes, three epochs of 20 steps."""
-    run = Starter(nursery, tmp_path_factory.mktemp("undisturbed"), [])("run")
+    run = Starter(fork_server, tmp_path_factory.mktemp("undisturbed"), [])("run")
     assert run.wait() == 0, run.text()
     return run
 
 
 @pytest.fixture
-def start(nursery, tmp_path):
-    """Start runs of train.py with a model name and flags, by default forked from the nursery with two processes.
+def start(fork_server, tmp_path):
+    """Start runs of train.py with a model name and flags, by default by the fork server with two processes.
 
     `fault`: what faulty.py does. `command`: a fresh Python is started with this command instead. `terminal`: which of
     stdin, stdout and stderr are a terminal.
     """
     runs = []
-    yield Starter(nursery, tmp_path, runs)
+    yield Starter(fork_server, tmp_path, runs)
     for run in runs:
         run.end()
 
 
 class Starter:
-    def __init__(self, nursery, folder: Path, runs: list):
-        self.nursery, self.folder, self.runs, self.count = nursery, folder, runs, itertools.count()
+    def __init__(self, fork_server, folder: Path, runs: list):
+        self.fork_server, self.folder, self.runs, self.count = fork_server, folder, runs, itertools.count()
 
     def __call__(self, model="run", *flags, fault=None, env=None, command=None, terminal=(), cpu=2) -> Run:
         number = next(self.count)
@@ -291,8 +291,8 @@ class Starter:
                 ours, theirs = pty.openpty()
                 files |= dict.fromkeys(terminal, os.ttyname(theirs))
             flags = ["-arch", "mlp", "-epochs", "3", "-trainer", "faulty", *flags]
-            pid = self.nursery.start(flags=flags, env=given, **files)
-            ended = lambda: self.nursery.ended(pid)  # noqa: E731
+            pid = self.fork_server.start(flags=flags, env=given, **files)
+            ended = lambda: self.fork_server.ended(pid)  # noqa: E731
             if terminal:
                 os.close(theirs)
         run = Run(pid, self.folder / "out" / model, log, notes, ended, ours)
@@ -306,13 +306,13 @@ def serve():
     it prints "interrupted" at SIGINT, and ends when its stdin is closed."""
     started = []
 
-    def started_over(runs: Path, user: str = "") -> subprocess.Popen:
+    def start_server(runs: Path, user: str = "") -> subprocess.Popen:
         command = [sys.executable, "-c", SERVE, str(runs), user]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         started.append(subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes))
         return started[-1]
 
-    yield started_over
+    yield start_server
     for process in started:
         process.kill()
         process.communicate()
@@ -336,4 +336,4 @@ def address_in(text: str) -> str:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    sys.exit(nurse(connection.Connection(int(sys.argv[1]))))
+    sys.exit(serve_forks(connection.Connection(int(sys.argv[1]))))

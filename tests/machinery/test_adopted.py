@@ -115,7 +115,7 @@ DATASETS = {
 
 
 @pytest.fixture(scope="module")
-def usual(small_plugins, tmp_path_factory):
+def usual_run(small_plugins, tmp_path_factory):
     """A run on (inputs, targets), with a model that returns a tensor."""
     return run(tmp_path_factory.mktemp("usual"), f"{SMALL} -cpu 1")
 
@@ -132,15 +132,17 @@ def usual(small_plugins, tmp_path_factory):
         ("norm_net", "named"),
     ],
 )
-def test_models_and_batches_of_many_forms_train_with_the_same_bits_as_the_usual_ones(arch, dataset, usual, tmp_path):
+def test_models_and_batches_of_many_forms_train_with_the_same_bits_as_the_usual_ones(
+    arch, dataset, usual_run, tmp_path
+):
     """Losses, weights and metrics are the same if the model computes the loss, or if the batch is a dict."""
     with plugins(arch=ARCHS, dataset=DATASETS):
         for size in (1, 2):
             flags = f"{SMALL} -arch {arch} -dataset {dataset} -cpu {size} -model on_{size}"
-            assert bits(run(tmp_path, flags)) == bits(usual), size
+            assert bits(run(tmp_path, flags)) == bits(usual_run), size
 
 
-class Own(LikeHuggingFace):
+class OwnLoss(LikeHuggingFace):
     """Computes a loss that -loss does not offer."""
 
     def outputs_and_loss(self, inputs, targets):
@@ -151,11 +153,11 @@ class Own(LikeHuggingFace):
 def test_a_model_that_computes_its_own_loss_trains_as_in_a_plain_loop(tmp_path):
     flags = f"{SMALL.replace('norm_net', 'own')} -dataset rows -shuffle no -optimizer sgd -momentum 0 -weight_decay 0"
     flags = f"{flags} -lr_start 0.1 -lr_end 0.1 -micro_batch 16 -epochs 2"
-    with plugins(arch={"own": Own}, dataset=DATASETS):
+    with plugins(arch={"own": OwnLoss}, dataset=DATASETS):
         folder = run(tmp_path, flags)
         args = parsed(flags)
     seeding.seed_building(args.seed)
-    model, part = Own(args), few(args)["train"].tensors
+    model, part = OwnLoss(args), few(args)["train"].tensors
     step = 0
     for _ in range(args.epochs):
         for rows in torch.arange(50).split(16):
@@ -170,10 +172,10 @@ def test_a_model_that_computes_its_own_loss_trains_as_in_a_plain_loop(tmp_path):
         assert torch.allclose(value, model.state_dict()[name], atol=1e-5), name
 
 
-def test_models_under_fsdp_may_return_outputs_of_these_forms(tmp_path, usual):
+def test_models_under_fsdp_may_return_outputs_of_these_forms(tmp_path, usual_run):
     with plugins(arch=ARCHS, dataset=DATASETS):
         folder = run(tmp_path, f"{SMALL} -arch hugging -dataset rows -cpu 2 -parallel fsdp")
-    assert distance(folder, usual) < 1e-5
+    assert distance(folder, usual_run) < 1e-5
 
 
 def test_a_sequence_of_labels_is_not_measured_because_the_model_may_shift_it():

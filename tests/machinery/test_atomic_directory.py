@@ -28,7 +28,7 @@ def save(saver, content="x", force=False):
     return Path(path).name
 
 
-def kept(folder):
+def kept_numbers(folder):
     names = [entry.name for entry in folder.glob("AtomicDirectory_checkpoint_*")]
     return sorted(name.removeprefix("AtomicDirectory_checkpoint_") for name in names)
 
@@ -51,19 +51,19 @@ def test_checkpoints_are_numbered_linked_and_found_from_any_working_directory(tm
     assert [save(saver) for _ in range(11)][-1] == "AtomicDirectory_checkpoint_11"
     again = AtomicDirectory(tmp_path / "out/run", is_master=True)
     assert save(again) == latest(again).name == "AtomicDirectory_checkpoint_12"
-    assert len(kept(tmp_path / "out/run")) == 13
+    assert len(kept_numbers(tmp_path / "out/run")) == 13
 
 
 def test_the_last_checkpoints_and_all_forced_ones_are_kept(tmp_path):
     saver = AtomicDirectory(tmp_path, is_master=True, keep_last=2)
     for step in range(12):
         save(saver, force=step in (1, 4))
-        assert len(kept(tmp_path)) <= 4
-    assert kept(tmp_path) == ["10", "11", "1_force", "4_force"]
+        assert len(kept_numbers(tmp_path)) <= 4
+    assert kept_numbers(tmp_path) == ["10", "11", "1_force", "4_force"]
     last = AtomicDirectory(tmp_path, is_master=True, keep_last=1)
     last.prepare_checkpoint_directory()
     assert latest(last).is_dir()  # until the next one is complete
-    assert [save(last) for _ in range(2)] and kept(tmp_path) == ["13", "1_force", "4_force"]
+    assert [save(last) for _ in range(2)] and kept_numbers(tmp_path) == ["13", "1_force", "4_force"]
 
 
 def test_checkpoint_folders_are_recognized_by_name_and_number(tmp_path):
@@ -97,7 +97,7 @@ def test_incomplete_checkpoints_are_removed(tmp_path):
     (tmp_path / "AtomicDirectory_checkpoint_7").mkdir()
     (tmp_path / "Other_checkpoint_7.partial").mkdir()
     assert save(AtomicDirectory(tmp_path, is_master=True)) == "AtomicDirectory_checkpoint_1"
-    assert kept(tmp_path) == ["0", "1"] and (tmp_path / "Other_checkpoint_7.partial").exists()
+    assert kept_numbers(tmp_path) == ["0", "1"] and (tmp_path / "Other_checkpoint_7.partial").exists()
     with pytest.raises(FileNotFoundError):
         saver.symlink_latest(tmp_path / "Other_checkpoint_7.partial")
     with pytest.raises(FileNotFoundError):
@@ -121,7 +121,7 @@ def test_a_copied_folder_continues_independently(way, tmp_path):
     copied = AtomicDirectory(new, is_master=True)
     assert latest(copied) == new / "AtomicDirectory_checkpoint_10_force"
     assert (latest(copied) / "checkpoint.txt").read_text() == "10"
-    assert save(copied) == "AtomicDirectory_checkpoint_11" and len(kept(new)) == 12
+    assert save(copied) == "AtomicDirectory_checkpoint_11" and len(kept_numbers(new)) == 12
     assert latest(saver) == old / "AtomicDirectory_checkpoint_10_force"
 
 
@@ -160,7 +160,7 @@ def on_ranks(size, function, folder):
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
-            _rank(rank, size, function, folder)
+            _run_rank(rank, size, function, folder)
         children[pid] = rank
     end = time.monotonic() + 60
     while children and time.monotonic() < end:
@@ -173,7 +173,7 @@ def on_ranks(size, function, folder):
     assert message == {f"rank_{rank}": "done" for rank in range(size)}, "\n".join(message.values())
 
 
-def _rank(rank, size, function, folder):
+def _run_rank(rank, size, function, folder):
     try:
         store = dist.FileStore(str(folder / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -187,20 +187,27 @@ def _rank(rank, size, function, folder):
         os._exit(0)
 
 
-def broken(*_, **__):
+def raise_no_space(*_, **__):
     raise OSError(errno.ENOSPC, "no space left, says the test")
 
 
 def test_two_ranks_share_folders_and_an_error_on_one_is_raised_on_both(tmp_path):
     def run(rank):
-        for check in (_together, _refused, _forced, _failing, _async, _mono):
+        for check in (
+            _check_collectives,
+            _check_masters,
+            _check_forced_saves,
+            _check_failing_saves,
+            _check_async,
+            _check_mono,
+        ):
             check(rank, tmp_path / check.__name__)
 
     torch.set_num_threads(1)
     on_ranks(2, run, tmp_path)
 
 
-def _together(rank, folder):
+def _check_collectives(rank, folder):
     world = World(rank=rank, size=2)
     assert distributed.gather_json(["é", "x" * 3000 * rank, math.inf], world)[1][1:] == ["x" * 3000, math.inf]
     assert distributed.gather_results((lambda: rank) if rank else None, world) == [None, 1]
@@ -238,13 +245,13 @@ def test_all_reduce_max_needs_a_logarithmic_number_of_rounds(tmp_path):
     on_ranks(5, run, tmp_path)
 
 
-def _refused(rank, folder):
+def _check_masters(rank, folder):
     for masters in (0, 2):
         with pytest.raises(ValueError, match=f"is_master=True on {masters} of 2 ranks"):
             AtomicDirectory(folder, is_master=masters == 2)
 
 
-def _forced(rank, folder):
+def _check_forced_saves(rank, folder):
     for strategy, wanted in (("sync_any", ["0", "1_force", "2_force"]), ("sync_all", ["0", "1", "2_force"])):
         saver = AtomicDirectory(folder / strategy, is_master=rank == 1, strategy=strategy)
         for step in range(3):
@@ -254,16 +261,16 @@ def _forced(rank, folder):
             saver.symlink_latest(path)
             assert latest(saver) == path
             assert sorted(file.name for file in path.iterdir()) == ["shard_0", "shard_1"]
-        assert kept(folder / strategy) == wanted
+        assert kept_numbers(folder / strategy) == wanted
 
 
-def _failing(rank, folder):
+def _check_failing_saves(rank, folder):
     saver = AtomicDirectory(folder, is_master=rank == 0)
     first = save_shared(saver)
     for place, name in ((0, "write_file"), (1, "fsync_file"), (0, "swap_link")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="says the test") as message:
             if rank == place:
-                patch.setattr(atomic, name, broken)
+                patch.setattr(atomic, name, raise_no_space)
             save_shared(saver)
         assert rank == place or f"rank {place}: " in str(message.value)
         assert latest(saver).name == first
@@ -278,7 +285,7 @@ def save_shared(saver):
     return Path(path).name
 
 
-def _async(rank, folder):
+def _check_async(rank, folder):
     saver = AtomicDirectory(folder, is_master=True, strategy="async", keep_last=1)
     assert saver.symlink_name == f"AtomicDirectory_rank_{rank}.latest_checkpoint"
     for step in range(1 + 2 * rank):  # a different number on each rank
@@ -291,7 +298,7 @@ def _async(rank, folder):
     assert latest(saver).name == f"AtomicDirectory_rank_{rank}_checkpoint_{2 * rank}"
 
 
-def _mono(rank, folder):
+def _check_mono(rank, folder):
     if rank == 1:
         assert save(AtomicDirectory(folder, strategy="mono", name="one")) == "one_checkpoint_0"
     dist.barrier()

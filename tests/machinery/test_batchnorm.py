@@ -12,7 +12,7 @@ from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 
 
-def norms(momentum=0.1):
+def norm_model(momentum=0.1):
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=momentum), nn.BatchNorm1d(6))
 
@@ -63,7 +63,7 @@ def step(model, statistics, parts, of, norm=1.0):
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
 def test_running_statistics_are_the_mean_over_the_micro_batches(momentum):
-    model = norms(momentum).train()
+    model = norm_model(momentum).train()
     statistics = batchnorm.RunningStatistics(model, World())
     for sizes in ([8], [4, 4], [5, 3, 2], [2, 9]):
         parts = [2 + 3 * torch.randn(size, 4) for size in sizes]
@@ -73,7 +73,7 @@ def test_running_statistics_are_the_mean_over_the_micro_batches(momentum):
 
 
 def test_running_statistics_of_one_micro_batch_are_those_of_batchnorm_to_the_bit():
-    model = norms().train()
+    model = norm_model().train()
     statistics = batchnorm.RunningStatistics(model, World())
     for _ in range(4):
         part = torch.randn(6, 4)
@@ -83,7 +83,7 @@ def test_running_statistics_of_one_micro_batch_are_those_of_batchnorm_to_the_bit
 
 
 def test_running_statistics_in_double_precision_keep_that_precision():
-    model = norms().double().train()
+    model = norm_model().double().train()
     statistics = batchnorm.RunningStatistics(model, World())
     parts = [torch.randn(size, 4, dtype=torch.float64) for size in (5, 3)]
     wanted = mean_buffers(model, parts)
@@ -94,7 +94,7 @@ def test_running_statistics_in_double_precision_keep_that_precision():
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_a_skipped_step_does_not_change_the_running_statistics(parts, norm):
-    model = norms().train()
+    model = norm_model().train()
     statistics = batchnorm.RunningStatistics(model, World())
     before = buffers(model)
     step(model, statistics, [torch.full((4, 4), math.nan)] * parts, 4 * parts, norm)

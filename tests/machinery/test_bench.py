@@ -16,20 +16,20 @@ ONE_THREAD = Options(threads=1)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Run:
+def plain_run(tmp_path_factory) -> Run:
     return compare.run(PLAIN, DIGITS, tmp_path_factory.mktemp("plain"), ONE_THREAD)
 
 
 @pytest.mark.parametrize("name", [name for name in compare.SCRIPTS if name not in (PLAIN, "composer")])
-def test_every_script_does_as_many_steps_and_reaches_the_loss_of_the_plain_script(name, plain, tmp_path):
+def test_every_script_does_as_many_steps_and_reaches_the_loss_of_the_plain_script(name, plain_run, tmp_path):
     package = compare.PACKAGES.get(name)
     if package and not importlib.util.find_spec(package):
         pytest.skip(f"{package} is not installed")
     other = compare.run(name, DIGITS, tmp_path, ONE_THREAD)
-    compare.check_equal({PLAIN: plain, name: other}, tolerance=0.05)
+    compare.check_equal({PLAIN: plain_run, name: other}, tolerance=0.05)
     assert other.step == 40 and 0 < other.figures["train_loss"] < 1.2
     if name != LIMIT:
-        assert other.figures["val_loss"] == pytest.approx(plain.figures["val_loss"], rel=0.1)
+        assert other.figures["val_loss"] == pytest.approx(plain_run.figures["val_loss"], rel=0.1)
         assert other.figures["val_accuracy"] > 0.9
 
 
@@ -67,12 +67,12 @@ def test_the_table_has_medians_ranges_and_the_ratio_of_each_round():
 
 
 def test_runs_that_did_different_work_are_not_compared():
-    plain = Run(1.0, 1.0, 40, {"train_loss": 1.0})
+    plain_run = Run(1.0, 1.0, 40, {"train_loss": 1.0})
     limit = Run(1.0, 1.0, 40, {"train_loss": 0.2})
-    compare.check_equal({PLAIN: plain, BATON: Run(9.0, 9.0, 40, {"train_loss": 1.04}), LIMIT: limit}, 0.05)
+    compare.check_equal({PLAIN: plain_run, BATON: Run(9.0, 9.0, 40, {"train_loss": 1.04}), LIMIT: limit}, 0.05)
     for other in (Run(1.0, 1.0, 39, {"train_loss": 1.0}), Run(1.0, 1.0, 40, {"train_loss": 1.06})):
         with pytest.raises(compare.Unequal, match="no comparison: Baton"):
-            compare.check_equal({PLAIN: plain, BATON: other}, 0.05)
+            compare.check_equal({PLAIN: plain_run, BATON: other}, 0.05)
 
 
 def test_a_failing_run_is_reported_with_its_exit_code(tmp_path: Path):

@@ -8,11 +8,11 @@ import urllib.request
 
 import browser
 import pytest
-from cluster import needed
+from cluster import require
 from PIL import Image
 from processes import address_in, until
 
-STEPS = 60  # of a run of the nursery
+STEPS = 60  # of a run of the fork server
 # The paths with as many points as there are steps: TensorBoard draws SVG paths if there is no WebGL.
 PATHS = "[...document.querySelectorAll('path')].map(path => path.getAttribute('d'))"
 LINES = f"{PATHS}.filter(line => line.split('L').length == {STEPS})"
@@ -44,7 +44,7 @@ def data(address, path, **parameters):
         return json.load(answer)
 
 
-@needed("there is no chromium here: apt-get install chromium" if browser.CHROMIUM is None else "")
+@require("there is no chromium here: apt-get install chromium" if browser.CHROMIUM is None else "")
 def test_the_curve_of_a_killed_and_resumed_run_has_no_gap_and_no_step_twice(board, tmp_path, request):
     points = {
         run: [(step, value) for _, step, value in data(board, "plugin/scalars/scalars", run=run, tag="train/loss")]
@@ -58,7 +58,7 @@ def test_the_curve_of_a_killed_and_resumed_run_has_no_gap_and_no_step_twice(boar
     images = data(board, "plugin/images/tags")["killed"]
     assert {"train/samples", "val/answers", "val/confusion", "test/confusion"} <= set(images)
 
-    with browser.opened(f"{board}?tagFilter=loss%24#timeseries", tmp_path / "browser") as page:
+    with browser.open_page(f"{board}?tagFilter=loss%24#timeseries", tmp_path / "browser") as page:
         lines = page.until(f"({LINES}).length == 4 && {LINES}")  # of two runs, each smoothed and unsmoothed
         text = re.sub(r"\s", "", page.value("document.body.innerText"))
         picture = page.screenshot()

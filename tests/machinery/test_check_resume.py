@@ -82,7 +82,7 @@ class Attention(nn.Module):
         return self.head((scores.softmax(2) @ self.values(tokens)).flatten(1))
 
 
-class Two(trainer.Trainer):
+class TwoModels(trainer.Trainer):
     """Trains a second model of this kind in an attribute."""
 
     def __init__(self, *parts):
@@ -105,7 +105,7 @@ def test_gradients_that_are_only_rounding_noise_are_no_difference(check_run):
     model = Attention(types.SimpleNamespace(num_classes=4))
     functional.cross_entropy(model(torch.randn(8, 64)), torch.randint(4, (8,))).backward()
     assert model.keys.bias.grad.abs().max() < 1e-6 < 1e-4 < model.queries.bias.grad.abs().max()
-    with plugins(arch={"attention": Attention}, dataset={"few": few}, trainer={"two": Two}):
+    with plugins(arch={"attention": Attention}, dataset={"few": few}, trainer={"two": TwoModels}):
         code, lines, message = check_run(f"{SMALL} -arch attention -dataset few -trainer two")
     assert code == 0 and lines[-1] == "all as promised", "\n".join([*lines, message])
     assert len(lines) > 5 and all(line.endswith("the same bits") for line in lines[4:-1])

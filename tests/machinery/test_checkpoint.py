@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import saves
 import torch
-from runs import few, lines, outcome, plugins, run, same
+from runs import few, lines, outcome, plugins, run, same_tensors
 from safetensors.torch import load_file
-from saves import SMALL, everything, log_of, names, save, saver
+from saves import SMALL, all_entries, log_of, names, new_checkpoints, save
 
 from lib.utils import distributed
 from lib.utils.checkpoint import manager, resume, shards
@@ -33,7 +33,7 @@ def test_a_save_contains_the_state_at_its_beginning_even_if_tensors_change_befor
 ):
     may_continue, real = threading.Event(), shards.write
     monkeypatch.setattr(shards, "write", lambda *args: (may_continue.wait(30), real(*args))[1])
-    checkpoints, live, now = saver(tmp_path), saves.state(3), saves.state(3)
+    checkpoints, live, now = new_checkpoints(tmp_path), saves.state(3), saves.state(3)
     checkpoints.save(live, saves.facts(3), step=3, rank_dependent={"model.bias"})
     for tensor in live.values():
         tensor.zero_()
@@ -42,17 +42,17 @@ def test_a_save_contains_the_state_at_its_beginning_even_if_tensors_change_befor
     may_continue.set()
     checkpoints.close()
     saved = saves.tensors(tmp_path / "checkpoints" / "000001_step_3")
-    assert same(saved, now)
+    assert same_tensors(saved, now)
 
 
-def test_a_run_continues_during_a_slow_write_and_its_checkpoints_are_the_same(done, tmp_path, monkeypatch):
+def test_a_run_continues_during_a_slow_write_and_its_checkpoints_are_the_same(finished_run, tmp_path, monkeypatch):
     """With dropout, BatchNorm and accumulation."""
     real = shards.write
     monkeypatch.setattr(shards, "write", lambda *args: (time.sleep(0.03), real(*args))[1])
     slow = run(tmp_path, f"{SMALL} -cpu 2 -save_every 1steps -keep_last 99")
-    assert names(slow) == names(done) and len(names(slow)) == 13
+    assert names(slow) == names(finished_run) and len(names(slow)) == 13
     for name in names(slow):
-        manifests = [shards.read_manifest(folder / "checkpoints" / name) for folder in (slow, done)]
+        manifests = [shards.read_manifest(folder / "checkpoints" / name) for folder in (slow, finished_run)]
         assert manifests[0]["shards"] == manifests[1]["shards"], name
 
 
@@ -66,7 +66,7 @@ def test_a_save_has_low_priority_and_starts_no_openmp_threads(tmp_path, monkeypa
         return real(*args)
 
     monkeypatch.setattr(shards, "write", write)
-    checkpoints, before = saver(tmp_path), os.getpriority(os.PRIO_PROCESS, 0)
+    checkpoints, before = new_checkpoints(tmp_path), os.getpriority(os.PRIO_PROCESS, 0)
     wide = {"model.weight": torch.ones(1 << 20)}
     checkpoints.make_room(wide, set())
     count = len([*threads.iterdir()])
@@ -90,7 +90,7 @@ def test_at_most_one_save_is_in_progress_and_the_next_one_waits_for_it(tmp_path,
         return answer
 
     monkeypatch.setattr(shards, "write", write)
-    checkpoints = saver(tmp_path, keep_last=9)
+    checkpoints = new_checkpoints(tmp_path, keep_last=9)
     for step in range(1, 5):
         checkpoints.save(saves.state(step), saves.facts(step), step=step, rank_dependent=set())
         events.append("begun")
@@ -101,7 +101,7 @@ def test_at_most_one_save_is_in_progress_and_the_next_one_waits_for_it(tmp_path,
 
 
 def test_buffers_for_copies_are_allocated_once_and_shapes_may_change(tmp_path):
-    checkpoints = saver(tmp_path)
+    checkpoints = new_checkpoints(tmp_path)
     checkpoints.make_room(saves.state(0), set())
     before = {name: copy.data_ptr() for name, copy in checkpoints.copies.values.items() if copy.numel()}
     for step in (1, 2):
@@ -111,7 +111,7 @@ def test_buffers_for_copies_are_allocated_once_and_shapes_may_change(tmp_path):
     checkpoints.save(tensors, {}, step=3, rank_dependent=set())
     checkpoints.close()
     saved = saves.tensors(tmp_path / "checkpoints" / "000003_step_3")
-    assert same(saved, tensors)
+    assert same_tensors(saved, tensors)
 
 
 def test_a_manifest_directly_in_the_checkpoints_folder_is_ignored(copy):
@@ -175,7 +175,7 @@ def test_calling_git_takes_no_lock_that_a_kill_would_leave(tmp_path, monkeypatch
 def test_retention_keeps_the_last_checkpoints_and_the_milestones_and_all_are_complete(tmp_path):
     folder = run(tmp_path, f"{SMALL} -epochs 7 -keep_last 2 -keep_every 3 -save_every 1epoch")
     assert saves.steps(folder) == [28, 24, 20, 12] and saves.kept(folder) == [24, 12]
-    assert everything(folder) == sorted([*names(folder), "latest"])
+    assert all_entries(folder) == sorted([*names(folder), "latest"])
     assert (folder / "checkpoints" / "latest").resolve().name == names(folder)[0]
     for name in names(folder):
         assert len(saves.tensors(folder / "checkpoints" / name)) > 10
@@ -183,7 +183,7 @@ def test_retention_keeps_the_last_checkpoints_and_the_milestones_and_all_are_com
 
 
 def test_the_checkpoint_that_was_saved_last_is_the_newest_whatever_its_step_and_is_never_removed(tmp_path):
-    checkpoints = saver(tmp_path, keep_last=1)
+    checkpoints = new_checkpoints(tmp_path, keep_last=1)
     for step in (8, 8, 9, 3, 4, 4, 1):
         save(checkpoints, step)
         assert len(names(tmp_path)) == 1 and saves.newest(tmp_path) == step
@@ -195,7 +195,7 @@ def test_the_checkpoint_that_was_saved_last_is_the_newest_whatever_its_step_and_
 
 
 def test_a_removal_that_fails_half_way_leaves_no_folder_that_looks_like_a_checkpoint(tmp_path, monkeypatch):
-    checkpoints = saver(tmp_path, keep_last=1)
+    checkpoints = new_checkpoints(tmp_path, keep_last=1)
     save(checkpoints, 1)
 
     def remove(path, *args, ignore_errors):
@@ -205,9 +205,9 @@ def test_a_removal_that_fails_half_way_leaves_no_folder_that_looks_like_a_checkp
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", remove)
         save(checkpoints, 2)
-    assert names(tmp_path) == ["000002_step_2"] and len(everything(tmp_path)) == 3
+    assert names(tmp_path) == ["000002_step_2"] and len(all_entries(tmp_path)) == 3
     assert saves.newest(tmp_path) == 2
-    assert everything(tmp_path) == ["000002_step_2", "latest"]
+    assert all_entries(tmp_path) == ["000002_step_2", "latest"]
 
 
 def test_an_unknown_best_metric_is_one_clear_error_and_no_epoch_is_lost(refused, tmp_path):
@@ -230,7 +230,7 @@ def test_best_without_a_val_split_is_refused_before_anything_is_written(refused,
 
 
 def test_a_checkpoint_is_not_written_before_the_best_weights_that_it_names(tmp_path, caplog):
-    checkpoints = saves.saver(tmp_path)
+    checkpoints = saves.new_checkpoints(tmp_path)
     save(checkpoints, 1)
     (tmp_path / "best").touch()  # a file in place of the folder: the weights cannot be written
     checkpoints.set_best({"a": torch.ones(2)})
@@ -243,7 +243,12 @@ def test_a_checkpoint_is_not_written_before_the_best_weights_that_it_names(tmp_p
 
 def test_only_the_last_best_weights_before_a_save_are_written_with_it(tmp_path, monkeypatch):
     """Also if an earlier save is still in progress, or has failed."""
-    checkpoints, begun, may_continue, written = saves.saver(tmp_path), threading.Event(), threading.Event(), []
+    checkpoints, begun, may_continue, written = (
+        saves.new_checkpoints(tmp_path),
+        threading.Event(),
+        threading.Event(),
+        [],
+    )
 
     def write(folder, tensors):
         begun.set()
@@ -266,13 +271,13 @@ def test_only_the_last_best_weights_before_a_save_are_written_with_it(tmp_path, 
 
 
 def test_a_kill_while_best_weights_are_written_keeps_the_older_ones_and_their_checkpoint(tmp_path):
-    checkpoints = saves.saver(tmp_path)
+    checkpoints = saves.new_checkpoints(tmp_path)
     checkpoints.set_best({"a": torch.ones(2)})
     save(checkpoints, 1)
     child = os.fork()
     if not child:
         shards.as_bytes = lambda values: os.kill(os.getpid(), signal.SIGKILL)  # while the file is written
-        again = saves.saver(tmp_path)
+        again = saves.new_checkpoints(tmp_path)
         again.set_best({"a": torch.zeros(2)})
         save(again, 2)
         os._exit(0)
@@ -314,15 +319,15 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_with_both_sizes(refus
         run(tmp_path, f"{SMALL} -cpu {cpu} -model enough_{cpu}")
 
 
-def test_the_size_that_is_checked_in_advance_is_that_of_the_files(done):
-    newest = done / "checkpoints" / names(done)[0]
+def test_the_size_that_is_checked_in_advance_is_that_of_the_files(finished_run):
+    newest = finished_run / "checkpoints" / names(finished_run)[0]
     size = sum(tensor.nbytes for tensor in saves.tensors(newest).values())
     on_disk = sum(shard.stat().st_size for shard in newest.glob("shard_*"))
     assert size <= on_disk < size + 6000
 
 
 def test_other_files_in_the_checkpoints_folder_are_ignored_and_kept(tmp_path):
-    checkpoints = saver(tmp_path)
+    checkpoints = new_checkpoints(tmp_path)
     save(checkpoints, 4)
     for name in ("000009_step_9.txt", "9_step_9", "000008_steps_8", "000009_step_9.partial2", "notes"):
         (tmp_path / "checkpoints" / name).touch()
@@ -330,10 +335,10 @@ def test_other_files_in_the_checkpoints_folder_are_ignored_and_kept(tmp_path):
     assert names(tmp_path) == ["000001_step_4"] and saves.newest(tmp_path) == 4
     save(checkpoints, 5)
     checkpoints.close()
-    assert {"notes", "000008_step_8_best"} <= set(everything(tmp_path))
+    assert {"notes", "000008_step_8_best"} <= set(all_entries(tmp_path))
 
 
 def test_a_single_process_needs_no_process_group_and_finds_no_checkpoint_in_a_new_folder(tmp_path):
-    checkpoints = saver(tmp_path / "new")
+    checkpoints = new_checkpoints(tmp_path / "new")
     assert resume.find_newest_good(checkpoints.folder, checkpoints.disk) is None
     assert distributed.gather_json(1, World()) == [1]

@@ -278,8 +278,8 @@ def test_a_job_folder_is_private_if_baton_creates_it(project, monkeypatch):
 
 def test_a_missing_slurm_fails_tests_on_ci_and_skips_them_with_a_reason_elsewhere(monkeypatch):
     monkeypatch.setenv("CI", "true")
-    assert cluster.needed("slurmctld is missing").args == (False,)
+    assert cluster.require("slurmctld is missing").args == (False,)
     monkeypatch.delenv("CI")
-    mark = cluster.needed("slurmctld is missing")
+    mark = cluster.require("slurmctld is missing")
     assert mark.args == (True,) and "slurmctld is missing" in mark.kwargs["reason"]
-    assert cluster.needed("").args == (False,)
+    assert cluster.require("").args == (False,)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import needed
+from cluster import require
 from processes import until
 
 import train
@@ -111,7 +111,7 @@ def test_other_python_scripts_are_not_completed(script):
     assert completions(script, ["python", "other.py", "-lr_"]) == [] == completions(script, ["python", "-"])
 
 
-@needed("" if shutil.which("zsh") else "needs zsh")
+@require("" if shutil.which("zsh") else "needs zsh")
 def test_zsh_completes_flags_and_plugin_names(tmp_path):
     found = {
         "python train.py -resnet_d": "python train.py -resnet_depth ",

@@ -32,7 +32,7 @@ class Case:
         return folder
 
     def save(self, folder, step):
-        checkpoints = saves.saver(folder, **self.options)
+        checkpoints = saves.new_checkpoints(folder, **self.options)
         checkpoints.save(saves.state(step), saves.facts(step), step=step % 5, rank_dependent=set(), keep=self.keep)
         checkpoints.close()
 
@@ -45,7 +45,7 @@ class Case:
                 saves.tensors(folder / "checkpoints" / name)
             self.save(folder, NEWER)
             assert saves.newest(folder) == NEWER
-            saves.saver(folder)
+            saves.new_checkpoints(folder)
             left = [name for name in disk.read_tree(folder) if name.endswith((".partial", ".removed", ".corrupt"))]
             assert not left, left
         except (AssertionError, OSError, RuntimeError, SafetensorError, shards.Damaged) as error:
@@ -89,5 +89,5 @@ def test_after_starts_that_are_killed_during_their_cleanup_a_later_start_complet
     )
     for name in ("000099_step_99.partial", "000001_step_1.12.ab.removed"):
         shutil.copytree(folder / "checkpoints" / saves.names(folder)[0], folder / "checkpoints" / name)
-    for cut in crash.kills(lambda: saves.saver(folder), folder):
+    for cut in crash.kills(lambda: saves.new_checkpoints(folder), folder):
         assert not case.wrong_after(cut, folder)

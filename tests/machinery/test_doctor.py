@@ -31,7 +31,7 @@ def run_doctor(*flags, code, **env) -> list[str]:
     return run.stdout.splitlines()
 
 
-def found(check, flags="") -> list[tuple[str, str]]:
+def findings(check, flags="") -> list[tuple[str, str]]:
     return list(doctor.guarded(check, parsed(flags)))
 
 
@@ -56,7 +56,7 @@ def test_whatever_prevents_a_run_is_bad_and_makes_the_exit_code_1(tmp_path):
 
 def test_errors_of_train_py_are_found(tmp_path, monkeypatch):
     def bad(check, flags):
-        return [text for level, text in found(check, f"{flags} -out {tmp_path}") if level == "bad"]
+        return [text for level, text in findings(check, f"{flags} -out {tmp_path}") if level == "bad"]
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert "-batch_size 2 has not a sample for each of 3 processes" in bad(doctor.data, "-batch_size 2 -cpu 3")[0]
@@ -72,13 +72,13 @@ def test_errors_of_train_py_are_found(tmp_path, monkeypatch):
 def test_little_space_for_loaders_and_checkpoints_is_a_note_with_a_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1_000_000))
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (1024, 1024))
-    assert [level for level, _ in found(doctor.limits)] == ["ok", "ok"]
-    notes = found(doctor.limits, "-workers 4")
+    assert [level for level, _ in findings(doctor.limits)] == ["ok", "ok"]
+    notes = findings(doctor.limits, "-workers 4")
     assert [level for level, _ in notes] == ["note", "note"]
     assert "--shm-size" in notes[0][1] and "ulimit -n 65536" in notes[1][1]
-    assert found(doctor.room, f"-out {tmp_path}")[-1][0] == "note", "one checkpoint fits, three do not"
+    assert findings(doctor.room, f"-out {tmp_path}")[-1][0] == "note", "one checkpoint fits, three do not"
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100_000))
-    assert found(doctor.room, f"-out {tmp_path}")[-1][0] == "bad"
+    assert findings(doctor.room, f"-out {tmp_path}")[-1][0] == "bad"
 
 
 def test_missing_or_old_packages_are_bad(monkeypatch):
@@ -90,7 +90,7 @@ def test_missing_or_old_packages_are_bad(monkeypatch):
         return "1.2.3+cu1" if name == "torch" else real(name)
 
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
-    bad = [text for level, text in found(doctor.versions) if level == "bad"]
+    bad = [text for level, text in findings(doctor.versions) if level == "bad"]
     assert (
         len(bad) == 2 and bad[0].startswith("torch 1.2.3+cu1 is older than") and bad[1].startswith("tqdm is missing")
     )
@@ -101,20 +101,20 @@ def test_slurm_partitions_are_listed_and_a_wrong_one_is_bad(tmp_path, monkeypatc
     sinfo.write_text(f"#!/bin/sh\necho '{LISTED}'\n")
     sinfo.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert found(doctor.slurm, "-slurm -slurm_partition general") == [("ok", f"Slurm partition {LISTED}")]
-    assert found(doctor.slurm, "-slurm -slurm_partition other")[1:] == [
+    assert findings(doctor.slurm, "-slurm -slurm_partition general") == [("ok", f"Slurm partition {LISTED}")]
+    assert findings(doctor.slurm, "-slurm -slurm_partition other")[1:] == [
         ("bad", "-slurm_partition other: there are general")
     ]
     sinfo.write_text("#!/bin/sh\necho no controller >&2; exit 1\n")
-    assert found(doctor.slurm) == [("note", "sinfo does not answer: no controller")]
-    assert found(doctor.slurm, "-slurm")[0][0] == "bad"
+    assert findings(doctor.slurm) == [("note", "sinfo does not answer: no controller")]
+    assert findings(doctor.slurm, "-slurm")[0][0] == "bad"
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert [found(doctor.slurm, flags)[0][0] for flags in ("", "-slurm")] == ["ok", "bad"]
+    assert [findings(doctor.slurm, flags)[0][0] for flags in ("", "-slurm")] == ["ok", "bad"]
 
 
 @pytest.mark.parametrize(("host", "level"), [("localhost", "note"), ("no-such-host.invalid", "note")])
 def test_a_host_name_that_other_machines_cannot_reach_is_a_note(monkeypatch, host, level):
     monkeypatch.setattr(doctor.socket, "gethostname", lambda: host)
-    [(found_level, text)] = found(doctor.network)
+    [(found_level, text)] = findings(doctor.network)
     assert found_level == level and host in text and "/etc/hosts" in text
     assert host != "localhost" or "at localhost, 127.0.0.1, lo;" in text

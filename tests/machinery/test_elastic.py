@@ -13,9 +13,9 @@ from pathlib import Path
 
 import ports
 import pytest
-from cluster import needed
+from cluster import require
 from processes import CLEAN, until
-from runs import distance, lines, outcome, run, same
+from runs import distance, lines, outcome, run, same_tensors
 from safetensors.torch import load_file
 
 from lib.utils.checkpoint import resume, run_folder, shared_disk
@@ -157,7 +157,7 @@ def test_without_a_shared_disk_nodes_send_the_checkpoint_to_nodes_that_join(tmp_
         )
         for name in ("best", "final"):
             weights, truth = (load_file(one / name / "weights.safetensors") for one in (folder, single))
-            assert same(weights, truth), name
+            assert same_tensors(weights, truth), name
 
 
 @pytest.mark.parametrize("number", ["1:2", "2"])
@@ -180,7 +180,7 @@ def test_a_node_that_gets_sigterm_saves_and_the_run_continues_from_there(number,
     print({"sigterm_s": smaller["took"]})
 
 
-@needed("" if shutil.which("etcd") else "needs etcd: apt-get install etcd-server, pip install python-etcd")
+@require("" if shutil.which("etcd") else "needs etcd: apt-get install etcd-server, pip install python-etcd")
 @pytest.mark.timeout(600)
 def test_etcd_can_be_used_for_the_rendezvous(tmp_path, nodes, single):
     client, peer = ports.free(), ports.free()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import parsed
-from runs import plugins, run, same, weights
+from runs import plugins, run, same_tensors, weights
 from safetensors.torch import load_file
 from torch import nn
 
@@ -18,7 +18,7 @@ from scripts import export
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained_run(tmp_path_factory):
     """A short run on two processes, so that its checkpoints have two shards."""
     flags = f"-cpu 2 -epochs 2 -convnet_width 8 -model small -data {config.ROOT / 'data'}"
     return run(tmp_path_factory.mktemp("export"), flags)
@@ -37,26 +37,28 @@ def refused(capsys, *args) -> str:
     return message
 
 
-def model_of(trained) -> torch.nn.Module:
+def model_of(trained_run) -> torch.nn.Module:
     """The run's model, built without export.py."""
-    model = convnet.get_model(parsed(["-cfg", str(trained / "config.yaml")])).eval()
-    model.load_state_dict(load_file(trained / "final" / "weights.safetensors"))
+    model = convnet.get_model(parsed(["-cfg", str(trained_run / "config.yaml")])).eval()
+    model.load_state_dict(load_file(trained_run / "final" / "weights.safetensors"))
     return model
 
 
-def test_every_source_gives_its_weights(trained, tmp_path):
-    last, first = run_folder.list_checkpoints(trained / "checkpoints")
+def test_every_source_gives_its_weights(trained_run, tmp_path):
+    last, first = run_folder.list_checkpoints(trained_run / "checkpoints")
     assert len(list(last.glob("*.safetensors"))) == 2
-    final = load_file(trained / "final" / "weights.safetensors")
-    for source in ("final", last, trained / "checkpoints" / "latest"):
-        run_export(trained, "-from", source, "-o", tmp_path / "out.safetensors")
-        assert same(load_file(tmp_path / "out.safetensors"), final)
-    run_export(trained, "-from", first, "-o", tmp_path / "first.safetensors")
-    assert not same(load_file(tmp_path / "first.safetensors"), final)
-    run_export(trained)
-    assert same(load_file(trained / "small.safetensors"), load_file(trained / "best" / "weights.safetensors"))
-    run_export(trained, "-format", "torch", "-from", "final")
-    assert same(torch.load(trained / "small.pt", weights_only=True), final)
+    final = load_file(trained_run / "final" / "weights.safetensors")
+    for source in ("final", last, trained_run / "checkpoints" / "latest"):
+        run_export(trained_run, "-from", source, "-o", tmp_path / "out.safetensors")
+        assert same_tensors(load_file(tmp_path / "out.safetensors"), final)
+    run_export(trained_run, "-from", first, "-o", tmp_path / "first.safetensors")
+    assert not same_tensors(load_file(tmp_path / "first.safetensors"), final)
+    run_export(trained_run)
+    assert same_tensors(
+        load_file(trained_run / "small.safetensors"), load_file(trained_run / "best" / "weights.safetensors")
+    )
+    run_export(trained_run, "-format", "torch", "-from", "final")
+    assert same_tensors(torch.load(trained_run / "small.pt", weights_only=True), final)
 
 
 def test_an_fsdp_run_is_exported_with_whole_tensors(tmp_path):
@@ -67,7 +69,7 @@ def test_an_fsdp_run_is_exported_with_whole_tensors(tmp_path):
         "its tensors are split over two shards"
     )
     run_export(folder, "-from", newest, "-o", tmp_path / "out.safetensors")
-    assert same(load_file(tmp_path / "out.safetensors"), load_file(folder / "final" / "weights.safetensors"))
+    assert same_tensors(load_file(tmp_path / "out.safetensors"), load_file(folder / "final" / "weights.safetensors"))
 
 
 def test_tensors_split_over_shards_are_joined_and_the_optimizer_is_not_read(tmp_path, monkeypatch):
@@ -81,13 +83,13 @@ def test_tensors_split_over_shards_are_joined_and_the_optimizer_is_not_read(tmp_
     (tmp_path / "manifest.json").write_bytes(shards.encode_manifest(facts))
     names_read, real = [], shards.read
     monkeypatch.setattr(shards, "read", lambda *args: (names_read.extend(args[2]), real(*args)))
-    assert same(export.read(tmp_path), {"a": whole["model.a"], "b": whole["model.b"]})
+    assert same_tensors(export.read(tmp_path), {"a": whole["model.a"], "b": whole["model.b"]})
     assert names_read == ["model.a", "model.b"]
 
 
-def test_torchexport_gives_the_same_outputs_for_any_batch_size(trained):
-    run_export(trained, "-format", "torchexport", "-from", "final")
-    program, model = torch.export.load(trained / "small.pt2").module(), model_of(trained)
+def test_torchexport_gives_the_same_outputs_for_any_batch_size(trained_run):
+    run_export(trained_run, "-format", "torchexport", "-from", "final")
+    program, model = torch.export.load(trained_run / "small.pt2").module(), model_of(trained_run)
     for count in (2, 7):
         images = torch.rand(count, 1, 8, 8)
         torch.testing.assert_close(program(images), model(images))
@@ -103,8 +105,8 @@ def test_a_token_model_is_exported_with_token_inputs(tmp_path):
     assert torch.export.load(tmp_path / "gpt.pt2").module()(tokens).shape == (3, 16, 256)
 
 
-def test_shape_gives_the_input_shape_if_the_data_is_missing(trained, tmp_path, capsys):
-    away = shutil.copytree(trained, tmp_path / "small")
+def test_shape_gives_the_input_shape_if_the_data_is_missing(trained_run, tmp_path, capsys):
+    away = shutil.copytree(trained_run, tmp_path / "small")
     config_file = away / "config.yaml"
     config_file.write_text(config_file.read_text().replace(f"data: {config.ROOT / 'data'}", f"data: {tmp_path}"))
     assert "; -shape gives the shape of one input" in refused(capsys, away, "-format", "torchexport")
@@ -112,12 +114,12 @@ def test_shape_gives_the_input_shape_if_the_data_is_missing(trained, tmp_path, c
     assert torch.export.load(away / "small.pt2").module()(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
 
 
-def test_onnx_gives_the_same_outputs_for_any_batch_size(trained):
+def test_onnx_gives_the_same_outputs_for_any_batch_size(trained_run):
     reason = "needs uv pip install -r pyproject.toml --group export"
     pytest.importorskip("onnxscript", reason=reason)
     reference = pytest.importorskip("onnx.reference", reason=reason)
-    run_export(trained, "-format", "onnx", "-from", "final")
-    session, model = reference.ReferenceEvaluator(str(trained / "small.onnx")), model_of(trained)
+    run_export(trained_run, "-format", "onnx", "-from", "final")
+    session, model = reference.ReferenceEvaluator(str(trained_run / "small.onnx")), model_of(trained_run)
     for count in (2, 5):
         images = torch.rand(count, 1, 8, 8)
         [outputs] = session.run(None, {"input": images.numpy()})
@@ -153,18 +155,18 @@ def test_tied_weights_keep_all_their_names_and_a_dataset_of_dicts_is_refused_for
     assert "is for models of one tensor, and -dataset dicts gives a dict of tokens, mask: give get_model" in line
 
 
-def test_a_failing_export_is_reported_in_one_line(trained, tmp_path, capsys, monkeypatch):
+def test_a_failing_export_is_reported_in_one_line(trained_run, tmp_path, capsys, monkeypatch):
     assert "no config.yaml" in refused(capsys, tmp_path)
-    assert "no weights and no checkpoint there" in refused(capsys, trained, "-from", tmp_path / "nothing")
+    assert "no weights and no checkpoint there" in refused(capsys, trained_run, "-from", tmp_path / "nothing")
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
-    assert "needs onnx and onnxscript: uv pip" in refused(capsys, trained, "-format", "onnx")
+    assert "needs onnx and onnxscript: uv pip" in refused(capsys, trained_run, "-format", "onnx")
 
     other = tmp_path / "weights.safetensors"
     shards.write(other, [("odd", torch.ones(3))])
-    assert "other tensors" in refused(capsys, trained, "-format", "torchexport", "-from", other)
-    damaged = shutil.copytree(run_folder.list_checkpoints(trained / "checkpoints")[1], tmp_path / "000001_step_1")
+    assert "other tensors" in refused(capsys, trained_run, "-format", "torchexport", "-from", other)
+    damaged = shutil.copytree(run_folder.list_checkpoints(trained_run / "checkpoints")[1], tmp_path / "000001_step_1")
     file = next(damaged.glob("*.safetensors"))
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "size or checksum is wrong" in refused(capsys, trained, "-from", damaged)
+    assert "size or checksum is wrong" in refused(capsys, trained_run, "-from", damaged)

@@ -15,7 +15,7 @@ import time
 import pytest
 import saves
 from runs import distance, outcome, run
-from saves import SMALL, everything, log_of, names
+from saves import SMALL, all_entries, log_of, names
 
 import train
 from lib.trainer import trainer
@@ -29,7 +29,7 @@ WIDE = (
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
+def finished_run(tmp_path_factory):
     """A run that is not interrupted."""
     return run(tmp_path_factory.mktemp("done"), SMALL)
 
@@ -58,7 +58,7 @@ def mount(tmp_path):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def at_steps(monkeypatch, actions):
+def call_at_steps(monkeypatch, actions):
     """Call actions[step] on rank 0 at the end of a step, before what is due then, and after the save in progress."""
     real = trainer.Trainer.after_step
 
@@ -88,9 +88,9 @@ def fill(disk):
 def test_a_disk_that_is_full_for_a_while_loses_only_one_checkpoint(tmp_path, mount, monkeypatch):
     undisturbed, disk = run(tmp_path / "undisturbed", WIDE), mount("12m")
 
-    at_steps(monkeypatch, {7: lambda: fill(disk), 11: (disk / "filler").unlink})
+    call_at_steps(monkeypatch, {7: lambda: fill(disk), 11: (disk / "filler").unlink})
     folder = run(disk, f"{WIDE} -keep_last 9")
-    assert saves.steps(folder) == [16, 12, 4] and len(everything(folder)) == 4
+    assert saves.steps(folder) == [16, 12, 4] and len(all_entries(folder)) == 4
     fault = r"000002_step_8 could not be saved \(rank 0: OSError: .*\[Errno 28\] No space left"
     assert re.search(fault, log_of(folder)), "of its shard, or of the best weights that it names"
     assert "training continues" in log_of(folder)
@@ -98,18 +98,20 @@ def test_a_disk_that_is_full_for_a_while_loses_only_one_checkpoint(tmp_path, mou
     assert not list(folder.rglob("*.partial"))
 
 
-def test_a_disk_that_stays_full_ends_the_run_and_the_older_checkpoint_is_good(mount, monkeypatch, done, capfd):
+def test_a_disk_that_stays_full_ends_the_run_and_the_older_checkpoint_is_good(
+    mount, monkeypatch, finished_run, capfd
+):
     disk = mount("8m")
     with monkeypatch.context() as patch:
-        at_steps(patch, {5: lambda: fill(disk)})
+        call_at_steps(patch, {5: lambda: fill(disk)})
         with pytest.raises(manager.SaveError, match=r"could not be saved .*No space left"):
             run(disk, f"{SMALL} -save_every 1steps -log_every 1")
-    folder = disk / done.name
+    folder = disk / finished_run.name
     assert saves.steps(folder)[0] == 4
     assert outcome(folder)["state"] == "running", "there is no space for another outcome.json"
     assert "cannot be written (No space left" in saves.refused(disk, f"{SMALL} -model new", capfd)
     (disk / "filler").unlink()
-    assert distance(run(disk, SMALL), done) == 0.0
+    assert distance(run(disk, SMALL), finished_run) == 0.0
 
 
 def test_an_error_is_raised_even_if_outcome_json_cannot_be_written(tmp_path, monkeypatch, caplog):
@@ -124,7 +126,7 @@ def test_an_error_is_raised_even_if_outcome_json_cannot_be_written(tmp_path, mon
         raise ValueError("the first cause")
 
     monkeypatch.setattr(run_folder, "write_outcome", write_outcome)
-    at_steps(monkeypatch, {5: fail})
+    call_at_steps(monkeypatch, {5: fail})
     with pytest.raises(ValueError, match="the first cause"):
         run(tmp_path, SMALL)
     assert "outcome.json could not be written ([Errno 5]" in caplog.text
@@ -155,17 +157,19 @@ def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(mo
 
 
 @pytest.mark.parametrize("cpu", [1, 2])
-def test_a_checkpoints_folder_that_is_deleted_during_the_run_is_created_again(tmp_path, monkeypatch, done, cpu):
-    folder = tmp_path / done.name
+def test_a_checkpoints_folder_that_is_deleted_during_the_run_is_created_again(
+    tmp_path, monkeypatch, finished_run, cpu
+):
+    folder = tmp_path / finished_run.name
 
     def delete():
         while (folder / "checkpoints").exists():  # the run keeps writing there
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
-    at_steps(monkeypatch, {5: delete})
+    call_at_steps(monkeypatch, {5: delete})
     run(tmp_path, f"{SMALL} -cpu {cpu}")
     assert saves.steps(folder) == [12, 8]
-    assert distance(folder, done) < 1e-5 and outcome(folder)["state"] == "finished"
+    assert distance(folder, finished_run) < 1e-5 and outcome(folder)["state"] == "finished"
 
 
 @pytest.mark.parametrize(("cpu", "step", "look_s"), [(1, 5, 0.0), (2, 5, 0.0), (2, 12, 99.0)])
@@ -178,7 +182,7 @@ def test_a_run_whose_folder_is_moved_away_fails_with_the_reason_and_does_not_cre
         folder.rename(tmp_path / "moved")
 
     monkeypatch.setattr(preemption, "ASK_EVERY_S", look_s)
-    at_steps(monkeypatch, {step: take_away})
+    call_at_steps(monkeypatch, {step: take_away})
     if cpu == 1:
         with pytest.raises((OSError, manager.SaveError), match=f"No such file or directory: '{folder}/"):
             run(tmp_path / "out", SMALL)
@@ -189,7 +193,7 @@ def test_a_run_whose_folder_is_moved_away_fails_with_the_reason_and_does_not_cre
 
 
 def test_a_read_only_disk_is_refused_and_its_checkpoints_can_be_resumed_elsewhere(
-    tmp_path, mount, monkeypatch, capfd, done
+    tmp_path, mount, monkeypatch, capfd, finished_run
 ):
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 6)
@@ -197,15 +201,15 @@ def test_a_read_only_disk_is_refused_and_its_checkpoints_can_be_resumed_elsewher
     disk = mount(of=tmp_path / "out")
     assert "cannot be written (Read-only file system)" in saves.refused(disk, SMALL, capfd)
     assert "cannot be written (" in saves.refused(disk, f"{SMALL} -model new", capfd)
-    folder = run(tmp_path, f"{SMALL} -resume {disk / done.name}")
-    assert f"resuming from {disk}/{done.name}/checkpoints/000002_step_6:" in log_of(folder)
-    assert distance(folder, done) == 0.0
+    folder = run(tmp_path, f"{SMALL} -resume {disk / finished_run.name}")
+    assert f"resuming from {disk}/{finished_run.name}/checkpoints/000002_step_6:" in log_of(folder)
+    assert distance(folder, finished_run) == 0.0
 
 
 # Slow disks
 
 
-def test_a_slow_disk_stops_neither_training_nor_collectives(tmp_path, monkeypatch, done):
+def test_a_slow_disk_stops_neither_training_nor_collectives(tmp_path, monkeypatch, finished_run):
     """The disk of one of two ranks takes 8 s; a rank that waits longer than 6 s for another would fail."""
     real = os.fsync
 
@@ -216,10 +220,10 @@ def test_a_slow_disk_stops_neither_training_nor_collectives(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "fsync", fsync)
     folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 99epochs -hang_minutes 0.1")
-    assert saves.steps(folder) == [12] and distance(folder, done) < 1e-5
+    assert saves.steps(folder) == [12] and distance(folder, finished_run) < 1e-5
 
 
-def test_a_slow_disk_does_not_count_as_a_hang_of_a_single_process(tmp_path, monkeypatch, done):
+def test_a_slow_disk_does_not_count_as_a_hang_of_a_single_process(tmp_path, monkeypatch, finished_run):
     real = os.fsync
 
     def fsync(fd):
@@ -228,12 +232,12 @@ def test_a_slow_disk_does_not_count_as_a_hang_of_a_single_process(tmp_path, monk
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    assert distance(run(tmp_path, f"{SMALL} -save_every 99epochs -hang_minutes 0.01"), done) == 0.0
+    assert distance(run(tmp_path, f"{SMALL} -save_every 99epochs -hang_minutes 0.01"), finished_run) == 0.0
 
 
 def test_training_continues_while_the_disk_is_slow(tmp_path, monkeypatch):
     may_continue, real = threading.Event(), os.fsync
-    checkpoints = saves.saver(tmp_path)
+    checkpoints = saves.new_checkpoints(tmp_path)
     saves.save(checkpoints, 1)
     monkeypatch.setattr(os, "fsync", lambda fd: (may_continue.wait(30), real(fd)))
     checkpoints.save(saves.state(2), saves.facts(2), step=2, rank_dependent=set())
@@ -255,19 +259,19 @@ def umask():
     os.umask(before)
 
 
-def test_a_restrictive_umask_is_respected(tmp_path, umask, monkeypatch, done):
+def test_a_restrictive_umask_is_respected(tmp_path, umask, monkeypatch, finished_run):
     folder = run_stopped_and_resumed(tmp_path, monkeypatch, "-cpu 2")
-    assert distance(folder, done) < 1e-5
+    assert distance(folder, finished_run) < 1e-5
     assert not [
         path for path in folder.rglob("*") if not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) & 0o077
     ]
 
 
-def test_a_linked_output_folder_and_one_with_spaces_in_its_name_work(tmp_path, monkeypatch, done):
+def test_a_linked_output_folder_and_one_with_spaces_in_its_name_work(tmp_path, monkeypatch, finished_run):
     (tmp_path / "real one").mkdir()
     (tmp_path / "link").symlink_to("real one")
     for out in ("link", "real one/deeper ünd"):
-        assert distance(run_stopped_and_resumed(tmp_path / out, monkeypatch), done) == 0.0
+        assert distance(run_stopped_and_resumed(tmp_path / out, monkeypatch), finished_run) == 0.0
     shutil.move(tmp_path / "real one", tmp_path / "moved")
     (tmp_path / "link").unlink()
     folder = run(tmp_path / "moved", SMALL)
@@ -287,7 +291,7 @@ def run_stopped_and_resumed(out, monkeypatch, flags=""):
 
 @pytest.mark.parametrize("cpu", [1, 2])
 def test_signals_during_a_save_and_during_the_last_save_leave_both_checkpoints_complete(
-    tmp_path, monkeypatch, done, cpu
+    tmp_path, monkeypatch, finished_run, cpu
 ):
     real = shards.write
 
@@ -304,4 +308,4 @@ def test_signals_during_a_save_and_during_the_last_save_leave_both_checkpoints_c
     assert len(names(folder)) >= 2 and saves.steps(folder)[-1] == 4  # with a slow disk the next save was reached
     for name in names(folder):
         saves.tensors(folder / "checkpoints" / name)
-    assert distance(run(tmp_path, f"{SMALL} -cpu {cpu} -keep_last 9"), done) < (1e-30 if cpu == 1 else 1e-5)
+    assert distance(run(tmp_path, f"{SMALL} -cpu {cpu} -keep_last 9"), finished_run) < (1e-30 if cpu == 1 else 1e-5)

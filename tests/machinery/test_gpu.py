@@ -88,7 +88,7 @@ def card(tmp_path_factory):
     missing = cards.missing()
     if missing and (not os.environ.get("CI") or not missing.startswith("needs gcc")):
         pytest.skip(missing)
-    return cards.built(tmp_path_factory.mktemp("card"))
+    return cards.build(tmp_path_factory.mktemp("card"))
 
 
 @pytest.mark.parametrize(

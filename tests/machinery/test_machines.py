@@ -25,14 +25,14 @@ def machines(start):
     """A function that starts a run by torchrun on each of two machines with a shared disk. Returns their Runs, that
     of the rendezvous host first."""
 
-    def both(*flags, more=()):
+    def start_both(*flags, more=()):
         meeting = f"--rdzv_backend=c10d --rdzv_endpoint=localhost:{ports.free()}"
         command = f"-m torch.distributed.run --nnodes=2 --nproc_per_node=1 {meeting} train.py".split()
         first = start("run", *flags, command=command, cpu=1)
         until(lambda: first.folder.exists() or any(ports.listens(pid) for pid in first.processes()))
         return [first, start("run", *flags, *more, command=command, cpu=1)]
 
-    return both
+    return start_both
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ import sys
 
 import numpy as np
 import pytest
-from cluster import needed_package
+from cluster import require_package
 
 from lib import config
 from lib.dataset import tokens
 from scripts import make_tokens
 
-TOKENIZERS = needed_package("tokenizers", "world")
+TOKENIZERS = require_package("tokenizers", "world")
 TEXT = "".join(f"{number} bottles of beer, ünd another line\n" for number in range(400))
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 
 def test_a_newer_format_is_refused_with_its_version_and_stays_in_place(copy, refused):
     before = names(copy)
-    saves.rewrite(copy / "checkpoints" / before[0], lambda manifest: {**manifest, "format": 9})
+    saves.change_manifest(copy / "checkpoints" / before[0], lambda manifest: {**manifest, "format": 9})
     line = refused(f"{SMALL} -cpu 2 -model few_norm_net", out=copy.parent)
     assert "is of format 9" in line and f"reads format {shards.FORMAT}" in line
     assert names(copy) == before
@@ -35,7 +35,7 @@ def test_checkpoints_with_values_that_are_not_finite_are_refused_unless_allowed(
             tensors["model.5.bias"][2] = float("inf")
             save_file(tensors, shard)
             facts = {"bytes": shard.stat().st_size, "crc32": shards.zlib.crc32(shard.read_bytes())}
-            saves.rewrite(newest, lambda m, f=facts, s=shard: {**m, "shards": {**m["shards"], s.name: f}})
+            saves.change_manifest(newest, lambda m, f=facts, s=shard: {**m, "shards": {**m["shards"], s.name: f}})
     for cpu in (1, 2):
         line = refused(f"{SMALL} -cpu {cpu} -model few_norm_net", out=copy.parent)
         assert "5.bias" in line and "not finite" in line and "-allow_change nan" in line
@@ -95,7 +95,7 @@ FILE = "shard_0000.safetensors"
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"9" * 10**5])
 def test_text_that_is_not_a_manifest_is_skipped(tmp_path, data):
-    checkpoints = saves.saver(tmp_path)
+    checkpoints = saves.new_checkpoints(tmp_path)
     for step in (1, 2):
         saves.save(checkpoints, step)
     (tmp_path / "checkpoints" / "000002_step_2" / "manifest.json").write_bytes(data)
@@ -113,7 +113,7 @@ def test_files_with_a_valid_checksum_and_wrong_content_are_refused_and_no_code_i
     ):
         write()
         facts = {"bytes": shard.stat().st_size, "crc32": shards.zlib.crc32(shard.read_bytes())}
-        saves.rewrite(newest, lambda m, f=facts: {**m, "shards": {**m["shards"], FILE: f}})
+        saves.change_manifest(newest, lambda m, f=facts: {**m, "shards": {**m["shards"], FILE: f}})
         with pytest.raises((SafetensorError, shards.Damaged), match=r"header|its files lack a part of model"):
             run(copy.parent, f"{SMALL} -cpu 1 -model few_norm_net")
     assert not mark.exists()

@@ -97,7 +97,7 @@ def test_a_metric_that_is_not_a_scalar_is_refused_by_name():
 
 def test_two_ranks_with_different_names_and_counts_have_the_same_exact_sums(tmp_path):
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_as_rank, args=(rank, tmp_path)) for rank in range(2)]
+    ranks = [fork.Process(target=_run_rank, args=(rank, tmp_path)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -124,7 +124,7 @@ def _values(rank):
     return torch.rand(61 + 76 * rank, generator=torch.Generator().manual_seed(rank)).tolist()
 
 
-def _as_rank(rank, folder):
+def _run_rank(rank, folder):
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))

@@ -175,13 +175,13 @@ def check_killed_run(out, capfd, size=2, data="noisy") -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_check_resume_passes_without_a_fault(size, tmp_path, capfd, only_kills):
+def test_check_resume_passes_without_a_fault(size, tmp_path, capfd, compare_kills_only):
     code, line = check_killed_run(tmp_path, capfd, size)
     assert code == 0 and line.endswith("the same bits")
 
 
 @pytest.mark.parametrize("name", RESUME_FAULTS)
-def test_a_fault_that_changes_a_resumed_run_is_detected(name, tmp_path, capfd, only_kills, monkeypatch):
+def test_a_fault_that_changes_a_resumed_run_is_detected(name, tmp_path, capfd, compare_kills_only, monkeypatch):
     place, attribute, mutant, why = RESUME_FAULTS[name]
     monkeypatch.setattr(place, attribute, mutant)
     seeded = {"data": "few"} if "micro-batch" in name else {}  # noise would seed the dropout too

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchvision
 from processes import in_a_child
-from runs import few, norm_net, plugins, run, same, weights
+from runs import few, norm_net, plugins, run, same_tensors, weights
 from saves import bits
 from torch import nn
 
@@ -61,7 +61,7 @@ def _plugins():
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory):
+def ddp_weights(tmp_path_factory):
     """The weights after 52 steps under DDP without an interruption."""
     return weights(run(tmp_path_factory.mktemp("ddp"), f"{NET} -cpu 2"))
 
@@ -75,8 +75,8 @@ def relative_distance(one: dict, other: dict) -> float:
 
 
 @pytest.mark.parametrize("flags", ["-cpu 2", "-cpu 4 -reduction allreduce -recompute", "-cpu 3", "-cpu 1"])
-def test_fsdp_runs_end_with_the_weights_of_ddp_up_to_rounding(flags, ddp, tmp_path):
-    assert relative_distance(ddp, weights(run(tmp_path, f"{NET} -parallel fsdp {flags}"))) < 1e-5
+def test_fsdp_runs_end_with_the_weights_of_ddp_up_to_rounding(flags, ddp_weights, tmp_path):
+    assert relative_distance(ddp_weights, weights(run(tmp_path, f"{NET} -parallel fsdp {flags}"))) < 1e-5
 
 
 def test_an_fsdp_run_resumes_with_the_same_bits(tmp_path):
@@ -84,14 +84,16 @@ def test_an_fsdp_run_resumes_with_the_same_bits(tmp_path):
     whole = weights(run(tmp_path, f"{flags} -model whole"))
     run(tmp_path, f"{flags} -model cut -limit_steps 6", wanted=75)
     cut = weights(run(tmp_path, f"{flags} -model cut"))
-    assert same(whole, cut)
+    assert same_tensors(whole, cut)
 
 
-def test_a_run_may_change_between_ddp_fsdp_and_one_process(ddp, tmp_path):
+def test_a_run_may_change_between_ddp_fsdp_and_one_process(ddp_weights, tmp_path):
     """Each start loads the checkpoint of the one before, in the middle of an epoch, on another number of ranks."""
     for steps, flags in ((5, "-cpu 2"), (17, "-parallel fsdp -cpu 3"), (30, "-cpu 1"), (41, "-parallel fsdp -cpu 4")):
         run(tmp_path, f"{NET} -model changes {flags} -limit_steps {steps}", wanted=75)
-    assert relative_distance(ddp, weights(run(tmp_path, f"{NET} -model changes -parallel fsdp -cpu 2"))) < 1e-5
+    assert (
+        relative_distance(ddp_weights, weights(run(tmp_path, f"{NET} -model changes -parallel fsdp -cpu 2"))) < 1e-5
+    )
 
 
 def test_half_precision_gives_the_same_weights_under_ddp_and_fsdp(tmp_path):
@@ -127,14 +129,14 @@ def test_a_parameter_that_no_micro_batch_uses_does_not_change(tmp_path):
         weights(run(tmp_path, f"{flags} {more}"))
         for more in ("-cpu 1 -model one", "-cpu 2 -model two", "-cpu 2 -parallel fsdp -model sharded")
     )
-    assert same(single, both) and relative_distance(single, sharded) < 1e-5
+    assert same_tensors(single, both) and relative_distance(single, sharded) < 1e-5
     assert torch.equal(sharded["idle.weight"], single["idle.weight"])
 
 
 def test_recomputing_changes_no_bit_and_updates_batchnorm_once(tmp_path):
     """Dropout draws the same mask again, and BatchNorm's running statistics are updated once."""
     plain, again = (weights(run(tmp_path, f"{NORM} {flag} -model a{flag}")) for flag in ("", "-recompute"))
-    assert same(plain, again)
+    assert same_tensors(plain, again)
 
 
 @pytest.mark.parametrize("how", ["blocks", "model"])

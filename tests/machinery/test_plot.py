@@ -12,16 +12,16 @@ FLAGS = "-cpu 1 -arch mlp -epochs 3 -log_every 5"
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def two_runs(tmp_path_factory):
     """A run without an interruption, and one that resumed at step 27."""
     out = tmp_path_factory.mktemp("plot")
     run(out, f"{FLAGS} -model parts -limit_steps 27", wanted=75)
     return [run(out, f"{FLAGS} -model whole -lr_start 1e-2"), run(out, f"{FLAGS} -model parts")]
 
 
-def test_the_curves_are_the_logged_metrics_and_resumes_are_marked(two):
+def test_the_curves_are_the_logged_metrics_and_resumes_are_marked(two_runs):
     pytest.importorskip("matplotlib", reason=NEEDED)
-    lines = {folder: reading.lines(folder) for folder in two}
+    lines = {folder: reading.lines(folder) for folder in two_runs}
     figure = plot.draw(lines)
     titles = {axis.get_title(loc="left"): axis for axis in figure.axes}
     assert list(titles) == [
@@ -32,7 +32,7 @@ def test_the_curves_are_the_logged_metrics_and_resumes_are_marked(two):
         "Throughput (samples a second)",
     ]
     curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in titles["Validation accuracy"].get_lines()]
-    for folder in two:
+    for folder in two_runs:
         truth = [(line["step"], line["val/accuracy"]) for line in lines[folder] if "val/accuracy" in line]
         assert [list(part) for part in zip(*truth)] in [list(curve) for curve in curves]
     for axis in figure.axes:
@@ -43,10 +43,10 @@ def test_the_curves_are_the_logged_metrics_and_resumes_are_marked(two):
 
 
 @pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_the_file_format_of_the_plot_is_that_of_its_ending(two, tmp_path, ending, begins):
+def test_the_file_format_of_the_plot_is_that_of_its_ending(two_runs, tmp_path, ending, begins):
     pytest.importorskip("matplotlib", reason=NEEDED)
     file = tmp_path / f"curves.{ending}"
-    assert plot.main([*map(str, two), "-o", str(file)]) == 0
+    assert plot.main([*map(str, two_runs), "-o", str(file)]) == 0
     assert file.read_bytes().startswith(begins)
     assert ending != "svg" or "went on after a stop" in file.read_text(), "text must stay text"
 
@@ -59,7 +59,7 @@ def test_metrics_that_were_not_logged_have_no_panel(tmp_path):
     assert plot.points([{"step": 1, "a": None}, {"step": 2, "a": 5}, {"step": 3}], "a") == ([2], [5])
 
 
-def test_a_plot_that_cannot_be_drawn_is_reported_in_one_line(two, tmp_path, capsys, monkeypatch):
+def test_a_plot_that_cannot_be_drawn_is_reported_in_one_line(two_runs, tmp_path, capsys, monkeypatch):
     def refused(*args):
         with pytest.raises(SystemExit) as end:
             plot.main([str(arg) for arg in args])
@@ -68,7 +68,7 @@ def test_a_plot_that_cannot_be_drawn_is_reported_in_one_line(two, tmp_path, caps
         assert len(legend.splitlines()) == 1
         return legend
 
-    assert "no figures there" in refused(two[0], tmp_path)
-    assert "one of .png, .svg, .pdf" in refused(two[0], "-o", tmp_path / "x.gif")
+    assert "no figures there" in refused(two_runs[0], tmp_path)
+    assert "one of .png, .svg, .pdf" in refused(two_runs[0], "-o", tmp_path / "x.gif")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "needs matplotlib: uv pip" in refused(two[0], "-o", tmp_path / "x.png")
+    assert "needs matplotlib: uv pip" in refused(two_runs[0], "-o", tmp_path / "x.png")

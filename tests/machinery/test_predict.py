@@ -39,7 +39,7 @@ def photos(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(photos, tmp_path_factory):
+def trained_run(photos, tmp_path_factory):
     """A run on these images."""
     return run(tmp_path_factory.mktemp("out"), f"{PHOTOS} -data {photos} -model photos")
 
@@ -64,17 +64,17 @@ def refused(capsys, *args) -> str:
 
 
 def test_predictions_for_the_val_images_have_the_accuracy_of_the_evaluation(
-    photos, trained, tmp_path, capsys, monkeypatch
+    photos, trained_run, tmp_path, capsys, monkeypatch
 ):
-    run(trained.parent, f"{PHOTOS} -data {photos} -model photos -eval")
-    accuracy = json.loads((trained / "eval.json").read_text())["val"]["accuracy"]
+    run(trained_run.parent, f"{PHOTOS} -data {photos} -model photos -eval")
+    accuracy = json.loads((trained_run / "eval.json").read_text())["val"]["accuracy"]
     moved = shutil.copytree(photos / "val", tmp_path / "val")
     hidden = photos.rename(photos.parent / "away")  # on another machine they do not exist
     monkeypatch.setattr(script, "BATCH", 7)
     try:
-        predictions(capsys, trained, moved, "-device", "cpu", "-o", tmp_path / "answers.csv")
-        predictions(capsys, trained, moved, "-device", "cpu", "-o", tmp_path / "answers.json")
-        table = predictions(capsys, trained, moved / "dark" / "3.png", "-device", "cpu")
+        predictions(capsys, trained_run, moved, "-device", "cpu", "-o", tmp_path / "answers.csv")
+        predictions(capsys, trained_run, moved, "-device", "cpu", "-o", tmp_path / "answers.json")
+        table = predictions(capsys, trained_run, moved / "dark" / "3.png", "-device", "cpu")
     finally:
         hidden.rename(photos)
     rows = list(csv.DictReader((tmp_path / "answers.csv").open()))
@@ -90,17 +90,17 @@ def test_predictions_for_the_val_images_have_the_accuracy_of_the_evaluation(
     assert table.startswith(first["file"]) and f"{first['class']} {float(first['probability']):.4f}" in table
 
 
-def test_the_function_for_notebooks_gives_the_same_predictions(trained, photos, capsys):
+def test_the_function_for_notebooks_gives_the_same_predictions(trained_run, photos, capsys):
     files = sorted((photos / "val" / "grey").iterdir())[:2]
-    answers = predict.load(trained)([Image.open(file) for file in files])
-    printed = json.loads(predictions(capsys, trained, *files, "-format", "json", "-device", "cpu"))
+    answers = predict.load(trained_run)([Image.open(file) for file in files])
+    printed = json.loads(predictions(capsys, trained_run, *files, "-format", "json", "-device", "cpu"))
     for answer, one in zip(answers, printed, strict=True):
         assert answer == pytest.approx({name: one[name] for name in ("dark", "grey", "light")}, abs=1e-6)
 
 
-def test_the_best_weights_are_used_or_else_the_final_ones(trained, photos, tmp_path, capsys):
+def test_the_best_weights_are_used_or_else_the_final_ones(trained_run, photos, tmp_path, capsys):
     file = photos / "val" / "dark" / "0.png"
-    copy = shutil.copytree(trained, tmp_path / "copy")
+    copy = shutil.copytree(trained_run, tmp_path / "copy")
     best = predictions(capsys, copy, file, "-device", "cpu")
     (copy / "best").rename(copy / "other")
     shutil.copytree(copy / "other", copy / "best")
@@ -192,14 +192,14 @@ def test_the_predictions_of_a_regression_are_the_outputs(tmp_path, capsys):
         assert sum(float(value) for value in rows[1].split(",")[1:]) != pytest.approx(1, abs=1e-3)
 
 
-def test_unreadable_input_is_reported_in_one_line(trained, tmp_path, capsys):
+def test_unreadable_input_is_reported_in_one_line(trained_run, tmp_path, capsys):
     (tmp_path / "broken.png").write_bytes(b"no image")
-    assert "broken.png: not a readable image" in refused(capsys, trained, tmp_path / "broken.png")
-    assert "nothing.png" in refused(capsys, trained, tmp_path / "nothing.png")
-    assert "takes no texts" in refused(capsys, trained, "-text", "day", "-device", "cpu")
-    assert "nothing to predict" in refused(capsys, trained)
+    assert "broken.png: not a readable image" in refused(capsys, trained_run, tmp_path / "broken.png")
+    assert "nothing.png" in refused(capsys, trained_run, tmp_path / "nothing.png")
+    assert "takes no texts" in refused(capsys, trained_run, "-text", "day", "-device", "cpu")
+    assert "nothing to predict" in refused(capsys, trained_run)
     assert f"{tmp_path} is no run's folder: it has no config.yaml" in refused(capsys, tmp_path, tmp_path)
-    assert "-device nowhere" in refused(capsys, trained, tmp_path, "-device", "nowhere")
+    assert "-device nowhere" in refused(capsys, trained_run, tmp_path, "-device", "nowhere")
 
 
 def test_get_transform_of_cifar10_gives_what_its_evaluation_uses():

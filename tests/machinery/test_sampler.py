@@ -229,7 +229,7 @@ def test_an_exception_keeps_the_progress_of_the_epoch():
 GROUPS = st.lists(st.integers(-2, 4), max_size=120)
 
 
-def grouped(ranks, groups, state=None, **options):
+def grouped_samplers(ranks, groups, state=None, **options):
     return samplers(
         ranks, len(groups), InterruptableDistributedGroupedBatchSampler, state, group_ids=groups, **options
     )
@@ -238,7 +238,7 @@ def grouped(ranks, groups, state=None, **options):
 @STEADY
 @given(groups=GROUPS, batch=st.integers(1, 9), seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans())
 def test_batches_of_one_group_are_in_torchs_order_and_contain_every_sample_once(groups, batch, seed, epoch, shuffle):
-    (sampler,) = grouped(1, groups, batch_size=batch, seed=seed, shuffle=shuffle)
+    (sampler,) = grouped_samplers(1, groups, batch_size=batch, seed=seed, shuffle=shuffle)
     expected = len(sampler)
     with sampler.in_epoch(epoch):
         batches = list(sampler)
@@ -256,10 +256,10 @@ def test_batches_of_one_group_are_in_torchs_order_and_contain_every_sample_once(
 @given(groups=GROUPS, batch=st.integers(1, 9), seed=SEEDS, drop_last=st.booleans(), runs=RUNS, last=WORLDS)
 def test_grouped_batches_with_changing_numbers_of_ranks_come_once(groups, batch, seed, drop_last, last, runs):
     options = {"batch_size": batch, "seed": seed, "drop_last": drop_last}
-    wanted = list(grouped(1, groups, **options)[0])
+    wanted = list(grouped_samplers(1, groups, **options)[0])
     state, seen = {"epoch": 0, "progress": 0}, []
     for ranks, count in [*runs, (last, len(groups))]:
-        dealt = grouped(ranks, groups, state=state, **options)  # a state loads before the first epoch
+        dealt = grouped_samplers(ranks, groups, state=state, **options)  # a state loads before the first epoch
         assert len({len(sampler) for sampler in dealt}) == 1
         shares = [take(sampler, count) for sampler in dealt]
         seen += [part for turn in zip(*shares, strict=True) for part in turn]

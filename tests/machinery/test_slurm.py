@@ -13,7 +13,7 @@ from cluster import Cluster, copy_of_the_code, steps_of
 from processes import until
 from runs import distance, outcome
 
-pytestmark = cluster.needed(cluster.ENABLED_BY)
+pytestmark = cluster.require(cluster.ENABLED_BY)
 SHORT = "-cpu 1 -epochs 1 -slow_s 0.01"
 LONG = "-slow_s 0.15"  # 60 steps in 9 s
 
@@ -57,7 +57,7 @@ def undisturbed(slurm, out):
     output = slurm.train(f"-slurm -slurm_nnodes 2 -cpu 2 -slurm_cpus 1 -dataset slow {LONG} -model calm")
     job = re.search(r"submitted: +job (\d+)", output)[1]
     assert f"{job}_0_log.out" in output and f"scancel {job}" in output
-    assert slurm.ended(job)["JobState"] == "COMPLETED", slurm.log("calm")()
+    assert slurm.wait_for_end(job)["JobState"] == "COMPLETED", slurm.log("calm")()
     return out / "calm"
 
 
@@ -74,11 +74,11 @@ def test_a_preempted_run_resumes_with_the_same_bits_on_a_slurm_with_default_sett
     (out / "moved" / "old").touch()
     job = slurm.submit(f"-model moved {LONG} -reset")
     source = code / "train.py"
-    slurm.trains("moved", step=6)
+    slurm.wait_until_it_trains("moved", step=6)
     text = source.read_text()
     source.write_text("raise SystemExit('not the code that was submitted')")
-    slurm.urgent(1)
-    job_info = slurm.ended(job)
+    slurm.submit_urgent(1)
+    job_info = slurm.wait_for_end(job)
     source.write_text(text)
     assert (job_info["JobState"], job_info["Restarts"]) == ("COMPLETED", "1"), slurm.log("moved")()
     assert distance(out / "moved", undisturbed) == 0.0
@@ -90,27 +90,27 @@ def test_preempted_runs_are_requeued_once_if_slurm_sends_two_signals(two_signals
     """One run is submitted by -slurm, one by the sbatch file with torchrun."""
     log = f"--output={out}/by_file.log"
     flags = f"-dataset slow -cpu 1 {LONG} -out {out} -model by_file".split()
-    output = two_signals.do(
+    output = two_signals.run(
         "sbatch", "--parsable", "-N2", log, "scripts/slurm/train.sbatch", *flags, PYTHON=sys.executable
     )
     until(lambda: list((out / "by_file" / "slurm").glob("*.json")))  # it takes longer to start than the other run
     jobs = {"by_slurm": two_signals.submit(f"-model by_slurm -cpu 1 {LONG}"), "by_file": output.strip()}
     for name in jobs:
-        two_signals.trains(name, step=4)
-    two_signals.urgent(1)
+        two_signals.wait_until_it_trains(name, step=4)
+    two_signals.submit_urgent(1)
     two_signals.train("-cpu 2 -dataset slow -slow_s 0 -model here_2", OMP_NUM_THREADS="1")
     for name, job in jobs.items():
-        job_info = two_signals.ended(job)
+        job_info = two_signals.wait_for_end(job)
         assert (job_info["JobState"], job_info["Restarts"]) == ("COMPLETED", "1"), two_signals.log(name)()
         assert distance(out / name, out / "here_2") == 0.0
 
 
 def test_a_cancelled_run_is_saved_and_is_not_requeued(slurm, out):
     job = slurm.submit(f"-model given_up -cpu 1 {LONG}")
-    slurm.trains("given_up", step=2)
+    slurm.wait_until_it_trains("given_up", step=2)
     assert slurm.job(job)["JobState"] == "RUNNING"
-    slurm.do("scancel", job)
-    job_info = slurm.ended(job)
+    slurm.run("scancel", job)
+    job_info = slurm.wait_for_end(job)
     until(lambda: outcome(out / "given_up").get("state") == "stopped", what=slurm.log("given_up"))
     assert outcome(out / "given_up")["step"] >= 2
     assert (out / "given_up" / "checkpoints" / "latest").exists()
@@ -126,11 +126,11 @@ def test_a_job_that_does_not_train_ends_with_its_own_exit_code(slurm, out):
     """With -debug and -eval there is no outcome.json. If cancelled, the job ends at SIGTERM, without SIGKILL."""
     debug_job = slurm.submit("-model debug_run -cpu 1 -debug -limit_steps 1000 -slow_s 2")
     until(lambda: "step 1 " in slurm.log("debug_run")(), what=slurm.log("debug_run"))
-    slurm.do("scancel", debug_job)
-    assert slurm.ended(debug_job)["JobState"] == "CANCELLED"
+    slurm.run("scancel", debug_job)
+    assert slurm.wait_for_end(debug_job)["JobState"] == "CANCELLED"
     until(lambda: ": Terminated" in slurm.log("debug_run")(), what=slurm.log("debug_run"))
     flags = f"-dataset slow -cpu=2 -debug -out {out} -model no_training".split()  # more processes than CPUs
-    by_file = slurm.do(
+    by_file = slurm.run(
         "sbatch",
         "--parsable",
         "-N2",
@@ -140,19 +140,21 @@ def test_a_job_that_does_not_train_ends_with_its_own_exit_code(slurm, out):
         PYTHON=sys.executable,
     ).strip()
     submitted, wrong = slurm.submit("-model submitted -debug"), slurm.submit("-model none -eval -cpu 1", nodes=1)
-    assert slurm.ended(by_file)["JobState"] == "COMPLETED", slurm.log("by_file")()
-    assert slurm.ended(submitted)["JobState"] == "COMPLETED", slurm.log("submitted")()
-    assert (slurm.ended(wrong)["JobState"], slurm.job(wrong)["ExitCode"]) == ("FAILED", "2:0"), slurm.log("none")()
+    assert slurm.wait_for_end(by_file)["JobState"] == "COMPLETED", slurm.log("by_file")()
+    assert slurm.wait_for_end(submitted)["JobState"] == "COMPLETED", slurm.log("submitted")()
+    assert (slurm.wait_for_end(wrong)["JobState"], slurm.job(wrong)["ExitCode"]) == ("FAILED", "2:0"), slurm.log(
+        "none"
+    )()
     assert not any("was lost" in slurm.log(name)() for name in ("by_file", "submitted", "none", "debug_run"))
     assert "nanobind" not in slurm.log("none")(), "messages about leaks must not follow the error"
 
 
 def test_a_run_whose_task_is_killed_is_requeued(slurm, out):
     job = slurm.submit("-model torn -cpu 1 -slow_s 0.1")
-    slurm.trains("torn", step=24)
+    slurm.wait_until_it_trains("torn", step=24)
     until(lambda: (out / "torn" / "checkpoints" / "latest").exists())
     os.kill(slurm.pid_of(job, rank=1), signal.SIGKILL)
-    job_info = slurm.ended(job)
+    job_info = slurm.wait_for_end(job)
     assert (job_info["JobState"], job_info["Restarts"]) == ("COMPLETED", "1"), slurm.log("torn")()
     assert outcome(out / "torn")["state"] == "finished"
     assert "a process was lost: job" in slurm.log("torn")()
@@ -161,7 +163,7 @@ def test_a_run_whose_task_is_killed_is_requeued(slurm, out):
 def test_a_run_that_crashes_at_every_start_is_not_requeued_forever(background_jobs):
     """It is killed after its first checkpoint, then at the first step of every start."""
     slurm, _, job = background_jobs
-    job_info = slurm.ended(job)
+    job_info = slurm.wait_for_end(job)
     assert (job_info["JobState"], job_info["Restarts"]) == ("FAILED", "2"), slurm.log("doomed")()
     assert "not requeued: a process was lost, and two starts in a row gained nothing" in slurm.log("doomed")()
 
@@ -177,7 +179,7 @@ def test_two_jobs_run_on_one_node_and_take_nothing_from_the_environment_of_the_s
     }
     flags = "-slurm_nodelist n2 -epochs 1 -slow_s 0.1"
     jobs = [slurm.submit(f"-model same_node_{one} {flags}", nodes=1, **leaking) for one in (1, 2)]
-    job_info = [slurm.ended(job) for job in jobs]
+    job_info = [slurm.wait_for_end(job) for job in jobs]
     assert [(info["JobState"], info["NodeList"]) for info in job_info] == [("COMPLETED", "n2")] * 2, jobs
     assert job_info[1]["StartTime"] < job_info[0]["EndTime"], "they did not run side by side"
     starts = json.loads((out / "same_node_1" / "slurm" / f"{jobs[0]}.json").read_text())["starts"]
@@ -190,7 +192,7 @@ def test_slurm_dry_prints_the_script_and_writes_nothing(slurm, out):
         "-slurm_arg account=me -slurm_arg mem=1536M -slurm_signal_s 60 "
         "-slurm_arg exclusive -slurm_arg comment=a'b -model dry"
     )
-    output = slurm.here(flags)
+    output = slurm.run_here(flags)
     options = {line.removeprefix("#SBATCH --") for line in output.splitlines() if line.startswith("#SBATCH")}
     assert options >= {
         "nodes=1",
@@ -221,12 +223,12 @@ def test_slurm_dry_prints_the_script_and_writes_nothing(slurm, out):
     ],
 )
 def test_what_slurm_cannot_give_is_refused_in_one_line(slurm, flags, message):
-    output = slurm.here(f"-slurm -slurm_cpus 1 -model none {flags}", wanted=2)
+    output = slurm.run_here(f"-slurm -slurm_cpus 1 -model none {flags}", wanted=2)
     assert message in output and output.count("\n") == 1
 
 
 def test_a_missing_sbatch_is_reported_in_one_line(slurm):
-    output = slurm.here("-slurm", wanted=2, PATH="/nowhere")
+    output = slurm.run_here("-slurm", wanted=2, PATH="/nowhere")
     assert output.count("\n") == 1 and "there is no sbatch on this machine" in output
 
 
@@ -235,7 +237,7 @@ def test_in_an_allocation_srun_starts_one_run_and_plain_python_one_process(slurm
     flags = f"train.py -dataset slow {SHORT} -out {out} -model by_srun"
     again = f"{sys.executable} {flags} -reset"
     script = f"srun --cpus-per-task=1 {sys.executable} {flags}; {again}; {again}"
-    output = slurm.do("salloc", "-N2", "--ntasks-per-node=1", "-J", "mine", "bash", "-c", script)
+    output = slurm.run("salloc", "-N2", "--ntasks-per-node=1", "-J", "mine", "bash", "-c", script)
     assert output.count("finished:") == 3, output
     kept = [(old / "logs" / "rank_1.log").exists() for old in sorted((out / ".old").glob("by_srun-*"))]
     assert kept == [True, False] and not (out / "by_srun" / "logs" / "rank_1.log").exists()
@@ -243,7 +245,7 @@ def test_in_an_allocation_srun_starts_one_run_and_plain_python_one_process(slurm
 
 def test_a_run_that_reaches_its_time_limit_several_times_finishes(background_jobs, out):
     slurm, job, _ = background_jobs
-    job_info = slurm.ended(job)
+    job_info = slurm.wait_for_end(job)
     assert job_info["JobState"] == "COMPLETED" and int(job_info["Restarts"]) >= 2, slurm.log("limited")()
     assert "not requeued" not in slurm.log("limited")()
     starts = json.loads((out / "limited" / "slurm" / f"{job}.json").read_text())["starts"]

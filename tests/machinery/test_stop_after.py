@@ -20,12 +20,12 @@ def _plugins():
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def full_run(tmp_path_factory):
     """A run of all epochs."""
     return run(tmp_path_factory.mktemp("whole"), f"{FLAGS} -cpu 1 -best loss -save_every 1epoch -keep_last 99")
 
 
-def expected(folder, metric: str, sign: int, patience: int) -> tuple[int, int]:
+def expected_stop(folder, metric: str, sign: int, patience: int) -> tuple[int, int]:
     """The epoch of the best value and that of the stop, from the metrics of all epochs."""
     best, best_epoch = None, 0
     for line in lines(folder):
@@ -39,8 +39,8 @@ def expected(folder, metric: str, sign: int, patience: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_run_stops_early_and_is_finished_on_any_number_of_processes(whole, tmp_path, monkeypatch, size):
-    best, last = expected(whole, "accuracy", 1, 2)
+def test_a_run_stops_early_and_is_finished_on_any_number_of_processes(full_run, tmp_path, monkeypatch, size):
+    best, last = expected_stop(full_run, "accuracy", 1, 2)
     assert 2 < last < 10, "the test needs epochs before and after the stop"
     flags = f"{FLAGS} -cpu {size} -stop_after 2"
     for step in (6, 4 * last - 1):
@@ -59,20 +59,20 @@ def test_a_run_stops_early_and_is_finished_on_any_number_of_processes(whole, tmp
     log = saves.log_of(folder)
     assert f"early:       {result['reason']}" in log and f"step {4 * last}/48" in log
     at_last = saves.tensors(
-        next(one for one in (whole / "checkpoints").iterdir() if one.name.endswith(f"_{4 * last}"))
+        next(one for one in (full_run / "checkpoints").iterdir() if one.name.endswith(f"_{4 * last}"))
     )
     assert all(torch.equal(tensor, at_last[f"model.{name}"]) for name, tensor in weights(folder).items())
-    figures = [line for line in lines(whole) if line["step"] <= 4 * last and "train/lr" in line]
+    figures = [line for line in lines(full_run) if line["step"] <= 4 * last and "train/lr" in line]
     assert [line["train/lr"] for line in lines(folder) if "train/lr" in line] == [
         line["train/lr"] for line in figures
     ]
 
 
-def test_the_same_command_does_not_train_further_and_a_larger_stop_after_does(whole, tmp_path):
+def test_the_same_command_does_not_train_further_and_a_larger_stop_after_does(full_run, tmp_path):
     flags = f"{FLAGS} -cpu 1 -best loss"
     folder = run(tmp_path, f"{flags} -stop_after 1")
     early, logged = outcome(folder), lines(folder)
-    assert early["epoch"] == expected(whole, "loss", -1, 1)[1] < 12
+    assert early["epoch"] == expected_stop(full_run, "loss", -1, 1)[1] < 12
     final = load_file(folder / "final" / "weights.safetensors")
     run(tmp_path, f"{flags} -stop_after 1")
     assert (
@@ -84,10 +84,10 @@ def test_the_same_command_does_not_train_further_and_a_larger_stop_after_does(wh
     run(tmp_path, f"{flags} -stop_after 99")
     result = outcome(folder)
     assert (result["state"], result["epoch"], result["reason"]) == ("finished", 12, None)
-    assert distance(folder, whole) == 0.0 and result["best"] == outcome(whole)["best"]
+    assert distance(folder, full_run) == 0.0 and result["best"] == outcome(full_run)["best"]
 
 
-def test_the_metrics_of_another_run_do_not_count(whole, tmp_path):
+def test_the_metrics_of_another_run_do_not_count(full_run, tmp_path):
     """The best weights of the other run are not here, so the first evaluation starts the count."""
     first = run(tmp_path, f"{FLAGS} -cpu 1 -model first -limit_steps 22", wanted=75)
     folder = run(tmp_path, f"{FLAGS} -cpu 1 -model second -resume {first} -stop_after 2")

@@ -244,7 +244,7 @@ def study_trials(out) -> list[tuple]:
         return db.execute(rows).fetchall()
 
 
-@cluster.needed_package("optuna", "sweep")
+@cluster.require_package("optuna", "sweep")
 def test_optuna_suggests_the_same_trials_after_a_kill_at_any_moment(tmp_path):
     undisturbed_folder, killed = tmp_path / "calm", tmp_path / "killed"
     output = run_sweep(undisturbed_folder, CHOSEN)
@@ -286,7 +286,7 @@ sweep.Study(pathlib.Path(sys.argv[1]), None)
 """
 
 
-@cluster.needed_package("optuna", "sweep")
+@cluster.require_package("optuna", "sweep")
 def test_a_kill_while_optuna_creates_its_tables_leaves_no_broken_study(tmp_path):
     file = tmp_path / "sweep.db"
     killed = subprocess.run([sys.executable, "-c", KILLED_AT_FIRST_INDEX, str(file)], cwd=ROOT, env=CLEAN)
@@ -299,7 +299,7 @@ def test_a_kill_while_optuna_creates_its_tables_leaves_no_broken_study(tmp_path)
 # Slurm
 
 
-@cluster.needed(cluster.ENABLED_BY)
+@cluster.require(cluster.ENABLED_BY)
 def test_a_killed_sweep_finds_its_trials_that_are_slurm_jobs_and_does_not_submit_them_again(tmp_path):
     code, out = cluster.copy_of_the_code(tmp_path / "code"), tmp_path / "out"
     for name in (ROOT / "scripts").glob("*.py"):
@@ -310,10 +310,10 @@ def test_a_killed_sweep_finds_its_trials_that_are_slurm_jobs_and_does_not_submit
         log = tmp_path / "output"
         with log.open("w") as file:
             process = subprocess.Popen(flags, cwd=code, env=slurm.env(), stdout=file, stderr=file)
-        slurm.trains("sweep_seed_1", step=2)
+        slurm.wait_until_it_trains("sweep_seed_1", step=2)
         process.kill()
         process.wait()
-        output = slurm.do(*flags)
+        output = slurm.run(*flags)
         slurm.train("-dataset slow -cpu 1 -threads 1 -slow_s 0 -seed 2 -model plain")
         jobs = [len(list((out / f"sweep_seed_{seed}" / "slurm").glob("*_0_log.out"))) for seed in (1, 2)]
     assert output.count("finished") == 4 and jobs == [1, 1], output

@@ -10,7 +10,7 @@ import pytest
 import saves
 import torch
 from command_line import refusal
-from runs import distance, lines, outcome, plugins, run, same, weights
+from runs import distance, lines, outcome, plugins, run, same_tensors, weights
 from safetensors.torch import load_file
 from saves import SMALL, bits, log_of, names
 from torch import nn
@@ -25,7 +25,7 @@ SLOW = f"{SMALL} -lr_start 1e-4"  # rounding stays small
 EMA = f"{SLOW} -trainer ema -ema_decay 0.5"
 
 
-class Pair(trainer.Trainer):
+class WithCritic(trainer.Trainer):
     """Has a critic with an optimizer that starts late, buffers that each step replaces, and a reference to a part of
     the model."""
 
@@ -51,7 +51,7 @@ class Pair(trainer.Trainer):
         self.notes.center = self.notes.center + self.head.bias.detach()
 
 
-class Twice(trainer.Trainer):
+class TrainsHeadTwice(trainer.Trainer):
     """Trains a part of the model with an optimizer of its own, before the loss is computed."""
 
     def __init__(self, *parts):
@@ -67,7 +67,7 @@ class Twice(trainer.Trainer):
         return super().training_step(batch)
 
 
-class Stray(trainer.Trainer):
+class StrayOptimizer(trainer.Trainer):
     """Has an optimizer for a parameter that belongs to no module."""
 
     def __init__(self, *parts):
@@ -102,13 +102,13 @@ def all_saved(folder):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_second_model_and_optimizer_resume_exactly(ranks, tmp_path, request):
     flags = f"{SLOW} -trainer pair -save_every 1steps -keep_last 99 -model"
-    with plugins(trainer={"pair": Pair}):
+    with plugins(trainer={"pair": WithCritic}):
         whole = run(tmp_path, f"{flags} whole -cpu {ranks}")
         single = run(tmp_path, f"{flags} alone -cpu 1")
         request.getfixturevalue("slow_writes")
         part = run_with_stops(tmp_path, f"{flags} part -cpu {ranks}", 1, 5)
     truth = saved(whole)
-    assert same(all_saved(part), all_saved(whole)) and len(names(whole)) == 13
+    assert same_tensors(all_saved(part), all_saved(whole)) and len(names(whole)) == 13
     assert bits(whole) == bits(single)
     own = {name for name in truth if not name.startswith(("model.", "optim."))}
     critic = {f"trainer.critic.{name}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")}
@@ -123,11 +123,11 @@ def test_training_during_a_save_does_not_change_the_checkpoint(tmp_path, request
     flags = (
         f"{SMALL} -trainer twice -cpu 1 -save_every 1steps -keep_last 99 -micro_batch 16 -allow_change micro_batch"
     )
-    with plugins(trainer={"twice": Twice}):
+    with plugins(trainer={"twice": TrainsHeadTwice}):
         whole = run(tmp_path, f"{flags} -model whole")
         request.getfixturevalue("slow_writes")
         part = run_with_stops(tmp_path, f"{flags} -model part", 5)
-    assert same(all_saved(part), all_saved(whole))
+    assert same_tensors(all_saved(part), all_saved(whole))
     assert {name for name in saved(whole) if name.startswith("trainer.")} == {
         "trainer.second.5.weight.momentum_buffer",
         "trainer.second.5.bias.momentum_buffer",
@@ -136,16 +136,16 @@ def test_training_during_a_save_does_not_change_the_checkpoint(tmp_path, request
 
 def test_resuming_with_a_trainer_that_has_other_modules_is_refused(tmp_path, capfd):
     flags = f"{SMALL} -cpu 1 -trainer pair"
-    with plugins(trainer={"pair": Twice}):
+    with plugins(trainer={"pair": TrainsHeadTwice}):
         run(tmp_path, f"{flags} -limit_steps 5", wanted=75)
-    with plugins(trainer={"pair": Pair}):
+    with plugins(trainer={"pair": WithCritic}):
         run(tmp_path, flags, wanted=2)
         message = capfd.readouterr().err.splitlines()[-1]
         assert "optimizer or trainer: trainer.critic.0.bias was None" in message
 
 
 def test_an_optimizer_whose_parameters_cannot_be_saved_is_refused(tmp_path, capfd):
-    with plugins(trainer={"stray": Stray}):
+    with plugins(trainer={"stray": StrayOptimizer}):
         run(tmp_path, f"{SMALL} -cpu 1 -trainer stray", wanted=2)
     message = "trainer.second (SGD) trains a parameter that neither the model nor a module of the trainer has"
     assert message in capfd.readouterr().err.splitlines()[-1]
@@ -156,17 +156,17 @@ def test_optimizer_state_is_in_memory_only_once_while_a_checkpoint_is_loaded(tmp
     run(tmp_path, f"{SMALL} -cpu 1 -limit_steps 3", wanted=75)
     made, alive, to_save, load = [], [], trainer.tensors_to_save, trainer.resume.load
 
-    def noted(parts):
+    def note_tensors(parts):
         tensors = to_save(parts)
         made.extend(weakref.ref(value) for name, value in tensors.items() if name.startswith("optim."))
         return tensors
 
-    def loaded(*args):
+    def count_alive(*args):
         alive.append(sum(one() is not None for one in made))
         return load(*args)
 
-    monkeypatch.setattr(trainer, "tensors_to_save", noted)
-    monkeypatch.setattr(trainer.resume, "load", loaded)
+    monkeypatch.setattr(trainer, "tensors_to_save", note_tensors)
+    monkeypatch.setattr(trainer.resume, "load", count_alive)
     run(tmp_path, f"{SMALL} -cpu 1")
     assert made and alive == [0]
 
@@ -178,7 +178,7 @@ def test_an_ema_decay_outside_0_to_1_is_refused():
         )
 
 
-class Own(trainer.Trainer):
+class OwnModules(trainer.Trainer):
     """Has a module that it wraps in DDP, one whose values differ between processes, and a metric of its own."""
 
     def __init__(self, *parts):
@@ -202,7 +202,7 @@ class Own(trainer.Trainer):
 
 def test_where_values_differ_between_processes_those_of_rank_0_are_saved(tmp_path):
     flags = f"{SLOW} -trainer own -cpu 2 -model"
-    with plugins(trainer={"own": Own}):
+    with plugins(trainer={"own": OwnModules}):
         whole = run(tmp_path, f"{flags} whole")
         part = run_with_stops(tmp_path, f"{flags} part", 4, 7)
     one, other = saved(whole), saved(part)
@@ -298,7 +298,7 @@ def test_averaged_weights_resume_exactly_also_on_another_number_of_processes(ave
     if "fsdp" in flags:  # its optimizer rounds differently
         assert max(distance(folder, averaged), distance(moved, averaged)) < 1e-5
     else:
-        assert same(all_saved(folder), all_saved(averaged)) and bits(folder) == bits(moved) == bits(averaged)
+        assert same_tensors(all_saved(folder), all_saved(averaged)) and bits(folder) == bits(moved) == bits(averaged)
 
 
 def test_evaluations_use_the_averaged_weights(averaged, tmp_path):

@@ -36,7 +36,7 @@ def agent(tmp_path, monkeypatch):
     return set_up
 
 
-def fetched(address, user=None, password=None):
+def fetch(address, user=None, password=None):
     request = urllib.request.Request(address)
     if user:
         request.add_header("Authorization", f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}")
@@ -59,8 +59,8 @@ def test_a_tunnel_asks_for_the_password_and_ends_with_the_run(agent, start, tmp_
     local, address = (address_in(line) for line in run.text().splitlines() if line.startswith("TensorBoard"))
     assert local.startswith("http://127.0.0.1:6")
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        fetched(address)
-    assert "TensorBoard" in fetched(address, "ann", PASSWORD)
+        fetch(address)
+    assert "TensorBoard" in fetch(address, "ann", PASSWORD)
 
     facts = json.loads(notes.read_text())
     assert facts["token"] == TOKEN, "the agent reads the token from the environment"
@@ -72,7 +72,7 @@ def test_a_tunnel_asks_for_the_password_and_ends_with_the_run(agent, start, tmp_
     run.release()
     until(lambda: not Path(f"/proc/{facts['pid']}").exists(), what="the end of the agent")
     with pytest.raises(OSError, match="refused"):
-        fetched(address)
+        fetch(address)
     left = [*(tmp_path / "out").rglob("*"), *tmp_path.glob("log_*")]
     texts = [path.read_text(errors="ignore") for path in left if path.is_file()]
     assert len(texts) > 5 and not [text for text in texts if TOKEN in text or PASSWORD in text]
@@ -107,7 +107,7 @@ def test_a_failing_tunnel_is_reported_in_one_line_without_secrets(agent, serve, 
     run = serve(tmp_path, "ann")
     address = address_in(run.stdout.readline())
     assert run.stdout.readline() == f"TensorBoard for others: no tunnel ({message}); training continues\n"
-    assert "TensorBoard" in fetched(address), "-tb's server works nevertheless"
+    assert "TensorBoard" in fetch(address), "-tb's server works nevertheless"
     assert run.communicate() == ("", None)
     until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the agent's end")
 

@@ -163,7 +163,7 @@ def test_process_groups_are_destroyed_only_with_the_process(tmp_path):
     """Earlier, with Python's lock taken, gloo could wait for one of its threads that needs the lock."""
     fork, port = multiprocessing.get_context("fork"), ports.free()
     args = types.SimpleNamespace(cpu=2, hang_minutes=1, flag_rules=flags.rules())  # one object, for both processes
-    ranks = [fork.Process(target=_joined, args=(rank, port, tmp_path, args), daemon=True) for rank in range(2)]
+    ranks = [fork.Process(target=_join_group, args=(rank, port, tmp_path, args), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -172,7 +172,7 @@ def test_process_groups_are_destroyed_only_with_the_process(tmp_path):
     assert all("gloo" in (tmp_path / str(rank)).read_text() for rank in range(2))
 
 
-def _joined(rank, port, folder, args):
+def _join_group(rank, port, folder, args):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with distributed.join(args) as world:
         assert distributed.gather_json(rank, world) == [0, 1]

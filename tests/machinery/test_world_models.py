@@ -8,7 +8,7 @@ import runs
 import tiny_data
 import torch
 import torchvision
-from cluster import needed_package
+from cluster import require_package
 from PIL import Image
 
 from lib import config, predict
@@ -18,7 +18,7 @@ from lib.config import plugins
 from lib.utils.errors import UsageError
 
 NAMES = torchvision.models.list_models(module=torchvision.models)
-TIMM = needed_package("timm", "world")
+TIMM = require_package("timm", "world")
 
 
 def args_of(*flags, arch="torchvision"):
