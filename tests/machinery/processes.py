@@ -1,6 +1,6 @@
 """Real runs for tests: each has a session of its own, its output is kept, its processes are killed after the test.
 
-A fork server, a process that has imported what train.py imports, forks a run in a tenth of the time of a fresh Python;
+A fork server, which has imported the modules of train.py, forks a run in a tenth of the time of a fresh Python;
 `command` starts a fresh one. Tests ask for the fixtures `start` and `undisturbed`.
 """
 

@@ -89,7 +89,7 @@ def test_all_ranks_together_see_each_sample_once_in_torchs_order(plan, ranks, se
 
 @STEADY
 @given(plan=plans(), ranks=RANKS, seed=SEEDS, round_robin=st.booleans())
-def test_every_rank_has_micro_batches_or_padding_in_every_step(plan, ranks, seed, round_robin):
+def test_every_rank_has_its_share_or_padding_in_every_step(plan, ranks, seed, round_robin):
     shares = all_shares(plan, ranks, seed=seed, round_robin=round_robin)
     for step in range(plan.steps):
         here = [[key for key in share if key.step == step] for share in shares]
