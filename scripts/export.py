@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def place(run: Path, source: str | None) -> Path:
-    """The weights file or checkpoint that is meant. Raises UsageError where it is not there."""
+    """The weights file or checkpoint to export. Raises UsageError if it does not exist."""
     if not (run / "config.yaml").is_file():
         raise UsageError(f"{run} is no run's folder: it has no config.yaml")
     files = {name: run / name / "weights.safetensors" for name in ("best", "final")}
@@ -68,7 +68,7 @@ def place(run: Path, source: str | None) -> Path:
 
 
 def read(source: Path) -> dict[str, Tensor]:
-    """The model's tensors by name. Raises shards.Damaged for a checkpoint that is not what was written."""
+    """The model's tensors by name. Raises shards.Damaged for a damaged checkpoint."""
     if source.is_file():
         return weights.read(source)
     manifest = shards.read_manifest(source)
@@ -107,7 +107,7 @@ def to_onnx(options, tensors: dict, file: Path):
 
 
 def built(options, tensors: dict) -> nn.Module:
-    """The run's model with these weights, for evaluation. Raises UsageError where they do not fit."""
+    """The run's model with these weights, for evaluation. Raises UsageError if they do not fit."""
     args = config.parse_args(["-cfg", str(options.run / "config.yaml")], describe=False)
     model = plugins.load("arch", args.arch).get_model(args).eval().requires_grad_(False)
     mine = state.model_tensors(model)

@@ -72,17 +72,17 @@ class Ledger:
         self.write(session=os.getsid(0), time=time.monotonic_ns(), **facts)  # one session for one start
 
     def write(self, **facts):
-        """One line, in one call; it begins with the line's end, for the line before may be torn."""
+        """Write a line in one call. It starts with a line break, because a kill may have cut the line before."""
         os.write(self.file, ("\n" + json.dumps(facts)).encode())
 
     def micro_batch(self, state, key, batch, loss: Tensor):
-        """A micro-batch, trained on at this state."""
+        """Record a micro-batch that was trained on at this state."""
         rows = [checksum(row) for row in _rows(batch, key.count)]
         place = [state.epoch, state.step, key.number]
         self.write(at=place, indices=key.indices, rows=rows, loss=float(loss).hex())
 
     def step(self, step: int, weights: list[Tensor], world: World):
-        """The weights after a step; of sharded ones, this rank's part."""
+        """Record the weights after a step; of sharded weights, this rank's part."""
         sharded = any(hasattr(one, "placements") for one in weights)
         place = f"shard {world.rank} of {world.size}" if sharded else f"rank {world.rank}"
         self.write(step=step, place=place, weights=[checksum([one]) for one in weights])

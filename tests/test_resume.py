@@ -125,8 +125,8 @@ def test_a_trainer_is_built_after_the_weights_of_a_file_are_loaded(finished_run,
             copied.update({name: value.clone() for name, value in self.model.state_dict().items()})
 
     with plugins(trainer={"copying": Copying}):
-        flags = f"{SMALL} -cpu 1 -trainer copying -limit_steps 1 -weights {finished_run / 'final' / 'weights.safetensors'}"
-        run(tmp_path, flags, wanted=75)
+        file = finished_run / "final" / "weights.safetensors"
+        run(tmp_path, f"{SMALL} -cpu 1 -trainer copying -limit_steps 1 -weights {file}", wanted=75)
     assert same_tensors(copied, weights(finished_run))
 
 

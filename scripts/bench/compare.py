@@ -48,7 +48,7 @@ SCRIPTS = {
     "composer": PEERS / "with_composer.py",
 }
 PACKAGES = {"fabric": "lightning", "lightning": "lightning", "accelerate": "accelerate"}
-BY_TORCHRUN = (PLAIN, LIMIT, "accelerate")  # how two processes are started; the others have a way of their own
+BY_TORCHRUN = (PLAIN, LIMIT, "accelerate")  # contenders whose two processes torchrun starts
 STOPPED = 75  # how train.py ends at -limit_steps
 
 
@@ -85,7 +85,7 @@ CASES = {
         short="",
         long="-save_every 10steps",
         unit="save",
-        units=23,  # after the last step, both save; the limit never does
+        units=23,  # both save after the last step; the limit never saves
     ),
 }
 

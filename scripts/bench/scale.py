@@ -89,7 +89,7 @@ def in_processes(call, size: int, *given) -> list:
 
     def run(rank):
         queue.put(call(rank, size, *given))
-        os._exit(0)  # gloo's threads would be waited for
+        os._exit(0)  # otherwise it would wait for gloo's threads
 
     children = [fork.Process(target=run, args=(rank,)) for rank in range(size)]
     for child in children:
@@ -152,7 +152,7 @@ def open_files() -> int:
 
 
 def meet(args) -> list[dict]:
-    """Measure how gloo's groups of W ranks come to be, each rank a thread of one process."""
+    """Measure the time until gloo's groups of W ranks are connected, each rank a thread of one process."""
     sizes = [size for size in args.ranks if 1 < size <= MOST_THREADS]
     mesh = [in_processes(_meet, 1, size, False)[0] for size in sizes if size <= MOST_THREADS // 4]
     return mesh + [in_processes(_meet, 1, size, True)[0] for size in sizes]

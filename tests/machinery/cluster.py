@@ -28,7 +28,7 @@ MISSING = next(
 )
 ENABLED_BY = "apt-get install -y slurm-wlm munge, as root" if MISSING or os.getuid() else ""
 ENABLED_BY = ENABLED_BY and f"no Slurm here; enabled by: {ENABLED_BY}"
-SLOW = '''"""The digits without augmentation, slowly; they can end their process."""
+SLOW = '''"""The digits without augmentation, read slowly; they can kill their process."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Every way to cut a save short: killed or failed at each file-system call, or the power lost at any moment.
+"""All ways to cut a save short: a kill or an error at each file-system call, or a loss of power at any moment.
 
 `save` is any function that writes below one folder, also in threads, if it starts them itself. It runs in a forked
 child (before, import what it needs and set torch to one thread) where os, open() and safetensors.torch.save_file are

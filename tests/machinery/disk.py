@@ -63,7 +63,7 @@ class Disk:
             folder.entries[name] = folder.synced[name] = Node(content)
 
     def place(self, path):
-        """The folder that a path is in, and its name there."""
+        """The parent folder of a path, and its name there."""
         *folders, name = Path(path).parts or (".",)
         node = self.root
         for folder in folders:

@@ -46,7 +46,7 @@ def test_a_save_contains_the_state_at_its_beginning_even_if_tensors_change_befor
 
 
 def test_a_run_continues_during_a_slow_write_and_its_checkpoints_are_the_same(finished_run, tmp_path, monkeypatch):
-    """With dropout, BatchNorm and accumulation."""
+    """The runs have dropout, BatchNorm and accumulated micro-batches."""
     real = shards.write
     monkeypatch.setattr(shards, "write", lambda *args: (time.sleep(0.03), real(*args))[1])
     slow = run(tmp_path, f"{SMALL} -cpu 2 -save_every 1steps -keep_last 99")

@@ -41,7 +41,7 @@ READERS_PATH = [
 BUDGETS = {  # name: most lines, patterns of files, patterns of files that are left out
     "train.py and lib without compat": (7495, MACHINERY + PLUGINS, [COMPAT]),
     "compat": (500, [COMPAT], []),
-    "the reader's path": (2778, READERS_PATH, []),  # the plan is 2,000
+    "the reader's path": (2778, READERS_PATH, []),  # the goal is 2,000
     "README.md": (220, ["README.md"], []),
     "tests without machinery": (2500, TESTS, []),
 }
@@ -115,7 +115,7 @@ def test_ruff_does_not_check_the_files_of_a_fork(folder, tmp_path):
     assert "lib/core/mine.py" in output and folder not in output
 
 
-# Who may import whom
+# Import contracts
 
 
 def imports_are_kept(root) -> bool:
@@ -157,7 +157,7 @@ def test_plugins_of_a_fork_may_import_anything(tmp_path):
     assert imports_are_kept(tmp_path)
 
 
-# The maps
+# The docstrings of folders
 
 MAPPED = [
     "lib/config",
