@@ -2,7 +2,7 @@
 
 check_resume.py  -check_resume: kills a run and compares bits
 chaos.py         kills runs for hours
-ledger.py        what both of them record of a run
+ledger.py        the record of a run that both of them use
 doctor.py        whether a run can start on this machine
 sweep.py         many runs over values of flags
 status.py        all runs in a table; reading.py reads their folders
@@ -10,14 +10,14 @@ track.py         -track: sends a run's figures to Weights & Biases or MLflow
 plot.py          the curves of runs
 predict.py       a run's predictions for images and texts
 export.py        the weights of a run as one file
-new.py           a new model, dataset, trainer, or a project of one's own
-completion.py    flags at the TAB key
+new.py           a new model, dataset or trainer, or a project of your own
+completion.py    completes flags with the TAB key
 make_tokens.py   token files from text
 make_digits.py   writes data/digits.npz
 flags_page.py    writes docs/flags.md
 train.sh         sets up .venv by set_up.sh, and trains; test.sh: the same for the tests
-elastic.sh       torchrun on nodes that come and go
-agent.py         torchrun's arguments on this machine, for elastic.sh and train.sbatch
+elastic.sh       torchrun on nodes that join and leave
+agent.py         torchrun's settings on this machine, for elastic.sh and train.sbatch
 bench/           benchmarks: compare.py runs train.py next to the scripts in peers/; scale.py is for docs/scaling.md
 recipes/         complete configurations
 slurm/           modules, a batch script, a Slurm of one machine

@@ -1,9 +1,9 @@
-"""What a torchrun agent on this machine must know, as lines of shell for elastic.sh and train.sbatch to evaluate.
+"""Prints what a torchrun agent on this machine needs, as lines of shell for elastic.sh and train.sbatch to evaluate.
 
     agent.py elastic HEAD:PORT ARGUMENTS    one node of an elastic run
-    agent.py slurm ARGUMENTS                the batch script of a Slurm job; notes the start in the job's history
+    agent.py slurm ARGUMENTS                the batch script of a Slurm job; records the start in the job's history
 
-ARGUMENTS are train.py's. What is wrong with them is one line, here: torchrun would start again and again.
+ARGUMENTS are train.py's. An error in them is one line, here: torchrun would start again and again.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from lib import config
 from lib.launch import environment, local, slurm_task
 from lib.utils.errors import FINISHED, UsageError
 
-AGENT_S = 5  # for torchrun to wait for its workers longer than -grace_s
+AGENT_S = 5  # seconds that torchrun waits for its workers beyond -grace_s
 
 
 def main(launcher: str, *arguments: str) -> int:
@@ -43,7 +43,7 @@ def main(launcher: str, *arguments: str) -> int:
 
 
 def elastic(args, head: str) -> tuple[dict, dict]:
-    """Return the script's own variables and those for torchrun: where this machine is, seen from the head."""
+    """Return the script's own variables and those for torchrun: the address of this machine as the head sees it."""
     if args.reset and not os.environ.get("RUN_ID") and not os.environ.get("PET_RDZV_ID"):
         raise UsageError(
             "-reset without RUN_ID: a second -reset would be taken for a restart of the first; give all nodes a "
@@ -56,19 +56,19 @@ def elastic(args, head: str) -> tuple[dict, dict]:
     host = environment.infiniband_name(name)
     address, is_host = toward(host)
     own = {"head": f"{host}:{port}", "is_host": int(is_host), "processes": processes(args) or ""}
-    # torchrun guesses its address from names, and errs where a host has two (pytorch issue 73656).
+    # torchrun guesses its address from host names, and fails if a host has two (pytorch issue 73656).
     return own, {"PET_LOCAL_ADDR": address, "GLOO_SOCKET_IFNAME": interface_of(address or host)}
 
 
 def toward(host: str) -> tuple[str | None, bool]:
-    """Return this machine's address on the way to a host, None if no other can use it; and whether it is the host."""
+    """Return this machine's address toward a host, None if no other can use it; and whether this is the host."""
     try:
         own = environment.local_address(host)
         there = socket.getaddrinfo(host, None)[0][4][0]
     except OSError:
         return None, False
     loopback = ipaddress.ip_address(own.partition("%")[0]).is_loopback
-    usable = not loopback or host in ("localhost", there)  # such a name may mean another machine elsewhere
+    usable = not loopback or host in ("localhost", there)  # any other name may mean another machine elsewhere
     return own if usable else None, loopback or own == there
 
 
@@ -84,7 +84,7 @@ def interface_of(address: str) -> str | None:
 
 
 def slurm(args) -> tuple[dict, dict]:
-    """Return the batch script's own variables and those for torchrun, and note the start."""
+    """Return the batch script's own variables and those for torchrun, and record the start."""
     history = slurm_task.record_start(args)
     count = processes(args) or os.environ.get("SLURM_GPUS_ON_NODE", 1)
     own = {"history": history, "suffix": "i" if environment.has_infiniband_names() else "", "processes": count}
@@ -95,7 +95,7 @@ def slurm(args) -> tuple[dict, dict]:
 
 
 def processes(args) -> int | None:
-    """Return how many processes the flags ask for on this machine, None if they do not say."""
+    """Return how many processes the flags request on this machine, None without such flags."""
     return len(args.gpus.split(",")) if args.gpus else args.cpu
 
 

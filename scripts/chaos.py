@@ -1,11 +1,11 @@
-"""Kills runs at random instants and lets them go on: each must end as the run that nothing disturbed.
+"""Kills runs at random instants and resumes them: each must end with the bits of an uninterrupted run.
 
-    python scripts/chaos.py -kills 1000 -ranks 2            the same bits at every step, redone ones too
-    python scripts/chaos.py -kills 500 -ranks 1,2,3,4       likewise, each start on another number of processes
-    python scripts/chaos.py -switch='-workers 0,-workers 1'  further flags of train.py, drawn so too
+    python scripts/chaos.py -kills 1000 -ranks 2            the same bits at every step, also of repeated steps
+    python scripts/chaos.py -kills 500 -ranks 1,2,3,4       the same, each start on another number of processes
+    python scripts/chaos.py -switch='-workers 0,-workers 1'  further flags of train.py, drawn for each start
 
-Each start is forked from this one warm process. What every rank trained on must be, once each and in order, the
-samples of every epoch's order, however often the run was killed. Ctrl-C and SIGTERM end it, with the table so far.
+Each start is forked from this process, which has imported torch. However often a run is killed, its ranks together
+must have trained on the samples of every epoch once each, in order. Ctrl-C and SIGTERM end it and print the table.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from lib.utils.errors import FINISHED
 from scripts import check_resume, ledger
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
-STRIKES = {  # what is struck -> how often
+SIGNALS = {  # target and signal: relative frequency
     ("all", KILL): 4,
     ("a rank", KILL): 2,
     ("the parent", KILL): 2,
@@ -52,29 +52,29 @@ RUN = (
     "-dataset chaos -arch chaos -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 4 -save_every 4steps"
     " -log_every 10 -lr_start 1e-2 -clip_grad 1 -deterministic"
 )
-HANG_S = 300.0  # a start that was struck has ended by then
+HANG_S = 300.0  # seconds after which a signalled start must have ended
 
 
 @dataclass
 class Tally:
-    """What was done and what came of it."""
+    """What was done, and the differences that were found."""
 
-    kills: Counter = field(default_factory=Counter)  # by strike
+    kills: Counter = field(default_factory=Counter)  # by target and signal
     runs: int = 0
     starts: int = 0
     early: int = 0  # kills before the first micro-batch of a start
-    late: int = 0  # kills that came when the run was done, or met one of its loader processes that was idle
-    switches: int = 0  # starts in another way than the one before
+    late: int = 0  # kills after the run was done, or of one of its idle loader processes
+    switches: int = 0  # starts with other flags than the one before
     seconds: float = 0.0
-    differing: int = 0  # runs that did not end as they should, or did a step again in another way
+    differing: int = 0  # runs that ended with other bits, or repeated a step with another result
     missed: int = 0  # samples
     repeated: int = 0
-    left: int = 0  # temporary files after a run's end
+    left: int = 0  # temporary files that remained after a run's end
     first: ledger.Difference | None = None
-    story: list[str] = field(default_factory=list)  # the starts of the first run that was not as it should be
+    story: list[str] = field(default_factory=list)  # the starts of the first run that was wrong
 
     def lines(self) -> list[str]:
-        """The table."""
+        """Return the lines of the table."""
         rows = {
             "kills": self.total,
             "  too early, too late": f"{self.early} before their start's first sample, {self.late} when it was done",
@@ -98,87 +98,87 @@ class Tally:
 
 
 class Way(NamedTuple):
-    """One way to start the run."""
+    """One way to start the run: its flags."""
 
     flags: str  # in addition to RUN
     args: object
-    name: str  # of its undisturbed run
-    span: float = 0.0  # seconds that it takes undisturbed
-    begin: float = 0.0  # of these until its first step is done
+    name: str  # of its uninterrupted run
+    span: float = 0.0  # seconds of its uninterrupted run
+    begin: float = 0.0  # seconds until its first step is done
 
 
-def storm(out: Path, tally: Tally, kills: int, sizes: list[int], switch=("",), seed: int = 0, words: str = RUN):
-    """Kill runs so many times, and count in `tally`.
+def storm(out: Path, tally: Tally, kills: int, sizes: list[int], switch=("",), seed: int = 0, base: str = RUN):
+    """Kill runs this many times, and count in `tally`.
 
     Each start has one of these numbers of processes, and one of these further flags.
     """
     draw = random.Random(seed)
-    with plugins(), haste():
+    with plugins(), short_waits():
         flags = [f"-cpu {size} {more}" for size in sorted(set(sizes)) for more in switch]
-        args = [config.parse_args([*f"{words} {more}".split(), "-out", str(out)]) for more in flags]
+        args = [config.parse_args([*f"{base} {more}".split(), "-out", str(out)]) for more in flags]
         ways = [Way(flags[n], args[n], f"way_{n}") for n in range(len(flags))]
-        ways = [undisturbed(way) for way in ways]
-        began = time.monotonic()
+        ways = [with_times(way) for way in ways]
+        started_at = time.monotonic()
         try:
             while tally.total < kills:
-                story = disturbed(ways, draw, tally, kills)
-                judge(ways[0], story, tally)
+                story = run_with_kills(ways, draw, tally, kills)
+                compare_with_truth(ways[0], story, tally)
         finally:
-            tally.seconds = time.monotonic() - began
+            tally.seconds = time.monotonic() - started_at
 
 
-def undisturbed(way: Way) -> Way:
-    """The way with its times, from a run without a kill."""
-    began = time.monotonic()
-    with started(way, way.name) as start:
+def with_times(way: Way) -> Way:
+    """Return the way with its times, from a run without a kill."""
+    started_at = time.monotonic()
+    with start_run(way, way.name) as start:
         start.reaches(1, book(way, way.name))
-        begin = time.monotonic() - began
-        code = start.ends()
+        begin = time.monotonic() - started_at
+        code = start.wait()
     if code:
         raise check_resume.Broken(start.last_lines())
-    return way._replace(span=time.monotonic() - began, begin=begin)
+    return way._replace(span=time.monotonic() - started_at, begin=begin)
 
 
-def disturbed(ways, draw, tally, most) -> list[str]:
-    """Takes one run to its end, with as many kills as it meets on the way. Returns what was done to each start.
+def run_with_kills(ways, draw, tally, most) -> list[str]:
+    """Run one run to its end, with as many kills as happen on the way. Returns what was done to each start.
 
-    Every other strike comes at any instant of a start, the rest after its first step.
+    Every other signal is sent at any instant of a start, the rest after its first step.
     """
     code, before, story = None, None, []
     while code != FINISHED:
         way = draw.choice([way for way in ways if way is not before] or ways)
-        with started(way, "run") as start:
+        with start_run(way, "run") as start:
             within = draw.uniform(0, way.span)
             if tally.total % 2 and start.reaches(1, book(way, "run")):
                 within = draw.uniform(0, way.span - way.begin)
             start.process.join(within if tally.total < most else None)
-            struck = strike(start, draw) if start.process.is_alive() else None
-            code = start.ends(HANG_S)
+            sent = send_random_signal(start, draw) if start.process.is_alive() else None
+            code = start.wait(HANG_S)
         done = ledger.progress(book(way, "run"), start.pid)
-        fate = f"{struck[1].name} to {struck[0]}" if struck else "left alone"
+        fate = f"{sent[1].name} to {sent[0]}" if sent else "left alone"
         story.append(f"{way.flags}: {fate}, {done} steps of its own done, exit code {code}")
         tally.starts += 1
         tally.switches += before not in (None, way)
-        tally.kills.update([struck] if struck else [])
-        tally.early += bool(struck) and done is None
-        tally.late += bool(struck) and code == FINISHED
+        tally.kills.update([sent] if sent else [])
+        tally.early += bool(sent) and done is None
+        tally.late += bool(sent) and code == FINISHED
         before = way
-        if code != FINISHED and not struck:
+        if code != FINISHED and not sent:
             raise check_resume.Broken("\n".join([*story, start.last_lines()]))
     tally.runs += 1
     return story
 
 
-def strike(start, draw) -> tuple:
-    """Strikes one way or another. Returns which."""
-    who, number = draw.choices(list(STRIKES), STRIKES.values())[0]
+def send_random_signal(start, draw) -> tuple:
+    """Send a random signal to a random target. Returns both."""
+    who, number = draw.choices(list(SIGNALS), SIGNALS.values())[0]
     whom = {"all": None, "the parent": start.pid, "a rank": draw.choice(start.others() or [start.pid])}[who]
     start.kill(number, whom)
     return who, number
 
 
-def judge(truth: Way, story: list[str], tally: Tally):
-    """Compares what a run left with the truth, and removes it if it is as it should be."""
+def compare_with_truth(truth: Way, story: list[str], tally: Tally):
+    """Compare a run with the truth, and remove it if it is the same."""
     out, bad = Path(truth.args.out), tally.faults
     starts = ledger.read(book(truth, "run"))
     distance = ledger.distance(*(out / name / "checkpoints" for name in (truth.name, "run")))
@@ -197,7 +197,7 @@ def judge(truth: Way, story: list[str], tally: Tally):
 
 
 def count(starts, args, tally):
-    """Count each epoch's samples that led to the end of a run; their order is compared with the true run's."""
+    """Count each epoch's samples that led to the end of a run; the ledgers' comparison checks their order."""
     trained: dict[int, list[int]] = {}
     for (epoch, _), indices in ledger.trained_on(starts).items():
         trained.setdefault(epoch, []).extend(indices)
@@ -207,9 +207,9 @@ def count(starts, args, tally):
         tally.repeated += len(samples) - len(set(samples))
 
 
-def started(way: Way, name: str) -> check_resume.Start:
-    args, log = check_resume.changed(way.args, model=name), Path(way.args.out) / f"{name}.log"
-    return check_resume.Start(args, "scripts.check_resume:recorded", log)
+def start_run(way: Way, name: str) -> check_resume.Start:
+    args, log = check_resume.change_flags(way.args, model=name), Path(way.args.out) / f"{name}.log"
+    return check_resume.Start(args, "scripts.check_resume:run_with_ledger", log)
 
 
 def book(way: Way, name: str) -> Path:
@@ -217,15 +217,15 @@ def book(way: Way, name: str) -> Path:
 
 
 @contextlib.contextmanager
-def haste() -> Iterator[None]:
-    """Give every process one thread, and make waits short, for the time of the block.
+def short_waits() -> Iterator[None]:
+    """Give every process one thread and make waits short during the block.
 
-    Votes come after milliseconds, and the other ranks of a failed run are ended at once.
+    Votes come every few milliseconds, and the other ranks of a failed run are ended at once.
     """
     before = preemption.ASK_EVERY_S, local.SHUTDOWN_S
     preemption.ASK_EVERY_S, local.SHUTDOWN_S = 0.01, 0.3
     torch.set_num_threads(1)
-    gc.freeze()  # or the collector of every child would touch, and so copy, all that it inherits
+    gc.freeze()  # otherwise the collector of every child would touch, and so copy, all that it inherits
     try:
         with environment.override({"OMP_NUM_THREADS": "1"}):
             yield
@@ -238,7 +238,7 @@ SAMPLES = 200
 
 
 class Noisy(Dataset):
-    """Samples of 4 classes, each drawn with new noise from all three generators."""
+    """Samples of 4 classes with new noise from all three random generators."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(5)
@@ -256,7 +256,7 @@ class Noisy(Dataset):
 
 
 def smooth_net(args) -> nn.Module:
-    """BatchNorm and dropout, and nothing with an edge that would make rounding grow."""
+    """A network with BatchNorm and dropout that is smooth, so that rounding errors do not grow."""
     return nn.Sequential(
         nn.Linear(32, 48, bias=False), nn.BatchNorm1d(48), nn.Tanh(), nn.Dropout(0.3), nn.Linear(48, args.num_classes)
     )
@@ -264,21 +264,21 @@ def smooth_net(args) -> nn.Module:
 
 @contextlib.contextmanager
 def plugins() -> Iterator[None]:
-    """lib.arch.chaos and lib.dataset.chaos, in memory, for the time of the block. Imports what a run would."""
+    """Define lib.arch.chaos and lib.dataset.chaos in memory during the block, and import what a run imports."""
     for heavy in ("torch._dynamo", "torch.utils.tensorboard.summary", "lib.trainer.trainer"):
-        importlib.import_module(heavy)  # takes seconds, in which most kills would come too early
-    there, made = (
+        importlib.import_module(heavy)  # takes seconds, during which most kills would come too early
+    names_before, made = (
         plugin_files.names,
         {"arch": ("get_model", smooth_net), "dataset": ("get_dataset", lambda args: Noisy())},
     )
     for kind, (name, builder) in made.items():
         sys.modules[f"lib.{kind}.chaos"] = module = types.ModuleType(f"lib.{kind}.chaos")
         setattr(module, name, builder)
-    plugin_files.names = lambda kind: [*there(kind), "chaos"] if kind in made else there(kind)
+    plugin_files.names = lambda kind: [*names_before(kind), "chaos"] if kind in made else names_before(kind)
     try:
         yield
     finally:
-        plugin_files.names = there
+        plugin_files.names = names_before
         for kind in made:
             del sys.modules[f"lib.{kind}.chaos"]
 
@@ -293,7 +293,7 @@ def main() -> int:
     options = parser.parse_args()
     sizes, switch = [int(size) for size in options.ranks.split(",")], options.switch.split(",")
     folder, tally = Path(tempfile.mkdtemp(prefix="chaos_")), Tally()
-    for number in (signal.SIGINT, TERM):  # in the background too
+    for number in (signal.SIGINT, TERM):  # also if it runs in the background
         signal.signal(number, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         storm(folder, tally, options.kills, sizes, switch, options.seed, f"{RUN} {options.flags}")

@@ -1,8 +1,8 @@
 """-check_resume: is a run the same to the bit when it is killed and resumed, and on other numbers of processes?
 
-The chosen configuration runs a few steps without a kill; then again, killed with kill -9 at random moments; then on
-other numbers of processes. If bits differ, more runs look for the cause. All of it is in a folder of its own below
--out, which is removed at the end.
+The chosen configuration runs a few steps without a kill. Then it is killed with kill -9 at random moments and
+resumed, and the same on other numbers of processes. If bits differ, more runs search for the cause. All runs are in a
+folder below -out, which is removed at the end.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 STEPS, KILLS, SIZES = 20, 3, (1, 2, 3, 4)
 LINE = "{:44} {:12} {:34} {}"
 
-# What a difference looks like: a flag, the value of it that helps, and the cause.
+# The likely cause of a difference: a flag, its value without which the difference vanishes, and the text.
 DATA = [("workers", 0, "data that depend on the worker process that draws them: not with -workers 0")]
 RESULTS = [
     ("compile", None, "-compile, whose code depends on the sizes that it meets first: not without it"),
@@ -47,29 +47,29 @@ SUMS = "sums over processes that the trainer makes itself, as by torch.distribut
 
 @dataclasses.dataclass
 class Row:
-    """One row of the table: what is done, and with what it must agree."""
+    """One row of the table: what is done, and the run with which it must agree."""
 
     title: str
-    run: str  # its name
+    run: str  # the name of the run
     sizes: list[int]  # processes of each start: all but the last are killed
     truth: str = "undisturbed"
     flags: dict = dataclasses.field(default_factory=dict)  # that differ from the chosen ones
 
 
 class Broken(RuntimeError):
-    """A run failed that nobody had disturbed."""
+    """A run that was not killed has failed."""
 
 
 def check(args: "Args") -> int:
-    """Run and print the table. Returns the exit code: 0 if all runs agree, 1 if not.
+    """Run all rows and print the table. Returns the exit code: 0 if all runs agree, 1 if not.
 
-    Raises UsageError where the runs cannot be started from here, or the flags cannot be run.
+    Raises UsageError if the runs cannot be started from here, or the flags cannot be run.
     """
     if launch.is_launched() or args.slurm:
         raise UsageError("-check_resume starts its processes itself: run it without torchrun, srun and -slurm")
     if args.limit_steps == 1:
         raise UsageError("-limit_steps 1: -check_resume needs 2 steps or more, to kill the run in between")
-    torch.set_num_threads(1)  # a process that is forked while this one has more would wait for them forever
+    torch.set_num_threads(1)  # with more, a forked process would wait for them forever
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(prefix=".check_", dir=args.out)
@@ -88,14 +88,14 @@ def check(args: "Args") -> int:
 
 
 class Check:
-    """The runs of one check, and what they left in its folder."""
+    """The runs of one check, in its folder."""
 
     def __init__(self, args: "Args", folder: Path):
         self.steps, self.folder, self.draw = args.limit_steps or STEPS, folder, random.Random()
         self.size = local.count_processes(args)
         self.cpu = bool(args.cpu) or not (torch.cuda.device_count() or torch.accelerator.is_available())
         self.every = max(1, self.steps // 7)  # steps between saves
-        self.args = changed(
+        self.args = change_flags(
             args,
             out=str(folder),
             limit_steps=self.steps,
@@ -105,20 +105,20 @@ class Check:
             track="none",
             check_resume=False,
             max_hours=None,
-            deterministic=args.deterministic or not self.cpu,  # nor would a GPU's bits be the same
+            deterministic=args.deterministic or not self.cpu,  # without, even two equal runs on a GPU would differ
         )
-        self.seconds, self.batch = 0.0, None  # of the first run; samples of a step
+        self.seconds, self.batch = 0.0, None  # seconds of the first run; samples of a step
 
     def rows(self) -> int:
-        """Run and print them all, and the cause of the first that differs."""
+        """Run and print all rows, and the cause of the first that differs."""
         print(f"-check_resume: {self.steps} steps of {self.args.model}, in {self.folder} (removed at the end)")
         print("the first run, without a kill, shows how long the others take", flush=True)
-        began = time.monotonic()
+        started = time.monotonic()
         self.complete(Row("", "undisturbed", [self.size]))
-        self.seconds = time.monotonic() - began
+        self.seconds = time.monotonic() - started
         facts = ledger.read(self.ledger("undisturbed"))[0].facts
         self.batch = facts["batch"]
-        self.args = changed(self.args, threads=facts["threads"])  # on other processes it would choose others
+        self.args = change_flags(self.args, threads=facts["threads"])  # other numbers of processes would have others
         rows = self.planned(facts)
         print(f"{len(rows)} more runs: {self.duration(rows)}")
         header = LINE.format("what was done", "processes", "largest difference", "first step, from 0, that differs")
@@ -128,12 +128,12 @@ class Check:
         return FAILED if failed else FINISHED
 
     def duration(self, rows: list[Row]) -> str:
-        """Say how long rows will take, by the first run: fewer processes take longer."""
+        """Return the estimated time of the rows, by that of the first run: fewer processes take longer."""
         seconds = sum(self.seconds * max(1, self.size / size) for row in rows for size in row.sizes)
         return f"about {seconds:.0f} s" if seconds < 100 else f"about {seconds / 60:.0f} minutes"
 
     def planned(self, facts: dict) -> list[Row]:
-        """What is compared: killed; then on as many other processes as there are micro-batches and devices for."""
+        """Return the rows: killed; then on as many other numbers of processes as micro-batches and devices allow."""
         kills = min(KILLS, self.steps - 1)
         killed = Row(f"killed {kills} times and resumed", "killed", [self.size] * (kills + 1))
         if self.args.reduction == "allreduce":
@@ -156,7 +156,7 @@ class Check:
         return [killed, *([whole] if cut != micro else []), *alone, moved]
 
     def row(self, row: Row) -> ledger.Difference | None:
-        """Run and print one. Returns where it first differs from its truth, or None."""
+        """Run and print one row. Returns where it first differs from its truth, or None."""
         self.complete(row)
         distance = ledger.distance(*(self.folder / name / "checkpoints" for name in (row.truth, row.run)))
         first = ledger.first_difference(*(ledger.read(self.ledger(name)) for name in (row.truth, row.run)))
@@ -169,7 +169,7 @@ class Check:
         return first
 
     def cause(self, row: Row, first: ledger.Difference) -> str:
-        """Say what the cause of a difference looks like, by runs that differ from the row in one thing."""
+        """Return the likely cause of a difference, by runs that differ from the row in one thing."""
         starts = [start for name in (row.truth, row.run) for start in ledger.read(self.ledger(name))]
         if len(threads := {start.facts["threads"] for start in starts}) > 1:
             return f"another number of threads: {' and '.join(map(str, sorted(threads)))}"
@@ -184,65 +184,65 @@ class Check:
         return text.format("dataset" if data else "model, loss or trainer")
 
     def helps(self, row: Row, flag: str, value: object) -> bool:
-        """Whether a row agrees with its truth once both have this value of a flag."""
+        """Whether a row agrees with its truth if both have this value of a flag."""
         flags = {**row.flags, flag: value}
         truth = Row(f"{flag} = {value}", f"truth_{flag}", [self.size], f"truth_{flag}", flags)
         other = dataclasses.replace(row, title=f"  {row.title}", run=f"row_{flag}", truth=truth.run, flags=flags)
         try:
             return not self.row(truth) and not self.row(other)
-        except (Broken, UsageError):  # the model cannot do that
+        except (Broken, UsageError):  # the model cannot run with this value
             return False
 
     def complete(self, row: Row) -> None:
-        """Take a run to its end, killed where the row says so. Raises Broken or UsageError if it fails by itself."""
-        first = min(2 * self.every + 1, self.steps - len(row.sizes) + 1)  # by then there is a checkpoint
+        """Run to the end, with the kills of the row. Raises Broken or UsageError if the run fails by itself."""
+        first = min(2 * self.every + 1, self.steps - len(row.sizes) + 1)  # there is a checkpoint by then
         moments = sorted(self.draw.sample(range(first, self.steps), len(row.sizes) - 1))
         for size, moment in zip(row.sizes, [*moments, None], strict=True):
-            args, book = self.on(size, row), self.ledger(row.run)
-            ledger.pause(book, moment)  # a quick run would else be over before it is killed
-            with Start(args, "scripts.check_resume:recorded", self.folder / f"{row.run}.log") as start:
+            args, book = self.args_for(size, row), self.ledger(row.run)
+            ledger.pause(book, moment)  # otherwise a fast run would end before it is killed
+            with Start(args, "scripts.check_resume:run_with_ledger", self.folder / f"{row.run}.log") as start:
                 if moment is not None and start.reaches(moment, book):
                     time.sleep(self.draw.uniform(0, self.seconds / self.steps))
                     start.kill()
-                    start.ends()
+                    start.wait()
                     continue
-                code = start.ends()
+                code = start.wait()
                 if code not in (FINISHED, STOPPED):
                     raise (UsageError if code == USAGE else Broken)(start.last_lines())
 
-    def on(self, size: int, row: Row) -> "Args":
+    def args_for(self, size: int, row: Row) -> "Args":
         """The args of a row's run on this number of processes."""
-        args = changed(self.args, model=row.run, **row.flags)
+        args = change_flags(self.args, model=row.run, **row.flags)
         if size == self.size:
             return args
-        args = changed(args, batch_size=self.batch, batch_per_gpu=None)
+        args = change_flags(args, batch_size=self.batch, batch_per_gpu=None)
         names = args.gpus.split(",") if args.gpus else [str(number) for number in range(self.size)]
-        return changed(args, cpu=size) if self.cpu else changed(args, gpus=",".join(names[:size]))
+        return change_flags(args, cpu=size) if self.cpu else change_flags(args, gpus=",".join(names[:size]))
 
     def ledger(self, run: str) -> Path:
         return self.folder / "ledgers" / run
 
 
-def recorded(args: "Args") -> int:
-    """One process of a run that keeps a ledger in -out/ledgers/NAME."""
+def run_with_ledger(args: "Args") -> int:
+    """Run one process of a run that keeps a ledger in -out/ledgers/NAME."""
     module = importlib.import_module(f"lib.trainer.{args.trainer}")
-    module.Trainer = ledger.keeping(module.Trainer, Path(args.out) / "ledgers" / args.model)
+    module.Trainer = ledger.recording_trainer(module.Trainer, Path(args.out) / "ledgers" / args.model)
     return local.call_target("train:run", args)
 
 
-def changed(args: "Args", **others: object) -> "Args":
-    """A copy of args in which these flags differ."""
+def change_flags(args: "Args", **others: object) -> "Args":
+    """Return a copy of args with other values of these flags."""
     copy = type(args)()
     vars(copy).update({**vars(args), **others})
     return copy
 
 
 class Start:
-    """A start of a run in a session of its own, as if at another terminal. None of it outlives the block."""
+    """A start of a run in a session of its own, as if at another terminal. All its processes end with the block."""
 
     def __init__(self, args: "Args", target: str, log: Path):
         context = multiprocessing.get_context("fork" if local.fork_is_safe() else "spawn")
-        self.process, self.log = context.Process(target=_alone, args=(args, target, str(log))), log
+        self.process, self.log = context.Process(target=_run_in_session, args=(args, target, str(log))), log
         log.touch()
         self.process.start()
         self.pid = self.process.pid
@@ -252,10 +252,10 @@ class Start:
 
     def __exit__(self, *error):
         self.kill()
-        self.ends()
+        self.wait()
 
     def reaches(self, step: int, book: Path) -> bool:
-        """Waits until so many steps are done, by its ledger. False if it ended before."""
+        """Wait until this many steps are done, by its ledger. Returns False if it ended before."""
         while self.process.is_alive():
             if (ledger.progress(book, self.pid) or 0) >= step:
                 return True
@@ -264,8 +264,8 @@ class Start:
 
     def others(self) -> list[int]:
         """The living processes of its session other than the first: launch's children and theirs. Linux only."""
-        there = (int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
-        return [pid for pid in there if pid != self.pid and self.lives(pid)]
+        pids = (int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
+        return [pid for pid in pids if pid != self.pid and self.lives(pid)]
 
     def lives(self, pid: int) -> bool:
         """Whether this is a living process of its session."""
@@ -273,23 +273,23 @@ class Start:
             state, _, _, session, *more = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return False
-        threads = int(more[13])  # a zombie with more than one is still writing, and holds its locks
+        threads = int(more[13])  # a zombie with more than one thread is still writing, and has its locks
         return int(session) == self.pid and (state not in "ZX" or threads > 1)
 
     def kill(self, number: int = signal.SIGKILL, pid: int | None = None) -> None:
-        """Sends a signal to one of its processes, or to all at once."""
+        """Send a signal to one of its processes, or to all at once."""
         with contextlib.suppress(ProcessLookupError):
             if pid is not None:
                 os.kill(pid, number)
-            elif self.process.is_alive() and os.getpgid(self.pid) != self.pid:  # it has not its session yet
+            elif self.process.is_alive() and os.getpgid(self.pid) != self.pid:  # it has no session of its own yet
                 os.kill(self.pid, number)
             else:
                 os.killpg(self.pid, number)
 
-    def ends(self, within: float | None = None) -> int:
-        """Waits until none of its processes is left. Returns its exit code, negative after a signal.
+    def wait(self, within: float | None = None) -> int:
+        """Wait until none of its processes is left. Returns its exit code, negative after a signal.
 
-        Raises Broken if its first process still runs after so many seconds.
+        Raises Broken if its first process still runs after `within` seconds.
         """
         self.process.join(within)
         if self.process.exitcode is None:
@@ -300,19 +300,19 @@ class Start:
         return self.process.exitcode
 
     def last_lines(self) -> str:
-        """The end of its output."""
+        """Return the end of its output."""
         lines = self.log.read_text(errors="replace").strip().splitlines()[-20:]
         lines = lines[-1:] if self.process.exitcode == USAGE else lines
         return "\n".join(lines).removeprefix("train.py: ")
 
 
-def _alone(args: "Args", target: str, log: str) -> None:
-    """What the process of a Start does."""
+def _run_in_session(args: "Args", target: str, log: str) -> None:
+    """The target of a Start's process."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    words = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(words, 1)
-    os.dup2(words, 2)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     try:
         code = launch.launch(args, target)

@@ -1,4 +1,4 @@
-"""Completes flags and plugin names of train.py at the TAB key: eval "$(python scripts/completion.py bash)", or zsh.
+"""Completes flags and plugin names of train.py with the TAB key: eval "$(python scripts/completion.py bash)", or zsh.
 
 Works for `python train.py ...` and `./train.py ...`; type it again after a plugin is added.
 """
@@ -24,9 +24,9 @@ complete -o bashdefault -o default -F _python_train_py python python3
 """
 
 
-def main(words: list[str]) -> int:
-    if words not in (["bash"], ["zsh"]):
-        print(f"completion.py: {' '.join(words) or 'nothing'}: bash or zsh is wanted", file=sys.stderr)
+def main(arguments: list[str]) -> int:
+    if arguments not in (["bash"], ["zsh"]):
+        print(f"completion.py: {' '.join(arguments) or 'nothing'}: bash or zsh is wanted", file=sys.stderr)
         return 2
     try:
         import shtab
@@ -34,15 +34,15 @@ def main(words: list[str]) -> int:
         message = "completion.py: needs shtab: uv pip install -r pyproject.toml --group completion"
         print(message, file=sys.stderr)
         return 2
-    text = shtab.complete(flags(), words[0], root_prefix="train_py")
-    print(text + PYTHON if words == ["bash"] else text)
+    text = shtab.complete(flags(), arguments[0], root_prefix="train_py")
+    print(text + PYTHON if arguments == ["bash"] else text)
     return 0
 
 
 def flags() -> Parser:
-    """All flags that there are, every plugin's own among them."""
+    """Return a parser of all flags, including those of every plugin."""
     made = config.new_parser()
-    made.formatter_class = argparse.HelpFormatter  # without the defaults, which are those of the plugin loaded last
+    made.formatter_class = argparse.HelpFormatter  # without defaults: they are those of the plugin loaded last
     for kind in config.BUILDERS:
         names = plugins.names(kind)
         for name in names:

@@ -1,6 +1,6 @@
 """Would a run start here? python scripts/doctor.py [arguments of train.py]. Lists what is missing.
 
-Exit code 0: it would; 1: what is marked `bad` is in its way; 2: the arguments are wrong.
+Exit code 0: it would; 1: what is marked `bad` prevents it; 2: the arguments are wrong.
 """
 
 import importlib.metadata
@@ -37,17 +37,17 @@ except ModuleNotFoundError as error:
     sys.exit(f"bad   {error.name} is missing: ./scripts/train.sh makes .venv with all that is needed")
 
 OK, NOTE, BAD = "ok", "note", "bad"
-SHM_BYTES, FILES = 1 << 30, 4096  # less shared memory, fewer open files are little for loader processes
+SHM_BYTES, FILES = 1 << 30, 4096  # less shared memory or fewer open files may be too little for loader processes
 Findings = Iterator[tuple[str, str]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
-    if {"-h", "-help", "--help"} & set(words):
+    arguments = sys.argv[1:] if argv is None else argv
+    if {"-h", "-help", "--help"} & set(arguments):
         print(__doc__)
         return 0
     try:
-        args = config.parse_args(words)
+        args = config.parse_args(arguments)
     except UsageError as error:
         return local.report_usage_error(error)
     bad = 0
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def guarded(check, args) -> Findings:
-    """What a check finds; what it stumbles over is a finding too."""
+    """The findings of a check. An error in it is a finding, too."""
     try:
         yield from check(args)
     except (UsageError, OSError, RuntimeError) as error:
@@ -68,7 +68,7 @@ def guarded(check, args) -> Findings:
 
 
 def versions(args) -> Findings:
-    """Python and the packages that pyproject.toml asks for."""
+    """Check Python and the packages that pyproject.toml requires."""
     yield OK, f"Python {platform.python_version()} on {platform.platform()}, host {socket.gethostname()}"
     listed = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[1]
     found = []
@@ -89,13 +89,13 @@ def numbers(version: str) -> list[int]:
 
 
 def reduction(args) -> Findings:
-    """Two processes, started as a run's are, add up a tensor: before anything here touches a device."""
+    """Add up a tensor on two processes, started like those of a run, before anything here touches a device."""
     numbers = ",".join(str(number) for number in range(torch.cuda.device_count()))
     gpus = [] if args.cpu or not numbers else (args.gpus or numbers).split(",")[:2]
-    words = ["-gpus", "0,1"] if len(gpus) > 1 else ["-cpu", "2"]
+    flags = ["-gpus", "0,1"] if len(gpus) > 1 else ["-cpu", "2"]
     with environment.override(environment.visible_devices(",".join(gpus))):
-        code = local.start_processes(config.parse_args(words), "scripts.doctor:added", 2)
-    where = "two GPUs by NCCL" if words[0] == "-gpus" else "two processes on the CPU by gloo"
+        code = local.start_processes(config.parse_args(flags), "scripts.doctor:add_up", 2)
+    where = "two GPUs by NCCL" if flags[0] == "-gpus" else "two processes on the CPU by gloo"
     yield (
         (BAD, f"an all-reduce over {where} failed: see above; NCCL_DEBUG=INFO shows more")
         if code
@@ -103,11 +103,11 @@ def reduction(args) -> Findings:
     )
 
 
-def added(args) -> int:
-    """One of the two processes: 0 if both together come to 3; it gives up after a minute, wherever it is."""
-    patience = threading.Timer(60, os._exit, [1])
-    patience.daemon = True
-    patience.start()
+def add_up(args) -> int:
+    """One of the two processes: returns 0 if the sum over both is 3. It gives up after a minute, wherever it is."""
+    timeout = threading.Timer(60, os._exit, [1])
+    timeout.daemon = True
+    timeout.start()
     with distributed.join(args) as world:
         total = torch.tensor([world.rank + 1.0], device=world.device)
         torch.distributed.all_reduce(total)
@@ -115,11 +115,11 @@ def added(args) -> int:
 
 
 def devices(args) -> Findings:
-    """What a run here would compute on, and how its processes would talk."""
+    """Check the devices of a run, and the libraries for communication between its processes."""
     count = torch.cuda.device_count()
     for index in range(count):
         facts = torch.cuda.get_device_properties(index)
-        torch.ones(1, device=f"cuda:{index}").add(1).item()  # RuntimeError where this torch has no code for it
+        torch.ones(1, device=f"cuda:{index}").add(1).item()  # RuntimeError if this torch has no code for the GPU
         yield OK, f"GPU {index}: {facts.name}, {facts.total_memory / 1e9:.0f} GB"
     if torch.version.cuda and not count:
         yield (
@@ -127,7 +127,7 @@ def devices(args) -> Findings:
             f"torch is built for CUDA {torch.version.cuda} and sees no GPU: look at nvidia-smi, or train on the CPU",
         )
     if not args.slurm:
-        environment.visible_devices(args.gpus)  # UsageError where one of them is missing
+        environment.visible_devices(args.gpus)  # UsageError if one of them is missing
     processes = args.cpu or 1 if args.slurm else local.count_processes(args)
     yield OK, f"{processes} process{'es' * (processes > 1)} here, {os.cpu_count()} CPU cores"
     have = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
@@ -137,7 +137,7 @@ def devices(args) -> Findings:
 
 
 def limits(args) -> Findings:
-    """What loader processes need: shared memory and open files."""
+    """Check what loader processes need: shared memory and open files."""
     shm = Path("/dev/shm")
     size = shutil.disk_usage(shm).free if shm.exists() else 0
     little = args.workers and size < SHM_BYTES
@@ -149,7 +149,7 @@ def limits(args) -> Findings:
 
 
 def data(args) -> Findings:
-    """The samples of the run, and whether the flags agree with them and with the run's checkpoints."""
+    """Check the samples of the run, and whether the flags agree with them and with the run's checkpoints."""
     splits = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
     yield OK, f"-dataset {args.dataset}: {', '.join(f'{len(part):,} {name}' for name, part in splits.items())}"
     past = resume.find(args, shared_disk.single_disk(World()))
@@ -162,22 +162,22 @@ def data(args) -> Findings:
 
 
 def room(args) -> Findings:
-    """The model of the run, its first weights, and room for its checkpoints."""
+    """Check the model of the run, its first weights, and the space for its checkpoints."""
     arch = plugins.load("arch", args.arch)
     model = arch.get_model(args)
-    if args.weights and resume.find(args, shared_disk.single_disk(World())) is None:  # a run that goes on has its own
+    if args.weights and resume.find(args, shared_disk.single_disk(World())) is None:  # a resume does not read them
         yield OK, f"-weights {weights.load_into(args.weights, model, imagenet=lambda: arch.get_weights(args))}"
     parts = state.Parts({"model": model}, {"optim": optimizers.get_optimizer(model, args)})
     size = sum(tensor.nbytes for tensor in state.tensors_to_save(parts).values())
     yield OK, f"-arch {args.arch}: {sum(p.numel() for p in model.parameters()):,} parameters"
     folder = run_folder.path_of(args)
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
-        tempfile.TemporaryDirectory(dir=there).cleanup()
+        tempfile.TemporaryDirectory(dir=existing).cleanup()
     except OSError as error:
-        yield BAD, f"-out {args.out}: {there} cannot be written ({error.strerror}): take another folder"
+        yield BAD, f"-out {args.out}: {existing} cannot be written ({error.strerror}): take another folder"
         return
-    free, wanted = shutil.disk_usage(there).free, size * (args.keep_last + 1)
+    free, wanted = shutil.disk_usage(existing).free, size * (args.keep_last + 1)
     level = BAD if free < size else NOTE if free < wanted else OK
     yield (
         level,
@@ -189,12 +189,12 @@ def room(args) -> Findings:
 
 
 def network(args) -> Findings:
-    """By what name and interface other machines would reach this one."""
-    host, there = socket.gethostname(), [name for _, name in socket.if_nameindex()]
+    """Check by which name and interface other machines would reach this one."""
+    host, existing = socket.gethostname(), [name for _, name in socket.if_nameindex()]
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = os.environ.get(name, "").lstrip("^=").split(",")[0]
-        if wanted and not any(one.startswith(wanted) for one in there):
-            yield BAD, f"{name}={os.environ[name]} is not one of the interfaces here: {', '.join(there)}"
+        if wanted and not any(one.startswith(wanted) for one in existing):
+            yield BAD, f"{name}={os.environ[name]} is not one of the interfaces here: {', '.join(existing)}"
     try:
         address = socket.gethostbyname(host)
     except OSError:
@@ -202,24 +202,24 @@ def network(args) -> Findings:
         return
     mine = agent.interface_of(address) or "no interface of this machine"
     message = f"several machines would meet at {host}, {address}, {mine}; processes of one use lo"
-    alone = address.startswith("127.") or mine.startswith("no ")
+    unreachable = address.startswith("127.") or mine.startswith("no ")
     advice = "; others cannot reach that: correct /etc/hosts or name it by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-    yield NOTE if alone else OK, f"{message}{advice if alone else ''} (there are {', '.join(there)})"
+    yield NOTE if unreachable else OK, f"{message}{advice if unreachable else ''} (there are {', '.join(existing)})"
 
 
 def slurm(args) -> Findings:
-    """What Slurm offers from here."""
+    """Check what Slurm offers on this machine."""
     if not shutil.which("sinfo"):
         yield BAD if args.slurm else OK, "no Slurm here: -slurm would be refused; its login node has sinfo and sbatch"
         return
-    words = ["sinfo", "-h", "-o", "%R: %D nodes %a, each %c CPUs, %m MB, %G; limit %l"]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=30)
-    if said.returncode:
-        yield BAD if args.slurm else NOTE, f"sinfo does not answer: {said.stderr.strip().splitlines()[-1]}"
+    command = ["sinfo", "-h", "-o", "%R: %D nodes %a, each %c CPUs, %m MB, %G; limit %l"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if answer.returncode:
+        yield BAD if args.slurm else NOTE, f"sinfo does not answer: {answer.stderr.strip().splitlines()[-1]}"
         return
-    for line in said.stdout.splitlines():
+    for line in answer.stdout.splitlines():
         yield OK, f"Slurm partition {line.replace('(null)', 'no GPUs')}"
-    names = {line.partition(":")[0] for line in said.stdout.splitlines()}
+    names = {line.partition(":")[0] for line in answer.stdout.splitlines()}
     if args.slurm_partition and not set(args.slurm_partition.split(",")) <= names:
         yield BAD, f"-slurm_partition {args.slurm_partition}: there are {', '.join(sorted(names))}"
 

@@ -22,7 +22,7 @@ per_node="${PER_NODE:-${PET_NPROC_PER_NODE:-$processes}}"
 : "${per_node:=$(python -c 'import torch; print("gpu" if torch.cuda.device_count() else 1)')}"
 conf="last_call_timeout=5,join_timeout=600"
 if [ "$rendezvous" = c10d ]; then
-    # torchrun guesses whether it runs on the head; it errs where a host has several names (pytorch issue 73656).
+    # torchrun guesses whether it runs on the head, and fails if a host has several names (pytorch issue 73656).
     [ -z "${PET_NODE_RANK:-}" ] || is_host=$((PET_NODE_RANK == 0))
     is_host="${IS_HOST:-$is_host}"
     conf="$conf,keep_alive_interval=2,keep_alive_max_attempt=3,is_host=$is_host"

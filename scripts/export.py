@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def place(run: Path, source: str | None) -> Path:
-    """The weights file or checkpoint that is meant. Raises UsageError where it is not there."""
+    """The weights file or checkpoint to export. Raises UsageError if it does not exist."""
     if not (run / "config.yaml").is_file():
         raise UsageError(f"{run} is no run's folder: it has no config.yaml")
     files = {name: run / name / "weights.safetensors" for name in ("best", "final")}
@@ -68,7 +68,7 @@ def place(run: Path, source: str | None) -> Path:
 
 
 def read(source: Path) -> dict[str, Tensor]:
-    """The model's tensors by name. Raises shards.Damaged for a checkpoint that is not what was written."""
+    """The model's tensors by name. Raises shards.Damaged for a damaged checkpoint."""
     if source.is_file():
         return weights.read(source)
     manifest = shards.read_manifest(source)
@@ -107,11 +107,11 @@ def to_onnx(options, tensors: dict, file: Path):
 
 
 def built(options, tensors: dict) -> nn.Module:
-    """The run's model with these weights, for evaluation. Raises UsageError where they do not fit."""
+    """The run's model with these weights, for evaluation. Raises UsageError if they do not fit."""
     args = config.parse_args(["-cfg", str(options.run / "config.yaml")], describe=False)
     model = plugins.load("arch", args.arch).get_model(args).eval().requires_grad_(False)
     mine = state.model_tensors(model)
-    odd = [name for name in {**mine, **tensors} if not alike(mine.get(name), tensors.get(name))]
+    odd = [name for name in {**mine, **tensors} if not same_form(mine.get(name), tensors.get(name))]
     if odd:
         raise UsageError(
             f"-arch {args.arch}: {odd[0]} and {len(odd) - 1} more are other tensors than the run's: "
@@ -151,7 +151,7 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def alike(one: Tensor | None, other: Tensor | None) -> bool:
+def same_form(one: Tensor | None, other: Tensor | None) -> bool:
     return one is not None and other is not None and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 

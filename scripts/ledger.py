@@ -1,6 +1,6 @@
-"""A ledger of a run, for comparing runs: which samples, as they were drawn, and to which losses and weights they led.
+"""A ledger of a run, for comparing runs: its samples with a checksum of each, and the losses and weights after them.
 
-Every rank appends to a file of its own, and what was written outlives a kill -9. -check_resume and scripts/chaos.py
+Every rank appends to its own file, whose lines survive a kill -9. -check_resume and scripts/chaos.py
 keep one; a usual run does not.
 """
 
@@ -22,7 +22,7 @@ from lib.utils.checkpoint.state import model_tensors, unwrap
 from lib.utils.data import tensors
 from lib.utils.distributed import World
 
-PAUSE = "pause"  # the file that says at which step a start waits
+PAUSE = "pause"  # the file with the step at which a start waits
 SAMPLES, DRAWN = "other samples, or in another order", "the same sample, drawn otherwise"
 LOSS, WEIGHTS = "the same samples, another loss", "the same losses, another"
 
@@ -34,7 +34,7 @@ class Record(NamedTuple):
     step: int  # of the run, from 0
     micro: int  # of the step, over all ranks
     indices: list[int]
-    rows: list[int]  # a checksum of each sample as it was drawn
+    rows: list[int]  # a checksum of each sample with its random changes
     loss: float
 
 
@@ -72,24 +72,24 @@ class Ledger:
         self.write(session=os.getsid(0), time=time.monotonic_ns(), **facts)  # one session for one start
 
     def write(self, **facts):
-        """One line, in one call; it begins with the line's end, for the line before may be torn."""
+        """Write a line in one call. It starts with a line break, because a kill may have cut the line before."""
         os.write(self.file, ("\n" + json.dumps(facts)).encode())
 
     def micro_batch(self, state, key, batch, loss: Tensor):
-        """A micro-batch, trained on at this state."""
+        """Record a micro-batch that was trained on at this state."""
         rows = [checksum(row) for row in _rows(batch, key.count)]
         place = [state.epoch, state.step, key.number]
         self.write(at=place, indices=key.indices, rows=rows, loss=float(loss).hex())
 
     def step(self, step: int, weights: list[Tensor], world: World):
-        """The weights after a step; of sharded ones, this rank's part."""
+        """Record the weights after a step; of sharded weights, this rank's part."""
         sharded = any(hasattr(one, "placements") for one in weights)
         place = f"shard {world.rank} of {world.size}" if sharded else f"rank {world.rank}"
         self.write(step=step, place=place, weights=[checksum([one]) for one in weights])
 
 
-def keeping(chosen: type, folder: Path) -> type:
-    """A trainer class that is `chosen`, but for keeping a ledger in a folder."""
+def recording_trainer(chosen: type, folder: Path) -> type:
+    """Return a subclass of the trainer class `chosen` that keeps a ledger in a folder."""
 
     class Keeper(chosen):
         def fit(self, past=None):
@@ -103,7 +103,7 @@ def keeping(chosen: type, folder: Path) -> type:
 
         def training_step(self, batch):
             loss = super().training_step(batch)
-            self.lately = loss.detach()
+            self.last_loss = loss.detach()
             return loss
 
         def train_micro_batch(self, micro_batch, batch):
@@ -111,7 +111,7 @@ def keeping(chosen: type, folder: Path) -> type:
                 time.sleep(0.01)
             super().train_micro_batch(micro_batch, batch)
             if micro_batch.count:
-                self.ledger.micro_batch(self.state, micro_batch, batch, self.lately)
+                self.ledger.micro_batch(self.state, micro_batch, batch, self.last_loss)
 
         def step(self, samples):
             super().step(samples)
@@ -121,13 +121,13 @@ def keeping(chosen: type, folder: Path) -> type:
 
 
 def pause(folder: Path, step: int | None):
-    """Let the next start of the run wait, once so many steps are done, until it is killed; None: it does not."""
+    """Make the next start of the run wait after this many steps until it is killed; None: it does not wait."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PAUSE).write_text(str(math.inf if step is None else step))
 
 
 def checksum(tensors: list[Tensor]) -> int:
-    """CRC-32 of the bytes of tensors, one after the other; of sharded ones, what this rank has."""
+    """CRC-32 of the bytes of tensors, one after the other; of sharded tensors, of this rank's part."""
     crc = 0
     for tensor in tensors:
         crc = zlib.crc32(shards.as_bytes(shards.local_part(tensor).cpu()), crc)
@@ -141,7 +141,7 @@ def _rows(batch, count: int) -> list[list[Tensor]]:
 
 
 def progress(folder: Path, session: int) -> int | None:
-    """Return how many steps a run has done, by the ledger of the start that is this session.
+    """Return how many steps a run has done, by the ledger of the start with this session id.
 
     None before its first sample, 0 until a step is done.
     """
@@ -154,7 +154,7 @@ def progress(folder: Path, session: int) -> int | None:
 
 
 def read(folder: Path) -> list[Start]:
-    """The starts of a run, in their order."""
+    """The starts of a run, in order."""
     starts: dict[int, Start] = {}
     for file in sorted(folder.glob("rank_*.jsonl")):
         for facts in _lines(file):
@@ -169,28 +169,28 @@ def read(folder: Path) -> list[Start]:
 
 
 def _lines(file):
-    """What the lines say, but for those that a kill tore."""
+    """Yield the lines' contents, without those that a kill cut short."""
     for line in file.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             yield json.loads(line)
 
 
 def trained_on(starts: list[Start]) -> dict[tuple[int, int], list[int]]:
-    """Return the samples, in their order, of each (epoch, step) that led to where the run is.
+    """Return the samples, in order, of each (epoch, step) that led to the run's present state.
 
-    Where a later start did a step again, its own count.
+    If a later start repeated a step, only the repetition counts.
     """
-    lasting: dict[tuple[int, int], Record] = {}
+    kept: dict[tuple[int, int], Record] = {}
     for start in starts:
-        lasting = {at: record for at, record in lasting.items() if at[0] < start.first_step} | start.records
+        kept = {at: record for at, record in kept.items() if at[0] < start.first_step} | start.records
     steps: dict[tuple[int, int], list[int]] = {}
-    for _, record in sorted(lasting.items()):
+    for _, record in sorted(kept.items()):
         steps.setdefault((record.epoch, record.step), []).extend(record.indices)
     return steps
 
 
 def first_difference(truth: list[Start], other: list[Start]) -> Difference | None:
-    """Where any start of a run first did other than the true run did, None if nowhere."""
+    """Where any start of a run first differs from the true run, None if nowhere."""
     wanted = {at: record for start in truth for at, record in start.records.items()}
     weights = {at: value for start in truth for at, value in start.weights.items()}
     differences = []
@@ -219,10 +219,10 @@ def _difference(wanted, record):
 
 
 class Distance(NamedTuple):
-    """How far the newest checkpoints of two runs are apart."""
+    """The distance between the newest checkpoints of two runs."""
 
     share: float  # the largest difference of a weight, as a share of the largest of its tensor
-    names: list[str]  # of the tensors that differ in any bit, the optimizer's memory too
+    names: list[str]  # of all tensors that differ in any bit, also of the optimizer's state
 
 
 def distance(one: Path, other: Path) -> Distance:

@@ -32,7 +32,7 @@ def digits() -> dict[str, np.ndarray]:
 
 
 def split(labels: np.ndarray) -> np.ndarray:
-    """The part each sample belongs to: every class is dealt out in the order of a hash of the sample's number.
+    """The split of each sample: every class is divided in the order of a hash of the sample's number.
 
     A hash and no random generator, so that the split is the same under any version of anything.
     """
@@ -46,7 +46,7 @@ def split(labels: np.ndarray) -> np.ndarray:
 
 
 def write(file: Path, arrays: dict[str, np.ndarray]):
-    """Writes the .npz whole or not at all; numpy dates its members 1980, so the same zlib gives the same bytes."""
+    """Writes the .npz atomically; numpy dates its members 1980, so the same zlib gives the same bytes."""
     partial = file.with_name(file.name + ".partial")
     with partial.open("wb") as stream:
         np.savez_compressed(stream, **arrays)

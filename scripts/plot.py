@@ -1,7 +1,7 @@
 """Curves of runs in one picture: python scripts/plot.py out/a out/b [-o curves.png], or .svg, .pdf.
 
-Loss, metric, learning rate and throughput over the steps; a dashed line with a triangle is where a run went on after
-a stop or a crash.
+Loss, metric, learning rate and throughput over the steps; a dashed line with a triangle marks where a run resumed
+after a stop or a crash.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
                 else f"-o {args.o}: one of {', '.join(KINDS)} is wanted"
             )
             parser.exit(2, f"plot.py: {wrong}\n")
-        figure = drawn(lines)
+        figure = draw(lines)
         figure.savefig(args.o, dpi=120)
     except ModuleNotFoundError as error:
         parser.exit(2, f"plot.py: needs {error.name}: uv pip install -r pyproject.toml --group plot\n")
@@ -40,15 +40,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def drawn(runs: dict[Path, list[dict]]):
-    """The figure of the lines of these runs."""
+def draw(runs: dict[Path, list[dict]]):
+    """Return the figure of the lines of these runs."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     pyplot.rcParams.update({"svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False})
-    panels = wanted(runs)
+    panels = panels_of(runs)
     figure, axes = pyplot.subplots(-(-len(panels) // 2), 2, figsize=(11, 3.6 * -(-len(panels) // 2)), squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.remove()
@@ -70,28 +70,28 @@ def drawn(runs: dict[Path, list[dict]]):
     return figure
 
 
-def wanted(runs: dict) -> dict[str, dict]:
-    """The panels that these runs have figures for: their titles, and the curves in each with their styles."""
-    there = {name for lines in runs.values() for line in lines for name in line}
-    metrics = sorted(name for name in there if name.startswith("val/") and name != "val/loss")
+def panels_of(runs: dict) -> dict[str, dict]:
+    """Return the panels for which these runs have metrics: their titles, and the curves in each with their styles."""
+    logged = {name for lines in runs.values() for line in lines for name in line}
+    metrics = sorted(name for name in logged if name.startswith("val/") and name != "val/loss")
     panels = {
         "Loss": {"train/loss": TRAIN, "val/loss": VAL},
         **{f"Validation {name.removeprefix('val/')}": {name: VAL} for name in metrics},
         "Learning rate": {"train/lr": {"linewidth": 1.5}},
         "Throughput (samples a second)": {"perf/samples_per_s": {"linewidth": 1.5}},
     }
-    shown = {title: {n: look for n, look in curves.items() if n in there} for title, curves in panels.items()}
+    shown = {title: {n: look for n, look in curves.items() if n in logged} for title, curves in panels.items()}
     return {title: curves for title, curves in shown.items() if curves}
 
 
 def points(lines: list[dict], name: str) -> tuple[list, list]:
-    """The steps and values of a figure."""
+    """Return the steps and values of a metric."""
     found = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
     return [step for step, _ in found], [value for _, value in found]
 
 
 def label(figure, runs: dict):
-    """The runs' names and how far each got, above the panels."""
+    """Write the runs' names and their last steps above the panels."""
     from matplotlib.lines import Line2D
 
     handles = []

@@ -29,7 +29,7 @@ def checkpoint(folder: Path) -> dict:
 
 
 def lines(folder: Path) -> list[dict]:
-    """The lines of metrics.jsonl, but for one that is just being written."""
+    """The lines of metrics.jsonl, without an incomplete one at the end."""
     try:
         text = (folder / "metrics.jsonl").read_text()
     except OSError:
@@ -48,7 +48,7 @@ def log(folder: Path, last: int = 1 << 22) -> str:
 
 
 def resumes(folder: Path) -> list[int]:
-    """The steps at which the run went on from a checkpoint."""
+    """The steps at which the run resumed from a checkpoint."""
     return [int(step) for step in re.findall(r"resuming from .*, step (\d+)$", log(folder), re.M)]
 
 
@@ -65,9 +65,9 @@ def is_locked(folder: Path) -> bool | None:
 
 
 def requeued(folder: Path) -> str:
-    """Why the run's Slurm job was requeued and which job it is, as long as it waits to be started again; else "".
+    """Return why the run's Slurm job was requeued and its id, while the job waits to be started again; else "".
 
-    Found only where the job's files lie in the run's folder, as they do without -slurm_dir.
+    This is known only if the job's files are in the run's folder, as they are without -slurm_dir.
     """
     histories = sorted((folder / "slurm").glob("*.json"), key=lambda path: path.stat().st_mtime)
     starts = run_folder.read_json(histories[-1]).get("starts") if histories else None
@@ -83,6 +83,6 @@ def requeued(folder: Path) -> str:
 
 
 def sign_of_life(folder: Path) -> float:
-    """When the run last wrote something, in seconds since 1970."""
+    """The time of the run's last write, in seconds since 1970."""
     files = [folder / name for name in ("outcome.json", "metrics.jsonl", "logs/rank_0.log", ".lock")]
     return max(file.stat().st_mtime for file in files if file.exists())

@@ -1,4 +1,4 @@
-# Makes .venv with all that Baton needs, or brings it up to date. Sourced by train.sh and test.sh.
+# Makes .venv with all that Baton needs, or updates it. Sourced by train.sh and test.sh.
 #   PYTHON            the python to make it with (python3)
 #   UV_TORCH_BACKEND  which build of torch: cpu, auto, cu128, ... (the package index's own)
 

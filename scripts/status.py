@@ -2,8 +2,8 @@
 
 States: running; finished; stopped, with its state saved; failed; lost (kill -9, a lost node, a power failure);
 silent: it has not written for a while, on a disk without locks; requeued: its Slurm job continues by itself. To
-continue a run that is stopped, failed or lost, type its command again. -delete asks, and removes the runs that -reset
-moved to out/.old.
+continue a run that is stopped, failed or lost, type its command again. -delete removes, after a question, the runs
+that -reset moved to out/.old.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             time.sleep(args.watch)
     except KeyboardInterrupt:
         return 0
-    except BrokenPipeError:  # `| head` has read enough; Python's own last flush must not fail, too
+    except BrokenPipeError:  # `| head` has read enough; Python's last flush must not fail, either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -76,7 +76,7 @@ def delete(old: Path) -> int:
 
 
 def rows(out: Path, by: str = "run") -> list[dict[str, str]]:
-    """The rows of the table in the order of a column; runs that have nothing there come last."""
+    """Return the rows of the table, sorted by a column; rows without a value there come last."""
     folders = reading.folders(out)
     if by == "seen":
         folders.sort(key=reading.sign_of_life, reverse=True)
@@ -107,7 +107,7 @@ def row(folder: Path) -> dict[str, str]:
         "step": step,
         "loss": short(figures.get("train/loss", unlogged(saved))),
         "best": f"{top['metric']} {short(top['value'])}" if top else "",
-        "score": str(top["score"]) if top else "",  # to sort by: more is better
+        "score": str(top["score"]) if top else "",  # for sorting: higher is better
         "speed": f"{figures['perf/samples_per_s']:,.0f}/s" if "perf/samples_per_s" in figures else "",
         "left": left if found == "running" else "",
         "host": str(outcome.get("host", "")),
@@ -120,7 +120,7 @@ def row(folder: Path) -> dict[str, str]:
 def progress(folder: Path, saved: dict) -> tuple[str, str, str]:
     """Return the epoch and the step, each with its total, and the time left.
 
-    They are those of the last log line, or of the newest checkpoint, which is later where a run stopped between two
+    They are from the last log line, or from the newest checkpoint, which is later if a run stopped between two
     lines.
     """
     logged = re.findall(r"epoch (\S+)  step (\S+)  .*?(?:left (\S+))?$", reading.log(folder, 1 << 16), re.M)
@@ -133,16 +133,16 @@ def progress(folder: Path, saved: dict) -> tuple[str, str, str]:
 
 
 def unlogged(saved: dict) -> float | None:
-    """The mean loss that a run saved before its first log line."""
+    """Return the mean loss that a run saved before its first log line."""
     sums = {name: sum(terms) for name, terms in saved.get("state", {}).get("unlogged", {}).items()}
     return sums["loss"] / sums["samples"] if sums.get("samples") else None
 
 
 def state(folder: Path, outcome: dict, seen: float) -> str:
-    """Return the run's state: a run that says it is running may be lost or silent."""
-    said = str(outcome.get("state", "unknown"))
-    if said != "running":
-        return said
+    """Return the run's state: a run whose outcome.json says running may be lost or silent."""
+    recorded = str(outcome.get("state", "unknown"))
+    if recorded != "running":
+        return recorded
     locked = reading.is_locked(folder)
     if locked is None:
         return "silent" if seen > SILENT_S else "running"
@@ -150,7 +150,7 @@ def state(folder: Path, outcome: dict, seen: float) -> str:
 
 
 def best(lines: list[dict]) -> dict | None:
-    """The best validation of a run that has not noted one yet: the highest accuracy or the lowest loss."""
+    """Return the best validation of a run that has not recorded one yet: the highest accuracy or the lowest loss."""
     for metric, sign in (("accuracy", 1), ("loss", -1)):
         values = [line[f"val/{metric}"] for line in lines if line.get(f"val/{metric}") is not None]
         if values:
@@ -164,14 +164,14 @@ def short(value: float | None) -> str:
 
 
 def span(seconds: float) -> str:
-    """Seconds in one unit: 12 s, 5 min, 3 h, 2 d."""
+    """Return a time in one unit: 12 s, 5 min, 3 h, 2 d."""
     sizes = ((86400, "d"), (3600, "h"), (60, "min"))
     size, unit = next((one for one in sizes if seconds >= 2 * one[0]), (1, "s"))
     return f"{max(0, seconds) / size:.0f} {unit}"
 
 
 def table(rows: list[dict]) -> str:
-    """The rows in columns; those that are empty are left out."""
+    """Return the rows in columns, without the empty columns."""
     if not rows:
         return "no runs here"
     shown = [name for name in COLUMNS if name in COLUMNS[:2] or any(row[name] for row in rows)]

@@ -1,6 +1,6 @@
 """Many runs over values of train.py's flags: python scripts/sweep.py -lr_start 1e-3,3e-3 -arch mlp,convnet [-jobs 2].
 
-Values with commas make a grid. With -trials 50, Optuna chooses: of such values, and of ranges as log:1e-4:1e-2 or
+Values with commas make a grid. With -trials 50, Optuna chooses from such values and from ranges, log:1e-4:1e-2 or
 lin:0:0.5; a range with whole ends gives whole numbers. Only flags that change the result can vary; all others are
 passed to train.py. Each trial is an ordinary run, named after its flags: out/sweep_lr_start_1e-3_arch_mlp. -model
 gives another name than sweep.
@@ -46,13 +46,13 @@ from lib.utils.monitoring import startup
 from scripts import plot, reading, status
 
 POLL_S, PRUNE_S, QUEUE_S = 0.2, 1.0, 5.0  # seconds between checks of the processes, the metrics, Slurm's queue
-ENOUGH = 3  # finished trials, before one is pruned
+ENOUGH = 3  # finished trials that are needed before one is pruned
 ONE_RUN = ("reset", "eval", "debug", "check_resume", "slurm_dry")  # flags that make no sense here
 
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        return sweep(*parsed(sys.argv[1:] if argv is None else argv))
+        return sweep(*parse(sys.argv[1:] if argv is None else argv))
     except UsageError as error:
         print(f"sweep.py: {' '.join(str(error).split())}", file=sys.stderr)
         return USAGE
@@ -61,38 +61,38 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def sweep(plan: "Plan", prune_from: int | None, optuna: bool) -> int:
-    """Run all trials, and show what came of them. Returns the exit code."""
+    """Run all trials and print the results. Returns the exit code."""
     if plan.args.slurm and not shutil.which("squeue"):
         raise UsageError("-slurm: there is no Slurm on this machine: start on a login node, or without -slurm")
-    out, over = Path(plan.args.out), " ".join(f"-{name}" for name in plan.spaces)
+    out, varied = Path(plan.args.out), " ".join(f"-{name}" for name in plan.spaces)
     out.mkdir(parents=True, exist_ok=True)
     study = Study(out / f"{plan.name}.db", plan) if optuna else None
-    print(f"{plan.name}: {plan.count} trials over {over}, {len(plan.slots)} at once", flush=True)
+    print(f"{plan.name}: {plan.count} trials over {varied}, {len(plan.slots)} at once", flush=True)
     runner = Runner(plan, prune_from, study)
     runner.run(study.trials() if study else iter(plan.examples))
 
-    trials = sorted(runner.over, key=lambda trial: -trial.best.get("score", -math.inf))
+    trials = sorted(runner.ended, key=lambda trial: -trial.best.get("score", -math.inf))
     print(f"\n{status.table([trial.row() for trial in trials])}")
     if runner.stopping:
         print(f"stopped: the same command continues{'; the jobs go on by themselves' if plan.args.slurm else ''}")
         return STOPPED
     if drawn := [str(trial.folder) for trial in trials if trial.best][: len(plot.COLOURS)]:
-        with contextlib.suppress(SystemExit):  # matplotlib is missing, which it has said
+        with contextlib.suppress(SystemExit):  # matplotlib is missing, and plot.main has printed so
             plot.main([*drawn, "-o", str(out / f"{plan.name}.png")])
     states = {trial.state for trial in trials}
     return EXIT_CODES[next((state for state in ("failed", "stopped") if state in states), "finished")]
 
 
-def parsed(argv: list[str]) -> tuple["Plan", int | None, bool]:
-    """Return what to run, from which epoch on to prune, and whether Optuna chooses. Raises UsageError."""
-    pairs, parser = by_flag(argv), new_parser()
+def parse(argv: list[str]) -> tuple["Plan", int | None, bool]:
+    """Return the plan, the epoch from which on trials are pruned, and whether Optuna chooses. Raises UsageError."""
+    pairs, parser = group_by_flag(argv), new_parser()
     own = {option.lstrip("-") for option in parser._option_string_actions}
-    options = parser.parse_args([word for name, values in pairs if name in own for word in (f"-{name}", *values)])
+    options = parser.parse_args([part for name, values in pairs if name in own for part in (f"-{name}", *values)])
     return Plan([pair for pair in pairs if pair[0] not in own], options), options.prune, bool(options.trials)
 
 
 def new_parser() -> Parser:
-    """Return the parser of the flags that are the sweep's own."""
+    """Return the parser of the sweep's own flags."""
     usage, end = "%(prog)s -flag value,value ... [-flag value ...]", "all other flags: python train.py -h"
     parser = Parser(prog="sweep.py", usage=usage, description=__doc__, epilog=end)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -105,17 +105,17 @@ def new_parser() -> Parser:
     return parser
 
 
-def by_flag(words: list[str]) -> list[tuple[str, list[str]]]:
+def group_by_flag(arguments: list[str]) -> list[tuple[str, list[str]]]:
     """Return each flag with its values, in their order."""
     pairs = []
-    for word in words:
-        if word.startswith("-") and not NEGATIVE.match(word):
-            name, equals, value = word.partition("=")
+    for argument in arguments:
+        if argument.startswith("-") and not NEGATIVE.match(argument):
+            name, equals, value = argument.partition("=")
             pairs.append((name.lstrip("-"), [value] if equals else []))
         elif pairs:
-            pairs[-1][1].append(word)
+            pairs[-1][1].append(argument)
         else:
-            raise UsageError(f"{word!r} belongs to no flag")
+            raise UsageError(f"{argument!r} belongs to no flag")
     return pairs
 
 
@@ -127,7 +127,7 @@ class Space:
     scale: str = ""
 
     def suggest(self, trial, name: str) -> str:
-        """Return what Optuna chooses for its trial; numbers to 4 digits."""
+        """Return Optuna's value for its trial; numbers have 4 digits."""
         if not self.scale:
             return trial.suggest_categorical(name, self.values)
         if all(DIGITS.fullmatch(value) for value in self.values):
@@ -136,7 +136,7 @@ class Space:
 
 
 def space_of(name: str, text: str) -> Space | None:
-    """Return what the text of a flag's value lets vary, None if it is one value."""
+    """Return the values over which a flag varies, None if its text is one value."""
     if found := re.fullmatch(r"(log|lin):([^:,]+):([^:,]+)", text):
         with contextlib.suppress(ValueError):
             if (0 if found[1] == "log" else -math.inf) < float(found[2]) < float(found[3]) < math.inf:
@@ -153,12 +153,12 @@ class Trial:
     """A run of train.py with values of its own."""
 
     args: config.Args
-    words: list[str]  # of train.py's command line
+    arguments: list[str]  # the arguments of train.py
     number: int | None = None  # in Optuna's study
-    slot: list[str] | None = None  # the words that give it its GPUs; None: it has no turn yet
-    process: BaseProcess | None = None  # under Slurm the one that submits the job
+    slot: list[str] | None = None  # the flags for its GPUs; None: it waits for a slot
+    process: BaseProcess | None = None  # under Slurm the process that submits the job
     code: int | None = None  # its exit code
-    began: float = 0.0
+    started: float = 0.0
     state: str = ""  # finished, pruned, stopped or failed; "" before its end
 
     @property
@@ -179,7 +179,7 @@ class Trial:
         return "pruned" if state == "stopped" and "file STOP" in reason else "finished" if state == "finished" else ""
 
     def why(self) -> str:
-        """Return why it failed: as it says itself, or the last line that it printed."""
+        """Return why it failed: the reason in outcome.json, or the last line that it printed."""
         if self.outcome.get("state") == "failed":
             return str(self.outcome["reason"]).partition("\n")[0]
         printed = (self.folder / "output.log").read_text(errors="replace").strip()
@@ -195,17 +195,17 @@ class Trial:
 
 
 class Plan:
-    """What varies, what does not, and what the trials that run at once share out."""
+    """The flags that vary, those that do not, and the slots of the trials that run at once."""
 
     def __init__(self, pairs: list[tuple[str, list[str]]], options):
-        self.spaces, self.words, self.name = {}, [], "sweep"
+        self.spaces, self.arguments, self.name = {}, [], "sweep"
         for name, values in pairs:
             value = values[0] if len(values) == 1 else ""
             space = space_of(name, value) if value and name not in flags.rules().free else None
             if space:
                 self.spaces[name] = space
             else:
-                self.words += [f"-{name}", *values]
+                self.arguments += [f"-{name}", *values]
             self.name = value if name == "model" and value else self.name
         if not self.spaces:
             raise UsageError("nothing varies: give a flag several values, as -lr_start 1e-3,3e-3")
@@ -225,7 +225,7 @@ class Plan:
             self.slots = [["-gpus", ",".join(gpus[start : start + size])] for start in starts]
 
     def _examples(self, chosen: bool) -> list[dict[str, str]]:
-        """Return the values of all trials; if Optuna chooses, so many that each choice and end of a range occurs."""
+        """Return the values of all trials. If Optuna chooses: enough for each choice and each end of a range."""
         lists = {name: space.values for name, space in self.spaces.items()}
         if not chosen:
             return [dict(zip(lists, values)) for values in itertools.product(*lists.values())]
@@ -233,33 +233,33 @@ class Plan:
         return [{**first, name: value} for name, values in lists.items() for value in values]
 
     def trial(self, values: dict[str, str], number: int | None = None) -> Trial:
-        """Return the trial of these values. Raises UsageError for what train.py would refuse."""
+        """Return the trial of these values. Raises UsageError if train.py would refuse them."""
         model = "_".join([self.name, *(f"{name}_{value}" for name, value in values.items())])
         if re.search(r"[^A-Za-z0-9._-]", model) or len(model) > 100:
             digest = hashlib.sha256(model.encode()).hexdigest()[:10]
             model = f"{re.sub(r'[^A-Za-z0-9._-]', '-', model)[:89]}_{digest}"
-        words = [*self.words, *(f"-{name}={value}" for name, value in values.items()), "-model", model]
-        args = config.parse_args(words)
+        arguments = [*self.arguments, *(f"-{name}={value}" for name, value in values.items()), "-model", model]
+        args = config.parse_args(arguments)
         if wrong := next((flag for flag in ONE_RUN if getattr(args, flag)), ""):
             raise UsageError(f"-{wrong} is for a single run; another -model NAME starts a new sweep")
         check_earlier(run_folder.path_of(args), args)
-        return Trial(args, words, number)
+        return Trial(args, arguments, number)
 
 
 def check_earlier(run: Path, args: config.Args):
     """Raise UsageError if a trial's folder holds a run with other flags."""
     if not (run / "config.yaml").exists():
         return
-    earlier = vars(config.parse_args(["-cfg", str(run / "config.yaml")], describe=False))
+    saved = vars(config.parse_args(["-cfg", str(run / "config.yaml")], describe=False))
     may_differ = {*flags.rules().free, *args.allow_change, *(["batch_size"] if args.batch_per_gpu else [])}
     for flag, value in vars(args).items():
-        if flag not in may_differ and value is not None and earlier.get(flag) != value:
-            was = f"{run} was trained with -{flag} {earlier.get(flag)} and not {value}"
+        if flag not in may_differ and value is not None and saved.get(flag) != value:
+            was = f"{run} was trained with -{flag} {saved.get(flag)} and not {value}"
             raise UsageError(f"{was}: another -model NAME starts a new sweep")
 
 
 class Study:
-    """Optuna's study in a file of SQLite: what it has chosen so far, and what came of it."""
+    """Optuna's study in an SQLite file: the values that it has chosen so far, and their results."""
 
     def __init__(self, file: Path, plan: Plan):
         try:
@@ -268,7 +268,7 @@ class Study:
             raise UsageError("-trials needs Optuna: uv pip install --group sweep") from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.optuna, self.plan = optuna, plan
-        if not file.exists():  # renamed when whole: in a table without its index there could be two such studies
+        if not file.exists():  # renamed when complete: without an index a table allows two studies of this name
             atomic.sweep(file.parent, f"{file.name}.")
             with atomic.new_version(file) as new:
                 self.open(new)
@@ -281,8 +281,8 @@ class Study:
 
     def trials(self) -> Iterator[Trial]:
         """Yield the trials that were chosen before, then new ones up to the plan's count."""
-        earlier = [self.optuna.trial.Trial(self.study, one._trial_id) for one in self.study.trials]
-        yield from [self.choose(one) for one in earlier]
+        saved = [self.optuna.trial.Trial(self.study, one._trial_id) for one in self.study.trials]
+        yield from [self.choose(one) for one in saved]
         while len(self.study.trials) < self.plan.count:
             yield self.choose(self.study.ask())
 
@@ -294,12 +294,12 @@ class Study:
             self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
             try:
                 values[name] = space.suggest(one, name)
-            except ValueError as error:  # other choices than before
+            except ValueError as error:  # the choices have changed
                 raise UsageError(f"-{name}: {error}: another -model NAME starts a new sweep") from None
         return self.plan.trial(values, one.number)
 
     def tell(self, trial: Trial):
-        """Note what came of a trial. One that is stopped or failed stays open, for the next start."""
+        """Record the result of a trial. A stopped or failed one stays open for the next start."""
         states, score = self.optuna.trial.TrialState, trial.best.get("score")
         if trial.state in ("finished", "pruned"):
             state = states.PRUNED if trial.state == "pruned" else states.FAIL if score is None else states.COMPLETE
@@ -313,25 +313,25 @@ class Runner:
         self.count, self.slots, self.slurm = plan.count, plan.slots, plan.args.slurm
         self.prune_from, self.study = prune_from, study
         self.active: list[Trial] = []
-        self.over: list[Trial] = []
-        self.metric, self.curves = {}, []  # of the finished trials: what "best" goes by, and the scores by epoch
-        self.stopping = False  # a signal came
+        self.ended: list[Trial] = []
+        self.metric, self.curves = {}, []  # of the finished trials: the metric of "best", and the scores by epoch
+        self.stopping = False  # a signal was received
         self.queue: set[tuple[str, str]] | None = None  # names and folders of Slurm's jobs; None: it did not answer
-        # On Linux trials are forked from a process that has imported torch, once for all.
+        # On Linux trials are forked from a process that has imported torch once.
         self.context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
         self.context.set_forkserver_preload(["train", "lib.trainer.trainer", "torch._dynamo"])
-        environment.export(plan.args.cache_dir, plan.args.debug_dist)  # which torch reads then
+        environment.export(plan.args.cache_dir, plan.args.debug_dist)  # torch reads these when it is imported
         self.sweep_ended, self.alive = self.context.Pipe(duplex=False)  # closed by the end of this process
 
     def run(self, trials: Iterator[Trial]):
-        """Run the trials. A signal stops them, with their states saved, and leaves Slurm's jobs alone."""
+        """Run the trials. A signal stops them, with their states saved, but not Slurm's jobs."""
         with signals.use_handler(self.stop):
             self.fill(trials)
             while self.active:
                 time.sleep(QUEUE_S if self.slurm else PRUNE_S if self.prune_from else POLL_S)
                 for trial in self.active:
                     trial.code = trial.process.exitcode if trial.process else None
-                self.queue = queue() if self.slurm else None  # after the codes: every job that was submitted is in it
+                self.queue = queue() if self.slurm else None  # read after the codes: it has every submitted job
                 for trial in [*self.active]:
                     self.advance(trial)
                 self.fill(trials)
@@ -349,7 +349,7 @@ class Runner:
                 self.active.append(trial)
 
     def advance(self, trial: Trial):
-        """Do what is due for a trial: note its end, stop it, start it, or prune it."""
+        """Do the next thing for a trial: record its end, stop it, start it, or prune it."""
         if trial.code is not None and not (self.slurm and trial.code == 0 and self.busy(trial)):
             self.end(trial, self.result(trial))
         elif self.stopping:
@@ -358,7 +358,7 @@ class Runner:
             elif not self.slurm:
                 trial.process.terminate()
         elif trial.process is None and not self.busy(trial):
-            if state := trial.settled():  # as a job, or by a process of a killed sweep that was still saving
+            if state := trial.settled():  # by a job, or by a process of a killed sweep that was still saving
                 self.end(trial, state)
             else:
                 self.start(trial)
@@ -366,7 +366,7 @@ class Runner:
             (trial.folder / "STOP").touch()
 
     def busy(self, trial: Trial) -> bool:
-        """Whether the trial's run goes on, also where an earlier sweep or another trial of the same name began it."""
+        """Whether the trial's run is running, even if an earlier sweep or a trial of the same name started it."""
         if any(one.process and one.folder == trial.folder for one in self.active if one is not trial):
             return True
         if not self.slurm:
@@ -378,12 +378,12 @@ class Runner:
     def start(self, trial: Trial):
         """Start the process of a trial."""
         trial.folder.mkdir(parents=True, exist_ok=True)
-        words, log, trial.began = [*trial.words, *trial.slot], trial.folder / "output.log", time.monotonic()
-        trial.process = self.context.Process(target=be_trial, args=(words, log, self.sweep_ended))
+        arguments, log, trial.started = [*trial.arguments, *trial.slot], trial.folder / "output.log", time.monotonic()
+        trial.process = self.context.Process(target=run_trial, args=(arguments, log, self.sweep_ended))
         trial.process.start()
 
     def result(self, trial: Trial) -> str:
-        """Return how a trial ended, whose process, and whose job if it is one, is gone."""
+        """Return how a trial ended, after its process, and its job if there is one, are gone."""
         job_stopped = self.slurm and trial.outcome.get("state") == "stopped"
         return trial.settled() or ("stopped" if self.stopping or job_stopped or trial.code == STOPPED else "failed")
 
@@ -395,9 +395,9 @@ class Runner:
         return epoch >= self.prune_from and len(reached) >= ENOUGH and mine[epoch] < statistics.median(reached)
 
     def end(self, trial: Trial, state: str):
-        """Note how a trial ended, and say it in a line."""
+        """Record how a trial ended, and print a line about it."""
         trial.state = state
-        self.over.append(trial)
+        self.ended.append(trial)
         if trial.slot is not None:
             self.active.remove(trial)
             self.slots.insert(0, trial.slot)
@@ -407,23 +407,23 @@ class Runner:
         if self.study:
             self.study.tell(trial)
         about = f"{trial.why()} ({trial.folder / 'output.log'})" if state == "failed" else trial.row()["best"]
-        seconds = f"in {status.span(time.monotonic() - trial.began)}" if trial.began else "before"
-        print(f"[{len(self.over)}/{self.count}] {trial.args.model}: {state} {seconds}  {about}".rstrip(), flush=True)
+        seconds = f"in {status.span(time.monotonic() - trial.started)}" if trial.started else "before"
+        print(f"[{len(self.ended)}/{self.count}] {trial.args.model}: {state} {seconds}  {about}".rstrip(), flush=True)
 
 
-def be_trial(words: list[str], log: Path, sweep_ended: connection.Connection):
-    """Be the process of a trial: train.py with these words. It saves its state and stops if the sweep is gone."""
-    os.setsid()  # Ctrl-C at the terminal is for the sweep, which passes it on
+def run_trial(arguments: list[str], log: Path, sweep_ended: connection.Connection):
+    """Run train.py with these arguments as the process of a trial. It saves and stops if the sweep ends."""
+    os.setsid()  # Ctrl-C at the terminal reaches only the sweep, which passes it on
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.argv = ["train.py", *words]
+    sys.argv = ["train.py", *arguments]
     threading.Thread(target=end_with_sweep, args=[sweep_ended], daemon=True).start()
     startup.run_program(train.main)
 
 
 def end_with_sweep(sweep_ended: connection.Connection):
-    """Stop this process when the sweep is gone, as a signal to it would."""
+    """Stop this process by SIGTERM when the sweep has ended."""
     connection.wait([sweep_ended])
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -436,7 +436,7 @@ def queue() -> set[tuple[str, str]] | None:
 
 
 def curve(run: Path, metric: dict) -> dict[int, float]:
-    """Return the best score of a run up to each epoch; more is better. `metric`: `best` of a run's outcome.json."""
+    """Return the best score of a run up to each epoch; higher is better. `metric`: `best` of a run's outcome.json."""
     name, sign = f"val/{metric['metric']}", 1 if metric["score"] == metric["value"] else -1
     lines = [line for line in reading.lines(run) if line.get(name) is not None]
     best = itertools.accumulate((sign * line[name] for line in lines), max)

@@ -1,7 +1,7 @@
 """Sends a run's figures to Weights & Biases or MLflow: python scripts/track.py wandb out/NAME.
 
 train.py -track starts it next to a run, so that no step waits. It reads metrics.jsonl and sends what the tracker
-lacks, also of earlier starts. Steps that come again after a resume are not sent again: their figures are the same
+lacks, also of earlier starts. Steps that are repeated after a resume are not sent again: their figures are the same
 bits.
 """
 
@@ -30,8 +30,8 @@ from lib.utils.errors import STOP_SIGNALS
 from lib.utils.monitoring import console
 
 log = logging.getLogger(__name__)
-INTERVAL_S = 1.0  # between reads of metrics.jsonl
-MOST = 1000  # metrics that a request to MLflow may have
+INTERVAL_S = 1.0  # seconds between reads of metrics.jsonl
+MOST = 1000  # metrics in a request to MLflow
 
 
 def main() -> int:
@@ -50,7 +50,7 @@ def main() -> int:
     try:
         follow(args.run, BY_NAME[args.tracker], args.parent)
     except Exception as error:
-        text = re.sub(r"//[^/\s]*@", "//", f"{error}")[:300]  # an address may have a password in it
+        text = re.sub(r"//[^/\s]*@", "//", f"{error}")[:300]  # an address may contain a password
         more = "; training continues" if args.parent else ""
         log.warning("-track: nothing more is sent to %s (%s)%s", args.tracker, text, more)
         return 1
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def follow(folder: Path, tracker: type, parent: int | None):
-    """Send what is new until stdin says how the run ended; of a run without a process, what is there."""
+    """Send new lines until stdin says how the run ended; without a process of the run, send the existing lines."""
     text, end = "", "" if parent else run_folder.read_outcome(folder).get("state", "stopped")
     with (folder / "metrics.jsonl").open("r+") as file:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -69,7 +69,7 @@ def follow(folder: Path, tracker: type, parent: int | None):
                 end = os.read(0, 99).decode()
             if not end and os.getppid() != parent:
                 os._exit(1)  # the run was killed: its next start sends the rest
-            *lines, text = (text + file.read()).split("\n")  # the last line may not be whole yet
+            *lines, text = (text + file.read()).split("\n")  # the last line may be incomplete
             new = [(line["step"], new_figures(line, run.sent)) for line in map(json.loads, lines)]
             run.send([(step, figures) for step, figures in new if figures])
             if end:
@@ -78,7 +78,7 @@ def follow(folder: Path, tracker: type, parent: int | None):
 
 
 def flags_of(folder: Path) -> dict[str, Any]:
-    """The flags by which runs are compared, and their values."""
+    """Return the flags by which runs are compared, and their values."""
     config = yaml.safe_load((folder / "config.yaml").read_text())
     return {name: value for name, value in config.items() if name not in {*flags.rules().free, "about"}}
 
@@ -90,7 +90,7 @@ def new_figures(line: dict[str, Any], sent: dict[str, int]) -> dict[str, float]:
 
 
 class Wandb:
-    """A run of Weights & Biases. wandb.json has the last step of each tag that was sent, as offline nobody knows."""
+    """A run of Weights & Biases. wandb.json has the last step sent of each tag, which W&B offline does not know."""
 
     def __init__(self, folder: Path):
         import wandb
@@ -99,11 +99,11 @@ class Wandb:
         new: dict[str, Any] = {"id": uuid.uuid4().hex, "rows": 0, "sent": {}}
         known = json.loads(self.file.read_text()) if self.file.exists() else new
         self.id, self.rows, self.sent = known["id"], known["rows"], known["sent"]
-        project = wandb.setup(wandb.Settings(silent=True)).settings.project or "baton"  # silent: asks for no key
+        project = wandb.setup(wandb.Settings(silent=True)).settings.project or "baton"  # silent: no prompt for a key
         settings = wandb.Settings(console="off")
         names = {"project": project, "name": folder.name, "id": self.id, "resume": "allow"}
         self.run = wandb.init(**names, config=flags_of(folder), dir=folder, settings=settings)
-        self.run.define_metric("*", step_metric="step")  # W&B's own step only ever grows: here it counts rows
+        self.run.define_metric("*", step_metric="step")  # W&B's own step must only grow: here it counts rows
         log.info("-track:      %s", self.run.url or self.run.dir)
 
     def send(self, lines: list[tuple[int, dict[str, float]]]) -> None:
@@ -112,7 +112,7 @@ class Wandb:
             self.run.log({**figures, "step": step}, step=self.rows, commit=True)
             self.rows += 1
             self.sent |= dict.fromkeys(figures, step)
-            partial = self.file.with_suffix(".new")  # the run removes what ends in .partial
+            partial = self.file.with_suffix(".new")  # the run removes files that end in .partial
             partial.write_text(json.dumps({"id": self.id, "rows": self.rows, "sent": self.sent}))
             partial.replace(self.file)
 
@@ -122,7 +122,7 @@ class Wandb:
 
 
 class Mlflow:
-    """A run of MLflow, which knows what was sent."""
+    """A run of MLflow, whose server knows which points were sent."""
 
     def __init__(self, folder: Path):
         import mlflow
@@ -143,7 +143,7 @@ class Mlflow:
         log.info("-track:      run %s of MLflow", self.id)
 
     def send(self, lines: list[tuple[int, dict[str, float]]]) -> None:
-        """Send figures, by step, and wait until they are there."""
+        """Send figures, by step, and wait until the server has them."""
         now, metric = int(time.time() * 1000), self.mlflow.entities.Metric
         metrics = [metric(tag, value, now, step) for step, figures in lines for tag, value in figures.items()]
         for start in range(0, len(metrics), MOST):

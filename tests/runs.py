@@ -1,4 +1,4 @@
-"""Real runs in this process (several ranks are forked from it) and what they leave behind."""
+"""Run training in this process (ranks are forked from it) and read the results."""
 
 import contextlib
 import json
@@ -12,14 +12,14 @@ from torch import nn
 
 import train
 from lib import config
-from lib.config import plugins as found
+from lib.config import plugins as plugin_files
 from lib.utils.checkpoint import run_folder
 from lib.utils.data.tensors import Tensors
 
 
-def run(out: Path, words: str, wanted: int = 0) -> Path:
-    """Runs train.py with these words and -out; its exit code must be `wanted`. Returns the run's folder."""
-    argv = [*words.split(), "-out", str(out)]
+def run(out: Path, flags: str, wanted: int = 0) -> Path:
+    """Run train.py with these flags and -out and return the run's folder. The exit code must be `wanted`."""
+    argv = [*flags.split(), "-out", str(out)]
     code = train.main(argv)
     folder = run_folder.path_of(config.parse_args(argv))
     assert code == wanted, f"exit code {code} instead of {wanted}: {run_folder.read_outcome(folder)}"
@@ -32,42 +32,42 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def distance(one: Path, other: Path) -> float:
-    """The largest difference of any final weight of two runs."""
+    """The largest difference between the final weights of two runs."""
     a, b = weights(one), weights(other)
     assert a.keys() == b.keys()
     return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
 
 
-def same(one: dict, other: dict) -> bool:
-    """Whether two dicts hold the same tensors under the same names."""
+def same_tensors(one: dict, other: dict) -> bool:
+    """Whether two dicts have the same tensors under the same names."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def outcome(folder: Path) -> dict:
-    """How a run says that it ended."""
+    """The content of a run's outcome.json."""
     return json.loads((folder / "outcome.json").read_text())
 
 
 def lines(folder: Path) -> list[dict]:
-    """The figures that a run logged."""
+    """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @contextlib.contextmanager
 def plugins(**files):
-    """Plugins for the block: plugins(arch={"tiny": get_model}, dataset={"few": get_dataset}, trainer={"odd": X})."""
+    """Add plugins: plugins(arch={"tiny": get_model}, dataset={"few": get_dataset}, trainer={"odd": Trainer})."""
     names = {"arch": "get_model", "dataset": "get_dataset", "trainer": "Trainer"}
-    there, before = found.names, dict(sys.modules)
+    names_before, before = plugin_files.names, dict(sys.modules)
     for kind, made in files.items():
         for name, builder in made.items():
             module = types.ModuleType(f"lib.{kind}.{name}")
             setattr(module, names[kind], builder)
             sys.modules[module.__name__] = module
-    found.names = lambda kind: there(kind) + list(files.get(kind, {}))
+    plugin_files.names = lambda kind: names_before(kind) + list(files.get(kind, {}))
     try:
         yield
     finally:
-        found.names = there
+        plugin_files.names = names_before
         for name in set(sys.modules) - set(before):
             if name.startswith("lib."):
                 del sys.modules[name]
@@ -77,7 +77,7 @@ def norm_net(args) -> nn.Module:
     """A small network with BatchNorm and dropout for 64 inputs in 4 classes."""
     return nn.Sequential(
         nn.Flatten(),
-        nn.Linear(64, 24, bias=False),  # BatchNorm makes it rounding noise
+        nn.Linear(64, 24, bias=False),  # no bias: BatchNorm would remove it
         nn.BatchNorm1d(24),
         nn.ReLU(),
         nn.Dropout(0.3),
@@ -86,7 +86,7 @@ def norm_net(args) -> nn.Module:
 
 
 def few(args, count: int = 50) -> dict[str, Tensors]:
-    """A little data in 4 classes that can be learned; `val` and `test` of odd sizes."""
+    """A small dataset of 4 classes that can be learned; `val` and `test` have odd sizes."""
     generator = torch.Generator().manual_seed(7)
 
     def part(number):

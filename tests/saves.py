@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: small runs, small saves, what they hold, and a payload that must never run."""
+"""Shared by the tests of checkpoints: small runs, small saves, their contents, and a payload that must never run."""
 
 import dataclasses
 import pickle
@@ -6,7 +6,7 @@ import zlib
 from pathlib import Path
 
 import torch
-from runs import few, lines, norm_net, run, same, weights
+from runs import few, lines, norm_net, run, same_tensors, weights
 
 from lib.trainer import trainer
 from lib.utils import preemption
@@ -19,7 +19,7 @@ PLUGINS = {"arch": {"norm_net": norm_net}, "dataset": {"few": few}}
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
-    """A little state that tells its step in every number."""
+    """A small state in which every number depends on the step."""
     return {
         "model.weight": torch.full((3, 5), float(step)),
         "model.bias": torch.full((5,), float(step), dtype=torch.bfloat16),
@@ -29,38 +29,38 @@ def state(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def saver(folder: Path, **words) -> manager.Checkpoints:
-    """The checkpoints of a run that has this folder, ready for saves."""
-    made = manager.Checkpoints(folder / "checkpoints", World(), **words)
+def new_checkpoints(folder: Path, **options) -> manager.Checkpoints:
+    """A Checkpoints object over this run folder, ready to save."""
+    made = manager.Checkpoints(folder / "checkpoints", World(), **options)
     made.open()
     return made
 
 
-def save(checkpoints: manager.Checkpoints, step: int, **words):
-    """A save of `state(step)` from begin to end."""
-    checkpoints.save(state(step), facts(step), step=step, rank_dependent=set(), **words)
+def save(checkpoints: manager.Checkpoints, step: int, **options):
+    """Save `state(step)` and wait for the end of the save."""
+    checkpoints.save(state(step), facts(step), step=step, rank_dependent=set(), **options)
     checkpoints.finish()
 
 
 def newest(folder: Path) -> int | None:
-    """The step of the newest good checkpoint of a run, all its numbers looked at; None without any."""
+    """The step of the newest good checkpoint of a run, whose tensors are checked; None if there is none."""
     past = found(folder)
     if past is None:
         return None
     step = past.manifest["state"]["step"]
     whole = tensors(past.folder)
-    assert same(whole, state(step))
+    assert same_tensors(whole, state(step))
     return step
 
 
 def found(folder: Path) -> resume.Past | None:
     """The newest good checkpoint of a run."""
-    checkpoints = saver(folder)
+    checkpoints = new_checkpoints(folder)
     return resume.find_newest_good(checkpoints.folder, checkpoints.disk)
 
 
 def facts(step: int) -> dict:
-    """What joins the manifest of a little state."""
+    """The facts for the manifest of a small state."""
     return {"state": dataclasses.asdict(State(step=step))}
 
 
@@ -75,14 +75,14 @@ def steps(folder: Path) -> list[int]:
 
 
 def kept(folder: Path) -> list[int]:
-    """The steps of those that are never removed."""
+    """The steps of the checkpoints that are never removed."""
     return [
         step for step, name in zip(steps(folder), names(folder)) if (folder / "checkpoints" / name / "keep").exists()
     ]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All that a checkpoint holds."""
+    """All tensors of a checkpoint."""
     return shards.read_whole(folder, shards.read_manifest(folder))
 
 
@@ -91,34 +91,34 @@ def names(folder: Path) -> list[str]:
     return [entry.name for entry in run_folder.list_checkpoints(folder / "checkpoints")]
 
 
-def everything(folder: Path) -> list[str]:
-    """All that lies in a run's checkpoints folder."""
+def all_entries(folder: Path) -> list[str]:
+    """All names in a run's checkpoints folder."""
     return sorted(entry.name for entry in (folder / "checkpoints").iterdir())
 
 
 def log_of(folder: Path, rank: int = 0) -> str:
-    """What a rank of a run logged."""
+    """The log of a rank of a run."""
     return (folder / "logs" / f"rank_{rank}.log").read_text()
 
 
-def rewrite(folder: Path, change):
-    """Writes a checkpoint's manifest anew, as an attacker or another version might: its seal is right."""
+def change_manifest(folder: Path, change):
+    """Change a checkpoint's manifest, with a valid checksum, as an attacker or another version might."""
     path = folder / "manifest.json"
     manifest = {name: value for name, value in shards.read_manifest(folder).items() if name != "crc32"}
     path.write_bytes(shards.encode_manifest(change(manifest) or manifest))
 
 
-def refused(out: Path, words: str, capfd) -> str:
-    """What train.py says to words that it refuses, in one line."""
+def refused(out: Path, flags: str, capfd) -> str:
+    """The one-line error of train.py for these flags."""
     capfd.readouterr()
-    run(out, words, wanted=2)
+    run(out, flags, wanted=2)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("train.py: ")]
     assert len(lines) == 1
     return lines[0]
 
 
 def stop_at(patch, step: int):
-    """All ranks wish to stop once `step` steps are done, and vote at every step."""
+    """Make all ranks stop after `step` steps, with a vote at every step."""
     real = trainer.Trainer.after_step
 
     def boundary(self):
@@ -131,7 +131,7 @@ def stop_at(patch, step: int):
 
 
 class Payload:
-    """Unpickled, it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, mark: Path):
         self.mark = mark
@@ -141,13 +141,13 @@ class Payload:
 
 
 def payload(path: Path, mark: Path, wrap=lambda value: value) -> Path:
-    """Writes a pickle that would make a file `mark` if anybody opened it."""
+    """Write a pickle that creates the file `mark` if it is unpickled."""
     path.write_bytes(pickle.dumps(wrap(Payload(mark))))
     return path
 
 
 def bits(folder: Path) -> dict:
-    """What a finished run leaves whose bits count: final weights, the newest checkpoint, figures but for speeds."""
+    """Checksums of a finished run: final weights, newest checkpoint, and metrics without speeds."""
     newest = next(iter(run_folder.list_checkpoints(folder / "checkpoints")), None)
     found = {**weights(folder), **{f"saved {name}": value for name, value in tensors(newest).items()}}
     figures = [{name: value for name, value in line.items() if "perf/" not in name} for line in lines(folder)]

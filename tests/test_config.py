@@ -1,4 +1,4 @@
-"""The command line: what flags there are, what is read, what is refused, what -h shows; args as they come out."""
+"""The command line: which flags exist, how they are read, which errors they give, what -h shows, and args."""
 
 import argparse
 import copy
@@ -19,7 +19,7 @@ TEMPLATE = """data out model reset tb gpus cfg dataset batch_per_gpu shuffle wor
 RELAXED = settings(deadline=None, derandomize=True)
 
 
-def test_every_flag_of_the_source_template_is_there():
+def test_every_flag_of_the_source_template_exists():
     assert set(TEMPLATE.split()) <= set(shared())
     args = parsed("")
     assert (args.dataset, args.arch, args.trainer, args.optimizer) == ("digits", "convnet", "trainer", "adamw")
@@ -29,18 +29,18 @@ def test_every_flag_of_the_source_template_is_there():
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_flag_reads_the_same_in_all_its_forms(name):
+def test_a_flag_can_be_written_in_four_forms(name):
     value = other_value(shared()[name])
     forms = ([f"-{name}", value], [f"--{name}", value], [f"-{name}={value}"], [f"--{name}={value}"])
-    first, *others = [vars(parsed(words)) for words in forms]
+    first, *others = [vars(parsed(command)) for command in forms]
     assert all(first == other for other in others)
     assert first[name] != shared()[name].default
     assert str(first[name]).lower() in (value, f"['{value}']", "true", "false", f"{value}.0", "1e-05")
 
 
 @pytest.mark.parametrize("name", [name for name in ALONE if shared()[name].type is types.yes_no])
-def test_a_switch_stands_alone_or_has_yes_or_no_behind_it(name):
-    for word, value in {
+def test_a_yes_no_flag_may_stand_alone_or_have_a_value(name):
+    for text, value in {
         "yes": True,
         "True": True,
         "on": True,
@@ -50,60 +50,60 @@ def test_a_switch_stands_alone_or_has_yes_or_no_behind_it(name):
         "off": False,
         "0": False,
     }.items():
-        assert vars(parsed(f"-{name} {word}"))[name] is value is vars(parsed(f"-{name}={word}"))[name]
+        assert vars(parsed(f"-{name} {text}"))[name] is value is vars(parsed(f"-{name}={text}"))[name]
     assert vars(parsed(f"-{name}"))[name] is True is vars(parsed(f"-{name} -seed 3"))[name]
     assert f"-{name}: 'maybe' is neither yes nor no" in refusal(f"-{name} maybe")
     assert f"-{name}: '-1' is neither" in refusal(f"-{name} -1")
 
 
-def test_the_last_of_two_words_for_one_flag_wins():
+def test_the_last_value_of_a_flag_counts():
     assert parsed("-epochs 3 --epochs=4 -arch resnet -arch mlp").epochs == 4
     assert "resnet_depth" not in parsed("-arch resnet -arch mlp")
     assert parsed("-allow_change epochs --allow_change=seed").allow_change == ["epochs", "seed"]
 
 
 @pytest.mark.parametrize("number", ["-1e-3", "-5", "-.5", "-0.5E+0"])
-def test_a_negative_number_is_no_flag(number):
+def test_a_negative_number_is_read_as_a_value_and_not_as_a_flag(number):
     for form in (["-lr_end", number], ["-lr_end=" + number], ["--lr_end", number]):
         assert config.parse_args(form).lr_end == float(number)
 
 
 @pytest.mark.parametrize("number", ["-1e-3", "-5", "-.5", "-1_0", "-inf", "-nan", "-1e400"])
-def test_a_negative_number_where_none_fits_is_refused_as_other_value(number):
+def test_a_negative_number_that_is_out_of_range_is_refused_as_other_values_are(number):
     for form in (["-momentum", number], [f"--momentum={number}"]):
         assert refusal(form) == f"argument -momentum: {number!r} is not a number from 0 to below 1"
     assert f"-epochs: {number!r} is not a whole number of at least 1" in refusal(["-epochs", number])
 
 
 @pytest.mark.parametrize("arch", plugins.names("arch"))
-def test_no_flag_can_be_abbreviated_and_the_right_one_is_named(arch):
-    """Of the default arch all flags, of any other its own."""
+def test_abbreviated_flags_are_refused_and_the_full_flag_is_suggested(arch):
+    """All flags for the default arch, only its own flags for any other."""
     known = {f"-{action}" for action in vars(parsed(f"-arch {arch}"))} | {"-h", "-help"}
     for flag in sorted(known if arch == parsed("").arch else known - {f"-{name}" for name in shared()}):
         for end in range(2, len(flag)):
             start = flag[:end]
             if start in known:
                 continue
-            words = ([start], [f"-{start}"], [start, "3"], [f"{start}=3"])[end % 4]
-            said = refusal(["-arch", arch, *words])
-            assert said.startswith(f"unknown flag {words[0].partition('=')[0]} (do you mean")
-            assert flag in said.partition("(do you mean")[2].rstrip("?)").split()
+            command = ([start], [f"-{start}"], [start, "3"], [f"{start}=3"])[end % 4]
+            message = refusal(["-arch", arch, *command])
+            assert message.startswith(f"unknown flag {command[0].partition('=')[0]} (do you mean")
+            assert flag in message.partition("(do you mean")[2].rstrip("?)").split()
 
 
 @RELAXED
 @given(flag=st.sampled_from(ALONE), at=st.integers(0, 20), letter=st.sampled_from("abcxyz_-"))
-def test_a_misspelt_flag_is_refused_with_the_close_one(flag, at, letter):
+def test_a_misspelt_flag_is_refused_and_the_closest_is_suggested(flag, at, letter):
     at %= len(flag)
     wrong = f"-{flag[:at]}{letter}{flag[at + 1 :]}".rstrip("-")
     if wrong.lstrip("-") not in {*shared(), "h", "help", "list", ""}:
-        said = refusal([wrong, "3"])
-        assert said.startswith(f"unknown flag {wrong}")
-        others = any(other.startswith(wrong[1:]) for other in shared())  # of which it is the beginning
-        assert len(flag) < 5 or at == 0 or others or f"-{flag}" in said
+        message = refusal([wrong, "3"])
+        assert message.startswith(f"unknown flag {wrong}")
+        others = any(other.startswith(wrong[1:]) for other in shared())  # it is the beginning of another flag
+        assert len(flag) < 5 or at == 0 or others or f"-{flag}" in message
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("command", "message"),
     [
         ("-lr_strat 3", "unknown flag -lr_strat (do you mean -lr_start or "),
         ("-batch-size 3", "unknown flag -batch-size (do you mean -batch_size or"),
@@ -122,8 +122,8 @@ def test_a_misspelt_flag_is_refused_with_the_close_one(flag, at, letter):
         ("-arch convmet", "-arch 'convmet': no such file in lib/arch; there are "),
     ],
 )
-def test_what_cannot_be_read_is_told_with_what_would_be_right(words, said):
-    assert refusal(words).startswith(said)
+def test_an_error_names_the_flag_the_value_and_what_would_be_right(command, message):
+    assert refusal(command).startswith(message)
 
 
 @RELAXED
@@ -137,17 +137,17 @@ def test_what_cannot_be_read_is_told_with_what_would_be_right(words, said):
 @example(["-cfg="])
 @example(["-arch", "-arch"])
 @example(["-epochs", "9" * 5000])
-def test_no_words_at_all_end_in_a_traceback(words):
+def test_no_command_line_ends_in_a_traceback(command):
     try:
-        assert isinstance(parsed(words), config.Args)
+        assert isinstance(parsed(command), config.Args)
     except UsageError as error:
         assert str(error)
     except SystemExit as end:
-        assert end.code == 0 and {"-h", "-help", "--h", "--help"} & set(words)
+        assert end.code == 0 and {"-h", "-help", "--h", "--help"} & set(command)
 
 
 @pytest.mark.parametrize(
-    ("words", "right"),
+    ("command", "right"),
     [
         ("-fp16 -bf16", "-fp16 and -bf16 exclude each other: give one of them"),
         ("-gpus 0 -cpu 2", "-gpus and -cpu exclude each other: give one of them"),
@@ -156,17 +156,17 @@ def test_no_words_at_all_end_in_a_traceback(words):
         ("-lr_start 1e-3 -lr_end 1e-2", "-lr_end 0.01 is above -lr_start 0.001"),
     ],
 )
-def test_flags_that_exclude_each_other_are_refused(words, right):
-    assert right in refusal(words)
+def test_flags_that_exclude_each_other_are_refused(command, right):
+    assert right in refusal(command)
 
 
-def test_batch_per_gpu_is_read_beside_any_default_of_the_batch():
+def test_batch_per_gpu_is_accepted_with_any_default_of_batch_size():
     args = parsed("-dataset digits -batch_per_gpu 5 -micro_batch 5")
     assert args.batch_per_gpu == 5 and args.micro_batch == 5
     assert parsed("-fp16 -bf16=no").fp16 and parsed("-batch_size 12 -micro_batch 4").micro_batch == 4
 
 
-def test_help_shows_groups_flags_defaults_and_units_as_wide_as_the_terminal(capsys, monkeypatch):
+def test_help_shows_groups_flags_defaults_and_units_in_the_width_of_the_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "72")
     out = help_of("-h", capsys)
     lines = {line.split()[0].rstrip(","): line for line in out.splitlines() if line.startswith("  -")}
@@ -187,39 +187,39 @@ def test_help_shows_groups_flags_defaults_and_units_as_wide_as_the_terminal(caps
     ):
         at = out.index(f"\n  -{name} ")
         assert f"({getattr(args, name)})" in out[at : at + 240].replace("\n", " "), f"-{name} without its default"
-    assert "(True)" not in out, "a flag is written yes or no"
+    assert "(True)" not in out, "defaults are written yes or no"
     assert max(map(len, out.splitlines())) <= 72
     for action in shared().values():
         assert action.help
 
 
-def test_help_has_the_words_and_the_order_that_a_newcomer_looks_for(capsys, monkeypatch):
+def test_help_has_common_search_terms_and_the_most_needed_groups_first(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")  # no line is broken
     out = help_of("-h", capsys)
-    for word in ("accumulation", "checkpointing", "mixed precision", "early stopping", "EMA", "warm-up", "clip"):
-        assert word in out, word
+    for text in ("accumulation", "checkpointing", "mixed precision", "early stopping", "EMA", "warm-up", "clip"):
+        assert text in out, text
     groups = ("run", "data", "training", "optimization", "saving and stopping", "machine", "slurm")
     places = [out.index(f"\n{group}:\n") for group in groups]
     assert places == sorted(places)
 
 
-def test_help_shows_the_own_flags_of_the_chosen_plugins_only(capsys, tmp_path):
+def test_help_shows_the_flags_of_the_chosen_plugins_only(capsys, tmp_path):
     out = help_of("-h", capsys)
     assert "-convnet_width" in out and "\narch convnet:\n" in out and "-resnet_depth" not in out
-    for words in (
+    for command in (
         "-h -arch resnet",
         "-arch=resnet --help",
         "-help --arch resnet",
         f"-cfg {cfg_file(tmp_path, 'arch: resnet')} --h",
     ):
-        out = help_of(words, capsys)
+        out = help_of(command, capsys)
         assert "\narch resnet:\n" in out and "-resnet_depth" in out and "(18)" in out and "-convnet_width" not in out
     out = help_of("-h -dataset fake -fake_samples 3", capsys)
     assert "\ndataset fake:\n" in out and "-fake_samples" in out
     assert "no such file" in refusal("-h -arch nope")
 
 
-def test_args_are_read_only_and_travel_to_other_processes():
+def test_args_are_read_only_and_can_be_pickled_and_copied():
     args = parsed("-epochs 3")
     with pytest.raises(AttributeError, match=r"args is read-only: args\.lr_start cannot be set to 3"):
         args.lr_start = 3
@@ -234,7 +234,7 @@ def test_args_are_read_only_and_travel_to_other_processes():
     assert parsed("-epochs 3") == args != parsed("-epochs 4")
 
 
-def test_every_flag_says_what_it_is_and_names_its_attribute():
+def test_every_flag_has_one_name_and_says_which_values_it_takes():
     for name, action in shared().items():
         assert action.option_strings == [f"-{name}"] and action.dest == name
         assert action.metavar or action.choices or action.type is types.yes_no

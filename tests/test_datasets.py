@@ -1,4 +1,4 @@
-"""What the shipped datasets promise, beyond what test_plugins.py holds for all."""
+"""The shipped datasets, beyond what test_plugins.py checks for all."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 
-def test_digits_file_is_what_its_script_makes_of_scikit_learns(tmp_path):
+def test_the_digits_file_is_what_its_script_makes_from_scikit_learn(tmp_path):
     script = config.ROOT / "scripts" / "make_digits.py"
     subprocess.run([sys.executable, script, tmp_path / "digits.npz"], check=True, timeout=120)
     made_now, bundled = (np.load(root / "digits.npz") for root in (tmp_path, config.ROOT / "data"))
@@ -38,7 +38,7 @@ def test_digits_file_is_what_its_script_makes_of_scikit_learns(tmp_path):
         assert abs(np.mean(split == "test") - 0.2) < 0.01 and abs(np.mean(split == "val") - 0.1) < 0.01
 
 
-def test_digits_are_all_used_once_and_only_training_images_are_changed():
+def test_digits_has_each_image_once_and_augments_only_training_images():
     parts = digits.get_dataset(config.parse_args([]))
     sizes = {split: len(part) for split, part in parts.items()}
     assert sizes == {"train": 1259, "val": 179, "test": 359} and sum(sizes.values()) == 1797
@@ -49,32 +49,32 @@ def test_digits_are_all_used_once_and_only_training_images_are_changed():
 
     still = parts["train"].tensors[0][:64]
     moved, _ = digits.augment((still, None), torch.rand(64, 8))
-    assert moved.shape == still.shape and 0.02 < (moved - still).abs().mean() < 0.2  # of 0 to 1: changed, not lost
+    assert moved.shape == still.shape and 0.02 < (moved - still).abs().mean() < 0.2  # images are in 0..1
 
 
-def test_digits_that_are_missing_are_named(tmp_path):
+def test_a_missing_digits_file_is_named(tmp_path):
     args = config.parse_args(["-data", str(tmp_path)])
     with pytest.raises(UsageError, match=f"-data {tmp_path}: no digits.npz"):
         digits.get_dataset(args)
 
 
-def test_cifar10_is_downloaded_once_by_processes_that_start_together(tmp_path, monkeypatch):
+def test_cifar10_is_downloaded_once_if_several_processes_start_together(tmp_path, monkeypatch):
     source, target, calls = tmp_path / "source", tmp_path / "target", []
     tiny_data.make_cifar10(source, monkeypatch)
 
     def download(url, root, **_):
         calls.append(url)
-        time.sleep(0.2)  # long enough for the others to come
+        time.sleep(0.2)  # long enough for the others to arrive
         tiny_data.make_cifar10(Path(root), monkeypatch)
 
     monkeypatch.setattr(cifar, "download_and_extract_archive", download)
-    with ThreadPoolExecutor(3) as pool:  # threads that lock files of their own, as processes do
+    with ThreadPoolExecutor(3) as pool:  # threads with lock files of their own, like processes
         got = list(pool.map(cifar10.load, [str(target)] * 3))
     assert len(calls) == 1
     assert [len(part[0]) for loaded in got for part in loaded] == [20, 4] * 3
 
 
-def test_cifar10_that_is_damaged_and_cannot_be_downloaded_is_one_line(tmp_path, monkeypatch):
+def test_a_damaged_cifar10_that_cannot_be_downloaded_is_reported_in_one_line(tmp_path, monkeypatch):
     def no_network(*_, **__):
         raise urllib.error.URLError("no network")
 
@@ -87,7 +87,7 @@ def test_cifar10_that_is_damaged_and_cannot_be_downloaded_is_one_line(tmp_path, 
 
 def test_folder_counts_its_classes_and_keeps_their_order(tmp_path):
     tiny_data.make_folder(tmp_path)
-    args = config.parse_args(folder_words(tmp_path))
+    args = config.parse_args(folder_flags(tmp_path))
     parts = folder.get_dataset(args)
     assert args.num_classes == 2 and set(parts) == {"train", "val"}
     assert [label for _, label in parts["train"].files] == [0, 0, 1, 1]
@@ -96,10 +96,10 @@ def test_folder_counts_its_classes_and_keeps_their_order(tmp_path):
     assert [label for _, label in folder.get_dataset(args)["test"].files] == [1]
 
 
-def test_folder_names_what_is_missing_empty_or_unknown(tmp_path):
-    def refused(text, *words):
+def test_folder_reports_missing_empty_and_unknown_classes(tmp_path):
+    def refused(text, *flags):
         with pytest.raises(UsageError, match=text) as caught:
-            folder.get_dataset(config.parse_args([*folder_words(tmp_path), *words]))
+            folder.get_dataset(config.parse_args([*folder_flags(tmp_path), *flags]))
         assert "\n" not in str(caught.value)
 
     refused(f"-data {tmp_path}: no class folders in .*train; .*DATA/train/CLASS")
@@ -117,31 +117,31 @@ def test_folder_names_what_is_missing_empty_or_unknown(tmp_path):
     refused("no class folders in .*val")
 
 
-def test_folder_stops_at_a_damaged_image(tmp_path):
+def test_folder_fails_at_a_damaged_image(tmp_path):
     tiny_data.make_folder(tmp_path)
-    words = folder_words(tmp_path)
+    flags = folder_flags(tmp_path)
     cut = tmp_path / "train" / "ant" / "1.jpg"
     cut.write_bytes(cut.read_bytes()[:300])
-    train = folder.get_dataset(config.parse_args(words))["train"]
+    train = folder.get_dataset(config.parse_args(flags))["train"]
     assert train[0][0].shape == (3, 32, 32)
     with pytest.raises(UsageError, match="not a readable image"):
         train[1]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_damaged_image_is_one_line_whoever_reads_it(tmp_path, workers):
+def test_a_damaged_image_is_reported_in_one_line_with_and_without_loader_processes(tmp_path, workers):
     tiny_data.make_folder(tmp_path)
     cut = tmp_path / "train" / "ant" / "1.jpg"
     cut.write_bytes(b"")
-    train = folder.get_dataset(config.parse_args(folder_words(tmp_path)))["train"]
+    train = folder.get_dataset(config.parse_args(folder_flags(tmp_path)))["train"]
     one = loader.Loader(train, Plan(4, 4, 4), World(), seed=0, shuffle=False, workers=workers)
     with pytest.raises(UsageError) as caught:
         next(iter(one.epoch(0)))
     one.fetcher.close()
-    said = str(caught.value)
-    assert said.startswith(f"{cut}: not a readable image (") and said.count("\n") == 0
-    assert said.endswith("fix or remove it (while fetching sample 1)")
+    message = str(caught.value)
+    assert message.startswith(f"{cut}: not a readable image (") and message.count("\n") == 0
+    assert message.endswith("fix or remove it (while fetching sample 1)")
 
 
-def folder_words(data):
+def folder_flags(data):
     return ["-dataset", "folder", "-data", str(data), "-image_size", "32"]

@@ -1,4 +1,4 @@
-"""Plugins and their flags: own ones, defaults of shared ones, what the data tells, and what is refused."""
+"""Plugins and their flags: own flags, other defaults of shared flags, flags set by the data, and errors."""
 
 import pickle
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import tiny_data
-from command_line import cfg_file, help_of, lasting, parsed, plugin_file, plugin_folder, refusal, repeated
+from command_line import cfg_file, help_of, parsed, plugin_file, plugin_folder, read_back, refusal, saved_args
 
 import train
 from lib import config
@@ -15,7 +15,7 @@ from lib.utils.errors import UsageError
 
 
 @pytest.mark.parametrize("number", ["-3", "-3.5", "-.5", "-1e-3", "-1E+3", "-1e3", "-2.", "+4", "1e-3", "-inf"])
-def test_a_negative_number_is_a_number_in_any_form(number, monkeypatch, tmp_path):
+def test_a_plugins_flag_accepts_negative_numbers_in_any_form(number, monkeypatch, tmp_path):
     text = "def add_args(parser):\n parser.add_argument('-cold_x', type=float)\n"
     plugin_file(
         monkeypatch,
@@ -24,13 +24,13 @@ def test_a_negative_number_is_a_number_in_any_form(number, monkeypatch, tmp_path
         "cold",
         text + " parser.add_argument('-cold_many', type=float, nargs='+')\nget_model = print\n",
     )
-    for words in (["-cold_x", number], [f"-cold_x={number}"], ["--cold_x", number], [f"--cold_x={number}"]):
-        assert parsed(["-arch", "cold", *words, "-seed", "3"]).cold_x == float(number)
+    for command in (["-cold_x", number], [f"-cold_x={number}"], ["--cold_x", number], [f"--cold_x={number}"]):
+        assert parsed(["-arch", "cold", *command, "-seed", "3"]).cold_x == float(number)
     assert parsed(["-arch", "cold", "-cold_many", number, "2", number]).cold_many == [float(number), 2, float(number)]
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("add_argument('-odd_x', dest='epochs')", "there is a -epochs: parser.set_defaults sets its default"),
         ("add_argument('--epochs', type=int)", "there is a -epochs: parser.set_defaults sets its default"),
@@ -42,9 +42,9 @@ def test_a_negative_number_is_a_number_in_any_form(number, monkeypatch, tmp_path
         ("set_defaults(epoch=3)", "sets the default of -epoch, which is no flag (do you mean epochs?)"),
     ],
 )
-def test_a_plugin_whose_flags_no_config_yaml_could_hold_is_refused(line, said, monkeypatch, tmp_path):
+def test_a_plugin_flag_that_config_yaml_cannot_hold_is_refused(line, message, monkeypatch, tmp_path):
     plugin_file(monkeypatch, tmp_path, "arch", "odd", f"def add_args(parser): parser.{line}\nget_model = print\n")
-    assert refusal("-arch odd").startswith("lib/arch/odd.py: ") and said in refusal("-arch odd")
+    assert refusal("-arch odd").startswith("lib/arch/odd.py: ") and message in refusal("-arch odd")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_plugin_that_calls_sys_exit_while_flags_are_read_fails_the_run(place, 
         train.main(["-arch", "quits", "-out", str(tmp_path / "out")])
 
 
-def test_two_plugins_with_one_flag_are_refused(monkeypatch, tmp_path):
+def test_two_plugins_with_the_same_flag_are_refused(monkeypatch, tmp_path):
     text = "def add_args(parser): parser.add_argument('-same_x')\nget_model = get_dataset = print\n"
     plugin_file(monkeypatch, tmp_path, "arch", "one", text)
     plugin_file(monkeypatch, tmp_path, "dataset", "two", text)
@@ -72,7 +72,7 @@ def test_two_plugins_with_one_flag_are_refused(monkeypatch, tmp_path):
         parsed("-arch one -dataset two")
 
 
-def test_a_dataset_chooses_the_arch_that_suits_it(monkeypatch, tmp_path):
+def test_a_dataset_sets_the_default_arch(monkeypatch, tmp_path):
     plugin_file(
         monkeypatch,
         tmp_path,
@@ -89,46 +89,46 @@ def get_dataset(args): pass
     assert (args.arch, args.num_classes, "resnet_depth" in args) == ("mlp", 4, False)
 
 
-def test_a_dataset_describes_what_only_its_data_can_tell(monkeypatch, tmp_path, capsys):
+def test_a_dataset_sets_flags_from_its_data(monkeypatch, tmp_path, capsys):
     plugin_file(
         monkeypatch,
         tmp_path,
         "dataset",
-        "told",
+        "described",
         """
 import pathlib
 from lib.utils.errors import UsageError
 def add_args(parser):
-    parser.add_argument("-told_extra", type=int, default=0, help="more")
+    parser.add_argument("-described_extra", type=int, default=0, help="more")
     parser.set_defaults(num_classes=2, image_size=5)
 def describe(args):
     names = pathlib.Path(args.data)
     if not names.is_dir():
         raise UsageError(f"-data {args.data}: no such folder")
-    return {"num_classes": len(list(names.iterdir())) + args.told_extra}
+    return {"num_classes": len(list(names.iterdir())) + args.described_extra}
 def get_dataset(args): pass
 """,
     )
     (tmp_path / "data").mkdir()
     for name in "abc":
         (tmp_path / "data" / name).touch()
-    words = ["-dataset", "told", "-data", str(tmp_path / "data")]
-    assert parsed(words).num_classes == 3 and parsed(words).image_size == 5
-    assert parsed([*words, "-told_extra", "4"]).num_classes == 7
-    assert parsed([*words, "-num_classes", "9"]).num_classes == 9
-    file = cfg_file(tmp_path, f"dataset: told\ndata: {tmp_path / 'data'}\ntold_extra: 2\n")
+    command = ["-dataset", "described", "-data", str(tmp_path / "data")]
+    assert parsed(command).num_classes == 3 and parsed(command).image_size == 5
+    assert parsed([*command, "-described_extra", "4"]).num_classes == 7
+    assert parsed([*command, "-num_classes", "9"]).num_classes == 9
+    file = cfg_file(tmp_path, f"dataset: described\ndata: {tmp_path / 'data'}\ndescribed_extra: 2\n")
     assert parsed(["-cfg", file]).num_classes == 5
-    assert parsed(["-cfg", cfg_file(tmp_path, "num_classes: 8"), *words]).num_classes == 8
-    assert refusal(["-dataset", "told", "-data", "nowhere"]) == "-data nowhere: no such folder"
-    assert "-told_extra" in help_of(["-dataset", "told", "-data", "nowhere", "-h"], capsys)
+    assert parsed(["-cfg", cfg_file(tmp_path, "num_classes: 8"), *command]).num_classes == 8
+    assert refusal(["-dataset", "described", "-data", "nowhere"]) == "-data nowhere: no such folder"
+    assert "-described_extra" in help_of(["-dataset", "described", "-data", "nowhere", "-h"], capsys)
 
 
-def test_a_description_with_an_unknown_flag_is_refused(monkeypatch, tmp_path):
+def test_describe_with_an_unknown_flag_is_refused(monkeypatch, tmp_path):
     plugin_file(
         monkeypatch, tmp_path, "dataset", "wrong", "def describe(args): return {'classes': 3}\nget_dataset = print\n"
     )
-    said = refusal("-dataset wrong")
-    assert said.startswith(
+    message = refusal("-dataset wrong")
+    assert message.startswith(
         "lib/dataset/wrong.py: sets the default of -classes, which is no flag (do you mean num_classes"
     )
 
@@ -144,9 +144,9 @@ def test_the_folder_dataset_counts_its_classes(tmp_path):
 PROBE = """
 import sys, train
 for line in sys.argv[1:]:
-    wanted, *words = line.split()
+    wanted, *arguments = line.split()
     try:
-        code = train.main(words)
+        code = train.main(arguments)
     except SystemExit as end:
         code = end.code
     slow = {"torch", "torchvision", "numpy", "PIL", "submitit"} & set(sys.modules)
@@ -155,7 +155,7 @@ for line in sys.argv[1:]:
 
 
 def test_help_and_wrong_flags_are_answered_without_importing_torch():
-    """It takes seconds. -dataset tokens and folder have read what they describe by then."""
+    """Importing torch takes seconds. -dataset tokens and folder have read the data that they describe by then."""
     shipped = {
         "arch": ["convnet", "gpt", "mlp", "resnet", "torchvision"],
         "dataset": ["cifar10", "digits", "fake", "tokens"],
@@ -164,7 +164,7 @@ def test_help_and_wrong_flags_are_answered_without_importing_torch():
     lines = ["0 -list", "2 -lr_strat 3", "2 -arch nope", "2 -cfg scripts/recipes/digits.yaml -epochs 0"]
     for kind, its_names in shipped.items():
         there = [f"-{kind} {name}" for name in its_names if name in plugins.names(kind)]
-        lines += [f"0 {words} -h" for words in there] + [f"2 {words} -lr_end 9" for words in there]
+        lines += [f"0 {command} -h" for command in there] + [f"2 {command} -lr_end 9" for command in there]
     lines += ["2 -dataset folder -data nowhere"]
     done = subprocess.run([sys.executable, "-c", PROBE, *lines], cwd=config.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -184,7 +184,7 @@ def test_help_and_wrong_flags_are_answered_without_importing_torch():
         "import enum\nclass CHOICES(str, enum.Enum):\n    a, b = 'a', 'b'\nget_model = print\n",
     ],
 )
-def test_whatever_the_flags_of_a_plugin_need_is_executed(text, monkeypatch, tmp_path):
+def test_all_code_that_a_plugins_flags_need_is_executed(text, monkeypatch, tmp_path):
     own = "def add_args(parser):\n    parser.add_argument('-made_x', type=kind, choices=list(CHOICES))\n"
     kind = "def kind(text):\n    return CHOICES(text) if callable(CHOICES) else text\n"
     plugin_folder(monkeypatch, tmp_path, "arch", "made", text + kind + own)
@@ -193,15 +193,15 @@ def test_whatever_the_flags_of_a_plugin_need_is_executed(text, monkeypatch, tmp_
     assert "invalid choice" in refusal("-arch made -made_x c") or "'c'" in refusal("-arch made -made_x c")
 
 
-def test_only_what_the_flags_need_is_executed(monkeypatch, tmp_path, capsys):
+def test_only_code_that_a_plugins_flags_need_is_executed(monkeypatch, tmp_path, capsys):
     text = "print('executed')\ndef add_args(parser): parser.add_argument('-lazy_x')\nget_model = print\n"
     plugin_folder(monkeypatch, tmp_path, "arch", "lazy", text)
     assert parsed("-arch lazy -lazy_x 3").lazy_x == "3" and not capsys.readouterr().out
     assert plugins.load("arch", "lazy").get_model is print and capsys.readouterr().out == "executed\n"
 
 
-def test_a_loss_or_optimizer_of_a_fork_is_a_choice(monkeypatch, tmp_path):
-    """The source template's own files have no table: what one is here is said in a line."""
+def test_a_loss_or_optimizer_that_a_fork_adds_can_be_chosen(monkeypatch, tmp_path):
+    """lib/core/loss.py of the source template has no table BY_NAME; one line says what is missing."""
     core = tmp_path / "lib" / "core"
     core.mkdir(parents=True)
     (core / "optimizer.py").write_text("import torch\nBY_NAME = {'mine': 1, 'adamw': torch.optim.AdamW}\n")
@@ -256,12 +256,12 @@ def get_dataset(args):
     return Random()
 """,
     )
-    words = f"-arch plain -dataset plain -loss mse -cpu 1 -epochs 2 -out {tmp_path / 'out'}"
-    assert train.main(words.split()) == 0
+    command = f"-arch plain -dataset plain -loss mse -cpu 1 -epochs 2 -out {tmp_path / 'out'}"
+    assert train.main(command.split()) == 0
     assert (tmp_path / "out" / "plain_plain" / "final" / "weights.safetensors").is_file()
 
 
-def test_config_yaml_holds_whatever_kind_of_flag_a_plugin_has(monkeypatch, tmp_path):
+def test_config_yaml_holds_every_kind_of_plugin_flag(monkeypatch, tmp_path):
     plugin_file(
         monkeypatch,
         tmp_path,
@@ -283,7 +283,7 @@ def get_model(args): pass
 """,
     )
     base = "-arch many -many_needed=-x "
-    for words in (
+    for command in (
         "",
         "-many_on",
         "-many_on -many_flag no -many_path /a/b -many_limit 3",
@@ -292,8 +292,8 @@ def get_model(args): pass
         "-many_widths 1 2 3 -many_pair -1e-3 -.5",
         "-many_words=a -many_words=-b",
     ):
-        args = parsed(base + words)
-        assert repeated(args, tmp_path) == lasting(args), words
+        args = parsed(base + command)
+        assert read_back(args, tmp_path) == saved_args(args), command
     assert args.many_words == ["a", "-b"] and args.many_flag is True and args.many_on is False
     assert parsed(base + "-many_flag=False").many_flag is False
     assert "the following arguments are required: -many_needed" in refusal("-arch many")
@@ -318,7 +318,7 @@ def get_model(args): pass
         "A = 3\nfor number in range(3):\n    A = number",
     ],
 )
-def test_flags_are_those_of_the_whole_file_whatever_is_in_it(lines, monkeypatch, tmp_path):
+def test_flags_read_from_a_plugins_source_are_those_of_the_executed_file(lines, monkeypatch, tmp_path):
     own = "def add_args(parser):\n    parser.add_argument('-whole_a', default=A)\n"
     text = f"import dataclasses, sys\n{lines}\n{own}def get_model(args): pass\n"
     plugin_folder(monkeypatch, tmp_path, "arch", "whole", text)

@@ -1,4 +1,4 @@
-"""Holds the contract of every plugin, each file in lib/arch, lib/dataset and lib/trainer."""
+"""Checks the contract of every plugin, that is of each file in lib/arch, lib/dataset and lib/trainer."""
 
 import argparse
 import importlib
@@ -28,8 +28,8 @@ from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 ARCHS, DATASETS = plugins.names("arch"), plugins.names("dataset")
-# The plugins that come with the template keep to its conventions, and each arch goes with each dataset. Your own need
-# not: a dataset is tried with the arch and trainer that it asks for, an arch and a trainer with the digits.
+# The template's plugins follow its conventions, and each arch works with each dataset. Your own need not: a dataset
+# is tried with the arch and trainer that it sets, an arch and a trainer with the digits.
 WITH_THE_TEMPLATE = {
     "arch": ["convnet", "gpt", "mlp", "resnet", "timm", "torchvision"],
     "dataset": ["cifar10", "digits", "fake", "folder", "tokens"],
@@ -66,11 +66,11 @@ def test_importing_the_shipped_plugins_does_nothing():
     answer = subprocess.run(probe, capture_output=True, text=True, check=True, cwd=config.ROOT, timeout=120)
     done, heavy, cuda, seconds = json.loads(answer.stdout)
     assert not done and not heavy and not cuda
-    assert seconds < 5  # of the processor's time, beside torch and torchvision: it is some milliseconds
+    assert seconds < 5  # CPU time without torch and torchvision; usually some milliseconds
 
 
 @pytest.mark.parametrize(("kind", "name"), PLUGINS)
-def test_a_plugin_has_its_builder_and_its_defaults_are_of_flags_that_exist(kind, name):
+def test_a_plugin_has_its_builder_and_sets_defaults_of_existing_flags_only(kind, name):
     module, builder = module_of(name, kind), config.BUILDERS[kind]
     inspect.signature(getattr(module, builder)).bind(*range(7 if kind == "trainer" else 1))
 
@@ -87,26 +87,30 @@ def test_a_plugin_has_its_builder_and_its_defaults_are_of_flags_that_exist(kind,
 
 
 @pytest.mark.parametrize("name", DATASETS)
-def test_a_dataset_gives_splits_of_items_that_agree(name, tmp_path, monkeypatch):
-    args, parts = made(name, tmp_path, monkeypatch)
+def test_the_splits_and_items_of_a_dataset_are_consistent(name, tmp_path, monkeypatch):
+    args, parts = make_splits(name, tmp_path, monkeypatch)
     torch.manual_seed(1)
     again = loader.splits(module_of(name).get_dataset(args), name)
     for split, part in parts.items():
         assert len(part) == len(again[split]) > 0
-        first, last = seeded(part, 0), seeded(part, len(part) - 1)
+        first, last = seeded_item(part, 0), seeded_item(part, len(part) - 1)
         if name in SHIPPED["dataset"]:
-            fit_the_flags(first, last, args)
-        assert same(first, seeded(part, 0)), "an item may draw from the global generators only"
-        assert same(first, seeded(again[split], 0)), "another process builds the same dataset"
-        assert not read_options(part).fixed or same(first, seeded(part, 0, seed=1)), "fixed, and yet it changes"
-        copy = pickle.loads(pickle.dumps(part))  # as loader processes get it where there is no fork
-        assert len(copy) == len(part) and same(first, seeded(copy, 0))
+            check_item(first, last, args)
+        assert same(first, seeded_item(part, 0)), "an item may draw from the global generators only"
+        assert same(first, seeded_item(again[split], 0)), "another process builds the same dataset"
+        assert not read_options(part).fixed or same(first, seeded_item(part, 0, seed=1)), (
+            "marked as fixed, but it changes"
+        )
+        copy = pickle.loads(pickle.dumps(part))  # as loader processes receive it if there is no fork
+        assert len(copy) == len(part) and same(first, seeded_item(copy, 0))
         if hasattr(part, "__getitems__") and name in SHIPPED["dataset"]:
-            agrees(part.__getitems__([len(part) - 1, 0]), default_collate([last, first]), read_options(part).fixed)
+            check_batch(
+                part.__getitems__([len(part) - 1, 0]), default_collate([last, first]), read_options(part).fixed
+            )
 
 
-def fit_the_flags(first, last, args):
-    """What the shipped data sets are: pairs of a tensor and classes."""
+def check_item(first, last, args):
+    """Check an item of a shipped dataset: a tensor and a class, or classes, as the flags say."""
     assert len(first) == 2 and torch.is_tensor(first[0]) and first[0].shape == last[0].shape
     assert first[0].ndim != 3 or first[0].shape == (args.channels, args.image_size, args.image_size)
     classes = torch.as_tensor(first[1])
@@ -114,24 +118,24 @@ def fit_the_flags(first, last, args):
 
 
 @pytest.mark.parametrize("name", DATASETS)
-def test_a_dataset_trains_a_step_with_what_it_asks_for(name, tmp_path, monkeypatch):
-    made(name, tmp_path, monkeypatch)
-    runs.run(tmp_path / "out", " ".join([*words_for(name, tmp_path), "-cpu 1 -debug -limit_steps 1 -batch_size 2"]))
+def test_a_dataset_trains_a_step_with_the_plugins_that_it_sets(name, tmp_path, monkeypatch):
+    make_splits(name, tmp_path, monkeypatch)
+    runs.run(tmp_path / "out", " ".join([*flags_for(name, tmp_path), "-cpu 1 -debug -limit_steps 1 -batch_size 2"]))
 
 
 @pytest.mark.parametrize("arch", [name for name in ARCHS if name not in SHIPPED["arch"]])
-def test_an_arch_of_a_fork_trains_a_step_on_digits_if_it_is_for_images(arch, tmp_path):
+def test_an_arch_of_a_fork_trains_a_step_on_digits_or_is_skipped(arch, tmp_path):
     try_step(f"-arch {arch} -out {tmp_path}")
 
 
 @pytest.mark.parametrize("name", SHIPPED["dataset"])
 @pytest.mark.parametrize("arch", SHIPPED["arch"])
-def test_an_arch_learns_from_a_dataset_or_refuses_in_one_line(arch, name, tmp_path, monkeypatch):
-    args, parts = made(name, tmp_path, monkeypatch)
+def test_a_shipped_arch_learns_from_a_dataset_or_refuses_it_in_one_line(arch, name, tmp_path, monkeypatch):
+    args, parts = make_splits(name, tmp_path, monkeypatch)
     inputs, targets = loader.first_batch(parts["train"], Plan(len(parts["train"]), 2, 2), World(), args)
     if inputs.ndim != 4 and arch != args.arch:
-        return  # what is no image is for the dataset's own choice of an arch
-    own, args = args.arch, config.parse_args([*words_for(name, tmp_path), "-arch", arch])
+        return  # data that are no images only work with the dataset's own arch
+    own, args = args.arch, config.parse_args([*flags_for(name, tmp_path), "-arch", arch])
     try:
         model = module_of(arch, "arch").get_model(args)
         outputs = model(inputs)
@@ -146,25 +150,25 @@ def test_an_arch_learns_from_a_dataset_or_refuses_in_one_line(arch, name, tmp_pa
 
 
 @pytest.mark.parametrize("name", plugins.names("trainer"))
-def test_a_trainer_goes_on_after_a_stop_and_ends_at_the_same_bits(name, tmp_path):
-    words = f"-cpu 1 -trainer {name} -epochs 2 -batch_size 256 -micro_batch 128 -model"
+def test_a_trainer_resumes_after_a_stop_with_the_same_bits(name, tmp_path):
+    command = f"-cpu 1 -trainer {name} -epochs 2 -batch_size 256 -micro_batch 128 -model"
     if name not in SHIPPED["trainer"]:
-        try_step(f"{words} trial -out {tmp_path}")
-    whole = runs.run(tmp_path, f"{words} whole")
-    runs.run(tmp_path, f"{words} parts -limit_steps 3", wanted=75)
-    assert runs.distance(whole, runs.run(tmp_path, f"{words} parts")) == 0
+        try_step(f"{command} trial -out {tmp_path}")
+    whole = runs.run(tmp_path, f"{command} whole")
+    runs.run(tmp_path, f"{command} parts -limit_steps 3", wanted=75)
+    assert runs.distance(whole, runs.run(tmp_path, f"{command} parts")) == 0
 
 
 @pytest.mark.skipif("gpt" not in ARCHS, reason="it was removed")
-def test_a_shipped_model_names_the_flag_that_does_not_fit_the_others():
+def test_gpt_names_the_flag_that_does_not_fit_the_others():
     with pytest.raises(UsageError, match="-gpt_width 6"):
         module_of("gpt", "arch").get_model(config.parse_args(["-arch", "gpt", "-gpt_width", "6"]))
 
 
 @pytest.mark.skipif("resnet" not in ARCHS, reason="it was removed")
-def test_resnet_has_the_stem_that_the_image_size_and_channels_ask_for():
-    def stem(*words):
-        model = module_of("resnet", "arch").get_model(config.parse_args(["-arch", "resnet", *words]))
+def test_the_stem_of_resnet_depends_on_image_size_and_channels():
+    def stem(*command):
+        model = module_of("resnet", "arch").get_model(config.parse_args(["-arch", "resnet", *command]))
         return model.conv1.in_channels, model.conv1.kernel_size[0], model.maxpool(torch.zeros(1, 64, 8, 8)).shape[-1]
 
     assert stem("-channels", "3", "-image_size", "32") == (3, 3, 8)
@@ -172,11 +176,11 @@ def test_resnet_has_the_stem_that_the_image_size_and_channels_ask_for():
     assert stem("-channels", "5", "-image_size", "224", "-resnet_depth", "34") == (5, 7, 4)
 
 
-def try_step(words):
-    """Skips the test where a step of this run fails."""
+def try_step(command):
+    """Skip the test if a step of this run fails."""
     try:
-        code = train.main([*words.split(), "-debug", "-limit_steps", "1"])
-    except Exception as error:  # whatever code for other data raises
+        code = train.main([*command.split(), "-debug", "-limit_steps", "1"])
+    except Exception as error:  # code for other data may raise anything
         code = error
     if code:
         pytest.skip(f"it is for other data: {code}")
@@ -186,29 +190,29 @@ def module_of(name, kind="dataset"):
     return importlib.import_module(f"lib.{kind}.{name}")
 
 
-def made(name, folder, monkeypatch):
-    """The args and splits of a dataset, over data made for it; skips where that takes data nobody made here."""
+def make_splits(name, folder, monkeypatch):
+    """The args and splits of a dataset, over data made for it; skips the test if it needs other data."""
     getattr(tiny_data, f"make_{name}", lambda *_: None)(folder, monkeypatch)
     try:
-        args = config.parse_args(words_for(name, folder))
+        args = config.parse_args(flags_for(name, folder))
         return args, loader.splits(module_of(name).get_dataset(args), name)
     except UsageError as error:
-        assert "-data" in str(error), "a dataset without its data says where it looked"
+        assert "-data" in str(error), "a dataset without its data says which folder it searched"
         pytest.skip(f"needs data of its own: {error}")
 
 
-def words_for(name, folder):
+def flags_for(name, folder):
     data = config.ROOT / "data" if name == "digits" else folder
     return ["-dataset", name, "-data", str(data), *SMALL.get(name, [])]
 
 
-def agrees(batch, items, fixed):
+def check_batch(batch, items, fixed):
     batch = default_collate(batch) if isinstance(batch, list) else batch
     assert [(x.shape, x.dtype) for x in batch] == [(x.shape, x.dtype) for x in items]
     assert not fixed or same(batch, items)
 
 
-def seeded(dataset, index, seed=0):
+def seeded_item(dataset, index, seed=0):
     seeding.seed_sample(seed, 0, index)
     return dataset[index]
 

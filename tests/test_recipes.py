@@ -1,4 +1,4 @@
-"""Each file in scripts/recipes is a whole command: its flags exist, its model and its data fit each other."""
+"""Each file in scripts/recipes is a complete command: its flags exist, and its model fits its data."""
 
 import pytest
 import tiny_data
@@ -8,7 +8,7 @@ from runs import run
 from lib import config
 
 RECIPES = sorted((config.ROOT / "scripts" / "recipes").glob("*.yaml"))
-SMALL = {  # what makes a recipe a matter of seconds
+SMALL = {  # flags that make a recipe run in seconds
     "resnet": "-image_size 32 -epochs 1 -batch_size 2 -resnet_depth 18 -limit_steps 1 -lr_warmup 0",
     "convnet": "-limit_steps 2",
     "gpt": "-batch_size 4 -micro_batch 2 -gpt_depth 1 -gpt_width 24 -limit_steps 2",
@@ -16,31 +16,31 @@ SMALL = {  # what makes a recipe a matter of seconds
 }
 
 
-def test_there_is_a_recipe_for_each_task_and_their_page_names_it():
+def test_each_recipe_contains_its_command_and_is_listed_in_the_readme_of_the_recipes():
     page = (config.ROOT / "scripts" / "recipes" / "README.md").read_text()
     assert RECIPES
     for file in RECIPES:
         command = f"python train.py -cfg scripts/recipes/{file.name}"
-        assert command in file.read_text() and command in page, "each says its own command"
+        assert command in file.read_text() and command in page
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_a_recipe_is_read_and_trains_on_two_processes(file, tmp_path, monkeypatch):
-    words = ["-cfg", str(file)]
+def test_a_recipe_can_be_parsed_and_trains_on_two_processes(file, tmp_path, monkeypatch):
+    flags = ["-cfg", str(file)]
     made = {"imagenet_resnet50": tiny_data.make_folder, "gpt_tokens": tiny_data.make_tokens}
     if file.stem in made:
         made[file.stem](tmp_path)
-        words += ["-data", str(tmp_path)]
-    args = config.parse_args(words)
+        flags += ["-data", str(tmp_path)]
+    args = config.parse_args(flags)
     assert all(f"{name}: " in file.read_text() for name in ("dataset", "arch", "epochs"))
     assert args.parallel == ("fsdp" if "fsdp" in file.stem else "ddp")
     if args.dataset == "cifar10":
         tiny_data.make_cifar10(tmp_path, monkeypatch)
-        words += ["-data", str(tmp_path)]
+        flags += ["-data", str(tmp_path)]
     small = [
-        word
-        for word in f"{SMALL[args.arch]} {SMALL.get(args.dataset, '')}".split()
-        if args.dataset != "cifar10" or word not in ("-image_size", "32")
+        flag
+        for flag in f"{SMALL[args.arch]} {SMALL.get(args.dataset, '')}".split()
+        if args.dataset != "cifar10" or flag not in ("-image_size", "32")
     ]
-    monkeypatch.setattr(torch, "compile", lambda forward: forward)  # half a minute of a C++ compiler
-    run(tmp_path / "out", " ".join([*words, *small, "-cpu", "2", "-bf16", "no"]), wanted=75)
+    monkeypatch.setattr(torch, "compile", lambda forward: forward)  # saves half a minute of C++ compiler
+    run(tmp_path / "out", " ".join([*flags, *small, "-cpu", "2", "-bf16", "no"]), wanted=75)

@@ -1,4 +1,4 @@
-"""Going on: from another run, from weights, with other settings, from a checkpoint of another version."""
+"""Resuming: from another run, from weights, with other settings, from a checkpoint of another version."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ import sys
 import pytest
 import saves
 import torch
-from runs import distance, few, norm_net, outcome, plugins, run, same, weights
+from runs import distance, few, norm_net, outcome, plugins, run, same_tensors, weights
 from safetensors.torch import load_file, save_file
 from saves import SMALL, log_of, names
 from torch import nn
@@ -18,60 +18,62 @@ from lib.utils.checkpoint.weights import load_into
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
-# Another run's state, or its weights
+# From another run's state, or its weights
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/000006_step_6", "checkpoints/latest"])
-def test_a_run_goes_on_from_another(done, tmp_path, place):
-    before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
-    folder = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {done / place}")
-    assert distance(folder, done) == 0.0
+def test_a_run_resumes_from_another_run(finished_run, tmp_path, place):
+    before = {path: path.stat().st_mtime_ns for path in finished_run.rglob("*")}
+    folder = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {finished_run / place}")
+    assert distance(folder, finished_run) == 0.0
     wanted = {"checkpoints/000006_step_6": "step 6"}.get(place, "step 12")
-    assert f"resuming from {done}/checkpoints/" in log_of(folder) and wanted in log_of(folder)
-    assert before == {path: path.stat().st_mtime_ns for path in done.rglob("*")}
+    assert f"resuming from {finished_run}/checkpoints/" in log_of(folder) and wanted in log_of(folder)
+    assert before == {path: path.stat().st_mtime_ns for path in finished_run.rglob("*")}
     best = outcome(folder)["best"]
-    assert (best is None) == (not (folder / "best").exists()), "of weights that it has"
-    again = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {done / place}")
-    assert names(again) and distance(again, done) == 0.0
+    assert (best is None) == (not (folder / "best").exists()), "best is only named if its weights exist"
+    again = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {finished_run / place}")
+    assert names(again) and distance(again, finished_run) == 0.0
     assert "is not used: this run has checkpoints of its own" in log_of(again)
 
 
-def test_another_runs_damaged_checkpoint_is_passed_over_and_left_where_it_is(copy, done, tmp_path):
+def test_a_damaged_checkpoint_of_another_run_is_skipped_and_stays_in_place(copy, finished_run, tmp_path):
     newest = names(copy)[0]
     shard = copy / "checkpoints" / newest / "shard_0001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     folder = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {copy}")
     assert f"{shard}: " in log_of(folder) and "an older checkpoint is taken" in log_of(folder)
-    assert distance(folder, done) == 0.0 and names(copy)[0] == newest
+    assert distance(folder, finished_run) == 0.0 and names(copy)[0] == newest
 
 
-def test_what_cannot_be_resumed_is_refused_and_nothing_in_it_is_executed(refused, copy, tmp_path):
+def test_a_checkpoint_that_cannot_be_resumed_is_refused_and_no_code_in_it_is_executed(refused, copy, tmp_path):
     text, empty, mark = tmp_path / "text", tmp_path / "empty", tmp_path / "mark"
     text.write_text("no checkpoint")
     empty.mkdir()
     foreign = saves.payload(tmp_path / "foreign.pt", mark)
-    for words in (tmp_path / "nowhere", text, empty, foreign, text / "below"):
-        assert f"-resume {words}: there is no checkpoint" in refused(f"{SMALL} -resume {words}")
+    for path in (tmp_path / "nowhere", text, empty, foreign, text / "below"):
+        assert f"-resume {path}: there is no checkpoint" in refused(f"{SMALL} -resume {path}")
     for name in names(copy):
         saves.payload(copy / "checkpoints" / name / "manifest.json", mark)
-    for words in (copy, copy / "checkpoints" / names(copy)[3]):
-        assert "is left: -reset without -resume starts from scratch" in refused(f"{SMALL} -resume {words}")
+    for path in (copy, copy / "checkpoints" / names(copy)[3]):
+        assert "is left: -reset without -resume starts from scratch" in refused(f"{SMALL} -resume {path}")
     assert not mark.exists()
 
 
-def test_checkpoints_of_format_1_are_refused_and_not_trained_over(refused, copy):
+def test_checkpoints_of_format_1_are_refused_and_not_overwritten(refused, copy):
     for number, name in enumerate(names(copy)):
-        saves.rewrite(copy / "checkpoints" / name, lambda manifest: {**manifest, "format": 1})
-        (copy / "checkpoints" / name).rename(copy / "checkpoints" / f"step_{number:08d}_keep")  # its names
+        saves.change_manifest(copy / "checkpoints" / name, lambda manifest: {**manifest, "format": 1})
+        (copy / "checkpoints" / name).rename(
+            copy / "checkpoints" / f"step_{number:08d}_keep"
+        )  # the names of format 1
     assert "is of format 1" in refused(f"{SMALL} -model {copy.name}", copy.parent)
     assert "is of format 1" in refused(f"{SMALL} -model other -resume {copy}")
 
 
-def test_an_older_checkpoint_of_the_same_run_is_for_another_name(copy, refused):
-    words = f"{SMALL} -cpu 2 -resume {copy / 'checkpoints' / '000006_step_6'}"
-    assert "another -model" in refused(words, out=copy.parent)
+def test_resuming_from_an_older_checkpoint_of_the_same_run_needs_another_name(copy, refused):
+    flags = f"{SMALL} -cpu 2 -resume {copy / 'checkpoints' / '000006_step_6'}"
+    assert "another -model" in refused(flags, out=copy.parent)
     before = names(copy)
-    run(copy.parent, f"{words} -model older")
+    run(copy.parent, f"{flags} -model older")
     assert names(copy) == before
 
 
@@ -85,36 +87,36 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_of_any_form_start_a_run(done, tmp_path, form):
+def test_a_run_starts_from_weights_of_any_file_format(finished_run, tmp_path, form):
     name, write = FORMS[form]
-    write(weights(done), tmp_path / name)
+    write(weights(finished_run), tmp_path / name)
     model = norm_net(type("Args", (), {"num_classes": 4}))
     load_into(str(tmp_path / name), model)
-    assert all(torch.equal(value, weights(done)[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, weights(finished_run)[name]) for name, value in model.state_dict().items())
 
 
-def test_weights_of_a_run_are_its_best_ones(done):
+def test_weights_from_a_run_folder_are_its_best_weights(finished_run):
     model = norm_net(type("Args", (), {"num_classes": 4}))
-    load_into(str(done), model)
-    best = load_file(done / "best" / "weights.safetensors")
+    load_into(str(finished_run), model)
+    best = load_file(finished_run / "best" / "weights.safetensors")
     assert all(torch.equal(value, best[name]) for name, value in model.state_dict().items())
 
 
-def test_weights_are_taken_once_and_what_does_not_fit_is_told(done, tmp_path):
-    given = weights(done)
+def test_weights_are_loaded_only_at_the_first_start_and_tensors_that_do_not_fit_are_logged(finished_run, tmp_path):
+    given = weights(finished_run)
     given["5.bias"], given["more"] = torch.zeros(7), torch.zeros(1)
     del given["1.weight"]
     save_file(given, tmp_path / "w.safetensors")
-    words = f"{SMALL} -cpu 2 -weights {tmp_path / 'w.safetensors'}"
-    folder = run(tmp_path, words)
+    flags = f"{SMALL} -cpu 2 -weights {tmp_path / 'w.safetensors'}"
+    folder = run(tmp_path, flags)
     for message in ("not loaded, as missing or of another shape: 1.weight, 5.bias", "not used: more"):
         assert message in log_of(folder)
-    again = log_of(run(tmp_path, words)).partition("resuming from")
+    again = log_of(run(tmp_path, flags)).partition("resuming from")
     assert "tensors loaded" not in again[2]
 
 
-def test_a_trainer_is_made_with_the_weights_of_a_file(done, tmp_path):
-    """So what it copies in its `__init__`, a teacher or an average, begins with them."""
+def test_a_trainer_is_built_after_the_weights_of_a_file_are_loaded(finished_run, tmp_path):
+    """Copies that a trainer makes in `__init__`, such as a teacher or an average, start from these weights."""
     copied = {}
 
     class Copying(trainer.Trainer):
@@ -123,12 +125,12 @@ def test_a_trainer_is_made_with_the_weights_of_a_file(done, tmp_path):
             copied.update({name: value.clone() for name, value in self.model.state_dict().items()})
 
     with plugins(trainer={"copying": Copying}):
-        words = f"{SMALL} -cpu 1 -trainer copying -limit_steps 1 -weights {done / 'final' / 'weights.safetensors'}"
-        run(tmp_path, words, wanted=75)
-    assert same(copied, weights(done))
+        file = finished_run / "final" / "weights.safetensors"
+        run(tmp_path, f"{SMALL} -cpu 1 -trainer copying -limit_steps 1 -weights {file}", wanted=75)
+    assert same_tensors(copied, weights(finished_run))
 
 
-def test_weights_that_cannot_be_read_or_do_not_fit_are_refused_and_run_no_code(refused, tmp_path):
+def test_weights_that_cannot_be_read_or_do_not_fit_are_refused_and_no_code_is_executed(refused, tmp_path):
     mark = tmp_path / "mark"
     torch.save({"weight": torch.ones(1), "more": saves.Payload(mark)}, tmp_path / "evil.pt")
     saves.payload(tmp_path / "evil.pkl", mark)
@@ -153,7 +155,7 @@ def test_weights_that_cannot_be_read_or_do_not_fit_are_refused_and_run_no_code(r
     assert not mark.exists()
 
 
-# What was asked has changed
+# With changed flags
 
 
 CHANGES = {
@@ -170,18 +172,18 @@ CHANGES = {
 }
 
 
-def test_what_bends_the_trajectory_is_refused_with_old_and_new_and_what_does_not_passes(copy, refused):
+def test_a_changed_flag_is_refused_with_both_values_only_if_it_changes_the_result(copy, refused):
     with plugins(dataset={"more": lambda args: few(args, 60)}):
-        for words, message in CHANGES.items():
-            line = refused(f"{SMALL} -cpu 2 -model few_norm_net {words}", out=copy.parent)
-            assert message in line and f"-allow_change {words.split()[0][1:]}" in line
+        for flags, message in CHANGES.items():
+            line = refused(f"{SMALL} -cpu 2 -model few_norm_net {flags}", out=copy.parent)
+            assert message in line and f"-allow_change {flags.split()[0][1:]}" in line
         line = refused(f"{SMALL} -cpu 2 -model few_norm_net -seed 3 -epochs 9 -allow_change seed", out=copy.parent)
         assert "-epochs was" in line and "-seed" not in line
     easy = "-cpu 1 -workers 1 -log_every 3 -keep_last 3 -save_every 2epochs -best loss -max_bad_steps 5 -max_hours 3"
     run(copy.parent, f"{SMALL} {easy} -model few_norm_net")
 
 
-def test_a_run_keeps_its_number_of_threads_unless_a_change_is_allowed(copy, monkeypatch):
+def test_a_run_keeps_its_number_of_threads_unless_the_change_is_allowed(copy, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     again = f"{SMALL} -cpu 2 -model few_norm_net"
     run(copy.parent, again)
@@ -192,31 +194,33 @@ def test_a_run_keeps_its_number_of_threads_unless_a_change_is_allowed(copy, monk
     assert f"\nthreads: {share + 1}\n" in (copy / "config.yaml").read_text()
 
 
-def test_flags_that_another_version_of_the_code_had_are_told_and_pass(copy):
-    saves.rewrite(copy / "checkpoints" / names(copy)[0], lambda manifest: manifest["config"].pop("momentum") and None)
+def test_flags_unknown_to_the_version_that_saved_are_logged_and_accepted(copy):
+    saves.change_manifest(
+        copy / "checkpoints" / names(copy)[0], lambda manifest: manifest["config"].pop("momentum") and None
+    )
     run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net")
     assert "-momentum was unknown and is 0.9" in log_of(copy)
 
 
-def test_another_torch_or_processor_than_before_is_named_and_passes(copy):
+def test_another_torch_version_or_processor_is_logged_and_accepted(copy):
     before = {"torch": "2.0.0", "processor": "a pocket calculator"}
-    saves.rewrite(copy / "checkpoints" / names(copy)[0], lambda manifest: manifest["config"].update(before))
+    saves.change_manifest(copy / "checkpoints" / names(copy)[0], lambda manifest: manifest["config"].update(before))
     run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net")
     assert f"torch was 2.0.0 and is {torch.__version__}" in log_of(copy)
     assert f"was a pocket calculator and is {torch.backends.cpu.get_cpu_capability()}" in log_of(copy)
 
 
-def test_a_batch_that_the_micro_batch_no_longer_divides_is_cut_anew(tmp_path, refused):
+def test_changing_the_batch_size_also_changes_a_micro_batch_that_does_not_divide_it(tmp_path, refused):
     run(tmp_path, f"{SMALL} -limit_steps 2", wanted=75)
-    words = f"{SMALL.replace('-micro_batch 4', '')} -batch_size 6"
-    said = refused(words)
-    assert "-batch_size was 16 and is 6" in said and "-micro_batch was 4 and is 6" in said
-    run(tmp_path, f"{words} -allow_change batch_size -allow_change micro_batch")
+    flags = f"{SMALL.replace('-micro_batch 4', '')} -batch_size 6"
+    message = refused(flags)
+    assert "-batch_size was 16 and is 6" in message and "-micro_batch was 4 and is 6" in message
+    run(tmp_path, f"{flags} -allow_change batch_size -allow_change micro_batch")
 
 
 @pytest.mark.parametrize(("batch", "micro"), [(8, 4), (4, 2), (48, 8), (25, 5)])
-def test_a_change_of_the_batch_goes_on_at_the_same_samples(tmp_path, monkeypatch, batch, micro):
-    """Stopped after 16 samples of the second epoch: those that fill no batch of the new size are seen again."""
+def test_a_run_with_another_batch_size_resumes_at_the_same_samples(tmp_path, monkeypatch, batch, micro):
+    """Stopped after 16 samples of the second epoch: samples that fill no whole batch of the new size are repeated."""
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 5)
         folder = run(tmp_path, f"{SMALL} -keep_last 1", wanted=75)
@@ -227,8 +231,8 @@ def test_a_change_of_the_batch_goes_on_at_the_same_samples(tmp_path, monkeypatch
         return real(self, micro_batch, batch)
 
     monkeypatch.setattr(trainer.Trainer, "train_micro_batch", train_micro_batch)
-    words = f"{SMALL} -batch_size {batch} -micro_batch {micro} -keep_last 1"
-    folder = run(tmp_path, f"{words} -allow_change batch_size -allow_change micro_batch")
+    flags = f"{SMALL} -batch_size {batch} -micro_batch {micro} -keep_last 1"
+    folder = run(tmp_path, f"{flags} -allow_change batch_size -allow_change micro_batch")
     epochs = [[i for epoch, _, indices in seen for i in indices if epoch == number] for number in (1, 2)]
     assert len(epochs[0]) == 50 - 16 // batch * batch and sorted(epochs[1]) == list(range(50))
     assert len(set(epochs[0])) == len(epochs[0])
@@ -237,24 +241,24 @@ def test_a_change_of_the_batch_goes_on_at_the_same_samples(tmp_path, monkeypatch
     assert saves.steps(folder)[0] == 3 * steps and len(names(folder)) == 1
 
 
-def test_a_longer_dataset_goes_on_when_it_is_allowed(copy, monkeypatch):
+def test_a_run_resumes_with_a_longer_dataset_if_that_is_allowed(copy, monkeypatch):
     for name in names(copy)[: names(copy).index("000006_step_6")]:
         shutil.rmtree(copy / "checkpoints" / name)
     monkeypatch.setattr(sys.modules["lib.dataset.few"], "get_dataset", lambda args: few(args, 70))
     folder = run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -allow_change samples")
-    ended = outcome(folder)
-    assert (ended["step"], ended["samples"]) == (15, 50 + 32 + (70 - 32) + 70)
+    result = outcome(folder)
+    assert (result["step"], result["samples"]) == (15, 50 + 32 + (70 - 32) + 70)
 
 
-def test_another_optimizer_goes_on_if_it_remembers_the_same_and_is_refused_otherwise(copy, refused):
-    words = f"{SMALL} -cpu 2 -model few_norm_net -allow_change optimizer"
-    line = refused(f"{words} -optimizer sgd", out=copy.parent)
+def test_a_run_resumes_with_another_optimizer_only_if_its_state_has_the_same_tensors(copy, refused):
+    flags = f"{SMALL} -cpu 2 -model few_norm_net -allow_change optimizer"
+    line = refused(f"{flags} -optimizer sgd", out=copy.parent)
     assert "is of another model, optimizer or trainer" in line and "exp_avg was ['F32', [24, 64]] and is None" in line
-    run(copy.parent, f"{words} -optimizer adam")
+    run(copy.parent, f"{flags} -optimizer adam")
 
 
 class Late(nn.Module):
-    """Its last layer has no part in the first six steps."""
+    """Does not use its last layer in the first six steps."""
 
     def __init__(self):
         super().__init__()
@@ -268,11 +272,11 @@ class Late(nn.Module):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_parameter_that_took_no_part_yet_goes_on_as_if_nothing_had_been(optimizer, tmp_path, monkeypatch):
-    words = "-dataset few -arch late -num_classes 4 -batch_size 10 -epochs 2 -cpu 1 -optimizer"
+def test_a_run_whose_parameter_had_no_gradient_yet_resumes_exactly(optimizer, tmp_path, monkeypatch):
+    flags = "-dataset few -arch late -num_classes 4 -batch_size 10 -epochs 2 -cpu 1 -optimizer"
     with plugins(arch={"late": lambda args: Late()}):
-        whole = run(tmp_path, f"{words} {optimizer} -model whole")
+        whole = run(tmp_path, f"{flags} {optimizer} -model whole")
         with monkeypatch.context() as patch:
             saves.stop_at(patch, 4)
-            run(tmp_path, f"{words} {optimizer} -model parts", wanted=75)
-        assert distance(whole, run(tmp_path, f"{words} {optimizer} -model parts")) == 0
+            run(tmp_path, f"{flags} {optimizer} -model parts", wanted=75)
+        assert distance(whole, run(tmp_path, f"{flags} {optimizer} -model parts")) == 0

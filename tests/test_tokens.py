@@ -1,4 +1,4 @@
-"""The dataset tokens: which tokens a sample holds, what is held out, and that a run resumes."""
+"""The dataset tokens: the tokens of a sample, the held-out text, and a run that resumes."""
 
 import argparse
 import math
@@ -23,7 +23,7 @@ SMALL += "-gpt_depth 1 -gpt_width 16 -gpt_heads 2 -gpt_dropout 0.1"
 
 @pytest.fixture
 def texts(tmp_path):
-    """Files of 0 to 2,999 bytes, and hidden ones that are not to be read."""
+    """Files of 0 to 2,999 bytes, and a hidden one that must not be read."""
     draw = np.random.default_rng(0)
     for number, size in enumerate([700, 0, 2999, 1, 1500, 800, 0]):
         (tmp_path / "some" / f"{number % 3}").mkdir(parents=True, exist_ok=True)
@@ -41,22 +41,22 @@ def folder(tmp_path):
     return tmp_path
 
 
-def splits_of(data, *words):
-    return tokens.get_dataset(args_of(data, *words))
+def splits_of(data, *flags):
+    return tokens.get_dataset(args_of(data, *flags))
 
 
-def args_of(data, *words):
-    return config.parse_args(["-dataset", "tokens", "-data", str(data), "-tokens_length", "16", *words])
+def args_of(data, *flags):
+    return config.parse_args(["-dataset", "tokens", "-data", str(data), "-tokens_length", "16", *flags])
 
 
-def begins(part):
+def starts_of(part):
     return [part.begin(index) for index in range(len(part))]
 
 
 # Texts
 
 
-def test_the_files_of_a_folder_are_one_row_of_bytes(texts):
+def test_the_files_of_a_folder_are_joined_to_one_sequence_of_bytes(texts):
     files = sorted(texts.glob("*/*.txt"))
     whole = b"".join(file.read_bytes() for file in files)
     assert tokens.read_text(str(texts)).tobytes() == whole and len(whole) == 6000
@@ -64,7 +64,7 @@ def test_the_files_of_a_folder_are_one_row_of_bytes(texts):
 
 
 @pytest.mark.parametrize("samples", [0, 1, 7, 1000])
-def test_held_out_text_is_never_trained_on(texts, samples):
+def test_text_for_validation_and_test_is_not_trained_on(texts, samples):
     parts, whole = splits_of(texts, "-tokens_samples", str(samples)), tokens.read_text(str(texts))
     assert [len(part.tokens) for part in parts.values()] == [5400, 300, 300]
     assert np.array_equal(np.concatenate([part.tokens for part in parts.values()]), whole)
@@ -77,45 +77,47 @@ def test_held_out_text_is_never_trained_on(texts, samples):
         assert bytes(inputs[1].tolist()) == part.tokens[last : last + 16].tobytes()
 
 
-def test_without_data_it_is_the_library_of_this_python(tmp_path):
+def test_without_data_the_text_is_the_standard_library_of_this_python(tmp_path):
     args = config.parse_args(["-dataset", "tokens"])
     text = tokens.read_text(args.data).tobytes()
     assert Path(argparse.__file__).read_bytes() in text and len(text) > 5e6
-    assert Path(pytest.__file__).read_bytes() not in text, "no installed packages"
+    assert Path(pytest.__file__).read_bytes() not in text, "installed packages must be left out"
     assert (args.arch, args.num_classes) == ("gpt", 256)
 
 
 # Token files
 
 
-def test_without_shuffle_samples_stand_in_a_row_and_cover_the_file(folder):
+def test_without_shuffle_samples_are_consecutive_and_cover_the_file(folder):
     parts = splits_of(folder, "-shuffle", "no")
     whole = np.fromfile(folder / "train.bin", np.uint16).astype(np.int64)
     inputs, targets = (torch.cat(rows) for rows in zip(*(parts["train"][i] for i in range(len(parts["train"])))))
     assert torch.equal(inputs, torch.from_numpy(whole[: len(inputs)])) and len(whole) - len(inputs) <= 16
     assert torch.equal(targets, torch.from_numpy(whole[1 : len(inputs) + 1]))
-    assert begins(parts["val"]) == [0, 16, 32, 48, 64, 80]
-    assert begins(splits_of(folder, "-tokens_samples", "32")["val"]) == [0, 48], "a sixteenth as many"
+    assert starts_of(parts["val"]) == [0, 16, 32, 48, 64, 80]
+    assert starts_of(splits_of(folder, "-tokens_samples", "32")["val"]) == [0, 48], "a sixteenth of -tokens_samples"
 
 
-def test_training_samples_are_a_function_of_seed_and_index(folder):
+def test_training_samples_depend_only_on_seed_and_index(folder):
     args, whole = args_of(folder), np.fromfile(folder / "train.bin", np.uint16)
 
-    def found(samples, seed):
-        return begins(tokens.Windows(whole, args, samples, seed))
+    def starts_for(samples, seed):
+        return starts_of(tokens.Windows(whole, args, samples, seed))
 
     for samples in (0, 1, 7, 1000):
-        one = found(samples, seed=3)
-        assert one == found(samples, seed=3) != found(samples, seed=4)
+        one = starts_for(samples, seed=3)
+        assert one == starts_for(samples, seed=3) != starts_for(samples, seed=4)
         assert len(one) == min(samples or 62, 62) and one == sorted(one) and one[-1] + 16 < 1000
-    assert begins(splits_of(folder, "-seed", "3")["train"]) == found(16384, seed=3)
-    assert len({begin % 16 for begin in one}) > 8, "anywhere, not at multiples"
+    assert starts_of(splits_of(folder, "-seed", "3")["train"]) == starts_for(16384, seed=3)
+    assert len({begin % 16 for begin in one}) > 8, "samples start anywhere, not at multiples of the length"
     assert all(index * 16 <= begin < (index + 1) * 16 for index, begin in enumerate(one))
-    assert {found(0, seed)[61] for seed in range(99)} == set(range(976, 984)), "up to the last token"
+    assert {starts_for(0, seed)[61] for seed in range(99)} == set(range(976, 984)), (
+        "the last one may end at the last token"
+    )
 
 
-def test_tokens_of_more_than_two_bytes_are_read(folder):
-    assert args_of(folder).num_classes == 50257, "GPT-2's, where nothing else is written down"
+def test_tokens_wider_than_two_bytes_are_read(folder):
+    assert args_of(folder).num_classes == 50257, "the default is GPT-2's vocabulary"
     (np.arange(1000, dtype=np.uint32) + 100_000).tofile(folder / "train.bin")
     inputs, targets = splits_of(folder, "-num_classes", "128256", "-shuffle", "no")["train"][1]
     assert inputs.tolist() == list(range(100_016, 100_032)) and targets[-1] == 100_032
@@ -125,7 +127,7 @@ def test_a_file_larger_than_memory_is_mapped(folder):
     size = 1 << 42
     with (folder / "train.bin").open("r+b") as file:
         try:
-            file.truncate(size)  # with a hole that takes no room on the disk
+            file.truncate(size)  # a hole that takes no space on the disk
         except OSError as error:
             pytest.skip(f"this file system has no such files: {error}")
         file.seek(size - 34)
@@ -136,7 +138,7 @@ def test_a_file_larger_than_memory_is_mapped(folder):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 17  # KB
 
 
-def test_what_does_not_fit_is_one_line(folder, tmp_path):
+def test_wrong_data_and_sizes_are_refused_in_one_line(folder, tmp_path):
     with pytest.raises(UsageError, match=r"-num_classes 20: the data has the token [2-4]\d"):
         splits_of(folder, "-num_classes", "20")["train"][0]
     with pytest.raises(UsageError, match="-dataset tokens: its train split is empty"):
@@ -148,15 +150,15 @@ def test_what_does_not_fit_is_one_line(folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["texts", "folder"])
-def test_a_run_on_tokens_goes_on_after_a_stop_to_the_same_bits(kind, tmp_path, request):
-    words = f"-dataset tokens -data {request.getfixturevalue(kind)} {SMALL} -tokens_samples 60 -epochs 2"
-    once = runs.run(tmp_path / "out", f"{words} -cpu 1 -model once")
-    runs.run(tmp_path / "out", f"{words} -cpu 2 -model twice -limit_steps 11", wanted=75)
-    assert runs.distance(once, runs.run(tmp_path / "out", f"{words} -cpu 1 -workers 1 -model twice")) == 0
+def test_a_run_on_tokens_resumes_with_the_same_bits(kind, tmp_path, request):
+    flags = f"-dataset tokens -data {request.getfixturevalue(kind)} {SMALL} -tokens_samples 60 -epochs 2"
+    once = runs.run(tmp_path / "out", f"{flags} -cpu 1 -model once")
+    runs.run(tmp_path / "out", f"{flags} -cpu 2 -model twice -limit_steps 11", wanted=75)
+    assert runs.distance(once, runs.run(tmp_path / "out", f"{flags} -cpu 1 -workers 1 -model twice")) == 0
 
 
-def test_bits_per_token_is_the_code_length_of_the_targets():
-    """Without label smoothing, the same over any shares of a batch; the loss takes classes in the last dimension."""
+def test_bits_per_token_is_the_mean_negative_log2_probability_of_the_targets():
+    """The value ignores label smoothing and is the same for any split of the batch. Classes are last."""
     smoothed = loss.get_loss(config.parse_args(["-label_smoothing", "0.1"]))
     logits, targets = torch.randn(6, 9, 256), torch.randint(256, (6, 9))
     wanted = -logits.log_softmax(-1).gather(-1, targets[..., None]).mean() / math.log(2)

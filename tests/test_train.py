@@ -1,4 +1,4 @@
-"""Training against the truth: the same trajectory on any number of processes, and after any stop."""
+"""Training has the same result on any number of processes, and after any interruption."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ import pytest
 import saves
 import torch
 import yaml
-from runs import distance, few, lines, norm_net, outcome, plugins, run, same, weights
+from runs import distance, few, lines, norm_net, outcome, plugins, run, same_tensors, weights
 from safetensors.torch import load_file
 from saves import SMALL, bits
 from sklearn.metrics import f1_score
@@ -30,18 +30,18 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Runs that nothing disturbed, by their number of processes."""
+    """Uninterrupted runs, by their number of processes."""
     folder = tmp_path_factory.mktemp("undisturbed")
     return {size: run(folder, f"{SMALL} -cpu {size} -model on_{size}") for size in (1, 2, 3, 4)}
 
 
-def test_any_number_of_processes_ends_at_the_same_bits(undisturbed):
-    """Dropout, BatchNorm, accumulation, and a last batch of 2 samples that is shorter than the number of ranks."""
+def test_any_number_of_processes_gives_the_same_bits(undisturbed):
+    """Includes dropout, BatchNorm, accumulation, and a last batch of 2 samples, fewer than there are ranks."""
     for size in (2, 3, 4):
         assert bits(undisturbed[1]) == bits(undisturbed[size])
 
 
-def test_metrics_are_exact_over_uneven_shares(undisturbed):
+def test_metrics_are_exact_when_ranks_have_different_numbers_of_samples(undisturbed):
     outcomes = [outcome(folder)["test"] for folder in undisturbed.values()]
     model, part = norm_net(type("Args", (), {"num_classes": 4})), few(None)["test"]
     model.load_state_dict(weights(undisturbed[1]))
@@ -54,8 +54,8 @@ def test_metrics_are_exact_over_uneven_shares(undisturbed):
     assert outcomes[0] == pytest.approx(truth, abs=1e-6) and outcomes == outcomes[:1] * 4
 
 
-def test_the_log_tells_the_global_mean_loss(undisturbed):
-    """Every rank sees other samples; the figures of all runs are of all samples."""
+def test_the_logged_loss_is_the_mean_over_the_global_batch(undisturbed):
+    """Each rank sees other samples, but the logged values are those of all samples."""
     means = [
         [line["train/loss_mean"] for line in lines(folder) if "train/loss_mean" in line][-1]
         for folder in undisturbed.values()
@@ -65,22 +65,22 @@ def test_the_log_tells_the_global_mean_loss(undisturbed):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_stopped_run_goes_on_bit_for_bit(undisturbed, tmp_path, monkeypatch, size):
-    """Stopped in the first epoch, at its end, and in the second."""
-    words = f"{SMALL} -cpu {size} -model on_{size}"
+def test_a_stopped_run_resumes_with_the_same_bits(undisturbed, tmp_path, monkeypatch, size):
+    """Stop in the first epoch, at its end, and in the second."""
+    flags = f"{SMALL} -cpu {size} -model on_{size}"
     for step in (2, 4, 6):
         with monkeypatch.context() as patch:
             saves.stop_at(patch, step)
-            folder = run(tmp_path, words, wanted=75)
-        ended = outcome(folder)
-        assert (ended["state"], ended["step"]) == ("stopped", step)
-    folder = run(tmp_path, words)
+            folder = run(tmp_path, flags, wanted=75)
+        result = outcome(folder)
+        assert (result["state"], result["step"]) == ("stopped", step)
+    folder = run(tmp_path, flags)
     assert distance(folder, undisturbed[size]) == 0.0
     steps = [line["step"] for line in lines(folder) if "train/loss" in line]
-    assert steps == sorted(set(steps)), "metrics.jsonl tells a step twice"
+    assert steps == sorted(set(steps)), "metrics.jsonl has a step twice"
 
 
-def test_a_run_goes_on_with_other_numbers_of_processes(undisturbed, tmp_path, monkeypatch):
+def test_a_run_resumes_with_the_same_bits_on_another_number_of_processes(undisturbed, tmp_path, monkeypatch):
     for step, size in ((2, 4), (5, 1), (8, 3)):
         with monkeypatch.context() as patch:
             saves.stop_at(patch, step)
@@ -89,7 +89,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes(undisturbed, tmp_path, mo
 
 
 class Mixes(trainer.Trainer):
-    """Mixes each micro-batch with itself, by a share that NumPy draws and a turn that Python draws."""
+    """Mixes each micro-batch with itself, by a share drawn from NumPy and a shift drawn from Python."""
 
     def training_step(self, batch):
         inputs, targets = batch
@@ -100,7 +100,7 @@ class Mixes(trainer.Trainer):
 
 
 class Draws(nn.Module):
-    """Scales what it gives by what Python and NumPy draw."""
+    """Scales its output by random numbers of Python and NumPy."""
 
     def __init__(self, args):
         super().__init__()
@@ -112,27 +112,29 @@ class Draws(nn.Module):
 
 
 class DrawsSometimes(Draws):
-    """Draws for some micro-batches only, those whose first value is above zero."""
+    """Draws only for those micro-batches whose first value is above zero."""
 
     def forward(self, inputs):
         return super().forward(inputs) if inputs.flatten()[0] > 0 else 1.5 * self.net(inputs)
 
 
-@pytest.mark.parametrize("words", ["-trainer mixes", "-arch draws", "-arch sometimes"])
-def test_a_trainer_or_model_may_draw_from_python_and_numpy_and_goes_on_bit_for_bit(words, tmp_path, monkeypatch):
-    words = f"{SMALL} {words}"
+@pytest.mark.parametrize("flags", ["-trainer mixes", "-arch draws", "-arch sometimes"])
+def test_random_numbers_of_python_and_numpy_in_a_trainer_or_model_are_the_same_after_a_resume(
+    flags, tmp_path, monkeypatch
+):
+    flags = f"{SMALL} {flags}"
     with plugins(trainer={"mixes": Mixes}, arch={"draws": Draws, "sometimes": DrawsSometimes}):
-        whole = run(tmp_path, f"{words} -cpu 2 -model whole")
+        whole = run(tmp_path, f"{flags} -cpu 2 -model whole")
         with monkeypatch.context() as patch:
             saves.stop_at(patch, 6)
-            run(tmp_path, f"{words} -cpu 2 -model parts", wanted=75)
+            run(tmp_path, f"{flags} -cpu 2 -model parts", wanted=75)
         np.random.seed(9)
         random.seed(9)
-        assert distance(run(tmp_path, f"{words} -cpu 2 -model parts"), whole) == 0.0
-        assert distance(run(tmp_path, f"{words} -cpu 1 -model alone"), whole) < 1e-4
+        assert distance(run(tmp_path, f"{flags} -cpu 2 -model parts"), whole) == 0.0
+        assert distance(run(tmp_path, f"{flags} -cpu 1 -model alone"), whole) < 1e-4
 
 
-def test_what_a_dataset_draws_is_drawn_again_at_every_start_and_changes_no_weights(tmp_path):
+def test_random_numbers_of_a_dataset_are_the_same_at_every_start_and_do_not_change_the_weights(tmp_path):
     drawn = []
 
     def drawing(args):
@@ -146,36 +148,36 @@ def test_what_a_dataset_draws_is_drawn_again_at_every_start_and_changes_no_weigh
     assert distance(*runs[:2]) == 0 == distance(*runs[1:])
 
 
-def test_batch_per_gpu_is_remembered_as_a_global_number(tmp_path, monkeypatch):
-    words = SMALL.replace("-batch_size 16 -micro_batch 4", "-batch_per_gpu 8")
+def test_batch_per_gpu_is_saved_as_the_global_batch_size(tmp_path, monkeypatch):
+    flags = SMALL.replace("-batch_size 16 -micro_batch 4", "-batch_per_gpu 8")
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 3)
-        run(tmp_path, f"{words} -cpu 2 -model share", wanted=75)
-    folder = run(tmp_path, f"{words} -cpu 1 -model share")
-    asked = yaml.safe_load((folder / "config.yaml").read_text())
-    assert (asked["batch_size"], asked["micro_batch"]) == (16, 8)
-    assert bits(folder) == bits(run(tmp_path, f"{words} -cpu 2 -model whole"))
+        run(tmp_path, f"{flags} -cpu 2 -model share", wanted=75)
+    folder = run(tmp_path, f"{flags} -cpu 1 -model share")
+    saved_config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert (saved_config["batch_size"], saved_config["micro_batch"]) == (16, 8)
+    assert bits(folder) == bits(run(tmp_path, f"{flags} -cpu 2 -model whole"))
 
 
-def test_processes_without_a_micro_batch_idle_and_one_line_says_so(tmp_path):
-    words = SMALL.replace("-micro_batch 4", "-micro_batch 8") + " -log_every 1 -model"
-    folder, alone = (run(tmp_path, f"{words} on_{size} -cpu {size}") for size in (4, 1))
+def test_one_line_says_how_many_processes_have_no_micro_batch(tmp_path):
+    flags = SMALL.replace("-micro_batch 4", "-micro_batch 8") + " -log_every 1 -model"
+    folder, single = (run(tmp_path, f"{flags} on_{size} -cpu {size}") for size in (4, 1))
     log = (folder / "logs" / "rank_0.log").read_text()
     assert "2 of 4 processes idle" in log and "-micro_batch 4 -allow_change micro_batch" in log
-    assert bits(folder) == bits(alone)
+    assert bits(folder) == bits(single)
 
 
-def test_the_learning_rate_is_scaled_to_the_batch_by_lr_batch_alone(tmp_path):
-    """In steps of 16 samples: four of warm-up, then from -lr_start down to -lr_end, or as many times as much."""
-    words = f"{SMALL} -cpu 1 -epochs 2 -lr_warmup 1 -lr_end 1e-4 -log_every 1"
+def test_the_learning_rate_is_scaled_to_the_batch_only_by_lr_batch(tmp_path):
+    """In steps of 16 samples: four of warm-up, then from -lr_start down to -lr_end, both times the scale."""
+    flags = f"{SMALL} -cpu 1 -epochs 2 -lr_warmup 1 -lr_end 1e-4 -log_every 1"
     for given, peak in (("", 1e-3), ("-lr_batch 16", 1e-3), ("-lr_batch 4", 4e-3), ("-lr_batch 64", 2.5e-4)):
-        folder = run(tmp_path, f"{words} {given} -model scaled{given.replace(' ', '_')}")
+        folder = run(tmp_path, f"{flags} {given} -model scaled{given.replace(' ', '_')}")
         rates = [line["train/lr"] for line in lines(folder) if "train/lr" in line]
         assert len(rates) == 8 and rates[:5] == pytest.approx([peak * part for part in (0.2, 0.4, 0.6, 0.8, 1.0)])
         assert rates[-1] == pytest.approx(peak / 10)
 
 
-def test_a_parameter_group_may_scale_the_learning_rate(tmp_path, monkeypatch):
+def test_lr_scale_of_a_parameter_group_scales_its_learning_rate(tmp_path, monkeypatch):
     plain = run(tmp_path, f"{SMALL} -lr_start 0.004 -lr_end 0.0004 -model plain")
     groups = optimizer.decay_groups
     scaled = [{"lr_scale": 0.5}, {"lr_scale": 0.5}]
@@ -184,17 +186,17 @@ def test_a_parameter_group_may_scale_the_learning_rate(tmp_path, monkeypatch):
     assert distance(run(tmp_path, f"{SMALL} -lr_start 0.004 -lr_end 0.0004 -model half"), plain) > 0
 
 
-def test_accumulated_micro_batches_are_one_large_batch(tmp_path):
-    """Without dropout and BatchNorm, cutting a batch changes nothing but the rounding."""
-    words = (
+def test_accumulated_micro_batches_give_the_weights_of_one_large_batch(tmp_path):
+    """Without dropout and BatchNorm, micro-batches change nothing but the rounding."""
+    flags = (
         "-dataset few -arch mlp -mlp_width 32 -image_size 8 -num_classes 4 -batch_size 16 -epochs 2 -clip_grad 0.5"
     )
-    whole = run(tmp_path, f"{words} -model whole")
+    whole = run(tmp_path, f"{flags} -model whole")
     for micro in (8, 2):
-        assert distance(whole, run(tmp_path, f"{words} -micro_batch {micro} -model cut_{micro}")) < 1e-6
+        assert distance(whole, run(tmp_path, f"{flags} -micro_batch {micro} -model cut_{micro}")) < 1e-6
 
 
-def test_a_config_file_repeats_the_run(tmp_path, undisturbed):
+def test_a_run_from_the_config_yaml_of_another_has_the_same_weights(tmp_path, undisturbed):
     folder = run(tmp_path, f"-cfg {undisturbed[2] / 'config.yaml'} -model again")
     assert distance(folder, undisturbed[2]) == 0.0
 
@@ -202,62 +204,62 @@ def test_a_config_file_repeats_the_run(tmp_path, undisturbed):
 def test_a_finished_run_is_not_trained_again(undisturbed):
     before = weights(undisturbed[1])
     folder = run(undisturbed[1].parent, f"{SMALL} -cpu 1 -model on_1")
-    assert same(before, weights(folder))
+    assert same_tensors(before, weights(folder))
     assert outcome(folder)["state"] == "finished"
 
 
-def test_a_manifest_does_not_grow_with_the_epochs(undisturbed):
+def test_the_size_of_a_manifest_does_not_grow_with_the_epochs(undisturbed):
     folders = run_folder.list_checkpoints(undisturbed[1] / "checkpoints")
     states = [shards.read_manifest(folder)["state"] for folder in folders]
     assert [(state["epoch"], state["sums"], state["unlogged"]) for state in states] == [(3, {}, {}), (2, {}, {})]
 
 
-def test_reset_moves_the_old_run_aside_once(tmp_path, monkeypatch):
-    words = f"{SMALL} -epochs 1 -model fresh"
-    folder = run(tmp_path, words)
+def test_reset_moves_the_old_run_away_once_for_each_job(tmp_path, monkeypatch):
+    flags = f"{SMALL} -epochs 1 -model fresh"
+    folder = run(tmp_path, flags)
     (folder / "note").write_text("mine")
-    run(tmp_path, f"{words} -reset")
+    run(tmp_path, f"{flags} -reset")
     old = list((tmp_path / ".old").iterdir())
     assert len(old) == 1 and (old[0] / "note").read_text() == "mine" and not (folder / "note").exists()
     for name, value in {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_JOB_NAME": "notebook"}.items():
-        monkeypatch.setenv(name, value)  # as in a shell or a notebook in an allocation: each command is its own
+        monkeypatch.setenv(name, value)  # a shell or notebook in an allocation: each command is a run of its own
     for _ in range(2):
-        run(tmp_path, f"{words} -reset")
+        run(tmp_path, f"{flags} -reset")
     assert len(list((tmp_path / ".old").iterdir())) == 3
     for name, value in {"TORCHELASTIC_RUN_ID": "77.0", "RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)  # as our launchers give it to each start of a job
+        monkeypatch.setenv(name, value)  # as the launchers set it for each start of a job
     for _ in range(2):
-        run(tmp_path, f"{words} -reset")
+        run(tmp_path, f"{flags} -reset")
     assert len(list((tmp_path / ".old").iterdir())) == 4
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_batch_that_is_not_finite_is_skipped_and_counted(tmp_path, size):
-    with plugins(dataset={"poisoned": poisoned}):
-        words = SMALL.replace("-dataset few", "-dataset poisoned")
-        folder = run(tmp_path, f"{words} -cpu {size} -model skips")
+    with plugins(dataset={"poisoned": dataset_with_nan}):
+        flags = SMALL.replace("-dataset few", "-dataset poisoned")
+        folder = run(tmp_path, f"{flags} -cpu {size} -model skips")
     assert all(torch.isfinite(value).all() for value in weights(folder).values())
     assert [line["train/bad_steps"] for line in lines(folder) if "train/bad_steps" in line][-1] == 3
 
 
-def test_too_many_bad_steps_end_the_run(tmp_path):
+def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path):
     with (
-        plugins(dataset={"hopeless": hopeless}),
+        plugins(dataset={"hopeless": never_finite_dataset}),
         pytest.raises(RuntimeError, match=r"10 steps in a row.* step 9; -debug names the first bad tensor"),
     ):
         run(tmp_path, SMALL.replace("-dataset few", "-dataset hopeless") + " -epochs 9 -model bad -log_every 5")
-    ended = outcome(tmp_path / "bad")
-    assert ended["state"] == "failed" and "BadSteps" in ended["reason"]
+    result = outcome(tmp_path / "bad")
+    assert result["state"] == "failed" and "BadSteps" in result["reason"]
 
 
-def test_mixed_precision_trains_on_the_same_path(tmp_path):
+def test_mixed_precision_keeps_finite_weights_in_full_precision(tmp_path):
     for precision in ("-bf16", "-fp16"):
         folder = run(tmp_path, f"{SMALL} {precision} -model half{precision}")
         assert all(value.dtype != torch.bfloat16 for value in weights(folder).values())
         assert all(torch.isfinite(value).all() for value in weights(folder).values())
 
 
-def test_best_and_final_weights_are_ready_to_load(undisturbed):
+def test_best_and_final_weights_can_be_loaded_into_the_model(undisturbed):
     for kind in ("best", "final"):
         model = norm_net(type("Args", (), {"num_classes": 4}))
         model.load_state_dict(load_file(undisturbed[1] / kind / "weights.safetensors"))
@@ -267,14 +269,14 @@ def test_every_optimizer_and_loss_trains(tmp_path):
     for name in ("sgd", "adam", "adamw"):
         run(tmp_path, f"{SMALL} -epochs 1 -optimizer {name} -model {name}")
     for name in ("mse", "l1", "huber"):
-        words = (
+        flags = (
             "-dataset fake -arch mlp -fake_samples 64 -channels 1 -image_size 4 -num_classes 3 -mlp_width 8 -epochs 1"
         )
-        run(tmp_path, f"{words} -loss {name} -model {name}")
+        run(tmp_path, f"{flags} -loss {name} -model {name}")
 
 
-def test_a_stop_during_evaluation_evaluates_again(tmp_path, monkeypatch, undisturbed):
-    """The epoch's training is kept; the next start begins with its evaluation."""
+def test_a_run_that_stops_during_an_evaluation_repeats_only_the_evaluation(tmp_path, monkeypatch, undisturbed):
+    """The epoch's training is saved; the next start begins with its evaluation."""
     with monkeypatch.context() as patch:
         real = trainer.Trainer.evaluate
 
@@ -285,16 +287,18 @@ def test_a_stop_during_evaluation_evaluates_again(tmp_path, monkeypatch, undistu
         patch.setattr(trainer.Trainer, "evaluate", evaluate)
         patch.setattr(preemption, "MOST_STEPS", 1)
         folder = run(tmp_path, f"{SMALL} -cpu 2 -model on_2", wanted=75)
-    ended = outcome(folder)
-    assert (ended["epoch"], ended["step"]) == (0, 4)
+    result = outcome(folder)
+    assert (result["epoch"], result["step"]) == (0, 4)
     folder = run(tmp_path, f"{SMALL} -cpu 2 -model on_2")
     assert distance(folder, undisturbed[2]) == 0.0
     assert sum("val/loss" in line for line in lines(folder)) == 3
 
 
 @pytest.mark.parametrize(("split", "epoch"), [("val", 1), ("test", 3)])
-def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, monkeypatch, split, epoch):
-    """Ended when they are told, and the newest checkpoint is that of the epoch's last step, before its evaluation."""
+def test_a_run_that_ends_between_an_evaluation_and_its_save_logs_the_metrics_only_once(
+    tmp_path, monkeypatch, split, epoch
+):
+    """The run ends when it logs the evaluation; its newest checkpoint is that of the epoch's last step, before it."""
     real = logger.Logger.log_evaluation
 
     def evaluated(self, state, which, figures, answers):
@@ -302,17 +306,17 @@ def test_figures_are_told_once_however_near_to_their_save_a_run_ends(tmp_path, m
         if (which, state.epoch) == (split, epoch):
             raise MemoryError("killed")
 
-    words = f"{SMALL} -save_every 1steps"
+    flags = f"{SMALL} -save_every 1steps"
     with monkeypatch.context() as patch:
         patch.setattr(logger.Logger, "log_evaluation", evaluated)
         with pytest.raises(MemoryError, match="killed"):
-            run(tmp_path, words)
-    folder = run(tmp_path, words)
-    run(tmp_path, words)  # a finished run, evaluated again
-    message = lines(folder)
-    assert [line["epoch"] for line in message if "val/loss" in line] == [1, 2, 3]
-    assert sum("test/loss" in line for line in message) == 1
-    assert [line["step"] for line in message if "train/loss" in line] == [4, 8, 12]
+            run(tmp_path, flags)
+    folder = run(tmp_path, flags)
+    run(tmp_path, flags)  # a finished run, evaluated again
+    logged = lines(folder)
+    assert [line["epoch"] for line in logged if "val/loss" in line] == [1, 2, 3]
+    assert sum("test/loss" in line for line in logged) == 1
+    assert [line["step"] for line in logged if "train/loss" in line] == [4, 8, 12]
     board = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0}).Reload()
     for name, wanted in (("train", [4, 8, 12]), ("val", [4, 8, 12]), ("test", [12])):
         assert [point.step for point in board.Scalars(f"{name}/loss")] == wanted
@@ -327,7 +331,7 @@ def test_a_stop_on_the_very_last_step_finishes_the_run(tmp_path, monkeypatch, un
 
 
 class Masked(nn.Module):
-    """Adds a mask that hides a number from the softmax, as a causal mask does; it is kept in a buffer."""
+    """Adds a mask with -inf that hides a number from the softmax, as a causal mask does. The mask is a buffer."""
 
     def __init__(self, args):
         super().__init__()
@@ -339,7 +343,7 @@ class Masked(nn.Module):
         return outputs + (outputs + self.mask).softmax(-1)
 
 
-def test_a_mask_of_infinity_goes_through_steps_in_which_processes_borrow_micro_batches(tmp_path):
+def test_a_buffer_with_infinity_stays_as_it_is_when_processes_have_unequal_shares(tmp_path):
     with plugins(arch={"masked": Masked}):
         folders = [run(tmp_path, f"{SMALL} -arch masked -cpu {cpu} -model on_{cpu}") for cpu in (1, 3)]
     assert not any("train/bad_steps" in line for folder in folders for line in lines(folder))
@@ -352,18 +356,18 @@ def test_a_mask_of_infinity_goes_through_steps_in_which_processes_borrow_micro_b
 # Stops between two log lines
 
 
-def poisoned(args):
+def dataset_with_nan(args):
     parts = few(args)
     parts["train"].tensors[0][11] = math.nan
     return parts
 
 
-def hopeless(args):
+def never_finite_dataset(args):
     return Tensors(torch.full((40, 64), math.inf), torch.zeros(40, dtype=torch.int64))
 
 
 class Spread(trainer.Trainer):
-    """Has a figure of its own."""
+    """Logs a metric of its own."""
 
     def training_step(self, batch):
         loss = super().training_step(batch)
@@ -371,8 +375,8 @@ class Spread(trainer.Trainer):
         return loss
 
 
-def told_of_training(folder) -> list[str]:
-    """The log lines as they stand in metrics.jsonl, but for their figures of speed."""
+def logged_lines(folder) -> list[str]:
+    """The log lines of metrics.jsonl, without speeds."""
     return [
         json.dumps({name: value for name, value in line.items() if not name.startswith("perf/")})
         for line in lines(folder)
@@ -380,72 +384,72 @@ def told_of_training(folder) -> list[str]:
 
 
 @pytest.mark.parametrize("cpu", [1, 2])
-def test_a_stop_between_two_log_lines_changes_no_letter_of_them(cpu, tmp_path):
-    words = (
+def test_a_stop_between_two_log_lines_does_not_change_the_log_lines(cpu, tmp_path):
+    flags = (
         f"{SMALL} -cpu {cpu} -epochs 2 -dataset poisoned -trainer spread -batch_size 4 -micro_batch 2 -log_every 5"
     )
-    with plugins(dataset={"poisoned": poisoned}, trainer={"spread": Spread}):
-        whole = run(tmp_path, f"{words} -model whole")
+    with plugins(dataset={"poisoned": dataset_with_nan}, trainer={"spread": Spread}):
+        whole = run(tmp_path, f"{flags} -model whole")
         for limit in (3, 4, 12, 19):
-            run(tmp_path, f"{words} -model parts -limit_steps {limit} -save_every 1steps", wanted=75)
-        parts = run(tmp_path, f"{words} -model parts")
-    assert told_of_training(parts) == told_of_training(whole)
-    assert '"train/bad_steps": 2' in told_of_training(whole)[-3]
+            run(tmp_path, f"{flags} -model parts -limit_steps {limit} -save_every 1steps", wanted=75)
+        parts = run(tmp_path, f"{flags} -model parts")
+    assert logged_lines(parts) == logged_lines(whole)
+    assert '"train/bad_steps": 2' in logged_lines(whole)[-3]
 
 
-def test_bad_steps_in_a_row_are_counted_over_a_stop(tmp_path):
-    words = f"{SMALL} -cpu 1 -dataset hopeless -epochs 9 -log_every 5 -max_bad_steps 10"
-    with plugins(dataset={"hopeless": hopeless}):
-        run(tmp_path, f"{words} -limit_steps 4", wanted=75)
+def test_bad_steps_in_a_row_are_counted_across_a_stop(tmp_path):
+    flags = f"{SMALL} -cpu 1 -dataset hopeless -epochs 9 -log_every 5 -max_bad_steps 10"
+    with plugins(dataset={"hopeless": never_finite_dataset}):
+        run(tmp_path, f"{flags} -limit_steps 4", wanted=75)
         with pytest.raises(RuntimeError, match=r"10 steps in a row.* step 9;"):
-            run(tmp_path, words)
+            run(tmp_path, flags)
 
 
-# Runs that have nothing to show
+# Runs without a finite result
 
 
-def test_a_run_of_nothing_but_nan_has_failed_at_each_start_and_keeps_no_weights(tmp_path):
+def test_a_run_without_any_finite_step_fails_at_each_start_and_writes_no_weights(tmp_path):
     def never_finite(args):
-        return {name: hopeless(args) for name in ("train", "val", "test")}
+        return {name: never_finite_dataset(args) for name in ("train", "val", "test")}
 
     with plugins(dataset={"never": never_finite}):
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"none of the 6 steps had a finite gradient.*-lr_start"):
                 run(tmp_path, f"{SMALL} -cpu 1 -dataset never -epochs 2 -model nan")
-    ended = outcome(tmp_path / "nan")
-    assert ended["state"] == "failed" and "BadSteps: none of the 6 steps" in ended["reason"]
+    result = outcome(tmp_path / "nan")
+    assert result["state"] == "failed" and "BadSteps: none of the 6 steps" in result["reason"]
     assert not (tmp_path / "nan" / "best").exists() and not (tmp_path / "nan" / "final").exists()
 
 
-class Early(trainer.Trainer):
-    """Its first three steps are bad ones."""
+class BadAtFirst(trainer.Trainer):
+    """Has three bad steps at the beginning."""
 
     def training_step(self, batch):
         return super().training_step(batch) * (math.nan if self.state.step < 3 else 1.0)
 
 
-def test_bad_steps_before_a_larger_batch_are_not_taken_for_all_steps(tmp_path):
-    words = f"{SMALL} -cpu 1 -trainer early -epochs 1 -micro_batch 4"
-    with plugins(trainer={"early": Early}):
-        run(tmp_path, f"{words} -batch_size 4 -limit_steps 6", wanted=75)
-        run(tmp_path, f"{words} -batch_size 20 -allow_change batch_size")
+def test_a_few_bad_steps_before_a_change_of_the_batch_size_do_not_fail_the_run(tmp_path):
+    flags = f"{SMALL} -cpu 1 -trainer early -epochs 1 -micro_batch 4"
+    with plugins(trainer={"early": BadAtFirst}):
+        run(tmp_path, f"{flags} -batch_size 4 -limit_steps 6", wanted=75)
+        run(tmp_path, f"{flags} -batch_size 20 -allow_change batch_size")
 
 
-class Breaks(trainer.Trainer):
-    """Its last step writes NaN into a weight."""
+class EndsInNan(trainer.Trainer):
+    """Writes NaN into a weight in the last step."""
 
     def step(self, samples):
         super().step(samples)
         if self.state.step == self.total_steps:
-            shards.local_part(self.parameters[0])[-1:] = math.nan  # sharded: of what this rank has
+            shards.local_part(self.parameters[0])[-1:] = math.nan  # with fsdp, this rank's part
 
 
-@pytest.mark.parametrize("words", ["-cpu 1", "-cpu 2 -parallel fsdp"])
-def test_weights_that_are_not_finite_are_neither_best_nor_final(words, tmp_path):
-    words = f"{SMALL} {words} -trainer breaks -epochs 1 -model breaks"
-    with plugins(trainer={"breaks": Breaks}):
-        with contextlib.suppress(BadSteps):  # raised here where there is but this process
-            run(tmp_path, words, wanted=1)
+@pytest.mark.parametrize("flags", ["-cpu 1", "-cpu 2 -parallel fsdp"])
+def test_weights_that_are_not_finite_are_written_neither_to_best_nor_to_final(flags, tmp_path):
+    flags = f"{SMALL} {flags} -trainer breaks -epochs 1 -model breaks"
+    with plugins(trainer={"breaks": EndsInNan}):
+        with contextlib.suppress(BadSteps):  # raised here if this is the only process
+            run(tmp_path, flags, wanted=1)
         assert "1.weight (1 in all) is not finite" in outcome(tmp_path / "breaks")["reason"]
         assert not (tmp_path / "breaks" / "best").exists() and not (tmp_path / "breaks" / "final").exists()
-        run(tmp_path, f"{words} -reset -allow_change nan")
+        run(tmp_path, f"{flags} -reset -allow_change nan")

@@ -9,7 +9,7 @@ from torchvision.datasets import CIFAR10
 
 
 def make_cifar10(root, monkeypatch):
-    """A tiny CIFAR-10 in the layout of the real one, whose digests torchvision is told."""
+    """A tiny CIFAR-10 in the layout of the real one; torchvision gets its checksums."""
     batches = root / CIFAR10.base_folder
     batches.mkdir(parents=True)
 
@@ -29,7 +29,7 @@ def make_cifar10(root, monkeypatch):
 
 
 def make_folder(root, _monkeypatch=None):
-    """Two classes, two images of each to train on and one to validate."""
+    """Two classes, with two images of each for training and one for validation."""
     for split, count in (("train", 2), ("val", 1)):
         for name in ("ant", "bee"):
             (root / split / name).mkdir(parents=True)

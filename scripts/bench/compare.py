@@ -1,4 +1,4 @@
-"""Whole runs of train.py, as a person types them, next to scripts that train the same network to the same loss.
+"""Whole runs of train.py, as a user types them, next to scripts that train the same network to the same loss.
 
     uv pip install --group bench
     python scripts/bench/compare.py [CASE ...] [-peers plain,limit,lightning] [-procs 1 2] [-rounds 3]
@@ -48,7 +48,7 @@ SCRIPTS = {
     "composer": PEERS / "with_composer.py",
 }
 PACKAGES = {"fabric": "lightning", "lightning": "lightning", "accelerate": "accelerate"}
-BY_TORCHRUN = (PLAIN, LIMIT, "accelerate")  # how two processes are started; the others have a way of their own
+BY_TORCHRUN = (PLAIN, LIMIT, "accelerate")  # contenders whose two processes torchrun starts
 STOPPED = 75  # how train.py ends at -limit_steps
 
 
@@ -85,7 +85,7 @@ CASES = {
         short="",
         long="-save_every 10steps",
         unit="save",
-        units=23,  # after the last step, both save; the limit never does
+        units=23,  # both save after the last step; the limit never saves
     ),
 }
 
@@ -144,7 +144,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def installed(names: list[str], composer: str | None) -> list[str]:
-    """Return the contenders that can run here, the plain script always among them; print who cannot."""
+    """Return the contenders that can run here, always with the plain script; print those that cannot."""
     names = list(dict.fromkeys([BATON, PLAIN, *names]))
     absent = [name for name in names if name in PACKAGES and not importlib.util.find_spec(PACKAGES[name])]
     absent += ["composer"] if "composer" in names and not composer else []
@@ -154,7 +154,7 @@ def installed(names: list[str], composer: str | None) -> list[str]:
 
 
 def describe_machine(names: list[str], argv: list[str] | None) -> str:
-    """Return what the figures depend on, in Markdown."""
+    """Return the machine and the versions, in Markdown."""
     command = shlex.join(["python", "scripts/bench/compare.py", *(sys.argv[1:] if argv is None else argv)])
     cpuinfo = Path("/proc/cpuinfo")
     models = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
@@ -196,13 +196,13 @@ def measure(case: Case, names: list[str], rounds: int, options: Options) -> dict
     kinds = {"long": case.long} | ({} if case.short is None else {"short": case.short})
     runs = {(name, kind): [] for name in names for kind in kinds}
     with tempfile.TemporaryDirectory() as folder:
-        begun, out = Path(folder, "begun"), Path(folder, "out")
+        started, out = Path(folder, "begun"), Path(folder, "out")
         for name in names if case.before else ():
-            run(name, f"{case.flags} {case.before}", begun / name, options)
+            run(name, f"{case.flags} {case.before}", started / name, options)
         for _ in range(rounds):
             for name, kind in random.sample(list(runs), len(runs)):
                 if case.before:
-                    shutil.copytree(begun / name, out)
+                    shutil.copytree(started / name, out)
                 runs[name, kind].append(run(name, f"{case.flags} {kinds[kind]}", out, options))
                 shutil.rmtree(out)
             for kind in kinds:
@@ -216,12 +216,12 @@ def run(name: str, flags: str, out: Path, options: Options) -> Run:
     env |= {"OMP_NUM_THREADS": str(options.threads)} if options.threads else {}
     out.mkdir(parents=True, exist_ok=True)
     device = ["-cpu", str(options.procs)] if options.procs else ["-gpus", "0"]
-    words = [*launcher(name, options), str(SCRIPTS[name]), *flags.split(), *device, "-out", str(out)]
-    words += ["-reduction", "allreduce"] if name == ALLREDUCE else []
+    command = [*launcher(name, options), str(SCRIPTS[name]), *flags.split(), *device, "-out", str(out)]
+    command += ["-reduction", "allreduce"] if name == ALLREDUCE else []
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
         pipes = {"stdout": output, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **pipes)
+        process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **pipes)
         try:
             process.returncode, cpu = wait_for_all(process.pid)
         except BaseException:
@@ -231,7 +231,7 @@ def run(name: str, flags: str, out: Path, options: Options) -> Run:
         if process.returncode not in (0, STOPPED):
             output.seek(0)
             last = output.read().decode(errors="replace")[-3000:]
-            raise RuntimeError(f"{shlex.join(words)} ended with {process.returncode}:\n{last}")
+            raise RuntimeError(f"{shlex.join(command)} ended with {process.returncode}:\n{last}")
     step, figures = read_train_py(out) if name in (BATON, ALLREDUCE) else read_script(out)
     return Run(seconds, cpu, step, figures)
 
@@ -250,7 +250,7 @@ def wait_for_all(leader: int) -> tuple[int, float]:
 
 
 def launcher(name: str, options: Options) -> list[str]:
-    """Return the words before the script's name."""
+    """Return the part of the command before the script's name."""
     python = options.pythons.get(name, sys.executable)
     if options.procs > 1 and name in BY_TORCHRUN:
         return [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.procs)]

@@ -1,7 +1,7 @@
 """How fast is Baton on this GPU? One command; every figure with what limits it.
 
     python scripts/bench/gpu.py [-json FILE]
-    python scripts/bench/gpu.py -smoke      # the smallest form, on the CPU: it runs, and its figures say nothing
+    python scripts/bench/gpu.py -smoke      # the smallest form, on the CPU: it only shows that it runs
 
 Whole runs of train.py; their speed is that of the last epoch's log line, as starts that compile take too unequally
 long to be subtracted. ResNet-50 (bf16, compiled) next to peers/limit.py; GPTs of 124 million and 1 billion
@@ -97,7 +97,7 @@ def wait(device: torch.device):
 
 
 def collective(device: torch.device) -> dict:
-    """Add up 4 MB over a process group of one: NCCL is there and answers."""
+    """Add up 4 MB over a process group of one, to see whether NCCL works."""
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -108,7 +108,7 @@ def collective(device: torch.device) -> dict:
 
 
 def images(flags: str, options: compare.Options) -> dict:
-    """Return images a second, and the limit's: preloaded batches and nothing else."""
+    """Return images a second, of a run and of the limit (a loop over preloaded batches)."""
     ours, limit = (train(name, f"{flags} {UNSAVED}", options) for name in (compare.BATON, compare.LIMIT))
     return {
         "ours_per_s": ours["samples_per_s"],
@@ -151,17 +151,17 @@ def train(name: str, flags: str, options: compare.Options) -> dict[str, float]:
 
 
 def flag(flags: str, name: str, default: int = 0) -> int:
-    words = flags.split()
-    return int(words[words.index(f"-{name}") + 1]) if f"-{name}" in words else default
+    parts = flags.split()
+    return int(parts[parts.index(f"-{name}") + 1]) if f"-{name}" in parts else default
 
 
 def resumed(device: torch.device) -> bool:
-    """Return whether a run that is stopped in between, with dropout and augmentation, ends at the same bits."""
+    """Return whether a run that is stopped in between, with dropout and augmentation, ends with the same bits."""
     with tempfile.TemporaryDirectory() as folder:
         where = [folder, *(["-cpu", "1"] if device.type == "cpu" else ["-gpus", "0"])]
         for name, more in (("whole", []), ("parts", ["-limit_steps", "13"]), ("parts", [])):
-            words = [sys.executable, "train.py", *RESUME.replace("NAME", name).split(), *where, *more]
-            subprocess.run(words, cwd=compare.ROOT, stdout=subprocess.DEVNULL, check=not more)
+            command = [sys.executable, "train.py", *RESUME.replace("NAME", name).split(), *where, *more]
+            subprocess.run(command, cwd=compare.ROOT, stdout=subprocess.DEVNULL, check=not more)
         whole, parts = (load_file(f"{folder}/{name}/final/weights.safetensors") for name in ("whole", "parts"))
     return all(torch.equal(value, parts[name]) for name, value in whole.items())
 

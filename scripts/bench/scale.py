@@ -1,11 +1,11 @@
-"""What a run costs with W ranks: measured on one machine as far as it goes. docs/scaling.md has the models beyond.
+"""What a run costs with W ranks, measured on one machine as far as possible. docs/scaling.md has the models for more.
 
     python scripts/bench/scale.py [plan exchange meet checkpoint start] [-ranks 1 1024 4096 16384] [-tensors N]
 
 plan: a rank's next micro-batch and its keys, in a World of W ranks without processes. exchange: votes, sums and lists
 among real processes. meet: how gloo connects W ranks, each a thread. checkpoint: a past of W small files, published,
 read, verified and removed by the functions of a run. start: file operations of a run of one step, by strace. Times
-are CPU time, the least of several calls: other work on the machine disturbs that little. One column says "wall".
+are CPU time, the minimum of several calls: other work on the machine disturbs it little. One column says "wall".
 """
 
 import argparse
@@ -89,7 +89,7 @@ def in_processes(call, size: int, *given) -> list:
 
     def run(rank):
         queue.put(call(rank, size, *given))
-        os._exit(0)  # gloo's threads would be waited for
+        os._exit(0)  # otherwise it would wait for gloo's threads
 
     children = [fork.Process(target=run, args=(rank,)) for rank in range(size)]
     for child in children:
@@ -152,7 +152,7 @@ def open_files() -> int:
 
 
 def meet(args) -> list[dict]:
-    """Measure how gloo's groups of W ranks come to be, each rank a thread of one process."""
+    """Measure the time until gloo's groups of W ranks are connected, each rank a thread of one process."""
     sizes = [size for size in args.ranks if 1 < size <= MOST_THREADS]
     mesh = [in_processes(_meet, 1, size, False)[0] for size in sizes if size <= MOST_THREADS // 4]
     return mesh + [in_processes(_meet, 1, size, True)[0] for size in sizes]
@@ -227,13 +227,13 @@ def start(args) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         for processes in (1, 2):
             trace = Path(folder, f"trace_{processes}")
-            words = f"train.py -cpu {processes} -limit_steps 1 -out {folder} -model p{processes}"
+            arguments = f"train.py -cpu {processes} -limit_steps 1 -out {folder} -model p{processes}"
             command = f"strace -f -qq -s 256 -e trace=%file,read,pread64,getdents64 -o {trace}".split()
             done = subprocess.run(
-                [*command, sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True
+                [*command, sys.executable, *arguments.split()], cwd=ROOT, capture_output=True, text=True
             )
             if done.returncode not in (0, 75):
-                raise RuntimeError(f"python {words} ended with {done.returncode}: {done.stderr[-500:]}")
+                raise RuntimeError(f"python {arguments} ended with {done.returncode}: {done.stderr[-500:]}")
             rows.append({"processes": processes, **_operations(trace.read_text(errors="replace"))})
     return rows
 

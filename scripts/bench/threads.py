@@ -39,21 +39,21 @@ CASES = (
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-seconds", type=float, default=4.0, help="that each case is measured for")
+    parser.add_argument("-seconds", type=float, default=4.0, help="time to measure each case")
     seconds, cores = parser.parse_args().seconds, len(os.sched_getaffinity(0))
     counts = sorted({2**power for power in range(10) if 2**power <= cores} | {cores})
     print(f"| flags | forward, GFLOP | {' | '.join(f'{count} threads, ms' for count in counts)} | chosen |")
     print("| --- " * (len(counts) + 3) + "|")
-    for words in CASES:
-        step, work = prepared(words)
-        milliseconds = " | ".join(f"{1000 * time:.2f}" for time in measured(step, counts, seconds))
+    for flags in CASES:
+        step, work = prepare(flags)
+        milliseconds = " | ".join(f"{1000 * time:.2f}" for time in measure(step, counts, seconds))
         chosen = runtime.threads_for(work, cores)
-        print(f"| `{words}` | {work / 1e9:.3f} | {milliseconds} | {chosen} |", flush=True)
+        print(f"| `{flags}` | {work / 1e9:.3f} | {milliseconds} | {chosen} |", flush=True)
 
 
-def prepared(words: str):
+def prepare(flags: str):
     """Return a function that takes a training step with these flags, and the work of its forward pass."""
-    args, world = config.parse_args([*words.split(), "-cpu", "1"]), World()
+    args, world = config.parse_args([*flags.split(), "-cpu", "1"]), World()
     seeding.seed_building(args.seed)
     data = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset)["train"]
     plan = Plan(len(data), args.batch_size, args.batch_size)
@@ -70,7 +70,7 @@ def prepared(words: str):
     return step, runtime.count_flops(model, batch)
 
 
-def measured(step, counts: list[int], seconds: float) -> list[float]:
+def measure(step, counts: list[int], seconds: float) -> list[float]:
     """Return the median seconds of a step with each number of threads, which take turns of a tenth of a second."""
     times = {count: [] for count in counts}
     until = time.monotonic() + seconds

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# A Slurm of its own on this machine, for tests and for trying things out: ./scripts/slurm/mini_cluster.sh start|stop|status [folder]
+# A Slurm of its own on this machine, for tests and experiments: ./scripts/slurm/mini_cluster.sh start|stop|status [folder]
 #
-# slurmctld, munged and two slurmd (nodes n1 and n2, 16 stand-in CPUs and 4 stand-in GPUs each), without cgroups or systemd.
-# Needs root and the packages slurm-wlm and munge (Debian, Ubuntu). Everything lies in the folder, which nobody else may
-# write to: a new one in /tmp unless named; stop and status take that of $SLURM_CONF. Several clusters in several folders do
-# not meet. To use one: export SLURM_CONF=FOLDER/slurm.conf
+# slurmctld, munged and two slurmd (nodes n1 and n2, 16 fake CPUs and 4 fake GPUs each), without cgroups or systemd.
+# Needs root and the packages slurm-wlm and munge (Debian, Ubuntu). All its files are in the folder, in which nobody else
+# may write: by default a new one in /tmp to start, and that of $SLURM_CONF to stop. Several clusters in several folders
+# are independent. To use one: export SLURM_CONF=FOLDER/slurm.conf
 #   GRACE_S=30        seconds between the warning and the kill, in a preemption
 #   KILL_WAIT_S=30    the same after scancel and at the time limit
-#   USER_SIGNAL=      1: a preemption also sends the signal of --signal; else SIGCONT and SIGTERM only, as Slurm does unasked
+#   USER_SIGNAL=      1: a preemption also sends the signal of --signal; by default only SIGCONT and SIGTERM
 # Partitions: general, whose jobs urgent preempts and requeues.
 set -eu
 
 PATH="$PATH:/usr/sbin:/sbin"
 
-# The folder that is named, or else a new one to start in, or that of $SLURM_CONF. What lies there tells root what to run
-# and whom to end.
+# The folder that is given, or a new one to start in, or that of $SLURM_CONF. Root runs and ends what the files in it
+# name.
 choose() {
     [ "$(id -u)" = 0 ] || fail "slurmd must be started by root"
     case "$1:$2" in
@@ -59,8 +59,8 @@ start() {
 configure() {
     mapfile -t port < <(python3 -c '
 import socket
-held = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-print(*[one.getsockname()[1] for one in held], sep="\n")')
+reserved = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+print(*[one.getsockname()[1] for one in reserved], sep="\n")')
     cat > "$folder/gres.conf" <<END
 NodeName=n[1-2] Name=gpu File=/dev/tty[0-3]
 END
@@ -124,7 +124,7 @@ stop() {
     echo "stopped: $folder"
 }
 
-# Ends what this cluster started, each by its pid: what starts jobs first, then the jobs.
+# Ends the processes of this cluster by their pids: first those that start jobs, then the jobs.
 end_all() {
     for signal in TERM KILL; do
         for name in slurmctld slurmd.n1 slurmd.n2; do
@@ -146,7 +146,7 @@ runs() {
     [ -n "$pid" ] && grep -qs "^${1%%.*}" "/proc/$pid/comm"
 }
 
-# Slurm's own processes have this folder as theirs, those of its jobs have its configuration in their environment.
+# Slurm's own processes have this folder as working folder; those of its jobs have its configuration in their environment.
 of_jobs() {
     for entry in $(grep -lsx slurmstepd /proc/[0-9]*/comm); do
         [ "$(readlink "${entry%/comm}/cwd")" != "$folder" ] || basename "${entry%/comm}"

@@ -1,4 +1,4 @@
-"""The file-system calls of a process below one folder: numbered, recorded, and one of them struck."""
+"""The file-system calls of a process below one folder: they are numbered and recorded, and one of them fails."""
 
 import builtins
 import io
@@ -31,23 +31,23 @@ REAL_OPEN = io.open
 
 
 @dataclass
-class Strike:
-    """At which call what is to happen."""
+class Failure:
+    """The call at which a failure happens, and its kind."""
 
     number: int = -1
-    half: bool = False  # of a write is done
-    code: int = 0  # errno; 0 kills
-    lasting: bool = False  # all that would write or make something fails from then on
+    half: bool = False  # half of a write is done
+    code: int = 0  # the errno; 0 kills the process
+    lasting: bool = False  # all later calls that write or create something fail, too
 
 
 class Calls:
-    """The file-system calls of this process below a folder: numbered, recorded, one of them struck.
+    """The file-system calls of this process below a folder: numbered, recorded, one of them fails.
 
-    Its methods stand in for the functions of os of the same names.
+    Its methods replace the functions of os with the same names.
     """
 
-    def __init__(self, folder, strike):
-        self.folder, self.strike, self.struck = Path(folder).resolve(), strike, False
+    def __init__(self, folder, failure):
+        self.folder, self.failure, self.failed = Path(folder).resolve(), failure, False
         self.trace, self.files, self.lock = (
             [],
             {},
@@ -66,26 +66,26 @@ class Calls:
     def call(self, entry, act, half=None):
         with self.lock:
             if self.is_due(entry[0]):
-                if half and self.strike.half:
+                if half and self.failure.half:
                     half()
-                if not self.strike.code:
+                if not self.failure.code:
                     os.kill(os.getpid(), signal.SIGKILL)
-                self.struck = True
-                raise OSError(self.strike.code, os.strerror(self.strike.code), entry[1])
+                self.failed = True
+                raise OSError(self.failure.code, os.strerror(self.failure.code), entry[1])
             result = act()
             self.trace.append(entry)
             return result
 
     def is_due(self, kind):
-        if self.struck:
-            return self.strike.lasting and kind not in ("read", "unlink", "rmdir")
-        return len(self.trace) == self.strike.number
+        if self.failed:
+            return self.failure.lasting and kind not in ("read", "unlink", "rmdir")
+        return len(self.trace) == self.failure.number
 
     def named(self, kind, where, act, *facts):
         return act() if where is None else self.call((kind, where, *facts), act)
 
     def where(self, path, dir_fd=None, follow=False):
-        """The path from the folder on; None outside."""
+        """The path relative to the folder; None outside."""
         path = Path(os.fsdecode(path))
         if dir_fd is not None:
             if dir_fd not in self.files:
@@ -184,7 +184,7 @@ class Calls:
     def open_file(
         self, file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True, opener=None
     ):
-        """Python's open(), the writes to its file numbered."""
+        """Python's open(), with numbered writes to its file."""
         if (file not in self.files) if isinstance(file, int) else self.where(file) is None:
             return REAL_OPEN(file, mode, buffering, encoding, errors, newline, closefd, opener)
         raw = _Raw(self, file, mode.replace("b", "").replace("t", ""), closefd, opener)

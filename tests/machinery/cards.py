@@ -1,4 +1,4 @@
-"""A card that computes nothing, for machines without a GPU: what torch asks of CUDA runs through, and is answered."""
+"""A fake GPU that computes nothing, for machines without one: torch's CUDA calls succeed without an effect."""
 
 import os
 import shutil
@@ -9,17 +9,17 @@ import torch
 
 HERE = Path(__file__).parent / "card"
 TORCH = Path(torch.__file__).parent / "lib"
-ASKING = (
+CALLERS = (
     "libc10_cuda.so",
     "libtorch_cuda.so",
     "libtorch_python.so",
     "libtorch_cuda_linalg.so",
     "libtorch_nvshmem.so",
 )
-ANSWERED = ("cuda", "__cuda", "cublas", "nccl")
+PREFIXES = ("cuda", "__cuda", "cublas", "nccl")
 HOST = [
-    f"#define __{word}__"
-    for word in (
+    f"#define __{attribute}__"
+    for attribute in (
         "host",
         "device",
         "device_builtin",
@@ -30,12 +30,12 @@ HOST = [
 ] + [
     "#define CUDARTAPI",
     "#define CUDARTAPI_CDECL",
-    *(f"#define __{word}__(n) __attribute__((aligned(n)))" for word in ("align", "builtin_align")),
+    *(f"#define __{attribute}__(n) __attribute__((aligned(n)))" for attribute in ("align", "builtin_align")),
 ]
 
 
 def missing() -> str:
-    """What this machine lacks to build one, "" if nothing."""
+    """What this machine lacks to build the fake GPU; "" if nothing."""
     if torch.cuda.device_count():
         return "there is a real GPU"
     if not torch.version.cuda or not _headers().is_dir():
@@ -43,32 +43,32 @@ def missing() -> str:
     return "" if shutil.which("gcc") and shutil.which("nm") else "needs gcc and nm"
 
 
-def built(folder: Path) -> dict[str, str]:
-    """The environment in which a program finds the card, or CARDS of them; its libraries are built in `folder`."""
+def build(folder: Path) -> dict[str, str]:
+    """The environment in which a program finds one fake GPU, or CARDS of them; their libraries are in `folder`."""
     (folder / "crt").mkdir()
-    (folder / "crt" / "host_defines.h").write_text("\n".join([*HOST, ""]))  # for nvcc, and not in torch's wheels
+    (folder / "crt" / "host_defines.h").write_text("\n".join([*HOST, ""]))  # nvcc has it, torch's wheels do not
     _compile("-c", f"-I{folder}", f"-I{_headers()}", HERE / "card.c", "-o", folder / "card.o")
-    asked = {name for file in ASKING for name in _names(TORCH / file, "U") if name.startswith(ANSWERED)}
-    rest = _stubs(folder / "rest.c", asked - _names(folder / "card.o", "T"))
+    needed = {name for file in CALLERS for name in _names(TORCH / file, "U") if name.startswith(PREFIXES)}
+    rest = _stubs(folder / "rest.c", needed - _names(folder / "card.o", "T"))
     _compile("-shared", folder / "card.o", rest, "-o", folder / "libcard.so")
     driver = {name for name in _names(TORCH / "libcaffe2_nvrtc.so", "U") if name.startswith("cu")}
     _compile("-shared", _stubs(folder / "driver.c", driver), "-o", folder / "libcuda.so.1")
     (folder / "libnvidia-ml.so.1").symlink_to("libcard.so")
-    found = {
+    variables = {
         "LD_PRELOAD": folder / "libcard.so",
         "LD_LIBRARY_PATH": folder,
         "PYTHONPATH": HERE,
         "CARD_FOLDER": folder,
     }
-    return {**os.environ, **{name: str(path) for name, path in found.items()}}
+    return {**os.environ, **{name: str(path) for name, path in variables.items()}}
 
 
 def _headers():
     return TORCH.parents[1] / "nvidia" / f"cu{torch.version.cuda.split('.')[0]}" / "include"
 
 
-def _compile(*words):
-    subprocess.run(["gcc", "-w", "-O1", "-fPIC", *words], check=True)
+def _compile(*args):
+    subprocess.run(["gcc", "-w", "-O1", "-fPIC", *args], check=True)
 
 
 def _stubs(file, names):
@@ -77,9 +77,10 @@ def _stubs(file, names):
 
 
 def _names(file, kind):
-    """The names that a compiled file has (T) or asks others for (U)."""
-    words = ["nm", *(["-D"] if file.suffix == ".so" else []), file]
+    """The symbols that a compiled file defines (T) or needs (U)."""
+    command = ["nm", *(["-D"] if file.suffix == ".so" else []), file]
     rows = [
-        line.split() for line in subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+        line.split()
+        for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     ]
     return {row[-1].partition("@")[0] for row in rows if row[-2] == kind}

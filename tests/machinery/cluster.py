@@ -28,7 +28,7 @@ MISSING = next(
 )
 ENABLED_BY = "apt-get install -y slurm-wlm munge, as root" if MISSING or os.getuid() else ""
 ENABLED_BY = ENABLED_BY and f"no Slurm here; enabled by: {ENABLED_BY}"
-SLOW = '''"""The digits without augmentation, slowly; they can end their process."""
+SLOW = '''"""The digits without augmentation, read slowly; they can kill their process."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def add_args(parser):
     digits.add_args(parser)
     parser.set_defaults(arch="mlp", epochs=3, micro_batch=16, log_every=2)
     parser.add_argument("-slow_s", type=float, default=0.02, help="seconds a micro-batch takes")
-    parser.add_argument("-slow_deadly", type=int, default=0, help="micro-batches before it kills; then none")
+    parser.add_argument("-slow_deadly", type=int, default=0, help="micro-batches before it kills itself")
 
 
 class Slow(Tensors):
@@ -67,15 +67,15 @@ def get_dataset(args):
 '''
 
 
-def needed(missing: str) -> pytest.MarkDecorator:
-    """Skips tests and says what would enable them; on CI, where nothing may be missing, they fail instead."""
+def require(missing: str) -> pytest.MarkDecorator:
+    """Skip tests and say what would enable them. On CI nothing may be missing: the tests fail instead."""
     return pytest.mark.skipif(bool(missing) and not os.environ.get("CI"), reason=missing)
 
 
-def needed_package(name: str, group: str) -> pytest.MarkDecorator:
-    """Skips tests without an optional package of this group of pyproject.toml; on CI they fail instead."""
-    there = importlib.util.find_spec(name) is not None
-    return needed("" if there else f"needs uv pip install -r pyproject.toml --group {group}")
+def require_package(name: str, group: str) -> pytest.MarkDecorator:
+    """Skip tests if an optional package of this group of pyproject.toml is missing. On CI they fail instead."""
+    installed = importlib.util.find_spec(name) is not None
+    return require("" if installed else f"needs uv pip install -r pyproject.toml --group {group}")
 
 
 def copy_of_the_code(folder: Path) -> Path:
@@ -90,92 +90,96 @@ def copy_of_the_code(folder: Path) -> Path:
 
 
 class Cluster:
-    """A mini cluster and the code that its jobs run. Requeued jobs do not wait there."""
+    """A mini cluster, and the code that its jobs run. Requeued jobs start without the usual delay."""
 
     def __init__(self, code: Path, out: Path, **options):
         self.code, self.out, self.options = code, out, {name: str(value) for name, value in options.items()}
         self.folder = Path(tempfile.mkdtemp(prefix="baton_slurm_", dir="/tmp"))
         self.over = threading.Event()
-        self.hasten = threading.Thread(target=self._hasten, daemon=True)
+        self.starter = threading.Thread(target=self._start_requeued_jobs, daemon=True)
 
     def __enter__(self):
         subprocess.run([SCRIPT, "start", self.folder], env={**os.environ, **self.options}, check=True, timeout=120)
-        self.hasten.start()
+        self.starter.start()
         return self
 
     def __exit__(self, *error):
         self.over.set()
-        self.hasten.join()
+        self.starter.join()
         subprocess.run([SCRIPT, "stop", self.folder], check=True, timeout=120)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def env(self, **more) -> dict[str, str]:
-        """The environment of a person on the login node."""
+        """The environment of a user on the login node."""
         python = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo"}
         own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         return {**own, "SLURM_CONF": str(self.folder / "slurm.conf"), **python, **more}
 
-    def do(self, *words, wanted: int | None = 0, **more) -> str:
-        """What a command says on stdout and stderr, in the folder of the code; its exit code must be `wanted`."""
-        words = [str(word) for word in words]
-        said = subprocess.run(words, env=self.env(**more), cwd=self.code, capture_output=True, text=True, timeout=240)
-        assert wanted in (None, said.returncode), f"{words}: exit code {said.returncode}: {said.stdout}{said.stderr}"
-        return said.stdout + said.stderr
+    def run(self, *command, wanted: int | None = 0, **more) -> str:
+        """The output of a command, started in the folder of the code. Its exit code must be `wanted`."""
+        command = [str(part) for part in command]
+        output = subprocess.run(
+            command, env=self.env(**more), cwd=self.code, capture_output=True, text=True, timeout=240
+        )
+        assert wanted in (None, output.returncode), (
+            f"{command}: exit code {output.returncode}: {output.stdout}{output.stderr}"
+        )
+        return output.stdout + output.stderr
 
-    def train(self, words: str, wanted: int = 0, **more) -> str:
-        """What `python train.py WORDS -out OUT` says."""
-        return self.do(sys.executable, "train.py", *words.split(), "-out", self.out, wanted=wanted, **more)
+    def train(self, flags: str, wanted: int = 0, **more) -> str:
+        """The output of `python train.py FLAGS -out OUT`."""
+        return self.run(sys.executable, "train.py", *flags.split(), "-out", self.out, wanted=wanted, **more)
 
-    def here(self, words: str, wanted: int = 0, **more) -> str:
-        """The same in this process, which has torch already."""
-        said, before, there = io.StringIO(), dict(os.environ), (slurm.ROOT, plugins.names)
+    def run_here(self, flags: str, wanted: int = 0, **more) -> str:
+        """The same as train(), in this process, which has imported torch already."""
+        output, before, names_before = io.StringIO(), dict(os.environ), (slurm.ROOT, plugins.names)
         os.environ.update(self.env(**more))
-        slurm.ROOT, plugins.names = self.code, lambda kind: [*there[1](kind), "slow"]
+        slurm.ROOT, plugins.names = self.code, lambda kind: [*names_before[1](kind), "slow"]
         lib.dataset.__path__.append(str(self.code / "lib" / "dataset"))
         try:
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-                code = train.main([*words.split(), "-out", str(self.out)])
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                code = train.main([*flags.split(), "-out", str(self.out)])
         finally:
             lib.dataset.__path__.pop()
-            slurm.ROOT, plugins.names = there
+            slurm.ROOT, plugins.names = names_before
             os.environ.clear()
             os.environ.update(before)
-        assert code == wanted, f"{words}: exit code {code}: {said.getvalue()}"
-        return said.getvalue()
+        assert code == wanted, f"{flags}: exit code {code}: {output.getvalue()}"
+        return output.getvalue()
 
-    def submit(self, words: str, nodes: int = 2, **more) -> str:
-        """Submits a run, of 2 tasks a node unless -cpu says otherwise. Returns the id of the job."""
-        cpu = "" if "-cpu" in words else "-cpu 2"
-        said = self.here(f"-slurm -slurm_nnodes {nodes} {cpu} -slurm_cpus 1 -dataset slow {words}", **more)
-        return re.search(r"submitted: +job (\d+)", said)[1]
+    def submit(self, flags: str, nodes: int = 2, **more) -> str:
+        """Submit a run with 2 tasks a node, unless -cpu is given, and return the job id."""
+        cpu = "" if "-cpu" in flags else "-cpu 2"
+        output = self.run_here(f"-slurm -slurm_nnodes {nodes} {cpu} -slurm_cpus 1 -dataset slow {flags}", **more)
+        return re.search(r"submitted: +job (\d+)", output)[1]
 
-    def urgent(self, seconds: float) -> str:
-        """Submits a job that takes all nodes from others."""
-        return self.do(
+    def submit_urgent(self, seconds: float) -> str:
+        """Submit a job that preempts the jobs on all nodes."""
+        return self.run(
             "sbatch", "--parsable", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap", f"sleep {seconds}"
         ).strip()
 
     def job(self, job: str) -> dict[str, str]:
-        """What Slurm says of a job."""
-        return dict(re.findall(r"(?:^| )(\w+)=(\S*)", self.do("scontrol", "show", "job", "-o", job)))
+        """The fields of `scontrol show job`."""
+        return dict(re.findall(r"(?:^| )(\w+)=(\S*)", self.run("scontrol", "show", "job", "-o", job)))
 
-    def ended(self, job: str) -> dict[str, str]:
-        """The job, once it is over."""
-        lasting = ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED")
-        until(lambda: self.job(job)["JobState"] not in lasting, what=self.log(job), pause=0.2)
+    def wait_for_end(self, job: str) -> dict[str, str]:
+        """Wait until a job is over and return its fields."""
+        unfinished = ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED")
+        until(lambda: self.job(job)["JobState"] not in unfinished, what=self.log(job), pause=0.2)
         return self.job(job)
 
-    def trains(self, name: str, step: int = 1):
-        """Waits until a run has done some steps."""
+    def wait_until_it_trains(self, name: str, step: int = 1):
+        """Wait until a run has logged this step."""
         until(lambda: (steps_of(self.out / name) or [0])[-1] >= step, what=self.log(name))
 
     def log(self, name: str):
-        """A function that tells all that a run's jobs said."""
+        """A function that returns all output of a run's jobs."""
         logs = [*(self.out / name / "slurm").glob("*.out"), *self.out.glob(f"{name}.log")]
         return lambda: "".join(f"{log}:\n{log.read_text()}" for log in logs)
 
     def pid_of(self, job: str, rank: int) -> int:
-        """The process of a rank."""
+        """The process id of a rank."""
         wanted = {
             f"SLURM_JOB_ID={job}",
             f"SLURM_PROCID={rank}",
@@ -191,19 +195,19 @@ class Cluster:
                     return int(entry.name)
         raise AssertionError(f"no process of rank {rank} of job {job}")
 
-    def _hasten(self):
-        """Slurm lets a requeued job wait for two minutes; in the same second it could not start it again."""
+    def _start_requeued_jobs(self):
+        """Start requeued jobs soon: Slurm delays them by two minutes. A start in the same second would fail."""
         done = set()
         while not self.over.wait(0.5):
-            said = self.do("squeue", "-h", "-t", "PENDING", "-o", "%A %r", wanted=None).splitlines()
-            waiting = {line.split()[0] for line in said if line.endswith(" BeginTime")}
+            output = self.run("squeue", "-h", "-t", "PENDING", "-o", "%A %r", wanted=None).splitlines()
+            waiting = {line.split()[0] for line in output if line.endswith(" BeginTime")}
             for job in waiting - done:
-                self.do("scontrol", "update", f"JobId={job}", "StartTime=now+2", wanted=None)
+                self.run("scontrol", "update", f"JobId={job}", "StartTime=now+2", wanted=None)
             done = waiting
 
 
 def steps_of(folder: Path) -> list[int]:
-    """The steps that a run's metrics tell of, in their order."""
+    """The steps in a run's metrics.jsonl, in order."""
     with contextlib.suppress(OSError, ValueError):
         return [line["step"] for line in lines(folder) if "train/loss" in line]
     return []

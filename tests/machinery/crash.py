@@ -1,4 +1,4 @@
-"""Every way to cut a save short: killed or failed at each file-system call, or the power lost at any moment.
+"""All ways to cut a save short: a kill or an error at each file-system call, or a loss of power at any moment.
 
 `save` is any function that writes below one folder, also in threads, if it starts them itself. It runs in a forked
 child (before, import what it needs and set torch to one thread) where os, open() and safetensors.torch.save_file are
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import calls
-from calls import Strike
+from calls import Failure
 from disk import Disk, read_tree, write_tree
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
@@ -37,8 +37,8 @@ class Cut:
     """How a save was cut short."""
 
     what: str
-    finished: bool = False  # save returned: from now on the new state must be there
-    error: str = ""  # the traceback of what it raised
+    finished: bool = False  # save returned: the new state must be there
+    error: str = ""  # the traceback of the error that it raised
     trace: list = field(default_factory=list, repr=False)
 
 
@@ -48,7 +48,7 @@ def points(save: Callable, folder: Path) -> list[str]:
 
 
 def kills(save: Callable, folder: Path) -> Iterator[Cut]:
-    """The save killed before each call, and in the middle of each write."""
+    """The save is killed before each call, and in the middle of each write."""
     tree = read_tree(folder)
     for number, line in enumerate(points(save, folder)):
         for half in (False, True) if line.startswith("write") else (False,):
@@ -60,7 +60,7 @@ def kills(save: Callable, folder: Path) -> Iterator[Cut]:
 
 
 def failures(save: Callable, folder: Path, codes=ERRORS, lasting: bool = False) -> Iterator[Cut]:
-    """Each call of the save failed with each error, once or from then on."""
+    """Each call of the save fails with each error, once or from then on."""
     tree = read_tree(folder)
     for (number, line), code in itertools.product(enumerate(points(save, folder)), codes):
         write_tree(tree, folder)
@@ -89,23 +89,23 @@ def power_loss_states(save: Callable, folder: Path) -> Iterator[Cut]:
 
 
 def kill_at(save: Callable, folder: Path, number: int, half: bool = False) -> Cut:
-    """Kills the save before its call of this number, or in the middle of it if it is a write."""
-    cut = _run(save, folder, Strike(number, half))
+    """Kill the save before its call of this number, or in the middle of it if it is a write."""
+    cut = _run(save, folder, Failure(number, half))
     cut.what = f"killed {'in' if half else 'before'} call {number}"
     return cut
 
 
 def fail_at(save: Callable, folder: Path, number: int, code: int, lasting: bool = False) -> Cut:
-    """Lets the call of this number fail with an errno."""
-    cut = _run(save, folder, Strike(number, half=True, code=code, lasting=lasting))
+    """Let the call of this number fail with an errno."""
+    cut = _run(save, folder, Failure(number, half=True, code=code, lasting=lasting))
     cut.what = f"{errno.errorcode[code]} {'from' if lasting else 'at'} call {number}"
     return cut
 
 
 def _clean(save, folder):
-    """The save uncut, its trace proved to explain all that it did, and the folder as before."""
+    """Run the save without a cut, check that its trace explains all its changes, and restore the folder."""
     tree = read_tree(folder)
-    cut = _run(save, folder, Strike())
+    cut = _run(save, folder, Failure())
     after = read_tree(folder)
     write_tree(tree, folder)
     assert cut.finished, f"the save fails by itself:\n{cut.error}"
@@ -117,11 +117,11 @@ def _clean(save, folder):
     return cut
 
 
-def _run(save, folder, strike):
+def _run(save, folder, failure):
     source, sink = os.pipe()
     child = os.fork()
     if child == 0:
-        watch = calls.Calls(folder, strike)
+        watch = calls.Calls(folder, failure)
         with _Report(watch.trace, sink):
             watch.install()
             save()
@@ -134,14 +134,14 @@ def _run(save, folder, strike):
     if hung:
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    assert not hung, f"{strike}: the save hangs"
-    assert data or os.WTERMSIG(status) == signal.SIGKILL, f"{strike}: the child ended with status {status}"
+    assert not hung, f"{failure}: the save hangs"
+    assert data or os.WTERMSIG(status) == signal.SIGKILL, f"{failure}: the child ended with status {status}"
     error, trace = pickle.loads(data) if data else ("killed", [])
     return Cut("uncut", not error, error, trace)
 
 
 class _Report:
-    """Tells the parent how the save in a child ended, and ends the child."""
+    """Reports to the parent how the save in a child ended, and ends the child."""
 
     def __init__(self, trace, sink):
         self.trace, self.sink = trace, sink

@@ -16,7 +16,7 @@ ARRIVED = ("all", "half", "none", "zeros", "old")
 
 
 def read_tree(folder: Path) -> dict:
-    """What a folder holds: {relative path: bytes of a file, str of a link's target, None of a folder}."""
+    """The content of a folder: {relative path: bytes of a file, str of a link's target, None of a folder}."""
     return {str(path.relative_to(folder)): _read(path) for path in sorted(Path(folder).rglob("*"))}
 
 
@@ -27,7 +27,7 @@ def _read(path):
 
 
 def write_tree(tree: dict, folder: Path):
-    """Makes a folder hold what `read_tree` gave."""
+    """Give a folder the content that `read_tree` returned."""
     shutil.rmtree(folder, ignore_errors=True)
     Path(folder).mkdir(parents=True)
     for name, content in tree.items():
@@ -42,14 +42,14 @@ def write_tree(tree: dict, folder: Path):
 
 @dataclass(eq=False)
 class Node:
-    """A file, folder or link: what of it is on disk, and what has not been synced."""
+    """A file, folder or link: its state on disk, and its changes that are not synced."""
 
     content: bytes | str | None  # as in a tree
     writes: list = field(
         default_factory=list
     )  # since the last fsync: (offset, bytes), or (length, None) of a truncate
-    entries: dict = field(default_factory=dict)  # of a folder: name -> Node, now
-    synced: dict = field(default_factory=dict)  # and on disk
+    entries: dict = field(default_factory=dict)  # of a folder: name -> Node, at present
+    synced: dict = field(default_factory=dict)  # the same on disk
 
 
 class Disk:
@@ -57,13 +57,13 @@ class Disk:
 
     def __init__(self, tree: dict):
         self.root, self.opened = Node(None), {}
-        self.pending = []  # changes of names, not synced: each a tuple of (folder, name, Node or None)
+        self.pending = []  # renames that are not synced: each a tuple of (folder, name, Node or None)
         for path, content in tree.items():
             folder, name = self.place(path)
             folder.entries[name] = folder.synced[name] = Node(content)
 
     def place(self, path):
-        """The folder that a path is in, and its name there."""
+        """The parent folder of a path, and its name there."""
         *folders, name = Path(path).parts or (".",)
         node = self.root
         for folder in folders:
@@ -115,7 +115,7 @@ class Disk:
             node.writes.clear()
 
     def now(self) -> dict:
-        """The tree as a running system shows it."""
+        """The tree that a running system shows."""
         return self.tree(self.pending, {})
 
     def states(self) -> Iterator[dict]:
@@ -152,7 +152,7 @@ def _enter(changes, names_of):
 
 
 def _written(node, arrived):
-    """The content of a file if of the bytes that were not synced this much has arrived."""
+    """The content of a file if this much of the bytes that were not synced has arrived."""
     if arrived == "old":
         return node.content
     content, total = bytearray(node.content), sum(len(data or b"") for _, data in node.writes)
@@ -169,7 +169,7 @@ def _written(node, arrived):
 
 
 def _subsets(pending):
-    """All subsets of up to 5 changes; of more: those up to each, from each on, each alone, and all but each."""
+    """All subsets of up to 5 changes. Of more: each prefix, each suffix, each change by itself, and all but each."""
     if len(pending) <= 5:
         return [list(itertools.compress(pending, bits)) for bits in itertools.product((0, 1), repeat=len(pending))]
     cuts = range(len(pending) + 1)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(room):
-    """No file may grow beyond `room` bytes: what is written then ends short, as on a full disk."""
+    """Limit files to `room` bytes: later writes are cut short, as on a full disk."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, old[1]))
     try:

@@ -1,6 +1,6 @@
-"""A trainer that misbehaves when a test tells it to: the variable DEED says how, when, and on which rank.
+"""A trainer with faults for tests: the variable FAULT says which fault, when, and on which rank.
 
-`faulty.py WORDS` is train.py that knows it as `-trainer faulty`.
+`faulty.py FLAGS` is train.py with this file as `-trainer faulty`.
 """
 
 import json
@@ -18,18 +18,18 @@ from lib.trainer import trainer
 from lib.utils import preemption
 from lib.utils.errors import STOP_SIGNALS, UsageError
 
-LIMIT = 120  # seconds a rank waits: to be let go, or for a thread to hear of its signal
+LIMIT = 120  # seconds a rank waits for the test to release it, or for its signal handler
 NAMES = {number.name for number in STOP_SIGNALS}
 
 
 class Trainer(trainer.Trainer):
-    """The usual trainer, but for its deed; its ranks vote at every step unless VOTE_S says how often."""
+    """The default trainer with one fault. Its ranks vote at every step, or every VOTE_S seconds."""
 
     def __init__(self, *parts):
         preemption.ASK_EVERY_S = float(os.environ.get("VOTE_S", 0))
         preemption.LAST_S = float(os.environ.get("LAST_S", preemption.LAST_S))
         super().__init__(*parts)
-        self.deed = json.loads(os.environ.get("DEED", "{}"))
+        self.fault = json.loads(os.environ.get("FAULT", "{}"))
 
     def training_step(self, batch):
         self.act("training")
@@ -40,20 +40,20 @@ class Trainer(trainer.Trainer):
         return super().evaluation_step(model, batch, count)
 
     def act(self, where):
-        deed, here = self.deed, (where, self.state.step)
-        epochs = deed.get("epochs", self.state.epoch)  # done: 3 of 3 while the test split is evaluated
-        if (*here, self.state.epoch) != (deed.get("where", "training"), deed.get("step"), epochs):
+        fault, here = self.fault, (where, self.state.step)
+        epochs = fault.get("epochs", self.state.epoch)  # done: 3 of 3 while the test split is evaluated
+        if (*here, self.state.epoch) != (fault.get("where", "training"), fault.get("step"), epochs):
             return
-        if deed.get("rank", self.world.rank) == self.world.rank:
-            self.deed = {}
-            note(Path(deed["notes"]), self.world.rank)
-            DEEDS[deed["do"]](deed)
-            if deed.get("signal") in NAMES:
+        if fault.get("rank", self.world.rank) == self.world.rank:
+            self.fault = {}
+            write_note(Path(fault["notes"]), self.world.rank)
+            FAULTS[fault["do"]](fault)
+            if fault.get("signal") in NAMES:
                 wait(lambda: self.stop.signalled_at is not None)
 
 
-def note(folder: Path, rank: int):
-    """Leaves word of this process at the moment of its deed."""
+def write_note(folder: Path, rank: int):
+    """Write facts about this process when its fault happens."""
     facts = {"pid": os.getpid(), "parent": os.getppid(), "time": time.monotonic(), "environ": dict(os.environ)}
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"rank_{rank}.partial"
@@ -61,9 +61,9 @@ def note(folder: Path, rank: int):
     partial.replace(folder / f"rank_{rank}.json")
 
 
-def pause(deed):
-    """Waits until the test lets it go."""
-    wait((Path(deed["notes"]) / "go").exists)
+def pause(fault):
+    """Wait until the test releases this rank."""
+    wait((Path(fault["notes"]) / "go").exists)
 
 
 def wait(condition):
@@ -72,36 +72,36 @@ def wait(condition):
         time.sleep(0.01)
 
 
-def fail(deed):
-    raise ValueError(deed.get("text", "a sample that nobody can bear"))
+def fail(fault):
+    raise ValueError(fault.get("text", "a sample that nobody can bear"))
 
 
-def fail_and_linger(deed):
-    """Fails, and a thread keeps the process from ending."""
+def fail_and_linger(fault):
+    """Fail while a thread keeps the process alive."""
     threading.Thread(target=time.sleep, args=(LIMIT,)).start()
-    fail(deed)
+    fail(fault)
 
 
-def refuse(deed):
+def refuse(fault):
     raise UsageError("-epochs 3: not today")
 
 
-def strike(deed):
-    """Sends itself a signal."""
-    os.kill(os.getpid(), signal.Signals[deed["signal"]])
+def send_signal(fault):
+    """Send a signal to this process."""
+    os.kill(os.getpid(), signal.Signals[fault["signal"]])
 
 
-def debug(deed):
+def debug(fault):
     breakpoint()
 
 
-DEEDS = {act.__name__: act for act in (pause, fail, fail_and_linger, refuse, strike, debug)}
+FAULTS = {act.__name__: act for act in (pause, fail, fail_and_linger, refuse, send_signal, debug)}
 
 
 def register():
-    """Makes this file known as lib/trainer/faulty.py."""
-    there = plugins.names
-    plugins.names = lambda kind: [*there(kind), "faulty"] if kind == "trainer" else there(kind)
+    """Make this file available as lib/trainer/faulty.py."""
+    names_before = plugins.names
+    plugins.names = lambda kind: [*names_before(kind), "faulty"] if kind == "trainer" else names_before(kind)
     sys.modules["lib.trainer.faulty"] = sys.modules[__name__]
 
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 
 def free() -> int:
-    """One that nobody listens on."""
+    """A port on which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 def listens(pid: int) -> list[str]:
-    """The addresses, as the kernel writes them, on which a process listens; none once it has ended."""
+    """The addresses, as the kernel writes them, on which a process listens; none after it has ended."""
     links, lines = [], []
     with contextlib.suppress(OSError):
         for fd in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed since
+            with contextlib.suppress(OSError):  # closed meanwhile
                 links.append(str(fd.readlink()))
         for name in ("tcp", "tcp6"):
             lines += Path(f"/proc/{pid}/net/{name}").read_text().splitlines()

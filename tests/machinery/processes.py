@@ -1,6 +1,6 @@
-"""Real runs for tests: each in a session of its own, its words kept, its processes ended by their ids at the end.
+"""Real runs for tests: each has a session of its own, its output is kept, its processes are killed after the test.
 
-A nursery, a process that has imported what train.py imports, forks a run in a tenth of the time of a fresh Python;
+A fork server, which has imported the modules of train.py, forks a run in a tenth of the time of a fresh Python;
 `command` starts a fresh one. Tests ask for the fixtures `start` and `undisturbed`.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 120  # seconds, for whatever is waited for
+LIMIT = 120  # seconds that a test waits for anything
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CLEAN = {
     name: value
@@ -34,8 +34,8 @@ CLEAN = {
 
 
 def until(condition: Callable, limit: float = LIMIT, what: str | Callable = "", pause: float = 0.01):
-    """The first true value of `condition()`, asked for with pauses between. Fails after the limit, and says for what
-    it waited; a function is asked then. All times in seconds."""
+    """Wait until `condition()` is true and return its value. After the limit it fails with `what`, a text or
+    a function that returns one. All times in seconds."""
     end = time.monotonic() + limit
     while not (value := condition()):
         assert time.monotonic() < end, f"waited {limit} s for {what() if callable(what) else what or condition}"
@@ -43,11 +43,11 @@ def until(condition: Callable, limit: float = LIMIT, what: str | Callable = "", 
     return value
 
 
-def in_a_child(function: Callable, **words):
-    """Calls the function in a fork of this process, to which nothing of it comes back but its failure."""
+def in_a_child(function: Callable, **arguments):
+    """Call the function in a fork of this process; only its failure is reported back."""
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_report, args=(writer, function, words))
+    process = context.Process(target=_report, args=(writer, function, arguments))
     process.start()
     writer.close()
     failure = reader.recv() if reader.poll(LIMIT) else "no answer"
@@ -55,9 +55,9 @@ def in_a_child(function: Callable, **words):
     assert not failure, failure
 
 
-def _report(writer, function, words):
+def _report(writer, function, arguments):
     try:
-        function(**words)
+        function(**arguments)
         writer.send("")
     except BaseException:
         writer.send(traceback.format_exc())
@@ -65,46 +65,46 @@ def _report(writer, function, words):
 
 @dataclass
 class Run:
-    """A run that was started, as a person at the terminal sees it."""
+    """A running process of train.py and its output."""
 
     pid: int
     folder: Path  # out/NAME
     log: Path  # stdout and stderr
-    notes: Path  # what its ranks left at their deed
+    notes: Path  # the files that ranks wrote when the fault happened
     ended: Callable[[], int | None]  # its exit code, once it has ended
     terminal: int | None = None  # the file descriptor of our end
-    heard: str = field(default="", repr=False)
+    output: str = field(default="", repr=False)  # output read from the terminal
 
-    def ends(self, limit: float = LIMIT) -> int:
-        """Its exit code, negative after a signal."""
+    def wait(self, limit: float = LIMIT) -> int:
+        """Wait for the end and return the exit code, negative after a signal."""
         until(lambda: (self.text(), self.ended() is not None)[1], limit, lambda: f"the end of:\n{self.text()}")
         return self.ended()
 
     def text(self) -> str:
-        """What it said so far."""
+        """The output so far."""
         if self.terminal is None:
             return self.log.read_text() if self.log.exists() else ""
         while select.select([self.terminal], [], [], 0)[0]:
             try:
-                self.heard += os.read(self.terminal, 65536).decode(errors="replace")
-            except OSError:  # nobody holds the other end any more
+                self.output += os.read(self.terminal, 65536).decode(errors="replace")
+            except OSError:  # nobody has the other end open any more
                 break
-        return self.heard
+        return self.output
 
-    def says(self, words: str, limit: float = LIMIT):
-        """Waits until it has said these words."""
-        until(lambda: words in self.text(), limit, lambda: f"{words!r} in:\n{self.text()}")
+    def wait_for_output(self, text: str, limit: float = LIMIT):
+        """Wait until the output contains this text."""
+        until(lambda: text in self.text(), limit, lambda: f"{text!r} in:\n{self.text()}")
 
     def type(self, keys: str):
         os.write(self.terminal, keys.encode())
 
     def hang_up(self):
-        """Closes its terminal."""
+        """Close its terminal."""
         os.close(self.terminal)
         self.terminal = None
 
-    def noted(self, count: int) -> list[dict]:
-        """The notes of `count` ranks at their deed, by rank."""
+    def wait_for_notes(self, count: int) -> list[dict]:
+        """Wait for the notes of `count` ranks about the fault, and return them by rank."""
         files = until(lambda: self._notes(count), what=lambda: f"{count} notes in:\n{self.text()}")
         return [json.loads(file.read_text()) for file in files]
 
@@ -113,9 +113,9 @@ class Run:
         files = sorted(self.notes.glob("rank_*.json"))
         return files if len(files) >= count else None
 
-    def go(self):
-        """Lets the ranks that paused go on."""
-        self.notes.mkdir(exist_ok=True)  # there may be none that paused yet
+    def release(self):
+        """Let paused ranks continue."""
+        self.notes.mkdir(exist_ok=True)  # maybe no rank has paused yet
         (self.notes / "go").touch()
 
     def outcome(self) -> dict:
@@ -125,15 +125,15 @@ class Run:
         return (self.folder / "final" / "weights.safetensors").read_bytes()
 
     def processes(self) -> set[int]:
-        """Those of its session and those that descend from it, but for the dead."""
+        """The living processes of its session and their descendants."""
         table = dict(_stat())
         mine = {pid for pid, (parent, session) in table.items() if self.pid in (pid, session)}
         while more := {pid for pid, (parent, _) in table.items() if parent in mine} - mine:
             mine |= more
         return mine
 
-    def is_gone(self, limit: float = LIMIT):
-        """Waits until none of its processes is left."""
+    def wait_until_gone(self, limit: float = LIMIT):
+        """Wait until none of its processes is left."""
         until(lambda: not self.processes(), limit, lambda: f"the end of {self.processes()}")
 
     def end(self):
@@ -152,42 +152,42 @@ def _stat():
                 yield int(entry.name), (int(parent), int(session))
 
 
-class Nursery:
-    """A process that has imported what a run imports, and forks runs."""
+class ForkServer:
+    """A process that has imported the modules of a run, and forks runs."""
 
     def __init__(self):
         self.wire, far = multiprocessing.Pipe()
         self.codes: dict[int, int] = {}
-        words = [sys.executable, __file__, str(far.fileno())]
+        command = [sys.executable, __file__, str(far.fileno())]
         env = {name: value for name, value in CLEAN.items() if name != "OMP_NUM_THREADS"}
-        self.process = subprocess.Popen(words, cwd=ROOT, pass_fds=[far.fileno()], env=env)
+        self.process = subprocess.Popen(command, cwd=ROOT, pass_fds=[far.fileno()], env=env)
         far.close()
 
     def start(self, **order) -> int:
-        assert self.process.poll() is None, "the nursery died of what stderr shows"
+        assert self.process.poll() is None, "the fork server died; stderr shows why"
         self.wire.send(order)
-        while isinstance(word := self._word(), tuple):
+        while isinstance(message := self._receive(), tuple):
             pass
-        return word
+        return message
 
     def ended(self, pid: int) -> int | None:
         while self.wire.poll():
-            self._word()
+            self._receive()
         return self.codes.get(pid)
 
-    def _word(self):
-        word = self.wire.recv()
-        if isinstance(word, tuple):
-            self.codes[word[0]] = word[1]
-        return word
+    def _receive(self):
+        message = self.wire.recv()
+        if isinstance(message, tuple):
+            self.codes[message[0]] = message[1]
+        return message
 
     def close(self):
         self.wire.close()
         self.process.wait(LIMIT)
 
 
-def nurse(wire) -> int:
-    """Forks a run for each order from the wire, and tells how each ended."""
+def serve_forks(wire) -> int:
+    """Fork a run for each order from the pipe, and report how each ended."""
     import faulty
     from torch.utils import tensorboard  # noqa: F401
 
@@ -195,7 +195,7 @@ def nurse(wire) -> int:
 
     faulty.register()
     config.parse_args([])
-    living = []
+    children = []
     while True:
         if wire.poll(0.01):
             try:
@@ -205,78 +205,78 @@ def nurse(wire) -> int:
             pid = os.fork()
             if not pid:
                 wire.close()
-                return live(**order)
-            living.append(pid)
+                return run_in_fork(**order)
+            children.append(pid)
             wire.send(pid)
-        for pid, status in [os.waitpid(pid, os.WNOHANG) for pid in living]:
+        for pid, status in [os.waitpid(pid, os.WNOHANG) for pid in children]:
             if pid:
-                living.remove(pid)
+                children.remove(pid)
                 wire.send((pid, os.waitstatus_to_exitcode(status)))
 
 
-def live(words: list[str], env: dict, stdin: str, stdout: str, stderr: str) -> int:
-    """A forked run, as a fresh Python would be: its own session, its own terminal or files."""
+def run_in_fork(flags: list[str], env: dict, stdin: str, stdout: str, stderr: str) -> int:
+    """Set up a forked run as a fresh Python would be: its own session, its own terminal or files."""
     os.setsid()
     for number, name in enumerate((stdin, stdout, stderr)):
-        flags = os.O_RDONLY if name == os.devnull else os.O_RDWR | os.O_CREAT | os.O_APPEND
-        fd = os.open(name, flags, 0o644)
+        mode = os.O_RDONLY if name == os.devnull else os.O_RDWR | os.O_CREAT | os.O_APPEND
+        fd = os.open(name, mode, 0o644)
         os.dup2(fd, number)
         os.close(fd)
     sys.stdout.reconfigure(line_buffering=os.isatty(1))
     os.environ.clear()
     os.environ.update(env)
-    sys.argv = ["train.py", *words]
+    sys.argv = ["train.py", *flags]
     import train
 
     return train.main()
 
 
 @pytest.fixture(scope="session")
-def nursery():
-    one = Nursery()
+def fork_server():
+    one = ForkServer()
     yield one
     one.close()
 
 
 @pytest.fixture(scope="session")
-def undisturbed(nursery, tmp_path_factory) -> Run:
-    """The run that nothing happens to: two processes, three epochs of 20 steps."""
-    run = Starter(nursery, tmp_path_factory.mktemp("undisturbed"), [])("run")
-    assert run.ends() == 0, run.text()
+def undisturbed(fork_server, tmp_path_factory) -> Run:
+    """A run that is not interrupted: two processes, three epochs of 20 steps."""
+    run = Starter(fork_server, tmp_path_factory.mktemp("undisturbed"), [])("run")
+    assert run.wait() == 0, run.text()
     return run
 
 
 @pytest.fixture
-def start(nursery, tmp_path):
-    """Starts runs of train.py with a model's name and words, by default forked from the nursery with two processes.
+def start(fork_server, tmp_path):
+    """Start runs of train.py with a model name and flags, by default by the fork server with two processes.
 
-    `deed`: what faulty.py is to do. `command`: a fresh Python's words instead. `terminal`: which of stdin, stdout
-    and stderr are a terminal.
+    `fault`: what faulty.py does. `command`: a fresh Python is started with this command instead. `terminal`: which of
+    stdin, stdout and stderr are a terminal.
     """
     runs = []
-    yield Starter(nursery, tmp_path, runs)
+    yield Starter(fork_server, tmp_path, runs)
     for run in runs:
         run.end()
 
 
 class Starter:
-    def __init__(self, nursery, folder: Path, runs: list):
-        self.nursery, self.folder, self.runs, self.count = nursery, folder, runs, itertools.count()
+    def __init__(self, fork_server, folder: Path, runs: list):
+        self.fork_server, self.folder, self.runs, self.count = fork_server, folder, runs, itertools.count()
 
-    def __call__(self, model="run", *words, deed=None, env=None, command=None, terminal=(), cpu=2) -> Run:
+    def __call__(self, model="run", *flags, fault=None, env=None, command=None, terminal=(), cpu=2) -> Run:
         number = next(self.count)
         notes, log = self.folder / f"notes_{number}", self.folder / f"log_{number}"
-        deed = json.dumps({**deed, "notes": str(notes)}) if deed else "{}"
-        # One thread whatever the machine has, so that all runs can be compared bit for bit.
-        given = {**CLEAN, "OMP_NUM_THREADS": "1", "TERM": "dumb", "DEED": deed, **(env or {})}
+        fault = json.dumps({**fault, "notes": str(notes)}) if fault else "{}"
+        # One thread on any machine, so that all runs can be compared bit for bit.
+        given = {**CLEAN, "OMP_NUM_THREADS": "1", "TERM": "dumb", "FAULT": fault, **(env or {})}
         given = {name: value for name, value in given.items() if value is not None}
-        words = ["-out", str(self.folder / "out"), "-model", model, "-cpu", str(cpu), *map(str, words)]
+        flags = ["-out", str(self.folder / "out"), "-model", model, "-cpu", str(cpu), *map(str, flags)]
         ours = None
         if command:
             log.touch()
             with log.open("ab") as file:
                 process = subprocess.Popen(
-                    [sys.executable, *command, *words],
+                    [sys.executable, *command, *flags],
                     cwd=ROOT,
                     env=given,
                     start_new_session=True,
@@ -290,9 +290,9 @@ class Starter:
             if terminal:
                 ours, theirs = pty.openpty()
                 files |= dict.fromkeys(terminal, os.ttyname(theirs))
-            words = ["-arch", "mlp", "-epochs", "3", "-trainer", "faulty", *words]
-            pid = self.nursery.start(words=words, env=given, **files)
-            ended = lambda: self.nursery.ended(pid)  # noqa: E731
+            flags = ["-arch", "mlp", "-epochs", "3", "-trainer", "faulty", *flags]
+            pid = self.fork_server.start(flags=flags, env=given, **files)
+            ended = lambda: self.fork_server.ended(pid)  # noqa: E731
             if terminal:
                 os.close(theirs)
         run = Run(pid, self.folder / "out" / model, log, notes, ended, ours)
@@ -302,17 +302,17 @@ class Starter:
 
 @pytest.fixture
 def serve():
-    """Starts -tb's server over a folder of runs, with a tunnel if there is a user. The process stands for a run:
-    it prints "interrupted" at SIGINT, and ends when its stdin does."""
+    """Start the server of -tb for a folder of runs, with a tunnel if there is a user. The process acts as the run:
+    it prints "interrupted" at SIGINT, and ends when its stdin is closed."""
     started = []
 
-    def started_over(runs: Path, user: str = "") -> subprocess.Popen:
+    def start_server(runs: Path, user: str = "") -> subprocess.Popen:
         command = [sys.executable, "-c", SERVE, str(runs), user]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         started.append(subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes))
         return started[-1]
 
-    yield started_over
+    yield start_server
     for process in started:
         process.kill()
         process.communicate()
@@ -330,10 +330,10 @@ server.terminate()
 
 
 def address_in(text: str) -> str:
-    """The address in a line like "TensorBoard: http://127.0.0.1:6006/"."""
+    """The address in a line such as "TensorBoard: http://127.0.0.1:6006/"."""
     return text.partition(": ")[2].strip()
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    sys.exit(nurse(connection.Connection(int(sys.argv[1]))))
+    sys.exit(serve_forks(connection.Connection(int(sys.argv[1]))))

@@ -1,4 +1,4 @@
-"""Models and data that were written elsewhere train as they are, at the same bits on any number of processes."""
+"""Models and data from elsewhere train unchanged, with the same bits on any number of processes."""
 
 import collections
 import dataclasses
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
 class Output(collections.OrderedDict):
-    """A dict whose entries are attributes, without those that are None: the manners of Hugging Face's ModelOutput."""
+    """A dict whose entries are also attributes, without those that are None, as Hugging Face's ModelOutput."""
 
     def __init__(self, **entries):
         super().__init__({name: value for name, value in entries.items() if value is not None})
@@ -36,51 +36,51 @@ class Output(collections.OrderedDict):
 
 @dataclasses.dataclass
 class Answer:
-    """What a model may return."""
+    """A dataclass that a model may return."""
 
     logits: torch.Tensor
     loss: torch.Tensor | None = None
 
 
 class Net(nn.Sequential):
-    """The network of SMALL; each kind below returns something else."""
+    """The network of SMALL; each subclass returns its outputs in another form."""
 
     def __init__(self, args):
         super().__init__(*norm_net(args))
 
-    def both(self, inputs, targets):
+    def outputs_and_loss(self, inputs, targets):
         logits = super().forward(inputs)
         return logits, None if targets is None else functional.cross_entropy(logits, targets)
 
 
 class LikeHuggingFace(Net):
     def forward(self, input_values=None, position=None, labels=None, **options):
-        logits, loss = self.both(input_values, labels)
+        logits, loss = self.outputs_and_loss(input_values, labels)
         return Output(loss=loss, logits=logits, attentions=None)
 
 
 class LikeNanoGpt(Net):
     def forward(self, tokens, targets=None):
-        return self.both(tokens, targets)
+        return self.outputs_and_loss(tokens, targets)
 
 
 class LossFirst(Net):
     def forward(self, inputs, labels):
-        return self.both(inputs, labels)[::-1]
+        return self.outputs_and_loss(inputs, labels)[::-1]
 
 
-class OfABatch(Net):
+class FromKwargs(Net):
     def forward(self, **batch):
-        return Answer(*self.both(batch["input_values"], batch["label"]))
+        return Answer(*self.outputs_and_loss(batch["input_values"], batch["label"]))
 
 
 class Logits(Net):
     def forward(self, input_values):
-        return Answer(self.both(input_values, None)[0])
+        return Answer(self.outputs_and_loss(input_values, None)[0])
 
 
 class Rows(Dataset):
-    """A dataset in the manner of Hugging Face's: rows are dicts, and the names of its methods are common ones."""
+    """A dataset like Hugging Face's: rows are dicts, and its methods have common names."""
 
     def __init__(self, part: Tensors):
         self.part, self.column_names = part, ["idx", "input_values", "label"]
@@ -101,13 +101,13 @@ class Rows(Dataset):
 
 
 class Named(Rows):
-    """Only what a model of one tensor can take."""
+    """Rows with only those entries that a model with one input can take."""
 
     def __getitem__(self, index):
         return {"input_values": self.part[index][0], "label": self.part[index][1]}
 
 
-ARCHS = {"hugging": LikeHuggingFace, "nano": LikeNanoGpt, "first": LossFirst, "batch": OfABatch, "logits": Logits}
+ARCHS = {"hugging": LikeHuggingFace, "nano": LikeNanoGpt, "first": LossFirst, "batch": FromKwargs, "logits": Logits}
 DATASETS = {
     "rows": lambda args: {name: Rows(part) for name, part in few(args).items()},
     "named": lambda args: {name: Named(part) for name, part in few(args).items()},
@@ -115,8 +115,8 @@ DATASETS = {
 
 
 @pytest.fixture(scope="module")
-def usual(small_plugins, tmp_path_factory):
-    """A run on pairs, of a model that returns a tensor."""
+def usual_run(small_plugins, tmp_path_factory):
+    """A run on (inputs, targets), with a model that returns a tensor."""
     return run(tmp_path_factory.mktemp("usual"), f"{SMALL} -cpu 1")
 
 
@@ -132,30 +132,32 @@ def usual(small_plugins, tmp_path_factory):
         ("norm_net", "named"),
     ],
 )
-def test_models_and_batches_of_many_kinds_train_as_the_usual_ones(arch, dataset, usual, tmp_path):
-    """The same losses, weights and metrics, though the model computes the loss, or the batch is a dict."""
+def test_models_and_batches_of_many_forms_train_with_the_same_bits_as_the_usual_ones(
+    arch, dataset, usual_run, tmp_path
+):
+    """Losses, weights and metrics are the same if the model computes the loss, or if the batch is a dict."""
     with plugins(arch=ARCHS, dataset=DATASETS):
         for size in (1, 2):
-            words = f"{SMALL} -arch {arch} -dataset {dataset} -cpu {size} -model on_{size}"
-            assert bits(run(tmp_path, words)) == bits(usual), size
+            flags = f"{SMALL} -arch {arch} -dataset {dataset} -cpu {size} -model on_{size}"
+            assert bits(run(tmp_path, flags)) == bits(usual_run), size
 
 
-class Own(LikeHuggingFace):
-    """Has a loss that is none of -loss."""
+class OwnLoss(LikeHuggingFace):
+    """Computes a loss that -loss does not offer."""
 
-    def both(self, inputs, targets):
+    def outputs_and_loss(self, inputs, targets):
         logits = nn.Sequential.forward(self, inputs)
         return logits, None if targets is None else functional.multi_margin_loss(logits, targets)
 
 
-def test_a_models_own_loss_is_trained_on_as_a_plain_loop_does(tmp_path):
-    words = f"{SMALL.replace('norm_net', 'own')} -dataset rows -shuffle no -optimizer sgd -momentum 0 -weight_decay 0"
-    words = f"{words} -lr_start 0.1 -lr_end 0.1 -micro_batch 16 -epochs 2"
-    with plugins(arch={"own": Own}, dataset=DATASETS):
-        folder = run(tmp_path, words)
-        args = parsed(words)
+def test_a_model_that_computes_its_own_loss_trains_as_in_a_plain_loop(tmp_path):
+    flags = f"{SMALL.replace('norm_net', 'own')} -dataset rows -shuffle no -optimizer sgd -momentum 0 -weight_decay 0"
+    flags = f"{flags} -lr_start 0.1 -lr_end 0.1 -micro_batch 16 -epochs 2"
+    with plugins(arch={"own": OwnLoss}, dataset=DATASETS):
+        folder = run(tmp_path, flags)
+        args = parsed(flags)
     seeding.seed_building(args.seed)
-    model, part = Own(args), few(args)["train"].tensors
+    model, part = OwnLoss(args), few(args)["train"].tensors
     step = 0
     for _ in range(args.epochs):
         for rows in torch.arange(50).split(16):
@@ -170,13 +172,13 @@ def test_a_models_own_loss_is_trained_on_as_a_plain_loop_does(tmp_path):
         assert torch.allclose(value, model.state_dict()[name], atol=1e-5), name
 
 
-def test_sharded_models_may_return_such_outputs(tmp_path, usual):
+def test_models_under_fsdp_may_return_outputs_of_these_forms(tmp_path, usual_run):
     with plugins(arch=ARCHS, dataset=DATASETS):
         folder = run(tmp_path, f"{SMALL} -arch hugging -dataset rows -cpu 2 -parallel fsdp")
-    assert distance(folder, usual) < 1e-5
+    assert distance(folder, usual_run) < 1e-5
 
 
-def test_a_row_of_labels_is_not_measured_where_the_model_may_move_it():
+def test_a_sequence_of_labels_is_not_measured_because_the_model_may_shift_it():
     class Causal(nn.Linear):
         def forward(self, inputs, labels=None):
             return Output(loss=super().forward(inputs).mean(), logits=super().forward(inputs))
@@ -186,8 +188,8 @@ def test_a_row_of_labels_is_not_measured_where_the_model_may_move_it():
     assert done.outputs is None and losses.metric_sums(losses.CrossEntropy(), done.outputs, done.targets) == {}
 
 
-def test_what_a_model_returns_with_a_loss_of_its_own_is_measured_only_if_it_holds_answers():
-    """An autoencoder's outputs are no scores of classes, and of one number a sample the largest says nothing."""
+def test_outputs_of_a_model_with_its_own_loss_are_measured_only_if_they_are_class_scores():
+    """An autoencoder's outputs are no class scores, and with one output a sample the argmax says nothing."""
 
     class Autoencoder(nn.Linear):
         def forward(self, inputs):
@@ -205,8 +207,8 @@ def test_what_a_model_returns_with_a_loss_of_its_own_is_measured_only_if_it_hold
         assert losses.metric_sums(criterion, done.outputs, done.targets) == {}
 
 
-def test_a_number_next_to_the_outputs_is_no_loss_unless_the_model_got_the_targets_or_calls_it_so():
-    """As the auxiliary loss of a mixture of experts: trained on alone, it would teach the model nothing."""
+def test_a_scalar_next_to_the_outputs_is_a_loss_only_if_the_model_got_targets_or_calls_it_loss():
+    """The auxiliary loss of a mixture of experts is such a scalar: alone it would teach the model nothing."""
 
     class Experts(nn.Linear):
         def forward(self, inputs):
@@ -225,7 +227,7 @@ def test_a_number_next_to_the_outputs_is_no_loss_unless_the_model_got_the_target
         assert losses.forward(model, batch, criterion).loss == model.weight.square().mean()
 
 
-def test_a_model_that_names_some_entries_of_a_dict_and_takes_all_gets_all():
+def test_a_model_with_named_arguments_and_kwargs_gets_all_entries_of_a_dict():
     class Some(nn.Linear):
         def forward(self, x, **others):
             return super().forward(x) + sum(value.sum() for value in others.values())
@@ -248,7 +250,7 @@ def test_a_model_that_names_some_entries_of_a_dict_and_takes_all_gets_all():
     assert torch.isclose(losses.forward(some, (mapping, label), criterion).loss, expected)
 
 
-def test_targets_next_to_a_dict_that_has_some_of_that_name_are_those_that_the_model_gets():
+def test_targets_next_to_a_dict_replace_its_entry_of_the_same_name():
     class Model(nn.Linear):
         def forward(self, x, labels=None):
             return functional.mse_loss(super().forward(x)[:, 0], labels)
@@ -258,7 +260,7 @@ def test_targets_next_to_a_dict_that_has_some_of_that_name_are_those_that_the_mo
     assert losses.forward(model, (batch, torch.ones(8)), losses.CrossEntropy()).loss == expected
 
 
-def test_a_named_tuples_loss_is_the_one_that_it_calls_so():
+def test_the_loss_in_a_named_tuple_is_its_field_loss():
     Named = collections.namedtuple("Named", "logits loss")
 
     class Model(nn.Linear):
@@ -270,7 +272,7 @@ def test_a_named_tuples_loss_is_the_one_that_it_calls_so():
     assert done.loss == model.weight.square().mean()
 
 
-def test_a_models_own_loss_in_bfloat16_adds_up_as_another():
+def test_a_models_own_loss_in_bfloat16_is_summed_in_float32():
     class Half(nn.Linear):
         def forward(self, inputs, labels=None):
             outputs = super().forward(inputs)
@@ -283,7 +285,7 @@ def test_a_models_own_loss_in_bfloat16_adds_up_as_another():
 
 
 def test_a_batch_may_be_any_mapping():
-    """As Hugging Face's BatchEncoding is, which its collators return."""
+    """Hugging Face's BatchEncoding, which its collators return, is a mapping."""
     inputs, labels = torch.randn(8, 4), torch.randint(3, (8,))
     batch = collections.UserDict({"input": inputs, "labels": labels})
     model, criterion = nn.Linear(4, 3), losses.CrossEntropy()
@@ -293,20 +295,20 @@ def test_a_batch_may_be_any_mapping():
 
 
 class Three(Tensors):
-    """Gives one part too many."""
+    """Gives one entry too many."""
 
     def __init__(self, part):
         super().__init__(*part.tensors, part.tensors[1])
 
 
-class Words(Rows):
-    """Gives texts, and no labels."""
+class Texts(Rows):
+    """Gives texts and no labels."""
 
     def __getitem__(self, index):
         return {"text": "a text"}
 
 
-class Untold(Rows):
+class Unlabelled(Rows):
     """Gives no labels."""
 
     def __getitem__(self, index):
@@ -314,20 +316,23 @@ class Untold(Rows):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         (Three, "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): python scripts/new.py trainer NAME"),
-        (Untold, "this dataset gives a dict of input_values: (4, 64), and the model returns a Tensor without a loss"),
+        (
+            Unlabelled,
+            "this dataset gives a dict of input_values: (4, 64), and the model returns a Tensor without a loss",
+        ),
     ],
 )
-def test_a_batch_that_the_default_trainer_cannot_take_is_refused_in_a_sentence(kind, said, tmp_path, refused):
+def test_a_batch_that_the_default_trainer_cannot_use_is_refused_in_one_line(kind, message, tmp_path, refused):
     with plugins(dataset={"odd": lambda args: kind(few(args)["train"])}):
         line = refused(f"{SMALL} -dataset odd -cpu 1")
-    assert "the default trainer takes (inputs, targets) or a dict with labels" in line and said in line
+    assert "the default trainer takes (inputs, targets) or a dict with labels" in line and message in line
 
 
-@pytest.mark.parametrize("kind", [Words, Rows])
-def test_what_a_model_says_against_a_batch_comes_with_its_shapes_and_the_flags(kind, tmp_path):
+@pytest.mark.parametrize("kind", [Texts, Rows])
+def test_an_error_of_the_model_on_a_batch_names_shapes_and_flags(kind, tmp_path):
     with plugins(dataset={"odd": lambda args: kind(few(args)["train"])}), pytest.raises(Exception) as caught:
         run(tmp_path, f"{SMALL} -dataset odd -cpu 1")
     assert "In a batch of -dataset odd with " in str(caught.value)
@@ -335,7 +340,7 @@ def test_what_a_model_says_against_a_batch_comes_with_its_shapes_and_the_flags(k
 
 
 class Halves(trainer.Trainer):
-    """A trainer of its own for a model that returns a tuple and batches of three."""
+    """A trainer for a model that returns a tuple, and for batches of three."""
 
     def training_step(self, batch):
         inputs, _, targets = batch
@@ -346,10 +351,10 @@ class Halves(trainer.Trainer):
         return {"half": model(batch[0])[0].sum()}
 
 
-def test_a_trainer_of_its_own_may_take_anything(tmp_path):
+def test_a_custom_trainer_may_use_any_form_of_batch_and_output(tmp_path):
     class Pair(Net):
         def forward(self, inputs):
-            outputs = self.both(inputs, None)[0]
+            outputs = self.outputs_and_loss(inputs, None)[0]
             return outputs / 2, outputs / 2
 
     with plugins(
@@ -380,7 +385,7 @@ class Boxes(Dataset):
 
 
 class Detector(nn.Module):
-    """Takes lists of images and of dicts; returns a dict of losses in training, or else lists of boxes."""
+    """Takes lists of images and of dicts. Returns a dict of losses in training, otherwise lists of boxes."""
 
     def __init__(self, args):
         super().__init__()
@@ -392,7 +397,7 @@ class Detector(nn.Module):
         if not self.training:
             return [{"boxes": one[None]} for one in found]
         far = [(one - target["boxes"]).square().mean() for one, target in zip(found, targets)]
-        near = [(one - torch.rand(4)).abs().mean() for one in found]  # drawn, as detectors draw their samples
+        near = [(one - torch.rand(4)).abs().mean() for one in found]  # random, as detectors sample their proposals
         return {"loss_box": torch.stack(far).mean(), "loss_class": torch.stack(near).mean()}
 
 
@@ -404,28 +409,28 @@ class Detection(trainer.Trainer):
         return {"size": sum(answer["boxes"].abs().sum() for answer in model(batch[0]))}
 
 
-def test_a_detector_trains_on_any_number_of_processes(tmp_path):
-    """3 micro-batches a step, the last step of 1 and 1: some processes idle or borrow one."""
-    words = "-dataset boxes -arch detector -trainer detection -batch_size 6 -micro_batch 2 -epochs 2 -best size:min"
+def test_a_detector_trains_with_the_same_bits_on_any_number_of_processes(tmp_path):
+    """A step has 3 micro-batches, the last step 2 of one sample: some processes have none."""
+    flags = "-dataset boxes -arch detector -trainer detection -batch_size 6 -micro_batch 2 -epochs 2 -best size:min"
     files = {
         "dataset": {"boxes": lambda args: {"train": Boxes(), "val": Boxes()}},
         "arch": {"detector": Detector},
         "trainer": {"detection": Detection},
     }
     with plugins(**files):
-        found = [bits(run(tmp_path, f"{words} -cpu {size} -model on_{size}")) for size in (1, 2, 3)]
+        found = [bits(run(tmp_path, f"{flags} -cpu {size} -model on_{size}")) for size in (1, 2, 3)]
     assert found[0] == found[1] == found[2]
 
 
 # Losses and metrics
 
 
-def criterion(words: str):
-    return losses.get_loss(parsed(words))
+def criterion(flags: str):
+    return losses.get_loss(parsed(flags))
 
 
 @pytest.mark.parametrize("targets", [torch.randn(8, 4), torch.rand(8), torch.full((8, 4), 0.3)])
-def test_floats_that_are_no_probabilities_are_refused_by_cross_entropy(targets):
+def test_cross_entropy_refuses_float_targets_that_are_no_probabilities(targets):
     with pytest.raises(UsageError, match=r"-loss cross_entropy takes class numbers or probabilities.*-loss mse"):
         criterion("")(torch.randn(8, 4), targets)
     soft = torch.randn(8, 4).softmax(1)
@@ -433,13 +438,13 @@ def test_floats_that_are_no_probabilities_are_refused_by_cross_entropy(targets):
     assert torch.equal(criterion("-label_smoothing 0")(outputs, soft), functional.cross_entropy(outputs, soft))
 
 
-def test_a_regression_by_cross_entropy_is_refused_in_one_line(tmp_path, refused):
+def test_a_regression_with_cross_entropy_is_refused_in_one_line(tmp_path, refused):
     with plugins(dataset={"numbers": numbers}):
         line = refused("-dataset numbers -arch norm_net -num_classes 1 -cpu 1")
     assert "for a regression: -loss mse" in line
 
 
-def test_class_weights_multiply_each_samples_loss():
+def test_class_weights_multiply_the_loss_of_each_sample():
     outputs, labels = torch.randn(12, 3), torch.randint(3, (12,))
     weighted = criterion("-num_classes 3 -class_weights 1,2.5,0 -label_smoothing 0")
     alone = functional.cross_entropy(outputs, labels, reduction="none")
@@ -459,23 +464,23 @@ def test_class_weights_multiply_each_samples_loss():
         criterion("-num_classes 3 -class_weights 1,2")
 
 
-def test_class_weights_train_at_the_same_bits_on_two_processes(tmp_path):
-    words = f"{SMALL} -class_weights 1,2,0.5,3 -epochs 1 -model"
-    one, two = (run(tmp_path, f"{words} on_{size} -cpu {size}") for size in (1, 2))
+def test_class_weights_give_the_same_bits_on_two_processes(tmp_path):
+    flags = f"{SMALL} -class_weights 1,2,0.5,3 -epochs 1 -model"
+    one, two = (run(tmp_path, f"{flags} on_{size} -cpu {size}") for size in (1, 2))
     assert bits(one) == bits(two)
     assert bits(run(tmp_path, f"-cfg {one / 'config.yaml'} -model again")) == bits(one)
 
 
-def test_the_metrics_of_training_samples_are_those_of_a_plain_loop(tmp_path):
-    words = (
+def test_train_metrics_are_those_of_a_plain_loop(tmp_path):
+    flags = (
         f"{SMALL.replace('norm_net', 'mlp')} -mlp_width 8 -image_size 8 -train_metrics -log_every 1 -epochs 1 -model"
     )
-    one, two = (run(tmp_path, f"{words} on_{size} -cpu {size}") for size in (1, 2))
+    one, two = (run(tmp_path, f"{flags} on_{size} -cpu {size}") for size in (1, 2))
     assert bits(one) == bits(two)
     losses_of, part = [line for line in lines(one) if "train/accuracy" in line], few(None)["train"]
     assert len(losses_of) == 4 and all(line["train/accuracy"] * 16 % 1 == 0 for line in losses_of[:3])
     seeding.seed_building(0)
-    args = parsed(words + " x")
+    args = parsed(flags + " x")
     model = mlp.get_model(args)
     rows = permutation.order(50, args.seed, 0, True)[:16]
     right = (model(part.tensors[0][rows]).argmax(1) == part.tensors[1][rows]).double().mean().item()
@@ -483,7 +488,7 @@ def test_the_metrics_of_training_samples_are_those_of_a_plain_loop(tmp_path):
 
 
 def many(args):
-    """Data in 12 classes, of which val lacks one."""
+    """Data of 12 classes; val lacks one."""
     generator = torch.Generator().manual_seed(3)
 
     def part(count, classes):
@@ -493,10 +498,10 @@ def many(args):
     return {"train": part(60, 12), "val": part(37, 11)}
 
 
-def test_classes_are_measured_as_scikit_learn_does_on_any_number_of_processes(tmp_path):
-    words = "-dataset many -arch norm_net -num_classes 12 -batch_size 16 -micro_batch 4 -epochs 2 -lr_start 1e-2"
+def test_classification_metrics_are_those_of_scikit_learn_on_any_number_of_processes(tmp_path):
+    flags = "-dataset many -arch norm_net -num_classes 12 -batch_size 16 -micro_batch 4 -epochs 2 -lr_start 1e-2"
     with plugins(dataset={"many": many}):
-        folders = [run(tmp_path, f"{words} -cpu {size} -model on_{size}") for size in (1, 3)]
+        folders = [run(tmp_path, f"{flags} -cpu {size} -model on_{size}") for size in (1, 3)]
     found = [[line for line in lines(folder) if "val/f1" in line][-1] for folder in folders]
     model = norm_net(parsed("-num_classes 12"))
     model.load_state_dict(weights(folders[0]))
@@ -522,10 +527,10 @@ def numbers(args):
     return {"train": part(60), "val": part(37), "test": part(9)}
 
 
-def test_numbers_are_measured_as_scikit_learn_does_on_any_number_of_processes(tmp_path):
-    words = "-dataset numbers -arch norm_net -num_classes 1 -loss mse -batch_size 16 -micro_batch 4 -lr_start 1e-2"
+def test_regression_metrics_are_those_of_scikit_learn_on_any_number_of_processes(tmp_path):
+    flags = "-dataset numbers -arch norm_net -num_classes 1 -loss mse -batch_size 16 -micro_batch 4 -lr_start 1e-2"
     with plugins(dataset={"numbers": numbers}):
-        folders = [run(tmp_path, f"{words} -cpu {size} -model on_{size} -best r2 -epochs 2") for size in (1, 3)]
+        folders = [run(tmp_path, f"{flags} -cpu {size} -model on_{size} -best r2 -epochs 2") for size in (1, 3)]
     model = norm_net(parsed("-num_classes 1"))
     model.load_state_dict(weights(folders[0]))
     inputs, targets = numbers(None)["test"].tensors

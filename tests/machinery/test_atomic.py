@@ -1,4 +1,4 @@
-"""Atomic writing: whatever call of a save is the last, old state or new is there, whole, and the next save works."""
+"""Atomic writing: whatever call of a save is the last, the old or new state is complete, and the next save works."""
 
 import contextlib
 import errno
@@ -22,11 +22,11 @@ from lib.utils.compat import atomic_directory
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 ROOT = Path(__file__).resolve().parents[2]
-OLD, NEW, NEWER = 8, 9, 10  # steps; as strings, the last comes first
+OLD, NEW, NEWER = 8, 9, 10  # steps; sorted as strings, the last is the first
 
 
 class File:
-    """Four ways of saving, each with save(folder, step), and found(folder), the step that a reader gets: one file,"""
+    """One of four ways to save, with save(folder, step) and found(folder), the step that a reader gets: a file."""
 
     def save(self, folder, step):
         atomic.write_file(folder / "state.txt", "\n".join([f"{step}"] * 5000))
@@ -38,7 +38,7 @@ class File:
 
 
 class Link:
-    """one link,"""
+    """A link."""
 
     def save(self, folder, step):
         (folder / f"{step}").mkdir(exist_ok=True)
@@ -51,7 +51,7 @@ class Link:
 
 
 class Checkpoint:
-    """two shards and a manifest, published, linked, and then the older ones removed,"""
+    """Two shards and a manifest that are published and linked before the older ones are removed."""
 
     def save(self, folder, step):
         atomic.sweep(folder)
@@ -89,7 +89,7 @@ class Checkpoint:
 
 
 class Directory:
-    """and cycling_utils' class, read as its documentation does."""
+    """The class of cycling_utils, read as its documentation says."""
 
     def save(self, folder, step):
         saver = atomic_directory.AtomicDirectory(folder, is_master=True, keep_last=1)
@@ -113,8 +113,8 @@ def title(value):
 KINDS = pytest.mark.parametrize("kind", [File(), Link(), Checkpoint(), Directory()], ids=title)
 
 
-def begun(kind, tmp_path):
-    """A folder that holds the old state, and the save of the new."""
+def prepare(kind, tmp_path):
+    """A folder with the old state, and a function that saves the new one."""
     folder = tmp_path / "out"
     folder.mkdir()
     kind.save(folder, OLD)
@@ -122,7 +122,7 @@ def begun(kind, tmp_path):
 
 
 def wrong_after(cut, kind, folder):
-    """What is wrong after a cut: a state lost, or a next save that fails or leaves dirt. None if all is well."""
+    """What is wrong after a cut: a lost state, or a next save that fails or leaves files. None if all is well."""
     try:
         step = kind.found(folder)
         assert step == NEW if cut.finished else step in (OLD, NEW)
@@ -135,16 +135,16 @@ def wrong_after(cut, kind, folder):
 
 
 @KINDS
-def test_a_save_may_be_killed_at_any_call_or_lose_power(kind, tmp_path):
-    folder, save = begun(kind, tmp_path)
+def test_a_save_that_is_killed_at_any_call_or_loses_power_leaves_the_old_or_new_state(kind, tmp_path):
+    folder, save = prepare(kind, tmp_path)
     cuts = itertools.chain(crash.kills(save, folder), crash.power_loss_states(save, folder))
     assert not [wrong for cut in cuts if (wrong := wrong_after(cut, kind, folder))]
-    assert kind.found(folder) == OLD  # put back
+    assert kind.found(folder) == OLD  # the folder was restored
 
 
 @KINDS
-def test_any_call_of_a_save_may_fail_once_or_for_good(kind, tmp_path):
-    folder, save = begun(kind, tmp_path)
+def test_any_call_of_a_save_may_fail_once_or_from_then_on(kind, tmp_path):
+    folder, save = prepare(kind, tmp_path)
     codes = crash.ERRORS if isinstance(kind, Directory) else (errno.EIO, errno.ENOSPC)
     full = crash.failures(save, folder, (errno.ENOSPC,), lasting=True)
     cuts = itertools.chain(crash.failures(save, folder, codes), full)
@@ -152,8 +152,8 @@ def test_any_call_of_a_save_may_fail_once_or_for_good(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Checkpoint(), Directory()], ids=title)
-def test_saves_killed_one_after_the_other_lose_nothing_and_pile_nothing_up(kind, tmp_path):
-    folder, _ = begun(kind, tmp_path)
+def test_repeatedly_killed_saves_lose_nothing_and_leave_few_files(kind, tmp_path):
+    folder, _ = prepare(kind, tmp_path)
     draw, last = random.Random(0), OLD
     for step in range(NEW, NEW + 40):
         crash.kill_at(lambda step=step: kind.save(folder, step), folder, draw.randrange(40), half=draw.random() < 0.5)
@@ -163,8 +163,8 @@ def test_saves_killed_one_after_the_other_lose_nothing_and_pile_nothing_up(kind,
     assert last > OLD
 
 
-def misses(folder):
-    """How often a reader does not find what a link shows while another process swaps it."""
+def count_misses(folder):
+    """How often a reader does not find the target of a link that another process swaps."""
     link = folder / "latest"
     for name in "ab":
         (folder / name).mkdir()
@@ -180,18 +180,18 @@ def misses(folder):
     return count
 
 
-def test_a_reader_never_misses_a_link_that_is_swapped(tmp_path):
-    assert misses(tmp_path) == 0
+def test_a_reader_always_finds_the_target_of_a_link_that_is_swapped(tmp_path):
+    assert count_misses(tmp_path) == 0
 
 
-def mixed(folder, monkeypatch):
-    """What is wrong after two writers of a file were at work at once, None if nothing is."""
-    path, paused, go_on = folder / "state", threading.Event(), threading.Event()
+def find_mixed_content(folder, monkeypatch):
+    """What is wrong after two writers wrote the same file at once, or None."""
+    path, paused, may_continue = folder / "state", threading.Event(), threading.Event()
 
     def fsync(fd):
         if threading.current_thread() is slow:
             paused.set()
-            go_on.wait(30)
+            may_continue.wait(30)
 
     def write_slowly():
         with contextlib.suppress(FileNotFoundError):
@@ -204,17 +204,17 @@ def mixed(folder, monkeypatch):
     with contextlib.suppress(FileExistsError):
         atomic.write_file(path, b"quick")
     between = path.exists() and path.read_bytes()
-    go_on.set()
+    may_continue.set()
     slow.join()
     found = between, path.exists() and path.read_bytes(), list(folder.iterdir())
     return None if found == (b"quick", b"slow", [path]) else found
 
 
-def test_two_writers_of_a_file_at_once_do_not_mix(tmp_path, monkeypatch):
-    assert not mixed(tmp_path, monkeypatch)
+def test_two_simultaneous_writers_of_a_file_do_not_mix_their_content(tmp_path, monkeypatch):
+    assert not find_mixed_content(tmp_path, monkeypatch)
 
 
-def test_sweep_removes_what_crashes_left_and_nothing_else(tmp_path):
+def test_sweep_removes_files_left_by_crashes_and_nothing_else(tmp_path):
     for name in (
         "a.1.partial",
         "step_3.partial/x",
@@ -232,7 +232,7 @@ def test_sweep_removes_what_crashes_left_and_nothing_else(tmp_path):
     assert set(disk.read_tree(tmp_path)) == {"step_2", "step_2/m", "partial", "partial/m", "b.partial.txt"}
 
 
-def test_publish_refuses_to_overwrite(tmp_path):
+def test_publish_does_not_overwrite_a_folder(tmp_path):
     (tmp_path / "step_1" / "x").mkdir(parents=True)
     (tmp_path / "step_1.partial").mkdir()
     with pytest.raises(OSError, match="not empty"):
@@ -240,7 +240,7 @@ def test_publish_refuses_to_overwrite(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
-def test_a_folder_that_cannot_be_synced_is_no_error_but_a_broken_disk_is(code, tmp_path, monkeypatch):
+def test_a_folder_without_fsync_support_is_no_error_and_a_broken_disk_is(code, tmp_path, monkeypatch):
     def fail(fd):
         raise OSError(code, "fsync")
 
@@ -254,7 +254,7 @@ def test_files_are_written_without_torch():
     subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True, timeout=120)
 
 
-def test_checkpoints_are_saved_without_the_tensors_of_fsdp_which_take_half_a_second():
+def test_checkpoints_are_saved_without_importing_fsdp_tensors():
     modules = "manager, resume, shards, weights"
     probe = (
         f"import sys; from lib.utils.checkpoint import {modules}; sys.exit('torch.distributed.tensor' in sys.modules)"

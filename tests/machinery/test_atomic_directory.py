@@ -1,4 +1,4 @@
-"""Links that outlive copies, and AtomicDirectory on one process and two: names, what is kept, who fails with whom."""
+"""Links that survive copies, and AtomicDirectory on one and two processes: names, retention, errors on all ranks."""
 
 import errno
 import math
@@ -28,7 +28,7 @@ def save(saver, content="x", force=False):
     return Path(path).name
 
 
-def kept(folder):
+def kept_numbers(folder):
     names = [entry.name for entry in folder.glob("AtomicDirectory_checkpoint_*")]
     return sorted(name.removeprefix("AtomicDirectory_checkpoint_") for name in names)
 
@@ -37,7 +37,7 @@ def latest(saver):
     return Path(os.readlink(os.path.join(saver.output_directory, saver.symlink_name)))  # noqa: PTH115, PTH118
 
 
-def test_checkpoints_are_numbered_linked_and_found_from_anywhere(tmp_path, monkeypatch):
+def test_checkpoints_are_numbered_linked_and_found_from_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saver = AtomicDirectory("out/run", is_master=True)
     assert saver.symlink_name == "AtomicDirectory.latest_checkpoint"
@@ -51,22 +51,22 @@ def test_checkpoints_are_numbered_linked_and_found_from_anywhere(tmp_path, monke
     assert [save(saver) for _ in range(11)][-1] == "AtomicDirectory_checkpoint_11"
     again = AtomicDirectory(tmp_path / "out/run", is_master=True)
     assert save(again) == latest(again).name == "AtomicDirectory_checkpoint_12"
-    assert len(kept(tmp_path / "out/run")) == 13
+    assert len(kept_numbers(tmp_path / "out/run")) == 13
 
 
-def test_the_last_are_kept_and_those_that_were_forced(tmp_path):
+def test_the_last_checkpoints_and_all_forced_ones_are_kept(tmp_path):
     saver = AtomicDirectory(tmp_path, is_master=True, keep_last=2)
     for step in range(12):
         save(saver, force=step in (1, 4))
-        assert len(kept(tmp_path)) <= 4
-    assert kept(tmp_path) == ["10", "11", "1_force", "4_force"]
+        assert len(kept_numbers(tmp_path)) <= 4
+    assert kept_numbers(tmp_path) == ["10", "11", "1_force", "4_force"]
     last = AtomicDirectory(tmp_path, is_master=True, keep_last=1)
     last.prepare_checkpoint_directory()
-    assert latest(last).is_dir()  # until the next is complete
-    assert [save(last) for _ in range(2)] and kept(tmp_path) == ["13", "1_force", "4_force"]
+    assert latest(last).is_dir()  # until the next one is complete
+    assert [save(last) for _ in range(2)] and kept_numbers(tmp_path) == ["13", "1_force", "4_force"]
 
 
-def test_a_saver_knows_its_checkpoint_folders_by_their_number(tmp_path):
+def test_checkpoint_folders_are_recognized_by_name_and_number(tmp_path):
     saver = AtomicDirectory(tmp_path, is_master=True, name="one", device="cpu")
     save(saver)
     save(saver, force=True)
@@ -80,12 +80,12 @@ def test_a_saver_knows_its_checkpoint_folders_by_their_number(tmp_path):
     }
 
 
-def test_torch_saves_pass_on_their_keywords(tmp_path):
+def test_atomic_torch_save_passes_on_its_keywords(tmp_path):
     atomic_torch_save({"a": 1}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     assert not zipfile.is_zipfile(tmp_path / "old.pt") and torch.load(tmp_path / "old.pt") == {"a": 1}
 
 
-def test_what_was_never_completed_is_removed(tmp_path):
+def test_incomplete_checkpoints_are_removed(tmp_path):
     saver = AtomicDirectory(tmp_path, is_master=True)
     for _ in range(2):
         path = saver.prepare_checkpoint_directory(force_save=True)
@@ -97,7 +97,7 @@ def test_what_was_never_completed_is_removed(tmp_path):
     (tmp_path / "AtomicDirectory_checkpoint_7").mkdir()
     (tmp_path / "Other_checkpoint_7.partial").mkdir()
     assert save(AtomicDirectory(tmp_path, is_master=True)) == "AtomicDirectory_checkpoint_1"
-    assert kept(tmp_path) == ["0", "1"] and (tmp_path / "Other_checkpoint_7.partial").exists()
+    assert kept_numbers(tmp_path) == ["0", "1"] and (tmp_path / "Other_checkpoint_7.partial").exists()
     with pytest.raises(FileNotFoundError):
         saver.symlink_latest(tmp_path / "Other_checkpoint_7.partial")
     with pytest.raises(FileNotFoundError):
@@ -105,7 +105,7 @@ def test_what_was_never_completed_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["links", "no links", "files", "followed", "relative"])
-def test_a_copied_tree_goes_on_by_itself(way, tmp_path):
+def test_a_copied_folder_continues_independently(way, tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     saver = AtomicDirectory(old, is_master=True)
     for step in range(11):
@@ -114,18 +114,18 @@ def test_a_copied_tree_goes_on_by_itself(way, tmp_path):
     shutil.copytree(old, new, symlinks=way != "followed")
     if way in ("no links", "files", "relative"):
         (new / saver.symlink_name).unlink()
-    if way == "relative":  # as cycling_utils makes them
+    if way == "relative":  # the links of cycling_utils
         (new / saver.symlink_name).symlink_to(f"new/{latest(saver).name}")
     if way == "files":
         (new / saver.symlink_name).write_text(str(latest(saver)))
     copied = AtomicDirectory(new, is_master=True)
     assert latest(copied) == new / "AtomicDirectory_checkpoint_10_force"
     assert (latest(copied) / "checkpoint.txt").read_text() == "10"
-    assert save(copied) == "AtomicDirectory_checkpoint_11" and len(kept(new)) == 12
+    assert save(copied) == "AtomicDirectory_checkpoint_11" and len(kept_numbers(new)) == 12
     assert latest(saver) == old / "AtomicDirectory_checkpoint_10_force"
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_wrong_arguments_and_missing_folders_are_errors(tmp_path):
     with pytest.raises(ValueError, match="'sync_some': one of sync_any, sync_all, async, mono"):
         AtomicDirectory(tmp_path, strategy="sync_some")
     (tmp_path / "file").write_text("")
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         saver.prepare_checkpoint_directory()
 
 
-def test_swap_link_takes_the_place_of_a_file_that_holds_the_name(tmp_path):
+def test_swap_link_replaces_a_file_of_that_name(tmp_path):
     for name in ("step_1", "step_2"):
         (tmp_path / name).mkdir()
     link = tmp_path / "latest"
@@ -146,7 +146,7 @@ def test_swap_link_takes_the_place_of_a_file_that_holds_the_name(tmp_path):
     assert link.readlink() == Path("step_2")
 
 
-def test_torch_saves_leave_the_old_file_if_they_fail(tmp_path):
+def test_a_failing_atomic_torch_save_keeps_the_old_file(tmp_path):
     path = tmp_path / "model.pt"
     atomic_torch_save({"a": torch.ones(3)}, str(path))
     with pytest.raises((AttributeError, TypeError, RuntimeError)):
@@ -155,12 +155,12 @@ def test_torch_saves_leave_the_old_file_if_they_fail(tmp_path):
 
 
 def on_ranks(size, function, folder):
-    """Runs function(rank) on forked ranks of a gloo group; fails with what any of them raised, or if one hangs."""
+    """Run function(rank) on forked ranks of a gloo group; fails if one of them raises an error or hangs."""
     children = {}
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
-            _rank(rank, size, function, folder)
+            _run_rank(rank, size, function, folder)
         children[pid] = rank
     end = time.monotonic() + 60
     while children and time.monotonic() < end:
@@ -173,7 +173,7 @@ def on_ranks(size, function, folder):
     assert message == {f"rank_{rank}": "done" for rank in range(size)}, "\n".join(message.values())
 
 
-def _rank(rank, size, function, folder):
+def _run_rank(rank, size, function, folder):
     try:
         store = dist.FileStore(str(folder / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -187,20 +187,27 @@ def _rank(rank, size, function, folder):
         os._exit(0)
 
 
-def broken(*_, **__):
+def raise_no_space(*_, **__):
     raise OSError(errno.ENOSPC, "no space left, says the test")
 
 
-def test_two_ranks_share_folders_agree_and_none_waits_for_one_that_failed(tmp_path):
+def test_two_ranks_share_folders_and_an_error_on_one_is_raised_on_both(tmp_path):
     def run(rank):
-        for check in (_together, _refused, _forced, _failing, _async, _mono):
+        for check in (
+            _check_collectives,
+            _check_masters,
+            _check_forced_saves,
+            _check_failing_saves,
+            _check_async,
+            _check_mono,
+        ):
             check(rank, tmp_path / check.__name__)
 
     torch.set_num_threads(1)
     on_ranks(2, run, tmp_path)
 
 
-def _together(rank, folder):
+def _check_collectives(rank, folder):
     world = World(rank=rank, size=2)
     assert distributed.gather_json(["é", "x" * 3000 * rank, math.inf], world)[1][1:] == ["x" * 3000, math.inf]
     assert distributed.gather_results((lambda: rank) if rank else None, world) == [None, 1]
@@ -220,14 +227,14 @@ def fail(error):
     raise error
 
 
-def test_the_largest_values_are_found_in_a_logarithm_of_rounds(tmp_path):
+def test_all_reduce_max_needs_a_logarithmic_number_of_rounds(tmp_path):
     def run(rank):
         world = World(rank=rank, size=5)
         sent = []
         real = dist.isend
         dist.isend = lambda tensor, to, *more: sent.append(to) or real(tensor, to, *more)
         assert distributed.all_reduce_max([rank, -rank], world) == [4, 0]
-        assert sent == ([rank - (rank & -rank)] if rank else []), "each but the first sends once, up a binomial tree"
+        assert sent == ([rank - (rank & -rank)] if rank else []), "each rank but 0 sends once, along a binomial tree"
         assert math.isnan(distributed.all_reduce_max([math.nan if rank == 3 else 1.0], world)[0])
         values = distributed.gather_json([rank, "x" * 600 * (rank % 2)], world)
         assert [(number, len(text)) for number, text in values] == [(n, 600 * (n % 2)) for n in range(5)]
@@ -238,32 +245,32 @@ def test_the_largest_values_are_found_in_a_logarithm_of_rounds(tmp_path):
     on_ranks(5, run, tmp_path)
 
 
-def _refused(rank, folder):
+def _check_masters(rank, folder):
     for masters in (0, 2):
         with pytest.raises(ValueError, match=f"is_master=True on {masters} of 2 ranks"):
             AtomicDirectory(folder, is_master=masters == 2)
 
 
-def _forced(rank, folder):
+def _check_forced_saves(rank, folder):
     for strategy, wanted in (("sync_any", ["0", "1_force", "2_force"]), ("sync_all", ["0", "1", "2_force"])):
         saver = AtomicDirectory(folder / strategy, is_master=rank == 1, strategy=strategy)
         for step in range(3):
-            path = Path(saver.prepare_checkpoint_directory(force_save=step > rank))  # rank 1 later than rank 0
+            path = Path(saver.prepare_checkpoint_directory(force_save=step > rank))  # rank 1 forces later than rank 0
             time.sleep(0.05 * rank)
             (path / f"shard_{rank}").write_text(f"{step}")
             saver.symlink_latest(path)
             assert latest(saver) == path
             assert sorted(file.name for file in path.iterdir()) == ["shard_0", "shard_1"]
-        assert kept(folder / strategy) == wanted
+        assert kept_numbers(folder / strategy) == wanted
 
 
-def _failing(rank, folder):
+def _check_failing_saves(rank, folder):
     saver = AtomicDirectory(folder, is_master=rank == 0)
     first = save_shared(saver)
     for place, name in ((0, "write_file"), (1, "fsync_file"), (0, "swap_link")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="says the test") as message:
             if rank == place:
-                patch.setattr(atomic, name, broken)
+                patch.setattr(atomic, name, raise_no_space)
             save_shared(saver)
         assert rank == place or f"rank {place}: " in str(message.value)
         assert latest(saver).name == first
@@ -278,10 +285,10 @@ def save_shared(saver):
     return Path(path).name
 
 
-def _async(rank, folder):
+def _check_async(rank, folder):
     saver = AtomicDirectory(folder, is_master=True, strategy="async", keep_last=1)
     assert saver.symlink_name == f"AtomicDirectory_rank_{rank}.latest_checkpoint"
-    for step in range(1 + 2 * rank):  # not equally many
+    for step in range(1 + 2 * rank):  # a different number on each rank
         save(saver, force=step == 1)
     dist.barrier()
     assert sorted(entry.name.split("_checkpoint_")[1] for entry in folder.glob("*_rank_1_checkpoint_*")) == [
@@ -291,7 +298,7 @@ def _async(rank, folder):
     assert latest(saver).name == f"AtomicDirectory_rank_{rank}_checkpoint_{2 * rank}"
 
 
-def _mono(rank, folder):
+def _check_mono(rank, folder):
     if rank == 1:
         assert save(AtomicDirectory(folder, strategy="mono", name="one")) == "one_checkpoint_0"
     dist.barrier()

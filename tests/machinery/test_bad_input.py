@@ -1,4 +1,4 @@
-"""Bad input, as train.py answers it: one line that says what would be right, exit code 2, nothing written."""
+"""Wrong input to train.py: one line that says what would be right, exit code 2, nothing written."""
 
 import math
 import os
@@ -54,7 +54,7 @@ ZERO_FITS = [
 
 @pytest.fixture
 def error_of(tmp_path, capsys):
-    """What is said against a command line."""
+    """A function that returns the error of a command line."""
     return partial(command_line.error_of, out=tmp_path / "out", capsys=capsys)
 
 
@@ -87,11 +87,11 @@ def error_of(tmp_path, capsys):
         "x" * 300,
     ],
 )
-def test_an_unknown_plugin_is_refused_with_those_that_there_are(kind, name, error_of):
+def test_an_unknown_plugin_is_refused_and_the_existing_ones_are_listed(kind, name, error_of):
     before = set(sys.modules)
     line = error_of([f"-{kind}", name])
     assert line.startswith(f"-{kind} {name!r}: no such file in lib/{kind}; there are ")
-    assert all(there in line for there in plugins.names(kind))
+    assert all(existing in line for existing in plugins.names(kind))
     assert not {module for module in set(sys.modules) - before if module.endswith(name)}
 
 
@@ -104,17 +104,17 @@ def test_an_unknown_plugin_is_refused_with_those_that_there_are(kind, name, erro
         ("-trainer=train", "tr"),
     ],
 )
-def test_a_misspelt_plugin_is_refused_with_the_close_one(flag, close, error_of):
+def test_a_misspelt_plugin_is_refused_and_the_closest_is_suggested(flag, close, error_of):
     assert f"(do you mean {close}" in error_of([flag])
 
 
-def test_of_many_close_names_the_shortest_are_shown():
+def test_of_many_close_names_the_shortest_are_suggested():
     names = [f"resnet10{end}" for end in ("1_clip_gap", "1_clip", "1", "t", "1d")]
     assert errors.suggest("resnet10", names, most=3) == " (do you mean resnet101 or resnet10t or resnet101d?)"
 
 
 @pytest.mark.parametrize("flag", ["optimizer", "loss", "lr_schedule"])
-def test_an_unknown_choice_is_refused_with_those_that_there_are(flag, error_of):
+def test_an_unknown_choice_is_refused_and_the_valid_ones_are_listed(flag, error_of):
     for value in ("nope", "", "os", "../x", "ADAM"):
         line = error_of([f"-{flag}={value}"])
         assert f"-{flag}: invalid choice: {value!r}" in line
@@ -122,7 +122,7 @@ def test_an_unknown_choice_is_refused_with_those_that_there_are(flag, error_of):
 
 
 @pytest.mark.parametrize(
-    ("word", "close"),
+    ("flag", "close"),
     [
         ("-epohcs", "-epochs"),
         ("-batchsize", "-batch_size"),
@@ -131,9 +131,9 @@ def test_an_unknown_choice_is_refused_with_those_that_there_are(flag, error_of):
         ("-res", "-reset or -resume"),
     ],
 )
-def test_a_wrong_flag_is_refused_with_the_close_one(word, close, error_of):
-    line = error_of([word, "3"])
-    assert line.startswith(f"unknown flag {word}")
+def test_an_unknown_flag_is_refused_and_the_closest_is_suggested(flag, close, error_of):
+    line = error_of([flag, "3"])
+    assert line.startswith(f"unknown flag {flag}")
     assert close is None or f"(do you mean {close}" in line
 
 
@@ -167,14 +167,14 @@ def test_a_wrong_flag_is_refused_with_the_close_one(word, close, error_of):
         "😀",
     ],
 )
-def test_a_run_whose_name_is_no_plain_name_is_refused(name, error_of):
+def test_a_run_name_with_invalid_characters_is_refused(name, error_of):
     line = error_of([f"-model={name}"])
     assert line == f"argument -model: {name!r} is not a name of letters, digits, dots, dashes and underscores"
 
 
 @RELAXED
 @given(st.text(max_size=8) | st.text("ab./\\-_~ \0\n", max_size=8))
-def test_a_run_name_that_is_taken_stays_below_the_output_folder(name):
+def test_a_valid_run_name_stays_below_the_output_folder(name):
     try:
         name = parsed([f"-model={name}"]).model
     except UsageError:
@@ -187,21 +187,21 @@ def test_a_run_name_that_is_taken_stays_below_the_output_folder(name):
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_what_is_no_number_is_refused_for_every_flag_that_takes_one(name, error_of):
+def test_an_invalid_number_is_refused_for_every_numeric_flag(name, error_of):
     bad = NO_NUMBERS + ([] if name in ZERO_FITS else ["0", "-0", "0.0", "0e5"])
     bad += ["0.5", "1e3", "9" * 19, "9" * 5000] if NUMBERS[name].metavar == "N" else []
     bad += ["1e309", "1e-400"] if NUMBERS[name].metavar == "X" and name not in ZERO_FITS else []
     for value in set(bad) - ({"-1"} if name == "lr_end" else set()):
         forms = [[f"-{name}={value}"], [f"--{name}={value}"]] + ([] if value == "--1" else [[f"-{name}", value]])
-        for words in forms:
-            line = error_of([*words, *([] if name == "cpu" else ["-cpu", "1"])])
+        for flags in forms:
+            line = error_of([*flags, *([] if name == "cpu" else ["-cpu", "1"])])
             assert line.startswith(f"argument -{name}: ") and "is not a" in line and "number" in line
             assert repr(value) in line or len(value) > 1000
 
 
 @RELAXED
 @given(name=st.sampled_from(sorted(NUMBERS)), text=st.text("0123456789.eE+-_naif x", max_size=7))
-def test_a_number_that_is_taken_is_the_one_that_was_written(name, text):
+def test_an_accepted_number_has_the_value_that_was_written(name, text):
     try:
         value = vars(parsed([f"-{name}={text}", "-lr_end=0", *(["-micro_batch=1"] if "batch" in name else [])]))[name]
     except UsageError:
@@ -213,14 +213,14 @@ def test_a_number_that_is_taken_is_the_one_that_was_written(name, text):
 @pytest.mark.parametrize(
     "value", ["", "x", "-1", "0", "0steps", "1.5epochs", "5 steps", "1_0steps", "5hours", "10min", "steps"]
 )
-def test_an_interval_that_is_none_is_refused(value, error_of):
+def test_an_invalid_interval_is_refused(value, error_of):
     assert error_of([f"-save_every={value}"]).startswith(
         f"argument -save_every: {value!r} is not an interval like 5epochs or 500steps"
     )
 
 
 def own_numbers():
-    """The numeric flags of the plugins that are shipped."""
+    """The numeric flags of the shipped plugins."""
     for kind in ("arch", "dataset"):
         for name in plugins.names(kind):
             parser = config.new_parser()
@@ -230,14 +230,14 @@ def own_numbers():
 
 
 @pytest.mark.parametrize(("kind", "name", "flag"), list(own_numbers()))
-def test_what_is_no_number_is_refused_for_the_flags_of_plugins(kind, name, flag, error_of, tmp_path):
+def test_an_invalid_number_is_refused_for_the_flags_of_plugins(kind, name, flag, error_of, tmp_path):
     for value in ("", "x", "1,5", "1 2"):
         line = error_of([f"-{kind}={name}", f"-{flag}={value}", "-data", str(tmp_path)])
         assert line.startswith(f"argument -{flag}: invalid ") and repr(value) in line
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("flags", "message"),
     [
         ("-hang_minutes 1e308", "'1e308' is not a number above 0 up to 1000000"),
         ("-grace_s 1e308", "'1e308' is not a number above 0 up to 1000000"),
@@ -247,8 +247,8 @@ def test_what_is_no_number_is_refused_for_the_flags_of_plugins(kind, name, flag,
         ("-trainer ema -ema_decay nan", "'nan' is not a number from 0 to below 1"),
     ],
 )
-def test_a_number_outside_of_what_makes_sense_is_refused(words, said, error_of):
-    assert error_of(words) == f"argument {words.split()[-2]}: {said}"
+def test_a_number_out_of_range_is_refused(flags, message, error_of):
+    assert error_of(flags) == f"argument {flags.split()[-2]}: {message}"
 
 
 def test_a_path_that_is_not_utf_8_is_refused(error_of, tmp_path):
@@ -257,11 +257,11 @@ def test_a_path_that_is_not_utf_8_is_refused(error_of, tmp_path):
         assert error_of([f"-{flag}", path]) == f"argument -{flag}: {path!r} is not a line of text in UTF-8"
 
 
-# What does not go together
+# Flags that contradict each other
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("flags", "parts"),
     [
         ("-fp16 -bf16", ["-fp16 and -bf16", "give one"]),
         ("-gpus 0 -cpu 1", ["-gpus", "-cpu", "give one"]),
@@ -274,13 +274,13 @@ def test_a_path_that_is_not_utf_8_is_refused(error_of, tmp_path):
         ("-cpu 1 -arch gpt -gpt_heads 5", ["-gpt_width 128", "-gpt_heads 5"]),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_what_would(words, parts, error_of, monkeypatch):
+def test_contradicting_flags_are_refused_with_values_that_would_work(flags, parts, error_of, monkeypatch):
     monkeypatch.chdir(config.ROOT)
-    line = error_of([*words.split(), *([] if "-data" in words else ["-data", str(config.ROOT / "data")])])
+    line = error_of([*flags.split(), *([] if "-data" in flags else ["-data", str(config.ROOT / "data")])])
     assert all(part in line for part in parts), line
 
 
-def test_gpus_that_are_not_there_are_refused_with_those_that_are(error_of, monkeypatch):
+def test_gpus_that_do_not_exist_are_refused_and_the_existing_ones_are_listed(error_of, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert error_of("-gpus 0,1") == "-gpus 0,1: no GPU is visible here; -cpu N trains on the CPU"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -290,7 +290,7 @@ def test_gpus_that_are_not_there_are_refused_with_those_that_are(error_of, monke
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-def test_slurm_where_there_is_none_is_refused(error_of, monkeypatch, tmp_path):
+def test_slurm_is_refused_on_a_machine_without_sbatch(error_of, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert error_of("-slurm -slurm_ngpus 2").startswith("-slurm: there is no sbatch on this machine")
 
@@ -301,34 +301,36 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_plugin_that_cannot_be_imported_is_refused_with_the_place(name, error_of, monkeypatch, tmp_path, capsys):
+def test_a_plugin_that_cannot_be_imported_is_refused_with_file_and_reason(
+    name, error_of, monkeypatch, tmp_path, capsys
+):
     text, parts = BROKEN[name]
     plugin_folder(monkeypatch, tmp_path, "arch", name, text)
     line = error_of(["-arch", name])
     assert line.startswith(f"-arch {name}: ") and all(part in line for part in parts), line
 
 
-# From outside
+# As a command of the shell
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("flags", "message"),
     [
         (["-epochs", "0"], "argument -epochs: '0' is not a whole number of at least 1"),
         (["-arch", "../x"], "-arch '../x': no such file in lib/arch; there are convnet"),
         (["-model", "é\n"], "is not a name"),
     ],
 )
-def test_a_refusal_is_one_line_and_exit_code_2_for_the_shell(words, said, tmp_path):
+def test_an_error_is_one_line_and_exit_code_2_in_the_shell(flags, message, tmp_path):
     env = {**os.environ, "LC_ALL": "C", "PYTHONPATH": "", "COLUMNS": "20"}
-    line = [sys.executable, "-B", str(config.ROOT / "train.py"), *words]
-    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=env)
-    assert ended.returncode == 2 and not ended.stdout
-    assert len(ended.stderr.splitlines()) == 1 and ended.stderr.startswith("train.py: ") and said in ended.stderr
+    line = [sys.executable, "-B", str(config.ROOT / "train.py"), *flags]
+    run = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=env)
+    assert run.returncode == 2 and not run.stdout
+    assert len(run.stderr.splitlines()) == 1 and run.stderr.startswith("train.py: ") and message in run.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_every_numeric_flag_is_in_the_loop_above():
+def test_every_numeric_flag_is_tested_above():
     numeric = {name for name, action in shared().items() if callable(action.type) and numeric_type(action.type)}
     assert numeric == set(NUMBERS) and len(numeric) > 25 and set(ZERO_FITS) <= numeric
 

@@ -1,4 +1,4 @@
-"""Runs that are refused once their parts are seen: data sets, models, folders, other runs, what they go on from."""
+"""Runs that are refused once their parts are built: data sets, models, folders, other runs, checkpoints to resume."""
 
 import errno
 import fcntl
@@ -29,7 +29,7 @@ FAST = ["-cpu", "1", "-epochs", "1"]
 
 @pytest.fixture
 def error_of(tmp_path, capsys):
-    """What is said against a command line."""
+    """A function that returns the error of a command line."""
     return partial(command_line.error_of, out=tmp_path / "out", capsys=capsys)
 
 
@@ -66,7 +66,7 @@ WHOLE, EMPTY = Tensors(torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), Tensors(
         ({"train": WHOLE, "test": Stream()}, ["test split is a Stream"]),
     ],
 )
-def test_a_dataset_of_the_wrong_kind_or_size_is_refused(given, parts, error_of):
+def test_a_dataset_of_the_wrong_type_or_size_is_refused(given, parts, error_of):
     with runs.plugins(dataset={"odd": lambda args: given}):
         line = error_of([*FAST, "-dataset", "odd"])
     assert line.startswith("-dataset odd: ") and all(part in line for part in parts)
@@ -75,7 +75,7 @@ def test_a_dataset_of_the_wrong_kind_or_size_is_refused(given, parts, error_of):
 @pytest.mark.parametrize(
     ("made", "shown"), [(None, "None"), (nn.Linear, "<class 'torch.nn.modules.linear.Linear'>"), ((1, 2), "(1, 2)")]
 )
-def test_what_is_no_model_is_refused(made, shown, error_of):
+def test_a_builder_that_returns_no_model_is_refused(made, shown, error_of):
     with runs.plugins(arch={"odd": lambda args: made}):
         assert error_of([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model returns {shown}; it must")
 
@@ -85,13 +85,13 @@ class ReturnsNothing(nn.Linear):
         super().forward(inputs.flatten(1))
 
 
-def test_a_forward_without_a_return_is_said_to_be_one(refused):
+def test_a_forward_method_without_a_return_is_reported(refused):
     with runs.plugins(arch={"odd": lambda args: ReturnsNothing(64, 10)}):
         assert "the model's forward returns None" in refused("-arch odd -cpu 1")
 
 
 @pytest.mark.parametrize("loss", [None, 0.5, torch.zeros(3)])
-def test_a_training_step_returns_a_tensor_without_dimensions(loss, refused):
+def test_a_training_step_that_does_not_return_a_scalar_tensor_is_refused(loss, refused):
     class Odd(Trainer):
         def training_step(self, batch):
             return loss
@@ -112,7 +112,7 @@ class Quits:
 
 def get_dataset(args):
     if args.seed == 1:
-        argparse.ArgumentParser().parse_args(["words", "of", "others"])
+        argparse.ArgumentParser().parse_args(["arguments", "of", "others"])
     return {"train": Quits()}
 
 def get_model(args):
@@ -128,7 +128,7 @@ class Trainer(trainer.Trainer):
 
 @pytest.mark.parametrize("cpu", [1, 2])
 @pytest.mark.parametrize(
-    ("words", "call", "begun"),
+    ("flags", "call", "started"),
     [
         ("-dataset quits -seed 1", "sys.exit(2)", False),
         ("-dataset quits -workers 1", "sys.exit(None)", False),
@@ -136,36 +136,36 @@ class Trainer(trainer.Trainer):
         ("-trainer quits", "sys.exit(0)", True),
     ],
 )
-def test_a_plugin_that_calls_exit_fails_the_run(words, call, begun, cpu, tmp_path, capfd):
+def test_a_plugin_that_calls_sys_exit_fails_the_run(flags, call, started, cpu, tmp_path, capfd):
     call += " was called"
     made: dict = {kind: {} for kind in config.BUILDERS}
     for kind in made:
         exec(compile(QUITS, f"lib/{kind}/quits.py", "exec"), made[kind])
     with runs.plugins(**{kind: {"quits": made[kind][name]} for kind, name in config.BUILDERS.items()}):
         try:
-            code = train.main(f"-arch mlp {words} -cpu {cpu} -model run -out {tmp_path}".split())
-            said = capfd.readouterr().err
-        except RuntimeError as error:  # of one process, which the interpreter shows
-            code, said = 1, str(error)
-    assert code == 1 and call in said
-    if begun:
-        ended = run_folder.read_outcome(tmp_path / "run")
-        assert ended["state"] == "failed" and ended["reason"].startswith("rank 0: ") and call in ended["reason"]
+            code = train.main(f"-arch mlp {flags} -cpu {cpu} -model run -out {tmp_path}".split())
+            message = capfd.readouterr().err
+        except RuntimeError as error:  # with one process the error is raised here
+            code, message = 1, str(error)
+    assert code == 1 and call in message
+    if started:
+        outcome = run_folder.read_outcome(tmp_path / "run")
+        assert outcome["state"] == "failed" and outcome["reason"].startswith("rank 0: ") and call in outcome["reason"]
 
 
-def test_a_run_without_enough_memory_is_told_what_takes_less(tmp_path):
+def test_an_out_of_memory_error_suggests_flags_that_need_less(tmp_path):
     class Hungry(Trainer):
         def training_step(self, batch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90 GiB")
 
-    words = [*FAST, "-trainer", "hungry", "-model", "big", "-out", str(tmp_path)]
+    flags = [*FAST, "-trainer", "hungry", "-model", "big", "-out", str(tmp_path)]
     with runs.plugins(trainer={"hungry": Hungry}), pytest.raises(torch.OutOfMemoryError, match="a smaller -micro"):
-        train.main(words)
+        train.main(flags)
     assert "a smaller -micro_batch" in runs.outcome(tmp_path / "big")["reason"]
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("flags", "parts"),
     [
         ("-resume nowhere", ["-resume nowhere"]),
         ("-resume README.md", ["-resume README.md"]),
@@ -173,38 +173,38 @@ def test_a_run_without_enough_memory_is_told_what_takes_less(tmp_path):
         ("-weights README.md", ["-weights README.md"]),
     ],
 )
-def test_what_only_shows_when_the_run_is_built_is_refused_before_it_writes(words, parts, error_of, monkeypatch):
+def test_errors_that_need_the_built_run_are_found_before_anything_is_written(flags, parts, error_of, monkeypatch):
     monkeypatch.chdir(config.ROOT)
-    line = error_of([*FAST, *words.split()])
+    line = error_of([*FAST, *flags.split()])
     assert all(part in line for part in parts), line
 
 
-def coloured(count, size=8, classes=4):
-    """Images in 3 channels, the last of them of the last class."""
+def colour_images(count, size=8, classes=4):
+    """Images with 3 channels and ascending labels; the last image is of the last class."""
     return Tensors(torch.randn(count, 3, size, size), torch.arange(count) * classes // count)
 
 
 ODD = {
-    "colour": lambda args: coloured(20),
-    "late": lambda args: {"train": coloured(20, classes=2), "val": coloured(90, classes=9)},
+    "colour": lambda args: colour_images(20),
+    "late": lambda args: {"train": colour_images(20, classes=2), "val": colour_images(90, classes=9)},
     "floats": lambda args: Tensors(torch.randn(9, 5), torch.randn(9, 2)),
 }
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("flags", "message"),
     [
         ("digits -loss mse", "this -loss needs the same shape"),
     ],
 )
-def test_flags_that_the_data_contradicts_are_refused(words, said, tmp_path, capfd):
-    words = [*FAST, "-dataset", *words.split(), "-data", str(config.ROOT / "data"), "-out", str(tmp_path)]
-    assert train.main(words) == 2
-    assert said in capfd.readouterr().err.splitlines()[-1]
+def test_flags_that_contradict_the_data_are_refused(flags, message, tmp_path, capfd):
+    flags = [*FAST, "-dataset", *flags.split(), "-data", str(config.ROOT / "data"), "-out", str(tmp_path)]
+    assert train.main(flags) == 2
+    assert message in capfd.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("flags", "parts"),
     [
         ("digits -num_classes 3", ["(64, 1, 8, 8)", "-num_classes 3"]),
         ("digits -channels 3", ["(64, 1, 8, 8)", "-channels 3"]),
@@ -214,15 +214,15 @@ def test_flags_that_the_data_contradicts_are_refused(words, said, tmp_path, capf
         ("floats -arch mlp -loss mse", ["(9, 5)", "-channels 1 -image_size 8 -num_classes 10"]),
     ],
 )
-def test_an_error_on_data_that_does_not_fit_names_its_shapes_and_the_flags(words, parts, tmp_path):
-    words = [*FAST, "-dataset", *words.split(), "-data", str(config.ROOT / "data"), "-out", str(tmp_path)]
+def test_an_error_on_a_batch_names_its_shapes_and_the_flags(flags, parts, tmp_path):
+    flags = [*FAST, "-dataset", *flags.split(), "-data", str(config.ROOT / "data"), "-out", str(tmp_path)]
     with runs.plugins(dataset=ODD), pytest.raises((RuntimeError, IndexError)) as caught:
-        train.main(words)
+        train.main(flags)
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
-def test_a_model_that_takes_what_the_flags_do_not_say_is_trained(tmp_path):
-    """As plugins of the source template do, which know nothing of -channels and the like."""
+def test_a_model_whose_sizes_differ_from_the_flags_is_trained(tmp_path):
+    """Plugins of the source template ignore -channels and similar flags."""
     odd = {"own": lambda args: nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 4))}
     with runs.plugins(dataset=ODD, arch=odd):
         runs.run(tmp_path, "-cpu 1 -epochs 1 -dataset colour -arch own -image_size 99 -num_classes 2 -workers 1")
@@ -249,20 +249,20 @@ def test_an_output_folder_that_cannot_be_written_is_refused(error_of, tmp_path):
         assert error_of([f"-out={out}", "-out", out]).startswith(f"argument -out: {out!r} is not a line of text")
 
 
-def test_a_start_that_is_refused_leaves_an_old_run_as_it_was(error_of, tmp_path):
+def test_a_refused_start_does_not_change_an_existing_run(error_of, tmp_path):
     out = tmp_path / "out"
     folder = runs.run(out, "-cpu 1 -epochs 1 -model old")
     kept = {name: data for name, data in tree(folder).items() if "logs" not in name}
-    for words in ("-lr_start 0.5", "-cpu 1 -seed 4", "-arch mlp", "-batch_size 0", "-reset -data nowhere"):
-        assert "-" in error_of([*FAST, "-model", "old", *words.split()])
+    for flags in ("-lr_start 0.5", "-cpu 1 -seed 4", "-arch mlp", "-batch_size 0", "-reset -data nowhere"):
+        assert "-" in error_of([*FAST, "-model", "old", *flags.split()])
     assert kept.items() <= tree(folder).items()
     assert runs.outcome(folder)["state"] == "finished"
 
 
 @pytest.fixture
 def other(tmp_path):
-    """A run of another process in out/same, as it is under way."""
-    words = [
+    """Another process that trains in out/same."""
+    flags = [
         sys.executable,
         "train.py",
         "-cpu",
@@ -276,7 +276,7 @@ def other(tmp_path):
         "-model",
         "same",
     ]
-    process = subprocess.Popen(words, cwd=config.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(flags, cwd=config.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     outcome = tmp_path / "out" / "same" / "outcome.json"
     until(lambda: outcome.is_file() or process.poll() is not None)
     assert process.poll() is None
@@ -285,16 +285,16 @@ def other(tmp_path):
     process.wait(60)
 
 
-def test_a_lock_that_a_refused_start_removes_before_it_is_taken_is_made_again(tmp_path, monkeypatch):
-    """The file is open already, and has no name any more when it is locked."""
+def test_a_lock_file_that_a_refused_start_removes_meanwhile_is_created_again(tmp_path, monkeypatch):
+    """The file is open already, but is deleted before it is locked."""
     folder, real, removed = tmp_path / "out" / "run", fcntl.lockf, []
 
-    def lockf(*words):
+    def lockf(*args):
         if not removed:
             removed.append(folder)
             (folder / ".lock").unlink()
             folder.rmdir()
-        return real(*words)
+        return real(*args)
 
     monkeypatch.setattr(run_folder.fcntl, "lockf", lockf)
     args = command_line.parsed(f"-out {tmp_path / 'out'} -model run")
@@ -302,19 +302,21 @@ def test_a_lock_that_a_refused_start_removes_before_it_is_taken_is_made_again(tm
         assert removed and (folder / ".lock").exists()
 
 
-def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tmp_path, capsys, monkeypatch, caplog):
+def test_a_second_run_in_one_folder_is_refused_until_the_first_has_ended(
+    other, tmp_path, capsys, monkeypatch, caplog
+):
     out = tmp_path / "out"
     before = runs.outcome(out / "same")
     assert before["state"] == "running" and before["pid"] == other.pid
     monkeypatch.setattr(run_folder, "WAIT_S", 0.1)
     for more in ([], ["-reset"], ["-lr_start", "0.5"], ["-epochs", "3"]):
         assert train.main([*FAST, "-out", str(out), "-model", "same", "-grace_s", "0.1", *more]) == 2
-        heard = capsys.readouterr()
-        assert len(heard.err.splitlines()) == 1 and not heard.out
-        assert heard.err.startswith(
+        captured = capsys.readouterr()
+        assert len(captured.err.splitlines()) == 1 and not captured.out
+        assert captured.err.startswith(
             f"train.py: -model same: {out / 'same'} is in use by host {socket.gethostname()}, "
         )
-        assert f"pid {other.pid}" in heard.err and other.poll() is None
+        assert f"pid {other.pid}" in captured.err and other.poll() is None
     assert runs.outcome(out / "same") == before and not (out / ".old").exists()
 
     assert caplog.text.count("waiting up to") == 4
@@ -328,6 +330,6 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_is_gone(other, tm
         assert f"pid {other.pid}" in capsys.readouterr().err
 
     monkeypatch.setattr(run_folder, "WAIT_S", 60)
-    other.send_signal(signal.SIGKILL)  # it takes its time to go
+    other.send_signal(signal.SIGKILL)  # it ends a little later
     runs.run(out, "-cpu 1 -epochs 1 -model same -reset")
     assert [path.name.partition("-")[0] for path in (out / ".old").iterdir()] == ["same"]

@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics are a function of the step, not of who saw what."""
+"""BatchNorm's running statistics depend only on the step, not on the distribution of the samples over ranks."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 
 
-def norms(momentum=0.1):
+def norm_model(momentum=0.1):
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=momentum), nn.BatchNorm1d(6))
 
@@ -22,22 +22,22 @@ def buffers(model):
 
 
 def close(one, other) -> bool:
-    """Equal but for the rounding of float buffers, whole numbers exactly."""
+    """Whether float buffers are equal up to rounding, and integers exactly."""
     assert one.keys() == other.keys()
     return all(torch.allclose(one[name].double(), other[name].double(), rtol=1e-5, atol=1e-6) for name in one)
 
 
-def after_one(model, batch):
-    """The buffers that a plain BatchNorm has after this batch."""
+def buffers_after(model, batch):
+    """The buffers of a plain BatchNorm after this batch."""
     plain = copy.deepcopy(model).train()
     plain(batch)
     return buffers(plain)
 
 
-def mean_of(model, parts):
-    """What each micro-batch makes of the same buffers, averaged by samples; a step counts once."""
+def mean_buffers(model, parts):
+    """The mean, weighted by samples, of the buffers after each micro-batch; integers of one."""
     total = sum(len(part) for part in parts)
-    made = [after_one(model, part) for part in parts]
+    made = [buffers_after(model, part) for part in parts]
     return {
         name: sum(one[name] * (len(part) / total) for one, part in zip(made, parts, strict=True))
         if first.is_floating_point()
@@ -62,39 +62,39 @@ def step(model, statistics, parts, of, norm=1.0):
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
-def test_running_statistics_are_the_mean_of_what_the_micro_batches_make_of_them(momentum):
-    model = norms(momentum).train()
+def test_running_statistics_are_the_mean_over_the_micro_batches(momentum):
+    model = norm_model(momentum).train()
     statistics = batchnorm.RunningStatistics(model, World())
     for sizes in ([8], [4, 4], [5, 3, 2], [2, 9]):
         parts = [2 + 3 * torch.randn(size, 4) for size in sizes]
-        wanted = mean_of(model, parts)
+        wanted = mean_buffers(model, parts)
         step(model, statistics, parts, sum(sizes))
         assert close(buffers(model), wanted)
 
 
-def test_running_statistics_of_one_micro_batch_are_batchnorms_own_to_the_bit():
-    model = norms().train()
+def test_running_statistics_of_one_micro_batch_are_those_of_batchnorm_to_the_bit():
+    model = norm_model().train()
     statistics = batchnorm.RunningStatistics(model, World())
     for _ in range(4):
         part = torch.randn(6, 4)
-        wanted = after_one(model, part)
+        wanted = buffers_after(model, part)
         step(model, statistics, [part], 6)
         assert all(torch.equal(value, wanted[name]) for name, value in buffers(model).items())
 
 
-def test_running_statistics_in_double_precision_lose_none_of_it():
-    model = norms().double().train()
+def test_running_statistics_in_double_precision_keep_that_precision():
+    model = norm_model().double().train()
     statistics = batchnorm.RunningStatistics(model, World())
     parts = [torch.randn(size, 4, dtype=torch.float64) for size in (5, 3)]
-    wanted = mean_of(model, parts)
+    wanted = mean_buffers(model, parts)
     step(model, statistics, parts, 8)
     assert all(torch.allclose(value, wanted[name], rtol=1e-14, atol=0) for name, value in buffers(model).items())
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_a_step_that_is_skipped_leaves_the_running_statistics_as_they_were(parts, norm):
-    model = norms().train()
+def test_a_skipped_step_does_not_change_the_running_statistics(parts, norm):
+    model = norm_model().train()
     statistics = batchnorm.RunningStatistics(model, World())
     before = buffers(model)
     step(model, statistics, [torch.full((4, 4), math.nan)] * parts, 4 * parts, norm)
@@ -102,7 +102,7 @@ def test_a_step_that_is_skipped_leaves_the_running_statistics_as_they_were(parts
 
 
 class Notes(nn.Module):
-    """Writes what a test tells it to into its buffer, one value for each micro-batch."""
+    """Writes given values into its buffer, one dict of them for each micro-batch."""
 
     def __init__(self, *values):
         super().__init__()
@@ -124,10 +124,10 @@ def test_a_buffer_of_infinity_stays_as_it_is():
     before = model.note.clone()
     for _ in range(1000):
         step(model, statistics, PARTS, 10)
-    assert torch.equal(model.note.view(torch.int32), before.view(torch.int32)), "to the bit"
+    assert torch.equal(model.note.view(torch.int32), before.view(torch.int32)), "not the same bits"
 
 
-def test_a_borrowed_micro_batch_changes_no_buffer():
+def test_a_padding_micro_batch_changes_no_buffer():
     model = Notes(-math.inf, 1.0)
     statistics = batchnorm.RunningStatistics(model, World())
     model.coming = [{1: 5.0}, {0: 7.0, 1: math.nan}]
@@ -139,15 +139,15 @@ def test_a_borrowed_micro_batch_changes_no_buffer():
     assert model.note.tolist() == [-math.inf, 5.0]
 
 
-def test_values_that_some_micro_batches_change_become_the_mean_and_the_others_stay():
+def test_buffer_values_that_some_micro_batches_change_become_the_mean_and_others_stay():
     model = Notes(2.0, 0.1, math.inf)
     statistics = batchnorm.RunningStatistics(model, World())
     model.coming = [{0: 4.0, 2: 1.0}, {2: 3.0}, {2: 2.0}]
-    step(model, statistics, PARTS, 10)  # what was infinite may become finite, as a running minimum does
+    step(model, statistics, PARTS, 10)  # an infinite value may become finite, such as a running minimum
     assert model.note.tolist() == pytest.approx([2.6, 0.1, 2.2]) and model.note[1] == torch.tensor(0.1)
 
 
-def test_a_model_without_running_statistics_has_none_to_keep():
+def test_a_model_without_running_statistics_does_not_change():
     model = nn.Linear(4, 2)
     statistics = batchnorm.RunningStatistics(model, World())
     before = copy.deepcopy(model.state_dict())

@@ -1,4 +1,4 @@
-"""The benchmark compares only what did the same work: every script reaches the loss that train.py reaches."""
+"""The benchmark compares only runs that did the same work: every script reaches the loss of train.py."""
 
 import importlib.util
 import subprocess
@@ -16,25 +16,25 @@ ONE_THREAD = Options(threads=1)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Run:
+def plain_run(tmp_path_factory) -> Run:
     return compare.run(PLAIN, DIGITS, tmp_path_factory.mktemp("plain"), ONE_THREAD)
 
 
 @pytest.mark.parametrize("name", [name for name in compare.SCRIPTS if name not in (PLAIN, "composer")])
-def test_every_script_takes_as_many_steps_and_reaches_the_loss_of_the_plain_one(name, plain, tmp_path):
+def test_every_script_does_as_many_steps_and_reaches_the_loss_of_the_plain_script(name, plain_run, tmp_path):
     package = compare.PACKAGES.get(name)
     if package and not importlib.util.find_spec(package):
         pytest.skip(f"{package} is not installed")
     other = compare.run(name, DIGITS, tmp_path, ONE_THREAD)
-    compare.check_equal({PLAIN: plain, name: other}, tolerance=0.05)
+    compare.check_equal({PLAIN: plain_run, name: other}, tolerance=0.05)
     assert other.step == 40 and 0 < other.figures["train_loss"] < 1.2
     if name != LIMIT:
-        assert other.figures["val_loss"] == pytest.approx(plain.figures["val_loss"], rel=0.1)
+        assert other.figures["val_loss"] == pytest.approx(plain_run.figures["val_loss"], rel=0.1)
         assert other.figures["val_accuracy"] > 0.9
 
 
 @pytest.mark.parametrize("name", [name for name in compare.SCRIPTS if name not in (LIMIT, "composer")])
-def test_every_script_continues_from_its_own_checkpoint(name, tmp_path):
+def test_every_script_resumes_from_its_own_checkpoint(name, tmp_path):
     package = compare.PACKAGES.get(name)
     if package and not importlib.util.find_spec(package):
         pytest.skip(f"{package} is not installed")
@@ -51,7 +51,7 @@ def test_a_table_is_printed_for_equal_runs_on_two_processes(monkeypatch, capsys)
     assert [line.split("|")[1].strip() for line in printed.splitlines()[-3:-1]] == [BATON, PLAIN]
 
 
-def test_the_table_gives_medians_ranges_and_the_ratio_of_each_round():
+def test_the_table_has_medians_ranges_and_the_ratio_of_each_round():
     def runs(seconds: list[float], step: int) -> list[Run]:
         return [Run(one, 7.0, step, {"train_loss": 0.5}) for one in seconds]
 
@@ -66,23 +66,23 @@ def test_the_table_gives_medians_ranges_and_the_ratio_of_each_round():
     assert lines[4] == "| Baton | 5.00 (4.00 to 6.00) | 0.80 | 7.00 | 5.00 (5.00 to 10.00) | 0.50 | 0.500 |  |"
 
 
-def test_runs_that_did_other_work_are_not_compared():
-    plain = Run(1.0, 1.0, 40, {"train_loss": 1.0})
+def test_runs_that_did_different_work_are_not_compared():
+    plain_run = Run(1.0, 1.0, 40, {"train_loss": 1.0})
     limit = Run(1.0, 1.0, 40, {"train_loss": 0.2})
-    compare.check_equal({PLAIN: plain, BATON: Run(9.0, 9.0, 40, {"train_loss": 1.04}), LIMIT: limit}, 0.05)
+    compare.check_equal({PLAIN: plain_run, BATON: Run(9.0, 9.0, 40, {"train_loss": 1.04}), LIMIT: limit}, 0.05)
     for other in (Run(1.0, 1.0, 39, {"train_loss": 1.0}), Run(1.0, 1.0, 40, {"train_loss": 1.06})):
         with pytest.raises(compare.Unequal, match="no comparison: Baton"):
-            compare.check_equal({PLAIN: plain, BATON: other}, 0.05)
+            compare.check_equal({PLAIN: plain_run, BATON: other}, 0.05)
 
 
-def test_a_run_that_fails_says_why(tmp_path: Path):
+def test_a_failing_run_is_reported_with_its_exit_code(tmp_path: Path):
     with pytest.raises(RuntimeError, match="ended with 2"):
         compare.run(BATON, "-dataset none", tmp_path, ONE_THREAD)
 
 
-def test_a_table_is_printed_for_each_part_of_a_run_on_many_ranks(tmp_path):
-    words = ["plan", "exchange", "meet", "checkpoint", "-ranks", "2", "3", "-tensors", "4"]
-    command = [sys.executable, "scripts/bench/scale.py", *words, "-folder", str(tmp_path)]
+def test_scale_prints_a_table_for_each_part(tmp_path):
+    parts = ["plan", "exchange", "meet", "checkpoint", "-ranks", "2", "3", "-tensors", "4"]
+    command = [sys.executable, "scripts/bench/scale.py", *parts, "-folder", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|")]
     usual = ["ranks", "---", "2", "3"]

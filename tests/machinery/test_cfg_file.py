@@ -1,10 +1,10 @@
-"""The -cfg file: what it may hold, what wins over it, and config.yaml, the one that every run writes."""
+"""The -cfg file: its syntax, the flags that override it, and config.yaml, which every run writes."""
 
 import contextlib
 
 import pytest
 import yaml
-from command_line import ALONE, cfg_file, lasting, other_value, parsed, refusal, repeated, shared
+from command_line import ALONE, cfg_file, other_value, parsed, read_back, refusal, saved_args, shared
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ NOT_DRAWN = ("cfg", "gpus", "bf16", "micro_batch", "lr_end", "batch_per_gpu", "t
 RELAXED = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def test_command_line_wins_over_file_over_plugin_over_shared_default(tmp_path):
+def test_the_command_line_overrides_the_file_the_plugin_and_the_shared_default_in_this_order(tmp_path):
     epochs = {action.dest: action.default for action in config.new_parser()._actions}["epochs"]
     assert parsed("-dataset fake -arch mlp").epochs == epochs != parsed("").epochs == 30
     file = cfg_file(tmp_path, "epochs: 4\nlr_start: 0.5\n")
@@ -26,7 +26,7 @@ def test_command_line_wins_over_file_over_plugin_over_shared_default(tmp_path):
     assert parsed(["-cfg", file, "-seed", "3"]).cfg == file
 
 
-def test_the_plugins_of_the_command_line_win_over_those_of_the_file(tmp_path):
+def test_plugins_of_the_command_line_override_those_of_the_file(tmp_path):
     file = cfg_file(tmp_path, "dataset: fake\narch: resnet\nresnet_depth: 34\n")
     args = parsed(["-cfg", file])
     assert (args.dataset, args.arch, args.resnet_depth, args.model) == ("fake", "resnet", 34, "fake_resnet")
@@ -34,7 +34,7 @@ def test_the_plugins_of_the_command_line_win_over_those_of_the_file(tmp_path):
     assert parsed(["-cfg", file, "-arch", "mlp"]).arch == "mlp"
 
 
-def test_what_belongs_to_a_plugin_that_is_replaced_is_left_out_and_logged(tmp_path, caplog):
+def test_flags_of_a_replaced_plugin_are_dropped_from_the_file_and_logged(tmp_path, caplog):
     file = tmp_path / "config.yaml"
     file.write_text(config.to_yaml(parsed("-arch resnet -resnet_depth 34 -epochs 7"), {}))
     for arch in ("resnet", "mlp"):
@@ -43,17 +43,17 @@ def test_what_belongs_to_a_plugin_that_is_replaced_is_left_out_and_logged(tmp_pa
     assert caplog.messages == ["-arch is mlp and not resnet as in the -cfg file: left out ['resnet_depth']"]
     args = parsed(["-cfg", str(file), "-dataset", "cifar10", "-channels", "1"])
     assert (args.dataset, args.arch, args.resnet_depth, args.epochs) == ("cifar10", "resnet", 34, 7)
-    assert (args.channels, args.image_size) == (1, 32), "the data dictates, the command line wins"
+    assert (args.channels, args.image_size) == (1, 32), "the data sets the size, the command line the channels"
     left_out = "-dataset is cifar10 and not digits as in the -cfg file: left out "
     assert caplog.messages[1] == f"{left_out}['channels', 'image_size', 'num_classes']"
     args = parsed(["-cfg", cfg_file(tmp_path, "num_classes: 4\n"), "-dataset", "cifar10"])
-    assert args.num_classes == 4 and len(caplog.messages) == 2, "the file is of no other data set"
+    assert args.num_classes == 4 and len(caplog.messages) == 2, "the file names no other dataset"
     assert "unknown flag -mlp_width" in refusal(["-cfg", cfg_file(tmp_path, "arch: resnet\nmlp_width: 3\n")])
     gone = cfg_file(tmp_path, "arch: gone\ngone_width: 3\n")
-    assert parsed(["-cfg", gone, "-arch", "mlp"]).arch == "mlp", "also of a plugin that is no longer there"
+    assert parsed(["-cfg", gone, "-arch", "mlp"]).arch == "mlp", "even if the plugin of the file no longer exists"
 
 
-def test_either_word_for_one_thing_on_the_command_line_takes_the_others_place_in_the_file(tmp_path):
+def test_a_flag_of_the_command_line_replaces_the_flag_of_the_file_that_it_excludes(tmp_path):
     args = parsed(["-cfg", cfg_file(tmp_path, "batch_size: 8\ngpus: 0,1\n"), "-batch_per_gpu", "3", "--cpu=2"])
     assert args.batch_per_gpu == 3 and args.cpu == 2 and args.gpus is None
     args = parsed(["-cfg", cfg_file(tmp_path, "batch_per_gpu: 8\ncpu: 2\n"), "-batch_size=6", "-gpus", "1"])
@@ -64,7 +64,7 @@ def test_either_word_for_one_thing_on_the_command_line_takes_the_others_place_in
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_flag_reads_the_same_from_a_file(name, tmp_path):
+def test_a_flag_can_be_written_in_several_ways_in_a_file(name, tmp_path):
     value = other_value(shared()[name])
     wanted = {**vars(parsed([f"-{name}", value])), "cfg": None}
     for text in (
@@ -76,7 +76,7 @@ def test_a_flag_reads_the_same_from_a_file(name, tmp_path):
         assert {**vars(parsed(["-cfg", cfg_file(tmp_path, text)])), "cfg": None} == wanted
 
 
-def test_numbers_booleans_and_lists_are_read_as_they_stand(tmp_path):
+def test_numbers_booleans_and_lists_of_a_file_are_read_as_written(tmp_path):
     args = parsed(
         [
             "-cfg",
@@ -99,7 +99,7 @@ def test_numbers_booleans_and_lists_are_read_as_they_stand(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("lr_strat: 3", "unknown flag -lr_strat (do you mean -lr_start"),
         ("batch-size: 3", "batch-size: a flag (not cfg) is wanted"),
@@ -135,18 +135,18 @@ def test_numbers_booleans_and_lists_are_read_as_they_stand(tmp_path):
     ],
     ids=lambda text: repr(text)[:30],
 )
-def test_a_wrong_file_is_refused_with_what_is_wrong(text, said, tmp_path):
-    assert said in refusal(["-cfg", cfg_file(tmp_path, text)])
+def test_a_wrong_file_is_refused_with_the_reason(text, message, tmp_path):
+    assert message in refusal(["-cfg", cfg_file(tmp_path, text)])
 
 
-def test_a_tag_of_yaml_executes_nothing(tmp_path):
-    made = tmp_path / "made"
-    text = f"model: !!python/object/apply:os.system ['touch {made}']\n"
+def test_a_yaml_tag_executes_nothing(tmp_path):
+    mark = tmp_path / "made"
+    text = f"model: !!python/object/apply:os.system ['touch {mark}']\n"
     assert "is not a name" in refusal(["-cfg", cfg_file(tmp_path, text)])
-    assert parsed(["-cfg", cfg_file(tmp_path, "epochs: !!int 3")]).epochs == 3 and not made.exists()
+    assert parsed(["-cfg", cfg_file(tmp_path, "epochs: !!int 3")]).epochs == 3 and not mark.exists()
 
 
-def test_files_that_cannot_be_read_are_refused_by_name(tmp_path):
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path):
     for path in (str(tmp_path / "missing.yaml"), str(tmp_path), "a\0b", "x" * 300):
         assert refusal(["-cfg", path]).startswith(f"-cfg {path!r}: cannot be read")
     assert refusal(["-cfg"]) == "argument -cfg: expected one argument"
@@ -159,13 +159,13 @@ def test_files_that_cannot_be_read_are_refused_by_name(tmp_path):
 )
 @example(b"? [a]\n: b")
 @example(b"'epochs': 3")
-def test_no_file_at_all_ends_in_a_traceback(tmp_path, content):
+def test_no_file_ends_in_a_traceback(tmp_path, content):
     with contextlib.suppress(UsageError):
         parsed(["-cfg", cfg_file(tmp_path, content)])
 
 
 @pytest.mark.parametrize(
-    "words",
+    "command",
     [
         "",
         "-arch mlp -dataset fake -loss mse -mlp_width 7",
@@ -176,13 +176,13 @@ def test_no_file_at_all_ends_in_a_traceback(tmp_path, content):
         "-cpu 2 -fp16 -allow_change seed -resume x -batch_per_gpu 7 -max_hours 0.5",
     ],
 )
-def test_config_yaml_repeats_the_command_line(words, tmp_path):
-    args = parsed(words)
-    assert repeated(args, tmp_path) == lasting(args)
-    kept = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert not flags.rules().forgotten & set(kept) and list(kept)[-1] == "about"
-    settled = repeated(args, tmp_path, batch_size=96, micro_batch=48)
-    assert settled == {**lasting(args), "batch_size": 96, "micro_batch": 48}
+def test_config_yaml_repeats_the_command_line(command, tmp_path):
+    args = parsed(command)
+    assert read_back(args, tmp_path) == saved_args(args)
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert not flags.rules().forgotten & set(saved) and list(saved)[-1] == "about"
+    settled = read_back(args, tmp_path, batch_size=96, micro_batch=48)
+    assert settled == {**saved_args(args), "batch_size": 96, "micro_batch": 48}
 
 
 @RELAXED
@@ -210,4 +210,4 @@ def test_config_yaml_repeats_any_command_line(tmp_path, data):
             *(f"-{name}={value}" for name, value in chosen.items()),
         ]
     )
-    assert repeated(args, tmp_path) == lasting(args)
+    assert read_back(args, tmp_path) == saved_args(args)

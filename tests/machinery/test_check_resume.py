@@ -1,4 +1,4 @@
-"""-check_resume: it passes what keeps the promise, and tells where what breaks it does so first."""
+"""-check_resume: a run that resumes exactly passes; a fault is reported with its first step and its likely cause."""
 
 import os
 import re
@@ -24,26 +24,26 @@ from scripts import check_resume, ledger
 STEPS, BATCH = 8, 8
 SMALL = f"-num_classes 4 -batch_size {BATCH} -micro_batch 4 -lr_start 1e-2 -epochs 9 -cpu 2 -limit_steps {STEPS}"
 ROWS = ["killed 3 times and resumed", "on another number of processes", "killed and resumed on others"]
-STATE = torch.Generator()  # goes on from draw to draw, and is in no checkpoint
+STATE = torch.Generator()  # its state changes with each draw, and is in no checkpoint
 
 
 @pytest.fixture
-def checked(tmp_path, capfd):
-    """Checks a run. Gives the exit code, what was printed, and what was said on stderr; nothing is left behind."""
+def check_run(tmp_path, capfd):
+    """A function that checks a run and returns exit code, lines of stdout, and stderr. No file may remain."""
 
-    def look(words):
+    def check(flags):
         before = signal.getsignal(signal.SIGTERM)
-        code = train.main([*words.split(), "-check_resume", "-out", str(tmp_path / "out")])
+        code = train.main([*flags.split(), "-check_resume", "-out", str(tmp_path / "out")])
         assert signal.getsignal(signal.SIGTERM) is before
         assert not list(tmp_path.glob("out/*"))
-        said = capfd.readouterr()
-        return code, said.out.splitlines(), said.err
+        captured = capfd.readouterr()
+        return code, captured.out.splitlines(), captured.err
 
-    return look
+    return check
 
 
-def test_the_default_run_keeps_the_promise_and_the_check_says_how_long_it_takes(checked):
-    code, lines, _ = checked(f"-cpu 2 -limit_steps {STEPS}")
+def test_the_default_run_passes_and_the_check_says_how_long_it_takes(check_run):
+    code, lines, _ = check_run(f"-cpu 2 -limit_steps {STEPS}")
     assert code == 0 and lines[-1] == "all as promised"
     assert re.fullmatch(r"3 more runs: about \d+ (s|minutes)", lines[2])
     assert [line[:44].strip() for line in lines[4:-1]] == ROWS
@@ -51,25 +51,25 @@ def test_the_default_run_keeps_the_promise_and_the_check_says_how_long_it_takes(
     assert all(line.endswith("the same bits") for line in lines[4:-1])
 
 
-def test_sums_that_are_left_to_the_library_are_compared_on_the_same_processes_only(checked):
+def test_with_reduction_allreduce_only_the_same_number_of_processes_is_compared(check_run):
     with plugins(arch={"norm_net": norm_net}, dataset={"few": few}):
-        code, lines, message = checked(f"{SMALL} -arch norm_net -dataset few -reduction allreduce")
+        code, lines, message = check_run(f"{SMALL} -arch norm_net -dataset few -reduction allreduce")
     assert code == 0, message
     assert "other numbers of processes are not compared: with -reduction allreduce" in lines[2]
     assert [line[:44].strip() for line in lines[5:-1]] == ROWS[:1]
 
 
 @pytest.mark.parametrize(("more", "rows"), [("", ROWS), ("-bf16", ROWS[:1])])
-def test_a_sharded_run_is_compared_on_one_process_too_but_not_in_half_precision(checked, more, rows):
+def test_an_fsdp_run_is_compared_with_other_numbers_of_processes_except_in_bf16(check_run, more, rows):
     with plugins(arch={"norm_net": norm_net}, dataset={"few": few}):
-        code, lines, message = checked(f"{SMALL} -arch norm_net -dataset few -parallel fsdp {more}")
+        code, lines, message = check_run(f"{SMALL} -arch norm_net -dataset few -parallel fsdp {more}")
     assert code == 0 and lines[-1] == "all as promised", "\n".join([*lines, message])
     assert [line[:44].strip() for line in lines[4:-1]] == rows
     assert all(line.endswith("the same bits") for line in lines[4:-1])
 
 
 class Attention(nn.Module):
-    """Attention over 8 words of 8 numbers. A bias of the keys has no effect: its gradient is rounding noise."""
+    """Attention over 8 tokens of width 8. The bias of the keys has no effect: its gradient is rounding noise."""
 
     def __init__(self, args):
         super().__init__()
@@ -77,13 +77,13 @@ class Attention(nn.Module):
         self.head = nn.Linear(64, args.num_classes)
 
     def forward(self, inputs):
-        words = inputs.reshape(-1, 8, 8)
-        scores = self.queries(words) @ self.keys(words).transpose(1, 2)
-        return self.head((scores.softmax(2) @ self.values(words)).flatten(1))
+        tokens = inputs.reshape(-1, 8, 8)
+        scores = self.queries(tokens) @ self.keys(tokens).transpose(1, 2)
+        return self.head((scores.softmax(2) @ self.values(tokens)).flatten(1))
 
 
-class Two(trainer.Trainer):
-    """Trains a second such model, an attribute of its own."""
+class TwoModels(trainer.Trainer):
+    """Trains a second model of this kind in an attribute."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
@@ -99,23 +99,23 @@ class Two(trainer.Trainer):
         self.other_optimizer.zero_grad()
 
 
-def test_gradients_that_are_zero_but_for_rounding_are_no_difference(checked):
-    """As those of BERT's key biases, from which Adam makes large steps; in a trainer's own module, too."""
+def test_gradients_that_are_only_rounding_noise_are_no_difference(check_run):
+    """BERT's key biases have such gradients, from which Adam makes large steps. A trainer's module may, too."""
     torch.manual_seed(0)
     model = Attention(types.SimpleNamespace(num_classes=4))
     functional.cross_entropy(model(torch.randn(8, 64)), torch.randint(4, (8,))).backward()
     assert model.keys.bias.grad.abs().max() < 1e-6 < 1e-4 < model.queries.bias.grad.abs().max()
-    with plugins(arch={"attention": Attention}, dataset={"few": few}, trainer={"two": Two}):
-        code, lines, message = checked(f"{SMALL} -arch attention -dataset few -trainer two")
+    with plugins(arch={"attention": Attention}, dataset={"few": few}, trainer={"two": TwoModels}):
+        code, lines, message = check_run(f"{SMALL} -arch attention -dataset few -trainer two")
     assert code == 0 and lines[-1] == "all as promised", "\n".join([*lines, message])
     assert len(lines) > 5 and all(line.endswith("the same bits") for line in lines[4:-1])
 
 
-# What breaks the promise, and what it looks like
+# Faults, and the causes that are reported for them
 
 
 def noisy(generator):
-    """The little dataset, its samples drawn with noise from a generator of their own."""
+    """The small dataset with noise from a generator of its own."""
 
     def get_dataset(args):
         parts = few(args)
@@ -143,7 +143,7 @@ def unseeded():
 
 
 class ByWorker(Dataset):
-    """Samples that tell who drew them."""
+    """Samples whose values depend on the process that reads them."""
 
     def __len__(self):
         return 50
@@ -154,7 +154,7 @@ class ByWorker(Dataset):
 
 
 def norm_net_and(forward):
-    """The little model, its outputs changed by a function of them and the layer, while it is trained."""
+    """The small model with a last layer that applies a function to the outputs during training."""
 
     class Layer(nn.Module):
         passes = 0
@@ -196,7 +196,7 @@ class Threads(trainer.Trainer):
 
 
 class Guided(trainer.Trainer):
-    """Has a module whose gradients it sums itself, in half precision."""
+    """Has a module whose gradients it sums itself, in bf16."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
@@ -217,7 +217,7 @@ class Guided(trainer.Trainer):
 
 
 MODEL = "model, loss or trainer"
-FAULTS = {  # a plugin, further flags -> the row that differs, where, how, and what it looks like
+FAULTS = {  # plugin: its builder, further flags, the row that differs, when, the kind of difference, the likely cause
     "dataset a_generator": (noisy(lambda: STATE), "", "killed", "later", ledger.DRAWN, "a state of the dataset"),
     "dataset no_seed": (noisy(unseeded), "", "killed", "at once", ledger.DRAWN, "randomness or time in the dataset"),
     "dataset worker": (lambda args: ByWorker(), "-workers 1", "killed", "at once", ledger.DRAWN, "with -workers 0"),
@@ -232,18 +232,18 @@ FAULTS = {  # a plugin, further flags -> the row that differs, where, how, and w
 
 
 @pytest.mark.parametrize("plugin", FAULTS)
-def test_a_fault_is_named_with_its_first_step_and_what_it_looks_like(checked, plugin, monkeypatch):
+def test_a_fault_is_reported_with_its_first_step_and_its_likely_cause(check_run, plugin, monkeypatch):
     kind, name = plugin.split()
     builder, flags, run, when, why, cause = FAULTS[plugin]
     real = check_resume.Check.planned
     monkeypatch.setattr(check_resume.Check, "planned", lambda *all: [row for row in real(*all) if row.run == run])
-    monkeypatch.setattr(parallel, "_compile", lambda parts: None)  # as slow as it is exact
+    monkeypatch.setattr(parallel, "_compile", lambda parts: None)  # the real one takes long and changes no bit
     chosen = {"arch": {"norm_net": norm_net}, "dataset": {"few": few}, "trainer": {}}
     chosen[kind][name] = builder
-    words = {"arch": "norm_net", "dataset": "few", "trainer": "trainer", kind: name}
+    names = {"arch": "norm_net", "dataset": "few", "trainer": "trainer", kind: name}
     with plugins(**chosen):
-        code, lines, message = checked(
-            f"{SMALL} {flags} {' '.join(f'-{kind} {name}' for kind, name in words.items())}"
+        code, lines, message = check_run(
+            f"{SMALL} {flags} {' '.join(f'-{kind} {name}' for kind, name in names.items())}"
         )
     text = "\n".join([*lines, message])
     assert code == 1 and lines[-1].startswith("not as promised: it looks like ") and cause in lines[-1], text
@@ -252,7 +252,7 @@ def test_a_fault_is_named_with_its_first_step_and_what_it_looks_like(checked, pl
     assert sample in permutation.order(50, 0, 0)[step * BATCH : (step + 1) * BATCH]
 
 
-# What cannot be checked
+# Runs that cannot be checked
 
 
 def failing(args):
@@ -260,7 +260,7 @@ def failing(args):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("flags", "code", "message"),
     [
         ("-limit_steps 1", 2, "-limit_steps 1: -check_resume needs 2 steps or more"),
         ("-data nowhere", 2, "-data nowhere: no digits.npz in it"),
@@ -268,27 +268,27 @@ def failing(args):
         ("-dataset few -arch failing", 1, "RuntimeError: no such luck"),
     ],
 )
-def test_a_run_that_cannot_be_checked_says_why(capfd, tmp_path, words, code, message):
+def test_a_run_that_cannot_be_checked_is_reported_with_the_reason(capfd, tmp_path, flags, code, message):
     with plugins(arch={"failing": failing}, dataset={"few": few}):
-        words = ["-out", str(tmp_path / "out"), "-cpu", "2", *words.split(), "-check_resume"]
-        assert train.main(words) == code
-    said = capfd.readouterr().err
-    assert message in said and "train.py: " in said
-    assert code == 1 or len(said.splitlines()) == 1
+        flags = ["-out", str(tmp_path / "out"), "-cpu", "2", *flags.split(), "-check_resume"]
+        assert train.main(flags) == code
+    output = capfd.readouterr().err
+    assert message in output and "train.py: " in output
+    assert code == 1 or len(output.splitlines()) == 1
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_a_process_of_a_launcher_is_no_place_for_a_check(checked, monkeypatch):
+def test_a_check_under_torchrun_is_refused(check_run, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    code, _, said = checked("-cpu 2")
-    assert code == 2 and "run it without torchrun" in said
+    code, _, output = check_run("-cpu 2")
+    assert code == 2 and "run it without torchrun" in output
 
 
-def test_a_check_that_is_told_to_stop_leaves_nothing_behind(start):
-    run = start("run", "-check_resume", deed={"do": "pause", "step": 5})
-    run.noted(2)
+def test_a_check_that_is_stopped_leaves_no_files(start):
+    run = start("run", "-check_resume", fault={"do": "pause", "step": 5})
+    run.wait_for_notes(2)
     os.kill(run.pid, signal.SIGTERM)
-    assert run.ends() == 128 + signal.SIGTERM, run.text()
-    run.is_gone()
+    assert run.wait() == 128 + signal.SIGTERM, run.text()
+    run.wait_until_gone()
     assert not any(run.folder.parent.iterdir())

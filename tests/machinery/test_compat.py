@@ -1,4 +1,4 @@
-"""cycling_utils' classes together: a loop in the manner of its Fashion-MNIST example stops anywhere and continues."""
+"""cycling_utils' classes together: a loop like its Fashion-MNIST example stops anywhere and resumes."""
 
 import functools
 from operator import itemgetter
@@ -22,7 +22,7 @@ EPOCHS, BATCH, ROWS = 3, 4, {"train": 30, "test": 10}
 
 
 def loop(rank, out, stop):
-    """Trains and tests; ends without a save after `stop` batches, as if it were killed."""
+    """Train and test; end without a save after `stop` batches, as if killed."""
     timer = TimestampedTimer("imports")
     torch.manual_seed(0)
     data = {part: TensorDataset(torch.randn(rows, 3), torch.randint(2, (rows,))) for part, rows in ROWS.items()}
@@ -60,7 +60,7 @@ def loop(rank, out, stop):
                 total, examples = itemgetter("loss", "examples")(metrics[part].agg)
                 if is_last and part == "train":
                     schedule.step()
-                if is_last and (part == "train" or rank == 0):  # the example ends a test's epoch on its master alone
+                if is_last and (part == "train" or rank == 0):  # in the example only the master ends a test's epoch
                     metrics[part].end_epoch()
                 if is_last or batch % 2 == 0:
                     save(saver, state, rank)
@@ -87,8 +87,8 @@ def save(saver, state, rank):
     saver.symlink_latest(folder)
 
 
-def test_a_loop_of_all_of_them_goes_on_to_the_same_bits_wherever_it_stops(tmp_path):
-    """The stops: before the first save, in an epoch's training, after a test, in a later epoch's training."""
+def test_a_loop_with_all_classes_resumes_with_the_same_bits_after_any_stop(tmp_path):
+    """Stops before the first save, during an epoch's training, after a test, and in a later epoch's training."""
     found = {}
     for name, stops in {"whole": [None], "stopped": [1, 3, 5, 9, None]}.items():
         out = tmp_path / name

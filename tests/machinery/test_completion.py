@@ -1,4 +1,4 @@
-"""-list shows the plugins, and bash and zsh complete flags and plugin names at the TAB key."""
+"""-list shows the plugins, and bash and zsh complete flags and plugin names with the TAB key."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import needed
+from cluster import require
 from processes import until
 
 import train
@@ -19,15 +19,15 @@ from lib.config import plugins
 from scripts import completion
 
 ROOT = Path(__file__).resolve().parents[2]
-# At TAB the line goes to a file, completed, and is gone before zsh could run it.
+# At TAB the completed line is written to a file and cleared before zsh can run it.
 ZSH = """autoload -U compinit; compinit -u; eval "$(<{script})"; unsetopt beep
-tell() {{ zle expand-or-complete; print -r -- "$BUFFER" >> {message}; BUFFER= }}; zle -N tell; bindkey '^I' tell
+show() {{ zle expand-or-complete; print -r -- "$BUFFER" >> {message}; BUFFER= }}; zle -N show; bindkey '^I' show
 print ready >> {message}
 """
 
 
-def written(folder: Path, shell: str) -> Path:
-    """What a shell is to evaluate, in a file."""
+def completion_script(folder: Path, shell: str) -> Path:
+    """Write the completion script of a shell to a file."""
     pytest.importorskip("shtab", reason="needs uv pip install -r pyproject.toml --group completion")
     file = folder / f"train.{shell}"
     with file.open("w") as stream, contextlib.redirect_stdout(stream):
@@ -37,21 +37,21 @@ def written(folder: Path, shell: str) -> Path:
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """What bash is to evaluate."""
-    return written(tmp_path_factory.mktemp("completion"), "bash")
+    """The completion script of bash."""
+    return completion_script(tmp_path_factory.mktemp("completion"), "bash")
 
 
-def offered(script, words: list[str]) -> list[str]:
-    """What bash offers at the TAB key behind these words."""
+def completions(script, words: list[str]) -> list[str]:
+    """The completions that bash offers at the TAB key after these words of a command line."""
     quoted = " ".join(f'"{word}"' for word in words)
     ask = f"source {script}; COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _python_train_py; "
     ask += 'printf "%s\\n" "${COMPREPLY[@]}"'
     return subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=240).stdout.split()
 
 
-def typed(folder: Path, lines: list[str]) -> list[str]:
-    """What a zsh at a terminal makes of these lines, each with TAB at its end."""
-    message, script = folder / "typed", written(folder, "zsh")
+def zsh_completions(folder: Path, lines: list[str]) -> list[str]:
+    """How a zsh on a terminal completes these lines, each with TAB at its end."""
+    message, script = folder / "typed", completion_script(folder, "zsh")
     (folder / "setup").write_text(ZSH.format(script=script, message=message))
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "vt100", "ZDOTDIR": str(folder), "PYTHONWARNINGS": "ignore"}
@@ -75,7 +75,7 @@ def _lines(file):
     return file.read_text().splitlines() if file.exists() else []
 
 
-def test_list_shows_every_plugin_with_what_it_says_of_itself(capsys):
+def test_list_shows_every_plugin_with_its_summary(capsys):
     with pytest.raises(SystemExit) as end:
         train.main(["-list"])
     message = capsys.readouterr().out
@@ -90,39 +90,39 @@ def test_list_shows_every_plugin_with_what_it_says_of_itself(capsys):
     ]
 
 
-def test_list_says_which_plugin_cannot_be_read(monkeypatch, tmp_path):
+def test_list_marks_a_plugin_that_cannot_be_read(monkeypatch, tmp_path):
     (tmp_path / "lib" / "arch").mkdir(parents=True)
     (tmp_path / "lib" / "arch" / "half.py").write_text("def get_model(args) return")
     monkeypatch.setattr(plugins, "ROOT", tmp_path)
     assert plugins.summary("arch", "half").startswith("cannot be read: ")
 
 
-def test_flags_and_plugin_names_are_completed(script):
-    assert offered(script, ["python", "train.py", "-lr_"]) == [
+def test_bash_completes_flags_and_plugin_names(script):
+    assert completions(script, ["python", "train.py", "-lr_"]) == [
         *("-lr_schedule", "-lr_start", "-lr_end", "-lr_warmup", "-lr_batch")
     ]
-    assert set(offered(script, ["python", "train.py", "-arch", ""])) == set(plugins.names("arch"))
-    assert offered(script, ["python3", "./train.py", "-cpu", "2", "-trainer", "em"]) == ["ema"]
-    assert offered(script, ["python", "train.py", "-lr_schedule", "c"]) == ["cosine", "constant"]
-    assert offered(script, ["python", "train.py", "-resnet_d"]) == ["-resnet_depth"], "a plugin's own"
+    assert set(completions(script, ["python", "train.py", "-arch", ""])) == set(plugins.names("arch"))
+    assert completions(script, ["python3", "./train.py", "-cpu", "2", "-trainer", "em"]) == ["ema"]
+    assert completions(script, ["python", "train.py", "-lr_schedule", "c"]) == ["cosine", "constant"]
+    assert completions(script, ["python", "train.py", "-resnet_d"]) == ["-resnet_depth"], "a plugin's own flag"
 
 
-def test_other_scripts_of_python_are_left_alone(script):
-    assert offered(script, ["python", "other.py", "-lr_"]) == [] == offered(script, ["python", "-"])
+def test_other_python_scripts_are_not_completed(script):
+    assert completions(script, ["python", "other.py", "-lr_"]) == [] == completions(script, ["python", "-"])
 
 
-@needed("" if shutil.which("zsh") else "needs zsh")
-def test_zsh_completes_them_too(tmp_path):
+@require("" if shutil.which("zsh") else "needs zsh")
+def test_zsh_completes_flags_and_plugin_names(tmp_path):
     found = {
         "python train.py -resnet_d": "python train.py -resnet_depth ",
         "python3 ./train.py -cpu 2 -trainer em": "python3 ./train.py -cpu 2 -trainer ema ",
         "./train.py -lr_schedule w": "./train.py -lr_schedule wsd ",
         "python other.py -resnet_d": "python other.py -resnet_d",
     }
-    assert typed(tmp_path, [*found]) == [*found.values()]
+    assert zsh_completions(tmp_path, [*found]) == [*found.values()]
 
 
-def test_what_is_missing_or_wrong_is_one_line(capsys, monkeypatch):
+def test_an_unknown_shell_or_a_missing_package_is_reported_in_one_line(capsys, monkeypatch):
     assert completion.main(["fish"]) == 2
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert completion.main(["bash"]) == 2

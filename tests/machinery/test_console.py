@@ -1,4 +1,4 @@
-"""What a person sees: the bar on a terminal, plain lines elsewhere, the log files."""
+"""Output of a run: a progress bar on a terminal, plain lines elsewhere, and the log files."""
 
 import fcntl
 import math
@@ -45,19 +45,19 @@ print("last words")
 """
 
 
-def run_code(code, *words, **streams):
-    return subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=ROOT, timeout=240, **streams)
+def run_code(code, *args, **streams):
+    return subprocess.run([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, timeout=240, **streams)
 
 
-def on_a_terminal(code, *words, stdout=None, bytes_read=1 << 20):
-    """The lines of a terminal of 80 columns, and what was written there; it goes away after so many bytes."""
+def on_a_terminal(code, *args, stdout=None, bytes_read=1 << 20):
+    """The lines of a terminal of 80 columns, and its raw output. The terminal is closed after `bytes_read` bytes."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
-    command = [sys.executable, "-c", code, *map(str, words)]
+    command = [sys.executable, "-c", code, *map(str, args)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=stdout or theirs, stderr=theirs)
     os.close(theirs)
     written = b""
-    with suppress(OSError):  # how Linux says that nobody writes any more
+    with suppress(OSError):  # on Linux the error means that the other end is closed
         while len(written) < bytes_read:
             written += os.read(ours, 65536)
     os.close(ours)
@@ -68,24 +68,24 @@ def on_a_terminal(code, *words, stdout=None, bytes_read=1 << 20):
 
 def _shown(line):
     shown = ""
-    for piece in line.split("\r"):  # each carriage return begins to write over what stands there
+    for piece in line.split("\r"):  # a carriage return overwrites the line from its start
         shown = piece + shown[len(piece) :]
     return shown.rstrip()
 
 
-def test_on_a_terminal_a_bar_shows_the_figures_and_lines_do_not_tear_it(tmp_path):
+def test_a_terminal_shows_a_bar_with_the_figures_and_log_lines_do_not_break_it(tmp_path):
     screen, written = on_a_terminal(RUN, tmp_path, 0)
     assert "saved step_00000150" in screen and "finished" in screen and "chatter" not in written
     bars = [line for line in screen if "|" in line]
-    assert len(bars) == 1, "one bar, moving in place"
+    assert len(bars) == 1, "one bar that is updated in place"
     assert re.fullmatch(r" +00:0\d left \|█{10}\| step 200/200  loss 0.200  data 25 %", bars[0]), bars[0]
     first = written.index("step 101/200  loss 9.87")
-    assert re.search(r"\d\d:\d\d left \|.{10}\| $", written[:first]), "all of it is there after the first step"
-    assert first < written.index("loss 0.110") and "far" not in written, "what has no room is left out"
+    assert re.search(r"\d\d:\d\d left \|.{10}\| $", written[:first]), "the bar is complete after the first step"
+    assert first < written.index("loss 0.110") and "far" not in written, "figures without space are left out"
     assert "loss 0.110" in (tmp_path / "logs/rank_0.log").read_text()
 
 
-def test_beside_a_bar_a_redirected_stdout_still_gets_every_line(tmp_path):
+def test_a_redirected_stdout_gets_every_line_while_stderr_shows_a_bar(tmp_path):
     with (tmp_path / "out.txt").open("w") as stdout:
         screen, _ = on_a_terminal(RUN, tmp_path, 0, stdout=stdout)
     assert "step 200/200" in screen[0] and "saved" not in "".join(screen)
@@ -93,7 +93,7 @@ def test_beside_a_bar_a_redirected_stdout_still_gets_every_line(tmp_path):
     assert len([line for line in lines if line.startswith("step")]) == 10 and "saved step_00000150" in lines
 
 
-def test_elsewhere_there_are_plain_lines_and_each_rank_has_its_log(tmp_path):
+def test_without_a_terminal_lines_are_plain_and_each_rank_has_a_log_file(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     main, other = (run_code(RUN, tmp_path, rank, **pipes) for rank in range(2))
     lines = main.stdout.splitlines()
@@ -105,50 +105,50 @@ def test_elsewhere_there_are_plain_lines_and_each_rank_has_its_log(tmp_path):
         assert " INFO saved step_00000150\n" in text and "careful" in text
     assert "careful" in main.stdout and "loss 0.110" in logs[0] and "loss" not in logs[1]
     run_code(RUN, tmp_path, 1, **pipes)
-    assert (tmp_path / "logs/rank_1.log").read_text().startswith(logs[1]), "appended to on the next start"
+    assert (tmp_path / "logs/rank_1.log").read_text().startswith(logs[1]), "the next start appends"
 
 
-def test_a_traceback_is_whole_in_the_log_and_not_on_the_terminal(tmp_path):
+def test_a_traceback_is_in_the_log_file_and_not_on_the_terminal(tmp_path):
     code = "import logging, sys\nfrom lib.utils.monitoring import console\n"
     code += "for _ in range(2):\n    console.setup_logging(sys.argv[1], 0)\n"
     code += "try:\n    1 / 0\nexcept ZeroDivisionError:\n    logging.critical('failed', exc_info=True)\n"
-    ended = run_code(code, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "failed\n", "")
+    done = run_code(code, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "failed\n", "")
     text = (tmp_path / "logs/rank_0.log").read_text()
     assert text.count("CRITICAL failed") == 1 and "Traceback" in text and "ZeroDivisionError" in text
 
 
-def test_a_terminal_that_is_gone_does_not_stop_the_run(tmp_path):
+def test_a_terminal_that_was_closed_does_not_stop_the_run(tmp_path):
     slow = RUN.replace("    if step", "    time.sleep(0.003)\n    if step", 1).replace('print("last words")', "")
     on_a_terminal(slow, tmp_path / "hung up", 0, bytes_read=1)
     assert "INFO finished" in (tmp_path / "hung up/logs/rank_0.log").read_text()
 
 
-def test_a_reader_of_stdout_that_is_gone_is_no_error(tmp_path):
-    """As in `train.py | head -2`."""
+def test_a_closed_reader_of_stdout_is_no_error(tmp_path):
+    """Such as in `train.py | head -2`."""
     ours, theirs = os.pipe()
     os.close(ours)
-    ended = run_code(RUN.replace('print("last words")', ""), tmp_path, 0, stdout=theirs, stderr=subprocess.PIPE)
+    done = run_code(RUN.replace('print("last words")', ""), tmp_path, 0, stdout=theirs, stderr=subprocess.PIPE)
     os.close(theirs)
-    assert b"Logging error" not in ended.stderr
+    assert b"Logging error" not in done.stderr
     assert "INFO finished" in (tmp_path / "logs/rank_0.log").read_text()
 
 
-def test_a_full_disk_under_the_log_changes_nothing_on_the_terminal(tmp_path):
+def test_a_full_disk_of_the_log_file_does_not_affect_the_terminal(tmp_path):
     code = RUN.replace("log = ", "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))\nlog = ")
-    ended = run_code(code, tmp_path, 0, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert ended.returncode == 0 and "File too large" in ended.stderr
-    assert "step 200/200" in ended.stdout and ended.stdout.endswith("finished\nlast words\n")
+    done = run_code(code, tmp_path, 0, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and "File too large" in done.stderr
+    assert "step 200/200" in done.stdout and done.stdout.endswith("finished\nlast words\n")
 
 
-def test_a_message_that_cannot_be_formatted_is_told(tmp_path):
+def test_a_log_message_that_cannot_be_formatted_is_reported(tmp_path):
     code = "import logging, sys\nfrom lib.utils.monitoring import console\n"
     code += "console.setup_logging(sys.argv[1], 1)\nlogging.info('loss', 0.5)\n"
-    ended = run_code(code, tmp_path, stderr=subprocess.PIPE, text=True)
-    assert "not all arguments converted" in ended.stderr
+    done = run_code(code, tmp_path, stderr=subprocess.PIPE, text=True)
+    assert "not all arguments converted" in done.stderr
 
 
-def test_a_log_line_reads_as_a_person_would_write_it():
+def test_a_log_line_has_short_names_and_units():
     figures = {
         "epoch": (3, 12),
         "step": (400, 1200),
@@ -170,7 +170,7 @@ def test_a_log_line_reads_as_a_person_would_write_it():
     assert console.format_line({}) == ""
 
 
-def test_speed_waiting_and_time_left_follow_the_clock(monkeypatch):
+def test_speed_data_share_and_time_left_are_computed_from_the_clock(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(throughput.time, "monotonic", lambda: clock[0])
 
@@ -200,7 +200,7 @@ def test_speed_waiting_and_time_left_follow_the_clock(monkeypatch):
     }
 
 
-def test_memory_is_counted_in_bytes():
+def test_memory_is_measured_in_bytes():
     before = throughput.memory(torch.device("cpu"))
-    held = torch.ones(50_000_000 // 4)
-    assert 1e7 < before <= throughput.memory(torch.device("cpu")) < 1e12 and held.sum() > 0
+    tensor = torch.ones(50_000_000 // 4)
+    assert 1e7 < before <= throughput.memory(torch.device("cpu")) < 1e12 and tensor.sum() > 0

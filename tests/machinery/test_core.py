@@ -1,4 +1,4 @@
-"""lib/core against the truth: torch's schedulers, clipping, the papers' rules, plain gradients."""
+"""lib/core compared with torch's schedulers and clipping, with the formulas of papers, and with plain gradients."""
 
 import copy
 import math
@@ -36,10 +36,10 @@ def flags(**changes):
 
 
 def torch_rates(kind, total, warmup, start, end):
-    """The same schedule by torch's own schedulers, each step after the one before."""
+    """The same schedule by torch's own schedulers, step by step."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=start)
     schedulers, steps = torch.optim.lr_scheduler, max(1, total - 1 - warmup)
-    last = steps // 5  # of wsd's decay
+    last = steps // 5  # the decay of wsd
     falls = {
         "cosine": lambda: [schedulers.CosineAnnealingLR(optimizer, steps, eta_min=end)],
         "linear": lambda: [schedulers.LinearLR(optimizer, 1.0, end / start, steps)],
@@ -64,17 +64,17 @@ def torch_rates(kind, total, warmup, start, end):
     total=st.integers(2, 120), share=st.floats(0, 1), start=st.floats(1e-4, 1), fall=st.floats(0, 1), data=st.data()
 )
 @pytest.mark.parametrize("kind", scheduler.BY_NAME)
-def test_the_learning_rate_is_torchs_at_any_step_in_any_order(kind, total, share, start, fall, data):
+def test_the_learning_rate_is_that_of_torch_at_any_step_in_any_order(kind, total, share, start, fall, data):
     warmup, end = int(share * (total - 2)), start * (0.0 if kind == "step" else fall)
     if kind == "wsd":
-        total = warmup + 1 + 5 * -(-(total - 1 - warmup) // 5)  # a fifth is whole steps
+        total = warmup + 1 + 5 * -(-(total - 1 - warmup) // 5)  # so that a fifth is a whole number of steps
     wanted = list(torch_rates(kind, total, warmup, start, end))
     for step in data.draw(st.permutations(range(total))):
         rate = scheduler.lr_at(step, kind=kind, total=total, warmup=float(warmup), start=start, end=end)
         assert rate == pytest.approx(wanted[step], rel=1e-9, abs=1e-12)
 
 
-def test_a_schedule_of_ones_own_is_one_function(monkeypatch, tmp_path):
+def test_a_custom_schedule_is_one_function(monkeypatch, tmp_path):
     monkeypatch.setitem(scheduler.BY_NAME, "half", lambda done: 0.5)
     rates = [scheduler.lr_at(step, kind="half", total=9, warmup=2.0, start=1.0, end=0.0) for step in range(9)]
     assert rates == pytest.approx([1 / 3, 2 / 3, *[0.5] * 7])
@@ -83,7 +83,7 @@ def test_a_schedule_of_ones_own_is_one_function(monkeypatch, tmp_path):
 @STEADY
 @given(total=st.integers(2, 200), warmup=st.floats(0, 250), start=st.floats(1e-4, 1), fall=st.floats(0, 1))
 @example(total=10, warmup=2.5, start=1.0, fall=0.0)
-def test_warm_ups_of_any_fraction_rise_to_the_start_and_fall_to_the_end(total, warmup, start, fall):
+def test_the_learning_rate_rises_during_any_warmup_and_then_falls_to_the_end(total, warmup, start, fall):
     end = start * fall
     rates = [scheduler.lr_at(step, total=total, warmup=warmup, start=start, end=end) for step in range(total)]
     risen = min(total, math.ceil(warmup))
@@ -100,7 +100,7 @@ def test_warm_ups_of_any_fraction_rise_to_the_start_and_fall_to_the_end(total, w
 
 
 class Mixed(nn.Module):
-    """A bit of everything that has parameters."""
+    """One module of each kind that has parameters."""
 
     def __init__(self):
         super().__init__()
@@ -109,25 +109,25 @@ class Mixed(nn.Module):
         self.scale, self.frozen = nn.Parameter(torch.ones(())), nn.Linear(2, 2).requires_grad_(False)
 
 
-@pytest.mark.parametrize(("name", "on"), [("sgd", "cpu cuda"), ("adamw", "cpu cuda")])
-def test_an_optimizer_is_fused_where_torch_has_a_kernel_that_leaves_steps_out(name, on):
+@pytest.mark.parametrize(("name", "devices"), [("sgd", "cpu cuda"), ("adamw", "cpu cuda")])
+def test_an_optimizer_is_fused_where_torch_has_a_kernel_that_can_skip_steps(name, devices):
     for device in ("cpu", "cuda", "mps"):
         parameters = [types.SimpleNamespace(device=torch.device(device))]
-        assert optimizers._may_fuse(parameters, flags(optimizer=name)) == (device in on.split())
+        assert optimizers._may_fuse(parameters, flags(optimizer=name)) == (device in devices.split())
         sharded = device == "cuda" and name == "adamw"
         assert optimizers._may_fuse(parameters, flags(optimizer=name, parallel="fsdp")) == sharded
 
 
 @pytest.mark.parametrize("name", optimizers.BY_NAME)
-def test_biases_and_norms_do_not_decay_and_what_is_frozen_is_left_out(name):
+def test_biases_and_norms_have_no_weight_decay_and_frozen_parameters_are_left_out(name):
     model = Mixed()
     optimizer = optimizers.get_optimizer(model, flags(optimizer=name))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    there = [(names[p], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]]
+    decay_of = [(names[p], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]]
     trained = [name for name in names.values() if not name.startswith("frozen")]
-    assert sorted(name for name, _ in there) == sorted(trained)
+    assert sorted(name for name, _ in decay_of) == sorted(trained)
     decays = {f"matrices.{number}.weight" for number in range(3)}
-    assert dict(there) == {name: 0.1 if name in decays else 0.0 for name in trained}
+    assert dict(decay_of) == {name: 0.1 if name in decays else 0.0 for name in trained}
     before = copy.deepcopy(model.state_dict())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -143,7 +143,7 @@ def test_biases_and_norms_do_not_decay_and_what_is_frozen_is_left_out(name):
     scale=st.sampled_from([0.0, 1e-3, 1.0, 1e4]),
     without=st.booleans(),
 )
-def test_gradients_are_cut_as_torch_cuts_them(shapes, limit, scale, without):
+def test_gradients_are_clipped_as_by_torch(shapes, limit, scale, without):
     ours = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     for parameter in ours:
         parameter.grad = scale * torch.randn(parameter.shape)
@@ -154,26 +154,26 @@ def test_gradients_are_cut_as_torch_cuts_them(shapes, limit, scale, without):
     norm = optimizers.clip(ours, limit)
     wanted = torch.nn.utils.clip_grad_norm_(theirs, limit or math.inf)
     assert norm.ndim == 0
-    torch.testing.assert_close(norm, wanted)  # ours is a sum over rows, which shards have as well
+    torch.testing.assert_close(norm, wanted)  # ours is a sum over rows, which is the same for shards
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.grad is other.grad is None or torch.allclose(mine.grad, other.grad, rtol=1e-5)
 
 
-def test_a_row_has_the_same_norm_alone_and_among_others_with_two_threads():
-    """A shard may be one row, and torch shares out a sum of one row among its threads. A vector stays as it is."""
+def test_a_row_has_the_same_norm_by_itself_and_among_others_with_two_threads():
+    """A shard may be one row, and torch splits the sum of a single row over its threads. A vector stays as it is."""
 
-    def alike():
+    def check_equal_norms():
         torch.set_num_threads(2)
         whole = torch.randn(4, 70_001, generator=torch.Generator().manual_seed(3))
         rows = [optimizers._row_norms([whole[number : number + 1].clone()])[0] for number in range(4)]
         assert torch.equal(torch.cat(rows), optimizers._row_norms([whole])[0])
         assert torch.equal(optimizers._row_norms([whole[0]])[0], whole[0])
 
-    in_a_child(alike)
+    in_a_child(check_equal_norms)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_step_without_a_finite_gradient_changes_nothing(bad):
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(bad):
     model = nn.Linear(3, 2)
     optimizer, scaler = optimizers.get_optimizer(model, flags()), torch.amp.GradScaler("cpu", enabled=False)
     for good in (True, False):
@@ -188,11 +188,11 @@ def test_a_step_without_a_finite_gradient_changes_nothing(bad):
 
 @pytest.mark.parametrize("switch", [True, False])
 @pytest.mark.parametrize("name", optimizers.BY_NAME)
-def test_a_first_step_that_is_left_out_on_a_gpu_or_by_the_scaler_leaves_no_trace(name, switch, monkeypatch):
+def test_a_skipped_first_step_on_a_gpu_or_by_the_scaler_leaves_no_trace(name, switch, monkeypatch):
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]
     models[1].load_state_dict(models[0].state_dict())
     scaler = torch.amp.GradScaler("cpu", enabled=not switch)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN, to be seen
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN, to be noticed
     torch.use_deterministic_algorithms(True)
     try:
         for model, values in zip(models, ([math.inf, 1.0, 2.0], [1.0, 2.0]), strict=True):
@@ -212,7 +212,7 @@ def test_a_first_step_that_is_left_out_on_a_gpu_or_by_the_scaler_leaves_no_trace
 
 
 @pytest.mark.parametrize("size", [4, 5])
-def test_pixels_have_their_classes_first_and_tokens_last_also_where_both_could_be(size):
+def test_the_class_dimension_is_the_first_for_pixels_and_the_last_for_tokens_even_if_both_fit(size):
     loss = losses.get_loss(flags(loss="cross_entropy", label_smoothing=0.0))
     pixels, tokens = torch.randint(4, (2, size, size)), torch.randint(size, (2, size))
     images, rows = torch.randn(2, 4, size, size), torch.randn(2, size, size)
@@ -222,7 +222,7 @@ def test_pixels_have_their_classes_first_and_tokens_last_also_where_both_could_b
     assert losses.metric_sums(loss, rows, tokens).keys() == {"bits_per_token"}
 
 
-def test_losses_and_accuracy_are_torchs():
+def test_losses_and_accuracy_are_those_of_torch():
     outputs, labels = torch.randn(9, 4), torch.randint(4, (9,))
     loss = losses.get_loss(flags(loss="cross_entropy", label_smoothing=0.2))
     assert torch.equal(loss(outputs, labels), nn.functional.cross_entropy(outputs, labels, label_smoothing=0.2))

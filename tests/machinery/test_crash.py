@@ -1,4 +1,4 @@
-"""The crash harness itself: what it sees, and what its disk forgets."""
+"""The crash harness itself: the calls that it records, and what its disk loses."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 
-def test_the_harness_sees_threads_safetensors_and_copies_and_notices_what_it_does_not_see(tmp_path):
+def test_the_harness_records_threads_safetensors_and_copies_and_notices_unrecorded_changes(tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "log").write_text("line\n")
@@ -39,7 +39,7 @@ def test_the_harness_sees_threads_safetensors_and_copies_and_notices_what_it_doe
         crash.points(lambda: 1 / 0, folder)
 
 
-def test_the_disk_loses_what_was_not_synced_and_nothing_else(tmp_path):
+def test_the_disk_loses_only_what_was_not_synced(tmp_path):
     (tmp_path / "old").write_bytes(b"abcd")
 
     def save():
@@ -51,7 +51,7 @@ def test_the_disk_loses_what_was_not_synced_and_nothing_else(tmp_path):
     assert states == {b"abcd", b"1234", b"12", b"", b"\0\0\0\0"}
 
 
-def test_more_changes_of_names_than_can_be_combined_are_lost_in_every_order_and_one_by_one(tmp_path):
+def test_many_unsynced_renames_are_lost_in_every_order_and_one_by_one(tmp_path):
     def save():
         for name in range(9):
             (tmp_path / f"{name}").touch()
@@ -62,7 +62,7 @@ def test_more_changes_of_names_than_can_be_combined_are_lost_in_every_order_and_
     assert {tuple(names[:at] + names[at + 1 :]) for at in range(9)} < states
 
 
-def test_a_save_that_hangs_or_dies_by_itself_is_told(tmp_path, monkeypatch):
+def test_a_save_that_hangs_or_dies_by_itself_is_reported(tmp_path, monkeypatch):
     with pytest.raises(AssertionError, match="status 256"):
         crash.points(lambda: os._exit(1), tmp_path)
     monkeypatch.setattr(crash, "LIMIT", 0.3)

@@ -1,4 +1,4 @@
-"""torchrun with nodes that come and go, on loopback: the run goes on with whoever is there, from where it was."""
+"""torchrun with nodes that join and leave, on loopback: the run continues on the remaining nodes where it was."""
 
 import contextlib
 import os
@@ -13,21 +13,21 @@ from pathlib import Path
 
 import ports
 import pytest
-from cluster import needed
+from cluster import require
 from processes import CLEAN, until
-from runs import distance, lines, outcome, run, same
+from runs import distance, lines, outcome, run, same_tensors
 from safetensors.torch import load_file
 
 from lib.utils.checkpoint import resume, run_folder, shared_disk
 from lib.utils.distributed import World
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = "-cpu 1 -threads 1 -micro_batch 16 -epochs 200 -save_every 500epochs -log_every 10 -model elastic "
-WORDS += "-arch mlp -mlp_depth 0 -optimizer sgd -lr_start 0.05"
+FLAGS = "-cpu 1 -threads 1 -micro_batch 16 -epochs 200 -save_every 500epochs -log_every 10 -model elastic "
+FLAGS += "-arch mlp -mlp_depth 0 -optimizer sgd -lr_start 0.05"
 
 
 class Node:
-    """A node of an elastic run: scripts/elastic.sh in a session of its own, which begins once there is a file."""
+    """A node of an elastic run: scripts/elastic.sh in a session of its own, started when a file exists."""
 
     def __init__(self, out: Path, number: int, env: dict, file: Path):
         self.log = (file.parent / f"node_{number}.log").open("w+")
@@ -39,14 +39,14 @@ class Node:
             "IS_HOST": str(int(not number)),
             **env,
         }
-        words = ["sh", "-c", f'until [ -e "{file}" ]; do sleep 0.1; done; exec ./scripts/elastic.sh "$@"', "sh"]
-        words += [*WORDS.split(), "-out", str(out)]
+        command = ["sh", "-c", f'until [ -e "{file}" ]; do sleep 0.1; done; exec ./scripts/elastic.sh "$@"', "sh"]
+        command += [*FLAGS.split(), "-out", str(out)]
         self.agent = subprocess.Popen(
-            words, cwd=ROOT, env=env, stdout=self.log, stderr=self.log, start_new_session=True
+            command, cwd=ROOT, env=env, stdout=self.log, stderr=self.log, start_new_session=True
         )
 
     def worker(self) -> int:
-        """The process id of the node's worker, once it trains."""
+        """The process id of the node's worker, as soon as it trains."""
         children = Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children")
         return until(lambda: children.exists() and [int(pid) for pid in children.read_text().split()])[0]
 
@@ -59,7 +59,7 @@ class Node:
 
 @pytest.fixture
 def nodes(tmp_path):
-    """Starts nodes, and ends those that are left."""
+    """A function that starts nodes; the remaining ones are ended after the test."""
     started = []
 
     def start(out="out", file="now", **env):
@@ -74,80 +74,80 @@ def nodes(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The same run that nothing disturbed."""
-    return run(tmp_path_factory.mktemp("alone"), WORDS)
+def single(tmp_path_factory):
+    """The same run on one process, not interrupted."""
+    return run(tmp_path_factory.mktemp("alone"), FLAGS)
 
 
-def test_nodes_join_and_are_lost_and_the_run_goes_on(tmp_path, nodes, alone):
-    """Where a node joins or an agent is killed no step is lost; where a worker is, those since the last save."""
+def test_a_run_continues_when_nodes_join_and_are_lost(tmp_path, nodes, single):
+    """No step is lost if a node joins or an agent is killed; a killed worker loses the steps since the last save."""
     env = {"HEAD": f"127.0.0.1:{ports.free()}"}
     log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
     first = nodes(**env)
-    _trains(log, starts=1)
+    _wait_until_it_trains(log, starts=1)
 
     second = nodes(**env)
-    joined = _starts_again(log, 2, limit=120)
-    assert joined["stopped"] == joined["went_on"] > 0
+    joined = _wait_for_start(log, 2, limit=120)
+    assert joined["stopped"] == joined["resumed"] > 0
 
-    until(lambda: _steps(log) > joined["went_on"] + 20)
+    until(lambda: _steps(log) > joined["resumed"] + 20)
     os.kill(second.worker(), signal.SIGKILL)
-    replaced = _starts_again(log, 3, limit=120)
-    assert replaced["went_on"] >= joined["went_on"]
+    replaced = _wait_for_start(log, 3, limit=120)
+    assert replaced["resumed"] >= joined["resumed"]
 
-    until(lambda: _steps(log) > replaced["went_on"] + 20)
+    until(lambda: _steps(log) > replaced["resumed"] + 20)
     os.kill(second.agent.pid, signal.SIGKILL)
-    smaller = _starts_again(log, 4, limit=120)
-    assert smaller["stopped"] == smaller["went_on"] > replaced["went_on"]
+    smaller = _wait_for_start(log, 4, limit=120)
+    assert smaller["stopped"] == smaller["resumed"] > replaced["resumed"]
     assert "signal SIGTERM" in log.read_text()
 
     assert first.agent.wait(120) == 0
-    _ends_like(tmp_path / "out" / "elastic", alone)
+    _check_same_end(tmp_path / "out" / "elastic", single)
     print({"joined_s": joined["took"], "worker_s": replaced["took"], "agent_s": smaller["took"]})
 
 
-def test_a_head_that_is_lost_ends_the_others_and_the_run_goes_on_when_started_again(tmp_path, nodes, alone):
+def test_losing_the_head_node_ends_the_others_and_a_new_start_resumes(tmp_path, nodes, single):
     env = {"HEAD": f"127.0.0.1:{ports.free()}"}
     log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
     head, other = nodes(**env), nodes(**env)
-    _trains(log, starts=1)
+    _wait_until_it_trains(log, starts=1)
     worker = head.worker()
     os.kill(head.agent.pid, signal.SIGKILL)
     os.kill(worker, signal.SIGKILL)
     assert other.agent.wait(60) != 0
     again = nodes(**{**env, "HEAD": f"127.0.0.1:{ports.free()}", "NODES": "1:1", "IS_HOST": "1"})
     assert again.agent.wait(120) == 0
-    _ends_like(tmp_path / "out" / "elastic", alone)
+    _check_same_end(tmp_path / "out" / "elastic", single)
 
 
 @pytest.mark.timeout(600)
-def test_nodes_without_a_shared_disk_send_the_run_to_those_that_join(tmp_path, nodes, alone):
-    """A node joins that never had a checkpoint; later, when its newest one is old and damaged, it joins again.
+def test_without_a_shared_disk_nodes_send_the_checkpoint_to_nodes_that_join(tmp_path, nodes, single):
+    """A node joins without a checkpoint; later it joins again with an old and a damaged one.
 
-    At first it becomes rank 0, as torchrun sorts nodes by address and process id.
+    At first it becomes rank 0, because torchrun sorts nodes by address and process id.
     """
     env = {"HEAD": f"127.0.0.1:{ports.free()}"}
     joiner = nodes("theirs", "later", **env, IS_HOST="0")
     head = nodes("ours", **env, IS_HOST="1")
     ours, theirs = (tmp_path / out / "elastic" for out in ("ours", "theirs"))
-    _trains(ours / "logs" / "rank_0.log", starts=1)
+    _wait_until_it_trains(ours / "logs" / "rank_0.log", starts=1)
     (tmp_path / "later").touch()
     log = theirs / "logs" / "rank_0.log"
-    assert _went_on(log) > 0 and "rank 1 sends it" in log.read_text()
+    assert _resumed_step(log) > 0 and "rank 1 sends it" in log.read_text()
     until((theirs / "best" / "weights.safetensors").exists)
 
     os.kill(joiner.agent.pid, signal.SIGTERM)
     assert joiner.agent.wait(60)
-    assert _went_on(ours / "logs" / "rank_0.log") > 0, "rank 0 is another node now"
+    assert _resumed_step(ours / "logs" / "rank_0.log") > 0, "another node is rank 0 now"
     newest = run_folder.list_checkpoints(theirs / "checkpoints")[0]
     shard = next(newest.glob("shard_*"))
     shard.write_bytes(shard.read_bytes()[:-8])
     joiner = nodes("theirs", **env)
-    assert _went_on(theirs / "logs" / "rank_1.log") > int(newest.name.partition("step_")[2])
+    assert _resumed_step(theirs / "logs" / "rank_1.log") > int(newest.name.partition("step_")[2])
 
     assert head.agent.wait(300) == joiner.agent.wait(300) == 0
     for folder in (ours, theirs):
-        _ends_like(folder, alone)
+        _check_same_end(folder, single)
         assert (folder / "config.yaml").exists()
         assert (
             resume.find_newest_good(folder / "checkpoints", shared_disk.single_disk(World())).manifest["state"][
@@ -156,71 +156,71 @@ def test_nodes_without_a_shared_disk_send_the_run_to_those_that_join(tmp_path, n
             == 4000
         )
         for name in ("best", "final"):
-            held, truth = (load_file(one / name / "weights.safetensors") for one in (folder, alone))
-            assert same(held, truth), name
+            weights, truth = (load_file(one / name / "weights.safetensors") for one in (folder, single))
+            assert same_tensors(weights, truth), name
 
 
 @pytest.mark.parametrize("number", ["1:2", "2"])
-def test_a_node_that_is_told_to_go_saves_and_the_others_go_on_from_there(number, tmp_path, nodes, alone):
-    """As in an eviction: its agent gets a SIGTERM, and passes it to its own workers alone. Where the number of nodes
-    is fixed, the others wait for one that is made anew."""
+def test_a_node_that_gets_sigterm_saves_and_the_run_continues_from_there(number, tmp_path, nodes, single):
+    """An eviction sends SIGTERM to the agent, which passes it to its own workers only. With a fixed number of nodes
+    the others wait for a replacement."""
     env = {"HEAD": f"127.0.0.1:{ports.free()}", "NODES": number}
     log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
     head, other = nodes(**env), nodes(**env)
-    _trains(log, starts=1)
+    _wait_until_it_trains(log, starts=1)
     other.worker()
     os.kill(other.agent.pid, signal.SIGTERM)
     assert other.agent.wait(60)
     if number == "2":
         nodes(**env)
-    smaller = _starts_again(log, 2, limit=120)
-    assert smaller["stopped"] == smaller["went_on"] > 0
+    smaller = _wait_for_start(log, 2, limit=120)
+    assert smaller["stopped"] == smaller["resumed"] > 0
     assert head.agent.wait(120) == 0
-    _ends_like(tmp_path / "out" / "elastic", alone)
-    print({"told_to_go_s": smaller["took"]})
+    _check_same_end(tmp_path / "out" / "elastic", single)
+    print({"sigterm_s": smaller["took"]})
 
 
-@needed("" if shutil.which("etcd") else "needs etcd: apt-get install etcd-server, pip install python-etcd")
+@require("" if shutil.which("etcd") else "needs etcd: apt-get install etcd-server, pip install python-etcd")
 @pytest.mark.timeout(600)
-def test_an_etcd_server_is_another_place_to_meet(tmp_path, nodes, alone):
+def test_etcd_can_be_used_for_the_rendezvous(tmp_path, nodes, single):
     client, peer = ports.free(), ports.free()
     urls = {"client": f"http://127.0.0.1:{client}", "peer": f"http://127.0.0.1:{peer}"}
-    words = ["etcd", "--enable-v2", "--data-dir", str(tmp_path / "etcd"), "--listen-client-urls", urls["client"]]
-    words += ["--advertise-client-urls", urls["client"], "--listen-peer-urls", urls["peer"], "--log-level", "error"]
-    words += ["--initial-advertise-peer-urls", urls["peer"], "--initial-cluster", f"default={urls['peer']}"]
-    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = ["etcd", "--enable-v2", "--data-dir", str(tmp_path / "etcd"), "--listen-client-urls", urls["client"]]
+    command += ["--advertise-client-urls", urls["client"], "--listen-peer-urls", urls["peer"], "--log-level", "error"]
+    command += ["--initial-advertise-peer-urls", urls["peer"], "--initial-cluster", f"default={urls['peer']}"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until(lambda: _answers(client))
         env = {"HEAD": f"127.0.0.1:{client}", "RENDEZVOUS": "etcd-v2"}
         log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
         first = nodes(**env)
-        _trains(log, starts=1)
+        _wait_until_it_trains(log, starts=1)
         nodes(**env)
-        joined = _starts_again(log, 2, limit=120)
-        assert joined["stopped"] == joined["went_on"] > 0
+        joined = _wait_for_start(log, 2, limit=120)
+        assert joined["stopped"] == joined["resumed"] > 0
         assert first.agent.wait(400) == 0
-        _ends_like(tmp_path / "out" / "elastic", alone)
+        _check_same_end(tmp_path / "out" / "elastic", single)
     finally:
         server.terminate()
         server.wait()
 
 
-def _trains(log, starts):
+def _wait_until_it_trains(log, starts):
     until(lambda: log.exists() and log.read_text().count("resuming from") >= starts - 1 and _steps(log) >= 20)
 
 
-def _starts_again(log, starts, limit):
-    """Waits until the run goes on for the so many-th time: its step before and after, and the seconds between."""
+def _wait_for_start(log, starts, limit):
+    """Wait for the given start of the run and return its step before and after, and the seconds between."""
     began = time.monotonic()
     until(lambda: log.read_text().count("resuming from") >= starts - 1, limit)
     text = log.read_text()
-    went_on = int(re.findall(r"resuming from .*: epoch \d+, step (\d+)", text)[-1])
+    resumed_at = int(re.findall(r"resuming from .*: epoch \d+, step (\d+)", text)[-1])
     stopped = [int(step) for step in re.findall(r"stopped \(.*\) in epoch \d+ at step (\d+)", text)]
-    return {"went_on": went_on, "stopped": stopped[-1] if stopped else None, "took": time.monotonic() - began}
+    return {"resumed": resumed_at, "stopped": stopped[-1] if stopped else None, "took": time.monotonic() - began}
 
 
-def _went_on(log):
-    """Waits until a rank goes on from a checkpoint: the step."""
+def _resumed_step(log):
+    """Wait until a rank resumes from a checkpoint and return the step."""
     until(lambda: log.exists() and "resuming from" in log.read_text())
     return int(re.findall(r"resuming from .*: epoch \d+, step (\d+)", log.read_text())[-1])
 
@@ -229,13 +229,13 @@ def _steps(log):
     return int((re.findall(r"  step (\d+)/", log.read_text()) or ["0"])[-1])
 
 
-def _ends_like(folder, alone):
-    """The end of an undisturbed run, every step once."""
-    ours, truth = outcome(folder), outcome(alone)
+def _check_same_end(folder, single):
+    """Check that the run ended as one that was not interrupted, with every step logged once."""
+    ours, truth = outcome(folder), outcome(single)
     assert ours["state"] == "finished"
     steps = [line["step"] for line in lines(folder) if any(name.startswith("train/") for name in line)]
     assert steps == sorted(set(steps)) and steps[-1] == 4000
-    assert distance(folder, alone) == 0.0
+    assert distance(folder, single) == 0.0
     assert [ours[name] for name in ("samples", "best", "test")] == [
         truth[name] for name in ("samples", "best", "test")
     ]
@@ -246,8 +246,8 @@ def _answers(port):
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_a_worker_whose_agent_ends_before_torch_is_imported_is_an_orphan(tmp_path):
-    """The agent is a shell that ends at once; its worker imports torch only then."""
+def test_a_worker_whose_agent_ends_before_torch_is_imported_detects_that_it_is_an_orphan(tmp_path):
+    """The agent is a shell that ends at once; its worker imports torch afterwards."""
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import os, pathlib, time\n"

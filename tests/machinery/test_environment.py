@@ -1,4 +1,4 @@
-"""What is told to torch and its kin by variables: caches, debugging, the fast network of some machines."""
+"""Environment variables for torch and other libraries: caches, debugging, the fast network of some machines."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def bare(monkeypatch, tmp_path):
     os.environ.update(before)
 
 
-def test_caches_lie_in_the_folder_that_was_asked_for_or_in_scratch(bare, tmp_path):
+def test_caches_are_in_the_folder_of_cache_dir_or_in_scratch(bare, tmp_path):
     environment.export(None, False)
     assert not environment.CACHES.keys() & os.environ.keys()
     bare.setenv("SCRATCH", str(tmp_path / "scratch"))
@@ -49,7 +49,7 @@ def test_caches_lie_in_the_folder_that_was_asked_for_or_in_scratch(bare, tmp_pat
     }
 
 
-def test_threads_wait_for_each_other_as_the_user_says_or_else_only_for_a_moment(bare):
+def test_openmp_threads_spin_as_the_user_says_or_only_briefly(bare):
     bare.setenv("OMP_WAIT_POLICY", "active")
     assert environment.export(None, False) == {}
     bare.delenv("OMP_WAIT_POLICY")
@@ -58,15 +58,15 @@ def test_threads_wait_for_each_other_as_the_user_says_or_else_only_for_a_moment(
     assert environment.export(None, False) == {} and os.environ["GOMP_SPINCOUNT"] == "7"
 
 
-def test_debugging_and_caches_are_there_before_torch_is_imported(bare, tmp_path):
-    """In a real run of two processes: torch's C++ and the process group speak, inductor's cache is where it was asked
-    for, the user's own word stands."""
-    words = [sys.executable, "train.py", "-arch", "mlp", "-epochs", "1", "-cpu", "2", "-out", str(tmp_path)]
+def test_variables_for_debugging_and_caches_are_set_before_torch_is_imported(bare, tmp_path):
+    """In a real run of two processes torch's C++ code and the process group log, inductor's cache is in -cache_dir,
+    and the user's own setting is kept."""
+    command = [sys.executable, "train.py", "-arch", "mlp", "-epochs", "1", "-cpu", "2", "-out", str(tmp_path)]
     env = {**os.environ, "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
     code = "import os, sys, train; code = train.main(sys.argv[1:]); print(dict(os.environ)); sys.exit(code)"
-    words[1:2] = ["-c", code]
+    command[1:2] = ["-c", code]
     quiet, loud = (
-        subprocess.run([*words, *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+        subprocess.run([*command, *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
         for more in (["-model", "quiet"], ["-model", "loud", "-debug_dist", "-cache_dir", str(tmp_path)])
     )
     assert quiet.returncode == loud.returncode == 0, quiet.stderr + loud.stderr
@@ -78,14 +78,14 @@ def test_debugging_and_caches_are_there_before_torch_is_imported(bare, tmp_path)
         assert f"'{name}': '{value}'" in loud.stdout
 
 
-def test_deterministic_runs_give_cublas_its_workspace():
+def test_deterministic_runs_set_the_cublas_workspace():
     assert environment.for_run(parsed("")) == {}
     assert environment.for_run(parsed("-deterministic")) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 @pytest.mark.parametrize(("hip", "wanted"), [("6.3", "HIP"), (None, "CUDA")])
-def test_gpus_of_rocm_are_chosen_by_its_own_variable_where_that_is_set(hip, wanted, bare):
-    """On a machine of NVIDIA's the same variable says nothing."""
+def test_on_rocm_gpus_are_chosen_by_its_own_variable_if_it_is_set(hip, wanted, bare):
+    """On a machine with NVIDIA GPUs this variable has no effect."""
     bare.setattr(torch.version, "hip", hip)
     bare.setattr(torch.cuda, "device_count", lambda: 4)
     for name in ("HIP", "CUDA"):
@@ -95,14 +95,14 @@ def test_gpus_of_rocm_are_chosen_by_its_own_variable_where_that_is_set(hip, want
     assert environment.visible_devices("1,2") == {"CUDA_VISIBLE_DEVICES": "5,6"}
 
 
-def test_many_ranks_are_not_connected_each_with_each_other(monkeypatch):
+def test_many_ranks_use_gloos_lazy_connections(monkeypatch):
     for size, variables in ((8, {}), (4096, {"TORCH_GLOO_LAZY_INIT": "1"})):
         monkeypatch.setenv("WORLD_SIZE", str(size))
         assert environment.for_run(parsed("")) == variables
 
 
 @pytest.mark.parametrize("system", ["juwels", "juwelsbooster", "jurecadc", "jusuf"])
-def test_some_machines_have_another_name_on_their_fast_network(bare, system):
+def test_some_clusters_have_another_host_name_on_their_fast_network(bare, system):
     bare.setenv("SYSTEMNAME", system)
     assert environment.infiniband_name("jwb0001") == "jwb0001i"
     assert environment.infiniband_name("jwb0001.juwels") == "jwb0001i.juwels"
@@ -114,7 +114,7 @@ def test_some_machines_have_another_name_on_their_fast_network(bare, system):
     assert variables["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
-def test_any_other_machine_is_called_by_its_name(bare):
+def test_any_other_machine_is_called_by_its_host_name(bare):
     bare.setenv("SYSTEMNAME", "elsewhere")
     assert environment.infiniband_name("gpu17") == "gpu17"
     assert agent.interface_of("127.0.0.1") == environment.LOOPBACK
@@ -122,12 +122,12 @@ def test_any_other_machine_is_called_by_its_name(bare):
     assert "GLOO_SOCKET_IFNAME" not in environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
 
 
-def test_a_task_of_slurm_meets_the_others_in_the_fast_network_alone(bare, monkeypatch):
-    """The store listens at the address on the way to another node; the others find it by its name there."""
-    asked, known = [], socket.getaddrinfo
+def test_slurm_tasks_use_only_the_fast_network_for_the_rendezvous(bare, monkeypatch):
+    """The store listens at the address that reaches the other node; others find it by its name on that network."""
+    resolved, known = [], socket.getaddrinfo
 
     def addresses(name, *more, **options):
-        asked.append(name)
+        resolved.append(name)
         return known("127.0.0.1", *more, **options)
 
     bare.setenv("SLURM_STEP_NODELIST", "jwb[0001-0002]")
@@ -139,6 +139,6 @@ def test_a_task_of_slurm_meets_the_others_in_the_fast_network_alone(bare, monkey
         for node, name in ((0, "jwb0002"), (1, "jwb0001")):
             bare.setenv("SLURM_NODEID", str(node))
             assert slurm_task.rendezvous_address()[0] == "127.0.0.1"
-            assert asked.pop() == f"{name}{end}"
+            assert resolved.pop() == f"{name}{end}"
     bare.setenv("SLURM_STEP_NODELIST", "jwb0001")
-    assert slurm_task.rendezvous_address()[0] == "127.0.0.1" and not asked, "a node alone needs no network"
+    assert slurm_task.rendezvous_address()[0] == "127.0.0.1" and not resolved, "a single node needs no network"

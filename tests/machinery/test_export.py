@@ -1,4 +1,4 @@
-"""What scripts/export.py writes is the run's model, whatever it was read from."""
+"""scripts/export.py writes the run's model, from best, final or a checkpoint."""
 
 import shutil
 import sys
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import parsed
-from runs import plugins, run, same, weights
+from runs import plugins, run, same_tensors, weights
 from safetensors.torch import load_file
 from torch import nn
 
@@ -18,57 +18,61 @@ from scripts import export
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A short run on two processes, whose checkpoints are in two shards."""
-    words = f"-cpu 2 -epochs 2 -convnet_width 8 -model small -data {config.ROOT / 'data'}"
-    return run(tmp_path_factory.mktemp("export"), words)
+def trained_run(tmp_path_factory):
+    """A short run on two processes, so that its checkpoints have two shards."""
+    flags = f"-cpu 2 -epochs 2 -convnet_width 8 -model small -data {config.ROOT / 'data'}"
+    return run(tmp_path_factory.mktemp("export"), flags)
 
 
-def exported(*words):
-    assert export.main([str(word) for word in words]) == 0
+def run_export(*args):
+    assert export.main([str(arg) for arg in args]) == 0
 
 
-def refused(capsys, *words) -> str:
+def refused(capsys, *args) -> str:
     with pytest.raises(SystemExit) as end:
-        export.main([str(word) for word in words])
+        export.main([str(arg) for arg in args])
     assert end.value.code == 2
     message = capsys.readouterr().err
     assert message.startswith("export.py: ") and len(message.splitlines()) == 1
     return message
 
 
-def model_of(trained) -> torch.nn.Module:
-    """The run's model, built by hand."""
-    model = convnet.get_model(parsed(["-cfg", str(trained / "config.yaml")])).eval()
-    model.load_state_dict(load_file(trained / "final" / "weights.safetensors"))
+def model_of(trained_run) -> torch.nn.Module:
+    """The run's model, built without export.py."""
+    model = convnet.get_model(parsed(["-cfg", str(trained_run / "config.yaml")])).eval()
+    model.load_state_dict(load_file(trained_run / "final" / "weights.safetensors"))
     return model
 
 
-def test_every_source_gives_its_weights(trained, tmp_path):
-    last, first = run_folder.list_checkpoints(trained / "checkpoints")
+def test_every_source_gives_its_weights(trained_run, tmp_path):
+    last, first = run_folder.list_checkpoints(trained_run / "checkpoints")
     assert len(list(last.glob("*.safetensors"))) == 2
-    final = load_file(trained / "final" / "weights.safetensors")
-    for source in ("final", last, trained / "checkpoints" / "latest"):
-        exported(trained, "-from", source, "-o", tmp_path / "out.safetensors")
-        assert same(load_file(tmp_path / "out.safetensors"), final)
-    exported(trained, "-from", first, "-o", tmp_path / "first.safetensors")
-    assert not same(load_file(tmp_path / "first.safetensors"), final)
-    exported(trained)
-    assert same(load_file(trained / "small.safetensors"), load_file(trained / "best" / "weights.safetensors"))
-    exported(trained, "-format", "torch", "-from", "final")
-    assert same(torch.load(trained / "small.pt", weights_only=True), final)
+    final = load_file(trained_run / "final" / "weights.safetensors")
+    for source in ("final", last, trained_run / "checkpoints" / "latest"):
+        run_export(trained_run, "-from", source, "-o", tmp_path / "out.safetensors")
+        assert same_tensors(load_file(tmp_path / "out.safetensors"), final)
+    run_export(trained_run, "-from", first, "-o", tmp_path / "first.safetensors")
+    assert not same_tensors(load_file(tmp_path / "first.safetensors"), final)
+    run_export(trained_run)
+    assert same_tensors(
+        load_file(trained_run / "small.safetensors"), load_file(trained_run / "best" / "weights.safetensors")
+    )
+    run_export(trained_run, "-format", "torch", "-from", "final")
+    assert same_tensors(torch.load(trained_run / "small.pt", weights_only=True), final)
 
 
-def test_a_sharded_run_is_exported_whole(tmp_path):
-    words = f"-cpu 2 -parallel fsdp -epochs 1 -convnet_width 8 -model sharded -data {config.ROOT / 'data'}"
-    folder = run(tmp_path, words)
+def test_an_fsdp_run_is_exported_with_whole_tensors(tmp_path):
+    flags = f"-cpu 2 -parallel fsdp -epochs 1 -convnet_width 8 -model sharded -data {config.ROOT / 'data'}"
+    folder = run(tmp_path, flags)
     newest = run_folder.list_checkpoints(folder / "checkpoints")[0]
-    assert all(file.stat().st_size > 10_000 for file in newest.glob("shard_*")), "its tensors are in two blocks"
-    exported(folder, "-from", newest, "-o", tmp_path / "out.safetensors")
-    assert same(load_file(tmp_path / "out.safetensors"), load_file(folder / "final" / "weights.safetensors"))
+    assert all(file.stat().st_size > 10_000 for file in newest.glob("shard_*")), (
+        "its tensors are split over two shards"
+    )
+    run_export(folder, "-from", newest, "-o", tmp_path / "out.safetensors")
+    assert same_tensors(load_file(tmp_path / "out.safetensors"), load_file(folder / "final" / "weights.safetensors"))
 
 
-def test_tensors_in_blocks_are_put_together_and_the_optimizer_is_not_read(tmp_path, monkeypatch):
+def test_tensors_split_over_shards_are_joined_and_the_optimizer_is_not_read(tmp_path, monkeypatch):
     whole = {"model.a": torch.randn(5, 3), "model.b": torch.tensor(7), "optim.a.exp_avg": torch.randn(5, 3)}
     halves = [[("model.a", whole["model.a"][:2])], [("model.a", whole["model.a"][2:]), ("model.b", whole["model.b"])]]
     halves[1].append(("optim.a.exp_avg", whole["optim.a.exp_avg"]))
@@ -77,45 +81,45 @@ def test_tensors_in_blocks_are_put_together_and_the_optimizer_is_not_read(tmp_pa
     files = {name: shards.write(tmp_path / name, *part) for name, *part in zip(names, halves, starts)}
     facts = {"format": shards.FORMAT, "tensors": shards.schema(whole), "shards": files}
     (tmp_path / "manifest.json").write_bytes(shards.encode_manifest(facts))
-    asked, real = [], shards.read
-    monkeypatch.setattr(shards, "read", lambda *words: (asked.extend(words[2]), real(*words)))
-    assert same(export.read(tmp_path), {"a": whole["model.a"], "b": whole["model.b"]})
-    assert asked == ["model.a", "model.b"]
+    names_read, real = [], shards.read
+    monkeypatch.setattr(shards, "read", lambda *args: (names_read.extend(args[2]), real(*args)))
+    assert same_tensors(export.read(tmp_path), {"a": whole["model.a"], "b": whole["model.b"]})
+    assert names_read == ["model.a", "model.b"]
 
 
-def test_torchexport_gives_the_same_outputs_for_any_batch(trained):
-    exported(trained, "-format", "torchexport", "-from", "final")
-    program, model = torch.export.load(trained / "small.pt2").module(), model_of(trained)
+def test_torchexport_gives_the_same_outputs_for_any_batch_size(trained_run):
+    run_export(trained_run, "-format", "torchexport", "-from", "final")
+    program, model = torch.export.load(trained_run / "small.pt2").module(), model_of(trained_run)
     for count in (2, 7):
         images = torch.rand(count, 1, 8, 8)
         torch.testing.assert_close(program(images), model(images))
 
 
-def test_a_model_of_tokens_is_exported_as_one_of_tokens(tmp_path):
-    """What goes in is as the data gives it: shape and type are not guessed."""
+def test_a_token_model_is_exported_with_token_inputs(tmp_path):
+    """Shape and type of the input are taken from the data, not guessed."""
     (tmp_path / "text").write_text("to be or not to be " * 400)
-    words = f"-dataset tokens -data {tmp_path / 'text'} -tokens_samples 64 -tokens_length 16 -gpt_depth 1 -cpu 1 "
-    folder = run(tmp_path, f"{words} -gpt_width 16 -gpt_heads 2 -limit_steps 1", wanted=75)
-    exported(folder, "-format", "torchexport", "-o", tmp_path / "gpt.pt2")
+    flags = f"-dataset tokens -data {tmp_path / 'text'} -tokens_samples 64 -tokens_length 16 -gpt_depth 1 -cpu 1 "
+    folder = run(tmp_path, f"{flags} -gpt_width 16 -gpt_heads 2 -limit_steps 1", wanted=75)
+    run_export(folder, "-format", "torchexport", "-o", tmp_path / "gpt.pt2")
     tokens = torch.randint(256, (3, 16))
     assert torch.export.load(tmp_path / "gpt.pt2").module()(tokens).shape == (3, 16, 256)
 
 
-def test_the_shape_of_an_input_may_be_told_where_the_data_is_not(trained, tmp_path, capsys):
-    away = shutil.copytree(trained, tmp_path / "small")
+def test_shape_gives_the_input_shape_if_the_data_is_missing(trained_run, tmp_path, capsys):
+    away = shutil.copytree(trained_run, tmp_path / "small")
     config_file = away / "config.yaml"
     config_file.write_text(config_file.read_text().replace(f"data: {config.ROOT / 'data'}", f"data: {tmp_path}"))
     assert "; -shape gives the shape of one input" in refused(capsys, away, "-format", "torchexport")
-    exported(away, "-format", "torchexport", "-shape", "1,8,8")
+    run_export(away, "-format", "torchexport", "-shape", "1,8,8")
     assert torch.export.load(away / "small.pt2").module()(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
 
 
-def test_onnx_gives_the_same_outputs_for_any_batch(trained):
+def test_onnx_gives_the_same_outputs_for_any_batch_size(trained_run):
     reason = "needs uv pip install -r pyproject.toml --group export"
     pytest.importorskip("onnxscript", reason=reason)
     reference = pytest.importorskip("onnx.reference", reason=reason)
-    exported(trained, "-format", "onnx", "-from", "final")
-    session, model = reference.ReferenceEvaluator(str(trained / "small.onnx")), model_of(trained)
+    run_export(trained_run, "-format", "onnx", "-from", "final")
+    session, model = reference.ReferenceEvaluator(str(trained_run / "small.onnx")), model_of(trained_run)
     for count in (2, 5):
         images = torch.rand(count, 1, 8, 8)
         [outputs] = session.run(None, {"input": images.numpy()})
@@ -123,7 +127,7 @@ def test_onnx_gives_the_same_outputs_for_any_batch(trained):
 
 
 class Tied(nn.Module):
-    """Gives the same weight two names; its inputs are dicts."""
+    """Has the same weight under two names; its inputs are dicts."""
 
     def __init__(self, args):
         super().__init__()
@@ -138,10 +142,10 @@ def dicts(args):
     return {"train": [{"tokens": torch.arange(4) + at, "mask": torch.ones(4), "label": at} for at in range(4)]}
 
 
-def test_tied_weights_keep_all_their_names_and_dicts_are_refused_where_one_tensor_is_needed(tmp_path, capsys):
+def test_tied_weights_keep_all_their_names_and_a_dataset_of_dicts_is_refused_for_torchexport(tmp_path, capsys):
     with plugins(arch={"tied": Tied}, dataset={"dicts": dicts}):
         folder = run(tmp_path, "-arch tied -dataset dicts -num_classes 5 -batch_size 4 -epochs 1 -cpu 1 -model tied")
-        exported(folder, "-format", "torch")
+        run_export(folder, "-format", "torch")
         saved = torch.load(folder / "tied.pt", weights_only=True)
         model = Tied(parsed("-num_classes 5"))
         model.load_state_dict(saved)
@@ -151,18 +155,18 @@ def test_tied_weights_keep_all_their_names_and_dicts_are_refused_where_one_tenso
     assert "is for models of one tensor, and -dataset dicts gives a dict of tokens, mask: give get_model" in line
 
 
-def test_what_cannot_be_exported_is_said_in_one_line(trained, tmp_path, capsys, monkeypatch):
+def test_a_failing_export_is_reported_in_one_line(trained_run, tmp_path, capsys, monkeypatch):
     assert "no config.yaml" in refused(capsys, tmp_path)
-    assert "no weights and no checkpoint there" in refused(capsys, trained, "-from", tmp_path / "nothing")
+    assert "no weights and no checkpoint there" in refused(capsys, trained_run, "-from", tmp_path / "nothing")
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
-    assert "needs onnx and onnxscript: uv pip" in refused(capsys, trained, "-format", "onnx")
+    assert "needs onnx and onnxscript: uv pip" in refused(capsys, trained_run, "-format", "onnx")
 
     other = tmp_path / "weights.safetensors"
     shards.write(other, [("odd", torch.ones(3))])
-    assert "other tensors" in refused(capsys, trained, "-format", "torchexport", "-from", other)
-    damaged = shutil.copytree(run_folder.list_checkpoints(trained / "checkpoints")[1], tmp_path / "000001_step_1")
+    assert "other tensors" in refused(capsys, trained_run, "-format", "torchexport", "-from", other)
+    damaged = shutil.copytree(run_folder.list_checkpoints(trained_run / "checkpoints")[1], tmp_path / "000001_step_1")
     file = next(damaged.glob("*.safetensors"))
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "size or checksum is wrong" in refused(capsys, trained, "-from", damaged)
+    assert "size or checksum is wrong" in refused(capsys, trained_run, "-from", damaged)

@@ -1,4 +1,4 @@
-"""Disks that fill up, vanish, turn read-only or are slow under a run, folders of odd kinds, and stops amid a save."""
+"""Disks that fill up, vanish, become read-only or are slow during a run; unusual folders; signals during a save."""
 
 import concurrent.futures
 import contextlib
@@ -15,7 +15,7 @@ import time
 import pytest
 import saves
 from runs import distance, outcome, run
-from saves import SMALL, everything, log_of, names
+from saves import SMALL, all_entries, log_of, names
 
 import train
 from lib.trainer import trainer
@@ -29,18 +29,18 @@ WIDE = (
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A run that nothing happens to."""
+def finished_run(tmp_path_factory):
+    """A run that is not interrupted."""
     return run(tmp_path_factory.mktemp("done"), SMALL)
 
 
 @pytest.fixture
 def mount(tmp_path):
-    """Mounts a small disk of its own; another's folder read-only."""
+    """A function that mounts a small disk, or a folder read-only."""
     mounted = []
 
-    def command(*words):
-        tried = subprocess.run(["mount", *words], capture_output=True, text=True)
+    def command(*args):
+        tried = subprocess.run(["mount", *args], capture_output=True, text=True)
         if tried.returncode:
             pytest.skip(f"a disk cannot be mounted here: {tried.stderr.strip()}")
 
@@ -58,23 +58,23 @@ def mount(tmp_path):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def at_steps(monkeypatch, deeds):
-    """Does deeds[step] on rank 0 before what is due at the end of a step, and after what is being saved."""
+def call_at_steps(monkeypatch, actions):
+    """Call actions[step] on rank 0 at the end of a step, before what is due then, and after the save in progress."""
     real = trainer.Trainer.after_step
 
     def boundary(self):
-        if self.world.is_main and self.state.step in deeds:
+        if self.world.is_main and self.state.step in actions:
             save = self.checkpoints.saving
             concurrent.futures.wait([save.job] if save and save.job else [])
             if self.world.size == 1:
                 self.checkpoints.finish()
-            deeds[self.state.step]()
+            actions[self.state.step]()
         return real(self)
 
     monkeypatch.setattr(trainer.Trainer, "after_step", boundary)
 
 
-# Full
+# Full disks
 
 
 def fill(disk):
@@ -85,34 +85,36 @@ def fill(disk):
                     file.write(bytes(size))
 
 
-def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint(tmp_path, mount, monkeypatch):
-    undisturbed, disk = run(tmp_path / "calm", WIDE), mount("12m")
+def test_a_disk_that_is_full_for_a_while_loses_only_one_checkpoint(tmp_path, mount, monkeypatch):
+    undisturbed, disk = run(tmp_path / "undisturbed", WIDE), mount("12m")
 
-    at_steps(monkeypatch, {7: lambda: fill(disk), 11: (disk / "filler").unlink})
+    call_at_steps(monkeypatch, {7: lambda: fill(disk), 11: (disk / "filler").unlink})
     folder = run(disk, f"{WIDE} -keep_last 9")
-    assert saves.steps(folder) == [16, 12, 4] and len(everything(folder)) == 4
+    assert saves.steps(folder) == [16, 12, 4] and len(all_entries(folder)) == 4
     fault = r"000002_step_8 could not be saved \(rank 0: OSError: .*\[Errno 28\] No space left"
-    assert re.search(fault, log_of(folder)), "its shard, or the best weights that it names"
+    assert re.search(fault, log_of(folder)), "of its shard, or of the best weights that it names"
     assert "training continues" in log_of(folder)
     assert distance(folder, undisturbed) == 0.0
     assert not list(folder.rglob("*.partial"))
 
 
-def test_a_disk_that_stays_full_ends_the_run_and_the_old_checkpoint_is_good(mount, monkeypatch, done, capfd):
+def test_a_disk_that_stays_full_ends_the_run_and_the_older_checkpoint_is_good(
+    mount, monkeypatch, finished_run, capfd
+):
     disk = mount("8m")
     with monkeypatch.context() as patch:
-        at_steps(patch, {5: lambda: fill(disk)})
+        call_at_steps(patch, {5: lambda: fill(disk)})
         with pytest.raises(manager.SaveError, match=r"could not be saved .*No space left"):
             run(disk, f"{SMALL} -save_every 1steps -log_every 1")
-    folder = disk / done.name
+    folder = disk / finished_run.name
     assert saves.steps(folder)[0] == 4
-    assert outcome(folder)["state"] == "running", "there is no room for another one"
+    assert outcome(folder)["state"] == "running", "there is no space for another outcome.json"
     assert "cannot be written (No space left" in saves.refused(disk, f"{SMALL} -model new", capfd)
     (disk / "filler").unlink()
-    assert distance(run(disk, SMALL), done) == 0.0
+    assert distance(run(disk, SMALL), finished_run) == 0.0
 
 
-def test_a_failure_that_cannot_be_written_down_is_told_all_the_same(tmp_path, monkeypatch, caplog):
+def test_an_error_is_raised_even_if_outcome_json_cannot_be_written(tmp_path, monkeypatch, caplog):
     real = run_folder.write_outcome
 
     def write_outcome(folder, world, state, **facts):
@@ -124,13 +126,13 @@ def test_a_failure_that_cannot_be_written_down_is_told_all_the_same(tmp_path, mo
         raise ValueError("the first cause")
 
     monkeypatch.setattr(run_folder, "write_outcome", write_outcome)
-    at_steps(monkeypatch, {5: fail})
+    call_at_steps(monkeypatch, {5: fail})
     with pytest.raises(ValueError, match="the first cause"):
         run(tmp_path, SMALL)
     assert "outcome.json could not be written ([Errno 5]" in caplog.text
 
 
-def test_a_disk_without_inodes_is_refused_at_the_start(mount, monkeypatch, capfd):
+def test_a_disk_without_free_inodes_is_refused_at_the_start(mount, monkeypatch, capfd):
     disk = mount("8m,nr_inodes=60")
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 6)
@@ -151,25 +153,27 @@ def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(mo
     assert "a checkpoint takes " in line and "are free; make room" in line
 
 
-# Gone, or read-only
+# Missing folders and read-only disks
 
 
 @pytest.mark.parametrize("cpu", [1, 2])
-def test_a_checkpoints_folder_that_is_deleted_under_the_run_is_made_again(tmp_path, monkeypatch, done, cpu):
-    folder = tmp_path / done.name
+def test_a_checkpoints_folder_that_is_deleted_during_the_run_is_created_again(
+    tmp_path, monkeypatch, finished_run, cpu
+):
+    folder = tmp_path / finished_run.name
 
     def delete():
-        while (folder / "checkpoints").exists():  # the run writes there all the while
+        while (folder / "checkpoints").exists():  # the run keeps writing there
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
-    at_steps(monkeypatch, {5: delete})
+    call_at_steps(monkeypatch, {5: delete})
     run(tmp_path, f"{SMALL} -cpu {cpu}")
     assert saves.steps(folder) == [12, 8]
-    assert distance(folder, done) < 1e-5 and outcome(folder)["state"] == "finished"
+    assert distance(folder, finished_run) < 1e-5 and outcome(folder)["state"] == "finished"
 
 
 @pytest.mark.parametrize(("cpu", "step", "look_s"), [(1, 5, 0.0), (2, 5, 0.0), (2, 12, 99.0)])
-def test_a_run_whose_folder_is_taken_away_ends_with_the_reason_and_does_not_make_it_again(
+def test_a_run_whose_folder_is_moved_away_fails_with_the_reason_and_does_not_create_it_again(
     tmp_path, monkeypatch, capfd, cpu, step, look_s
 ):
     folder = tmp_path / "out" / "few_norm_net"
@@ -178,7 +182,7 @@ def test_a_run_whose_folder_is_taken_away_ends_with_the_reason_and_does_not_make
         folder.rename(tmp_path / "moved")
 
     monkeypatch.setattr(preemption, "ASK_EVERY_S", look_s)
-    at_steps(monkeypatch, {step: take_away})
+    call_at_steps(monkeypatch, {step: take_away})
     if cpu == 1:
         with pytest.raises((OSError, manager.SaveError), match=f"No such file or directory: '{folder}/"):
             run(tmp_path / "out", SMALL)
@@ -188,8 +192,8 @@ def test_a_run_whose_folder_is_taken_away_ends_with_the_reason_and_does_not_make
     assert not folder.exists()
 
 
-def test_a_read_only_disk_is_refused_and_what_is_there_can_be_resumed_elsewhere(
-    tmp_path, mount, monkeypatch, capfd, done
+def test_a_read_only_disk_is_refused_and_its_checkpoints_can_be_resumed_elsewhere(
+    tmp_path, mount, monkeypatch, capfd, finished_run
 ):
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 6)
@@ -197,16 +201,16 @@ def test_a_read_only_disk_is_refused_and_what_is_there_can_be_resumed_elsewhere(
     disk = mount(of=tmp_path / "out")
     assert "cannot be written (Read-only file system)" in saves.refused(disk, SMALL, capfd)
     assert "cannot be written (" in saves.refused(disk, f"{SMALL} -model new", capfd)
-    folder = run(tmp_path, f"{SMALL} -resume {disk / done.name}")
-    assert f"resuming from {disk}/{done.name}/checkpoints/000002_step_6:" in log_of(folder)
-    assert distance(folder, done) == 0.0
+    folder = run(tmp_path, f"{SMALL} -resume {disk / finished_run.name}")
+    assert f"resuming from {disk}/{finished_run.name}/checkpoints/000002_step_6:" in log_of(folder)
+    assert distance(folder, finished_run) == 0.0
 
 
-# Slow
+# Slow disks
 
 
-def test_a_slow_disk_stops_no_loop_and_no_collective_runs_out_of_time(tmp_path, monkeypatch, done):
-    """Two ranks, of which one's disk takes 8 s; who waits longer than 6 s for another takes it for dead."""
+def test_a_slow_disk_stops_neither_training_nor_collectives(tmp_path, monkeypatch, finished_run):
+    """The disk of one of two ranks takes 8 s; a rank that waits longer than 6 s for another would fail."""
     real = os.fsync
 
     def fsync(fd):
@@ -216,10 +220,10 @@ def test_a_slow_disk_stops_no_loop_and_no_collective_runs_out_of_time(tmp_path, 
 
     monkeypatch.setattr(os, "fsync", fsync)
     folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 99epochs -hang_minutes 0.1")
-    assert saves.steps(folder) == [12] and distance(folder, done) < 1e-5
+    assert saves.steps(folder) == [12] and distance(folder, finished_run) < 1e-5
 
 
-def test_a_slow_disk_is_no_hang_of_a_single_process(tmp_path, monkeypatch, done):
+def test_a_slow_disk_does_not_count_as_a_hang_of_a_single_process(tmp_path, monkeypatch, finished_run):
     real = os.fsync
 
     def fsync(fd):
@@ -228,24 +232,24 @@ def test_a_slow_disk_is_no_hang_of_a_single_process(tmp_path, monkeypatch, done)
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    assert distance(run(tmp_path, f"{SMALL} -save_every 99epochs -hang_minutes 0.01"), done) == 0.0
+    assert distance(run(tmp_path, f"{SMALL} -save_every 99epochs -hang_minutes 0.01"), finished_run) == 0.0
 
 
-def test_the_loop_goes_on_while_the_disk_is_slow(tmp_path, monkeypatch):
-    go_on, real = threading.Event(), os.fsync
-    checkpoints = saves.saver(tmp_path)
+def test_training_continues_while_the_disk_is_slow(tmp_path, monkeypatch):
+    may_continue, real = threading.Event(), os.fsync
+    checkpoints = saves.new_checkpoints(tmp_path)
     saves.save(checkpoints, 1)
-    monkeypatch.setattr(os, "fsync", lambda fd: (go_on.wait(30), real(fd)))
+    monkeypatch.setattr(os, "fsync", lambda fd: (may_continue.wait(30), real(fd)))
     checkpoints.save(saves.state(2), saves.facts(2), step=2, rank_dependent=set())
     for _ in range(1000):  # steps
         checkpoints.poll()
-    assert checkpoints.saving and saves.steps(tmp_path) == [1] and not go_on.is_set()
-    go_on.set()
+    assert checkpoints.saving and saves.steps(tmp_path) == [1] and not may_continue.is_set()
+    may_continue.set()
     checkpoints.close()
     assert saves.steps(tmp_path) == [2, 1]
 
 
-# Folders of odd kinds
+# Unusual folders
 
 
 @pytest.fixture
@@ -255,38 +259,40 @@ def umask():
     os.umask(before)
 
 
-def test_a_umask_that_lets_nobody_else_in_is_kept(tmp_path, umask, monkeypatch, done):
-    folder = stopped_and_gone_on(tmp_path, monkeypatch, "-cpu 2")
-    assert distance(folder, done) < 1e-5
+def test_a_restrictive_umask_is_respected(tmp_path, umask, monkeypatch, finished_run):
+    folder = run_stopped_and_resumed(tmp_path, monkeypatch, "-cpu 2")
+    assert distance(folder, finished_run) < 1e-5
     assert not [
         path for path in folder.rglob("*") if not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) & 0o077
     ]
 
 
-def test_a_linked_output_folder_and_one_with_spaces_work(tmp_path, monkeypatch, done):
+def test_a_linked_output_folder_and_one_with_spaces_in_its_name_work(tmp_path, monkeypatch, finished_run):
     (tmp_path / "real one").mkdir()
     (tmp_path / "link").symlink_to("real one")
     for out in ("link", "real one/deeper ünd"):
-        assert distance(stopped_and_gone_on(tmp_path / out, monkeypatch), done) == 0.0
+        assert distance(run_stopped_and_resumed(tmp_path / out, monkeypatch), finished_run) == 0.0
     shutil.move(tmp_path / "real one", tmp_path / "moved")
     (tmp_path / "link").unlink()
     folder = run(tmp_path / "moved", SMALL)
     assert (folder / "checkpoints" / "latest").resolve().name == names(folder)[0]
 
 
-def stopped_and_gone_on(out, monkeypatch, words=""):
-    """A run that stops in the middle and goes on."""
+def run_stopped_and_resumed(out, monkeypatch, flags=""):
+    """A run that is stopped in the middle and resumed."""
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 6)
-        run(out, f"{SMALL} {words}", wanted=75)
-    return run(out, f"{SMALL} {words}")
+        run(out, f"{SMALL} {flags}", wanted=75)
+    return run(out, f"{SMALL} {flags}")
 
 
-# Stops amid a save
+# Signals during a save
 
 
 @pytest.mark.parametrize("cpu", [1, 2])
-def test_a_signal_during_a_save_and_another_during_the_last_save_leave_both_whole(tmp_path, monkeypatch, done, cpu):
+def test_signals_during_a_save_and_during_the_last_save_leave_both_checkpoints_complete(
+    tmp_path, monkeypatch, finished_run, cpu
+):
     real = shards.write
 
     def write(path, *blocks):
@@ -297,9 +303,9 @@ def test_a_signal_during_a_save_and_another_during_the_last_save_leave_both_whol
 
     with monkeypatch.context() as patch:
         patch.setattr(shards, "write", write)
-        saves.stop_at(patch, 99)  # they vote at every step
+        saves.stop_at(patch, 99)  # so that the ranks vote at every step
         folder = run(tmp_path, f"{SMALL} -cpu {cpu} -keep_last 9", wanted=75)
-    assert len(names(folder)) >= 2 and saves.steps(folder)[-1] == 4  # a slow disk: the loop reached the next save
+    assert len(names(folder)) >= 2 and saves.steps(folder)[-1] == 4  # with a slow disk the next save was reached
     for name in names(folder):
         saves.tensors(folder / "checkpoints" / name)
-    assert distance(run(tmp_path, f"{SMALL} -cpu {cpu} -keep_last 9"), done) < (1e-30 if cpu == 1 else 1e-5)
+    assert distance(run(tmp_path, f"{SMALL} -cpu {cpu} -keep_last 9"), finished_run) < (1e-30 if cpu == 1 else 1e-5)

@@ -1,4 +1,4 @@
-"""Batches: what goes wrong while one is fetched names the sample, and one of any form keeps it."""
+"""Batches: an error while one is fetched names the sample, and a batch keeps its form."""
 
 import collections
 import contextlib
@@ -17,38 +17,41 @@ from lib.utils.data.fetch import Fetcher
 from lib.utils.data.plan import MicroBatch
 
 
-def of(indices):
+def micro_batch(indices):
     return MicroBatch(0, 0, indices, len(indices), step_samples=8, step_parts=1, first=True, last=True)
 
 
-class Holed(Dataset):
-    """Fails at one sample, and gives None for another."""
+class FailsAtSomeSamples(Dataset):
+    """Fails at some samples, and returns None for another."""
 
     def __len__(self):
         return 40
 
     def __getitem__(self, index):
         if index == 21:
-            return next(iter([]))  # its StopIteration would end the epoch as if it had no more samples
+            return next(iter([]))  # this StopIteration would end the epoch like the end of the samples
         return Path("nowhere").read_text() if index == 17 else None if index == 13 else 1 // (index - 5)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_sample_that_cannot_be_fetched_is_named(workers):
-    for indices, said in (
+def test_an_error_names_the_sample_that_cannot_be_fetched(workers):
+    for indices, message in (
         ([3, 5, 4], r"\(while fetching sample 5\)"),
         ([12, 13], r"samples \[12, 13\]\)"),
         ([*range(14, 5, -1)], r"samples \[14, 13, 12, 11, 10, 9, \.\.\.\]\)"),
         ([17], r"No such file or directory \(while fetching sample 17\)"),
         ([21], r"StopIteration.*\(while fetching sample 21\)"),
     ):
-        kinds, fetcher = (ZeroDivisionError, RuntimeError, OSError), Fetcher(Holed(), 0, workers, pin=False)
-        with contextlib.closing(fetcher), pytest.raises(kinds, match=said):
-            next(iter(fetcher(0, [of(indices)])))
+        kinds, fetcher = (
+            (ZeroDivisionError, RuntimeError, OSError),
+            Fetcher(FailsAtSomeSamples(), 0, workers, pin=False),
+        )
+        with contextlib.closing(fetcher), pytest.raises(kinds, match=message):
+            next(iter(fetcher(0, [micro_batch(indices)])))
 
 
 @pytest.mark.parametrize("change", [torch.zeros_like, torch.Tensor.double])
-def test_a_batch_of_any_form_is_changed_to_its_last_tensor(change):
+def test_tensors_in_a_batch_of_any_form_are_mapped(change):
     Pair, Own = collections.namedtuple("Pair", "image label"), type("Own", (dict,), {})
     one = torch.ones(2)
     batch = {"pair": Pair(one, [one, (one, "name")]), "own": Own(x=one)}
@@ -59,7 +62,7 @@ def test_a_batch_of_any_form_is_changed_to_its_last_tensor(change):
 
 
 class Ragged(Dataset):
-    """Sequences of differing length, which a way of its own puts into a batch."""
+    """Sequences of different lengths, with a collate_fn."""
 
     def __len__(self):
         return 9
@@ -73,15 +76,15 @@ class Ragged(Dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_may_say_how_its_samples_make_a_batch(workers):
+def test_a_dataset_may_define_a_collate_fn(workers):
     fetched = Fetcher(torch.utils.data.Subset(Ragged(), range(9)), 0, workers, pin=False)
-    one, (rows, count) = next(iter(fetched(0, [of([2, 3])])))
-    assert one == of([2, 3])
+    one, (rows, count) = next(iter(fetched(0, [micro_batch([2, 3])])))
+    assert one == micro_batch([2, 3])
     assert rows.tolist() == [[0, 1, 0], [0, 1, 2]] and count == 2
     fetched.close()
 
 
-def test_the_protocol_names_all_that_is_read_of_a_dataset_with_its_default():
+def test_the_dataset_protocol_lists_all_optional_attributes_and_their_defaults():
     optional = {
         name
         for name in vars(lib.dataset.Dataset) | lib.dataset.Dataset.__annotations__
@@ -99,7 +102,7 @@ def test_the_protocol_names_all_that_is_read_of_a_dataset_with_its_default():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_worker_processes_that_started_are_killed_if_not_all_can(monkeypatch):
+def test_worker_processes_are_killed_if_not_all_of_them_can_be_started(monkeypatch):
     started, start = [], multiprocessing.process.BaseProcess.start
 
     def start_one(process):
@@ -110,7 +113,7 @@ def test_worker_processes_that_started_are_killed_if_not_all_can(monkeypatch):
 
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start_one)
     with pytest.raises(BlockingIOError):
-        next(Fetcher(Ragged(), 0, workers=2, pin=False)(0, [of([1])]))
+        next(Fetcher(Ragged(), 0, workers=2, pin=False)(0, [micro_batch([1])]))
     started[0].join(timeout=60)
     assert started[0].exitcode == -signal.SIGKILL
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

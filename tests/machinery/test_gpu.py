@@ -1,6 +1,6 @@
-"""What needs a GPU (marked gpu), each in a process of its own: once it has touched CUDA, it cannot be forked.
+"""Tests that need a GPU (marked gpu), each in a process of its own: a process that has used CUDA cannot be forked.
 
-And what a card that computes nothing can show of it.
+And tests with a fake card that computes nothing.
 """
 
 import json
@@ -31,7 +31,7 @@ for device in ("cpu", "cuda"):
         one = loader.Loader(dataset, plan, world, seed=0, shuffle=True, workers=workers)
         batches = []
         for key, (inputs, labels) in one.epoch(1):
-            inputs @ inputs.transpose(2, 3)  # a step that takes a while
+            inputs @ inputs.transpose(2, 3)  # work that takes a while
             assert inputs.device.type == labels.device.type == device
             batches.append((inputs.cpu(), labels.cpu()))
         one.fetched.close()
@@ -62,37 +62,37 @@ for values, pieces in zip(saves, live, strict=True):
 """
 
 
-def python(*words, env=None):
-    words = [sys.executable, *words]
-    done = subprocess.run(words, cwd=config.ROOT, env=env, capture_output=True, text=True, timeout=280)
+def python(*args, env=None):
+    command = [sys.executable, *args]
+    done = subprocess.run(command, cwd=config.ROOT, env=env, capture_output=True, text=True, timeout=280)
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.gpu
-def test_batches_on_a_gpu_are_those_of_the_cpu():
-    code, said = python("-c", BATCHES)
-    assert code == 0, said
+def test_batches_on_a_gpu_are_the_same_as_on_the_cpu():
+    code, output = python("-c", BATCHES)
+    assert code == 0, output
 
 
 @pytest.mark.gpu
-def test_a_stopped_run_with_dropout_and_augmentation_ends_at_the_same_bits_on_a_gpu(tmp_path):
-    words = ["-epochs", "2", "-convnet_dropout", "0.3", "-deterministic", "-out", str(tmp_path), "-gpus", "0"]
+def test_a_stopped_run_with_dropout_and_augmentation_resumes_with_the_same_bits_on_a_gpu(tmp_path):
+    flags = ["-epochs", "2", "-convnet_dropout", "0.3", "-deterministic", "-out", str(tmp_path), "-gpus", "0"]
     for name, more in (("whole", []), ("parts", ["-limit_steps", "13"]), ("parts", [])):
-        code, said = python("train.py", "-model", name, *words, *more)
-        assert code == (75 if more else 0), said
+        code, output = python("train.py", "-model", name, *flags, *more)
+        assert code == (75 if more else 0), output
     assert distance(tmp_path / "whole", tmp_path / "parts") == 0
 
 
 @pytest.fixture(scope="module")
 def card(tmp_path_factory):
-    lack = cards.missing()
-    if lack and (not os.environ.get("CI") or not lack.startswith("needs gcc")):
-        pytest.skip(lack)
-    return cards.built(tmp_path_factory.mktemp("card"))
+    missing = cards.missing()
+    if missing and (not os.environ.get("CI") or not missing.startswith("needs gcc")):
+        pytest.skip(missing)
+    return cards.build(tmp_path_factory.mktemp("card"))
 
 
 @pytest.mark.parametrize(
-    "words",
+    "flags",
     [
         "-bf16 -augment -optimizer sgd",
         "-gpus 0,1 -fp16 -micro_batch 16 -workers 1",
@@ -101,31 +101,31 @@ def card(tmp_path_factory):
     ],
     ids=["one", "ddp", "fsdp"],
 )
-def test_on_a_card_that_computes_nothing_runs_go_on_to_their_end_and_no_step_waits_for_it(card, words, tmp_path):
-    """The host waits, or copies what is not pinned, as often in a run of nine steps as in one of four."""
-    words = ["-W", "ignore", "train.py", *words.split(), "-epochs", "1", "-log_every", "999", "-out", str(tmp_path)]
-    words += ["-max_bad_steps", "999", "-allow_change", "nan"]  # no norm is known to be finite where none is computed
-    env, waits = {**card, "CARDS": "2" if "0,1" in words else "1"}, []
+def test_on_a_fake_card_runs_finish_and_resume_and_no_step_waits_for_the_device(card, flags, tmp_path):
+    """The number of waits and of copies from unpinned memory is the same for nine steps as for four."""
+    flags = ["-W", "ignore", "train.py", *flags.split(), "-epochs", "1", "-log_every", "999", "-out", str(tmp_path)]
+    flags += ["-max_bad_steps", "999", "-allow_change", "nan"]  # a card that computes nothing gives arbitrary norms
+    env, waits = {**card, "CARDS": "2" if "0,1" in flags else "1"}, []
     for steps in ("4", "9"):
-        code, said = python(*words, "-model", steps, "-limit_steps", steps, env=env)
-        assert code == 75, said
-        waits.append(said.count("card: "))
+        code, output = python(*flags, "-model", steps, "-limit_steps", steps, env=env)
+        assert code == 75, output
+        waits.append(output.count("card: "))
     assert waits[0] == waits[1] > 0
-    code, said = python(*words, "-model", "9", env=env)
-    assert code == 0 and "resuming from" in said, said
+    code, output = python(*flags, "-model", "9", env=env)
+    assert code == 0 and "resuming from" in output, output
 
 
-def test_copies_for_a_save_pin_their_memory_once(card):
-    code, said = python("-c", COPIES, env={**card, "CARD_PINS": "100000"})
-    assert code == 0, said
-    _, first, second = said.split("next\n")
+def test_a_save_pins_the_memory_of_its_copies_only_once(card):
+    code, output = python("-c", COPIES, env={**card, "CARD_PINS": "100000"})
+    assert code == 0, output
+    _, first, second = output.split("next\n")
     assert first.count("to be pinned") and not first.count("not pinned")
     assert (second.count("to be pinned"), second.count("not pinned")) == (0, 0)
 
 
-def test_the_gpu_benchmark_runs_in_its_smallest_form_and_says_that_it_measured_no_gpu(tmp_path):
-    code, said = python("scripts/bench/gpu.py", "-smoke", "-json", str(tmp_path / "found.json"))
-    assert code == 0 and "GPU figures were not measured" in said, said
+def test_the_gpu_benchmark_runs_in_its_smallest_form_and_says_that_no_gpu_was_measured(tmp_path):
+    code, output = python("scripts/bench/gpu.py", "-smoke", "-json", str(tmp_path / "found.json"))
+    assert code == 0 and "GPU figures were not measured" in output, output
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["device"] == "cpu" and found["resumed_alike"] and found["nccl"]["right"]
     assert all(found[name]["tokens_per_s"] > 0 for name in ("GPT 124 M", "GPT 1 B")) and found["images"]["ratio"] > 0

@@ -1,6 +1,6 @@
-"""The template keeps its sums, its imports and its form: lib without the plugins, scripts, tests/machinery.
+"""The template keeps its line budgets, import rules and format: lib without the plugins, scripts, tests/machinery.
 
-Nothing here judges what a fork puts into lib/arch, lib/dataset, lib/trainer and tests.
+These tests do not judge what a fork puts into lib/arch, lib/dataset, lib/trainer and tests.
 """
 
 import ast
@@ -18,30 +18,30 @@ MACHINERY = ["train.py", "lib/*.py", *(f"lib/{folder}/**/*.py" for folder in ("c
 COMPAT = "lib/utils/compat/*.py"
 
 
-def named(folder: str, names: str) -> list[str]:
+def shipped(folder: str, names: str) -> list[str]:
     """The shipped files of a folder in which a fork may have its own."""
     return [f"{folder}/{name}.py" for name in names.split()]
 
 
 PLUGINS = [
-    *named("lib/arch", "__init__ convnet gpt mlp resnet timm torchvision"),
-    *named("lib/dataset", "__init__ cifar10 digits fake folder tokens"),
-    *named("lib/trainer", "__init__ ema trainer"),
+    *shipped("lib/arch", "__init__ convnet gpt mlp resnet timm torchvision"),
+    *shipped("lib/dataset", "__init__ cifar10 digits fake folder tokens"),
+    *shipped("lib/trainer", "__init__ ema trainer"),
 ]
-TESTS = named(
+TESTS = shipped(
     "tests",
     "command_line conftest runs saves test_config test_datasets test_plugin_flags test_plugins "
     "test_recipes test_resume test_tokens test_train tiny_data",
 )
 READERS_PATH = [
-    *named("lib", "config/args launch/__init__ launch/local trainer/trainer core/*"),
-    *named("lib/utils", "distributed preemption data/plan data/loader checkpoint/manager"),
+    *shipped("lib", "config/args launch/__init__ launch/local trainer/trainer core/*"),
+    *shipped("lib/utils", "distributed preemption data/plan data/loader checkpoint/manager"),
     "train.py",
 ]
-BUDGETS = {  # of what: lines at most, patterns of files, of files left out
+BUDGETS = {  # name: most lines, patterns of files, patterns of files that are left out
     "train.py and lib without compat": (7500, MACHINERY + PLUGINS, [COMPAT]),
     "compat": (500, [COMPAT], []),
-    "the reader's path": (2777, READERS_PATH, []),  # the plan is 2,000
+    "the reader's path": (2777, READERS_PATH, []),  # the goal is 2,000
     "README.md": (220, ["README.md"], []),
     "tests without machinery": (2500, TESTS, []),
 }
@@ -49,22 +49,22 @@ README_WORDS = 1800
 
 
 def tracked(*patterns: str) -> set[str]:
-    """The files that git tracks, or will after the next commit, and that match one of the patterns."""
-    words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--"]
-    words += [f":(glob){one}" for one in patterns]
-    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    """The files that match a pattern and that git tracks, or will track after the next commit."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--"]
+    command += [f":(glob){one}" for one in patterns]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
     return {line for line in listed.splitlines() if (ROOT / line).is_file()}
 
 
 @pytest.mark.parametrize("what", BUDGETS)
-def test_the_sums_of_lines_keep_to_their_budgets(what):
+def test_line_counts_stay_within_their_budgets(what):
     most, patterns, left_out = BUDGETS[what]
     files = tracked(*patterns) - (tracked(*left_out) if left_out else set())
     lines = {file: len((ROOT / file).read_text().splitlines()) for file in files}
     assert files and sum(lines.values()) <= most, f"{sum(lines.values())} lines: {lines}"
 
 
-def test_the_readme_has_few_words():
+def test_the_readme_stays_below_its_word_limit():
     assert len((ROOT / "README.md").read_text().split()) <= README_WORDS
 
 
@@ -76,9 +76,9 @@ def test_the_lock_has_an_exact_version_of_each_direct_dependency():
     assert len(direct) > 12 and {name.lower() for name in direct} <= {line.partition("==")[0] for line in lines}
 
 
-# The form, by ruff
+# Style, by ruff
 
-BANNED = {  # a rule, and what breaks it in a file
+BANNED = {  # rule: a file, and code that breaks the rule in it
     "T201": ("lib/utils/x.py", "print(1)"),
     "TID251": ("lib/core/x.py", "import os\n\nRANK = os.environ['RANK']"),
     "TID253": ("lib/utils/x.py", "from torch.utils import tensorboard\n\nx = tensorboard"),
@@ -88,32 +88,34 @@ BANNED = {  # a rule, and what breaks it in a file
 }
 
 
-def ruff(*words, text=None) -> str:
-    """What ruff says, nothing if it finds nothing."""
+def ruff(*args, text=None) -> str:
+    """The output of ruff; "" if it finds nothing."""
     program = Path(sys.executable).with_name("ruff")
-    run = subprocess.run([program, *words], cwd=ROOT, input=text, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([program, *args], cwd=ROOT, input=text, capture_output=True, text=True, timeout=120)
     return run.stdout if run.returncode else ""
 
 
 @pytest.mark.parametrize("rule", BANNED)
-def test_what_breaks_a_rule_of_the_house_is_found(rule):
+def test_code_that_breaks_a_style_rule_is_found(rule):
     file, text = BANNED[rule]
-    said = ruff("check", "--no-cache", "--output-format", "concise", "--stdin-filename", file, "-", text=f"{text}\n")
-    assert f" {rule} " in said, said
+    output = ruff(
+        "check", "--no-cache", "--output-format", "concise", "--stdin-filename", file, "-", text=f"{text}\n"
+    )
+    assert f" {rule} " in output, output
 
 
 @pytest.mark.parametrize("folder", ["lib/arch", "lib/dataset", "lib/trainer", "tests"])
-def test_ruff_leaves_the_files_of_a_fork_alone(folder, tmp_path):
+def test_ruff_does_not_check_the_files_of_a_fork(folder, tmp_path):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for name in (folder, "lib/core"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "mine.py").write_text("import torch, os\ndef f( x ):\n  print(x)\n")
-    words = [Path(sys.executable).with_name("ruff"), "check", "--no-cache", "--output-format", "concise", "."]
-    said = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120).stdout
-    assert "lib/core/mine.py" in said and folder not in said
+    command = [Path(sys.executable).with_name("ruff"), "check", "--no-cache", "--output-format", "concise", "."]
+    output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120).stdout
+    assert "lib/core/mine.py" in output and folder not in output
 
 
-# Who may import whom
+# Import contracts
 
 
 def imports_are_kept(root) -> bool:
@@ -124,7 +126,7 @@ def imports_are_kept(root) -> bool:
     return answer.returncode == 0
 
 
-def test_imports_keep_to_the_contracts():
+def test_imports_follow_the_contracts():
     assert imports_are_kept(ROOT)
 
 
@@ -145,7 +147,7 @@ def test_an_import_against_a_contract_is_found(file, line, tmp_path):
     assert not imports_are_kept(tmp_path)
 
 
-def test_a_forks_own_plugins_may_import_what_they_like(tmp_path):
+def test_plugins_of_a_fork_may_import_anything(tmp_path):
     shutil.copytree(ROOT / "lib", tmp_path / "lib")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for kind in ("arch", "dataset", "trainer"):
@@ -155,7 +157,7 @@ def test_a_forks_own_plugins_may_import_what_they_like(tmp_path):
     assert imports_are_kept(tmp_path)
 
 
-# The maps
+# The docstrings of folders
 
 MAPPED = [
     "lib/config",
@@ -167,13 +169,13 @@ MAPPED = [
 
 
 @pytest.mark.parametrize("folder", MAPPED)
-def test_the_map_of_a_folder_names_its_files(folder):
+def test_the_docstring_of_a_folder_lists_its_files(folder):
     folder = ROOT / folder
     map_of = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
-    named = re.findall(r"^ *(\w+\.py|\w+/) ", map_of, re.M)
+    listed = re.findall(r"^ *(\w+\.py|\w+/) ", map_of, re.M)
     there = [file.name for file in folder.glob("*.py")]
     there += [f"{part.parent.name}/" for part in folder.glob("*/__init__.py")]
-    assert sorted({*named, "__init__.py"}) == sorted(there) and len(named) == len({*named})
+    assert sorted({*listed, "__init__.py"}) == sorted(there) and len(listed) == len({*listed})
 
 
 # Importing does nothing
@@ -210,6 +212,6 @@ def test_importing_a_module_does_nothing(tmp_path):
     probe = [sys.executable, "-B", "-c", PROBE, *modules]
     env = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(tmp_path)}
     answer = subprocess.run(probe, capture_output=True, text=True, cwd=tmp_path, timeout=120, env=env, check=True)
-    done, heavy, changed = json.loads(answer.stdout)
-    assert (done, heavy, changed) == ([], [], [])
+    actions, heavy, changed = json.loads(answer.stdout)
+    assert (actions, heavy, changed) == ([], [], [])
     assert not list(tmp_path.iterdir()) and not answer.stderr

@@ -1,4 +1,4 @@
-"""The pictures that TensorBoard shows: what is drawn is what the model answered, each sample in its place."""
+"""The images for TensorBoard: the samples, the model's answers and the confusion matrix are drawn correctly."""
 
 import math
 
@@ -10,22 +10,22 @@ from lib.utils.distributed import World
 from lib.utils.monitoring import images as pictures
 
 
-def test_samples_of_any_size_are_each_in_their_place_and_legible_at_350_pixels():
+def test_samples_of_any_size_are_drawn_in_their_place_and_legible_at_350_pixels():
     images = torch.rand(6, 1, 4, 4)
     picture = pictures.image_grid(images)
     assert picture.shape == (2 * 110, 4 * 87, 3) and picture.dtype == np.uint8
     low, high = images.min(), images.max()
-    sixth = ((images[5] - low) / (high - low) * 255).byte()  # the second one of the second row
-    assert np.array_equal(picture[110:194:21, 87:171:21, 0], sixth[0]), "each pixel became 21 wide"
+    sixth = ((images[5] - low) / (high - low) * 255).byte()  # the second image of the second row
+    assert np.array_equal(picture[110:194:21, 87:171:21, 0], sixth[0]), "each pixel is drawn 21 wide"
     assert pictures.image_grid(torch.full((1, 3, 4, 4), math.nan))[:84, :84].max() == 0
     for shape in ((100, 3, 4, 4), (16, 3, 224, 224), (16, 1, 1, 300)):
         assert pictures.image_grid(torch.rand(shape)).shape[1] == 348
 
 
-def test_answers_are_counted_by_class_and_shown_beside_the_samples():
+def test_answers_are_counted_by_class_and_drawn_next_to_the_samples():
     answers = pictures.Predictions(nn.CrossEntropyLoss(), 3, ["cat", "dog", "owl"], World())
     targets, given = torch.tensor([0, 1, 2, 1, -100]), torch.tensor([0, 2, 2, 1, 1])
-    for count in (5, 0):  # a batch that only pads counts nothing
+    for count in (5, 0):  # a batch of padding counts nothing
         answers.add(torch.rand(5, 1, 8, 8), targets, nn.functional.one_hot(given, 3).float(), count)
     assert answers.counts.tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
     shown = answers.draw()
@@ -33,13 +33,13 @@ def test_answers_are_counted_by_class_and_shown_beside_the_samples():
     assert all(picture.dtype == np.uint8 and picture.shape[2] == 3 for picture in shown.values())
     second_line = shown["answers"][98:110] < 128
     assert second_line[:, 87:174].any() and not second_line[:, :87].any(), (
-        "the second answer is wrong, the first right"
+        "the second answer is wrong and drawn, the first is right"
     )
     answers.reset()
-    assert answers.draw() == {}, "nothing was evaluated"
+    assert answers.draw() == {}, "nothing was evaluated since"
 
 
-def test_answers_are_drawn_after_some_epochs_only():
+def test_answers_are_drawn_only_after_some_epochs():
     assert [epoch for epoch in range(1, 35) if pictures.is_due(epoch, 34)] == [1, 10, 20, 30, 34]
 
 
@@ -62,8 +62,8 @@ def test_classes_without_a_name_are_called_by_their_number():
         assert list(answers.draw()) == ["confusion", "answers"]
 
 
-def test_numbers_as_targets_are_no_classes():
-    """As of a model with one output that computes the loss of a regression itself."""
+def test_float_targets_are_not_taken_for_classes():
+    """A model with one output that computes the loss of a regression itself has such targets."""
     answers = pictures.Predictions(nn.CrossEntropyLoss(), 1, None, World())
     answers.add(torch.rand(3, 1, 8, 8), torch.tensor([0.5, 1.0, -2.0]), torch.rand(3, 1), 3)
     assert answers.figures() == {} and answers.draw() == {}
@@ -80,22 +80,22 @@ def test_a_confusion_matrix_is_dark_where_the_samples_are():
         assert np.array_equal(corners == 0, counts > 0) and (corners[counts == 0] == 255).all()
 
 
-def test_other_losses_many_classes_and_odd_shapes_are_left_alone():
+def test_other_losses_many_classes_and_unusual_shapes_are_ignored():
     images, targets = torch.rand(2, 1, 8, 8), torch.tensor([0, 1])
     for loss, classes in ((nn.MSELoss(), 2), (nn.CrossEntropyLoss(), 101)):
         answers = pictures.Predictions(loss, classes, None, World())
         answers.add(images, targets, torch.rand(2, classes), 2)
-        assert answers.draw() == {} and answers.counts.numel() == 0, "no room is taken for 50,000 tokens"
+        assert answers.draw() == {} and answers.counts.numel() == 0, "no memory is used for 50,000 tokens"
     answers = pictures.Predictions(nn.CrossEntropyLoss(), 2, None, World())
     answers.add(images, {"label": targets}, torch.rand(2, 2), 2)
     answers.add(images, targets[:, None], torch.rand(2, 2, 1), 2)
     assert answers.draw() == {}
     answers.add({"image": images}, targets, torch.rand(2, 2), 2)
-    assert list(answers.draw()) == ["confusion"], "no images, no picture of them"
+    assert list(answers.draw()) == ["confusion"], "without images only the confusion matrix is drawn"
 
 
 def test_classes_out_of_range_are_ignored():
-    """As 255 where CrossEntropyLoss has ignore_index=255."""
+    """Such as 255 for CrossEntropyLoss(ignore_index=255)."""
     answers = pictures.Predictions(nn.CrossEntropyLoss(ignore_index=255), 3, None, World())
     answers.add(torch.rand(2, 1, 8, 8), torch.tensor([255, 1]), torch.eye(3)[:2], 2)
     assert answers.counts.tolist() == [[0, 0, 0], [0, 1, 0], [0, 0, 0]]

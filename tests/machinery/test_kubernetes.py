@@ -1,4 +1,4 @@
-"""The files in scripts/kubernetes fit each other, train.py and elastic.sh; process 1 of a pod stops as it should."""
+"""The files in scripts/kubernetes fit each other, train.py and elastic.sh; process 1 of a pod stops correctly."""
 
 import fnmatch
 import os
@@ -28,12 +28,12 @@ DOCUMENTS = {
 }
 RUNTIME, JOB = DOCUMENTS["trainjob", "TrainingRuntime"]["spec"], DOCUMENTS["trainjob", "TrainJob"]["spec"]
 OPERATOR = DOCUMENTS["pytorchjob", "PyTorchJob"]["spec"]
-PODS = {  # how the pods of each job look
+PODS = {  # the pod specs of each job
     "v2": RUNTIME["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"],
     "v1": OPERATOR["pytorchReplicaSpecs"]["Worker"]["template"]["spec"],
 }
-STARTS = {"v2": JOB["trainer"], "v1": PODS["v1"]["containers"][0]}  # what is started in them
-# What the operators put into a pod: Kubeflow Trainer's torch plugin, the Training Operator's elastic generator.
+STARTS = {"v2": JOB["trainer"], "v1": PODS["v1"]["containers"][0]}  # what the pods start
+# The variables that operators set in a pod: Kubeflow Trainer's torch plugin, the Training Operator for elastic jobs.
 GIVEN = {
     "v2": {
         "PET_NNODES": "1",
@@ -52,7 +52,7 @@ GIVEN = {
 }
 
 
-def test_each_file_is_of_the_interface_that_the_operators_serve():
+def test_each_file_has_the_api_version_that_the_operators_serve():
     versions = {name: document["apiVersion"] for (_, name), document in DOCUMENTS.items()}
     assert versions == {
         "PersistentVolumeClaim": "v1",
@@ -68,7 +68,7 @@ def test_each_file_is_of_the_interface_that_the_operators_serve():
     replicated = RUNTIME["template"]["spec"]["replicatedJobs"][0]
     labels = replicated["template"]["metadata"]["labels"]
     assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    # The names that the operators look for.
+    # Names that the operators search for.
     assert replicated["name"] == PODS["v2"]["containers"][0]["name"] == "node"
     assert PODS["v1"]["containers"][0]["name"] == "pytorch"
     assert not any(one["name"].startswith("PET_") for one in JOB["trainer"]["env"]), "reserved for the operator"
@@ -78,7 +78,7 @@ def test_each_file_is_of_the_interface_that_the_operators_serve():
 def test_kubeflow_trainer_knows_every_key_of_its_files(kind):
     document = DOCUMENTS["trainjob", kind]
     known = getattr(trainer_api, f"TrainerV1alpha1{kind}").from_dict(document)
-    assert known.to_dict() == document, "it leaves out what it does not know"
+    assert known.to_dict() == document, "the API model leaves out unknown keys"
 
 
 def test_kubernetes_knows_every_key_of_its_files():
@@ -89,7 +89,7 @@ def test_kubernetes_knows_every_key_of_its_files():
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_only_the_pods_of_runs_reach_them_and_etcd():
+def test_only_the_pods_of_runs_can_connect_to_runs_and_etcd():
     rules = DOCUMENTS["network", "NetworkPolicy"]["spec"]
     assert rules["policyTypes"] == ["Ingress"]
     [chosen], [peers] = rules["podSelector"]["matchExpressions"], [rule["from"] for rule in rules["ingress"]]
@@ -103,7 +103,7 @@ def test_only_the_pods_of_runs_reach_them_and_etcd():
 
 
 @pytest.mark.parametrize("kind", PODS)
-def test_a_pod_starts_what_the_image_holds_with_flags_that_train_py_takes(kind):
+def test_a_pod_starts_a_file_of_the_image_with_flags_that_train_py_accepts(kind):
     start, pod = STARTS[kind], PODS[kind]
     args = parsed(start["args"])
     assert start["command"] == ["./scripts/elastic.sh"] and (ROOT / start["command"][0]).is_file()
@@ -119,14 +119,14 @@ def test_a_pod_starts_what_the_image_holds_with_flags_that_train_py_takes(kind):
     assert args.grace_s < cut < pod["terminationGracePeriodSeconds"]
 
 
-def test_processes_pods_and_gpus_agree():
+def test_numbers_of_processes_pods_and_gpus_are_consistent():
     gpus = "nvidia.com/gpu"
     assert JOB["trainer"]["numProcPerNode"] == JOB["trainer"]["resourcesPerNode"]["limits"][gpus]
     assert int(OPERATOR["nprocPerNode"]) == STARTS["v1"]["resources"]["limits"][gpus]
     policy = OPERATOR["elasticPolicy"]
     replicas = OPERATOR["pytorchReplicaSpecs"]["Worker"]["replicas"]
     assert policy["minReplicas"] <= replicas <= policy["maxReplicas"]
-    assert "Master" not in OPERATOR["pytorchReplicaSpecs"], "it would put RANK into the pod"
+    assert "Master" not in OPERATOR["pytorchReplicaSpecs"], "it would set RANK in the pod"
 
 
 @pytest.mark.parametrize("pod", [*PODS.values(), DOCUMENTS["etcd", "Deployment"]["spec"]["template"]["spec"]])
@@ -139,38 +139,38 @@ def test_no_pod_runs_as_root_or_with_capabilities_or_a_token(pod):
     assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
-def test_etcd_is_where_the_job_would_look_for_it():
+def test_etcd_has_the_address_that_the_job_uses():
     service, deployment = DOCUMENTS["etcd", "Service"], DOCUMENTS["etcd", "Deployment"]["spec"]
     assert service["spec"]["selector"] == deployment["template"]["metadata"]["labels"]
     etcd = deployment["template"]["spec"]["containers"][0]
     port, address = etcd["ports"][0]["containerPort"], service["metadata"]["name"]
     assert f"--advertise-client-urls=http://{address}:{port}" in etcd["command"] and "--enable-v2" in etcd["command"]
     claim = deployment["template"]["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"]
-    assert claim == DOCUMENTS["etcd", "PersistentVolumeClaim"]["metadata"]["name"], "its data outlives its pod"
-    message = (FOLDER / "README.md").read_text() + (FOLDER / "pytorchjob.yaml").read_text()
-    assert message.count(f"rdzvHost: {address}") == 2 and f"HEAD={address}:{port}" in message
+    assert claim == DOCUMENTS["etcd", "PersistentVolumeClaim"]["metadata"]["name"], "its data must outlive its pod"
+    pages = (FOLDER / "README.md").read_text() + (FOLDER / "pytorchjob.yaml").read_text()
+    assert pages.count(f"rdzvHost: {address}") == 2 and f"HEAD={address}:{port}" in pages
 
 
-def test_the_image_starts_the_default_run_from_the_files_that_are_sent(tmp_path):
+def test_the_image_starts_the_default_run_from_the_files_of_its_build_context(tmp_path):
     lines = (FOLDER / "Dockerfile").read_text().splitlines()
     assert "USER 1000:1000" in lines and "RUN useradd --uid 1000 baton" in (FOLDER / "Dockerfile").read_text()
-    words = yaml.safe_load(next(line for line in lines if line.startswith("CMD ")).removeprefix("CMD "))
-    assert parsed(words[2:]).out == "/runs" and words[:2] == ["python", "train.py"]
+    command = yaml.safe_load(next(line for line in lines if line.startswith("CMD ")).removeprefix("CMD "))
+    assert parsed(command[2:]).out == "/runs" and command[:2] == ["python", "train.py"]
 
     sent = context(tmp_path / "image")
     assert sum(file.stat().st_size for file in sent) < 2_000_000
     assert {tmp_path / "image" / "scripts" / "elastic.sh", tmp_path / "image" / "pyproject.toml"} <= set(sent)
-    words = [sys.executable, *words[1:3], str(tmp_path / "runs"), "-epochs", "1"]
-    run = subprocess.run(words, cwd=tmp_path / "image", env=CLEAN, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, *command[1:3], str(tmp_path / "runs"), "-epochs", "1"]
+    run = subprocess.run(command, cwd=tmp_path / "image", env=CLEAN, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and "finished:" in run.stdout, run.stderr
-    words = [sys.executable, "scripts/status.py", str(tmp_path / "runs")]
-    table = subprocess.run(words, cwd=tmp_path / "image", env=CLEAN, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "scripts/status.py", str(tmp_path / "runs")]
+    table = subprocess.run(command, cwd=tmp_path / "image", env=CLEAN, capture_output=True, text=True, timeout=60)
     assert "digits_convnet  finished" in table.stdout, table.stderr
     assert any(line.startswith("RUN apt-get") and " g++ " in line for line in lines), "-compile needs a compiler"
 
 
 def context(target: Path) -> list[Path]:
-    """The files that Dockerfile.dockerignore lets through, copied to `target`: the last pattern that fits decides."""
+    """Copy the files that Dockerfile.dockerignore includes to `target`: the last matching pattern decides."""
     patterns = (FOLDER / "Dockerfile.dockerignore").read_text().split()
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in names.splitlines():
@@ -189,14 +189,14 @@ def _fits(part, pattern):
     return fnmatch.fnmatch(part, pattern.replace("**/", "*")) if "*" in pattern else part == pattern
 
 
-def unshared() -> bool:
-    words = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
-    return bool(shutil.which("unshare")) and not subprocess.run(words, capture_output=True).returncode
+def can_unshare() -> bool:
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
+    return bool(shutil.which("unshare")) and not subprocess.run(command, capture_output=True).returncode
 
 
-@pytest.mark.skipif(not unshared(), reason="needs root and util-linux' unshare, to be process 1 as in a pod")
-def test_process_1_of_a_pod_stops_with_its_state_saved_and_a_pod_of_the_other_kind_goes_on(tmp_path):
-    words = [
+@pytest.mark.skipif(not can_unshare(), reason="needs root and util-linux' unshare, to be process 1 as in a pod")
+def test_process_1_of_a_pod_stops_with_its_state_saved_and_a_pod_of_the_other_kind_resumes(tmp_path):
+    command = [
         *STARTS["v2"]["args"],
         "-epochs",
         "4000",
@@ -209,33 +209,33 @@ def test_process_1_of_a_pod_stops_with_its_state_saved_and_a_pod_of_the_other_ki
         "-log_every",
         "5",
     ]
-    words[words.index("-out") + 1] = str(tmp_path)
+    command[command.index("-out") + 1] = str(tmp_path)
     folder = tmp_path / "digits"
     image = tmp_path / "image"
     context(image)
     (image / ".venv").symlink_to(sys.prefix)
-    with Pod("v2", words, image) as pod:
+    with Pod("v2", command, image) as pod:
         until(lambda: (folder / "metrics.jsonl").is_file() and (folder / "metrics.jsonl").read_text(), 120)
         os.kill(pod.first(), signal.SIGTERM)
-        assert pod.ends() == 1  # which makes Kubernetes start it anew
+        assert pod.wait() == 1  # so that Kubernetes starts it again
     stopped = run_folder.read_outcome(folder)
     assert stopped["state"] == "stopped" and stopped["step"] > 0
 
-    with Pod("v1", [*words, "-limit_steps", str(stopped["step"] + 1)], image) as pod:
-        assert pod.ends() == 0
+    with Pod("v1", [*command, "-limit_steps", str(stopped["step"] + 1)], image) as pod:
+        assert pod.wait() == 0
     assert run_folder.read_outcome(folder)["step"] == stopped["step"] + 1
 
 
 class Pod:
-    """What a pod of a job starts from the image's files, as process 1 of a namespace of its own, with what its
-    operator puts there."""
+    """Start the command of a pod from the image's files, as process 1 of a namespace of its own, with the variables
+    of its operator."""
 
-    def __init__(self, kind, words, image):
+    def __init__(self, kind, command, image):
         port = ports.free()
         given = {name: value.replace("PORT", f"{port}") for name, value in GIVEN[kind].items()}
-        words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *STARTS[kind]["command"], *words]
+        command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *STARTS[kind]["command"], *command]
         env = {**CLEAN, "OMP_NUM_THREADS": "1", **given}
-        self.process = subprocess.Popen(words, cwd=image, env=env)
+        self.process = subprocess.Popen(command, cwd=image, env=env)
 
     def __enter__(self):
         return self
@@ -248,7 +248,7 @@ class Pod:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return int(children.read_text().split()[0])
 
-    def ends(self) -> int:
+    def wait(self) -> int:
         return self.process.wait(120)
 
 

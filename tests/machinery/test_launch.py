@@ -1,4 +1,4 @@
-"""How a run's processes are started, told their place, watched, and ended when one of them fails."""
+"""How the processes of a run are started, get their ranks, are watched, and are ended when one of them fails."""
 
 import multiprocessing
 import os
@@ -25,30 +25,30 @@ from lib.utils import signals
 from lib.utils.errors import FAILED, STOPPED, UsageError
 from scripts import check_resume
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60  # of three epochs
-SOON_S = 30  # until a failed run is over, on a machine that has much else to do
+SOON_S = 30  # seconds until a failed run has ended, on a machine with other work
 
 
-def test_one_process_runs_in_the_parent_where_breakpoint_works(start):
-    deed = {"do": "debug", "step": 5}
-    run = start("one", deed=deed, cpu=1, terminal=("stdin", "stdout", "stderr"))
-    run.says("starting:    one (-dataset digits -arch mlp)")
-    run.says("(Pdb)")
+def test_a_single_process_runs_in_the_parent_so_that_breakpoint_works(start):
+    fault = {"do": "debug", "step": 5}
+    run = start("one", fault=fault, cpu=1, terminal=("stdin", "stdout", "stderr"))
+    run.wait_for_output("starting:    one (-dataset digits -arch mlp)")
+    run.wait_for_output("(Pdb)")
     run.type("p 6 * 7\n")
-    run.says("42")
+    run.wait_for_output("42")
     run.type("c\n")
-    assert run.ends() == 0, run.text()
-    assert [note["pid"] for note in run.noted(1)] == [run.pid]
-    assert run.noted(1)[0]["environ"]["WORLD_SIZE"] == "1"
+    assert run.wait() == 0, run.text()
+    assert [note["pid"] for note in run.wait_for_notes(1)] == [run.pid]
+    assert run.wait_for_notes(1)[0]["environ"]["WORLD_SIZE"] == "1"
 
 
 def test_two_processes_import_torch_once_and_share_the_cores(start, undisturbed):
     run = start(
         "real", "-arch", "mlp", "-epochs", 3, command=["-X", "importtime", "train.py"], env={"OMP_NUM_THREADS": None}
     )
-    assert run.ends() == 0, run.text()
+    assert run.wait() == 0, run.text()
     imported = re.findall(r"^import time:.*\| +(\S+)$", run.text(), re.MULTILINE)
     for name in ("torch", "torch.distributed", "torch._dynamo.eval_frame", "numpy"):
         assert imported.count(name) == 1, name
@@ -57,66 +57,66 @@ def test_two_processes_import_torch_once_and_share_the_cores(start, undisturbed)
     assert threads > 1 or run.weights() == undisturbed.weights()
 
 
-def test_children_know_their_place_and_listen_on_this_machine_only(start):
-    run = start("place", deed={"do": "pause", "step": 5}, env={"OMP_NUM_THREADS": "3"})
-    notes = run.noted(2)
+def test_children_get_their_ranks_and_listen_on_this_machine_only(start):
+    run = start("place", fault={"do": "pause", "step": 5}, env={"OMP_NUM_THREADS": "3"})
+    notes = run.wait_for_notes(2)
     for rank, note in enumerate(notes):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
         assert {name: note["environ"][name] for name in place} == {name: str(value) for name, value in place.items()}
         assert int(note["environ"]["MASTER_PORT"]) > 0
         assert note["parent"] == run.pid
-        assert (note["environ"]["OMP_NUM_THREADS"], note["threads"]) == ("3", 3), "the user's own word"
+        assert (note["environ"]["OMP_NUM_THREADS"], note["threads"]) == ("3", 3), "the user's setting"
     assert run.processes() == {run.pid, *(note["pid"] for note in notes)}
     listening = [address for pid in run.processes() for address in ports.listens(pid)]
     assert len(listening) >= 3  # the store, and gloo in each rank
     assert {address.partition(":")[0] for address in listening} == {"0100007F"}
-    run.go()
-    assert run.ends() == 0, run.text()
-    run.is_gone(SOON_S)
+    run.release()
+    assert run.wait() == 0, run.text()
+    run.wait_until_gone(SOON_S)
 
 
 def test_runs_started_at_the_same_moment_never_collide(start):
     runs = [start(f"run_{number}", "-epochs", 1) for number in range(6)]
     for run in runs:
-        assert run.ends() == 0, run.text()
+        assert run.wait() == 0, run.text()
 
 
-def test_a_rank_that_raises_is_told_first_once_and_whole(start):
-    deed = {"do": "fail", "step": 25, "rank": 1, "text": f"a sample {'x' * 200_000} that nobody can bear"}
-    run = start("raises", "-workers", 1, deed=deed)
-    assert run.ends() == 1, run.text()
-    assert time.monotonic() - run.noted(1)[0]["time"] < SOON_S
+def test_the_error_of_a_rank_is_shown_first_once_and_in_full(start):
+    fault = {"do": "fail", "step": 25, "rank": 1, "text": f"a sample {'x' * 200_000} that nobody can bear"}
+    run = start("raises", "-workers", 1, fault=fault)
+    assert run.wait() == 1, run.text()
+    assert time.monotonic() - run.wait_for_notes(1)[0]["time"] < SOON_S
     assert run.text().count("Traceback (most recent call last)") == 1
     shown = run.text()[run.text().index("Traceback") :].strip()
     assert re.search(r"File .*faulty.py.*, in fail\n", shown)
-    whole, shapes, last = [line for line in shown.splitlines() if line != "failed"][-3:]  # rank 0, that lost its peer
-    assert shapes.startswith("In a batch of -dataset digits with") and whole == f"ValueError: {deed['text']}"
+    whole, shapes, last = [line for line in shown.splitlines() if line != "failed"][-3:]  # "failed": of rank 0
+    assert shapes.startswith("In a batch of -dataset digits with") and whole == f"ValueError: {fault['text']}"
     assert last.startswith("train.py: rank 1 failed with exit code 1")
     assert run.outcome()["state"] == "failed"
     assert run.outcome()["reason"].startswith(f"rank 1: {whole}")
-    run.is_gone(SOON_S)
+    run.wait_until_gone(SOON_S)
 
 
-def test_one_process_that_raises_fails_alike(start):
-    run = start("raises", deed={"do": "fail", "step": 5}, cpu=1)
-    assert run.ends() == 1, run.text()
+def test_an_error_in_a_single_process_is_shown_once_and_recorded(start):
+    run = start("raises", fault={"do": "fail", "step": 5}, cpu=1)
+    assert run.wait() == 1, run.text()
     assert run.text().count("Traceback (most recent call last)") == 1
     assert "ValueError: a sample that nobody can bear" in run.text().splitlines()[-2:]
     assert run.outcome()["state"] == "failed"
 
 
 def test_a_killed_loader_process_fails_the_run(start):
-    run = start("loader", "-workers", 1, deed={"do": "pause", "step": 5})
-    ranks = {note["pid"] for note in run.noted(2)}
+    run = start("loader", "-workers", 1, fault={"do": "pause", "step": 5})
+    ranks = {note["pid"] for note in run.wait_for_notes(2)}
     loaders = [pid for pid in run.processes() - ranks - {run.pid} if not is_tracker(pid)]
     assert len(loaders) == 2
     os.kill(loaders[0], signal.SIGKILL)
-    run.go()
-    assert run.ends() == 1, run.text()
-    # torch's second message comes if the loader dies while it hands over a batch.
+    run.release()
+    assert run.wait() == 1, run.text()
+    # torch has another message for a loader that dies while it sends a batch.
     assert re.search(f"DataLoader worker .*{loaders[0]}|ConnectionResetError", run.text())
     assert run.outcome()["state"] == "failed"
-    run.is_gone(SOON_S)
+    run.wait_until_gone(SOON_S)
 
 
 def is_tracker(pid: int) -> bool:
@@ -125,21 +125,21 @@ def is_tracker(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("name", "rank"), [("SIGKILL", 1), ("SIGSEGV", 0), ("SIGABRT", 1)])
-def test_a_rank_that_is_killed_is_named_with_its_signal(start, name, rank):
-    run = start("killed", deed={"do": "strike", "signal": name, "step": 5, "rank": rank})
-    assert run.ends() == 1, run.text()
-    assert time.monotonic() - run.noted(1)[0]["time"] < SOON_S
+def test_a_killed_rank_is_reported_with_its_signal(start, name, rank):
+    run = start("killed", fault={"do": "send_signal", "signal": name, "step": 5, "rank": rank})
+    assert run.wait() == 1, run.text()
+    assert time.monotonic() - run.wait_for_notes(1)[0]["time"] < SOON_S
     assert run.text().strip().splitlines()[-1].startswith(f"train.py: rank {rank} was killed by {name}")
-    run.is_gone(SOON_S)
+    run.wait_until_gone(SOON_S)
 
 
 def failure(*codes, passed=()) -> local.Failure | None:
-    """What explains the end of children with these exit codes."""
+    """The failure that explains these exit codes of the children."""
     return local.first_failure([types.SimpleNamespace(exitcode=code) for code in codes], passed)
 
 
-def test_an_abort_that_follows_anothers_failure_does_not_hide_it():
-    """As torch aborts where it loses a peer."""
+def test_an_abort_that_follows_another_ranks_failure_does_not_hide_it():
+    """torch aborts when it loses a peer."""
     assert failure(-signal.SIGABRT, 1) == local.Failure(
         FAILED, "rank 1 failed with exit code 1; the others are ended"
     )
@@ -148,13 +148,13 @@ def test_an_abort_that_follows_anothers_failure_does_not_hide_it():
     assert failure(None, 75, 0) is None
 
 
-def test_a_rank_that_a_signal_ends_before_it_listens_is_no_failure():
+def test_a_rank_that_a_signal_ends_before_its_handler_is_installed_is_no_failure():
     assert failure(-signal.SIGTERM, passed=[signal.SIGTERM]).code == STOPPED
     assert failure(-signal.SIGTERM).code == FAILED
 
 
-def test_a_rank_that_lost_another_lets_it_say_why(monkeypatch, tmp_path):
-    """The other one is busy with its end, and says so a little later."""
+def test_a_rank_that_lost_its_peer_lets_the_peer_report_its_error(monkeypatch, tmp_path):
+    """The other rank is still ending, and reports its error a little later."""
     context, log = multiprocessing.get_context("fork"), tmp_path / "log"
     first = context.Lock()
 
@@ -181,29 +181,29 @@ def test_a_rank_that_lost_another_lets_it_say_why(monkeypatch, tmp_path):
     assert "a broken sample" in log.read_text() and "gloo" not in log.read_text()
 
 
-def test_what_all_ranks_refuse_is_one_line(start):
+def test_an_error_that_all_ranks_raise_is_printed_in_one_line(start):
     run = start("refused", "-batch_size", 1)
-    assert run.ends() == 2, run.text()
+    assert run.wait() == 2, run.text()
     assert len(run.text().splitlines()) == 1
     assert run.text().startswith(
         "train.py: -batch_size 1 has not a sample for each of 2 processes: try -batch_size 2, or fewer"
     )
-    run = start("late", deed={"do": "refuse", "step": 5})
-    assert run.ends() == 2, run.text()
+    run = start("late", fault={"do": "refuse", "step": 5})
+    assert run.wait() == 2, run.text()
     assert run.text().count("not today") == 1
     assert "Traceback" not in run.text()
 
 
-def test_a_failed_rank_that_does_not_end_is_ended(start):
-    run = start("lingers", deed={"do": "fail_and_linger", "step": 5, "rank": 1})
-    assert run.ends() == 1, run.text()
-    assert time.monotonic() - run.noted(1)[0]["time"] < SOON_S
+def test_a_failed_rank_that_does_not_exit_is_killed(start):
+    run = start("lingers", fault={"do": "fail_and_linger", "step": 5, "rank": 1})
+    assert run.wait() == 1, run.text()
+    assert time.monotonic() - run.wait_for_notes(1)[0]["time"] < SOON_S
     assert "ValueError" in run.text()
-    run.is_gone(SOON_S)
+    run.wait_until_gone(SOON_S)
 
 
-def test_a_rank_that_dies_before_the_wait_is_noticed(monkeypatch):
-    """Its end wakes nobody any more."""
+def test_a_rank_that_dies_before_the_parent_waits_is_noticed(monkeypatch):
+    """Its end no longer wakes the parent."""
     context, wait = multiprocessing.get_context("fork"), connection.wait
     processes = [context.Process(target=signal.pause) for _ in range(2)]
     for process in processes:
@@ -220,15 +220,15 @@ def test_a_rank_that_dies_before_the_wait_is_noticed(monkeypatch):
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
 
-@pytest.mark.timeout(60)  # old code waited for ever
-def test_a_signal_in_the_instant_in_which_a_rank_is_reaped_loses_no_exit_code(monkeypatch):
-    """The kernel no longer knows the rank, and multiprocessing has not stored its exit code yet."""
-    context, real, struck = multiprocessing.get_context("fork"), os.waitpid, []
+@pytest.mark.timeout(60)  # an earlier version waited forever
+def test_a_signal_while_a_rank_is_reaped_loses_no_exit_code(monkeypatch):
+    """The kernel has forgotten the rank already, and multiprocessing has not stored its exit code yet."""
+    context, real, signalled = multiprocessing.get_context("fork"), os.waitpid, []
 
     def waitpid(pid, flag):
         found = real(pid, flag)
-        if found[0] and not struck:
-            struck.append(pid)
+        if found[0] and not signalled:
+            signalled.append(pid)
             signal.raise_signal(signal.SIGTERM)
         return found
 
@@ -238,20 +238,20 @@ def test_a_signal_in_the_instant_in_which_a_rank_is_reaped_loses_no_exit_code(mo
     with local.forward_signals(processes) as passed:
         monkeypatch.setattr(os, "waitpid", waitpid)
         assert local.watch(processes, passed, context.Lock()) in (0, STOPPED)
-    assert struck and passed == [signal.SIGTERM]
+    assert signalled and passed == [signal.SIGTERM]
 
 
-def test_no_worker_outlives_a_killed_parent(start, undisturbed):
-    run = start("orphans", "-workers", 1, deed={"do": "pause", "step": 5})
-    run.noted(2)
+def test_all_workers_end_after_their_parent_is_killed(start, undisturbed):
+    run = start("orphans", "-workers", 1, fault={"do": "pause", "step": 5})
+    run.wait_for_notes(2)
     os.kill(run.pid, signal.SIGKILL)
-    logs = run.folder / "logs"  # a quick run would end before it looks for its parent
+    logs = run.folder / "logs"  # wait for the signal: a fast run would end before it checks for its parent
     until(lambda: any("signal SIGTERM: stopping" in log.read_text() for log in logs.glob("rank_*.log")))
-    run.go()
-    run.is_gone(SOON_S)
+    run.release()
+    run.wait_until_gone(SOON_S)
     assert run.outcome()["state"] == "stopped", "it saved what it could"
     run = start("orphans", "-workers", 1)
-    assert run.ends() == 0, run.text()
+    assert run.wait() == 0, run.text()
     assert run.weights() == undisturbed.weights()
 
 
@@ -269,9 +269,9 @@ def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, undisturbed
     """)
     )
     run = start("spawned", "-arch", "mlp", "-epochs", 3, command=[str(script)])
-    assert run.ends() == 0, run.text()
+    assert run.wait() == 0, run.text()
     assert run.weights() == undisturbed.weights()
-    run.is_gone(SOON_S)
+    run.wait_until_gone(SOON_S)
 
 
 @pytest.mark.parametrize(
@@ -285,8 +285,8 @@ def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, undisturbed
         (0, {}, None, True),
     ],
 )
-def test_children_are_forked_only_where_counting_gpus_touched_none(gpus, counted, hip, safe, monkeypatch):
-    """Without the driver's library torch asks CUDA itself, which no fork of this process could use any more."""
+def test_children_are_forked_only_if_counting_gpus_does_not_initialize_cuda(gpus, counted, hip, safe, monkeypatch):
+    """Without the driver's library torch calls CUDA, which no fork of this process could use afterwards."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.version, "hip", hip)
     for name in ("nvml", "amdsmi"):
@@ -307,12 +307,12 @@ def test_children_are_forked_only_where_counting_gpus_touched_none(gpus, counted
         ("GPU-aa,GPU-bb", "1", "GPU-bb"),
     ],
 )
-def test_gpus_are_counted_among_the_visible_ones_and_exported_to_the_run_alone(
+def test_gpus_are_numbered_among_the_visible_ones_and_exported_only_to_the_run(
     visible, wanted, exported, monkeypatch, tmp_path
 ):
     name, seen = "CUDA_VISIBLE_DEVICES", []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(local, "start_processes", lambda *words: seen.append(os.environ[name]) or 0)
+    monkeypatch.setattr(local, "start_processes", lambda *args: seen.append(os.environ[name]) or 0)
     monkeypatch.setattr(local, "call_target", local.start_processes)
     monkeypatch.delenv(name, raising=False)
     if visible:
@@ -331,10 +331,10 @@ def test_gpus_are_counted_among_the_visible_ones_and_exported_to_the_run_alone(
         {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2"},
     ],
 )
-def test_a_process_of_torchrun_or_srun_counts_its_local_rank_among_the_chosen_gpus(task, monkeypatch):
+def test_a_process_of_torchrun_or_srun_numbers_its_local_rank_among_the_chosen_gpus(task, monkeypatch):
     seen, args = [], parsed("-gpus 2,3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(local, "call_target", lambda *words: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 0)
+    monkeypatch.setattr(local, "call_target", lambda *args: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 0)
     monkeypatch.setattr(slurm_task, "run_task", local.call_target)
     for name, value in {**task, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}.items():
         monkeypatch.setenv(name, value)
@@ -345,8 +345,8 @@ def test_a_process_of_torchrun_or_srun_counts_its_local_rank_among_the_chosen_gp
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_one_process_is_this_one_unless_its_gpu_is_chosen_too_late(safe, monkeypatch):
-    """Once the driver was asked for its GPUs it does not look at the variable again."""
+def test_a_single_process_is_a_child_only_if_its_gpu_can_no_longer_be_chosen_in_the_parent(safe, monkeypatch):
+    """Once the driver has counted its GPUs it does not read the variable again."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(local, "fork_is_safe", lambda: safe)
     monkeypatch.setattr(local, "start_processes", lambda args, target, count: ("a child", count))
@@ -367,7 +367,7 @@ def test_one_process_is_this_one_unless_its_gpu_is_chosen_too_late(safe, monkeyp
         ("2", "2", False),
     ],
 )
-def test_a_process_of_a_run_has_a_rank_that_fits_its_world(rank, size, is_one, monkeypatch):
+def test_a_process_counts_as_launched_if_its_rank_fits_its_world_size(rank, size, is_one, monkeypatch):
     for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
@@ -375,14 +375,14 @@ def test_a_process_of_a_run_has_a_rank_that_fits_its_world(rank, size, is_one, m
     assert launch.is_launched() == is_one
 
 
-def test_a_pool_of_a_plugin_ends_without_a_word_of_the_run(capfd):
-    """multiprocessing.Pool ends its processes, which are forked from the run's, by SIGTERM."""
+def test_the_end_of_a_plugins_process_pool_prints_no_message_of_the_run(capfd):
+    """multiprocessing.Pool ends its processes, forks of the run, by SIGTERM."""
     context = multiprocessing.get_context("fork")
-    begun = context.Event()
+    started = context.Event()
     with signals.exit_on_signal():
-        process = context.Process(target=lambda: (begun.set(), time.sleep(60)))
+        process = context.Process(target=lambda: (started.set(), time.sleep(60)))
         process.start()
-        assert begun.wait(60)
+        assert started.wait(60)
         process.terminate()
         process.join()
     assert process.exitcode == STOPPED
@@ -397,8 +397,8 @@ def test_a_pool_of_a_plugin_ends_without_a_word_of_the_run(capfd):
         ("raise OSError('no disk')", 1, ["end of main", "atexit", "finalizer", "objects"]),
     ],
 )
-def test_a_program_calls_and_flushes_all_and_leaves_its_objects_to_the_system(ends, code, lines):
-    """Without a code of main's own, it ends as Python does, object by object."""
+def test_a_program_runs_its_exit_handlers_and_flushes_but_skips_destructors(ends, code, lines):
+    """If main returns no exit code, it ends as Python does, with destructors."""
     text = f"""
 import atexit, sys, threading, time
 from multiprocessing.util import Finalize
@@ -419,7 +419,7 @@ startup.run_program(main)
     assert ("no disk" in done.stderr) == (code == 1)
 
 
-def test_a_program_whose_output_a_plugin_has_closed_keeps_its_exit_code():
+def test_a_program_whose_stdout_a_plugin_closed_keeps_its_exit_code():
     text = (
         "import sys\nfrom lib.utils.monitoring import startup\nstartup.run_program(lambda: sys.stdout.close() or 75)"
     )
@@ -427,21 +427,21 @@ def test_a_program_whose_output_a_plugin_has_closed_keeps_its_exit_code():
     assert (done.returncode, done.stderr) == (75, "")
 
 
-def test_a_rank_that_leaked_from_elsewhere_is_passed_over(start, undisturbed):
+def test_a_stray_rank_variable_is_ignored(start, undisturbed):
     run = start("leaked", env={"RANK": "1", "TORCHELASTIC_MAX_RESTARTS": "3"})
-    assert run.ends() == 0, run.text()
+    assert run.wait() == 0, run.text()
     assert run.weights() == undisturbed.weights()
 
 
 def test_torchrun_starts_the_same_run(start, undisturbed):
     command = ["-m", "torch.distributed.run", "--nproc_per_node=2", "train.py"]
-    words = ["-arch", "mlp", "-epochs", 3]
-    run = start("torchrun", *words, "-max_hours", 1e-9, command=command)
-    assert run.ends() == 0, run.text()
+    flags = ["-arch", "mlp", "-epochs", 3]
+    run = start("torchrun", *flags, "-max_hours", 1e-9, command=command)
+    assert run.wait() == 0, run.text()
     assert run.outcome()["state"] == "stopped"
     assert 0 < run.outcome()["step"] < STEPS
-    run = start("torchrun", *words, command=command)
-    assert run.ends() == 0, run.text()
+    run = start("torchrun", *flags, command=command)
+    assert run.wait() == 0, run.text()
     assert run.outcome()["state"] == "finished"
     assert run.weights() == undisturbed.weights()
-    run.is_gone(SOON_S)
+    run.wait_until_gone(SOON_S)

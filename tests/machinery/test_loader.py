@@ -1,4 +1,4 @@
-"""The loaders against the truth: torch's order, cut and shared out, each sample once, drawn the same everywhere."""
+"""The loaders: torch's order, split over steps and ranks, each sample once, with the same random numbers anywhere."""
 
 import itertools
 import multiprocessing
@@ -29,7 +29,7 @@ SEEDS, EPOCHS, RANKS = st.integers(0, 2**31), st.integers(0, 40), st.integers(1,
 
 @st.composite
 def plans(draw):
-    """Plans as `resume.plan` makes them: a batch that its micro-batch divides."""
+    """Plans as `resume.plan` makes them: the micro-batch divides the batch."""
     samples, batch = draw(st.integers(1, 150)), draw(st.integers(1, 40))
     micro = draw(st.sampled_from([part for part in range(1, batch + 1) if batch % part == 0]))
     plan = Plan(samples, batch, micro, draw(st.booleans()))
@@ -37,23 +37,23 @@ def plans(draw):
     return plan
 
 
-def dealt(dataset, plan, rank, ranks=1, *, seed=0, shuffle=True, workers=0, round_robin=False):
+def new_loader(dataset, plan, rank, ranks=1, *, seed=0, shuffle=True, workers=0, round_robin=False):
     world = World(rank=rank, size=ranks)
     return Loader(dataset, plan, world, seed=seed, shuffle=shuffle, workers=workers, round_robin=round_robin)
 
 
 def all_shares(plan, ranks, epoch=0, first_step=0, **options):
     """The micro-batches of every rank."""
-    all_ranks = [dealt(range(plan.samples), plan, rank, ranks, **options) for rank in range(ranks)]
+    all_ranks = [new_loader(range(plan.samples), plan, rank, ranks, **options) for rank in range(ranks)]
     return [list(one.micro_batches(epoch, first_step)) for one in all_ranks]
 
 
-def counted(shares):
-    """The micro-batches that count, of all ranks, in the order of the run."""
+def without_padding(shares):
+    """The micro-batches of all ranks without padding, in the order of the run."""
     return sorted((one for share in shares for one in share if one.count), key=lambda one: (one.step, one.number))
 
 
-# Steps, micro-batches, shares
+# Steps, micro-batches, ranks
 
 
 @STEADY
@@ -62,12 +62,12 @@ def counted(shares):
 @example(plan=Plan(5, 40, 40))
 @example(plan=Plan(13, 8, 1))
 @example(plan=Plan(7, 4, 2))
-def test_a_step_is_cut_into_whole_micro_batches_and_a_short_one_into_parts_of_two_samples_or_more(plan):
+def test_a_step_is_cut_into_full_micro_batches_and_a_short_step_into_parts_of_at_least_two_samples(plan):
     end = plan.steps * plan.batch if plan.drop_last else plan.samples
     cuts = [plan.cut(step) for step in range(plan.steps)]
     steps = [[cut.part(number) for number in range(cut.parts)] for cut in cuts]
     edges = [edge for parts in steps for part in parts for edge in (part.start, part.stop)]
-    assert edges[0] == 0 and edges[-1] == end and edges[1:-1:2] == edges[2::2], "a gap, or a sample twice"
+    assert edges[0] == 0 and edges[-1] == end and edges[1:-1:2] == edges[2::2], "a sample is missing or there twice"
     for parts in steps:
         sizes = [len(part) for part in parts]
         if sum(sizes) == plan.batch:
@@ -75,21 +75,21 @@ def test_a_step_is_cut_into_whole_micro_batches_and_a_short_one_into_parts_of_tw
         else:
             assert parts is steps[-1] and len(parts) <= plan.batch // plan.micro
             assert max(sizes) - min(sizes) <= 1 and max(sizes) <= plan.micro
-            assert min(sizes) >= 2 or sizes == [1] or plan.micro <= 2, "BatchNorm needs two, where they may be two"
+            assert min(sizes) >= 2 or sizes == [1] or plan.micro <= 2, "BatchNorm needs two samples if possible"
 
 
 @STEADY
 @given(plan=plans(), ranks=RANKS, seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans(), round_robin=st.booleans())
 def test_all_ranks_together_see_each_sample_once_in_torchs_order(plan, ranks, seed, epoch, shuffle, round_robin):
     shares = all_shares(plan, ranks, epoch, seed=seed, shuffle=shuffle, round_robin=round_robin)
-    seen = [index for key in counted(shares) for index in key.indices]
+    seen = [index for key in without_padding(shares) for index in key.indices]
     wanted = truth.order(plan.samples, epoch=epoch, seed=seed, shuffle=shuffle)
     assert seen == (wanted[: plan.steps * plan.batch] if plan.drop_last else wanted)
 
 
 @STEADY
 @given(plan=plans(), ranks=RANKS, seed=SEEDS, round_robin=st.booleans())
-def test_every_rank_takes_part_in_every_step_with_its_share_or_padding(plan, ranks, seed, round_robin):
+def test_every_rank_has_its_share_or_padding_in_every_step(plan, ranks, seed, round_robin):
     shares = all_shares(plan, ranks, seed=seed, round_robin=round_robin)
     for step in range(plan.steps):
         here = [[key for key in share if key.step == step] for share in shares]
@@ -103,26 +103,26 @@ def test_every_rank_takes_part_in_every_step_with_its_share_or_padding(plan, ran
             assert all(key.count == len(key.indices) for key in keys if key.count)
             assert all(key.step_parts == plan.cut(step).parts for key in keys)
             turns = [key.number // ranks for key in keys if key.count]
-            assert not round_robin or turns == [*range(len(turns))], "in a turn each rank has one"
-        assert len({len(keys) for keys in here}) == 1, "a sharded model needs all ranks in every forward pass"
+            assert not round_robin or turns == [*range(len(turns))], "with round robin each rank has one in each turn"
+        assert len({len(keys) for keys in here}) == 1, "fsdp needs all ranks in every forward pass"
 
 
 @STEADY
 @given(plan=plans(), ranks=RANKS, others=RANKS, seed=SEEDS, epoch=EPOCHS, data=st.data())
-def test_an_epoch_goes_on_from_any_step_on_any_number_of_ranks(plan, ranks, others, seed, epoch, data):
+def test_an_epoch_resumes_at_any_step_on_any_number_of_ranks(plan, ranks, others, seed, epoch, data):
     first = data.draw(st.integers(0, plan.steps))
     assert all_shares(plan, ranks, epoch, first, seed=seed) == [
         [key for key in share if key.step >= first] for share in all_shares(plan, ranks, epoch, seed=seed)
     ]
-    before = [one for one in counted(all_shares(plan, ranks, epoch, seed=seed)) if one.step >= first]
-    after = counted(all_shares(plan, others, epoch, first, seed=seed, round_robin=data.draw(st.booleans())))
+    before = [one for one in without_padding(all_shares(plan, ranks, epoch, seed=seed)) if one.step >= first]
+    after = without_padding(all_shares(plan, others, epoch, first, seed=seed, round_robin=data.draw(st.booleans())))
     both = [[(one.step, one.number, one.indices) for one in ones] for ones in (before, after)]
     assert both[0] == both[1], "the micro-batches are the same on any rank"
 
 
 @STEADY
 @given(n=st.integers(1, 90), batch=st.integers(1, 12), ranks=st.integers(1, 6))
-def test_evaluation_counts_each_sample_once_and_the_ranks_take_equally_many_turns(n, batch, ranks):
+def test_evaluation_counts_each_sample_once_and_all_ranks_have_the_same_number_of_batches(n, batch, ranks):
     args = types.SimpleNamespace(seed=0, workers=0, val_workers=None, shuffle=True, debug=False, parallel="ddp")
     plan, splits = Plan(n, ranks * batch, batch), {"train": range(n), "val": list(range(n))}
     worlds = [World(rank=rank, size=ranks) for rank in range(ranks)]
@@ -132,7 +132,7 @@ def test_evaluation_counts_each_sample_once_and_the_ranks_take_equally_many_turn
             shares.append(list(loaders["val"].epoch(0)))
     assert sorted(n for share in shares for key, values in share if key.count for n in values.tolist()) == [*range(n)]
     sizes = [len(values) for share in shares for key, values in share if key.count]
-    assert len(sizes) == -(-n // batch) and max(sizes) - min(sizes) <= 1, "the same for any number of ranks"
+    assert len(sizes) == -(-n // batch) and max(sizes) - min(sizes) <= 1, "the batches depend on the number of ranks"
     assert len({len(share) for share in shares}) == 1
 
 
@@ -140,10 +140,10 @@ def test_evaluation_counts_each_sample_once_and_the_ranks_take_equally_many_turn
     ("nodes", "before", "micro"),
     [(None, None, 32), ("1:4", None, 8), ("4", None, 8), ("1:4", 16, 16), (None, 16, 16), ("1:4", 48, 8)],
 )
-def test_a_micro_batch_is_a_share_of_the_most_processes_that_may_come_or_as_the_run_began(
+def test_the_default_micro_batch_fits_the_largest_number_of_processes_or_is_that_of_the_first_start(
     nodes, before, micro, monkeypatch
 ):
-    """For two processes on this machine and a batch of 64; 48 does not divide it."""
+    """With two processes on this machine and a batch of 64; 48 does not divide it."""
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     for name, value in {"TORCHELASTIC_MAX_RESTARTS": "9", "PET_NNODES": nodes}.items() if nodes else ():
         monkeypatch.setenv(name, value)
@@ -153,11 +153,11 @@ def test_a_micro_batch_is_a_share_of_the_most_processes_that_may_come_or_as_the_
     assert resume.plan(args, 1000, World(size=2, local_size=2), past) == Plan(1000, 64, micro)
 
 
-# What is fetched
+# Batches
 
 
 class OneByOne(Dataset):
-    """Samples as a dict with a tuple in it."""
+    """Samples that are dicts with a tuple."""
 
     def __len__(self):
         return 40
@@ -179,9 +179,9 @@ DATA = {
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("dataset", DATA.values(), ids=DATA)
-def test_a_batch_holds_the_samples_of_its_key_however_the_dataset_gives_them(dataset, workers):
+def test_a_batch_has_the_samples_of_its_key_for_any_kind_of_dataset(dataset, workers):
     for rank in range(2):
-        one = dealt(dataset, Plan(len(dataset), 8, 2), rank, 2, workers=workers)
+        one = new_loader(dataset, Plan(len(dataset), 8, 2), rank, 2, workers=workers)
         for epoch, first in ((0, 0), (1, 0), (1, 2)):
             fetched = list(one.epoch(epoch, first))
             assert [key for key, _ in fetched] == list(one.micro_batches(epoch, first))
@@ -199,8 +199,8 @@ def same(one, other) -> bool:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [0, 3])
-def test_an_epoch_that_is_left_does_not_reach_into_the_next(workers):
-    one = dealt(list(range(50)), Plan(50, 8, 4), 0, workers=workers)
+def test_an_epoch_that_is_left_early_does_not_affect_the_next(workers):
+    one = new_loader(list(range(50)), Plan(50, 8, 4), 0, workers=workers)
     for epoch, count in ((0, 3), (1, 0), (2, 13)):
         batches = itertools.islice(one.epoch(epoch), count)
         seen = [number for _, batch in batches for number in batch.tolist()]
@@ -209,7 +209,7 @@ def test_an_epoch_that_is_left_does_not_reach_into_the_next(workers):
 
 
 class Stuck(Dataset):
-    """Its first sample comes, the others do not."""
+    """Returns its first sample and hangs at the others."""
 
     def __len__(self):
         return 20
@@ -218,8 +218,8 @@ class Stuck(Dataset):
         return index if index == 0 else time.sleep(600)
 
 
-def test_worker_processes_end_with_the_run_whatever_they_are_at(monkeypatch):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # s, to wait for each
+def test_worker_processes_end_with_the_run_even_if_they_hang(monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # seconds, for each process
     args = types.SimpleNamespace(seed=0, workers=2, val_workers=None, shuffle=False, debug=False, parallel="ddp")
     before = multiprocessing.active_children()
     for data in (Stuck(), ROWS):
@@ -236,20 +236,20 @@ def test_worker_processes_end_with_the_run_whatever_they_are_at(monkeypatch):
     assert set(multiprocessing.active_children()) <= set(before)
 
 
-@pytest.mark.parametrize(("given", "of_each"), [(None, [2, 2, 2]), (0, [2, 0, 0]), (1, [2, 1, 1])])
-def test_evaluation_has_loader_processes_of_its_own(given, of_each):
+@pytest.mark.parametrize(("given", "wanted"), [(None, [2, 2, 2]), (0, [2, 0, 0]), (1, [2, 1, 1])])
+def test_evaluation_has_its_own_number_of_loader_processes(given, wanted):
     args = types.SimpleNamespace(seed=0, workers=2, val_workers=given, shuffle=False, debug=False, parallel="ddp")
     splits = dict.fromkeys(("train", "val", "test"), ROWS)
     with loader.open_loaders(splits, Plan(20, 1, 1), World(), args) as loaders:
         found = [one.fetcher.loader for one in loaders.values()]
-    assert [getattr(one, "num_workers", 0) for one in found] == of_each
+    assert [getattr(one, "num_workers", 0) for one in found] == wanted
 
 
 # Randomness
 
 
 class Drawing(Dataset):
-    """Samples that are drawn from every generator there is."""
+    """Samples that are drawn from every random generator."""
 
     def __len__(self):
         return 30
@@ -259,17 +259,17 @@ class Drawing(Dataset):
 
 
 class DrawingWhole(Drawing):
-    """The same, a batch at a time."""
+    """The same, with whole batches."""
 
     def __getitems__(self, indices):
         return [self[index] for index in indices]
 
 
-def drawn(dataset, epoch, ranks=1, first=0, workers=0, seed=3):
-    """What every sample of an epoch was drawn as, by its index."""
+def random_samples(dataset, epoch, ranks=1, first=0, workers=0, seed=3):
+    """The random samples of an epoch, by index."""
     found = {}
     for rank in range(ranks):
-        one = dealt(dataset, Plan(30, 8, 2), rank, ranks, seed=seed, workers=workers)
+        one = new_loader(dataset, Plan(30, 8, 2), rank, ranks, seed=seed, workers=workers)
         for key, batch in one.epoch(epoch, first):
             rows = zip(*(column.tolist() for column in batch), strict=True)
             found |= {row[0]: row[1:] for row in rows if key.count}
@@ -282,30 +282,30 @@ def drawn(dataset, epoch, ranks=1, first=0, workers=0, seed=3):
 @pytest.mark.parametrize(
     "dataset", [Drawing(), DrawingWhole(), Subset(Drawing(), range(30))], ids=["one", "all", "part"]
 )
-def test_a_sample_is_drawn_the_same_whatever_the_workers_the_ranks_and_the_start(
-    dataset, epoch, ranks, first, workers
-):
-    wanted = drawn(dataset, epoch)
-    torch.manual_seed(epoch)  # whatever was drawn before
+def test_a_random_sample_is_the_same_for_any_workers_ranks_and_first_step(dataset, epoch, ranks, first, workers):
+    wanted = random_samples(dataset, epoch)
+    torch.manual_seed(epoch)  # the state of the global generators must not matter
     random.seed(epoch)
     np.random.seed(epoch)
-    assert len(wanted) == 30 and wanted == drawn(dataset, epoch, ranks) == drawn(dataset, epoch, workers=workers)
-    rest = drawn(dataset, epoch, ranks, first, workers)
+    assert len(wanted) == 30 and wanted == random_samples(dataset, epoch, ranks) == random_samples(
+        dataset, epoch, workers=workers
+    )
+    rest = random_samples(dataset, epoch, ranks, first, workers)
     assert len(rest) == 30 - 8 * first and rest.items() <= wanted.items()
 
 
 @pytest.mark.parametrize("dataset", [Drawing(), DrawingWhole()], ids=["one", "all"])
-def test_no_two_samples_epochs_or_seeds_are_drawn_alike(dataset):
+def test_samples_of_different_indices_epochs_or_seeds_differ(dataset):
     runs = itertools.product((0, 1, 2**40), (0, 1, 2))
-    rows = [row for seed, epoch in runs for row in drawn(dataset, epoch, seed=seed).values()]
+    rows = [row for seed, epoch in runs for row in random_samples(dataset, epoch, seed=seed).values()]
     assert len(rows) == 270
     for column in zip(*rows, strict=True):
         assert len({*column}) == 270
 
 
-def test_what_is_the_same_every_time_needs_no_seed_and_leaves_the_generators_alone():
+def test_fixed_samples_need_no_seed_and_do_not_change_the_global_generators():
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     for dataset in (ROWS, Subset(ROWS, range(9))):
-        assert len(list(dealt(dataset, Plan(len(dataset), 4, 2), 0).epoch(1))) > 4
+        assert len(list(new_loader(dataset, Plan(len(dataset), 4, 2), 0).epoch(1))) > 4
     assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])

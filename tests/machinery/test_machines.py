@@ -1,5 +1,5 @@
-"""A run on several machines, a torchrun on each: on loopback, and between network namespaces with addresses of their
-own."""
+"""A run on several machines, with a torchrun on each: on loopback, and between network namespaces with addresses of
+their own."""
 
 import contextlib
 import json
@@ -15,24 +15,24 @@ import ports
 import pytest
 from processes import CLEAN, until
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at its runs through /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
 ROOT = Path(__file__).resolve().parents[2]
 NETWORKS = {"baton_a": "10.77.0.1", "baton_b": "10.77.0.2"}
 
 
 @pytest.fixture
 def machines(start):
-    """Starts a run by a torchrun on each of two machines that share a disk. Gives their Runs, the meeting place's
-    first."""
+    """A function that starts a run by torchrun on each of two machines with a shared disk. Returns their Runs, that
+    of the rendezvous host first."""
 
-    def both(*words, more=()):
+    def start_both(*flags, more=()):
         meeting = f"--rdzv_backend=c10d --rdzv_endpoint=localhost:{ports.free()}"
         command = f"-m torch.distributed.run --nnodes=2 --nproc_per_node=1 {meeting} train.py".split()
-        first = start("run", *words, command=command, cpu=1)
+        first = start("run", *flags, command=command, cpu=1)
         until(lambda: first.folder.exists() or any(ports.listens(pid) for pid in first.processes()))
-        return [first, start("run", *words, *more, command=command, cpu=1)]
+        return [first, start("run", *flags, *more, command=command, cpu=1)]
 
-    return both
+    return start_both
 
 
 @pytest.fixture
@@ -48,47 +48,47 @@ def networks():
         assert made and ip(f"netns add {other}") == 0
         assert ip(f"-n {one} link add cable type veth peer name cable netns {other}") == 0
         for name, address in NETWORKS.items():
-            for words in (f"address add {address}/24 dev cable", "link set cable up", "link set lo up"):
-                assert ip(f"-n {name} {words}") == 0
+            for command in (f"address add {address}/24 dev cable", "link set cable up", "link set lo up"):
+                assert ip(f"-n {name} {command}") == 0
         yield list(NETWORKS)
     finally:
         for name in NETWORKS:
             ip(f"netns delete {name}")
 
 
-def ip(words: str) -> int:
-    return subprocess.run(["ip", *words.split()], stderr=subprocess.DEVNULL).returncode
+def ip(command: str) -> int:
+    return subprocess.run(["ip", *command.split()], stderr=subprocess.DEVNULL).returncode
 
 
 def test_a_signal_to_one_torchrun_stops_all_machines_with_the_state_saved(machines):
     runs = machines("-arch", "mlp", "-epochs", 3000, "-save_every", "1000epochs")
-    runs[0].says("epoch 1/3000")
+    runs[0].wait_for_output("epoch 1/3000")
     os.kill(runs[0].pid, signal.SIGTERM)
-    assert [run.ends() for run in runs] == [1, 0], runs[0].text() + runs[1].text()
+    assert [run.wait() for run in runs] == [1, 0], runs[0].text() + runs[1].text()
     assert runs[0].outcome()["state"] == "stopped" and runs[0].outcome()["step"] > 0
     assert list((runs[0].folder / "checkpoints").glob(f"*_step_{runs[0].outcome()['step']}"))
     for run in runs:
-        run.is_gone()
+        run.wait_until_gone()
 
 
-def test_machines_with_different_flags_say_which_and_train_nothing(machines):
+def test_machines_with_different_flags_report_the_flag_and_do_not_train(machines):
     runs = machines("-arch", "mlp", more=("-batch_size", 32))
-    assert [run.ends() for run in runs] == [1, 1]
-    said = [run.text().count("train.py: -batch_size is 32 on rank ") for run in runs]
-    assert said == [1, 1], runs[0].text() + runs[1].text()
+    assert [run.wait() for run in runs] == [1, 1]
+    counts = [run.text().count("train.py: -batch_size is 32 on rank ") for run in runs]
+    assert counts == [1, 1], runs[0].text() + runs[1].text()
     assert not runs[0].folder.exists()
 
 
-def test_machines_with_addresses_of_their_own_train_as_one(tmp_path, networks, undisturbed):
-    """elastic.sh tells gloo which interface leads to the other machine. Each machine has a network of its own."""
+def test_machines_with_different_addresses_train_one_run(tmp_path, networks, undisturbed):
+    """elastic.sh sets gloo's interface to the one that reaches the other machine. Each machine has a network."""
     env = {**CLEAN, "OMP_NUM_THREADS": "1", "HEAD": f"{NETWORKS[networks[0]]}:29400", "NODES": "2"}
-    words = ["./scripts/elastic.sh", *"-arch mlp -epochs 3 -cpu 1 -model run -out".split(), str(tmp_path / "out")]
+    command = ["./scripts/elastic.sh", *"-arch mlp -epochs 3 -cpu 1 -model run -out".split(), str(tmp_path / "out")]
     agents = []
     try:
         for name in networks:
-            there, log = ["ip", "netns", "exec", name], (tmp_path / f"{name}.log").open("w")
+            prefix, log = ["ip", "netns", "exec", name], (tmp_path / f"{name}.log").open("w")
             options = {"cwd": ROOT, "env": env, "stdout": log, "stderr": log, "start_new_session": True}
-            agents.append(subprocess.Popen([*there, *words], **options))
+            agents.append(subprocess.Popen([*prefix, *command], **options))
         for agent, address in zip(agents, NETWORKS.values(), strict=True):
             worker = until(lambda agent=agent: workers(agent.pid))[0]
             own = socket.inet_aton(address)[::-1].hex().upper()
@@ -106,7 +106,7 @@ def test_machines_with_addresses_of_their_own_train_as_one(tmp_path, networks, u
 
 
 def workers(agent: int) -> list[int]:
-    """The process ids of an agent's workers, without those that end in this moment."""
+    """The process ids of an agent's workers, without those that are just ending."""
     found = []
     with contextlib.suppress(OSError):
         for pid in map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split()):

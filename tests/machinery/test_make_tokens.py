@@ -5,13 +5,13 @@ import sys
 
 import numpy as np
 import pytest
-from cluster import needed_package
+from cluster import require_package
 
 from lib import config
 from lib.dataset import tokens
 from scripts import make_tokens
 
-TOKENIZERS = needed_package("tokenizers", "world")
+TOKENIZERS = require_package("tokenizers", "world")
 TEXT = "".join(f"{number} bottles of beer, ünd another line\n" for number in range(400))
 
 
@@ -25,32 +25,32 @@ def texts(tmp_path):
     return tmp_path / "texts"
 
 
-def made(folder, kind="uint16") -> list[int]:
+def all_tokens(folder, kind="uint16") -> list[int]:
     """All tokens, in the order of the texts."""
     return np.concatenate([np.fromfile(folder / f"{split}.bin", kind) for split in ("train", "val")]).tolist()
 
 
-def test_bytes_become_tokens_without_a_package(texts, tmp_path, monkeypatch, capsys):
+def test_bytes_are_tokens_without_a_package(texts, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.setattr(make_tokens, "PIECE", 1000)
     out = tmp_path / "tokens"
     assert make_tokens.main([str(texts), "-bytes", "-val", "0.3", "-o", str(out)]) == 0
-    assert bytes(made(out)) == 2 * TEXT.encode()
+    assert bytes(all_tokens(out)) == 2 * TEXT.encode()
     val = bytes(np.fromfile(out / "val.bin", np.uint16).tolist())
-    assert 0 <= len(val) - 0.3 * len(2 * TEXT.encode()) < 50 and val[:1].isdigit(), "it begins with a line"
+    assert 0 <= len(val) - 0.3 * len(2 * TEXT.encode()) < 50 and val[:1].isdigit(), "val begins at a line"
     assert f"{len(val):,} for validation" in capsys.readouterr().out
     assert sorted(file.name for file in out.iterdir()) == ["meta.json", "train.bin", "val.bin"]
     args = config.parse_args(["-dataset", "tokens", "-data", str(out)])
     assert args.num_classes == 256 and set(tokens.get_dataset(args)) == {"train", "val"}
 
 
-def test_what_cannot_be_made_is_one_line(texts, tmp_path, monkeypatch, capsys):
-    def refused(*words):
+def test_a_failure_is_reported_in_one_line(texts, tmp_path, monkeypatch, capsys):
+    def refused(*args):
         with pytest.raises(SystemExit) as end:
-            make_tokens.main([*map(str, words), "-o", str(tmp_path / "tokens")])
-        said = capsys.readouterr().err
-        assert end.value.code == 2 and said.startswith("make_tokens.py: ") and said.count("\n") == 1
-        return said
+            make_tokens.main([*map(str, args), "-o", str(tmp_path / "tokens")])
+        message = capsys.readouterr().err
+        assert end.value.code == 2 and message.startswith("make_tokens.py: ") and message.count("\n") == 1
+        return message
 
     assert "none: no such file" in refused(tmp_path / "none", "-bytes")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -62,21 +62,23 @@ def test_what_cannot_be_made_is_one_line(texts, tmp_path, monkeypatch, capsys):
 
 
 @TOKENIZERS
-def test_an_encoding_is_trained_and_taken_for_other_texts(texts, tmp_path, capsys):
+def test_a_tokenizer_is_trained_and_can_be_used_for_other_texts(texts, tmp_path, capsys):
     import tokenizers
 
     out, other = tmp_path / "tokens", tmp_path / "other"
     assert make_tokens.main([str(texts), "-vocabulary", "400", "-o", str(out)]) == 0
     meta = json.loads((out / "meta.json").read_text())
     tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
-    assert meta["vocabulary"] == tokenizer.get_vocab_size() <= 400 and meta["train"] + meta["val"] == len(made(out))
-    assert tokenizer.decode(made(out), skip_special_tokens=False) == 2 * f"{TEXT}<|endoftext|>"
-    assert len(made(out)) < len(2 * TEXT) / 3
+    assert meta["vocabulary"] == tokenizer.get_vocab_size() <= 400 and meta["train"] + meta["val"] == len(
+        all_tokens(out)
+    )
+    assert tokenizer.decode(all_tokens(out), skip_special_tokens=False) == 2 * f"{TEXT}<|endoftext|>"
+    assert len(all_tokens(out)) < len(2 * TEXT) / 3
 
     assert (
         make_tokens.main([str(texts / "second.md"), "-tokenizer", str(out / "tokenizer.json"), "-o", str(other)]) == 0
     )
-    assert tokenizer.decode(made(other), skip_special_tokens=False) == f"{TEXT}<|endoftext|>"
+    assert tokenizer.decode(all_tokens(other), skip_special_tokens=False) == f"{TEXT}<|endoftext|>"
     assert config.parse_args(["-dataset", "tokens", "-data", str(other)]).num_classes == meta["vocabulary"]
     capsys.readouterr()
     with pytest.raises(SystemExit):

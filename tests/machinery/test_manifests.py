@@ -1,4 +1,4 @@
-"""Manifests from other versions of the code, or from another hand: refused, and nothing in them is executed."""
+"""Manifests of other versions of the code or of an attacker are refused, and nothing in them is executed."""
 
 import pytest
 import saves
@@ -19,30 +19,30 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 # Formats
 
 
-def test_a_newer_format_is_refused_with_its_version_and_left_where_it_is(copy, refused):
+def test_a_newer_format_is_refused_with_its_version_and_stays_in_place(copy, refused):
     before = names(copy)
-    saves.rewrite(copy / "checkpoints" / before[0], lambda manifest: {**manifest, "format": 9})
+    saves.change_manifest(copy / "checkpoints" / before[0], lambda manifest: {**manifest, "format": 9})
     line = refused(f"{SMALL} -cpu 2 -model few_norm_net", out=copy.parent)
     assert "is of format 9" in line and f"reads format {shards.FORMAT}" in line
     assert names(copy) == before
 
 
-def test_weights_that_are_not_finite_are_refused_unless_it_is_allowed(copy, refused):
+def test_checkpoints_with_values_that_are_not_finite_are_refused_unless_allowed(copy, refused):
     newest = copy / "checkpoints" / names(copy)[0]
     for shard in newest.glob("shard_*"):
-        held = load_file(shard)
-        if "model.5.bias" in held:
-            held["model.5.bias"][2] = float("inf")
-            save_file(held, shard)
+        tensors = load_file(shard)
+        if "model.5.bias" in tensors:
+            tensors["model.5.bias"][2] = float("inf")
+            save_file(tensors, shard)
             facts = {"bytes": shard.stat().st_size, "crc32": shards.zlib.crc32(shard.read_bytes())}
-            saves.rewrite(newest, lambda m, f=facts, s=shard: {**m, "shards": {**m["shards"], s.name: f}})
+            saves.change_manifest(newest, lambda m, f=facts, s=shard: {**m, "shards": {**m["shards"], s.name: f}})
     for cpu in (1, 2):
         line = refused(f"{SMALL} -cpu {cpu} -model few_norm_net", out=copy.parent)
         assert "5.bias" in line and "not finite" in line and "-allow_change nan" in line
     run(copy.parent, f"{SMALL} -cpu 2 -model few_norm_net -allow_change nan")
 
 
-def test_a_type_that_safetensors_lacks_is_refused_before_the_first_step(refused):
+def test_a_dtype_that_safetensors_lacks_is_refused_before_the_first_step(refused):
     def with_phase(args):
         model = norm_net(args)
         model.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
@@ -53,7 +53,7 @@ def test_a_type_that_safetensors_lacks_is_refused_before_the_first_step(refused)
 
 
 class Counting(torch.optim.SGD):
-    """Remembers a number that is no tensor."""
+    """Has a state that is not a tensor."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -62,7 +62,7 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_memory_of_an_optimizer_that_no_checkpoint_could_hold_is_refused(refused, monkeypatch):
+def test_an_optimizer_state_that_cannot_be_saved_is_refused(refused, monkeypatch):
     monkeypatch.setitem(optimizers.BY_NAME, "sgd", Counting)
     assert "keeps 'count', which is not a tensor, in its state" in refused(f"{SMALL} -optimizer sgd")
 
@@ -72,7 +72,7 @@ def _bytes(tensors):
 
 
 @pytest.mark.parametrize("name", optimizers.BY_NAME)
-def test_looking_ahead_leaves_model_and_optimizer_as_they_were(name):
+def test_computing_the_size_of_a_checkpoint_does_not_change_model_and_optimizer(name):
     args = config.parse_args(f"-optimizer {name} -num_classes 4".split())
     torch.manual_seed(0)
     model = norm_net(args)
@@ -87,22 +87,22 @@ def test_looking_ahead_leaves_model_and_optimizer_as_they_were(name):
     assert _bytes(parts.tensors()) == size
 
 
-# From another hand
+# Manipulated files
 
 
 FILE = "shard_0000.safetensors"
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"9" * 10**5])
-def test_text_that_is_no_manifest_is_passed_over(tmp_path, data):
-    checkpoints = saves.saver(tmp_path)
+def test_text_that_is_not_a_manifest_is_skipped(tmp_path, data):
+    checkpoints = saves.new_checkpoints(tmp_path)
     for step in (1, 2):
         saves.save(checkpoints, step)
     (tmp_path / "checkpoints" / "000002_step_2" / "manifest.json").write_bytes(data)
     assert saves.newest(tmp_path) == 1
 
 
-def test_files_whose_checksum_is_right_but_not_their_content_are_refused_and_run_no_code(copy, tmp_path):
+def test_files_with_a_valid_checksum_and_wrong_content_are_refused_and_no_code_is_executed(copy, tmp_path):
     newest = copy / "checkpoints" / names(copy)[0]
     mark, shard = tmp_path / "mark", newest / FILE
     for write in (
@@ -113,20 +113,22 @@ def test_files_whose_checksum_is_right_but_not_their_content_are_refused_and_run
     ):
         write()
         facts = {"bytes": shard.stat().st_size, "crc32": shards.zlib.crc32(shard.read_bytes())}
-        saves.rewrite(newest, lambda m, f=facts: {**m, "shards": {**m["shards"], FILE: f}})
+        saves.change_manifest(newest, lambda m, f=facts: {**m, "shards": {**m["shards"], FILE: f}})
         with pytest.raises((SafetensorError, shards.Damaged), match=r"header|its files lack a part of model"):
             run(copy.parent, f"{SMALL} -cpu 1 -model few_norm_net")
     assert not mark.exists()
 
 
-def test_a_reader_opens_no_more_files_than_it_takes_and_puts_blocks_where_they_belong(tmp_path, monkeypatch):
+def test_a_reader_opens_only_the_files_that_it_needs_and_puts_parts_in_their_place(tmp_path, monkeypatch):
     rows, count = torch.arange(12.0).reshape(6, 2), torch.tensor(7)
     for rank, blocks in enumerate(
         ([("rows", rows[:2]), ("count", count)], [("rows", rows[2:4])], [("rows", rows[4:])])
     ):
         shards.write(tmp_path / shards.file_name(rank), blocks, {"rows": [2 * rank, 0]} if rank else None)
     opened, real = [], shards.safe_open
-    monkeypatch.setattr(shards, "safe_open", lambda path, **words: (opened.append(path.name), real(path, **words))[1])
+    monkeypatch.setattr(
+        shards, "safe_open", lambda path, **options: (opened.append(path.name), real(path, **options))[1]
+    )
     files = [shards.file_name(rank) for rank in (0, 1, 2)]
     found = {"rows": torch.zeros(6, 2), "count": torch.tensor(0)}
     shards.read(tmp_path, files, found)

@@ -1,4 +1,4 @@
-"""Sums over ranks, and metrics.jsonl: exact, gone on with, and on a full disk."""
+"""Sums over ranks and metrics.jsonl: exact, correct after a resume, and safe on a full disk."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ from lib.utils.compat.metrics_tracker import MetricsTracker
 from lib.utils.monitoring import metrics
 
 
-def test_sums_are_exact_over_numbers_and_tensors_of_any_kind():
+def test_sums_are_exact_for_numbers_and_tensors_of_any_dtype():
     values = torch.rand(1000, generator=torch.Generator().manual_seed(0))
     tracker = MetricsTracker()
     for value in values:
@@ -36,7 +36,7 @@ def test_sums_are_exact_over_numbers_and_tensors_of_any_kind():
     assert math.isnan(metrics.mean({}, "loss"))
 
 
-def test_intervals_add_up_to_epochs_and_nothing_counts_twice():
+def test_intervals_add_up_to_epochs_and_nothing_is_counted_twice():
     tracker = MetricsTracker()
     tracker.update({"loss": 1.0}).update({"loss": torch.tensor(2.0)})
     assert tracker.reduce().local == {"loss": 3.0} and tracker.local["never counted"] == 0
@@ -53,7 +53,7 @@ def test_intervals_add_up_to_epochs_and_nothing_counts_twice():
     assert other.end_epoch().epoch_reports == [{"loss": 7.0}, {"loss": 2.0}] and tracker.agg == {"loss": 1.0}
 
 
-def test_update_never_looks_at_a_value_and_keeps_no_graph():
+def test_update_does_not_read_the_value_of_a_tensor_and_keeps_no_graph():
     tracker, weight = MetricsTracker(), torch.ones((), requires_grad=True)
     for _ in range(3):
         tracker.update({"loss": torch.empty((), device="meta")})  # a meta tensor raises as soon as it is read
@@ -63,13 +63,13 @@ def test_update_never_looks_at_a_value_and_keeps_no_graph():
 
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.floats(-1e30, 1e30), max_size=30), st.integers(1, 5), st.randoms())
-def test_a_sum_has_the_same_bits_in_any_order_and_in_any_parts(values, parts, draw):
+def test_a_sum_has_the_same_bits_in_any_order_and_any_grouping(values, parts, draw):
     shuffled, total = draw.sample(values, len(values)), metrics.Sums()
     for number in range(parts):
         part = metrics.Sums()
         for value in shuffled[number::parts]:
             part.update({"loss": value})
-        total.add(json.loads(json.dumps(part.pending())))  # as a checkpoint keeps it
+        total.add(json.loads(json.dumps(part.pending())))  # as saved in a checkpoint
     assert total.reduce() == ({"loss": math.fsum(values)} if values else {})
 
 
@@ -82,7 +82,7 @@ def test_a_long_sum_keeps_few_terms(monkeypatch):
     assert sums.reduce() == {"loss": math.fsum(values)}
 
 
-def test_a_sum_that_is_too_large_or_not_a_number_ends_no_run():
+def test_a_sum_that_overflows_or_is_nan_is_no_error():
     sums = metrics.Sums()
     sums.update({"large": 1e308, "opposite": math.inf, "nan": math.nan})
     sums.update({"large": 1e308, "opposite": -math.inf, "nan": 1.0})
@@ -90,14 +90,14 @@ def test_a_sum_that_is_too_large_or_not_a_number_ends_no_run():
     assert totals["large"] == math.inf and math.isnan(totals["opposite"]) and math.isnan(totals["nan"])
 
 
-def test_a_metric_of_many_values_is_refused_by_name():
+def test_a_metric_that_is_not_a_scalar_is_refused_by_name():
     with pytest.raises(ValueError, match=r"'logits'.*\(3,\)"):
         MetricsTracker().update({"logits": torch.ones(3)}).reduce()
 
 
-def test_two_ranks_with_uneven_names_and_counts_agree_on_exact_sums(tmp_path):
+def test_two_ranks_with_different_names_and_counts_have_the_same_exact_sums(tmp_path):
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_as_rank, args=(rank, tmp_path)) for rank in range(2)]
+    ranks = [fork.Process(target=_run_rank, args=(rank, tmp_path)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -105,7 +105,7 @@ def test_two_ranks_with_uneven_names_and_counts_agree_on_exact_sums(tmp_path):
     assert [process.exitcode for process in ranks] == [0, 0]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     ways = first.pop("messages"), second.pop("messages")
-    assert ways == (["irecv", "broadcast"], ["isend", "broadcast"]), "an interval costs one way up and one down"
+    assert ways == (["irecv", "broadcast"], ["isend", "broadcast"]), "an interval costs one message up and one down"
     assert first == second
     values = [value for rank in range(2) for value in _values(rank)]
     expected = [
@@ -124,7 +124,7 @@ def _values(rank):
     return torch.rand(61 + 76 * rank, generator=torch.Generator().manual_seed(rank)).tolist()
 
 
-def _as_rank(rank, folder):
+def _run_rank(rank, folder):
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
@@ -151,15 +151,15 @@ def _as_rank(rank, folder):
 
 @contextmanager
 def _messages():
-    """The names of the calls that move something."""
+    """The names of the communication calls."""
     sent, real = [], (dist.isend, dist.irecv, dist.broadcast, dist.all_reduce, dist.all_gather)
 
-    def noted(call, *words, **named):
+    def logged(call, *args, **named):
         sent.append(call.__name__)
-        return call(*words, **named)
+        return call(*args, **named)
 
     for call in real:
-        setattr(dist, call.__name__, functools.partial(noted, call))
+        setattr(dist, call.__name__, functools.partial(logged, call))
     yield sent
     for call in real:
         setattr(dist, call.__name__, call)
@@ -171,7 +171,7 @@ OF_RANKS = st.lists(st.dictionaries(st.sampled_from("abc"), st.lists(FLOATS, max
 
 @settings(deadline=None, derandomize=True)
 @given(OF_RANKS)
-def test_sums_that_are_added_in_pairs_along_a_tree_are_exact(ranks):
+def test_sums_added_in_pairs_along_a_tree_are_exact(ranks):
     merged = [metrics.Sums() for _ in ranks]
     for sums, values in zip(merged, ranks, strict=True):
         sums.add(values)
@@ -186,7 +186,7 @@ def test_sums_that_are_added_in_pairs_along_a_tree_are_exact(ranks):
     assert total.reduce() == {name: math.fsum(v for one in ranks for v in one.get(name, [])) for name in names}
 
 
-def test_five_ranks_add_up_exactly_what_each_has_under_any_name(tmp_path):
+def test_five_ranks_have_the_exact_sum_of_each_name(tmp_path):
     draw, size = random.Random(5), 5
     values = [
         {
@@ -210,14 +210,14 @@ def test_five_ranks_add_up_exactly_what_each_has_under_any_name(tmp_path):
     on_ranks(size, run, tmp_path)
 
 
-def test_metrics_lines_are_json_at_once_also_with_nan(tmp_path):
+def test_a_line_of_metrics_jsonl_is_written_at_once_and_valid_json_even_with_nan(tmp_path):
     path = tmp_path / "metrics.jsonl"
     figures = {"step": 1, "loss": math.nan, "rate": -math.inf, "name": "é", "on": True}
     metrics.write_line(path.open("a", buffering=1), figures)
     assert json.loads(path.read_text()) == {"step": 1, "loss": None, "rate": None, "name": "é", "on": True}
 
 
-def test_a_resumed_run_cuts_metrics_back_to_its_checkpoint(tmp_path):
+def test_a_resumed_run_truncates_metrics_jsonl_to_its_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert metrics.truncate_lines(path, 3) == set() and not path.exists()
     steps = [b'{"step": %d, "a": 1}\n' % step for step in range(1, 6)]
@@ -226,7 +226,7 @@ def test_a_resumed_run_cuts_metrics_back_to_its_checkpoint(tmp_path):
         (whole + b'{"step": 6, "lo', 3, 3),
         (whole + b'{"step": 6, "lo', 9, 5),  # cut short by a kill
         (whole[:-1], 9, 4),
-        (whole + b"\0\0\0", 9, 5),  # as after a power failure
+        (whole + b"\0\0\0", 9, 5),  # after a power failure
         (whole, 0, 0),
     ):
         path.write_bytes(text)
@@ -235,7 +235,7 @@ def test_a_resumed_run_cuts_metrics_back_to_its_checkpoint(tmp_path):
         assert names == ({"step", "a"} if step == 3 else set())
 
 
-def test_a_full_disk_is_a_warning_and_leaves_no_half_line(tmp_path, caplog):
+def test_a_full_disk_gives_a_warning_and_leaves_no_incomplete_line(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     file = path.open("a", buffering=1)
     with full_disk(100):

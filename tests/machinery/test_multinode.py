@@ -1,5 +1,5 @@
-"""Nodes that torchrun started, each on its own: without a shared disk each holds the whole state, and who lost it is
-sent it; a launch has one id, whatever the nodes call it; all are given the same flags."""
+"""Nodes that torchrun started separately: without a shared disk each has the whole state and sends it to nodes that
+lost theirs; a launch has one id even if nodes have others; all nodes need the same flags."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import saves
 import torch
-from runs import distance, lines, outcome, plugins, run, same
+from runs import distance, lines, outcome, plugins, run, same_tensors
 from safetensors.torch import load_file
 from saves import SMALL, log_of, names
 from test_atomic_directory import on_ranks
@@ -30,146 +30,152 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 # Nodes with a disk of their own
 
 
-def _on_nodes(monkeypatch, patience=0.0):
-    """Every process a node, with a folder OUT/nodeR of its own."""
+def _give_each_process_a_disk(monkeypatch, patience=0.0):
+    """Make every process a node with a folder OUT/nodeR of its own."""
     from lib.utils.checkpoint import shared_disk
 
     real = train.run
 
-    def at(args):
+    def run_on_node(args):
         rank = int(os.environ["RANK"])
         os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         mine = config.Args()
         vars(mine).update({**vars(args), "out": f"{args.out}/node{rank}"})
         return real(mine)
 
-    monkeypatch.setattr(train, "run", at)
+    monkeypatch.setattr(train, "run", run_on_node)
     monkeypatch.setattr(shared_disk, "PATIENCE_S", patience)
 
 
-def _nodes(out, words, wanted=0):
-    run(out, words, wanted)
+def _run_on_nodes(out, flags, wanted=0):
+    run(out, flags, wanted)
     return [out / f"node{rank}" / "few_norm_net" for rank in range(3)]
 
 
-def test_nodes_that_share_no_disk_each_hold_all_and_send_it_to_those_that_lost_theirs(done, tmp_path, monkeypatch):
-    _on_nodes(monkeypatch)
+def test_nodes_without_a_shared_disk_save_everything_and_send_it_to_nodes_that_lost_theirs(
+    finished_run, tmp_path, monkeypatch
+):
+    _give_each_process_a_disk(monkeypatch)
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 5)
-        one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
+        one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
     assert [outcome(node)["state"] for node in (one, two)] == ["stopped"] * 2
-    held = [saves.tensors(node / "checkpoints" / names(node)[0]) for node in (one, two)]
-    truth = saves.tensors(done / "checkpoints" / saves.at_step(done, 5))
-    for whole in held:
-        assert same(whole, truth)
+    saved = [saves.tensors(node / "checkpoints" / names(node)[0]) for node in (one, two)]
+    truth = saves.tensors(finished_run / "checkpoints" / saves.at_step(finished_run, 5))
+    for whole in saved:
+        assert same_tensors(whole, truth)
     shutil.rmtree(one)
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 7)
-        _nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
+        _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
     assert saves.steps(one)[0] == saves.steps(two)[0] == 7
     shard = next((two / "checkpoints" / names(two)[0]).glob("shard_*"))
     shard.write_bytes(shard.read_bytes()[:-8])
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 9)
-        _nodes(tmp_path, f"{SMALL} -cpu 3", wanted=75)
+        _run_on_nodes(tmp_path, f"{SMALL} -cpu 3", wanted=75)
     assert f"rank 1: {shard}: " in log_of(two, 1) and "; rank 0 sends it" in log_of(two, 1)
     assert "an older checkpoint is taken" not in log_of(two, 1)
     shutil.rmtree(one / "checkpoints" / names(one)[0])
-    one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2")
-    assert distance(one, done) < 1e-5 and "resuming from" in log_of(one)
+    one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2")
+    assert distance(one, finished_run) < 1e-5 and "resuming from" in log_of(one)
     assert [outcome(node)["state"] for node in (one, two)] == ["finished"] * 2
 
 
-def test_a_node_replaced_by_an_empty_one_or_by_one_of_the_past_goes_on_to_the_same_bits(done, tmp_path, monkeypatch):
-    _on_nodes(monkeypatch)
+def test_a_run_resumes_with_the_same_bits_after_a_node_is_replaced_by_an_empty_or_an_outdated_one(
+    finished_run, tmp_path, monkeypatch
+):
+    _give_each_process_a_disk(monkeypatch)
 
     def start(stop=None):
         with monkeypatch.context() as patch:
             if stop:
                 saves.stop_at(patch, stop)
-            return _nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75 if stop else 0)[:2]
+            return _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75 if stop else 0)[:2]
 
     one, two = start(stop=3)
     shutil.copytree(two, tmp_path / "past", symlinks=True)
     shutil.rmtree(two.parent)
     for last, stop, node in ((3, 5, one), (5, 6, two), (6, 9, one)):
         assert start(stop) == [one, two]
-        truth = saves.tensors(done / "checkpoints" / saves.at_step(done, stop))
+        truth = saves.tensors(finished_run / "checkpoints" / saves.at_step(finished_run, stop))
         for rank, each in enumerate((one, two)):
             assert f"_step_{last}: epoch" in log_of(each, rank).rpartition("resuming from ")[2]
-            held = saves.tensors(each / "checkpoints" / saves.at_step(each, stop))
-            assert same(held, truth)
-        shutil.rmtree(node.parent)  # the next start finds an empty machine in its place
+            saved = saves.tensors(each / "checkpoints" / saves.at_step(each, stop))
+            assert same_tensors(saved, truth)
+        shutil.rmtree(node.parent)  # the next start finds an empty machine
         if node == two:
             shutil.copytree(tmp_path / "past", node, symlinks=True)
     start()
-    assert distance(one, done) == 0.0
-    ended = outcome(one)
-    assert [ended[name] for name in ("state", "step", "samples")] == ["finished", 12, 150]
-    assert _tensors_of(one) == _tensors_of(two) == _tensors_of(done)
+    assert distance(one, finished_run) == 0.0
+    result = outcome(one)
+    assert [result[name] for name in ("state", "step", "samples")] == ["finished", 12, 150]
+    assert _tensors_of(one) == _tensors_of(two) == _tensors_of(finished_run)
     for name in ("best", "final"):
-        assert same(*(load_file(each / name / "weights.safetensors") for each in (one, two))), name
+        assert same_tensors(*(load_file(each / name / "weights.safetensors") for each in (one, two))), name
     assert f"out: {tmp_path}/node1" in (two / "config.yaml").read_text()
 
 
-def test_a_node_that_joins_has_a_checkpoint_at_once_and_the_best_weights(done, tmp_path, monkeypatch):
-    """So that the others may leave before a step is done, and it is the first rank that joins."""
-    _on_nodes(monkeypatch)
-    words = f"{SMALL} -cpu 2 -limit_steps 9"
-    one, two, _ = _nodes(tmp_path, words, wanted=75)
+def test_a_node_that_joins_gets_a_checkpoint_and_the_best_weights_at_once(finished_run, tmp_path, monkeypatch):
+    """So the other nodes may leave before the next step. The node that joins is rank 0."""
+    _give_each_process_a_disk(monkeypatch)
+    flags = f"{SMALL} -cpu 2 -limit_steps 9"
+    one, two, _ = _run_on_nodes(tmp_path, flags, wanted=75)
     shutil.rmtree(one)
-    _nodes(tmp_path, words, wanted=75)
+    _run_on_nodes(tmp_path, flags, wanted=75)
     assert saves.steps(one) == [9] and "; rank 1 sends it" in log_of(one)
-    assert outcome(one)["best"] and len(lines(two)) == 4 and not lines(one), "of the time when it took part"
-    assert same(*(load_file(each / "best" / "weights.safetensors") for each in (one, two)))
+    assert outcome(one)["best"] and len(lines(two)) == 4 and not lines(one), "only of steps in which it took part"
+    assert same_tensors(*(load_file(each / "best" / "weights.safetensors") for each in (one, two)))
     shutil.rmtree(two)
-    _nodes(tmp_path, f"{SMALL} -cpu 2")
-    assert _tensors_of(one) == _tensors_of(two) == _tensors_of(done)
-    truth = saves.bits(done)["figures"]
+    _run_on_nodes(tmp_path, f"{SMALL} -cpu 2")
+    assert _tensors_of(one) == _tensors_of(two) == _tensors_of(finished_run)
+    truth = saves.bits(finished_run)["figures"]
     assert [truth[-len(figures) :] for figures in (saves.bits(each)["figures"] for each in (one, two))] == [
         saves.bits(each)["figures"] for each in (one, two)
     ]
 
 
-def test_best_weights_that_nobody_has_any_more_are_not_sent(tmp_path):
+def test_best_weights_that_no_node_has_are_not_sent(tmp_path):
     past = resume.Past(tmp_path, {}, damaged=[], sender=0, missing_on={1: "is not there"})
     assert resume.best_weights(past, tmp_path, World()) == {}
 
 
 def _tensors_of(folder):
-    """The checksums of all tensors that a run leaves."""
+    """The checksums of all tensors that a run saved."""
     return {name: value for name, value in saves.bits(folder).items() if name != "figures"}
 
 
 def test_a_node_that_joins_does_not_reset_the_run_again(tmp_path, monkeypatch):
-    """Neither an empty one, nor one with an older run that got further: that is moved away."""
-    _on_nodes(monkeypatch)
-    one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2 -save_every 1steps")
+    """It may be empty, or have an older run that is further: that one is moved away."""
+    _give_each_process_a_disk(monkeypatch)
+    one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2 -save_every 1steps")
     monkeypatch.setattr(distributed, "launch_id", lambda: "second")
-    words = f"{SMALL} -reset -cpu"
+    flags = f"{SMALL} -reset -cpu"
     shutil.move(two.parent, tmp_path / "away")
-    _nodes(tmp_path, f"{words} 2 -limit_steps 5", wanted=75)
+    _run_on_nodes(tmp_path, f"{flags} 2 -limit_steps 5", wanted=75)
     shutil.rmtree(two.parent)
     shutil.move(tmp_path / "away", two.parent)
     assert saves.steps(one)[0] == 5
-    _nodes(tmp_path, f"{words} 2 -limit_steps 7", wanted=75)
+    _run_on_nodes(tmp_path, f"{flags} 2 -limit_steps 7", wanted=75)
     assert saves.steps(one)[0] == saves.steps(two)[0] == 7 and "step_5: epoch" in log_of(two, 1)
     assert list((two.parent / ".old").iterdir())
     shutil.rmtree(two.parent)
-    _nodes(tmp_path, f"{words} 2 -limit_steps 9", wanted=75)
+    _run_on_nodes(tmp_path, f"{flags} 2 -limit_steps 9", wanted=75)
     assert saves.steps(two)[0] == 9 and "step_7: epoch" in log_of(two, 1)
 
 
-def test_another_runs_checkpoint_is_sent_to_nodes_that_lack_it(done, tmp_path, monkeypatch):
-    _on_nodes(monkeypatch)
+def test_the_checkpoint_of_another_run_is_sent_to_nodes_that_lack_it(finished_run, tmp_path, monkeypatch):
+    _give_each_process_a_disk(monkeypatch)
     real = resume._names
     monkeypatch.setattr(resume, "_names", lambda path: [] if os.environ["RANK"] == "1" else real(path))
-    one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2 -resume {done}")
-    assert f"{names(done)[0]} is not there; rank 0 sends it" in log_of(two, 1)
-    assert distance(one, done) == distance(two, done) == 0.0 and saves.steps(one) == saves.steps(two) == [12]
+    one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2 -resume {finished_run}")
+    assert f"{names(finished_run)[0]} is not there; rank 0 sends it" in log_of(two, 1)
+    assert distance(one, finished_run) == distance(two, finished_run) == 0.0 and saves.steps(one) == saves.steps(
+        two
+    ) == [12]
 
 
-def test_a_tensor_of_any_type_and_layout_is_sent(tmp_path):
+def test_a_tensor_of_any_dtype_and_layout_can_be_sent(tmp_path):
     def receive(rank):
         for values in (
             torch.tensor([1.5, 2]),
@@ -184,55 +190,55 @@ def test_a_tensor_of_any_type_and_layout_is_sent(tmp_path):
     on_ranks(2, receive, tmp_path)
 
 
-def test_a_sharded_model_without_a_shared_disk_is_refused_before_a_checkpoint_is_sent(tmp_path, monkeypatch, refused):
-    _on_nodes(monkeypatch)
-    _, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2 -limit_steps 3", wanted=75)
+def test_fsdp_without_a_shared_disk_is_refused_before_a_checkpoint_is_sent(tmp_path, monkeypatch, refused):
+    _give_each_process_a_disk(monkeypatch)
+    _, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2 -limit_steps 3", wanted=75)
     shutil.rmtree(two)
     assert "a sharded model needs a folder that all nodes share" in refused(f"{SMALL} -cpu 2 -parallel fsdp")
 
 
-def test_nodes_that_share_no_disk_start_anew_together(tmp_path, monkeypatch):
-    _on_nodes(monkeypatch)
+def test_reset_starts_from_scratch_on_all_nodes_without_a_shared_disk(tmp_path, monkeypatch):
+    _give_each_process_a_disk(monkeypatch)
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 5)
-        one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
+        one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
     shutil.rmtree(one)
-    one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2 -reset")
+    one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2 -reset")
     assert "resuming from" not in log_of(one) and "resuming from" not in log_of(two, 1)
     assert (two.parent / ".old").exists()
 
 
-def test_a_file_stop_on_any_nodes_disk_stops_all_nodes_once(tmp_path, monkeypatch):
-    _on_nodes(monkeypatch)
+def test_a_file_stop_on_the_disk_of_any_node_stops_all_nodes_once(tmp_path, monkeypatch):
+    _give_each_process_a_disk(monkeypatch)
     monkeypatch.setattr(saves.preemption, "ASK_EVERY_S", 0.0)
     out = tmp_path / "node1" / "few_norm_net"
     out.mkdir(parents=True)
     (out / "STOP").touch()
-    one, two, _ = _nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
+    one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
     assert two == out and not (two / "STOP").exists()
     for node in (one, two):
         assert outcome(node)["step"] == 1 and outcome(node)["reason"].startswith("the file STOP is")
         (node / "STOP").touch()
-    _nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
+    _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
     assert not [node for node in (one, two) if (node / "STOP").exists()]
-    _nodes(tmp_path, f"{SMALL} -cpu 2")
+    _run_on_nodes(tmp_path, f"{SMALL} -cpu 2")
     (one / "STOP").touch()
-    _nodes(tmp_path, f"{SMALL} -cpu 2")
-    assert outcome(one)["state"] == "finished" and not (one / "STOP").exists(), "nothing was left to stop"
+    _run_on_nodes(tmp_path, f"{SMALL} -cpu 2")
+    assert outcome(one)["state"] == "finished" and not (one / "STOP").exists(), "the run had finished already"
 
 
-def test_nodes_that_do_share_a_disk_are_found_to(tmp_path, monkeypatch):
-    _on_nodes(monkeypatch)
+def test_a_shared_disk_is_detected(tmp_path, monkeypatch):
+    _give_each_process_a_disk(monkeypatch)
     for node in ("node1", "node2"):
         (tmp_path / node).symlink_to(tmp_path / "node0")
     (tmp_path / "node0").mkdir()
-    folder = _nodes(tmp_path, f"{SMALL} -cpu 3")[0]
+    folder = _run_on_nodes(tmp_path, f"{SMALL} -cpu 3")[0]
     newest = folder / "checkpoints" / names(folder)[0]
     assert len(list(newest.glob("shard_*"))) == 3
     assert not list(folder.rglob("*.partial")) and not list((tmp_path / "node0").glob("*.partial"))
 
 
-def test_the_first_process_of_each_node_downloads_and_the_others_find_its_file(tmp_path, monkeypatch):
+def test_the_first_process_of_each_node_downloads_a_file_that_the_others_then_use(tmp_path, monkeypatch):
     def get_weights(args):
         file = Path(args.out) / "cache"
         if not file.exists():
@@ -244,19 +250,19 @@ def test_the_first_process_of_each_node_downloads_and_the_others_find_its_file(t
 
     with plugins(arch={"theirs": saves.norm_net}):
         sys.modules["lib.arch.theirs"].get_weights = get_weights
-        words = f"{SMALL} -arch theirs -weights imagenet -limit_steps 1 -cpu"
-        run(tmp_path, f"{words} 3", wanted=75)
+        flags = f"{SMALL} -arch theirs -weights imagenet -limit_steps 1 -cpu"
+        run(tmp_path, f"{flags} 3", wanted=75)
         assert (tmp_path / "downloads").read_text().split() == ["0"]
-        _on_nodes(monkeypatch)
-        _nodes(tmp_path, f"{words} 2", wanted=75)
+        _give_each_process_a_disk(monkeypatch)
+        _run_on_nodes(tmp_path, f"{flags} 2", wanted=75)
     assert sorted((tmp_path / "downloads").read_text().split()) == ["0", "0", "1"]
 
 
-# Nodes whose torchrun was given no id, or other words
+# Nodes whose torchrun got no id, or other flags
 
 
-def _by_rank(monkeypatch, change):
-    """Every process calls change(rank), which gives flags of its own, before it runs."""
+def _set_flags_by_rank(monkeypatch, change):
+    """Make every process call change(rank), which returns flags for this rank, before it runs."""
     real = train.run
 
     def differing(args):
@@ -267,9 +273,9 @@ def _by_rank(monkeypatch, change):
     monkeypatch.setattr(train, "run", differing)
 
 
-def test_a_restart_of_nodes_with_ids_of_their_own_does_not_reset_the_run_again(tmp_path, monkeypatch):
-    """As under torchrun on several nodes without --rdzv-id; the first start fails on the other node."""
-    _by_rank(monkeypatch, lambda rank: os.environ.update(TORCHELASTIC_RUN_ID=f"node{rank}-1"))
+def test_a_restart_of_nodes_with_different_launch_ids_does_not_apply_reset_again(tmp_path, monkeypatch):
+    """This happens under torchrun on several nodes without --rdzv-id; the first start fails on the other node."""
+    _set_flags_by_rank(monkeypatch, lambda rank: os.environ.update(TORCHELASTIC_RUN_ID=f"node{rank}-1"))
     real = trainer.Trainer.after_step
 
     def failing(self):
@@ -277,25 +283,25 @@ def test_a_restart_of_nodes_with_ids_of_their_own_does_not_reset_the_run_again(t
             raise ValueError("a broken sample")
         return real(self)
 
-    words = f"{SMALL} -cpu 2 -reset -save_every 2steps"
+    flags = f"{SMALL} -cpu 2 -reset -save_every 2steps"
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "after_step", failing)
-        folder = run(tmp_path, words, wanted=1)
-    ended = outcome(folder)
-    assert [ended[name] for name in ("state", "reason", "lost_peer", "launch")] == [
+        folder = run(tmp_path, flags, wanted=1)
+    result = outcome(folder)
+    assert [result[name] for name in ("state", "reason", "lost_peer", "launch")] == [
         "failed",
         "rank 1: ValueError: a broken sample",
         False,
         "node0-1",
     ]
-    run(tmp_path, words)
+    run(tmp_path, flags)
     assert "resuming from" in log_of(folder) and not (tmp_path / ".old").exists()
     monkeypatch.undo()
-    run(tmp_path, words)
-    assert (tmp_path / ".old").exists(), "a new command"
+    run(tmp_path, flags)
+    assert (tmp_path / ".old").exists(), "a new command applies -reset"
 
 
-def test_a_lost_peer_leaves_anothers_reason_as_it_is_whoever_writes_first(tmp_path):
+def test_the_error_of_a_failed_rank_is_kept_whether_it_or_a_lost_peer_writes_first(tmp_path):
     ours, failed = World(launch="one"), run_folder.record_failure
     lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
     true = ValueError("a broken sample")
@@ -305,18 +311,18 @@ def test_a_lost_peer_leaves_anothers_reason_as_it_is_whoever_writes_first(tmp_pa
         failed(tmp_path, ours, second)
         assert "a broken sample" in outcome(tmp_path)["reason"] and not outcome(tmp_path)["lost_peer"]
     failed(tmp_path, World(launch="two"), lost)
-    assert outcome(tmp_path)["lost_peer"], "the next launch's own"
+    assert outcome(tmp_path)["lost_peer"], "of the next launch"
 
 
 def test_a_flag_that_differs_between_nodes_is_refused_with_both_values(tmp_path, monkeypatch, refused):
-    """Other folders and devices are a node's own."""
-    _by_rank(monkeypatch, lambda rank: {"lr_start": 0.5, "out": f"{tmp_path}/own"} if rank == 1 else None)
-    said = refused(f"{SMALL} -cpu 3")
-    assert said == "train.py: -lr_start is 0.5 on rank 1 and 0.001 on rank 0: give all processes the same"
-    assert not list(tmp_path.iterdir()), "nothing was begun"
+    """Only folders and devices may differ between nodes."""
+    _set_flags_by_rank(monkeypatch, lambda rank: {"lr_start": 0.5, "out": f"{tmp_path}/own"} if rank == 1 else None)
+    message = refused(f"{SMALL} -cpu 3")
+    assert message == "train.py: -lr_start is 0.5 on rank 1 and 0.001 on rank 0: give all processes the same"
+    assert not list(tmp_path.iterdir()), "something was written"
 
 
-def test_the_store_of_many_processes_may_have_two_connections_from_each():
+def test_the_store_allows_two_connections_from_each_of_many_processes():
     probe = """
 import resource, socket
 from lib.launch import local

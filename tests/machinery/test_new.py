@@ -1,4 +1,4 @@
-"""What scripts/new.py starts runs at once, in whatever style its owner writes, and the tests find it."""
+"""What scripts/new.py creates runs at once, in any style of its owner, and the tests find it."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ NEW = ("arch", "dataset", "trainer")
 LAYERS = "\n".join(
     f"    layers.append( nn.Linear(width,width) ) ; layers.append(nn.ReLU( ))  # {n}" for n in range(55)
 )
-OWN = {  # plugins in a style of their own: long functions, no docstrings, unsorted imports, prints, other names
+OWN = {  # plugins in another style: long functions, no docstrings, unsorted imports, prints, other names
     "lib/arch/deep.py": f"""
 import os, sys
 from torch import nn
@@ -67,17 +67,17 @@ def testX():
 }
 
 
-def output_of(folder, *words, code=0, **env) -> str:
+def output_of(folder, *command, code=0, **env) -> str:
     env = {**CLEAN, **env}
-    run = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=840)
+    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=840)
     assert run.returncode == code, run.stdout + run.stderr
     return run.stdout + run.stderr
 
 
-def enough_of(tests: list[str], own: tuple[str, ...]) -> list[str]:
+def select_tests(tests: list[str], own: tuple[str, ...]) -> list[str]:
     """The first case of each test, and all cases of plugins whose names begin with one of `own`.
 
-    Of files that bring all plugins with them, so that it does not matter to them what is in lib, the first test.
+    Of files that define their own plugins, and so do not depend on those in lib, only the first test.
     """
     first = {}
     for name in tests:
@@ -86,8 +86,8 @@ def enough_of(tests: list[str], own: tuple[str, ...]) -> list[str]:
     return [one for one in tests if one in first.values() or one.partition("[")[2].startswith(own)]
 
 
-def python(folder, *words, code=0) -> str:
-    return output_of(folder, sys.executable, *words, code=code)
+def python(folder, *command, code=0) -> str:
+    return output_of(folder, sys.executable, *command, code=code)
 
 
 def tracked(folder) -> set[str]:
@@ -112,20 +112,20 @@ def fork(tmp_path_factory):
     return folder
 
 
-def test_a_project_has_its_own_name_everywhere_and_no_history(fork):
+def test_a_new_project_has_its_own_name_everywhere_and_no_history(fork):
     files = tracked(fork)
     assert files <= tracked(ROOT), "only what git tracks"
     assert {"train.py", "lib/config/args.py", "tests/test_train.py", "docs/faq.md", "LICENSE"} <= files
     assert not [name for name in files if re.match(r"tests/machinery|scripts/bench|\.github|\.ci|CHANGELOG", name)]
     no_commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=fork, capture_output=True)
-    assert no_commit.returncode, "there is a history"
+    assert no_commit.returncode, "the project has a commit"
     named = {name for name in files if OLD in f"{name} {(fork / name).read_bytes()!r}".lower()}
-    assert named == {"LICENSE", "README.md"}, "which say where it comes from"
+    assert named == {"LICENSE", "README.md"}, "only these name the template"
     assert f'name = "{NAME}"' in (fork / "pyproject.toml").read_text()
     assert (fork / "scripts" / "train.sh").stat().st_mode & 0o111
 
 
-def test_a_projects_pages_are_its_own_and_have_no_dead_link(fork):
+def test_the_pages_of_a_new_project_are_its_own_and_have_no_dead_link(fork):
     readme = (fork / "README.md").read_text()
     assert readme.startswith(f"# {NAME}\n") and "./scripts/test.sh" in readme and len(readme.splitlines()) < 80
     count = 0
@@ -140,20 +140,20 @@ def test_a_projects_pages_are_its_own_and_have_no_dead_link(fork):
         assert (fork / name).exists(), name
 
 
-def test_a_long_name_keeps_the_code_in_form(fork):
+def test_code_with_a_long_project_name_passes_ruff(fork):
     ruff = str(Path(sys.executable).with_name("ruff"))
     output_of(fork, ruff, "check", "--no-cache", ".")
     output_of(fork, ruff, "format", "--no-cache", "--check", ".")
 
 
-def test_new_plugins_are_short_and_run_at_once(fork):
-    words = "train.py -arch own_arch -dataset own_dataset -trainer own_trainer -epochs 1 -cpu 1"
-    assert "finished:" in python(fork, *words.split())
+def test_new_plugins_are_short_and_can_be_trained_at_once(fork):
+    command = "train.py -arch own_arch -dataset own_dataset -trainer own_trainer -epochs 1 -cpu 1"
+    assert "finished:" in python(fork, *command.split())
     for kind in NEW:
         assert len((fork / "lib" / kind / f"own_{kind}.py").read_text().splitlines()) < 30
 
 
-def test_a_project_takes_new_plugins_with_it_and_nothing_else_that_git_does_not_track(fork, tmp_path):
+def test_a_project_of_a_project_has_its_new_plugins_and_no_other_untracked_files(fork, tmp_path):
     for name in ("photos/train/cat/1.jpg", "data/photos/1.jpg", "net.pt", "lib/core/late.py"):
         (fork / name).parent.mkdir(parents=True, exist_ok=True)
         (fork / name).write_text("X = 1\n")
@@ -166,29 +166,29 @@ def test_a_project_takes_new_plugins_with_it_and_nothing_else_that_git_does_not_
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_both_commands_of_a_project_pass_whatever_the_style_of_what_is_added(fork):
+def test_the_scripts_of_a_project_pass_with_plugins_in_any_style(fork):
     for name, text in OWN.items():
         (fork / name).write_text(text)
     for name in ("lib/arch/timm.py", "lib/arch/gpt.py", "lib/dataset/tokens.py", "tests/test_tokens.py"):
-        (fork / name).unlink()  # what its owner does not need
+        (fork / name).unlink()  # plugins that the owner does not need
     for name in (fork / "scripts" / "recipes").glob("gpt*.yaml"):
         name.unlink()
     assert "finished:" in output_of(fork, "./scripts/train.sh", "-dataset", "Blobs", "-arch", "deep", "-cpu", "2")
-    # All cases pass in the template. What may differ here is what they make of this project's plugins.
+    # All cases pass in the template. Only those that use this project's plugins may differ here.
     tests = re.findall(r"^tests/\S+::.*", python(fork, "-m", "pytest", "--collect-only"), re.M)
     own = ("deep", "Blobs", "dicts", "own_", "arch-deep", "dataset-Blobs", "trainer-dicts")
-    left_out = {*tests} - {*enough_of(tests, own)}
+    left_out = {*tests} - {*select_tests(tests, own)}
     options = shlex.join(["-vv", *(f"--deselect={name}" for name in sorted(left_out))])
-    said = output_of(fork, "./scripts/test.sh", PYTEST_ADDOPTS=options)
-    assert not re.search(r"\d+ failed", said) and int(re.search(r"(\d+) passed", said)[1]) > 50
+    output = output_of(fork, "./scripts/test.sh", PYTEST_ADDOPTS=options)
+    assert not re.search(r"\d+ failed", output) and int(re.search(r"(\d+) passed", output)[1]) > 50
     for name in ("deep", "Blobs", "dicts", "own_arch", "own_dataset", "own_trainer", "test_mine.py::test_it"):
-        results = re.findall(rf"(PASSED|SKIPPED) .*\b{name}\]?\s*$", said, re.M)
+        results = re.findall(rf"(PASSED|SKIPPED) .*\b{name}\]?\s*$", output, re.M)
         assert results and set(results) == {"PASSED"}, f"{name}: {results}"
 
 
-def test_what_cannot_be_made_is_refused_in_one_line(fork, tmp_path):
-    said = python(fork, "scripts/new.py", "arch", "own_arch", code=2)
-    assert said == "new.py: lib/arch/own_arch.py exists already: choose another name, or delete it first\n"
+def test_a_project_or_plugin_that_cannot_be_created_is_refused_in_one_line(fork, tmp_path):
+    output = python(fork, "scripts/new.py", "arch", "own_arch", code=2)
+    assert output == "new.py: lib/arch/own_arch.py exists already: choose another name, or delete it first\n"
     assert "not a plugin's name" in python(fork, "scripts/new.py", "arch", "../x", code=2)
     assert "letters, digits and dashes" in python(fork, "scripts/new.py", "project", str(tmp_path / "a b"), code=2)
     long = python(fork, "scripts/new.py", "project", str(tmp_path / "a"), "-name", f"{NAME}s", code=2)

@@ -1,4 +1,4 @@
-"""DDP, FSDP2 and one process: the same run, each other's checkpoints, and any honest model."""
+"""DDP, FSDP2 and one process train alike and load each other's checkpoints, with any usual model."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchvision
 from processes import in_a_child
-from runs import few, norm_net, plugins, run, same, weights
+from runs import few, norm_net, plugins, run, same_tensors, weights
 from saves import bits
 from torch import nn
 
@@ -25,7 +25,7 @@ RECOMPUTE = types.SimpleNamespace(recompute=True, compile=None, parallel="ddp", 
 
 
 class BlocksNet(nn.Module):
-    """Blocks with dropout, a tied pair, a frozen parameter, an integer buffer, sizes that no rank count divides."""
+    """Has dropout, tied weights, a frozen parameter, an integer buffer, and sizes that no number of ranks divides."""
 
     def __init__(self, dropout=0.2, unused=False):
         super().__init__()
@@ -53,7 +53,7 @@ def _plugins():
     made = {
         "blocks_net": lambda args: BlocksNet(),
         "unused_net": lambda args: BlocksNet(unused=True),
-        "whole_net": whole_net,
+        "float32_net": float32_net,
         "still_net": lambda args: BlocksNet(dropout=0.0),
     }
     with plugins(arch={**made, "norm_net": norm_net}, dataset={"few": few}):
@@ -61,94 +61,96 @@ def _plugins():
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory):
-    """52 steps under DDP, undisturbed."""
+def ddp_weights(tmp_path_factory):
+    """The weights after 52 steps under DDP without an interruption."""
     return weights(run(tmp_path_factory.mktemp("ddp"), f"{NET} -cpu 2"))
 
 
-def far(one: dict, other: dict) -> float:
-    """The largest relative difference of two models' weights, tensor by tensor."""
+def relative_distance(one: dict, other: dict) -> float:
+    """The largest relative difference between the weights of two models, by tensor."""
     assert one.keys() == other.keys()
     return max(
         ((one[name].double() - other[name]).norm() / one[name].double().norm().clamp(min=1e-9)).item() for name in one
     )
 
 
-@pytest.mark.parametrize("words", ["-cpu 2", "-cpu 4 -reduction allreduce -recompute", "-cpu 3", "-cpu 1"])
-def test_sharded_runs_end_where_ddp_does(words, ddp, tmp_path):
-    assert far(ddp, weights(run(tmp_path, f"{NET} -parallel fsdp {words}"))) < 1e-5
+@pytest.mark.parametrize("flags", ["-cpu 2", "-cpu 4 -reduction allreduce -recompute", "-cpu 3", "-cpu 1"])
+def test_fsdp_runs_end_with_the_weights_of_ddp_up_to_rounding(flags, ddp_weights, tmp_path):
+    assert relative_distance(ddp_weights, weights(run(tmp_path, f"{NET} -parallel fsdp {flags}"))) < 1e-5
 
 
-def test_a_sharded_run_goes_on_at_the_same_bits(tmp_path):
-    words = f"{NET} -epochs 4 -parallel fsdp -cpu 2"
-    whole = weights(run(tmp_path, f"{words} -model whole"))
-    run(tmp_path, f"{words} -model cut -limit_steps 6", wanted=75)
-    cut = weights(run(tmp_path, f"{words} -model cut"))
-    assert same(whole, cut)
+def test_an_fsdp_run_resumes_with_the_same_bits(tmp_path):
+    flags = f"{NET} -epochs 4 -parallel fsdp -cpu 2"
+    whole = weights(run(tmp_path, f"{flags} -model whole"))
+    run(tmp_path, f"{flags} -model cut -limit_steps 6", wanted=75)
+    cut = weights(run(tmp_path, f"{flags} -model cut"))
+    assert same_tensors(whole, cut)
 
 
-def test_a_run_changes_between_ddp_sharded_and_one_process(ddp, tmp_path):
-    """Each reads what the one before wrote, in the middle of an epoch, on another number of ranks."""
-    for steps, words in ((5, "-cpu 2"), (17, "-parallel fsdp -cpu 3"), (30, "-cpu 1"), (41, "-parallel fsdp -cpu 4")):
-        run(tmp_path, f"{NET} -model changes {words} -limit_steps {steps}", wanted=75)
-    assert far(ddp, weights(run(tmp_path, f"{NET} -model changes -parallel fsdp -cpu 2"))) < 1e-5
+def test_a_run_may_change_between_ddp_fsdp_and_one_process(ddp_weights, tmp_path):
+    """Each start loads the checkpoint of the one before, in the middle of an epoch, on another number of ranks."""
+    for steps, flags in ((5, "-cpu 2"), (17, "-parallel fsdp -cpu 3"), (30, "-cpu 1"), (41, "-parallel fsdp -cpu 4")):
+        run(tmp_path, f"{NET} -model changes {flags} -limit_steps {steps}", wanted=75)
+    assert (
+        relative_distance(ddp_weights, weights(run(tmp_path, f"{NET} -model changes -parallel fsdp -cpu 2"))) < 1e-5
+    )
 
 
-def test_half_precision_is_the_same_sharded_or_not(tmp_path):
-    """The scaler skips the same steps; blocks get inputs of the same type."""
+def test_half_precision_gives_the_same_weights_under_ddp_and_fsdp(tmp_path):
+    """The scaler skips the same steps, and blocks get inputs of the same dtype."""
     for flag in ("-bf16", "-fp16"):
-        words = f"{NET} {flag} -arch whole_net -epochs 5 -cpu 2"
-        runs = [weights(run(tmp_path, f"{words} -parallel {kind} -model {kind}{flag}")) for kind in ("ddp", "fsdp")]
-        assert far(*runs) < 1e-5
+        flags = f"{NET} {flag} -arch float32_net -epochs 5 -cpu 2"
+        runs = [weights(run(tmp_path, f"{flags} -parallel {kind} -model {kind}{flag}")) for kind in ("ddp", "fsdp")]
+        assert relative_distance(*runs) < 1e-5
 
 
-def whole_net(args):
-    """Its blocks take inputs of 32 bits alone, which is what autocast gives them."""
+def float32_net(args):
+    """A model whose blocks accept only 32-bit inputs, which is what autocast gives them."""
     net = BlocksNet()
     for block in net.blocks:
-        block.register_forward_pre_hook(_whole)
+        block.register_forward_pre_hook(_assert_float32)
     return net
 
 
-def _whole(block, inputs):
+def _assert_float32(block, inputs):
     assert inputs[0].dtype is torch.float32
 
 
-def test_weights_of_a_file_reach_the_shards(tmp_path):
+def test_weights_from_a_file_are_loaded_into_an_fsdp_model(tmp_path):
     source = run(tmp_path, f"{NET} -epochs 1 -cpu 1 -model source")
-    words = f"{NET} -epochs 1 -lr_start 1e-12 -lr_end 0 -weight_decay 0 -cpu 3 -parallel fsdp -model copy"
-    copy = run(tmp_path, f"{words} -weights {source}/final/weights.safetensors")
-    assert far(weights(source), weights(copy)) < 1e-6
+    flags = f"{NET} -epochs 1 -lr_start 1e-12 -lr_end 0 -weight_decay 0 -cpu 3 -parallel fsdp -model copy"
+    copy = run(tmp_path, f"{flags} -weights {source}/final/weights.safetensors")
+    assert relative_distance(weights(source), weights(copy)) < 1e-6
 
 
-def test_a_parameter_that_no_micro_batch_uses_is_left_alone(tmp_path):
-    words = f"{NET} -arch unused_net -epochs 2"
-    alone, both, sharded = (
-        weights(run(tmp_path, f"{words} {more}"))
+def test_a_parameter_that_no_micro_batch_uses_does_not_change(tmp_path):
+    flags = f"{NET} -arch unused_net -epochs 2"
+    single, both, sharded = (
+        weights(run(tmp_path, f"{flags} {more}"))
         for more in ("-cpu 1 -model one", "-cpu 2 -model two", "-cpu 2 -parallel fsdp -model sharded")
     )
-    assert same(alone, both) and far(alone, sharded) < 1e-5
-    assert torch.equal(sharded["idle.weight"], alone["idle.weight"])
+    assert same_tensors(single, both) and relative_distance(single, sharded) < 1e-5
+    assert torch.equal(sharded["idle.weight"], single["idle.weight"])
 
 
-def test_recomputing_changes_no_bit_and_notes_no_batch_twice(tmp_path):
-    """Dropout draws the same mask again, BatchNorm's running statistics move once."""
+def test_recomputing_changes_no_bit_and_updates_batchnorm_once(tmp_path):
+    """Dropout draws the same mask again, and BatchNorm's running statistics are updated once."""
     plain, again = (weights(run(tmp_path, f"{NORM} {flag} -model a{flag}")) for flag in ("", "-recompute"))
-    assert same(plain, again)
+    assert same_tensors(plain, again)
 
 
 @pytest.mark.parametrize("how", ["blocks", "model"])
-def test_a_compiled_run_keeps_its_names_and_goes_on_uncompiled(tmp_path, how):
-    """Without dropout, of which a compiler may draw other masks."""
-    words = f"{NET} -arch still_net -epochs 2 -cpu 1"
-    plain = weights(run(tmp_path, f"{words} -model plain"))
-    run(tmp_path, f"{words} -compile {how} -recompute -model compiled -limit_steps 5", wanted=75)
-    assert far(plain, weights(run(tmp_path, f"{words} -model compiled"))) < 1e-5
+def test_a_compiled_run_keeps_its_parameter_names_and_resumes_uncompiled(tmp_path, how):
+    """Without dropout, for which a compiler may draw other masks."""
+    flags = f"{NET} -arch still_net -epochs 2 -cpu 1"
+    plain = weights(run(tmp_path, f"{flags} -model plain"))
+    run(tmp_path, f"{flags} -compile {how} -recompute -model compiled -limit_steps 5", wanted=75)
+    assert relative_distance(plain, weights(run(tmp_path, f"{flags} -model compiled"))) < 1e-5
 
 
 @pytest.mark.parametrize(("how", "grow"), [("blocks", 0), ("blocks", 1), ("model", 1)])
-def test_all_parts_are_compiled_and_short_batches_leave_the_code_for_whole_ones(how, grow, monkeypatch):
-    """Graphs are counted and run as they are; nine parts of one class, alike or not, share one store of them."""
+def test_all_blocks_are_compiled_and_short_batches_do_not_replace_the_code_for_full_ones(how, grow, monkeypatch):
+    """Graphs are counted and run as they are. Nine blocks of one class, equal or not, share one cache of them."""
     made, ran, real = [], [], torch.compile
 
     def counted(graph, inputs):
@@ -156,7 +158,7 @@ def test_all_parts_are_compiled_and_short_batches_leave_the_code_for_whole_ones(
         return lambda *given: ran.append(number) or graph(*given)
 
     monkeypatch.setattr(torch, "compile", lambda forward: real(forward, backend=counted))
-    torch._dynamo.reset()  # it remembers the sizes that other tests have shown it
+    torch._dynamo.reset()  # it remembers the sizes of other tests
     widths = [8 + grow * n for n in range(10)]
     model = nn.Sequential(*(nn.Sequential(nn.Linear(*pair), nn.Tanh()) for pair in itertools.pairwise(widths)))
     args = types.SimpleNamespace(**{**vars(RECOMPUTE), "recompute": False, "compile": how})
@@ -171,8 +173,8 @@ def test_all_parts_are_compiled_and_short_batches_leave_the_code_for_whole_ones(
         assert seen[1] == seen[3] != seen[2]
 
 
-def test_under_ddp_a_model_is_compiled_into_the_graphs_of_one_process(tmp_path):
-    """By itself torch cuts them where DDP's buckets of 25 MB end."""
+def test_under_ddp_a_model_is_compiled_into_as_many_graphs_as_on_one_process(tmp_path):
+    """By default torch splits graphs at DDP's buckets of 25 MB."""
     in_a_child(lambda: compiled_under_ddp(tmp_path / "store"))
 
 
@@ -186,8 +188,8 @@ def compiled_under_ddp(store):
     assert len(made) == 1
 
 
-class Round(Trainer):
-    """Calls the model that DDP wraps, part by part."""
+class CallsLayers(Trainer):
+    """Calls the layers of the model that DDP wraps one by one."""
 
     def training_step(self, batch):
         outputs = batch[0]
@@ -196,13 +198,13 @@ class Round(Trainer):
         return self.loss(outputs, batch[1])
 
 
-def test_a_training_step_need_not_call_the_whole_model(tmp_path):
-    with plugins(trainer={"round": Round}):
+def test_a_training_step_may_call_parts_of_the_model_instead_of_the_whole(tmp_path):
+    with plugins(trainer={"round": CallsLayers}):
         runs = [run(tmp_path, f"{NORM} -trainer round -cpu {size} -model on_{size}") for size in (1, 2)]
     assert bits(runs[0]) == bits(runs[1])
 
 
-def test_blocks_are_the_outermost_module_lists_or_the_children():
+def test_blocks_are_the_outermost_module_lists_or_the_children_of_a_sequential():
     net = BlocksNet()
     assert parallel.blocks(net) == list(net.blocks)
     assert parallel.blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))[0].in_features == 2
@@ -212,17 +214,17 @@ def test_blocks_are_the_outermost_module_lists_or_the_children():
     assert parallel.blocks(nn.Linear(2, 2)) == []
 
 
-def test_a_part_that_shares_a_parameter_with_the_rest_stays_in_the_root_group():
+def test_a_block_that_shares_a_parameter_with_the_rest_stays_in_the_root_group():
     net = BlocksNet()
     assert parallel._untied(net, parallel.blocks(net)) == [net.blocks[0]]
 
 
-def test_recomputing_a_model_without_blocks_is_refused():
+def test_recompute_for_a_model_without_blocks_is_refused():
     with pytest.raises(parallel.UsageError, match="get_blocks"):
         parallel.wrap(nn.Linear(2, 2), RECOMPUTE, World())
 
 
-def test_an_architecture_may_name_its_own_blocks():
+def test_an_arch_may_define_its_own_blocks():
     net = BlocksNet()
     before = {module: module.forward for module in net.modules()}
     arch = types.SimpleNamespace(get_blocks=lambda model: [model.inner, model.head])
@@ -231,8 +233,8 @@ def test_an_architecture_may_name_its_own_blocks():
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_channels_lie_last_on_a_gpu_if_the_flag_says_so(flag, monkeypatch):
-    monkeypatch.setattr(nn.Module, "to", lambda self, *words: self)
+def test_channels_last_applies_on_a_gpu_if_the_flag_is_set(flag, monkeypatch):
+    monkeypatch.setattr(nn.Module, "to", lambda self, *args: self)
     args = types.SimpleNamespace(**{**vars(RECOMPUTE), "recompute": False, "channels_last": flag})
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3))
     for device, last in (("cpu", False), ("cuda", flag)):
@@ -240,11 +242,11 @@ def test_channels_lie_last_on_a_gpu_if_the_flag_says_so(flag, monkeypatch):
         assert all(model[i].weight.is_contiguous(memory_format=torch.channels_last) == last for i in (0, 2))
 
 
-# A model that is to be sharded starts with the values that it has when it is built as usual
+# With FSDP a model starts with the same values as if it were built without
 
 
 class Odd(nn.Module):
-    """Tied, frozen, scaled afterwards, with constants, a padding row, an orthogonal matrix, a half-precision part."""
+    """Tied, frozen and scaled parameters, constants, a padding row, an orthogonal matrix, a bf16 layer."""
 
     def __init__(self):
         super().__init__()
@@ -266,7 +268,7 @@ class Odd(nn.Module):
 
 
 class Depths(nn.Module):
-    """Reads numbers from tensors, as stochastic depth does."""
+    """Reads values of tensors in its constructor, as stochastic depth does."""
 
     def __init__(self):
         super().__init__()
@@ -275,7 +277,7 @@ class Depths(nn.Module):
 
 
 class Hidden(nn.Linear):
-    """Keeps a tensor that is neither a parameter nor a buffer."""
+    """Has a tensor that is neither a parameter nor a buffer."""
 
     def __init__(self):
         super().__init__(2, 2)
@@ -298,16 +300,16 @@ def all_tensors(model):
     ],
     ids=["odd", "resnet", "transformer", "vit", "depths", "hidden"],
 )
-def test_a_sharded_model_starts_with_the_values_of_the_model_built_as_usual(make, in_full, tmp_path):
+def test_an_fsdp_model_starts_with_the_values_of_a_model_built_without_fsdp(make, in_full, tmp_path):
     context = multiprocessing.get_context("fork")
-    other = context.Process(target=starts_as_usual, args=(1, make, in_full, tmp_path / "store"))
+    other = context.Process(target=check_initial_values, args=(1, make, in_full, tmp_path / "store"))
     other.start()
-    in_a_child(lambda: starts_as_usual(0, make, in_full, tmp_path / "store"))
+    in_a_child(lambda: check_initial_values(0, make, in_full, tmp_path / "store"))
     other.join()
     assert other.exitcode == 0
 
 
-def starts_as_usual(rank, make, in_full, store):
+def check_initial_values(rank, make, in_full, store):
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     args = types.SimpleNamespace(
         **{**vars(RECOMPUTE), "parallel": "fsdp", "recompute": False, "seed": 5, "fp16": False, "bf16": False}
@@ -330,7 +332,7 @@ def starts_as_usual(rank, make, in_full, store):
     assert not isinstance(usual, Odd) or model.head.weight is model.tokens.weight
 
 
-def test_what_the_constructor_refuses_is_refused(tmp_path, capfd):
+def test_an_error_in_the_model_constructor_is_reported_under_fsdp_too(tmp_path, capfd):
     def refuses(args):
         raise parallel.UsageError(f"-arch refuses: not on {torch.empty(0).device}")
 

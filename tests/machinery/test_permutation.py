@@ -1,4 +1,4 @@
-"""The order of an epoch: torch's, any part of it, its scale, and the quality of the keyed permutation beyond."""
+"""The order of an epoch: that of torch, any part of it, its scale, and the quality of the keyed permutation."""
 
 import itertools
 import json
@@ -36,14 +36,14 @@ def test_any_part_of_an_order_is_that_part_of_torchs(n, seed, epoch, shuffle, da
     assert drawn.take(torch.arange(n)[start:stop]).tolist() == whole[start:stop]
 
 
-def test_an_order_is_torchs_up_to_2_to_the_24_and_keyed_beyond(monkeypatch):
+def test_an_order_is_torchs_up_to_2_to_the_24_samples_and_keyed_for_more(monkeypatch):
     monkeypatch.setattr(permutation, "TORCH_UP_TO", 1000)
     assert order(1000, 1, 2)[:].tolist() == truth.order(1000, seed=1, epoch=2)
     beyond = order(1001, 1, 2)[:]
     assert torch.equal(beyond, KeyedPermutation(1001, 1, 2).take(torch.arange(1001)))
 
 
-def test_beyond_torchs_limit_the_keyed_order_is_dealt_out(monkeypatch):
+def test_the_keyed_order_is_split_over_ranks(monkeypatch):
     monkeypatch.setattr(permutation, "TORCH_UP_TO", 1000)
     beyond = order(1001, 1, 2)[:]
     ranks = [InterruptableDistributedSampler(range(1001), 3, rank, seed=1) for rank in range(3)]
@@ -53,7 +53,7 @@ def test_beyond_torchs_limit_the_keyed_order_is_dealt_out(monkeypatch):
     assert dealt == [*beyond.tolist(), beyond[0]]
 
 
-def test_a_large_set_is_entered_anywhere_at_once_in_little_memory():
+def test_the_order_of_a_large_dataset_starts_anywhere_at_once_in_little_memory():
     n = 10**12
     sampler = InterruptableDistributedSampler(range(n), num_replicas=8, rank=3, seed=1)
     sampler.load_state_dict({"epoch": 4, "progress": n // 8 * 9 // 10, "start": 0, "num_replicas": 8})
@@ -62,7 +62,7 @@ def test_a_large_set_is_entered_anywhere_at_once_in_little_memory():
     assert len(sampler) == n // 8
 
 
-def test_the_benchmark_shows_it_in_fresh_processes(tmp_path, capsys):
+def test_the_benchmark_of_the_samplers_runs_in_new_processes(tmp_path, capsys):
     samplers_bench.main(["-n", "1e12", "-rounds", "1", "-json", str(tmp_path / "table.json")])
     mine, *others = json.loads((tmp_path / "table.json").read_text())
     for seconds, megabytes in (mine["first"], mine["resume"]):
@@ -71,7 +71,7 @@ def test_the_benchmark_shows_it_in_fresh_processes(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 5
 
 
-# The quality of the keyed permutation, beside torch's: it may lie five deviations from pure chance
+# The quality of the keyed permutation and of torch's: at most five standard deviations from pure chance
 
 
 def keyed(n, seed, places):
@@ -87,7 +87,7 @@ def rotated(n, seed, places):
 
 
 def deviations(counts):
-    """How far counts lie from evenness: their chi-squared, in deviations from what chance would give."""
+    """The distance of counts from uniform: their chi-squared, in standard deviations of chance."""
     even, freedom = counts.double().mean(), counts.numel() - 1
     return float((((counts - even) ** 2 / even).sum() - freedom) / math.sqrt(2 * freedom))
 
@@ -99,24 +99,24 @@ def positions(draw, n, bins, seeds=4000):
 
 
 def pairs(draw, n, bins, seeds=8000):
-    """Where two neighbouring places are sent together, over many seeds; n in whole bins."""
+    """Where two neighbouring places are sent together, over many seeds; n is a multiple of bins."""
     drawn = torch.stack([draw(n, seed, torch.tensor([n // 2, n // 2 + 1])) for seed in range(seeds)]) * bins // n
     return deviations(torch.bincount(drawn[:, 0] * bins + drawn[:, 1], minlength=bins**2))
 
 
 def steps(draw, n, bins, stride=1, count=400_000):
-    """How far it is, modulo n, from one place's index to that of the place `stride` further on, in one epoch."""
+    """The distance, modulo n, of the indices of each place and the place `stride` further on, in one epoch."""
     drawn = draw(n, 1, torch.arange(count) * stride % n)
     return deviations(torch.bincount((drawn.diff() % n) * bins // n, minlength=bins))
 
 
 def strides(draw, n, bins):
-    """The same from place to place that are about the square root of n apart: a network's weakest direction."""
+    """The same for places about the square root of n apart, the weakest direction of a network."""
     return steps(draw, n, bins, stride=math.isqrt(n))
 
 
 def neighbours(draw, n, bins, seeds=4000):
-    """How often indices that differ by 1 come next to each other: 2 (n - 1) / n times an epoch, by chance."""
+    """How often indices that differ by 1 are adjacent: by chance 2 (n - 1) / n times an epoch."""
     drawn = torch.stack([draw(n, seed, torch.arange(n)) for seed in range(seeds)])
     found, chance = (drawn.diff(dim=1).abs() == 1).sum(), seeds * 2 * (n - 1) / n
     return float((found - chance) / math.sqrt(chance))
@@ -148,7 +148,7 @@ def test_every_permutation_of_a_few_is_drawn_equally_often(n):
 
 
 @pytest.mark.parametrize(("test", "n", "bins"), TESTS)
-def test_the_keyed_permutation_is_as_even_as_chance(test, n, bins):
+def test_the_keyed_permutation_is_as_uniform_as_chance(test, n, bins):
     assert abs(test(keyed, n, bins)) < 5
 
 
@@ -168,6 +168,6 @@ def test_epochs_and_seeds_draw_unrelated_orders():
     n = 100_000
     orders = [KeyedPermutation(n, seed, epoch).take(torch.arange(n)) for seed, epoch in [(0, 0), (0, 1), (1, 0)]]
     for one, other in itertools.combinations([torch.arange(n), *orders], 2):
-        assert int((one == other).sum()) < 10  # by chance 1 place in n is the same
+        assert int((one == other).sum()) < 10  # by chance one place in n is the same
         both = (one * 10 // n) * 10 + other * 10 // n
         assert abs(deviations(torch.bincount(both, minlength=100))) < 5

@@ -1,4 +1,4 @@
-"""scripts/plot.py draws what the runs logged, and where they went on."""
+"""scripts/plot.py draws the logged metrics, and marks where runs resumed."""
 
 import sys
 
@@ -8,21 +8,21 @@ from runs import run
 from scripts import plot, reading
 
 NEEDED = "needs uv pip install -r pyproject.toml --group plot"
-WORDS = "-cpu 1 -arch mlp -epochs 3 -log_every 5"
+FLAGS = "-cpu 1 -arch mlp -epochs 3 -log_every 5"
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """A run that went through, and one that went on at step 27."""
+def two_runs(tmp_path_factory):
+    """A run without an interruption, and one that resumed at step 27."""
     out = tmp_path_factory.mktemp("plot")
-    run(out, f"{WORDS} -model parts -limit_steps 27", wanted=75)
-    return [run(out, f"{WORDS} -model whole -lr_start 1e-2"), run(out, f"{WORDS} -model parts")]
+    run(out, f"{FLAGS} -model parts -limit_steps 27", wanted=75)
+    return [run(out, f"{FLAGS} -model whole -lr_start 1e-2"), run(out, f"{FLAGS} -model parts")]
 
 
-def test_the_curves_are_the_figures_of_the_runs_and_resumes_are_marked(two):
+def test_the_curves_are_the_logged_metrics_and_resumes_are_marked(two_runs):
     pytest.importorskip("matplotlib", reason=NEEDED)
-    lines = {folder: reading.lines(folder) for folder in two}
-    figure = plot.drawn(lines)
+    lines = {folder: reading.lines(folder) for folder in two_runs}
+    figure = plot.draw(lines)
     titles = {axis.get_title(loc="left"): axis for axis in figure.axes}
     assert list(titles) == [
         "Loss",
@@ -32,41 +32,43 @@ def test_the_curves_are_the_figures_of_the_runs_and_resumes_are_marked(two):
         "Throughput (samples a second)",
     ]
     curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in titles["Validation accuracy"].get_lines()]
-    for folder in two:
+    for folder in two_runs:
         truth = [(line["step"], line["val/accuracy"]) for line in lines[folder] if "val/accuracy" in line]
         assert [list(part) for part in zip(*truth)] in [list(curve) for curve in curves]
     for axis in figure.axes:
         marked = [line.get_xdata()[0] for line in axis.get_lines() if line.get_marker() == "v"]
-        assert marked == [27], "once, where the second run went on"
-    message = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert message == ["whole (finished, step 60)", "parts (finished, step 60)", "went on after a stop or a crash"]
+        assert marked == [27], "one mark where the second run resumed"
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["whole (finished, step 60)", "parts (finished, step 60)", "went on after a stop or a crash"]
 
 
 @pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_the_picture_is_of_the_kind_that_was_asked_for(two, tmp_path, ending, begins):
+def test_the_file_format_of_the_plot_is_that_of_its_ending(two_runs, tmp_path, ending, begins):
     pytest.importorskip("matplotlib", reason=NEEDED)
     file = tmp_path / f"curves.{ending}"
-    assert plot.main([*map(str, two), "-o", str(file)]) == 0
+    assert plot.main([*map(str, two_runs), "-o", str(file)]) == 0
     assert file.read_bytes().startswith(begins)
-    assert ending != "svg" or "went on after a stop" in file.read_text(), "text is text"
+    assert ending != "svg" or "went on after a stop" in file.read_text(), "text must stay text"
 
 
-def test_a_run_without_labels_or_with_few_figures_has_fewer_panels(tmp_path):
-    panels = plot.wanted({tmp_path: [{"step": 1, "train/loss": 2.0, "train/lr": 0.1}, {"step": 1, "val/loss": 3.0}]})
+def test_metrics_that_were_not_logged_have_no_panel(tmp_path):
+    panels = plot.panels_of(
+        {tmp_path: [{"step": 1, "train/loss": 2.0, "train/lr": 0.1}, {"step": 1, "val/loss": 3.0}]}
+    )
     assert list(panels) == ["Loss", "Learning rate"]
     assert plot.points([{"step": 1, "a": None}, {"step": 2, "a": 5}, {"step": 3}], "a") == ([2], [5])
 
 
-def test_what_cannot_be_drawn_is_said_in_one_line(two, tmp_path, capsys, monkeypatch):
-    def refused(*words):
+def test_a_plot_that_cannot_be_drawn_is_reported_in_one_line(two_runs, tmp_path, capsys, monkeypatch):
+    def refused(*args):
         with pytest.raises(SystemExit) as end:
-            plot.main([str(word) for word in words])
+            plot.main([str(arg) for arg in args])
         assert end.value.code == 2
-        message = capsys.readouterr().err
-        assert len(message.splitlines()) == 1
-        return message
+        legend = capsys.readouterr().err
+        assert len(legend.splitlines()) == 1
+        return legend
 
-    assert "no figures there" in refused(two[0], tmp_path)
-    assert "one of .png, .svg, .pdf" in refused(two[0], "-o", tmp_path / "x.gif")
+    assert "no figures there" in refused(two_runs[0], tmp_path)
+    assert "one of .png, .svg, .pdf" in refused(two_runs[0], "-o", tmp_path / "x.gif")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "needs matplotlib: uv pip" in refused(two[0], "-o", tmp_path / "x.png")
+    assert "needs matplotlib: uv pip" in refused(two_runs[0], "-o", tmp_path / "x.png")

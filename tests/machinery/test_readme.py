@@ -1,4 +1,4 @@
-"""README.md and docs tell the truth: their files run as they stand there, their commands do what they say."""
+"""README.md and docs are correct: their files run unchanged, and their commands do what they say."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ PAGES = {
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 FILE = re.compile(r"^`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", re.S | re.M)
 FILES = {name: text for page in PAGES.values() for name, text in FILE.findall(page)}
-HELD = (
+FORMS = (
     "python train.py",
     "python scripts/",
     "./scripts/",
@@ -49,7 +49,7 @@ HELD = (
     "kubectl ",
     "pre-commit install",
 )
-STAND_INS = {  # what the pages make or take from elsewhere, and something of the kind that is here
+PAGE_PLUGINS = {  # plugins that the pages define or take from elsewhere, by kind
     "arch": ["tiny", "my_net", "planar", "bert", "nano", "vision", "causal", "detector", "painter"],
     "dataset": ["stripes", "my_data", "rings", "parity", "counting", "boxes", "saddle"],
     "trainer": ["sure", "detection", "gan", "contrastive", "profiled", "auroc"],
@@ -58,9 +58,9 @@ INSTEAD = {"arch": "mlp", "dataset": "digits", "trainer": "trainer"}
 
 
 def commands(page: str) -> list[str]:
-    """The commands of a page: the lines of its shell blocks, and what stands in backticks and begins as they do."""
+    """The commands of a page: the lines of its shell blocks, and code in backticks that begins like a command."""
     lines = [line for kind, text in FENCE.findall(page) if kind == "sh" for line in text.splitlines()]
-    inline = [code for code in re.findall(r"`([^`\n]+)`", FENCE.sub("", page)) if code.startswith(HELD)]
+    inline = [code for code in re.findall(r"`([^`\n]+)`", FENCE.sub("", page)) if code.startswith(FORMS)]
     whole = [line.split(" #")[0].strip() for line in [*lines, *inline] if not line.startswith("#")]
     return [part for line in whole for part in line.split(" && ") if part]
 
@@ -70,7 +70,7 @@ COMMANDS = [command for page in PAGES.values() for command in commands(page)]
 
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory):
-    """A copy of what git tracks, with the files of the pages in it and photos in class folders."""
+    """A copy of the tracked files, with the files of the pages and with photos in class folders."""
     folder = tmp_path_factory.mktemp("fork")
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in names.split("\n"):
@@ -86,23 +86,23 @@ def fork(tmp_path_factory):
     return folder
 
 
-def test_the_readme_says_on_the_first_screen_what_was_not_tried():
+def test_the_readme_says_on_the_first_screen_that_no_gpu_was_used():
     assert "No GPU was at hand" in README[:900]
 
 
-def test_the_readme_promises_the_same_bits_on_the_first_screen_and_leads_to_the_storms():
+def test_the_readme_promises_the_same_bits_on_the_first_screen_and_links_to_the_evidence():
     assert "the same bits on any number of processes" in README[:900]
     assert "](docs/resume.md#exceptions)" in README[:900] and "](docs/resume.md#what-was-tried)" in README
     assert "| runs with differing bits |" in PAGES["docs/resume.md"].split("## What was tried")[1]
 
 
-def test_every_command_of_the_pages_is_held_by_a_test():
+def test_every_command_of_the_pages_has_a_known_form():
     assert len(COMMANDS) > 60
-    strange = [command for command in COMMANDS if not command.startswith((*HELD, ". .venv/bin/activate"))]
+    strange = [command for command in COMMANDS if not command.startswith((*FORMS, ". .venv/bin/activate"))]
     assert strange == []
 
 
-def test_every_command_of_train_py_is_understood(tmp_path):
+def test_every_train_py_command_of_the_pages_can_be_parsed(tmp_path):
     _photos(tmp_path / "photos")
     (tmp_path / "config.yaml").write_text("epochs: 3\n")
     shapes = {
@@ -111,7 +111,7 @@ def test_every_command_of_train_py_is_understood(tmp_path):
         r"-data PATH": "-data lib",
         r"-image_size \S+": "",
     }
-    for kind, names in STAND_INS.items():
+    for kind, names in PAGE_PLUGINS.items():
         shapes[rf"-{kind} ({'|'.join(names)})\b"] = f"-{kind} {INSTEAD[kind]}"
     understood = 0
     for command in COMMANDS:
@@ -125,15 +125,15 @@ def test_every_command_of_train_py_is_understood(tmp_path):
     assert understood >= 40
 
 
-def test_every_command_of_a_script_has_flags_that_it_knows():
-    """By the text of the script; what it passes on to train.py is looked at above."""
+def test_every_script_command_of_the_pages_has_flags_that_the_script_knows():
+    """Looks into the text of the script; flags that it passes on to train.py are tested above."""
     seen = 0
     for command in COMMANDS:
         if script := re.match(r"(?:python |\./)(scripts/[\w/]+\.(?:py|sh))(.*)", command):
             text = (ROOT / script[1]).read_text()
             seen += 1
             if "sweep" in script[1]:
-                assert sweep.parsed(shlex.split(script[2])), command
+                assert sweep.parse(shlex.split(script[2])), command
             elif script[1].endswith(".py") and "doctor" not in script[1]:
                 given = re.findall(r"(?<=\s)-\w+", script[2])
                 assert all(f'"{flag}"' in text for flag in given), command
@@ -142,26 +142,26 @@ def test_every_command_of_a_script_has_flags_that_it_knows():
     assert seen >= 15
 
 
-def test_what_is_installed_by_hand_is_what_the_project_needs():
+def test_packages_installed_by_hand_are_the_dependencies_of_the_project():
     project = (ROOT / "pyproject.toml").read_text()
     needed = set(
         re.findall(r'^    "([\w-]+)', re.search(r"^dependencies = \[(.*?)^\]", project, re.S | re.M)[1], re.M)
     )
-    (words,) = [shlex.split(one)[2:] for one in COMMANDS if one.startswith("pip install 'torch>=")]
-    assert {re.match(r"[\w-]+", word)[0] for word in words} == needed
-    assert f'"{words[0]}"' in project, "the bounds of torch"
+    (packages,) = [shlex.split(one)[2:] for one in COMMANDS if one.startswith("pip install 'torch>=")]
+    assert {re.match(r"[\w-]+", package)[0] for package in packages} == needed
+    assert f'"{packages[0]}"' in project, "the bounds of torch"
     groups = {group for page in PAGES.values() for group in re.findall(r"--group (\w+)", page)}
     assert groups and groups <= set(re.findall(r"^(\w+) = \[", project.split("[dependency-groups]")[1], re.M))
 
 
-def test_every_file_of_code_in_the_pages_has_its_name_before_it():
-    """A file begins with its docstring; some lines for a notebook or for a file that is there do not."""
+def test_every_python_file_in_the_pages_is_preceded_by_its_name():
+    """A file begins with its docstring; lines for a notebook or for an existing file do not."""
     blocks = [text for page in PAGES.values() for kind, text in FENCE.findall(page) if kind == "python"]
     files = {text for text in blocks if text.startswith('"""')}
     assert len(files) >= 10 and files == set(FILES.values())
 
 
-def test_no_link_of_the_pages_is_dead():
+def test_no_link_in_the_pages_is_dead():
     count = 0
     for name, page in PAGES.items():
         for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page):
@@ -172,7 +172,7 @@ def test_no_link_of_the_pages_is_dead():
             count += 1
     assert count > 60
     linked = set(re.findall(r"\]\(docs/(\w+\.md)", README))
-    assert linked == {file.name for file in ROOT.glob("docs/*.md")}, "the README leads to every page"
+    assert linked == {file.name for file in ROOT.glob("docs/*.md")}, "the README links to every page"
 
 
 def _anchors(page: str) -> set[str]:
@@ -181,29 +181,29 @@ def _anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_the_stub_of_args_names_every_flag_with_its_type():
+def test_the_stub_of_args_has_every_flag_with_its_type():
     assert flags_page.STUB.read_text() == flags_page.stub(), "run python scripts/flags_page.py"
     assert "    max_hours: float | None\n    grace_s: float\n" in flags_page.stub()
 
 
-def test_the_page_of_flags_is_what_help_says():
+def test_the_page_of_flags_is_generated_from_the_help():
     page = PAGES["docs/flags.md"]
     assert page == flags_page.page(), "run python scripts/flags_page.py"
     shown = set(re.findall(r"^\| `(-\w+)", page, re.M))
     assert shown >= {f"-{action.dest}" for action in config.new_parser()._actions if action.dest not in ("h", "help")}
 
 
-def test_every_test_that_a_page_names_is_there():
-    there = {
+def test_every_test_named_in_a_page_exists():
+    existing = {
         name
         for file in ROOT.glob("tests/**/test_*.py")
         for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)
     }
     named = {name for page in PAGES.values() for name in re.findall(r"`(test_\w+)`", page)}
-    assert len(named) >= 10 and named <= there, named - there
+    assert len(named) >= 10 and named <= existing, named - existing
 
 
-def test_workflows_run_what_is_there_and_a_bug_report_asks_for_what_it_needs():
+def test_workflows_run_existing_files_and_a_bug_report_asks_for_the_right_ones():
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     runs = "\n".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
     started = re.findall(r"(?<=\s)(?:\./)?((?:scripts|\.ci)/[\w.]+)", runs)
@@ -217,8 +217,8 @@ def test_workflows_run_what_is_there_and_a_bug_report_asks_for_what_it_needs():
     assert {"out/NAME/outcome.json", "out/NAME/config.yaml", "out/NAME/logs"} <= needed
 
 
-def test_files_lie_where_the_maps_say():
-    """The tree in docs/architecture.md is that of lib, and the README's map names folders that there are."""
+def test_the_maps_of_files_in_the_pages_are_correct():
+    """The tree in docs/architecture.md is that of lib, and the folders in the README's map exist."""
     tree = next(text for _, text in FENCE.findall(PAGES["docs/architecture.md"]) if text.startswith("train.py"))
     for line in tree.splitlines():
         name, _, rest = line.strip().partition(" ")
@@ -238,7 +238,7 @@ def test_files_lie_where_the_maps_say():
             assert made or (ROOT / name).exists(), f"{page}: {name}"
 
 
-def test_what_the_map_says_to_change_is_where_it_says():
+def test_the_table_of_what_to_change_names_existing_files_and_methods():
     table = PAGES["docs/architecture.md"].split("| to change | look at |")[1].split("\n\n")[0]
     files, methods = re.findall(r"`(\w+\.py)` in (lib/[\w/]+)", table), re.findall(r"`Trainer\.(\w+)`", table)
     assert len(files) == len(table.strip().splitlines()) - 1 and methods, "a file in each row below the line"
@@ -247,7 +247,7 @@ def test_what_the_map_says_to_change_is_where_it_says():
     assert all(f"    def {method}(" in trainer for method in methods)
 
 
-RUNS = {  # of the files in the pages: the run's name, and how to start it
+RUNS = {  # runs of the files in the pages: name and flags
     "stripes_tiny": "-dataset stripes",
     "digits_tiny": "-arch tiny -epochs 1",
     "rings_planar": "-dataset rings",
@@ -262,13 +262,13 @@ RUNS = {  # of the files in the pages: the run's name, and how to start it
     "views": "-trainer contrastive -epochs 2 -micro_batch 32 -cpu 1 -model views",
     "views_3": "-trainer contrastive -epochs 2 -micro_batch 32 -cpu 3 -model views_3",
     "profiled": "-trainer profiled -epochs 1 -model profiled",
-    "photos": "-image_size 65 -epochs 1 -batch_size 12 -model photos",  # behind the README's own flags
+    "photos": "-image_size 65 -epochs 1 -batch_size 12 -model photos",  # added to the README's own flags
 }
 
 
 @pytest.fixture(scope="module")
-def said(fork):
-    """What one process says that starts all these runs."""
+def output(fork):
+    """The output of one process that does all these runs."""
     weights = next(one for one in COMMANDS if "-weights imagenet" in one).removeprefix("python train.py ")
     cache = fork / "cache" / "hub" / "checkpoints"  # where torch.hub would have downloaded it
     cache.mkdir(parents=True)
@@ -278,10 +278,10 @@ def said(fork):
     return _run(fork, shlex.join(["python", "-c", code, *runs.values()]), TORCH_HOME=str(fork / "cache"))
 
 
-def test_the_files_in_the_pages_train_as_they_should(fork, said):
-    assert said.count("finished:") == len(RUNS)
+def test_the_files_in_the_pages_train(fork, output):
+    assert output.count("finished:") == len(RUNS)
     assert {name.split("/")[-1][:-3] for name in FILES if name.startswith("lib/")} == {
-        word for kind in STAND_INS.values() for word in kind if not word.startswith("my_")
+        word for kind in PAGE_PLUGINS.values() for word in kind if not word.startswith("my_")
     }
     for run, least in {"stripes_tiny": 0.9, "rings_planar": 0.9}.items():
         assert [line["val/accuracy"] for line in _lines(fork / "out" / run) if "val/accuracy" in line][-1] > least
@@ -297,19 +297,19 @@ def test_the_files_in_the_pages_train_as_they_should(fork, said):
     assert trace.read_text().count('"name": "ProfilerStep#') == 5
 
 
-def test_the_contrastive_loss_of_the_page_is_the_papers_written_out():
+def test_the_contrastive_loss_of_the_page_is_the_formula_of_the_paper():
     code = {}
     exec(FILES["lib/trainer/contrastive.py"], code)
     outputs, heat, terms = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), 0.5, []
-    alike = torch.nn.functional.cosine_similarity(outputs[:, None], outputs[None], dim=-1) / heat
+    similarity = torch.nn.functional.cosine_similarity(outputs[:, None], outputs[None], dim=-1) / heat
     for i in range(6):
-        others = sum(alike[i, k].exp() for k in range(6) if k != i)
-        terms.append(-(alike[i, (i + 3) % 6].exp() / others).log())
+        others = sum(similarity[i, k].exp() for k in range(6) if k != i)
+        terms.append(-(similarity[i, (i + 3) % 6].exp() / others).log())
     assert code["nt_xent"](outputs, heat) == pytest.approx(sum(terms) / 6)
 
 
-def test_a_metric_of_torchmetrics_is_the_same_number_on_any_number_of_processes(fork):
-    """With 7 micro-batches, two and three processes have padding. The truth is computed from the final weights."""
+def test_a_torchmetrics_metric_has_the_same_value_on_any_number_of_processes(fork):
+    """With 7 micro-batches, two and three processes have padding. The expected value is computed from the weights."""
     command = "python train.py -trainer auroc -best auroc -epochs 2 -batch_size 52 -micro_batch 26"
     found = []
     for processes in (1, 2, 3):
@@ -335,7 +335,7 @@ def test_a_metric_of_torchmetrics_is_the_same_number_on_any_number_of_processes(
 
 
 @pytest.mark.parametrize(
-    "words",
+    "flags",
     [
         "-dataset tokens -data lib -tokens_samples 256 -tokens_length 32 -arch nano",
         "-dataset parity",
@@ -344,23 +344,23 @@ def test_a_metric_of_torchmetrics_is_the_same_number_on_any_number_of_processes(
     ],
     ids=["nano", "bert", "gan", "detector"],
 )
-def test_models_from_elsewhere_keep_the_promise(fork, words):
-    said = _run(fork, f"python train.py {words} -check_resume -cpu 2 -limit_steps 5")
-    assert "all as promised" in said.splitlines()
+def test_models_of_other_libraries_in_the_pages_pass_check_resume(fork, flags):
+    output = _run(fork, f"python train.py {flags} -check_resume -cpu 2 -limit_steps 5")
+    assert "all as promised" in output.splitlines()
 
 
-def test_tied_weights_are_exported_as_the_page_says(fork, said):
+def test_tied_weights_are_exported_as_the_page_describes(fork, output):
     command = next(one for one in COMMANDS if "out/tokens_nano" in one)
     assert "out/tokens_nano/tokens_nano.pt: " in _run(fork, command)
     code = "import torch; from lib.arch.nano import Nano; n = Nano(256, 64); n.load_state_dict(torch.load({!r}))"
     _run(fork, shlex.join(["python", "-c", code.format("out/tokens_nano/tokens_nano.pt")]))
 
 
-def test_a_run_starts_from_pretrained_weights_as_the_readme_says(said):
-    assert "imagenet: 120 tensors loaded; not loaded, as missing or of another shape: fc.bias, fc.weight" in said
+def test_a_run_starts_from_pretrained_weights_as_the_readme_describes(output):
+    assert "imagenet: 120 tensors loaded; not loaded, as missing or of another shape: fc.bias, fc.weight" in output
 
 
-def test_photos_are_split_as_the_faq_says(fork, tmp_path):
+def test_photos_are_split_into_train_and_val_as_the_faq_describes(fork, tmp_path):
     for number in range(12):
         photo = tmp_path / "train" / ("day" if number < 6 else "night") / f"{number:02}.jpg"
         photo.parent.mkdir(parents=True, exist_ok=True)
@@ -371,7 +371,7 @@ def test_photos_are_split_as_the_faq_says(fork, tmp_path):
     assert len([*tmp_path.glob("train/*/*")]) == 9
 
 
-STUBS = {  # as much of a package as the page uses, where it is not installed
+STUBS = {  # minimal replacements of packages that are not installed
     "transformers": """
 from types import SimpleNamespace
 from torch import nn
@@ -440,7 +440,7 @@ class Dataset:
 }
 
 
-def test_what_the_faq_lets_one_delete_is_not_needed(fork, tmp_path):
+def test_everything_that_the_faq_allows_to_delete_can_be_deleted(fork, tmp_path):
     folder = shutil.copytree(fork, tmp_path / "bare", ignore=shutil.ignore_patterns("out"))
     section = PAGES["docs/faq.md"].split("## How do I remove what I do not need?")[1]
     named = [folder / name for name in re.findall(r"`([\w/.]+)`", section) if "/" in name and "machinery" not in name]
@@ -454,7 +454,7 @@ def test_what_the_faq_lets_one_delete_is_not_needed(fork, tmp_path):
     assert "finished:" in _run(folder, "python train.py -epochs 1 -cpu 2")
 
 
-def test_the_loop_of_the_samplers_page_goes_on_where_it_was_killed(fork):
+def test_the_loop_of_the_samplers_page_resumes_after_a_kill(fork):
     with subprocess.Popen([sys.executable, "-u", "loop.py"], cwd=fork, stdout=subprocess.PIPE, text=True) as first:
         lines = [first.stdout.readline() for _ in range(20)]  # into the second epoch
         first.kill()
@@ -462,39 +462,39 @@ def test_the_loop_of_the_samplers_page_goes_on_where_it_was_killed(fork):
     lines += _run(fork, "python loop.py").splitlines()
     seen = [(int(line.split(" ", 1)[0]), tuple(json.loads(line.split(" ", 1)[1]))) for line in lines]
     for epoch in range(3):
-        batches = dict.fromkeys(batch for number, batch in seen if number == epoch)  # the kill may repeat one
+        batches = dict.fromkeys(batch for number, batch in seen if number == epoch)  # the kill may repeat a batch
         assert sorted(index for batch in batches for index in batch) == list(range(100))
     assert len(seen) in (39, 40)
 
 
-def test_two_machines_are_started_as_the_page_says(fork):
+def test_the_commands_for_two_machines_in_the_page_start_one_run(fork):
     page, place = commands(PAGES["docs/launching.md"]), f"localhost:{ports.free()}"
     typed = [one.replace("node1:29400", place).replace("node=8", "node=1") for one in page if "--nnodes" in one]
-    words = [[*shlex.split(one)[1:], *"-cpu 1 -epochs 1 -model two_machines".split()] for one in typed]
+    flags = [[*shlex.split(one)[1:], *"-cpu 1 -epochs 1 -model two_machines".split()] for one in typed]
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    runs = [subprocess.Popen([*torchrun, *one], cwd=fork, stdout=subprocess.PIPE, text=True) for one in words]
-    said = [run.communicate(timeout=240)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0] and "".join(said).count("finished:") == 1
+    runs = [subprocess.Popen([*torchrun, *one], cwd=fork, stdout=subprocess.PIPE, text=True) for one in flags]
+    output = [run.communicate(timeout=240)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0] and "".join(output).count("finished:") == 1
 
 
-def test_the_default_run_reaches_what_the_readme_says(fork):
+def test_the_default_run_reaches_the_accuracy_in_the_readme(fork):
     """At least 98.5 % of the test digits, on one process and on two."""
-    for words in ("", "-cpu 2 -model two"):
-        said = _run(fork, f"python train.py {words}")
-        assert float(re.search(r"finished: +test accuracy ([\d.]+)", said)[1]) >= 0.985
+    for flags in ("", "-cpu 2 -model two"):
+        output = _run(fork, f"python train.py {flags}")
+        assert float(re.search(r"finished: +test accuracy ([\d.]+)", output)[1]) >= 0.985
     shown = re.search(r"```\n(finished:.*?)```", README, re.S)[1]
     for line in shown.splitlines():
-        assert f"\n{line.split(':')[0]}:" in said, "the last lines of a run are others than the README shows"
+        assert f"\n{line.split(':')[0]}:" in output, "the last lines of a run differ from those in the README"
 
 
-def test_the_first_hour_goes_as_its_page_says(fork):
-    """Each of its commands in turn, on photos of one's own; a run of it is killed and goes on."""
+def test_the_commands_of_the_first_hour_work_in_turn(fork):
+    """On the user's own photos; a run is killed and resumes."""
     hour = commands(PAGES["docs/extending.md"].split("## The first hour")[1].split("\n## ")[0])
     hour = [command for command in hour if "-slurm" not in command and "-watch" not in command]
-    said = dict(zip(hour, [_run(fork, command) for command in hour], strict=True))
-    assert all("finished:" in said[one] for one in hour if re.search(r"-cpu 2|-arch my_net$", one))
-    status, check = said["python scripts/status.py"], next(one for one in hour if "-check_resume" in one)
-    assert "first" in status and "finished" in status and "all as promised" in said[check]
+    output = dict(zip(hour, [_run(fork, command) for command in hour], strict=True))
+    assert all("finished:" in output[one] for one in hour if re.search(r"-cpu 2|-arch my_net$", one))
+    status, check = output["python scripts/status.py"], next(one for one in hour if "-check_resume" in one)
+    assert "first" in status and "finished" in status and "all as promised" in output[check]
     assert (fork / "my_net.pt").is_file()
 
     again = f"{next(one for one in hour if '-epochs 9' in one)} -model killed"
@@ -503,12 +503,12 @@ def test_the_first_hour_goes_as_its_page_says(fork):
         assert start.poll() is None
     start.kill()
     start.communicate()
-    said = _run(fork, again)
-    assert "resuming from" in said and "finished:" in said
+    output = _run(fork, again)
+    assert "resuming from" in output and "finished:" in output
 
 
 def _photos(folder):
-    """A few images of two classes, bright and dark."""
+    """Make a few images of two classes, bright and dark."""
     for part, count in (("train", 12), ("val", 4)):
         for name, light in (("day", 200), ("night", 40)):
             (folder / part / name).mkdir(parents=True)
@@ -518,41 +518,41 @@ def _photos(folder):
                 )
 
 
-def test_torchrun_starts_the_same_worker(fork):
-    said = _run(fork, "torchrun --nproc_per_node=2 train.py -epochs 1 -model by_torchrun -cpu 1")
-    assert "finished:" in said
+def test_torchrun_starts_a_run_of_two_processes(fork):
+    output = _run(fork, "torchrun --nproc_per_node=2 train.py -epochs 1 -model by_torchrun -cpu 1")
+    assert "finished:" in output
 
 
-def test_a_config_file_of_a_run_repeats_it(fork, said):
+def test_the_config_yaml_of_a_run_repeats_it(fork, output):
     assert "finished:" in _run(fork, "python train.py -cfg out/stripes_tiny/config.yaml -model again")
     assert _weights(fork, "stripes_tiny") == _weights(fork, "again")
 
 
-def test_gpus_and_slurm_that_are_not_there_are_one_line(capsys):
+def test_missing_gpus_and_a_missing_slurm_are_reported_in_one_line(capsys):
     for command in sorted(set(COMMANDS)):
         absent = (" -gpus" in command and _gpus() < 3) or (" -slurm" in command and not shutil.which("sbatch"))
         if absent and command.startswith("python train.py"):
             assert train.main(shlex.split(command)[2:]) == 2
-            said = capsys.readouterr().err
-            assert len(said.splitlines()) == 1 and said.startswith("train.py: -"), command
+            output = capsys.readouterr().err
+            assert len(output.splitlines()) == 1 and output.startswith("train.py: -"), command
 
 
-def test_every_flag_that_the_pages_name_exists():
+def test_every_flag_named_in_the_pages_exists():
     """A flag of train.py, of one of the plugins, or of a script."""
     files = [*ROOT.glob("lib/*/*.py"), *ROOT.glob("scripts/**/*.py"), *ROOT.glob("tests/machinery/test_readme.py")]
     others = set(re.findall(r'"(-\w+)"', "".join(file.read_text() for file in files)))
-    there = {option for action in config.new_parser()._actions for option in action.option_strings} | others
-    pages = [page for name, page in PAGES.items() if name != "CHANGELOG.md"]  # which names those that are gone
+    existing = {option for action in config.new_parser()._actions for option in action.option_strings} | others
+    pages = [page for name, page in PAGES.items() if name != "CHANGELOG.md"]  # it also names removed flags
     codes = [code for page in pages for code in re.findall(r"`([^`\n]+)`", FENCE.sub("", page))]
     named = set(re.findall(r"(?<![\w-])-[a-z]\w+", " ".join(codes))) - {"-stripes_noise"}
-    assert len(named) > 60 and named <= there, named - there
+    assert len(named) > 60 and named <= existing, named - existing
 
 
-def test_the_plugins_that_the_pages_list_are_there():
+def test_the_plugins_listed_in_the_pages_exist():
     shipped = PAGES["docs/extending.md"].split("\n## What is there already\n\n")[1].split("\n\n")[0]
-    there = {name for kind in config.BUILDERS for name in plugins.names(kind)}
-    assert len(set(re.findall(r"`(\w+)`", shipped)) & there) > 8
-    assert set(re.findall(r"`(\w+)`", shipped)) <= there
+    existing = {name for kind in config.BUILDERS for name in plugins.names(kind)}
+    assert len(set(re.findall(r"`(\w+)`", shipped)) & existing) > 8
+    assert set(re.findall(r"`(\w+)`", shipped)) <= existing
 
 
 def _lines(folder):
@@ -560,11 +560,11 @@ def _lines(folder):
 
 
 def _run(folder, command, code=0, **variables):
-    words = shlex.split(command)
-    words[0] = {"python": sys.executable, "torchrun": str(Path(sys.executable).with_name("torchrun"))}[words[0]]
+    flags = shlex.split(command)
+    flags[0] = {"python": sys.executable, "torchrun": str(Path(sys.executable).with_name("torchrun"))}[flags[0]]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     run = subprocess.run(
-        words,
+        flags,
         cwd=folder,
         env={**env, **variables},
         text=True,

@@ -1,4 +1,4 @@
-"""The same bits on any number of processes: the tree of sums, and whole runs, sharded or not."""
+"""Sums and whole runs have the same bits on any number of processes, sharded or not."""
 
 import dataclasses
 import json
@@ -35,16 +35,16 @@ SIZES = st.integers(1, 9)
 
 @pytest.fixture(scope="module", autouse=True)
 def _plugins():
-    made = {"blocks_net": lambda args: BlocksNet(), "turns_net": lambda args: Turns(), "norm_net": norm_net}
+    made = {"blocks_net": lambda args: BlocksNet(), "turns_net": lambda args: Sometimes(), "norm_net": norm_net}
     with plugins(arch=made, dataset={"few": few}):
         yield
 
 
-# The tree
+# The tree of sums
 
 
-def joined(leaves: list[torch.Tensor], size: int, round_robin: bool, together: int = 1) -> torch.Tensor:
-    """The sum of all leaves, of nodes that so many ranks make, and then so many `together`."""
+def tree_sum(leaves: list[torch.Tensor], size: int, round_robin: bool, together: int = 1) -> torch.Tensor:
+    """The sum of all leaves over `size` machines of `together` ranks each."""
     nodes, count = {}, len(leaves)
     by_rank = reduction.nodes_by_rank(count, size, round_robin)
     for place, names in enumerate(reduction.nodes_by_rank(count, size, round_robin, together)):
@@ -63,15 +63,15 @@ def joined(leaves: list[torch.Tensor], size: int, round_robin: bool, together: i
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(st.integers(1, 40), SIZES, st.integers(1, 4), st.booleans(), st.integers(0, 99))
-def test_a_sum_has_the_same_bits_whoever_has_which_leaves(count, size, together, round_robin, seed):
+def test_a_sum_has_the_same_bits_for_any_distribution_of_the_leaves(count, size, together, round_robin, seed):
     leaves = list(torch.randn(count, 5, generator=torch.Generator().manual_seed(seed)))
-    wanted = joined(leaves, 1, round_robin=False)
-    assert torch.equal(joined(leaves, size * together, round_robin, together), wanted)
+    wanted = tree_sum(leaves, 1, round_robin=False)
+    assert torch.equal(tree_sum(leaves, size * together, round_robin, together), wanted)
     assert torch.allclose(wanted, torch.stack(leaves).sum(0), atol=1e-4)
 
 
 @given(st.integers(1, 4096), st.integers(1, 12))
-def test_a_rank_sends_few_nodes(count, size):
+def test_a_rank_sends_only_few_nodes(count, size):
     for rank, nodes in enumerate(reduction.nodes_by_rank(count, size, round_robin=False)):
         own = len(rank_share(count, rank, size))
         assert len(nodes) <= max(1, 2 * (own.bit_length() - 1)) if own else not nodes
@@ -81,8 +81,8 @@ def test_a_rank_sends_few_nodes(count, size):
     ("ranks", "leaves", "sent"),
     [(2, 2, 1.0), (2, 12, 1.5), (3, 8, 2.0), (4, 16, 1.5), (8, 8, 1.75), (64, 64, 1.97), (1024, 1024, 2)],
 )
-def test_a_rank_sends_as_much_as_the_page_says(ranks, leaves, sent):
-    """In gradients: its nodes to all others, and the sum of its slice."""
+def test_a_rank_sends_as_much_as_docs_resume_says(ranks, leaves, sent):
+    """In units of one gradient: its nodes to all others, and the sum of its slice."""
     nodes = max(map(len, reduction.nodes_by_rank(leaves, ranks, round_robin=False)))
     ring = 2 * (ranks - 1) / ranks
     assert f"{(nodes + 1) * ring / 2:.2f}" == f"{sent:.2f}"
@@ -90,7 +90,7 @@ def test_a_rank_sends_as_much_as_the_page_says(ranks, leaves, sent):
     assert re.search(rf"^\| {ranks:,} \| .* \| {sent:.2f} \| {ring:.2f} \|$", page, re.M)
 
 
-def test_a_sum_on_one_rank_keeps_layout_and_values():
+def test_a_sum_on_one_rank_keeps_memory_format_and_values():
     like = [torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.empty(7), torch.empty(())]
     leaves = [[torch.randn_like(one) for one in like] for _ in range(3)]
     wanted = [(a + b) + c for a, b, c in zip(*leaves, strict=True)]
@@ -102,14 +102,14 @@ def test_a_sum_on_one_rank_keeps_layout_and_values():
     assert all(torch.equal(*pair) for pair in zip(one.result(), wanted, strict=True))
 
 
-# Machines of several ranks: first they add up among themselves
+# Machines with several ranks: the ranks of a machine add up first
 
-COUNTS = (8, 11, 12, 16, 3)  # micro-batches of a step; of 3, some machines have none
+COUNTS = (8, 11, 12, 16, 3)  # micro-batches of a step; with 3, some machines have none
 PARAMETERS = ((37, 5), (211,), (), (64, 3), (1000,))
 
 
 class Wide(nn.Module):
-    """Parameters of odd sizes: one is frozen, one is never used, one in few micro-batches."""
+    """Has parameters of odd sizes; one is frozen, one is never used, one is used in few micro-batches."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +117,7 @@ class Wide(nn.Module):
         self.all = nn.ParameterList(nn.Parameter(torch.randn(size)) for size in PARAMETERS)
         self.frozen = nn.Parameter(torch.ones(100), requires_grad=False)
         self.never = nn.Parameter(torch.ones(100))
-        self.gaps = nn.Parameter(torch.randn(10, 8)[:, :4].t())  # its gradient lies row by row in memory
+        self.gaps = nn.Parameter(torch.randn(10, 8)[:, :4].t())  # a transposed view that is not contiguous
 
     def forward(self, number):
         noise = torch.Generator().manual_seed(number)
@@ -127,7 +127,7 @@ class Wide(nn.Module):
 
 
 def gradients(world: World, parallel: str = "ddp") -> list[list[torch.Tensor | None]]:
-    """The gradients of steps of so many micro-batches each, on this rank's share."""
+    """The gradients of one step for each of COUNTS, from this rank's share of its micro-batches."""
     model, found = Wide(), []
     args = types.SimpleNamespace(reduction="tree", parallel=parallel)
     sums = reduction.GradientReducer([*model.parameters()], model, world, args)
@@ -145,14 +145,14 @@ def gradients(world: World, parallel: str = "ddp") -> list[list[torch.Tensor | N
     return found
 
 
-def alike(ours: list[list], theirs: list[list]) -> bool:
-    """Whether all gradients have the same bits, or are not there."""
+def same_gradients(ours: list[list], theirs: list[list]) -> bool:
+    """Whether all gradients have the same bits, or are None on both sides."""
     pairs = [pair for both in zip(ours, theirs, strict=True) for pair in zip(*both, strict=True)]
     return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
 
 
 def on_machines(machines: int, local: int, folder, check):
-    """Runs check(world) on the ranks of so many machines, with sums in two levels."""
+    """Run check(world) on all ranks of `machines` machines with `local` ranks each, with sums in two levels."""
 
     def run(rank):
         world = World(rank=rank, local_rank=rank % local, size=machines * local, local_size=local)
@@ -168,24 +168,26 @@ def on_machines(machines: int, local: int, folder, check):
 
 
 @pytest.fixture
-def in_slices(monkeypatch):
-    """No sum is small, and the gradients travel in several buckets."""
+def small_buckets(monkeypatch):
+    """Treat no sum as small, and use several gradient buckets."""
     monkeypatch.setattr(reduction, "SMALL", 0)
     monkeypatch.setattr(reduction, "BUCKET", 700)
 
 
 @pytest.mark.parametrize(("machines", "local"), [(2, 2), (3, 2), (2, 3), (4, 2)])
-def test_sums_in_two_levels_have_the_bits_of_one_process(machines, local, tmp_path, in_slices):
+def test_sums_in_two_levels_have_the_same_bits_as_one_process(machines, local, tmp_path, small_buckets):
     truth, mark = gradients(World()), tmp_path / "bytes"
 
     def check(world):
         flat = dataclasses.replace(world, groups=(None,))
         for parallel in ("ddp", "fsdp"):
-            assert alike(gradients(flat, parallel), truth) and alike(gradients(world, parallel), truth)
+            assert same_gradients(gradients(flat, parallel), truth) and same_gradients(
+                gradients(world, parallel), truth
+            )
         left = [bytes_to_other_machines(lambda one=one: gradients(one), world) for one in (flat, world)]
         left = distributed.gather_json(left, world)[:local]
-        reduction.SMALL = 1 << 20  # in this process alone
-        assert alike(gradients(world), truth), "small sums"
+        reduction.SMALL = 1 << 20  # only in this process
+        assert same_gradients(gradients(world), truth), "small sums"
         if world.is_main:
             mark.write_text(json.dumps([*map(sum, zip(*left, strict=True))]))
 
@@ -195,7 +197,7 @@ def test_sums_in_two_levels_have_the_bits_of_one_process(machines, local, tmp_pa
 
 
 def bytes_to_other_machines(call, world: World) -> int:
-    """How many bytes this rank sends to other machines in a call. An all_gather goes around a ring."""
+    """The number of bytes that this rank sends to other machines during a call. all_gather counts as a ring."""
     sent, real = [], (dist.all_to_all_single, dist.all_gather_into_tensor)
 
     def far(group) -> list[bool]:
@@ -218,8 +220,8 @@ def bytes_to_other_machines(call, world: World) -> int:
 
 
 @pytest.mark.parametrize("count", [8, 12])
-def test_gradients_travel_while_the_last_backward_pass_is_under_way(count, tmp_path, in_slices):
-    """With 8 micro-batches two ranks have one node each, which the library adds; with 12 they have two."""
+def test_gradients_are_sent_during_the_last_backward_pass(count, tmp_path, small_buckets):
+    """With 8 micro-batches two ranks have one node each, which all_reduce adds; with 12 they have two."""
 
     def run(rank):
         torch.manual_seed(0)
@@ -233,33 +235,35 @@ def test_gradients_travel_while_the_last_backward_pass_is_under_way(count, tmp_p
             sent.append(sums.sent)
             sums.after()
         sums.finish()
-        assert len(sums.buckets) == 4 and sent == [0] * (count // 2 - 1) + [3], "the last one is whole with the pass"
+        assert len(sums.buckets) == 4 and sent == [0] * (count // 2 - 1) + [3], (
+            "the last bucket is full after the pass"
+        )
 
     torch.set_num_threads(1)
     on_ranks(2, run, tmp_path)
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_machines_that_add_up_in_rank_order_are_found_out(broken, tmp_path, monkeypatch, in_slices):
+def test_a_sum_in_rank_order_within_machines_is_detected(broken, tmp_path, monkeypatch, small_buckets):
     truth = gradients(World())
     if broken:
         in_rank_order(monkeypatch)
-    on_machines(2, 2, tmp_path, lambda world: check_alike(gradients(world), truth, wanted=not broken))
+    on_machines(2, 2, tmp_path, lambda world: check_same_gradients(gradients(world), truth, wanted=not broken))
 
 
-def check_alike(ours, theirs, wanted: bool):
-    assert alike(ours, theirs) == wanted
+def check_same_gradients(ours, theirs, wanted: bool):
+    assert same_gradients(ours, theirs) == wanted
 
 
-def test_machines_of_other_sizes_or_other_orders_of_ranks_add_up_at_once(tmp_path):
+def test_machines_of_unequal_size_or_unusual_rank_order_use_a_single_group(tmp_path):
     def run(rank):
         def groups(local_rank, local_size):
             world = World(rank=rank, local_rank=local_rank, size=4, local_size=local_size)
             return distributed.sum_groups(world, timedelta(seconds=60))
 
-        assert groups(rank, 4) == groups(0, 1) == (None,), "one machine; one rank on each"
+        assert groups(rank, 4) == groups(0, 1) == (None,), "one machine; one rank on each machine"
         assert groups(rank % 3, 1 if rank == 3 else 3) == (None,)
-        assert groups(rank // 2, 2) == (None,), "ranks 0 and 2 are on one machine, 1 and 3 on the other"
+        assert groups(rank // 2, 2) == (None,), "ranks 0 and 2 on one machine, 1 and 3 on the other"
         assert len(groups(rank % 2, 2)) == 2
 
     torch.set_num_threads(1)
@@ -269,8 +273,8 @@ def test_machines_of_other_sizes_or_other_orders_of_ranks_add_up_at_once(tmp_pat
 # Runs
 
 
-class Turns(nn.Module):
-    """Uses one of its parts in some micro-batches alone, and one in none."""
+class Sometimes(nn.Module):
+    """Uses one of its layers in some micro-batches only, and one in none."""
 
     def __init__(self):
         super().__init__()
@@ -281,15 +285,15 @@ class Turns(nn.Module):
         return outputs + self.sometimes(inputs) if inputs[0, 0] > 0.7 else outputs
 
 
-def moved(out, words: str, *starts: str):
-    """The bits of a run whose starts have these further flags; all but the last end after 5 steps more."""
+def bits_after_starts(out, flags: str, *starts: str):
+    """The bits of a run that is started with each of these extra flags. All starts but the last do 5 steps."""
     for number, more in enumerate(starts[:-1], 1):
-        run(out, f"{words} -model moved {more} -limit_steps {5 * number}", wanted=75)
-    return bits(run(out, f"{words} -model moved {starts[-1]}"))
+        run(out, f"{flags} -model moved {more} -limit_steps {5 * number}", wanted=75)
+    return bits(run(out, f"{flags} -model moved {starts[-1]}"))
 
 
 @pytest.mark.parametrize(
-    ("words", "sizes"),
+    ("flags", "sizes"),
     [
         (f"{SMALL} -clip_grad 0.5 -batch_size 12", (2, 5)),  # 3 micro-batches
         (f"{NET} -epochs 3", (3,)),
@@ -299,71 +303,71 @@ def moved(out, words: str, *starts: str):
     ],
     ids=["three", "tied", "bf16", "turns", "ema"],
 )
-def test_runs_end_at_the_same_bits_on_any_number_of_processes(words, sizes, tmp_path):
-    truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
+def test_runs_have_the_same_bits_on_any_number_of_processes(flags, sizes, tmp_path):
+    truth = bits(run(tmp_path, f"{flags} -cpu 1 -model alone"))
     for size in sizes:
-        assert bits(run(tmp_path, f"{words} -cpu {size} -model on_{size}")) == truth
-    assert moved(tmp_path, words, "-cpu 2", "-cpu 3", "-cpu 1") == truth
+        assert bits(run(tmp_path, f"{flags} -cpu {size} -model on_{size}")) == truth
+    assert bits_after_starts(tmp_path, flags, "-cpu 2", "-cpu 3", "-cpu 1") == truth
 
 
-def test_sums_travel_in_several_buckets_and_end_at_the_same_bits(tmp_path, monkeypatch):
-    words = f"{NET} -epochs 2 -batch_size 12"
-    truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
+def test_several_gradient_buckets_give_the_same_bits_on_any_number_of_processes(tmp_path, monkeypatch):
+    flags = f"{NET} -epochs 2 -batch_size 12"
+    truth = bits(run(tmp_path, f"{flags} -cpu 1 -model alone"))
     monkeypatch.setattr(reduction, "BUCKET", 20_000)
     for size in (2, 3, 5):
-        assert bits(run(tmp_path, f"{words} -cpu {size} -model on_{size}")) == truth
+        assert bits(run(tmp_path, f"{flags} -cpu {size} -model on_{size}")) == truth
 
 
-def test_sharded_runs_end_at_the_same_bits_on_any_number_of_processes(tmp_path):
-    words = f"{NET} -epochs 3 -parallel fsdp"
-    truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
+def test_fsdp_runs_have_the_same_bits_on_any_number_of_processes(tmp_path):
+    flags = f"{NET} -epochs 3 -parallel fsdp"
+    truth = bits(run(tmp_path, f"{flags} -cpu 1 -model alone"))
     for more in ("-cpu 2", "-cpu 3", "-cpu 5 -recompute"):
-        assert bits(run(tmp_path, f"{words} {more} -model {more[5]}")) == truth
-    assert moved(tmp_path, words, "-cpu 3", "-cpu 1", "-cpu 2") == truth
+        assert bits(run(tmp_path, f"{flags} {more} -model {more[5]}")) == truth
+    assert bits_after_starts(tmp_path, flags, "-cpu 3", "-cpu 1", "-cpu 2") == truth
 
 
-def test_sharded_or_not_a_deterministic_run_ends_at_the_same_bits(tmp_path):
-    words = f"{NET} -epochs 3 -deterministic"
-    truth = bits(run(tmp_path, f"{words} -cpu 2 -model whole"))
-    assert moved(tmp_path, words, "-cpu 3 -parallel fsdp", "-cpu 2", "-cpu 2 -parallel fsdp") == truth
+def test_a_deterministic_run_has_the_same_bits_with_and_without_fsdp(tmp_path):
+    flags = f"{NET} -epochs 3 -deterministic"
+    truth = bits(run(tmp_path, f"{flags} -cpu 2 -model whole"))
+    assert bits_after_starts(tmp_path, flags, "-cpu 3 -parallel fsdp", "-cpu 2", "-cpu 2 -parallel fsdp") == truth
 
 
-def test_sharded_runs_in_half_precision_end_at_the_same_bits(tmp_path):
-    words = f"{NET} -epochs 3 -parallel fsdp -bf16"
-    truth = bits(run(tmp_path, f"{words} -cpu 2 -model two"))
-    assert bits(run(tmp_path, f"{words} -cpu 3 -model three")) == truth
+def test_fsdp_runs_in_bf16_have_the_same_bits_on_any_number_of_processes(tmp_path):
+    flags = f"{NET} -epochs 3 -parallel fsdp -bf16"
+    truth = bits(run(tmp_path, f"{flags} -cpu 2 -model two"))
+    assert bits(run(tmp_path, f"{flags} -cpu 3 -model three")) == truth
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("more", "other"), [("", 5), ("-parallel fsdp", 4)], ids=["ddp", "fsdp"])
-def test_eight_processes_end_at_the_bits_of_one(more, other, tmp_path):
-    words = f"{SMALL} {more}"
-    truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
-    assert moved(tmp_path, words, "-cpu 8", f"-cpu {other}", "-cpu 8") == truth
+def test_eight_processes_give_the_same_bits_as_one(more, other, tmp_path):
+    flags = f"{SMALL} {more}"
+    truth = bits(run(tmp_path, f"{flags} -cpu 1 -model alone"))
+    assert bits_after_starts(tmp_path, flags, "-cpu 8", f"-cpu {other}", "-cpu 8") == truth
 
 
 @pytest.mark.parametrize("more", ["-cpu 1", "-cpu 3", "-cpu 2 -parallel fsdp"])
-def test_sums_left_to_the_library_go_on_at_the_same_bits(more, tmp_path):
-    words = f"{NET} -epochs 3 -reduction allreduce {more}"
-    truth = bits(run(tmp_path, f"{words} -model whole"))
-    assert moved(tmp_path, words, "", "") == truth
+def test_a_run_with_reduction_allreduce_resumes_with_the_same_bits(more, tmp_path):
+    flags = f"{NET} -epochs 3 -reduction allreduce {more}"
+    truth = bits(run(tmp_path, f"{flags} -model whole"))
+    assert bits_after_starts(tmp_path, flags, "", "") == truth
     run(tmp_path, f"{NET} -epochs 4 -model moved {more}", wanted=2)
 
 
-def test_a_run_on_two_machines_of_two_processes_ends_at_the_bits_of_one(tmp_path, monkeypatch, in_slices):
-    words, real = f"{NET} -epochs 2 -batch_size 12", train.run
-    truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
+def test_two_machines_of_two_processes_give_the_same_bits_as_one_process(tmp_path, monkeypatch, small_buckets):
+    flags, real = f"{NET} -epochs 2 -batch_size 12", train.run
+    truth = bits(run(tmp_path, f"{flags} -cpu 1 -model alone"))
 
     def on_its_machine(args):
         os.environ.update(LOCAL_RANK=str(int(os.environ["RANK"]) % 2), LOCAL_WORLD_SIZE="2")
         return real(args)
 
     monkeypatch.setattr(train, "run", on_its_machine)
-    assert moved(tmp_path, words, "-cpu 2", "-cpu 4") == truth
+    assert bits_after_starts(tmp_path, flags, "-cpu 2", "-cpu 4") == truth
 
 
-class Gapped(nn.Module):
-    """Has a parameter whose values do not lie next to each other."""
+class NotContiguous(nn.Module):
+    """Has a parameter that is not contiguous."""
 
     def __init__(self):
         super().__init__()
@@ -374,7 +378,7 @@ class Gapped(nn.Module):
 
 
 class Guided(trainer.Trainer):
-    """Has a second optimizer, which takes every other step, a part that is not trained, and rare metrics."""
+    """Has a second optimizer that steps every second time, a frozen parameter, and metrics that few batches log."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
@@ -394,16 +398,16 @@ class Guided(trainer.Trainer):
             self.guide_optimizer.zero_grad()
 
 
-def test_a_trainer_with_two_optimizers_and_metrics_that_few_batches_have_ends_at_the_same_bits(tmp_path):
-    with plugins(arch={"gapped": lambda args: Gapped()}, trainer={"guided": Guided}):
-        words = f"{SMALL} -arch gapped -trainer guided -log_every 1"
-        truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
+def test_two_optimizers_and_rare_metrics_give_the_same_bits_on_any_number_of_processes(tmp_path):
+    with plugins(arch={"gapped": lambda args: NotContiguous()}, trainer={"guided": Guided}):
+        flags = f"{SMALL} -arch gapped -trainer guided -log_every 1"
+        truth = bits(run(tmp_path, f"{flags} -cpu 1 -model alone"))
         assert any("train/above_2" in line for line in truth["figures"])
         for size in (2, 3, 5):
-            assert bits(run(tmp_path, f"{words} -cpu {size} -model on_{size}")) == truth
+            assert bits(run(tmp_path, f"{flags} -cpu {size} -model on_{size}")) == truth
 
 
-class Looking(trainer.Trainer):
+class ReadsGradients(trainer.Trainer):
     """Reads the gradients before the optimizer's step."""
 
     def step(self, samples):
@@ -412,22 +416,22 @@ class Looking(trainer.Trainer):
         super().step(samples)
 
 
-def test_a_step_of_a_trainers_own_sees_the_whole_gradient(tmp_path):
-    with plugins(trainer={"looking": Looking}):
-        words = f"{SMALL} -trainer looking"
-        logs = [log_of(run(tmp_path, f"{words} -cpu {n} -model on_{n}")) for n in (1, 2, 3)]
+def test_a_trainers_step_sees_the_gradient_of_the_whole_batch(tmp_path):
+    with plugins(trainer={"reading": ReadsGradients}):
+        flags = f"{SMALL} -trainer reading"
+        logs = [log_of(run(tmp_path, f"{flags} -cpu {n} -model on_{n}")) for n in (1, 2, 3)]
     seen = [re.findall(r"gradient (\S+)", log) for log in logs]
     assert len(seen[0]) == 12 and seen[0] == seen[1] == seen[2]
 
 
-class Apart(trainer.Trainer):
-    """Has a part that it wraps itself, whose gradients it keeps over two steps."""
+class Extra(trainer.Trainer):
+    """Wraps a module in DDP itself and accumulates its gradients over two steps."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
-        self.apart = nn.Linear(4, 4)
-        wrapped = DistributedDataParallel(self.apart) if self.world.size > 1 else self.apart
-        self.wrapped, self.slow = wrapped, torch.optim.SGD(self.apart.parameters(), lr=0.1)
+        self.extra = nn.Linear(4, 4)
+        wrapped = DistributedDataParallel(self.extra) if self.world.size > 1 else self.extra
+        self.wrapped, self.slow = wrapped, torch.optim.SGD(self.extra.parameters(), lr=0.1)
 
     def training_step(self, batch):
         return self.loss(self.wrapped(self.model(batch[0])), batch[1])
@@ -437,23 +441,23 @@ class Apart(trainer.Trainer):
         if self.state.step % 2 == 0:
             self.slow.step()
             self.slow.zero_grad()
-            logging.getLogger("lib.trainer").info("apart %s", self.apart.weight.flatten().tolist())
+            logging.getLogger("lib.trainer").info("extra %s", self.extra.weight.flatten().tolist())
 
 
-def test_gradients_that_a_part_wrapped_by_the_trainer_keeps_over_steps_count_once_to_the_bit(tmp_path):
-    with plugins(trainer={"apart": Apart}):
-        logs = [log_of(run(tmp_path, f"{SMALL} -trainer apart -cpu {n} -model on_{n}")) for n in (1, 2, 3)]
-    alone, *others = [[json.loads(one) for one in re.findall(r"apart (\[.*\])", log)] for log in logs]
-    assert len(alone) == 6
-    assert others == [alone, alone]
+def test_gradients_of_a_module_that_the_trainer_wraps_in_ddp_are_counted_once(tmp_path):
+    with plugins(trainer={"extra": Extra}):
+        logs = [log_of(run(tmp_path, f"{SMALL} -trainer extra -cpu {n} -model on_{n}")) for n in (1, 2, 3)]
+    single, *others = [[json.loads(one) for one in re.findall(r"extra (\[.*\])", log)] for log in logs]
+    assert len(single) == 6
+    assert others == [single, single]
 
 
-def test_another_micro_batch_gives_idle_processes_work_at_the_same_bits(tmp_path):
+def test_another_micro_batch_size_gives_work_to_idle_processes_and_keeps_the_bits(tmp_path):
     def two_starts(before: int, after: int):
-        words = f"{SMALL} -model from_{before}_to_{after}"
-        first = run(tmp_path, f"{words} -micro_batch 8 -limit_steps 5 -cpu {before}", wanted=75)
+        flags = f"{SMALL} -model from_{before}_to_{after}"
+        first = run(tmp_path, f"{flags} -micro_batch 8 -limit_steps 5 -cpu {before}", wanted=75)
         idle = "1 of 3 processes idle" in log_of(first)
-        return bits(run(tmp_path, f"{words} -allow_change micro_batch -cpu {after}")), idle
+        return bits(run(tmp_path, f"{flags} -allow_change micro_batch -cpu {after}")), idle
 
     truth, _ = two_starts(1, 1)
     assert two_starts(3, 4) == (truth, True)
@@ -461,7 +465,7 @@ def test_another_micro_batch_gives_idle_processes_work_at_the_same_bits(tmp_path
 
 
 class Twice(nn.Module):
-    """Recomputes a part by the old way, whose backward pass is one inside another."""
+    """Checkpoints a layer with use_reentrant=True, whose backward pass runs inside another."""
 
     def __init__(self):
         super().__init__()
@@ -475,17 +479,17 @@ class Twice(nn.Module):
 
 
 def test_two_gradients_of_a_parameter_in_one_pass_are_summed_or_refused(tmp_path, capfd, monkeypatch):
-    """They are refused only where its bucket travels while the pass is under way."""
+    """They are refused only if the parameter's bucket is sent during the pass."""
     with plugins(arch={"twice": lambda args: Twice()}):
-        alone = run(tmp_path, f"{SMALL} -arch twice -cpu 1 -model alone")
-        assert bits(run(tmp_path, f"{SMALL} -arch twice -cpu 2 -model two")) == bits(alone)
+        single = run(tmp_path, f"{SMALL} -arch twice -cpu 1 -model alone")
+        assert bits(run(tmp_path, f"{SMALL} -arch twice -cpu 2 -model two")) == bits(single)
         monkeypatch.setattr(reduction, "BUCKET", 700)
         run(tmp_path, f"{SMALL} -arch twice -cpu 2 -model buckets", wanted=1)
     assert "use_reentrant=False" in capfd.readouterr().err
 
 
 class Halves(nn.Module):
-    """Uses one half of its parameters."""
+    """Uses half of its parameters in a call."""
 
     def __init__(self):
         super().__init__()
@@ -496,7 +500,7 @@ class Halves(nn.Module):
 
 
 class Shared(nn.Module):
-    """Calls each of its blocks twice in a pass."""
+    """Calls each of its blocks twice in a forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -507,9 +511,9 @@ class Shared(nn.Module):
         return self.head(halves(linear(halves(linear(inputs).tanh(), 0)).tanh(), 1))
 
 
-def test_sharded_blocks_that_are_called_twice_in_a_pass_end_at_the_same_bits(tmp_path):
+def test_fsdp_blocks_called_twice_in_a_pass_give_the_same_bits(tmp_path):
     with plugins(arch={"shared": lambda args: Shared()}):
-        words = f"{SMALL} -arch shared -parallel fsdp"
-        truth = bits(run(tmp_path, f"{words} -cpu 1 -model alone"))
+        flags = f"{SMALL} -arch shared -parallel fsdp"
+        truth = bits(run(tmp_path, f"{flags} -cpu 1 -model alone"))
         for more in ("-cpu 2", "-cpu 3 -recompute", "-cpu 5"):
-            assert bits(run(tmp_path, f"{words} {more} -model on_{more[5]}")) == truth
+            assert bits(run(tmp_path, f"{flags} {more} -model on_{more[5]}")) == truth

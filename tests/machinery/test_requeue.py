@@ -1,4 +1,4 @@
-"""What a task of a Slurm job decides, without a Slurm: by the words and variables of a real one."""
+"""What a task of a Slurm job decides, tested without Slurm: by the output and variables of a real one."""
 
 import json
 import os
@@ -22,66 +22,68 @@ RUNNING = {"JobState": "RUNNING", "StartTime": "2026-11-21T03:22:53", "PreemptTi
 PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T03:22:56"}
 
 
-def decided(state="stopped", *, job=RUNNING, gained=True, done=(), refused=None, **said):
-    """Why a job is requeued, and why it is not. state: None without an outcome; `said`: by outcome.json."""
+def verdict_for(state="stopped", *, job=RUNNING, gained=True, done=(), refused=None, **facts):
+    """Why a job is requeued, and why not. state: None if there is no outcome.json; `facts`: further entries of it."""
     start = {**START, "refused": refused} if refused else START
     starts = [{**START, "restart": -1, "requeued": why} for why in done] + [start]
-    outcome = {"state": state, "reason": "a sentence", **said} if state else {}
+    outcome = {"state": state, "reason": "a sentence", **facts} if state else {}
     checkpoint = "000003_step_30" if gained else START["checkpoint"]
     return requeue.verdict(starts, outcome, checkpoint, job)
 
 
-def test_preemptions_are_told_from_cancellations():
-    assert decided(job=PREEMPTED) == ("preempted", "")
-    assert decided(job={**PREEMPTED, "JobState": "SIGNALING"}) == ("preempted", ""), "sent another signal"
-    assert decided(job=PREEMPTED, gained=False, done=["preempted"] * 9) == ("preempted", "")
-    assert "asked to stop" in decided(signal="SIGTERM")[1]
+def test_a_preemption_is_distinguished_from_a_cancellation():
+    assert verdict_for(job=PREEMPTED) == ("preempted", "")
+    assert verdict_for(job={**PREEMPTED, "JobState": "SIGNALING"}) == ("preempted", ""), (
+        "while another signal is sent"
+    )
+    assert verdict_for(job=PREEMPTED, gained=False, done=["preempted"] * 9) == ("preempted", "")
+    assert "asked to stop" in verdict_for(signal="SIGTERM")[1]
     for state in ("CANCELLED", "COMPLETING"):
         for why in ("SIGTERM", "SIGUSR2"):
-            assert "ended from outside" in decided(signal=why, job={**RUNNING, "JobState": state})[1]
+            assert "ended from outside" in verdict_for(signal=why, job={**RUNNING, "JobState": state})[1]
     before = {**RUNNING, "PreemptTime": "2026-11-21T03:11:00"}
-    assert "asked to stop" in decided(job=before)[1], "a preemption before this start is past"
-    assert "asked to stop" in decided(job={})[1], "Slurm does not answer, and nothing says that it was a preemption"
+    assert "asked to stop" in verdict_for(job=before)[1], "a preemption before this start does not count"
+    assert "asked to stop" in verdict_for(job={})[1], "Slurm does not answer, and nothing indicates a preemption"
 
 
-def test_a_preempted_run_that_could_not_save_in_time_goes_on():
-    """Its outcome says that it runs, or that a process lost another, or there is none yet."""
+def test_a_preempted_run_that_could_not_save_in_time_is_requeued():
+    """Its outcome.json says that it runs, or that a process lost its peer, or does not exist yet."""
     for state in ("running", "failed", None):
-        words = decided(state, lost_peer=True, job=PREEMPTED, gained=False, done=["preempted"] * 9)
-        assert words == ("preempted", "")
-    assert "the run failed" in decided("failed", job=PREEMPTED)[1]
-    assert "was refused" in decided(None, refused="-epochs 0", job=PREEMPTED)[1]
+        verdict = verdict_for(state, lost_peer=True, job=PREEMPTED, gained=False, done=["preempted"] * 9)
+        assert verdict == ("preempted", "")
+    assert "the run failed" in verdict_for("failed", job=PREEMPTED)[1]
+    assert "was refused" in verdict_for(None, refused="-epochs 0", job=PREEMPTED)[1]
 
 
-def test_time_limits_are_requeued_while_the_run_gets_on():
-    assert decided(signal="SIGUSR2") == ("time limit", "")
-    assert decided(signal="SIGUSR2", job={}) == ("time limit", "")
-    assert decided(signal="SIGUSR2", done=["time limit", "preempted", "a process was lost"])[0]
-    assert decided(signal="SIGUSR2", done=["time limit"] * 30)[0]
+def test_time_limits_are_requeued_while_the_run_makes_progress():
+    assert verdict_for(signal="SIGUSR2") == ("time limit", "")
+    assert verdict_for(signal="SIGUSR2", job={}) == ("time limit", "")
+    assert verdict_for(signal="SIGUSR2", done=["time limit", "preempted", "a process was lost"])[0]
+    assert verdict_for(signal="SIGUSR2", done=["time limit"] * 30)[0]
 
 
-def test_lost_processes_are_replaced_and_failures_are_not():
-    assert decided("failed", lost_peer=True)[0] == decided("running")[0] == "a process was lost"
-    assert "the run failed (rank 1: no)" in decided("failed", reason="rank 1: no", lost_peer=False)[1]
-    assert decided("finished") == ("", "")
+def test_a_lost_process_is_requeued_and_a_failure_is_not():
+    assert verdict_for("failed", lost_peer=True)[0] == verdict_for("running")[0] == "a process was lost"
+    assert "the run failed (rank 1: no)" in verdict_for("failed", reason="rank 1: no", lost_peer=False)[1]
+    assert verdict_for("finished") == ("", "")
 
 
-def test_the_second_start_in_a_row_that_gains_nothing_is_the_last():
-    """The first, also of all, may have met a bad node. Preemptions do not count."""
-    for why, message in (("time limit", {"state": "stopped", "signal": "SIGUSR2"}), ("a process was lost", {})):
-        message = {"state": "running", **message, "gained": False}
-        assert decided(**message) == (why, "")
-        assert decided(**message, done=["preempted"]) == (why, "")
-        assert decided(**message, done=[why]) == ("", f"{why}, and two starts in a row gained nothing")
-        assert decided(**{**message, "gained": True}, done=[why]) == (why, "")
-    assert "gained nothing" in decided(None, gained=True, done=["time limit"])[1], "it was another job that saved"
+def test_a_second_start_in_a_row_without_progress_is_the_last():
+    """One start without progress may be due to a bad node. Preemptions do not count."""
+    for why, facts in (("time limit", {"state": "stopped", "signal": "SIGUSR2"}), ("a process was lost", {})):
+        facts = {"state": "running", **facts, "gained": False}
+        assert verdict_for(**facts) == (why, "")
+        assert verdict_for(**facts, done=["preempted"]) == (why, "")
+        assert verdict_for(**facts, done=[why]) == ("", f"{why}, and two starts in a row gained nothing")
+        assert verdict_for(**{**facts, "gained": True}, done=[why]) == (why, "")
+    assert "gained nothing" in verdict_for(None, gained=True, done=["time limit"])[1], "the save was of another job"
 
 
-def test_facts_decide_and_not_the_sentence_beside_them():
-    """A file may be called so, and an error tell of the other; older runs have the sentence alone."""
-    assert "asked to stop" in decided(reason="the file STOP is in the run's folder", signal=None)[1]
-    assert "asked to stop" in decided(reason="signal SIGUSR2")[1]
-    assert "the run failed" in decided("failed", reason="rank 1: ValueError: NCCL, gloo, Connection closed")[1]
+def test_the_fields_of_outcome_json_decide_and_not_the_text_of_its_reason():
+    """A file name or error message may contain the same text. Older runs only have the text."""
+    assert "asked to stop" in verdict_for(reason="the file STOP is in the run's folder", signal=None)[1]
+    assert "asked to stop" in verdict_for(reason="signal SIGUSR2")[1]
+    assert "the run failed" in verdict_for("failed", reason="rank 1: ValueError: NCCL, gloo, Connection closed")[1]
 
 
 @pytest.mark.parametrize(
@@ -98,13 +100,13 @@ def test_facts_decide_and_not_the_sentence_beside_them():
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],
 )
-def test_how_a_process_fails_tells_whether_another_is_gone(error, lost):
+def test_errors_that_mean_a_lost_peer_are_recognized(error, lost):
     assert run_folder.is_lost_peer(error) == lost
 
 
-def test_a_refused_start_says_nothing_of_what_others_wrote(stopped, monkeypatch, capsys):
-    """A second job for a run that is in use, which saves meanwhile; one with a changed flag after a stopped one."""
-    says(stopped.parent, "JobState=RUNNING PreemptTime=None")
+def test_a_refused_start_ignores_the_outcome_of_other_starts(stopped, monkeypatch, capsys):
+    """A second job for a run in use, which saves meanwhile; and one with a changed flag after a stopped start."""
+    fake_scontrol(stopped.parent, "JobState=RUNNING PreemptTime=None")
     monkeypatch.setenv(requeue.HISTORY, str(stopped))
     assert local.report_usage_error(UsageError("-model run:\nin use by job 11")) == 2
     assert capsys.readouterr().err == "train.py: -model run: in use by job 11\n"
@@ -116,26 +118,26 @@ def test_a_refused_start_says_nothing_of_what_others_wrote(stopped, monkeypatch,
     write_outcome(run, "12.0", {"state": "stopped", "signal": "SIGUSR2"})
     requeue.record_start(stopped, run)
     local.report_usage_error(UsageError("-epochs 3"))
-    assert requeue.finish_job(stopped, 2) == 2, "stopped by the start before it"
-    assert "requeue" not in (stopped.parent / "said").read_text()
+    assert requeue.finish_job(stopped, 2) == 2, "the outcome is of the start before"
+    assert "requeue" not in (stopped.parent / "calls").read_text()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     requeue.record_start(stopped, run)
     assert requeue.finish_job(stopped, 137) == 0, "a process was lost"
-    assert (stopped.parent / "said").read_text().splitlines()[-1] == "requeue 12"
+    assert (stopped.parent / "calls").read_text().splitlines()[-1] == "requeue 12"
 
 
-def test_only_the_interrupted_task_of_an_array_is_requeued(stopped, monkeypatch):
-    """The last task has the array's own job id, under which Slurm knows all tasks."""
-    says(stopped.parent, "JobState=RUNNING PreemptTime=None")
+def test_only_the_interrupted_task_of_a_job_array_is_requeued(stopped, monkeypatch):
+    """The last task has the job id of the array, which to Slurm means all its tasks."""
+    fake_scontrol(stopped.parent, "JobState=RUNNING PreemptTime=None")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "12")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
     assert requeue.finish_job(stopped, 0) == 0
-    assert (stopped.parent / "said").read_text().splitlines() == ["show job -o 12_2", "requeue 12_2"]
+    assert (stopped.parent / "calls").read_text().splitlines() == ["show job -o 12_2", "requeue 12_2"]
 
 
 @pytest.mark.parametrize("code", [0, 2, 143])
-def test_a_start_that_does_not_train_ends_with_its_own_code(tmp_path, monkeypatch, code):
-    """-eval and -debug write no outcome, and are not requeued."""
+def test_a_job_that_does_not_train_keeps_its_exit_code(tmp_path, monkeypatch, code):
+    """-eval and -debug write no outcome.json and are not requeued."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     history = slurm_task.record_start(parsed(f"-eval -out {tmp_path} -model run"))
     assert not history.exists() and requeue.finish_job(history, code) == code
@@ -143,7 +145,7 @@ def test_a_start_that_does_not_train_ends_with_its_own_code(tmp_path, monkeypatc
 
 @pytest.fixture
 def stopped(tmp_path, monkeypatch):
-    """The history of a job whose run was stopped by its time limit. Its scontrol fails, or does what a test says."""
+    """The history of a job that its time limit stopped. It has no scontrol, unless a test makes one."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("PATH", f"{tmp_path}")
     run, history = tmp_path / "run", tmp_path / "12.json"
@@ -154,34 +156,34 @@ def stopped(tmp_path, monkeypatch):
 
 
 def write_outcome(run: Path, launch: str, facts: dict):
-    """The outcome that a start of a launch leaves."""
+    """Write the outcome.json of a start of a launch."""
     (run / "outcome.json").write_text(json.dumps({**facts, "launch": launch, "written": time.time_ns()}))
 
 
-def says(folder: Path, job: str):
-    """An scontrol that says this of the job, and notes in `said` what it was asked."""
+def fake_scontrol(folder: Path, job: str):
+    """Make an scontrol that answers with this job and appends its arguments to the file `calls`."""
     scontrol = folder / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/said\necho "JobId=12 {job}"\n')
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/calls\necho "JobId=12 {job}"\n')
     scontrol.chmod(0o755)
 
 
-def test_without_scontrol_the_state_is_kept_and_the_command_is_told(stopped):
+def test_without_scontrol_the_job_exits_with_75_and_prints_the_command_to_requeue(stopped):
     code = [sys.executable, "-m", "lib.launch.slurm_task", "after", str(stopped), "0"]
-    said = subprocess.run(code, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert said.returncode == 75 and "type: scontrol requeue 12" in said.stdout
+    run = subprocess.run(code, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert run.returncode == 75 and "type: scontrol requeue 12" in run.stdout
     assert "requeued" not in json.loads(stopped.read_text())["starts"][-1]
 
 
 def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
-    says(stopped.parent, "JobState=RUNNING PreemptTime=None")
+    fake_scontrol(stopped.parent, "JobState=RUNNING PreemptTime=None")
     assert requeue.finish_job(stopped, 0) == 0
-    assert (stopped.parent / "said").read_text().splitlines()[-1] == "requeue 12"
+    assert (stopped.parent / "calls").read_text().splitlines()[-1] == "requeue 12"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert requeue.finish_job(stopped, 1) == 1, "this start never noted that it began"
+    assert requeue.finish_job(stopped, 1) == 1, "the beginning of this start was not recorded"
     for count, code in enumerate((0, 137), 1):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(count))
         requeue.record_start(stopped, stopped.parent / "run")
-        assert requeue.finish_job(stopped, 137) == code, "the second got no further, either"
+        assert requeue.finish_job(stopped, 137) == code, "no progress in the second start either"
     done = [start.get("requeued") for start in json.loads(stopped.read_text())["starts"]]
     assert done == ["time limit", "a process was lost", None]
     write_outcome(stopped.parent / "run", "12.0", {"state": "finished"})
@@ -189,14 +191,14 @@ def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
 
 
 def test_a_job_that_trains_twice_in_one_start_records_the_second_run(stopped):
-    """As one whose script has two commands: the first run's checkpoints are no gain of the second."""
+    """As one whose script has two commands: the first run's checkpoints are no progress of the second."""
     requeue.record_start(stopped, stopped.parent / "run")
     [start] = json.loads(stopped.read_text())["starts"]
     assert start["restart"] == 0 and start["checkpoint"] == "000001_step_9"
 
 
-def test_any_checkpoint_that_was_saved_since_is_a_gain(tmp_path):
-    """Also of an earlier step, as after a change of -batch_size."""
+def test_any_new_checkpoint_counts_as_progress(tmp_path):
+    """Even one of an earlier step, as after a change of -batch_size."""
     for name in ("000001_step_10", "000002_step_10", "000003_step_12.partial", "000003_step_99.corrupt"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert requeue.newest_checkpoint(tmp_path) == "000002_step_10"
@@ -209,8 +211,8 @@ def test_any_checkpoint_that_was_saved_since_is_a_gain(tmp_path):
     ("seen", "of_job", "ordinals"),
     [(4, "4", [0, 1, 2, 3]), (1, "4", [0, 0, 0, 0]), (2, "4", [0, 1, 0, 1]), (4, None, [0, 1, 2, 3])],
 )
-def test_each_task_takes_its_own_of_the_gpus_that_slurm_lets_it_see(monkeypatch, seen, of_job, ordinals):
-    """gpus-per-node: all; gpus-per-task and gpu-bind: a task's own part, counted from 0."""
+def test_each_task_uses_its_own_gpu_of_those_that_slurm_makes_visible(monkeypatch, seen, of_job, ordinals):
+    """With gpus-per-node all are visible; with gpus-per-task or gpu-bind only the task's own, counted from 0."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
@@ -221,8 +223,8 @@ def test_each_task_takes_its_own_of_the_gpus_that_slurm_lets_it_see(monkeypatch,
         distributed.pick_device(parsed(""), seen)
 
 
-def test_a_run_that_was_promised_a_gpu_never_trains_on_the_cpu_without_a_word(monkeypatch):
-    """By -gpus, by the driver, which counts one that CUDA does not start, or by Slurm."""
+def test_a_run_that_should_have_a_gpu_is_refused_if_it_cannot_use_one(monkeypatch):
+    """The GPU is expected by -gpus, by the driver, which counts one that CUDA cannot start, or by Slurm."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     assert distributed.pick_device(parsed(""), 0).type == "cpu"
@@ -238,7 +240,7 @@ def test_a_run_that_was_promised_a_gpu_never_trains_on_the_cpu_without_a_word(mo
     assert distributed.pick_device(parsed("-cpu 1"), 0).type == "cpu"
 
 
-def test_a_shell_in_an_allocation_is_no_task(monkeypatch):
+def test_a_shell_in_an_allocation_is_not_taken_for_a_task(monkeypatch):
     step = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     for name, value in {**step, "SLURM_TASK_PID": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -264,7 +266,7 @@ def task(monkeypatch):
     os.environ.update(before)
 
 
-def test_a_task_finds_its_place_and_a_port_of_its_own(task, monkeypatch, tmp_path):
+def test_a_task_finds_its_rank_and_a_port_of_its_own(task, monkeypatch, tmp_path):
     seen, names = [], ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")
     monkeypatch.setattr(local, "call_target", lambda target, args: seen.append(dict(os.environ)) or 0)
     for name, value in (("SLURM_JOB_ID", "6"), ("SLURM_STEP_ID", "1"), ("SLURM_RESTART_COUNT", "1")):
@@ -274,8 +276,8 @@ def test_a_task_finds_its_place_and_a_port_of_its_own(task, monkeypatch, tmp_pat
     assert len({one["MASTER_PORT"] for one in seen}) == 3
 
 
-def test_what_meets_a_signal_first_imports_without_torch():
-    """A job's task, the requeue, the table of runs: a signal must have where to go from the first moment."""
+def test_modules_that_may_receive_a_signal_early_are_imported_without_torch():
+    """A job's task, the requeue and the table of runs must handle a signal from the first moment."""
     for modules in (
         "lib.launch.slurm_task, lib.launch.requeue, lib.utils.checkpoint.run_folder, lib.utils.checkpoint.atomic",
         "scripts.status",
@@ -285,7 +287,7 @@ def test_what_meets_a_signal_first_imports_without_torch():
 
 
 def test_only_rank_0_of_a_stopped_job_exits_with_75(task, monkeypatch, tmp_path):
-    """srun would kill the tasks of the others where they stand."""
+    """srun would kill the other tasks at once."""
     monkeypatch.setattr(local, "call_target", lambda target, args: STOPPED)
     codes = []
     for rank in range(3):

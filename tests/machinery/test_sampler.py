@@ -1,4 +1,4 @@
-"""The samplers: torch's order, stops and changes of the number of ranks, cycling_utils' errors, groups."""
+"""The samplers: torch's order, stops and changes of the number of ranks, the errors of cycling_utils, and groups."""
 
 import itertools
 import json
@@ -23,11 +23,11 @@ from lib.utils.compat.samplers import (
 STEADY = settings(deadline=None, derandomize=True, max_examples=150)
 SIZES, WORLDS, SEEDS, EPOCHS = st.integers(0, 200), st.integers(1, 9), st.integers(0, 2**31), st.integers(0, 50)
 OPTIONS = st.fixed_dictionaries({"shuffle": st.booleans(), "seed": SEEDS, "drop_last": st.booleans()})
-RUNS = st.lists(st.tuples(WORLDS, st.integers(0, 30)), max_size=6)  # ranks, and what each consumes before the stop
+RUNS = st.lists(st.tuples(WORLDS, st.integers(0, 30)), max_size=6)  # numbers of ranks, and of samples before the stop
 
 
 def samplers(ranks, n, cls=InterruptableDistributedSampler, state=None, **options):
-    """One sampler for each rank, all of them loaded with a state."""
+    """One sampler for each rank, with the state loaded."""
     made = [cls(range(n), num_replicas=ranks, rank=rank, **options) for rank in range(ranks)]
     for sampler in made if state else ():
         sampler.load_state_dict(json.loads(json.dumps(state)))
@@ -35,7 +35,7 @@ def samplers(ranks, n, cls=InterruptableDistributedSampler, state=None, **option
 
 
 def take(sampler, count):
-    """The next `count` of a sampler, consumed."""
+    """Take the next `count` indices of a sampler and advance it."""
     taken = list(itertools.islice(sampler, count))
     sampler.advance(len(taken))
     return taken
@@ -43,7 +43,7 @@ def take(sampler, count):
 
 @STEADY
 @given(n=SIZES, ranks=WORLDS, epochs=st.lists(EPOCHS, max_size=4), options=OPTIONS)
-def test_every_epoch_has_exactly_torchs_order(n, ranks, epochs, options):
+def test_every_epoch_has_the_order_of_torchs_sampler(n, ranks, epochs, options):
     for rank in range(ranks):
         ours = InterruptableDistributedSampler(range(n), ranks, rank, **options)
         theirs = DistributedSampler(range(n), ranks, rank, **options)
@@ -54,12 +54,12 @@ def test_every_epoch_has_exactly_torchs_order(n, ranks, epochs, options):
             assert (len(ours), ours.total_size) == (len(theirs), theirs.total_size)
 
 
-# Stops, and other numbers of ranks
+# Stops and other numbers of ranks
 
 
 @STEADY
 @given(n=SIZES, ranks=WORLDS, epoch=EPOCHS, options=OPTIONS, stops=st.lists(st.integers(0, 30), max_size=5))
-def test_a_rank_that_stops_and_goes_on_misses_nothing(n, ranks, epoch, options, stops):
+def test_a_rank_that_stops_and_resumes_misses_no_sample(n, ranks, epoch, options, stops):
     rank, state, seen = ranks - 1, {"epoch": epoch, "progress": 0}, []
     for stop in [*stops, n]:
         sampler = InterruptableDistributedSampler(range(n), ranks, rank, **options)
@@ -72,7 +72,7 @@ def test_a_rank_that_stops_and_goes_on_misses_nothing(n, ranks, epoch, options, 
 
 @STEADY
 @given(n=SIZES, seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans(), runs=RUNS, last=WORLDS)
-def test_an_epoch_over_changing_numbers_of_ranks_has_each_sample_once(n, seed, epoch, shuffle, runs, last):
+def test_an_epoch_with_changing_numbers_of_ranks_has_each_sample_once(n, seed, epoch, shuffle, runs, last):
     state, seen = {"epoch": epoch, "progress": 0}, []
     for ranks, count in [*runs, (last, n)]:
         dealt = samplers(ranks, n, state=state, shuffle=shuffle, seed=seed)
@@ -89,7 +89,7 @@ def test_an_epoch_over_changing_numbers_of_ranks_has_each_sample_once(n, seed, e
 
 @STEADY
 @given(n=SIZES, seed=SEEDS, runs=RUNS, last=WORLDS)
-def test_without_the_tail_no_sample_comes_twice_and_fewer_are_left_out_than_ranks(n, seed, runs, last):
+def test_with_drop_last_no_sample_comes_twice_and_fewer_are_left_out_than_there_are_ranks(n, seed, runs, last):
     state, seen = {"epoch": 0, "progress": 0}, []
     for ranks, count in [*runs, (last, n)]:
         dealt = samplers(ranks, n, state=state, seed=seed, drop_last=True)
@@ -102,7 +102,7 @@ def test_without_the_tail_no_sample_comes_twice_and_fewer_are_left_out_than_rank
 @settings(deadline=None, derandomize=True, max_examples=5)
 @given(n=st.integers(10, 60), batch=st.integers(1, 7), ranks=st.integers(1, 3), later=st.integers(1, 3), seed=SEEDS)
 @pytest.mark.parametrize("workers", [0, 3])
-def test_what_loader_processes_fetch_ahead_does_not_count(workers, n, batch, ranks, later, seed):
+def test_samples_that_loader_processes_prefetch_do_not_count_as_progress(workers, n, batch, ranks, later, seed):
     def epoch(ranks, state, steps):
         dealt = samplers(ranks, n, state=state, seed=seed)
         shares = []
@@ -137,7 +137,7 @@ def test_a_loader_over_two_epochs_equals_one_with_torchs_sampler():
 
 @STEADY
 @given(n=st.integers(1, 200), seed=SEEDS, stop=st.integers(0, 250), epoch=EPOCHS)
-def test_a_shards_sampler_goes_over_all_of_it(n, seed, stop, epoch):
+def test_a_sampler_of_a_shard_visits_all_of_it(n, seed, stop, epoch):
     assert InterruptibleSampler is InterruptableSampler
     first = InterruptableSampler(range(n), num_replicas=4, rank=3, seed=seed)
     first.set_epoch(epoch)
@@ -179,14 +179,14 @@ def test_advancing_past_the_end_is_an_error_and_changes_nothing():
         {"progress": 2, "epoch": 0, "start": 9, "num_replicas": 4},
     ],
 )
-def test_a_state_of_more_samples_than_there_are_is_refused(state):
+def test_a_state_with_more_samples_than_the_dataset_is_refused(state):
     sampler = InterruptableDistributedSampler(range(10), 3, 0)
     with pytest.raises(AdvancedTooFarError):
         sampler.load_state_dict(state)
     assert (sampler.progress, sampler.start, sampler.epoch) == (0, 0, 0)
 
 
-def test_another_epoch_can_be_set_only_when_none_is_under_way():
+def test_set_epoch_is_refused_during_an_epoch():
     sampler = InterruptableDistributedSampler(range(10), 1, 0)
     sampler.set_epoch(1)
     sampler.advance(4)
@@ -204,7 +204,7 @@ def test_another_epoch_can_be_set_only_when_none_is_under_way():
     assert list(fewer) == truth.order(10, 2, 0, epoch=2)
 
 
-def test_right_after_a_state_is_loaded_any_epoch_goes_on_at_its_progress():
+def test_after_load_state_dict_any_epoch_starts_at_the_saved_progress():
     sampler = InterruptableDistributedSampler(range(10), 1, 0)
     sampler.load_state_dict({"progress": 1, "epoch": 1})
     with sampler.in_epoch(0):
@@ -213,7 +213,7 @@ def test_right_after_a_state_is_loaded_any_epoch_goes_on_at_its_progress():
         assert list(sampler) == truth.order(10, epoch=1)
 
 
-def test_an_exception_keeps_the_progress_of_its_epoch():
+def test_an_exception_keeps_the_progress_of_the_epoch():
     sampler = InterruptableDistributedSampler(range(10), 1, 0)
     with pytest.raises(KeyboardInterrupt), sampler.in_epoch(3):
         seen = take(sampler, 4)
@@ -229,7 +229,7 @@ def test_an_exception_keeps_the_progress_of_its_epoch():
 GROUPS = st.lists(st.integers(-2, 4), max_size=120)
 
 
-def grouped(ranks, groups, state=None, **options):
+def grouped_samplers(ranks, groups, state=None, **options):
     return samplers(
         ranks, len(groups), InterruptableDistributedGroupedBatchSampler, state, group_ids=groups, **options
     )
@@ -237,8 +237,8 @@ def grouped(ranks, groups, state=None, **options):
 
 @STEADY
 @given(groups=GROUPS, batch=st.integers(1, 9), seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans())
-def test_batches_are_of_one_group_in_torchs_order_and_hold_every_sample_once(groups, batch, seed, epoch, shuffle):
-    (sampler,) = grouped(1, groups, batch_size=batch, seed=seed, shuffle=shuffle)
+def test_batches_of_one_group_are_in_torchs_order_and_contain_every_sample_once(groups, batch, seed, epoch, shuffle):
+    (sampler,) = grouped_samplers(1, groups, batch_size=batch, seed=seed, shuffle=shuffle)
     expected = len(sampler)
     with sampler.in_epoch(epoch):
         batches = list(sampler)
@@ -254,12 +254,12 @@ def test_batches_are_of_one_group_in_torchs_order_and_hold_every_sample_once(gro
 
 @STEADY
 @given(groups=GROUPS, batch=st.integers(1, 9), seed=SEEDS, drop_last=st.booleans(), runs=RUNS, last=WORLDS)
-def test_batches_over_changing_numbers_of_ranks_come_once(groups, batch, seed, drop_last, last, runs):
+def test_grouped_batches_with_changing_numbers_of_ranks_come_once(groups, batch, seed, drop_last, last, runs):
     options = {"batch_size": batch, "seed": seed, "drop_last": drop_last}
-    wanted = list(grouped(1, groups, **options)[0])
+    wanted = list(grouped_samplers(1, groups, **options)[0])
     state, seen = {"epoch": 0, "progress": 0}, []
     for ranks, count in [*runs, (last, len(groups))]:
-        dealt = grouped(ranks, groups, state=state, **options)  # a state loads before the first epoch
+        dealt = grouped_samplers(ranks, groups, state=state, **options)  # a state loads before the first epoch
         assert len({len(sampler) for sampler in dealt}) == 1
         shares = [take(sampler, count) for sampler in dealt]
         seen += [part for turn in zip(*shares, strict=True) for part in turn]
@@ -285,10 +285,10 @@ def test_a_grouped_sampler_counts_batches_and_feeds_a_loader():
             sampler.advance()
     first = list(sampler)
     sampler.set_epoch(2)
-    assert list(sampler) != first, "another epoch, other batches"
+    assert list(sampler) != first, "another epoch must have other batches"
 
 
-def test_a_grouped_sampler_refuses_what_does_not_fit():
+def test_a_grouped_sampler_refuses_wrong_arguments():
     with pytest.raises(ValueError, match="3 group_ids for 4 samples"):
         InterruptableDistributedGroupedBatchSampler(range(4), [0, 1, 2], 2, 1, 0)
     with pytest.raises(ValueError, match="batch_size 0"):

@@ -1,4 +1,4 @@
-"""cycling_utils' dataset of which each process holds a share: which samples, in which form."""
+"""cycling_utils' dataset of which each process has a share: which samples, and in which form."""
 
 import numpy as np
 import pytest
@@ -11,12 +11,12 @@ from torchvision.transforms.functional import pil_to_tensor
 from lib.utils.compat.samplers import InterruptableSampler, InterruptibleSampler
 from lib.utils.compat.sharded_dataset import DistributedShardedDataset, shard_places
 
-COUNT = 23  # training images: no number of ranks below divides it
+COUNT = 23  # training images; none of the numbers of ranks below divides it
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """DATA with train/ (2 classes); the value of an image's pixels is its number."""
+    """DATA with train/ (2 classes). The pixel value of an image is its number."""
     folder = tmp_path_factory.mktemp("data")
     for number in range(COUNT):
         draw(folder / "train" / ("ant" if number < 9 else "bee") / f"{number:03}.png", number)
@@ -47,13 +47,13 @@ def test_with_a_share_of_one_over_world_size_every_sample_is_on_exactly_one_rank
 
 
 @pytest.mark.parametrize(("world_size", "pct"), [(2, 0.8), (3, 0.5), (4, 0.99), (4, 0.1), (5, 1.0), (1, 0.3)])
-def test_a_larger_share_overlaps_and_holds_no_sample_twice(data, world_size, pct):
+def test_larger_shares_overlap_and_contain_no_sample_twice(data, world_size, pct):
     shards = [numbers(load(data, rank, world_size, pct).samples) for rank in range(world_size)]
     assert {len(shard) for shard in shards} == {len(set(shard)) for shard in shards} == {-(-COUNT * pct // 1)}
     assert pct * world_size < 1 or set().union(*shards) == set(range(COUNT))
 
 
-def test_every_share_of_every_size_is_distinct_and_together_complete():
+def test_shares_of_every_size_are_distinct_and_together_complete():
     for n in range(1, 40):
         for world_size in range(1, n + 1):
             for pct in {1 / world_size, min(1.0, 1.5 / world_size), 1.0}:
@@ -63,7 +63,7 @@ def test_every_share_of_every_size_is_distinct_and_together_complete():
                 assert pct > 1 / world_size or sum(map(len, shares)) == n
 
 
-def test_the_seed_deals_the_shards_and_leaves_the_global_generators_alone(data):
+def test_the_seed_determines_the_shards_and_global_generators_do_not_change(data):
     state = torch.get_rng_state()
     first, again = (numbers(load(data, 0, 3, 1 / 3, seed=1).samples) for _ in range(2))
     assert torch.equal(state, torch.get_rng_state())
@@ -71,7 +71,7 @@ def test_the_seed_deals_the_shards_and_leaves_the_global_generators_alone(data):
     assert numbers(load(data, 1, 3, 1 / 3, shuffle=False).samples) == list(range(1, COUNT, 3))
 
 
-def test_transforms_act_when_loading_and_at_each_access(data):
+def test_transforms_are_applied_when_loading_or_at_each_access(data):
     calls = []
     shard = load(
         data,
@@ -105,14 +105,14 @@ def test_files_are_chosen_by_extension_or_by_a_function(data, tmp_path):
 @pytest.mark.parametrize(
     ("rank", "world_size", "pct"), [(2, 2, 0.5), (-1, 2, 0.5), (0, 2, 0), (0, 2, 1.1), (23, 24, 1 / 24)]
 )
-def test_a_share_that_cannot_be_is_refused(data, rank, world_size, pct):
+def test_an_impossible_share_is_refused(data, rank, world_size, pct):
     with pytest.raises(ValueError, match=f"rank {rank} of {world_size}"):
         load(data, rank, world_size, pct)
 
 
 @pytest.mark.parametrize("device_id", ["cpu", None])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_plain_loader_goes_through_a_shard_stops_and_goes_on(data, device_id, workers):
+def test_a_plain_loader_over_a_shard_stops_and_resumes(data, device_id, workers):
     shard = load(data, 1, 2, 0.5, device_id=device_id)
 
     def batches(sampler):

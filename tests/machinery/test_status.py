@@ -1,4 +1,4 @@
-"""scripts/status.py says of each run what is true, also of those that cannot say it themselves any more."""
+"""scripts/status.py shows the true state of each run, also of runs that can no longer report it."""
 
 import io
 import json
@@ -18,18 +18,18 @@ from lib.utils.checkpoint import run_folder
 from scripts import reading, status
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = "-cpu 1 -arch mlp -epochs 2 -log_every 5"
+FLAGS = "-cpu 1 -arch mlp -epochs 2 -log_every 5"
 
 
 def rows(out) -> dict[str, dict]:
     return {folder.name: status.row(folder) for folder in reading.folders(out)}
 
 
-def test_runs_are_shown_as_what_they_are(tmp_path):
-    finished = run(tmp_path, f"{WORDS} -model whole")
-    run(tmp_path, f"{WORDS} -model short -limit_steps 7", wanted=75)
+def test_finished_stopped_and_failed_runs_are_shown_with_their_reasons(tmp_path):
+    finished = run(tmp_path, f"{FLAGS} -model whole")
+    run(tmp_path, f"{FLAGS} -model short -limit_steps 7", wanted=75)
     with pytest.raises(RuntimeError, match="without a finite gradient"):
-        run(tmp_path, f"{WORDS} -model bad -lr_start 1e30 -max_bad_steps 1")
+        run(tmp_path, f"{FLAGS} -model bad -lr_start 1e30 -max_bad_steps 1")
     (tmp_path / "no_run").mkdir()
     found = rows(tmp_path)
     assert {name: one["state"] for name, one in found.items()} == {
@@ -42,15 +42,15 @@ def test_runs_are_shown_as_what_they_are(tmp_path):
     assert found["whole"]["job"] == ""
     (finished / ".lock").write_text(json.dumps({**run_folder.read_json(finished / ".lock"), "job": "4711"}))
     assert rows(tmp_path)["whole"]["job"] == "4711"
-    noted = run_folder.read_json(finished / "outcome.json")["best"]
-    assert found["whole"]["best"] == f"accuracy {noted['value']:.4g}"
+    saved_best = run_folder.read_json(finished / "outcome.json")["best"]
+    assert found["whole"]["best"] == f"accuracy {saved_best['value']:.4g}"
     assert found["whole"]["speed"].endswith("/s") and float(found["whole"]["loss"]) > 0
     assert not found["whole"]["left"] and found["whole"]["seen"].endswith("ago")
 
 
-def test_a_stopped_or_killed_run_shows_how_far_it_was_saved(tmp_path):
-    run(tmp_path, "-cpu 1 -arch mlp -epochs 2 -model early -limit_steps 7", wanted=75)  # before its first log line
-    later = run(tmp_path, f"{WORDS} -model later -limit_steps 23", wanted=75)
+def test_a_stopped_or_killed_run_shows_the_step_of_its_newest_checkpoint(tmp_path):
+    run(tmp_path, "-cpu 1 -arch mlp -epochs 2 -model early -limit_steps 7", wanted=75)  # no log line yet
+    later = run(tmp_path, f"{FLAGS} -model later -limit_steps 23", wanted=75)
     found = rows(tmp_path)
     assert [found["early"][name] for name in ("state", "epoch", "step", "best")] == ["stopped", "1/2", "7/40", ""]
     assert float(found["early"]["loss"]) > 0
@@ -64,7 +64,7 @@ def test_a_stopped_or_killed_run_shows_how_far_it_was_saved(tmp_path):
     }.items()
 
 
-def test_runs_are_sorted_by_what_they_reached_and_by_when_they_wrote(tmp_path):
+def test_runs_are_sorted_by_the_chosen_column(tmp_path):
     def make(name, written, best=None, loss=None):
         (tmp_path / name).mkdir()
         (tmp_path / name / "outcome.json").write_text(json.dumps({"state": "finished", "best": best}))
@@ -83,7 +83,7 @@ def test_runs_are_sorted_by_what_they_reached_and_by_when_they_wrote(tmp_path):
 
 
 @pytest.mark.parametrize(("answer", "gone"), [("y\n", True), ("n\n", False), ("\n", False), ("", False)])
-def test_old_runs_are_removed_after_a_question(answer, gone, tmp_path, monkeypatch, capsys):
+def test_old_runs_are_deleted_only_after_confirmation(answer, gone, tmp_path, monkeypatch, capsys):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "outcome.json").write_text("{}")
     assert status.main([str(tmp_path), "-delete"]) == 0 and "no old runs" in capsys.readouterr().out
@@ -96,8 +96,8 @@ def test_old_runs_are_removed_after_a_question(answer, gone, tmp_path, monkeypat
     assert (tmp_path / "x" / "outcome.json").exists()
 
 
-def test_a_run_whose_job_waits_for_its_requeue_goes_on(tmp_path, monkeypatch):
-    folder = run(tmp_path, f"{WORDS} -model short -limit_steps 7", wanted=75)
+def test_a_stopped_run_whose_job_was_requeued_is_shown_as_requeued(tmp_path, monkeypatch):
+    folder = run(tmp_path, f"{FLAGS} -model short -limit_steps 7", wanted=75)
     (folder / "slurm").mkdir()
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -112,34 +112,34 @@ def test_a_run_whose_job_waits_for_its_requeue_goes_on(tmp_path, monkeypatch):
         "time limit: job 12 continues by itself",
     )
     squeue = tmp_path / "squeue"
-    for said, state in (
+    for answer, state in (
         ("echo PENDING", "requeued"),
         ("exit 0", "stopped"),
         ("exit 1", "requeued"),
         ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", "stopped"),
     ):
-        squeue.write_text(f"#!/bin/sh\n{said}\n")
+        squeue.write_text(f"#!/bin/sh\n{answer}\n")
         squeue.chmod(0o755)
         assert status.row(folder)["state"] == state
     squeue.unlink()
     (folder / "outcome.json").touch()
-    assert status.row(folder)["state"] == "stopped", "it was started by hand since"
+    assert status.row(folder)["state"] == "stopped", "it was started by hand since then"
 
 
-def test_a_run_is_running_until_it_is_killed_and_then_lost(start):
+def test_a_run_is_shown_as_running_and_after_a_kill_as_lost(start):
     one = start("live", "-epochs", "5000", "-log_every", "5", cpu=2)
     until(lambda: one.folder.is_dir() and rows(one.folder).get("live", {}).get("left"))
     row = rows(one.folder)["live"]
     assert row["state"] == "running" and row["epoch"].endswith("/5000") and row["host"] == os.uname().nodename
-    assert reading.is_locked(one.folder), "looking has not taken the lock, nor freed it"
+    assert reading.is_locked(one.folder), "reading the status neither takes nor releases the lock"
     one.end()
-    one.is_gone()
+    one.wait_until_gone()
     assert run_folder.read_json(one.folder / "outcome.json")["state"] == "running"
     assert rows(one.folder)["live"]["state"] == "lost" and not rows(one.folder)["live"]["left"]
 
 
-def test_where_locks_do_not_work_a_run_that_keeps_silent_is_said_to(tmp_path, monkeypatch):
-    folder = run(tmp_path, f"{WORDS} -model whole")
+def test_without_working_locks_a_run_that_writes_nothing_is_shown_as_silent(tmp_path, monkeypatch):
+    folder = run(tmp_path, f"{FLAGS} -model whole")
     outcome = folder / "outcome.json"
     outcome.write_text(outcome.read_text().replace("finished", "running"))
     monkeypatch.setattr(reading, "is_locked", lambda _: None)
@@ -149,7 +149,7 @@ def test_where_locks_do_not_work_a_run_that_keeps_silent_is_said_to(tmp_path, mo
     assert (status.row(folder)["state"], status.row(folder)["seen"]) == ("silent", "3 h ago")
 
 
-def test_lines_that_are_being_written_and_files_that_are_missing_harm_nothing(tmp_path):
+def test_incomplete_lines_and_missing_files_are_no_error(tmp_path):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "outcome.json").write_text('{"state": "run')
     (tmp_path / "odd" / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.5}\n{"step": 2, "tra')
@@ -158,27 +158,27 @@ def test_lines_that_are_being_written_and_files_that_are_missing_harm_nothing(tm
     assert status.table([]) == "no runs here"
 
 
-def test_watch_shows_the_table_again_until_it_is_stopped(tmp_path):
-    run(tmp_path, f"{WORDS} -model whole -limit_steps 3", wanted=75)
+def test_watch_repeats_the_table_until_it_is_interrupted(tmp_path):
+    run(tmp_path, f"{FLAGS} -model whole -limit_steps 3", wanted=75)
     log = tmp_path / "log"
-    words = [sys.executable, "scripts/status.py", str(tmp_path), "-watch", "0.1"]
-    with log.open("w") as file, subprocess.Popen(words, cwd=ROOT, env=CLEAN, stdout=file, stderr=file) as process:
+    command = [sys.executable, "scripts/status.py", str(tmp_path), "-watch", "0.1"]
+    with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, env=CLEAN, stdout=file, stderr=file) as process:
         until(lambda: log.read_text().count("stopped") >= 2)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
     assert "Traceback" not in log.read_text()
 
 
-def test_a_reader_that_takes_few_lines_is_no_error(tmp_path):
-    run(tmp_path, f"{WORDS} -model whole -limit_steps 3", wanted=75)
-    words = [sys.executable, "scripts/status.py", str(tmp_path)]
-    with subprocess.Popen(words, cwd=ROOT, env=CLEAN, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+def test_a_closed_reader_of_the_table_is_no_error(tmp_path):
+    run(tmp_path, f"{FLAGS} -model whole -limit_steps 3", wanted=75)
+    command = [sys.executable, "scripts/status.py", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, env=CLEAN, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 0
 
 
-def test_a_folder_that_is_not_there_is_one_line(tmp_path, capsys):
+def test_a_missing_folder_is_reported_in_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         status.main([str(tmp_path / "nothing")])
     assert end.value.code == 2 and capsys.readouterr().err.startswith("status.py: ")

@@ -1,4 +1,4 @@
-"""Files that are not what was written, and saves that fail: the older checkpoint holds, and it is told."""
+"""Damaged files and failed saves: the older checkpoint is used, and the log says so."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import saves
 from runs import distance, outcome, run
-from saves import SMALL, everything, log_of, names
+from saves import SMALL, all_entries, log_of, names
 
 from lib.utils.checkpoint import manager, resume, shards
 
@@ -18,16 +18,16 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A finished run on two processes with all its checkpoints, one an epoch."""
+def finished_run(tmp_path_factory):
+    """A finished run on two processes with all its checkpoints, one for each epoch."""
     return run(tmp_path_factory.mktemp("done"), f"{SMALL} -cpu 2 -keep_last 9")
 
 
-# Files that are not what was written
+# Damaged files
 
 
-def whole(folder: Path) -> bool:
-    """Whether a checkpoint is what was written."""
+def is_undamaged(folder: Path) -> bool:
+    """Whether a checkpoint is undamaged."""
     try:
         for file, wanted in shards.read_manifest(folder)["shards"].items():
             shards.verify(folder / file, wanted)
@@ -36,10 +36,10 @@ def whole(folder: Path) -> bool:
     return True
 
 
-def test_every_one_of_2000_flipped_bits_and_100_truncations_is_found(copy):
+def test_every_one_of_2000_flipped_bits_and_100_truncations_is_detected(copy):
     folder, draw = copy / "checkpoints" / names(copy)[0], random.Random(0)
     files = {path: path.read_bytes() for path in folder.iterdir()}
-    assert whole(folder) and len(files) == 3
+    assert is_undamaged(folder) and len(files) == 3
     for number in range(2100):
         path = draw.choice([*files])
         data = bytearray(files[path])
@@ -48,22 +48,22 @@ def test_every_one_of_2000_flipped_bits_and_100_truncations_is_found(copy):
         else:
             del data[draw.randrange(len(data)) :]
         path.write_bytes(data)
-        assert not whole(folder), f"{path.name} {number}"
+        assert not is_undamaged(folder), f"{path.name} {number}"
         path.write_bytes(files[path])
-    assert whole(folder)
+    assert is_undamaged(folder)
 
 
-def _truncated(part):
+def _truncate(part):
     return lambda folder: os.truncate(folder / SHARD, int((folder / SHARD).stat().st_size * part))
 
 
-def _hole(folder):
+def _zero_block(folder):
     with (folder / SHARD).open("r+b") as file:
         file.seek(4096)
         file.write(bytes(4096))
 
 
-def _appended(name):
+def _append_to(name):
     def append(folder):
         with (folder / name).open("ab") as file:
             file.write(b"garbage")
@@ -71,11 +71,11 @@ def _appended(name):
     return append
 
 
-def _mixed(name):
+def _copy_from_older(name):
     return lambda folder: shutil.copy(folder.parent / "000001_step_4" / name, folder / name)
 
 
-def _replaced(make):
+def _replace_with(make):
     def replace(folder):
         shutil.rmtree(folder)
         make(folder)
@@ -85,25 +85,25 @@ def _replaced(make):
 
 SHARD, MANIFEST = "shard_0001.safetensors", "manifest.json"
 DAMAGE = {
-    **{f"{part} of a shard": _truncated(part) for part in (0, 0.001, 0.25, 0.5, 0.75, 0.99, 0.9999)},
+    **{f"{part} of a shard": _truncate(part) for part in (0, 0.001, 0.25, 0.5, 0.75, 0.99, 0.9999)},
     "no bytes of the manifest": lambda folder: os.truncate(folder / MANIFEST, 0),
-    "a hole of 4 KB": _hole,
-    "garbage behind a shard": _appended(SHARD),
-    "garbage behind the manifest": _appended(MANIFEST),
+    "a hole of 4 KB": _zero_block,
+    "garbage behind a shard": _append_to(SHARD),
+    "garbage behind the manifest": _append_to(MANIFEST),
     "a shard missing": lambda folder: (folder / SHARD).unlink(),
     "no manifest": lambda folder: (folder / MANIFEST).unlink(),
-    "a shard of another generation": _mixed(SHARD),
-    "a manifest of another generation": _mixed(MANIFEST),
-    "an empty folder": _replaced(Path.mkdir),
-    "a file": _replaced(Path.touch),
-    "a dangling link": _replaced(lambda folder: folder.symlink_to("nowhere")),
-    "a looping link": _replaced(lambda folder: folder.symlink_to(folder)),
+    "a shard of another generation": _copy_from_older(SHARD),
+    "a manifest of another generation": _copy_from_older(MANIFEST),
+    "an empty folder": _replace_with(Path.mkdir),
+    "a file": _replace_with(Path.touch),
+    "a dangling link": _replace_with(lambda folder: folder.symlink_to("nowhere")),
+    "a looping link": _replace_with(lambda folder: folder.symlink_to(folder)),
     "a folder for a shard": lambda folder: ((folder / SHARD).unlink(), (folder / SHARD).mkdir()),
 }
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_checkpoint_is_named_with_its_reason_and_the_one_before_is_taken(what, copy):
+def test_a_damaged_checkpoint_is_reported_with_its_reason_and_the_one_before_is_used(what, copy):
     newest, before = names(copy)[:2]
     DAMAGE[what](copy / "checkpoints" / newest)
     found = saves.found(copy)
@@ -112,18 +112,18 @@ def test_a_damaged_checkpoint_is_named_with_its_reason_and_the_one_before_is_tak
 
 
 @pytest.mark.parametrize("cpu", [1, 2])
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, done, cpu):
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(copy, finished_run, cpu):
     for name, damage in zip(names(copy)[:2], ("a hole of 4 KB", "a shard missing"), strict=True):
         DAMAGE[damage](copy / "checkpoints" / name)
     folder = run(copy.parent, f"{SMALL} -cpu {cpu} -keep_last 9")
-    assert distance(folder, done) < (1e-5 if cpu == 1 else 1e-30)
+    assert distance(folder, finished_run) < (1e-5 if cpu == 1 else 1e-30)
     before, _, after = log_of(folder).rpartition("an older checkpoint is taken")
     assert before.count("an older checkpoint is taken") == 1 and "resuming from" in after
-    assert saves.steps(folder)[:2] == [12, 8], "the new ones are newer than those that are damaged"
+    assert saves.steps(folder)[:2] == [12, 8], "new checkpoints count as newer than the damaged ones"
     assert saves.found(folder).damaged == []
 
 
-def test_damaged_checkpoints_are_removed_before_the_good_one_that_the_run_goes_on_from(copy):
+def test_damaged_checkpoints_are_removed_before_the_good_one_from_which_the_run_resumed(copy):
     *newer, good = names(copy)
     for name in newer:
         DAMAGE["a shard missing"](copy / "checkpoints" / name)
@@ -131,28 +131,28 @@ def test_damaged_checkpoints_are_removed_before_the_good_one_that_the_run_goes_o
     assert len(newer) == 2 and len(names(copy)) == 2 and names(copy)[1] == good
 
 
-def test_a_run_with_only_damaged_checkpoints_never_starts_anew_by_itself(copy, done, refused):
+def test_a_run_with_only_damaged_checkpoints_does_not_start_from_scratch_without_reset(copy, finished_run, refused):
     for name in names(copy):
         (copy / "checkpoints" / name / SHARD).unlink()
     for _ in range(2):
         for count in (1, 2):
-            said = refused(f"{SMALL} -cpu {count}", out=copy.parent)
-            assert "is left: -reset without -resume starts from scratch" in said
-    assert len(names(copy)) == 3, "nothing was moved"
-    run(copy.parent, f"{SMALL} -cpu 2 -reset -resume {done}")
-    assert names(copy) and distance(copy, done) == 0.0
+            message = refused(f"{SMALL} -cpu {count}", out=copy.parent)
+            assert "is left: -reset without -resume starts from scratch" in message
+    assert len(names(copy)) == 3, "a checkpoint was moved"
+    run(copy.parent, f"{SMALL} -cpu 2 -reset -resume {finished_run}")
+    assert names(copy) and distance(copy, finished_run) == 0.0
     run(copy.parent, f"{SMALL} -cpu 2 -reset -epochs 1")
     assert saves.steps(copy) == [4]
 
 
-def _failing(monkeypatch, method, name, code):
-    """Path.method fails with this error for what is called so."""
+def _fail_path_method(monkeypatch, method, name, code):
+    """Make Path.method fail with this error for files of this name."""
     real = getattr(Path, method)
 
-    def fails(self, *words, **more):
+    def fails(self, *args, **more):
         if self.name == name:
             raise OSError(code, os.strerror(code), str(self))
-        return real(self, *words, **more)
+        return real(self, *args, **more)
 
     monkeypatch.setattr(Path, method, fails)
 
@@ -166,26 +166,26 @@ def _failing(monkeypatch, method, name, code):
         ("iterdir", "checkpoints", errno.ESTALE),
     ],
 )
-def test_a_read_error_is_no_damage(copy, monkeypatch, method, name, code):
-    checkpoints = saves.saver(copy)
+def test_a_read_error_does_not_count_as_damage(copy, monkeypatch, method, name, code):
+    checkpoints = saves.new_checkpoints(copy)
     with monkeypatch.context() as patch:
-        _failing(patch, method, name, code)
+        _fail_path_method(patch, method, name, code)
         with pytest.raises(OSError, match=os.strerror(code)):
             resume.find_newest_good(checkpoints.folder, checkpoints.disk)
     assert resume.find_newest_good(checkpoints.folder, checkpoints.disk).folder.name == names(copy)[0]
 
 
-def test_a_disk_that_cannot_be_read_ends_the_start_of_all_ranks(copy, monkeypatch):
-    before = everything(copy)
+def test_an_unreadable_disk_ends_the_start_on_all_ranks(copy, monkeypatch):
+    before = all_entries(copy)
     for method, name in (("open", SHARD), ("read_bytes", MANIFEST)):
         with monkeypatch.context() as patch:
-            _failing(patch, method, name, errno.EIO)
+            _fail_path_method(patch, method, name, errno.EIO)
             run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
-        assert "Input/output error" in outcome(copy)["reason"] and everything(copy) == before
+        assert "Input/output error" in outcome(copy)["reason"] and all_entries(copy) == before
 
 
-def test_where_a_rank_does_not_see_the_newest_checkpoint_no_older_one_is_taken(copy, monkeypatch):
-    before, newest, real = everything(copy), names(copy)[0], resume._fault
+def test_if_a_rank_does_not_see_the_newest_checkpoint_no_older_one_is_used(copy, monkeypatch):
+    before, newest, real = all_entries(copy), names(copy)[0], resume._fault
 
     def fault(folder, there, share):
         hidden = os.environ["RANK"] == "1" and folder.name == newest
@@ -194,7 +194,7 @@ def test_where_a_rank_does_not_see_the_newest_checkpoint_no_older_one_is_taken(c
     with monkeypatch.context() as patch:
         patch.setattr(resume, "_fault", fault)
         run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
-    assert "this one does not" in outcome(copy)["reason"] and everything(copy) == before
+    assert "this one does not" in outcome(copy)["reason"] and all_entries(copy) == before
     run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9")
     assert f"resuming from {copy}/checkpoints/{newest}:" in log_of(copy)
 
@@ -211,7 +211,7 @@ LATEST = {
 
 
 @pytest.mark.parametrize("what", LATEST)
-def test_whatever_latest_is_the_newest_good_checkpoint_is_taken_and_latest_is_mended(what, copy):
+def test_a_wrong_latest_link_is_ignored_and_repaired(what, copy):
     shutil.rmtree(copy / "checkpoints" / names(copy)[0])
     link = copy / "checkpoints" / "latest"
     link.unlink()
@@ -221,11 +221,11 @@ def test_whatever_latest_is_the_newest_good_checkpoint_is_taken_and_latest_is_me
     assert link.readlink().name == names(folder)[0] == "000003_step_12"
 
 
-# Disks that fail
+# Failing disks
 
 
 def fail_writes(monkeypatch, when, error=FULL):
-    """A write of a shard fails, half done, when(rank, step) says so."""
+    """Make the write of a shard fail half way if when(rank, step) is true."""
     real = shards.write
 
     def write(path, *blocks):
@@ -242,12 +242,12 @@ def fail_writes(monkeypatch, when, error=FULL):
 @pytest.mark.parametrize(
     ("cpu", "code"), [(1, errno.ENOSPC), (2, errno.ENOSPC), (2, errno.EIO), (2, errno.EROFS), (3, errno.ESTALE)]
 )
-def test_a_save_that_fails_on_one_rank_costs_itself_and_nothing_else(tmp_path, monkeypatch, cpu, code):
+def test_a_save_that_fails_on_one_rank_loses_only_this_checkpoint(tmp_path, monkeypatch, cpu, code):
     error = OSError(code, os.strerror(code))
     fail_writes(monkeypatch, lambda rank, step: step in (4, 8) and rank == cpu - 1, error)
     folder = run(tmp_path, f"{SMALL} -cpu {cpu} -keep_last 9 -save_every 2steps")
     assert saves.steps(folder) == [12, 12, 10, 6, 2]
-    assert everything(folder) == sorted([*names(folder), "latest"])
+    assert all_entries(folder) == sorted([*names(folder), "latest"])
     for rank in range(cpu):
         message = [line for line in log_of(folder, rank).splitlines() if "could not be saved" in line]
         assert len(message) == 2 and "WARNING" in message[0] and "training continues" in message[0]
@@ -255,38 +255,40 @@ def test_a_save_that_fails_on_one_rank_costs_itself_and_nothing_else(tmp_path, m
 
 
 @pytest.mark.parametrize("cpu", [1, 2])
-def test_three_failed_saves_in_a_row_end_the_run_and_the_older_checkpoint_is_good(tmp_path, monkeypatch, done, cpu):
+def test_three_failed_saves_in_a_row_end_the_run_and_the_older_checkpoint_is_good(
+    tmp_path, monkeypatch, finished_run, cpu
+):
     with monkeypatch.context() as patch:
         fail_writes(patch, lambda rank, step: step > 5 and rank == cpu - 1)
-        _fails(tmp_path, f"{SMALL} -cpu {cpu} -save_every 1steps", cpu, "nor could the 2 before it")
-    folder = tmp_path / done.name
-    assert saves.steps(folder) == [5, 4] and len(everything(folder)) == 3
+        _check_run_fails(tmp_path, f"{SMALL} -cpu {cpu} -save_every 1steps", cpu, "nor could the 2 before it")
+    folder = tmp_path / finished_run.name
+    assert saves.steps(folder) == [5, 4] and len(all_entries(folder)) == 3
     run(tmp_path, f"{SMALL} -cpu {cpu}")
-    assert distance(folder, done) < (1e-5 if cpu == 1 else 1e-30)
+    assert distance(folder, finished_run) < (1e-5 if cpu == 1 else 1e-30)
 
 
 @pytest.mark.parametrize("cpu", [1, 2])
-def test_a_last_save_that_fails_is_tried_again_and_a_run_never_says_it_saved_when_it_did_not(
-    tmp_path, monkeypatch, cpu
-):
-    tries, words = [], f"{SMALL} -cpu {cpu}"
+def test_a_failed_last_save_is_retried_and_a_run_that_could_not_save_has_failed(tmp_path, monkeypatch, cpu):
+    attempts, flags = [], f"{SMALL} -cpu {cpu}"
     with monkeypatch.context() as patch:
-        fail_writes(patch, lambda rank, step: step == 12 and rank == 0 and (tries.append(step) or len(tries) == 1))
-        folder = run(tmp_path, f"{words} -model again")
+        fail_writes(
+            patch, lambda rank, step: step == 12 and rank == 0 and (attempts.append(step) or len(attempts) == 1)
+        )
+        folder = run(tmp_path, f"{flags} -model again")
     assert saves.steps(folder)[0] == 12 and "training continues" in log_of(folder)
     with monkeypatch.context() as patch:
         fail_writes(patch, lambda rank, step: step == 6)
         saves.stop_at(patch, 6)
-        _fails(tmp_path, f"{words} -model never", cpu, "the last state could not be saved")
+        _check_run_fails(tmp_path, f"{flags} -model never", cpu, "the last state could not be saved")
     outcome = (tmp_path / "never" / "outcome.json").read_text()
     assert '"failed"' in outcome and saves.steps(tmp_path / "never") == [4]
 
 
-def _fails(out, words, cpu, message):
-    """A run that ends with exit code 1 and these words."""
+def _check_run_fails(out, flags, cpu, message):
+    """Check that a run ends with exit code 1 and this message."""
     if cpu == 1:
         with pytest.raises(manager.SaveError, match=message):
-            run(out, words)
+            run(out, flags)
     else:
-        folder = run(out, words, wanted=1)
+        folder = run(out, flags, wanted=1)
         assert all(message in log_of(folder, rank) for rank in range(cpu))

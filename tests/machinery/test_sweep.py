@@ -1,4 +1,4 @@
-"""scripts/sweep.py runs each trial once and to its end, whatever stops it; what cannot be run is one line."""
+"""scripts/sweep.py runs each trial once and to its end, even if it is stopped; wrong flags are one line."""
 
 import contextlib
 import json
@@ -25,11 +25,11 @@ TRIALS = [f"sweep_seed_{seed}_lr_start_{lr}" for seed in (1, 2) for lr in ("1e-2
 
 
 @contextlib.contextmanager
-def started(out, words):
-    """A sweep of its own session; with the block it and its trials end."""
-    command = [sys.executable, "scripts/sweep.py", *words.split(), "-out", str(out)]
+def running_sweep(out, flags):
+    """A sweep in a session of its own. When the block ends, the sweep and its trials are ended."""
+    command = [sys.executable, "scripts/sweep.py", *flags.split(), "-out", str(out)]
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "said").open("ab") as log:
+    with (out / "output").open("ab") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=CLEAN, stdout=log, stderr=log, start_new_session=True)
     try:
         yield process
@@ -42,26 +42,26 @@ def started(out, words):
         )
 
 
-def ends(out, words, wanted=0) -> str:
-    """What a sweep says that nothing disturbs."""
-    with started(out, words) as process:
+def run_sweep(out, flags, expected_code=0) -> str:
+    """Run a sweep to its end and return its output."""
+    with running_sweep(out, flags) as process:
         code = process.wait(240)
-    said = (out / "said").read_text()
-    assert code == wanted, said
-    (out / "said").unlink()
-    return said
+    output = (out / "output").read_text()
+    assert code == expected_code, output
+    (out / "output").unlink()
+    return output
 
 
-def trained(out, name, epochs):
-    """Waits until a trial has logged so many epochs."""
+def wait_until_trained(out, name, epochs):
+    """Wait until a trial has logged this number of epochs."""
     until(lambda: sum("val/loss" in line for line in reading.lines(out / name)) >= epochs, what=f"{name} in {out}")
 
 
-def plan_of(words) -> sweep.Plan:
-    return sweep.parsed(words.split())[0]
+def plan_of(flags) -> sweep.Plan:
+    return sweep.parse(flags.split())[0]
 
 
-def same(one, other, names) -> bool:
+def have_same_weights(one, other, names) -> bool:
     return all(
         (one / name / "final" / "weights.safetensors").read_bytes()
         == (other / name / "final" / "weights.safetensors").read_bytes()
@@ -71,82 +71,87 @@ def same(one, other, names) -> bool:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A sweep that nothing happens to."""
+    """A sweep that is not interrupted."""
     out = tmp_path_factory.mktemp("undisturbed")
-    ends(out, f"{LONG} {GRID}")
+    run_sweep(out, f"{LONG} {GRID}")
     return out
 
 
-def test_a_grid_is_a_run_for_each_combination_and_a_table_with_the_best_first(undisturbed, tmp_path):
-    said = ends(undisturbed, f"{LONG} {GRID}")  # all of it is done
+def test_a_grid_runs_each_combination_and_prints_a_table_with_the_best_first(undisturbed, tmp_path):
+    output = run_sweep(undisturbed, f"{LONG} {GRID}")  # all its trials are finished already
     assert (
-        said.startswith("sweep: 4 trials over -seed -lr_start, 1 at once\n") and said.count(" finished before ") == 4
+        output.startswith("sweep: 4 trials over -seed -lr_start, 1 at once\n")
+        and output.count(" finished before ") == 4
     )
     assert sorted(folder.name for folder in reading.folders(undisturbed)) == TRIALS
-    rows = re.findall(r"^(sweep_\S+) +finished +15/15 .* accuracy (\S+)", said, re.M)
+    rows = re.findall(r"^(sweep_\S+) +finished +15/15 .* accuracy (\S+)", output, re.M)
     scores = [float(score) for _, score in rows]
     assert len(rows) == 4 and scores == sorted(scores, reverse=True)
     best = [status.row(undisturbed / name)["best"] for name, _ in rows]
-    assert best == [f"accuracy {score}" for _, score in rows], "as scripts/status.py shows them"
+    assert best == [f"accuracy {score}" for _, score in rows], "the same as in scripts/status.py"
     plain = run(tmp_path, f"{LONG} -seed 2 -lr_start 1e-3 -model plain")
-    alike = weights(undisturbed / TRIALS[3])
-    assert all((alike[name] == value).all() for name, value in weights(plain).items())
+    trial_weights = weights(undisturbed / TRIALS[3])
+    assert all((trial_weights[name] == value).all() for name, value in weights(plain).items())
     pytest.importorskip("matplotlib", reason="needs uv pip install -r pyproject.toml --group plot")
     assert (undisturbed / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_sweep_that_is_killed_goes_on_to_the_same_bits(undisturbed, tmp_path):
-    with started(tmp_path, f"{LONG} {GRID} -jobs 2") as process:
-        until(lambda: "finished" in (tmp_path / "said").read_text())
+def test_a_sweep_that_was_killed_resumes_with_the_same_bits(undisturbed, tmp_path):
+    with running_sweep(tmp_path, f"{LONG} {GRID} -jobs 2") as process:
+        until(lambda: "finished" in (tmp_path / "output").read_text())
         until(lambda: sum((folder / "checkpoints" / "latest").exists() for folder in reading.folders(tmp_path)) > 2)
         process.send_signal(signal.SIGKILL)
         process.wait()
         done = {name for name in TRIALS if (tmp_path / name / "final").exists()}
-        with started(tmp_path, f"{LONG} {GRID} -jobs 2") as again:  # while the trials may still be saving
+        with running_sweep(
+            tmp_path, f"{LONG} {GRID} -jobs 2"
+        ) as again:  # trials of the first sweep may still be saving
             written = {name: (tmp_path / name / "outcome.json").stat().st_mtime_ns for name in done}
-            assert again.wait(240) == 0, (tmp_path / "said").read_text()
-    assert 0 < len(done) < 4 and same(undisturbed, tmp_path, TRIALS)
+            assert again.wait(240) == 0, (tmp_path / "output").read_text()
+    assert 0 < len(done) < 4 and have_same_weights(undisturbed, tmp_path, TRIALS)
     assert written == {name: (tmp_path / name / "outcome.json").stat().st_mtime_ns for name in done}
-    assert any(reading.resumes(tmp_path / name) for name in TRIALS), "from a checkpoint"
+    assert any(reading.resumes(tmp_path / name) for name in TRIALS), "no trial resumed from a checkpoint"
 
 
-def test_a_sweep_that_is_stopped_saves_its_trials_and_goes_on(undisturbed, tmp_path):
-    with started(tmp_path, f"{LONG} {GRID}") as process:
-        trained(tmp_path, TRIALS[0], 2)
+def test_a_sweep_that_is_stopped_saves_its_trials_and_resumes(undisturbed, tmp_path):
+    with running_sweep(tmp_path, f"{LONG} {GRID}") as process:
+        wait_until_trained(tmp_path, TRIALS[0], 2)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 75, (tmp_path / "said").read_text()
-    said = (tmp_path / "said").read_text()
-    assert f"{TRIALS[0]}: stopped in" in said and said.endswith("stopped: the same command continues\n")
+        assert process.wait(60) == 75, (tmp_path / "output").read_text()
+    output = (tmp_path / "output").read_text()
+    assert f"{TRIALS[0]}: stopped in" in output and output.endswith("stopped: the same command continues\n")
     assert outcome(tmp_path / TRIALS[0])["state"] == "stopped"
-    assert [folder.name for folder in reading.folders(tmp_path)] == TRIALS[:1], "no other was started"
-    ends(tmp_path, f"{LONG} {GRID}")
-    assert same(undisturbed, tmp_path, TRIALS) and reading.resumes(tmp_path / TRIALS[0])
+    assert [folder.name for folder in reading.folders(tmp_path)] == TRIALS[:1], "no other trial was started"
+    run_sweep(tmp_path, f"{LONG} {GRID}")
+    assert have_same_weights(undisturbed, tmp_path, TRIALS) and reading.resumes(tmp_path / TRIALS[0])
 
 
-def test_a_trial_that_fails_does_not_end_the_sweep_and_is_tried_again(tmp_path):
-    words = f"{TINY} -max_bad_steps 1 -lr_start 1e30,1e-2 -model mine"
-    said = ends(tmp_path, words, wanted=1)
-    line = re.search(r"^\[1/2\] mine_lr_start_1e30: failed in .* (\S+)\)$", said, re.M)
+def test_a_trial_that_fails_does_not_end_the_sweep_and_is_run_again_by_the_next(tmp_path):
+    flags = f"{TINY} -max_bad_steps 1 -lr_start 1e30,1e-2 -model mine"
+    output = run_sweep(tmp_path, flags, expected_code=1)
+    line = re.search(r"^\[1/2\] mine_lr_start_1e30: failed in .* (\S+)\)$", output, re.M)
     assert "gradient" in line[0] and "Traceback" in Path(line[1].strip("(")).read_text()
-    assert "[2/2] mine_lr_start_1e-2: finished" in said
-    assert said.index("mine_lr_start_1e-2  finished") < said.index("mine_lr_start_1e30  failed"), "the best is first"
-    said = ends(tmp_path, words, wanted=1)
-    assert "mine_lr_start_1e-2: finished before" in said and "mine_lr_start_1e30: failed in" in said
-    refused = ends(tmp_path, "-cpu 1 -threads 1 -arch gpt -gpt_width 32 -gpt_heads 5,7 -model refused", wanted=1)
+    assert "[2/2] mine_lr_start_1e-2: finished" in output
+    assert output.index("mine_lr_start_1e-2  finished") < output.index("mine_lr_start_1e30  failed"), "best first"
+    output = run_sweep(tmp_path, flags, expected_code=1)
+    assert "mine_lr_start_1e-2: finished before" in output and "mine_lr_start_1e30: failed in" in output
+    refused = run_sweep(
+        tmp_path, "-cpu 1 -threads 1 -arch gpt -gpt_width 32 -gpt_heads 5,7 -model refused", expected_code=1
+    )
     assert refused.count("failed in") == 2 and "-gpt_width 32 -gpt_heads 5: a width that twice" in refused
 
 
-def test_poor_trials_are_pruned_and_stay_so(tmp_path):
-    words = f"{LONG} -lr_start 1e-2 -epochs 40 -prune 2 -mlp_depth 1,2,0,90"  # 90 layers learn nothing, slowly
-    said = ends(tmp_path, words)
-    assert said.count(": finished in") == 3 and "sweep_mlp_depth_90: pruned in" in said
+def test_poor_trials_are_pruned_and_stay_pruned(tmp_path):
+    flags = f"{LONG} -lr_start 1e-2 -epochs 40 -prune 2 -mlp_depth 1,2,0,90"  # 90 layers are slow and learn nothing
+    output = run_sweep(tmp_path, flags)
+    assert output.count(": finished in") == 3 and "sweep_mlp_depth_90: pruned in" in output
     assert 2 <= outcome(tmp_path / "sweep_mlp_depth_90")["epoch"] < 40
-    again = ends(tmp_path, words.replace("90", "90,3").replace("-prune 2", ""))
+    again = run_sweep(tmp_path, flags.replace("90", "90,3").replace("-prune 2", ""))
     assert again.count("before") == 4 and "sweep_mlp_depth_90: pruned before" in again
-    assert "sweep_mlp_depth_3: finished in" in again, "a longer list takes the trials that are there"
+    assert "sweep_mlp_depth_3: finished in" in again, "a longer list reuses the trials that exist"
 
 
-def test_the_median_of_finished_trials_at_the_same_epoch_decides(tmp_path):
+def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_its_epoch(tmp_path):
     def trial(name, values, state="", sign=-1):
         one = sweep.Trial(sweep.config.parse_args(["-out", str(tmp_path), "-model", name]), [])
         one.state = state
@@ -162,18 +167,18 @@ def test_the_median_of_finished_trials_at_the_same_epoch_decides(tmp_path):
     for name, values in {"a": [5, 3, 1], "b": [5, 4, 6]}.items():
         runner.end(trial(name, values, "finished"), "finished")
     slow = trial("slow", [6, 5])
-    assert not runner.is_poor(slow), "two finished ones are not enough"
+    assert not runner.is_poor(slow), "two finished trials are not enough"
     runner.end(trial("c", [5, 2], "finished"), "finished")
     runner.end(trial("stopped", [1, 1], "stopped"), "stopped")
     assert runner.is_poor(slow)
-    assert not runner.is_poor(trial("first", [9])), "-prune 2 begins with epoch 2"
+    assert not runner.is_poor(trial("first", [9])), "-prune 2 starts at epoch 2"
     assert not runner.is_poor(trial("middle", [5, 3])), "as good as the median"
-    assert not runner.is_poor(trial("earlier", [2, 9])), "the best so far counts"
-    assert not runner.is_poor(trial("late", [9, 9, 9])), "only two were finished after so many epochs"
+    assert not runner.is_poor(trial("earlier", [2, 9])), "the best value so far counts"
+    assert not runner.is_poor(trial("late", [9, 9, 9])), "only two trials finished that many epochs"
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("flags", "message"),
     [
         ("-lr_start 1e-3", "nothing varies"),
         ("-lr_start 1e-3,x", "-lr_start"),
@@ -192,31 +197,31 @@ def test_the_median_of_finished_trials_at_the_same_epoch_decides(tmp_path):
         ("-seed lin:1:9 -trials 3", "-trials needs Optuna: uv pip"),
     ],
 )
-def test_what_cannot_be_run_is_one_line_before_the_first_trial(words, message, tmp_path, capsys, monkeypatch):
+def test_wrong_flags_are_refused_in_one_line_before_the_first_trial(flags, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    assert sweep.main([*words.split(), "-out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr()
-    assert message in said.err and said.err.startswith("sweep.py: ") and len(said.err.splitlines()) == 1
-    assert not said.out and not list(tmp_path.glob("out/*"))
+    assert sweep.main([*flags.split(), "-out", str(tmp_path / "out")]) == 2
+    output = capsys.readouterr()
+    assert message in output.err and output.err.startswith("sweep.py: ") and len(output.err.splitlines()) == 1
+    assert not output.out and not list(tmp_path.glob("out/*"))
 
 
-def test_a_name_whose_trials_had_other_flags_is_refused(tmp_path, capsys):
-    words = f"{TINY} -seed 3,4 -out {tmp_path}".split()
+def test_a_sweep_whose_trials_exist_with_other_flags_is_refused(tmp_path, capsys):
+    flags = f"{TINY} -seed 3,4 -out {tmp_path}".split()
     run(tmp_path, f"{TINY} -seed 3 -model sweep_seed_3")
-    assert sweep.main([*words, "-epochs", "3"]) == 2
+    assert sweep.main([*flags, "-epochs", "3"]) == 2
     assert "sweep_seed_3 was trained with -epochs 2 and not 3: another -model" in capsys.readouterr().err
-    plan = plan_of(" ".join([*words, "-log_every", "7"]))
+    plan = plan_of(" ".join([*flags, "-log_every", "7"]))
     assert [trial.settled() for trial in plan.examples] == ["finished", ""], "-log_every may differ"
 
 
-def test_trials_share_out_gpus_or_all_have_the_same():
+def test_gpus_are_divided_among_the_trials_or_all_trials_get_all_of_them():
     assert plan_of("-seed 1,2 -gpus 0,1,2,3,4 -gpus_per_trial 2").slots == [["-gpus", "0,1"], ["-gpus", "2,3"]]
     assert plan_of("-seed 1,2,3 -gpus 0,1 -jobs 2").slots == [[], []]
     assert plan_of("-seed 1,2 -gpus 0,1").examples[0].args.gpus == "0,1"
-    assert len(plan_of("-seed 1,2 -jobs 9").slots) == 2, "no more than there are trials"
+    assert len(plan_of("-seed 1,2 -jobs 9").slots) == 2, "no more slots than trials"
 
 
-def test_only_flags_that_change_the_result_vary_and_names_are_names(tmp_path):
+def test_only_flags_that_change_the_result_vary_and_trial_names_are_valid_run_names(tmp_path):
     plan = plan_of("-seed=1,2 -slurm_nodelist a,b -lr_end -1e-3,1e-4 -optimizer sgd,adamw,sgd")
     assert list(plan.spaces) == ["seed", "lr_end", "optimizer"] and plan.count == 8
     assert plan.examples[0].args.slurm_nodelist == "a,b" and plan.examples[0].args.lr_end == -1e-3
@@ -232,40 +237,42 @@ def test_only_flags_that_change_the_result_vary_and_names_are_names(tmp_path):
 CHOSEN = f"{LONG} -trials 4 -lr_start log:1e-4:1e-2 -mlp_depth lin:1:3 -optimizer sgd,adamw"
 
 
-def chosen(out) -> list[tuple]:
-    """What the study says of its trials: number, state and value."""
+def study_trials(out) -> list[tuple]:
+    """The trials of the Optuna study: number, state and value."""
     with contextlib.closing(sqlite3.connect(out / "sweep.db")) as db:
         rows = "SELECT number, state, value FROM trials LEFT JOIN trial_values USING (trial_id) ORDER BY number"
         return db.execute(rows).fetchall()
 
 
-@cluster.needed_package("optuna", "sweep")
-def test_optunas_trials_are_the_same_after_a_kill_at_any_moment(tmp_path):
-    calm, killed = tmp_path / "calm", tmp_path / "killed"
-    said = ends(calm, CHOSEN)
-    assert said.count(": finished in") == 4
+@cluster.require_package("optuna", "sweep")
+def test_optuna_suggests_the_same_trials_after_a_kill_at_any_moment(tmp_path):
+    undisturbed_folder, killed = tmp_path / "calm", tmp_path / "killed"
+    output = run_sweep(undisturbed_folder, CHOSEN)
+    assert output.count(": finished in") == 4
     for moment in ("sweep.db", "sweep_*/checkpoints/latest", "sweep_*/final", "sweep_*/checkpoints/latest"):
         before = len(list(killed.glob(moment)))
-        with started(killed, CHOSEN) as process:
+        with running_sweep(killed, CHOSEN) as process:
             until(lambda: len(list(killed.glob(moment))) > before or process.poll() is not None)  # noqa: B023
-            assert process.poll() is None, (killed / "said").read_text()
+            assert process.poll() is None, (killed / "output").read_text()
             process.send_signal(signal.SIGKILL)
             process.wait()
-    ends(killed, CHOSEN)
-    names = [folder.name for folder in reading.folders(calm)]
+    run_sweep(killed, CHOSEN)
+    names = [folder.name for folder in reading.folders(undisturbed_folder)]
     assert names == [folder.name for folder in reading.folders(killed)] and len(names) == 4
-    assert same(calm, killed, names)
-    assert chosen(calm) == chosen(killed) and {state for _, state, _ in chosen(calm)} == {"COMPLETE"}
-    best = [status.row(calm / name)["best"] for name in names]
-    assert sorted(best) == sorted(f"accuracy {value:.4g}" for _, _, value in chosen(calm))
+    assert have_same_weights(undisturbed_folder, killed, names)
+    assert study_trials(undisturbed_folder) == study_trials(killed) and {
+        state for _, state, _ in study_trials(undisturbed_folder)
+    } == {"COMPLETE"}
+    best = [status.row(undisturbed_folder / name)["best"] for name in names]
+    assert sorted(best) == sorted(f"accuracy {value:.4g}" for _, _, value in study_trials(undisturbed_folder))
     for name in names:
         lr, depth, optimizer = re.fullmatch(r"sweep_lr_start_(.+)_mlp_depth_(\d)_optimizer_(\w+)", name).groups()
         assert 1e-4 <= float(lr) <= 1e-2 and 1 <= int(depth) <= 3 and optimizer in ("sgd", "adamw")
-    more = ends(calm, CHOSEN.replace("-trials 4", "-trials 5"))
+    more = run_sweep(undisturbed_folder, CHOSEN.replace("-trials 4", "-trials 5"))
     assert more.count("before") == 4 and more.count(": finished in") == 1
 
 
-KILLED_IN_BETWEEN = """
+KILLED_AT_FIRST_INDEX = """
 import os, pathlib, sys
 from sqlalchemy import engine, event
 from scripts import sweep
@@ -279,12 +286,12 @@ sweep.Study(pathlib.Path(sys.argv[1]), None)
 """
 
 
-@cluster.needed_package("optuna", "sweep")
-def test_a_kill_between_a_table_of_optuna_and_its_index_leaves_no_file_that_holds_the_study_twice(tmp_path):
+@cluster.require_package("optuna", "sweep")
+def test_a_kill_while_optuna_creates_its_tables_leaves_no_broken_study(tmp_path):
     file = tmp_path / "sweep.db"
-    killed = subprocess.run([sys.executable, "-c", KILLED_IN_BETWEEN, str(file)], cwd=ROOT, env=CLEAN)
+    killed = subprocess.run([sys.executable, "-c", KILLED_AT_FIRST_INDEX, str(file)], cwd=ROOT, env=CLEAN)
     assert killed.returncode == 9
-    for _ in range(3):  # the second start made a second study of the same name, with which the third one failed
+    for _ in range(3):  # the second start used to make a second study of the same name; then the third one failed
         assert sweep.Study(file, plan_of(CHOSEN)).study.trials == []
     assert not list(tmp_path.glob("*.partial"))
 
@@ -292,22 +299,22 @@ def test_a_kill_between_a_table_of_optuna_and_its_index_leaves_no_file_that_hold
 # Slurm
 
 
-@cluster.needed(cluster.ENABLED_BY)
-def test_trials_are_jobs_of_slurm_which_a_killed_sweep_finds_again(tmp_path):
+@cluster.require(cluster.ENABLED_BY)
+def test_a_killed_sweep_finds_its_trials_that_are_slurm_jobs_and_does_not_submit_them_again(tmp_path):
     code, out = cluster.copy_of_the_code(tmp_path / "code"), tmp_path / "out"
     for name in (ROOT / "scripts").glob("*.py"):
         shutil.copy(name, code / "scripts")
-    words = f"{code}/scripts/sweep.py -dataset slow -cpu 1 -threads 1 -slow_s 0.05 -seed 1,2 -slurm -slurm_cpus 1"
-    words = [sys.executable, *words.split(), "-out", str(out)]
+    flags = f"{code}/scripts/sweep.py -dataset slow -cpu 1 -threads 1 -slow_s 0.05 -seed 1,2 -slurm -slurm_cpus 1"
+    flags = [sys.executable, *flags.split(), "-out", str(out)]
     with cluster.Cluster(code, out) as slurm:
-        log = tmp_path / "said"
+        log = tmp_path / "output"
         with log.open("w") as file:
-            process = subprocess.Popen(words, cwd=code, env=slurm.env(), stdout=file, stderr=file)
-        slurm.trains("sweep_seed_1", step=2)
+            process = subprocess.Popen(flags, cwd=code, env=slurm.env(), stdout=file, stderr=file)
+        slurm.wait_until_it_trains("sweep_seed_1", step=2)
         process.kill()
         process.wait()
-        said = slurm.do(*words)
+        output = slurm.run(*flags)
         slurm.train("-dataset slow -cpu 1 -threads 1 -slow_s 0 -seed 2 -model plain")
         jobs = [len(list((out / f"sweep_seed_{seed}" / "slurm").glob("*_0_log.out"))) for seed in (1, 2)]
-    assert said.count("finished") == 4 and jobs == [1, 1], said
+    assert output.count("finished") == 4 and jobs == [1, 1], output
     assert distance(out / "plain", out / "sweep_seed_2") == 0.0

@@ -1,4 +1,4 @@
-"""TensorBoard's event files read back, and the server of -tb."""
+"""TensorBoard's event files are read back, and the server of -tb is tested."""
 
 import errno
 import json
@@ -23,50 +23,50 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from lib.utils.monitoring import images, tensorboard
 
 
-def opened(folder, first_step=1, hparams=None):
+def new_board(folder, first_step=1, hparams=None):
     return tensorboard.EventWriter(folder, first_step, hparams or {})
 
 
-def test_a_full_disk_leaves_event_files_readable_and_is_one_warning(tmp_path, caplog):
-    board = opened(tmp_path)
+def test_a_full_disk_keeps_event_files_readable_and_gives_one_warning(tmp_path, caplog):
+    board = new_board(tmp_path)
     with full_disk(1000):
         for step in range(20):
             board.scalars(step, {"train/loss": step})
     board.scalars(20, {"train/loss": 20})
     board.close()
-    opened(tmp_path, first_step=21).scalars(21, {"train/loss": 21})  # the next start
-    points = [point.step for point in loaded(tmp_path).Scalars("train/loss")]
+    new_board(tmp_path, first_step=21).scalars(21, {"train/loss": 21})  # the next start
+    points = [point.step for point in read_events(tmp_path).Scalars("train/loss")]
     assert points == [*range(len(points) - 1), 21] and 2 < len(points) < 20
     assert len(caplog.records) == 1
 
 
-def test_images_that_are_collated_one_by_one_are_shown(tmp_path):
+def test_images_of_a_dataset_without_batches_are_shown(tmp_path):
     items = [(torch.rand(3, 8, 8), label % 4) for label in range(16)]
     with runs.plugins(dataset={"plain": lambda args: torch.utils.data.Subset(items, range(16))}):
         folder = runs.run(tmp_path, "-dataset plain -arch mlp -channels 3 -num_classes 4 -epochs 1 -cpu 1 -workers 0")
-    assert loaded(folder).Tags()["images"] == ["train/samples"]
+    assert read_events(folder).Tags()["images"] == ["train/samples"]
 
 
-def loaded(folder):
+def read_events(folder):
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
     return events.Reload()
 
 
-def test_a_protobuf_that_does_not_fit_costs_tensorboard_and_not_the_run(tmp_path, monkeypatch, caplog):
-    """Its import then ends in "Descriptors cannot be created directly", a TypeError."""
+def test_an_incompatible_protobuf_disables_tensorboard_and_does_not_fail_the_run(tmp_path, monkeypatch, caplog):
+    """Its import ends in "Descriptors cannot be created directly", a TypeError."""
     monkeypatch.setattr(tensorboard.EventWriter, "_open", lambda board: None + 1)
-    board = opened(tmp_path)
+    board = new_board(tmp_path)
     for step in (1, 2):
         board.scalars(step, {"train/loss": 0.5})
     assert caplog.text.count("nothing more is written for TensorBoard") == 1
 
 
-def test_a_board_holds_scalars_hparams_and_images_in_one_file(tmp_path):
-    board = opened(tmp_path, hparams={"lr_start": 0.1, "fp16": False, "data": 300 * "x", "sizes": [1, 2]})
+def test_an_event_file_has_scalars_hparams_and_images(tmp_path):
+    board = new_board(tmp_path, hparams={"lr_start": 0.1, "fp16": False, "data": 300 * "x", "sizes": [1, 2]})
     assert not list(tmp_path.iterdir()), "nothing is imported or written before the first use"
     board.image("samples", images.image_grid(torch.rand(5, 3, 8, 6)), 1)
     board.scalars(10, {"train/loss": torch.tensor(0.5), "val/accuracy": 0.9, "bad": math.nan})
-    events = loaded(tmp_path)  # before close: as after kill -9
+    events = read_events(tmp_path)  # before close, as after kill -9
     board.close()
 
     assert sorted(events.Tags()["scalars"]) == ["bad", "train/loss", "val/accuracy"]
@@ -75,7 +75,7 @@ def test_a_board_holds_scalars_hparams_and_images_in_one_file(tmp_path):
     (picture,) = events.Images("samples")
     assert (picture.width, picture.height) == (348, 2 * 110) and events.Tags()["images"] == ["samples"]
 
-    events = loaded(tmp_path)
+    events = read_events(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
     content = events.PluginTagToContent("hparams")
     start = plugin_data_pb2.HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info
@@ -83,25 +83,25 @@ def test_a_board_holds_scalars_hparams_and_images_in_one_file(tmp_path):
     assert start.hparams["fp16"].string_value == "False" and start.hparams["data"].string_value == 300 * "x"
 
 
-def test_a_killed_run_has_its_last_log_line_in_the_event_file_and_draws_one_line_after_a_resume(start):
-    words = ("killed", "-log_every", 1, "-save_every", "7steps")
-    run = start(*words, cpu=1, deed={"do": "strike", "signal": "SIGKILL", "step": 33})
-    assert run.ends() == -signal.SIGKILL
+def test_a_killed_run_has_its_last_log_line_in_the_event_file_and_each_step_once_after_a_resume(start):
+    arguments = ("killed", "-log_every", 1, "-save_every", "7steps")
+    run = start(*arguments, cpu=1, fault={"do": "send_signal", "signal": "SIGKILL", "step": 33})
+    assert run.wait() == -signal.SIGKILL
     logged = {line["step"]: line["train/loss"] for line in runs.lines(run.folder) if "train/loss" in line}
-    drawn = {point.step: point.value for point in loaded(run.folder).Scalars("train/loss")}
+    drawn = {point.step: point.value for point in read_events(run.folder).Scalars("train/loss")}
     assert list(logged) == [*range(1, 34)] and drawn == pytest.approx(logged, rel=1e-6)
 
-    assert start(*words, cpu=1).ends() == 0
+    assert start(*arguments, cpu=1).wait() == 0
     logged = {line["step"]: line["train/loss"] for line in runs.lines(run.folder) if "train/loss" in line}
-    points = loaded(run.folder).Scalars("train/loss")
-    assert [point.step for point in points] == [*range(1, 61)] == list(logged), "no tooth, no gap, no double"
+    points = read_events(run.folder).Scalars("train/loss")
+    assert [point.step for point in points] == [*range(1, 61)] == list(logged), "a step is missing or there twice"
     assert {point.step: point.value for point in points} == pytest.approx(logged, rel=1e-6)
-    content = loaded(run.folder).PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    content = read_events(run.folder).PluginTagToContent("hparams")["_hparams_/session_start_info"]
     flags = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
     assert flags["arch"].string_value == "mlp" and flags["epochs"].number_value == 3 and "workers" not in flags
 
 
-def test_a_board_without_the_package_does_nothing(tmp_path, monkeypatch, caplog):
+def test_without_the_tensorboard_package_nothing_is_written(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     board = tensorboard.EventWriter(tmp_path / "board", 1, {"a": 1})
     board.image("samples", np.zeros((2, 2, 3), np.uint8), 1)
@@ -112,23 +112,23 @@ def test_a_board_without_the_package_does_nothing(tmp_path, monkeypatch, caplog)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def fetched(address, path=""):
+def fetch(address, path=""):
     with urllib.request.urlopen(address + path, timeout=60) as answer:
         return answer.read().decode()
 
 
-def asked(address, path, request):
-    return json.loads(fetched(address, f"{path}?request={urllib.parse.quote(json.dumps(request))}"))
+def fetch_json(address, path, request):
+    return json.loads(fetch(address, f"{path}?request={urllib.parse.quote(json.dumps(request))}"))
 
 
-def refused(address):
+def is_refused(address):
     place = urllib.parse.urlsplit(address)
     with socket.socket() as probe:
         return probe.connect_ex((place.hostname, place.port)) == errno.ECONNREFUSED
 
 
-def bound() -> socket.socket:
-    """A socket that holds the first free port from 6006 on and does not listen."""
+def bind_first_port() -> socket.socket:
+    """A socket bound to the first free port from 6006 on that does not listen."""
     for port in range(6006, 6106):
         one = socket.socket()
         try:
@@ -139,43 +139,43 @@ def bound() -> socket.socket:
     raise AssertionError("no port is free")
 
 
-def test_a_server_takes_the_next_port_where_its_own_is_taken_after_its_look(tmp_path, serve):
-    """As where two runs start at once."""
-    with bound() as taken:
+def test_a_server_uses_the_next_port_if_its_own_is_taken_meanwhile(tmp_path, serve):
+    """This happens if two runs start at the same time."""
+    with bind_first_port() as taken:
         address = address_in(serve(tmp_path).stdout.readline())
-        assert "TensorBoard" in fetched(address) and not address.endswith(f":{taken.getsockname()[1]}/")
+        assert "TensorBoard" in fetch(address) and not address.endswith(f":{taken.getsockname()[1]}/")
 
 
-def test_servers_answer_each_on_a_port_of_its_own_and_end_with_their_run(tmp_path, serve):
+def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-    board = opened(tmp_path / "first", hparams={"arch": "mlp", "lr_start": 0.25})
+    board = new_board(tmp_path / "first", hparams={"arch": "mlp", "lr_start": 0.25})
     board.scalars(7, {"train/loss": 0.5})
     board.close()
-    board = opened(tmp_path / "second", hparams={"arch": "mlp", "lr_start": 0.5, "vit_depth": 3})
+    board = new_board(tmp_path / "second", hparams={"arch": "mlp", "lr_start": 0.5, "vit_depth": 3})
     board.scalars(7, {"train/loss": 0.4})
     first, second = serve(tmp_path), serve(tmp_path)
     address, other = (address_in(run.stdout.readline()) for run in (first, second))
     assert all(re.fullmatch(r"http://127\.0\.0\.1:6\d{3}/", one) for one in (address, other)) and address != other
 
-    os.killpg(second.pid, signal.SIGINT)  # as Ctrl-C
+    os.killpg(second.pid, signal.SIGINT)  # like Ctrl-C
     assert second.stdout.readline() == "interrupted\n"
-    until(lambda: json.loads(fetched(address, "data/runs")) == ["first", "second"])
-    assert json.loads(fetched(address, "data/plugin/scalars/scalars?run=first&tag=train/loss"))[0][1:] == [7, 0.5]
-    experiment = asked(address, "data/plugin/hparams/experiment", {})
+    until(lambda: json.loads(fetch(address, "data/runs")) == ["first", "second"])
+    assert json.loads(fetch(address, "data/plugin/scalars/scalars?run=first&tag=train/loss"))[0][1:] == [7, 0.5]
+    experiment = fetch_json(address, "data/plugin/hparams/experiment", {})
     names = [one["name"] for one in experiment["hparamInfos"]]
-    assert names == ["lr_start", "arch", "vit_depth"], "those of all runs, the one that differs first"
+    assert names == ["lr_start", "arch", "vit_depth"], "the flags of all runs, those that differ first"
     assert experiment["hparamInfos"][0]["type"] == "DATA_TYPE_FLOAT64"
     assert "train/loss" in [one["name"]["tag"] for one in experiment["metricInfos"]]
     columns = {"colParams": [{"hparam": "lr_start"}, {"metric": {"tag": "train/loss"}}], "sliceSize": 9}
-    wish = {"allowedStatuses": ["STATUS_UNKNOWN"], **columns}
-    groups = asked(address, "data/plugin/hparams/session_groups", wish)["sessionGroups"]
+    query = {"allowedStatuses": ["STATUS_UNKNOWN"], **columns}
+    groups = fetch_json(address, "data/plugin/hparams/session_groups", query)["sessionGroups"]
     first_hparams = {"arch": "mlp", "lr_start": 0.25}
     (group,) = [group for group in groups if group["hparams"] == first_hparams]
     assert len(groups) == 2 and 0.5 in [one["value"] for one in group["metricValues"]]
 
-    assert "TensorBoard" in fetched(other), "Ctrl-C is the run's matter"
+    assert "TensorBoard" in fetch(other), "Ctrl-C stops only the run"
     second.kill()
-    until(lambda: refused(other))
+    until(lambda: is_refused(other))
     assert first.communicate() == ("", None), "no request is logged"
-    assert refused(address)
+    assert is_refused(address)

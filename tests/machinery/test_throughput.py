@@ -1,4 +1,4 @@
-"""What a run says of its own speed: what holds it up."""
+"""The speed that a run reports: the time that it waits for data, and timers."""
 
 import re
 import time
@@ -12,7 +12,7 @@ from lib.utils.monitoring import throughput
 
 
 @pytest.mark.parametrize("idle", [True, False])
-def test_a_batch_is_waited_for_only_by_a_device_that_has_nothing_to_do(idle, monkeypatch):
+def test_waiting_for_data_counts_only_if_the_device_is_idle(idle, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(throughput.time, "monotonic", lambda: clock[0])
 
@@ -28,7 +28,7 @@ def test_a_batch_is_waited_for_only_by_a_device_that_has_nothing_to_do(idle, mon
     assert rate.interval(State(step=3, samples=3))["data_share"] == pytest.approx(6 / 9 if idle else 0)
 
 
-def test_a_timer_prints_each_part_and_their_sum_on_rank_0(monkeypatch, capsys):
+def test_a_timer_prints_each_part_and_the_total_on_rank_0(monkeypatch, capsys):
     timer = TimestampedTimer(start_time=time.time() - 3)
     assert 3 <= timer.report("before", ret=True) < 60
     clock = [100.0]
@@ -38,8 +38,8 @@ def test_a_timer_prints_each_part_and_their_sum_on_rank_0(monkeypatch, capsys):
     clock[0] += 1
     assert timer.report("sleeping") is None and timer.report("nothing", ret=True) == 0
     assert (timer.running, timer.start_time) == (7.0, 101.0)
-    said = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"\[ [\d: -]+ \] Start {65,} 0\.000 ms, +5\.00 s total", said[0]), said[0]
-    assert re.search(r"\] sleeping +2,000\.000 ms, +7\.00 s total$", said[1])
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\[ [\d: -]+ \] Start {65,} 0\.000 ms, +5\.00 s total", lines[0]), lines[0]
+    assert re.search(r"\] sleeping +2,000\.000 ms, +7\.00 s total$", lines[1])
     monkeypatch.setenv("RANK", "1")
     assert TimestampedTimer("x").report("y", ret=True) == 0 and capsys.readouterr().out == ""

@@ -1,4 +1,4 @@
-"""-track: MLflow's own server with SQLite, and W&B without a network; killed runs, lost servers, no keys in files."""
+"""-track: a real MLflow server and W&B offline; killed runs, lost servers, and no key in any file."""
 
 import json
 import math
@@ -23,8 +23,8 @@ SECRET = "3f" * 20
 NEEDS = "needs uv pip install -r pyproject.toml --group track"
 
 
-def logged(folder) -> dict[str, list[tuple[int, float]]]:
-    """The points of metrics.jsonl by tag, but for speeds, of which the tracker has those of the first time."""
+def logged_points(folder) -> dict[str, list[tuple[int, float]]]:
+    """The points of metrics.jsonl by tag, without speeds, of which the tracker keeps the first values."""
     points = {}
     for line in runs.lines(folder):
         for tag, value in line.items():
@@ -37,13 +37,13 @@ def has_no_key(folder) -> bool:
     return not any(SECRET.encode() in file.read_bytes() for file in folder.rglob("*") if file.is_file())
 
 
-def killed_at(start, name, words, env, step, sent):
-    """A run that is killed at a step, once the tracker has more than its newest checkpoint has."""
-    run = start(name, *words, cpu=1, env=env, deed={"do": "pause", "step": step})
-    [note] = run.noted(1)
+def run_killed_at(start, name, flags, env, step, sent):
+    """Kill a run at a step, after the tracker has received more than the newest checkpoint contains."""
+    run = start(name, *flags, cpu=1, env=env, fault={"do": "pause", "step": step})
+    [note] = run.wait_for_notes(1)
     until(lambda: sent(run.folder), what=lambda: f"figures in the tracker:\n{run.text()}")
     os.kill(note["pid"], signal.SIGKILL)
-    assert run.ends() == -signal.SIGKILL
+    assert run.wait() == -signal.SIGKILL
     return run
 
 
@@ -59,13 +59,13 @@ class Server:
     """MLflow's server with a store in SQLite."""
 
     def __init__(self, folder: Path):
-        # Below the ports that others get by chance in the half minute until it listens.
+        # Below the range of ephemeral ports, which may be taken in the half minute until the server listens.
         self.port, self.folder = next(one for one in random.sample(range(20000, 32000), 99) if is_free(one)), folder
         self.uri = f"http://127.0.0.1:{self.port}"
         self.start()
 
     def start(self):
-        words = [
+        flags = [
             sys.executable,
             "-m",
             "mlflow",
@@ -73,15 +73,15 @@ class Server:
             "--backend-store-uri",
             f"sqlite:///{self.folder / 'store.db'}",
         ]
-        words += ["--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
+        flags += ["--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
         env = {**os.environ, "MLFLOW_TELEMETRY_ENABLED": "false", "DO_NOT_TRACK": "true"}
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
-                words, cwd=self.folder, env=env, stdout=log, stderr=log, start_new_session=True
+                flags, cwd=self.folder, env=env, stdout=log, stderr=log, start_new_session=True
             )
-        until(self.answers, 250, what=lambda: (self.folder / "server.log").read_text())
+        until(self.is_ready, 250, what=lambda: (self.folder / "server.log").read_text())
 
-    def answers(self) -> bool:
+    def is_ready(self) -> bool:
         assert self.process.poll() is None, (self.folder / "server.log").read_text()
         with suppress(OSError):
             return urllib.request.urlopen(f"{self.uri}/health", timeout=5).status == 200
@@ -93,7 +93,7 @@ class Server:
         self.process.wait()
 
     def tracked(self) -> list:
-        """All runs of the experiment, the oldest first."""
+        """All runs of the experiment, oldest first."""
         import mlflow
 
         client = mlflow.MlflowClient(self.uri)
@@ -120,77 +120,77 @@ def server(tmp_path_factory):
 
 
 def test_mlflow_has_each_step_of_a_killed_run_once(server, start):
-    words = ("-track", "mlflow", "-log_every", 1, "-save_every", "7steps")
+    flags = ("-track", "mlflow", "-log_every", 1, "-save_every", "7steps")
     env = {"MLFLOW_TRACKING_URI": server.uri.replace("//", f"//somebody:{SECRET}@")}
-    killed_at(
+    run_killed_at(
         start,
         "run",
-        words,
+        flags,
         env,
         33,
         lambda folder: (
             server.tracked()
-            and server.tracked()[-1].data.metrics.get("train/loss") == logged(folder)["train/loss"][-1][1]
+            and server.tracked()[-1].data.metrics.get("train/loss") == logged_points(folder)["train/loss"][-1][1]
         ),
     )
-    run = start("run", *words, cpu=1, env=env)
-    assert run.ends() == 0
-    until(lambda: server.tracked()[0].info.status == "FINISHED", what=run.text)  # a slow one ends in the background
+    run = start("run", *flags, cpu=1, env=env)
+    assert run.wait() == 0
+    until(lambda: server.tracked()[0].info.status == "FINISHED", what=run.text)  # it may end in the background
     [tracked] = server.tracked()
     assert "-track: nothing" not in run.text()
-    assert server.points(tracked) == logged(run.folder), "each step once, the same values"
+    assert server.points(tracked) == logged_points(run.folder), "each step once, the same values"
     assert [step for step, _ in server.points(tracked)["train/loss"]] == [*range(1, 61)]
     assert (tracked.info.run_name, tracked.info.status) == ("run", "FINISHED")
     assert tracked.data.params["arch"] == "mlp" and float(tracked.data.params["lr_start"]) > 0
     assert has_no_key(run.folder)
 
-    assert start("run", *words, cpu=1, env=env).ends() == 0  # finished: nothing is sent again, nor by hand
-    words_by_hand = [sys.executable, "scripts/track.py", "mlflow", str(run.folder)]
-    subprocess.run(words_by_hand, cwd=ROOT, env={**os.environ, **env}, check=True, timeout=250)
-    assert start("run", *words, "-reset", "-epochs", 1, cpu=1, env=env).ends() == 0
-    until(lambda: len(server.tracked()) == 2, what="another one, which -reset begins")
-    assert server.points(server.tracked()[0]) == logged(next((run.folder.parent / ".old").iterdir()))
+    assert start("run", *flags, cpu=1, env=env).wait() == 0  # the run is finished: nothing is sent again
+    command = [sys.executable, "scripts/track.py", "mlflow", str(run.folder)]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, check=True, timeout=250)
+    assert start("run", *flags, "-reset", "-epochs", 1, cpu=1, env=env).wait() == 0
+    until(lambda: len(server.tracked()) == 2, what="the new run after -reset")
+    assert server.points(server.tracked()[0]) == logged_points(next((run.folder.parent / ".old").iterdir()))
 
 
-def test_a_lost_server_costs_one_warning_and_the_next_start_sends_what_is_missing(server, start):
-    words = ("-track", "mlflow", "-log_every", 1)
+def test_a_lost_mlflow_server_gives_one_warning_and_the_next_start_sends_the_missing_points(server, start):
+    flags = ("-track", "mlflow", "-log_every", 1)
     env = {"MLFLOW_TRACKING_URI": server.uri, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
-    run = start("lost", *words, cpu=1, env=env, deed={"do": "pause", "step": 33})
-    run.noted(1)
+    run = start("lost", *flags, cpu=1, env=env, fault={"do": "pause", "step": 33})
+    run.wait_for_notes(1)
     until(lambda: server.tracked() and server.tracked()[-1].info.run_name == "lost")
     server.stop()
-    run.go()
-    assert run.ends() == 0 and run.outcome()["state"] == "finished"
-    run.says("-track: nothing more is sent to mlflow")
+    run.release()
+    assert run.wait() == 0 and run.outcome()["state"] == "finished"
+    run.wait_for_output("-track: nothing more is sent to mlflow")
     server.start()
     assert run.text().count("-track: n") == 1, run.text()
-    assert start("lost", *words, cpu=1, env=env).ends() == 0
-    until(lambda: server.tracked()[-1].info.status == "FINISHED")  # a slow one ends in the background
-    assert server.points(server.tracked()[-1]) == logged(run.folder)
+    assert start("lost", *flags, cpu=1, env=env).wait() == 0
+    until(lambda: server.tracked()[-1].info.status == "FINISHED")  # it may end in the background
+    assert server.points(server.tracked()[-1]) == logged_points(run.folder)
 
 
 # W&B
 
 
 def records(file: Path):
-    """The records of W&B's file of a run: LevelDB's log format."""
+    """The records of W&B's file of a run, which has LevelDB's log format."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, whole = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:  # the rest of a block is too small for a header
+        if 32768 - at % 32768 < 7:  # the rest of the block is too small for a header
             at += 32768 - at % 32768
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield Record.FromString(whole)
             whole = b""
 
 
 def rows(folder: Path) -> list[dict]:
-    """The rows that W&B has of a run, of all its starts."""
+    """The rows of a run in W&B, of all its starts."""
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     found = [record.history for file in files for record in records(file) if record.HasField("history")]
     return [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in found]
@@ -198,33 +198,33 @@ def rows(folder: Path) -> list[dict]:
 
 def test_wandb_has_each_step_of_a_killed_run_once(start):
     pytest.importorskip("wandb", reason=NEEDS)
-    words = ("-track", "wandb", "-log_every", 1, "-save_every", "7steps")
+    flags = ("-track", "wandb", "-log_every", 1, "-save_every", "7steps")
     env = {"WANDB_MODE": "offline", "WANDB_API_KEY": SECRET}
-    run = killed_at(start, "run", words, env, 33, lambda folder: len(rows(folder)) >= 33)
-    assert start("run", *words, cpu=1, env=env).ends() == 0
+    run = run_killed_at(start, "run", flags, env, 33, lambda folder: len(rows(folder)) >= 33)
+    assert start("run", *flags, cpu=1, env=env).wait() == 0
     until(lambda: len(rows(run.folder)) >= len(runs.lines(run.folder)), what=lambda: f"{len(rows(run.folder))} rows")
     found = rows(run.folder)
     points = {}
     for row in found:
         for tag in [tag for tag in row if tag.startswith(("train/", "val/", "test/"))]:
             points.setdefault(tag, []).append((row["step"], float(row[tag])))
-    assert points == logged(run.folder)
-    assert [row["_step"] for row in found] == [*range(len(found))], "rows never go back, over all starts"
+    assert points == logged_points(run.folder)
+    assert [row["_step"] for row in found] == [*range(len(found))], "rows must be in order over all starts"
     ids = {file.stem for file in run.folder.glob("wandb/offline-run-*/*.wandb")}
     assert ids == {f"run-{json.loads((run.folder / 'wandb.json').read_text())['id']}"}
     assert has_no_key(run.folder)
 
 
-def test_wandb_without_a_key_is_one_warning_and_asks_nothing(start, tmp_path):
+def test_wandb_without_a_key_gives_one_warning_and_no_prompt(start, tmp_path):
     pytest.importorskip("wandb", reason=NEEDS)
     env = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": None, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     run = start("run", "-track", "wandb", "-epochs", 1, cpu=1, env=env, terminal=("stdin", "stdout", "stderr"))
-    assert run.ends() == 0
-    run.says("-track: nothing more is sent to wandb")
+    assert run.wait() == 0
+    run.wait_for_output("-track: nothing more is sent to wandb")
     assert run.text().count("-track: ") == 1, run.text()
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    said = error_of("-track mlflow -cpu 1", tmp_path, capsys)
-    assert said == "-track mlflow: the package is not installed: pip install mlflow"
+    message = error_of("-track mlflow -cpu 1", tmp_path, capsys)
+    assert message == "-track mlflow: the package is not installed: pip install mlflow"

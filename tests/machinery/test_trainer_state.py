@@ -1,4 +1,4 @@
-"""What a trainer keeps beside the model, weights averaged over steps among them: saved, and gone on with exactly."""
+"""A trainer's own modules and optimizers, including averaged weights, are saved and resumed exactly."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ import pytest
 import saves
 import torch
 from command_line import refusal
-from runs import distance, lines, outcome, plugins, run, same, weights
+from runs import distance, lines, outcome, plugins, run, same_tensors, weights
 from safetensors.torch import load_file
 from saves import SMALL, bits, log_of, names
 from torch import nn
@@ -25,8 +25,8 @@ SLOW = f"{SMALL} -lr_start 1e-4"  # rounding stays small
 EMA = f"{SLOW} -trainer ema -ema_decay 0.5"
 
 
-class Pair(trainer.Trainer):
-    """Keeps a critic with an optimizer of its own, which begins late, buffers that each step replaces, and a part of
+class WithCritic(trainer.Trainer):
+    """Has a critic with an optimizer that starts late, buffers that each step replaces, and a reference to a part of
     the model."""
 
     def __init__(self, *parts):
@@ -40,7 +40,7 @@ class Pair(trainer.Trainer):
         self.same_optimizer = self.optimizer
 
     def training_step(self, batch):
-        self.notes.now.fill_(self.state.step)  # beside a save that may not be through with it
+        self.notes.now.fill_(self.state.step)  # while a save in the background may still read it
         outputs = self.model(batch[0])
         return self.loss(outputs, batch[1]) + self.critic(outputs.detach() - self.notes.center).square().mean()
 
@@ -51,8 +51,8 @@ class Pair(trainer.Trainer):
         self.notes.center = self.notes.center + self.head.bias.detach()
 
 
-class Twice(trainer.Trainer):
-    """Trains a part of the model by an optimizer of its own, before the loss is known."""
+class TrainsHeadTwice(trainer.Trainer):
+    """Trains a part of the model with an optimizer of its own, before the loss is computed."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
@@ -67,119 +67,119 @@ class Twice(trainer.Trainer):
         return super().training_step(batch)
 
 
-class Stray(trainer.Trainer):
-    """Keeps an optimizer of a parameter that is in no module."""
+class StrayOptimizer(trainer.Trainer):
+    """Has an optimizer for a parameter that belongs to no module."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
         self.second = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
 
 
-def held(folder, name=None):
-    """All tensors of a checkpoint of a run, or else of the last one."""
+def saved(folder, name=None):
+    """All tensors of a run's checkpoint, by default the newest."""
     return saves.tensors(folder / "checkpoints" / (name or names(folder)[0]))
 
 
 @pytest.fixture
-def slowly(monkeypatch):
-    """Files of checkpoints take their time to be written, in this test's next runs, and evaluations more."""
+def slow_writes(monkeypatch):
+    """Slow down the writing of checkpoint files, and the swap of averaged weights even more."""
     real, swap = shards.write, ema.Trainer.swap
-    monkeypatch.setattr(shards, "write", lambda *words: (time.sleep(0.03), real(*words))[1])
-    monkeypatch.setattr(ema.Trainer, "swap", lambda *words: (swap(*words), time.sleep(0.05)))
+    monkeypatch.setattr(shards, "write", lambda *args: (time.sleep(0.03), real(*args))[1])
+    monkeypatch.setattr(ema.Trainer, "swap", lambda *args: (swap(*args), time.sleep(0.05)))
 
 
-def through(out, words, *limits):
-    """The folder of a run that was stopped at each of these steps, and went on."""
+def run_with_stops(out, flags, *limits):
+    """The folder of a run that was stopped at each of these steps and resumed."""
     for limit in limits:
-        run(out, f"{words} -limit_steps {limit}", wanted=75)
-    return run(out, words)
+        run(out, f"{flags} -limit_steps {limit}", wanted=75)
+    return run(out, flags)
 
 
-def all_held(folder):
-    return {f"{name} {tensor}": value for name in names(folder) for tensor, value in held(folder, name).items()}
+def all_saved(folder):
+    return {f"{name} {tensor}": value for name in names(folder) for tensor, value in saved(folder, name).items()}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_second_model_and_optimizer_go_on_exactly(ranks, tmp_path, request):
-    words = f"{SLOW} -trainer pair -save_every 1steps -keep_last 99 -model"
-    with plugins(trainer={"pair": Pair}):
-        whole = run(tmp_path, f"{words} whole -cpu {ranks}")
-        alone = run(tmp_path, f"{words} alone -cpu 1")
-        request.getfixturevalue("slowly")
-        part = through(tmp_path, f"{words} part -cpu {ranks}", 1, 5)
-    truth = held(whole)
-    assert same(all_held(part), all_held(whole)) and len(names(whole)) == 13
-    assert bits(whole) == bits(alone)
+def test_a_second_model_and_optimizer_resume_exactly(ranks, tmp_path, request):
+    flags = f"{SLOW} -trainer pair -save_every 1steps -keep_last 99 -model"
+    with plugins(trainer={"pair": WithCritic}):
+        whole = run(tmp_path, f"{flags} whole -cpu {ranks}")
+        single = run(tmp_path, f"{flags} alone -cpu 1")
+        request.getfixturevalue("slow_writes")
+        part = run_with_stops(tmp_path, f"{flags} part -cpu {ranks}", 1, 5)
+    truth = saved(whole)
+    assert same_tensors(all_saved(part), all_saved(whole)) and len(names(whole)) == 13
+    assert bits(whole) == bits(single)
     own = {name for name in truth if not name.startswith(("model.", "optim."))}
     critic = {f"trainer.critic.{name}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")}
-    words = ("step", "exp_avg", "exp_avg_sq")
-    memory = {f"trainer.critic_optimizer.{name}.{word}" for name in critic for word in words}
-    assert own == critic | memory | {"trainer.notes.center", "trainer.notes.now"}, "nothing is there twice"
+    fields = ("step", "exp_avg", "exp_avg_sq")
+    memory = {f"trainer.critic_optimizer.{name}.{field}" for name in critic for field in fields}
+    assert own == critic | memory | {"trainer.notes.center", "trainer.notes.now"}, "nothing is saved twice"
     assert truth["trainer.notes.center"].abs().sum() > 0
     assert truth["trainer.critic_optimizer.trainer.critic.0.bias.step"] == 11
 
 
-def test_what_is_trained_beside_a_save_is_not_in_it(tmp_path, request):
-    words = (
+def test_training_during_a_save_does_not_change_the_checkpoint(tmp_path, request):
+    flags = (
         f"{SMALL} -trainer twice -cpu 1 -save_every 1steps -keep_last 99 -micro_batch 16 -allow_change micro_batch"
     )
-    with plugins(trainer={"twice": Twice}):
-        whole = run(tmp_path, f"{words} -model whole")
-        request.getfixturevalue("slowly")
-        part = through(tmp_path, f"{words} -model part", 5)
-    assert same(all_held(part), all_held(whole))
-    assert {name for name in held(whole) if name.startswith("trainer.")} == {
+    with plugins(trainer={"twice": TrainsHeadTwice}):
+        whole = run(tmp_path, f"{flags} -model whole")
+        request.getfixturevalue("slow_writes")
+        part = run_with_stops(tmp_path, f"{flags} -model part", 5)
+    assert same_tensors(all_saved(part), all_saved(whole))
+    assert {name for name in saved(whole) if name.startswith("trainer.")} == {
         "trainer.second.5.weight.momentum_buffer",
         "trainer.second.5.bias.momentum_buffer",
     }
 
 
-def test_a_trainer_that_keeps_something_else_than_before_is_refused(tmp_path, capfd):
-    words = f"{SMALL} -cpu 1 -trainer pair"
-    with plugins(trainer={"pair": Twice}):
-        run(tmp_path, f"{words} -limit_steps 5", wanted=75)
-    with plugins(trainer={"pair": Pair}):
-        run(tmp_path, words, wanted=2)
+def test_resuming_with_a_trainer_that_has_other_modules_is_refused(tmp_path, capfd):
+    flags = f"{SMALL} -cpu 1 -trainer pair"
+    with plugins(trainer={"pair": TrainsHeadTwice}):
+        run(tmp_path, f"{flags} -limit_steps 5", wanted=75)
+    with plugins(trainer={"pair": WithCritic}):
+        run(tmp_path, flags, wanted=2)
         message = capfd.readouterr().err.splitlines()[-1]
         assert "optimizer or trainer: trainer.critic.0.bias was None" in message
 
 
-def test_an_optimizer_that_no_checkpoint_can_hold_is_refused(tmp_path, capfd):
-    with plugins(trainer={"stray": Stray}):
+def test_an_optimizer_whose_parameters_cannot_be_saved_is_refused(tmp_path, capfd):
+    with plugins(trainer={"stray": StrayOptimizer}):
         run(tmp_path, f"{SMALL} -cpu 1 -trainer stray", wanted=2)
-    said = "trainer.second (SGD) trains a parameter that neither the model nor a module of the trainer has"
-    assert said in capfd.readouterr().err.splitlines()[-1]
+    message = "trainer.second (SGD) trains a parameter that neither the model nor a module of the trainer has"
+    assert message in capfd.readouterr().err.splitlines()[-1]
 
 
-def test_an_optimizers_memory_is_there_once_while_a_checkpoint_is_loaded(tmp_path, monkeypatch):
-    """Twice would be more than a training step needs: a run that fits could not go on."""
+def test_optimizer_state_is_in_memory_only_once_while_a_checkpoint_is_loaded(tmp_path, monkeypatch):
+    """Two copies need more memory than a training step: a run that fits could not resume."""
     run(tmp_path, f"{SMALL} -cpu 1 -limit_steps 3", wanted=75)
     made, alive, to_save, load = [], [], trainer.tensors_to_save, trainer.resume.load
 
-    def noted(parts):
+    def note_tensors(parts):
         tensors = to_save(parts)
         made.extend(weakref.ref(value) for name, value in tensors.items() if name.startswith("optim."))
         return tensors
 
-    def loaded(*words):
+    def count_alive(*args):
         alive.append(sum(one() is not None for one in made))
-        return load(*words)
+        return load(*args)
 
-    monkeypatch.setattr(trainer, "tensors_to_save", noted)
-    monkeypatch.setattr(trainer.resume, "load", loaded)
+    monkeypatch.setattr(trainer, "tensors_to_save", note_tensors)
+    monkeypatch.setattr(trainer.resume, "load", count_alive)
     run(tmp_path, f"{SMALL} -cpu 1")
     assert made and alive == [0]
 
 
-def test_a_decay_that_is_none_is_refused():
+def test_an_ema_decay_outside_0_to_1_is_refused():
     for decay in ("-0.1", "1", "x"):
         assert f"-ema_decay: {decay!r} is not a number from 0 to below 1" in refusal(
             f"-trainer ema -ema_decay={decay}"
         )
 
 
-class Own(trainer.Trainer):
-    """Keeps a module that it wraps itself and one with values of each process, and a figure of its own."""
+class OwnModules(trainer.Trainer):
+    """Has a module that it wraps in DDP, one whose values differ between processes, and a metric of its own."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
@@ -200,14 +200,16 @@ class Own(trainer.Trainer):
         self.plain_optimizer.zero_grad()
 
 
-def test_where_processes_differ_rank_0_decides(tmp_path):
-    words = f"{SLOW} -trainer own -cpu 2 -model"
-    with plugins(trainer={"own": Own}):
-        whole = run(tmp_path, f"{words} whole")
-        part = through(tmp_path, f"{words} part", 4, 7)
-    one, other = held(whole), held(part)
+def test_where_values_differ_between_processes_those_of_rank_0_are_saved(tmp_path):
+    flags = f"{SLOW} -trainer own -cpu 2 -model"
+    with plugins(trainer={"own": OwnModules}):
+        whole = run(tmp_path, f"{flags} whole")
+        part = run_with_stops(tmp_path, f"{flags} part", 4, 7)
+    one, other = saved(whole), saved(part)
     norm = [name for name in one if name.startswith("trainer.norm.")]
-    assert len(norm) == 7 and all(torch.equal(one[name], other[name]) for name in norm), "as DDP has it"
+    assert len(norm) == 7 and all(torch.equal(one[name], other[name]) for name in norm), (
+        "the same on all ranks by DDP"
+    )
     first = load_file(whole / "checkpoints" / names(whole)[0] / "shard_0000.safetensors")
     assert {"trainer.plain.weight", "trainer.plain.bias"} < {*first}
     assert all(0 < line["train/spread"] < 9 for line in lines(whole) if "train/loss" in line)
@@ -223,7 +225,7 @@ class InLists(trainer.Trainer):
         self.without_state = (nn.MSELoss(), nn.ReLU())
 
 
-def test_modules_and_optimizers_in_lists_are_said_to_be_in_no_checkpoint(tmp_path):
+def test_a_warning_names_modules_and_optimizers_in_lists_because_they_are_not_saved(tmp_path):
     with plugins(trainer={"lists": InLists}):
         text = log_of(run(tmp_path, f"{SMALL} -trainer lists -limit_steps 1", wanted=75))
     assert re.findall(r"trainer\.(\w+): modules and optimizers in it are in no checkpoint", text) == [
@@ -233,30 +235,30 @@ def test_modules_and_optimizers_in_lists_are_said_to_be_in_no_checkpoint(tmp_pat
 
 
 class Counting(trainer.Trainer):
-    """A figure that is 1 for every sample."""
+    """Logs a metric that is 1 for every sample."""
 
     def training_step(self, batch):
         self.metrics.update({"one": len(batch[0])})
         return super().training_step(batch)
 
 
-def test_a_trainers_own_figures_count_each_sample_once(tmp_path):
-    """A rank that has no micro-batch left counts nothing."""
+def test_a_trainers_own_metrics_count_each_sample_once(tmp_path):
+    """A rank without a micro-batch counts nothing."""
     with plugins(trainer={"counting": Counting}):
         folder = run(tmp_path, f"{SMALL} -trainer counting -cpu 3 -micro_batch 4 -log_every 1")
     assert {line["train/one"] for line in lines(folder) if "train/one" in line} == {1.0}
 
 
 class Draws(trainer.Trainer):
-    """Draws a number when it is built."""
+    """Draws a random number in `__init__`."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
         logging.getLogger("lib.trainer").info("drawn %r", torch.rand(()).item())
 
 
-def test_what_a_trainer_draws_when_it_is_built_is_the_same_on_all_ranks_and_at_every_start(tmp_path):
-    """Rank 0 has fetched a sample, under seeds of its own, to choose the number of threads."""
+def test_random_numbers_in_a_trainers_init_are_the_same_on_all_ranks_and_at_every_start(tmp_path):
+    """Rank 0 has fetched a sample, with seeds of its own, to choose the number of threads."""
     with plugins(trainer={"draws": Draws}):
         folder = run(tmp_path, f"{SMALL} -trainer draws -cpu 2 -limit_steps 3", wanted=75)
         run(tmp_path, f"{SMALL} -trainer draws -cpu 1")
@@ -266,11 +268,11 @@ def test_what_a_trainer_draws_when_it_is_built_is_the_same_on_all_ranks_and_at_e
 
 @pytest.fixture(scope="module")
 def averaged(small_plugins, tmp_path_factory):
-    """A run with weights averaged over its steps, a checkpoint of each."""
+    """A run with averaged weights and a checkpoint of each step."""
     return run(tmp_path_factory.mktemp("averaged"), f"{EMA} -cpu 2 -save_every 1steps -keep_last 99")
 
 
-def test_the_average_is_that_of_the_weights_after_each_step(averaged):
+def test_averaged_weights_are_the_moving_average_after_each_step(averaged):
     expected = {}
     by_step = dict(zip(saves.steps(averaged), names(averaged), strict=True))
     for step in range(1, 13):
@@ -288,18 +290,18 @@ def test_the_average_is_that_of_the_weights_after_each_step(averaged):
     assert not torch.equal(final["5.weight"], tensors["model.5.weight"])
 
 
-@pytest.mark.parametrize("words", ["-cpu 2 -save_every 1steps -keep_last 99", "-cpu 2 -parallel fsdp"])
-def test_averaged_weights_go_on_exactly_and_are_the_same_on_other_processes(averaged, slowly, words, tmp_path):
-    folder = through(tmp_path, f"{EMA} {words}", 5)
-    run(tmp_path, f"{EMA} {words} -model moved -limit_steps 7", wanted=75)
+@pytest.mark.parametrize("flags", ["-cpu 2 -save_every 1steps -keep_last 99", "-cpu 2 -parallel fsdp"])
+def test_averaged_weights_resume_exactly_also_on_another_number_of_processes(averaged, slow_writes, flags, tmp_path):
+    folder = run_with_stops(tmp_path, f"{EMA} {flags}", 5)
+    run(tmp_path, f"{EMA} {flags} -model moved -limit_steps 7", wanted=75)
     moved = run(tmp_path, f"{EMA} -cpu 1 -model moved")
-    if "fsdp" in words:  # its optimizer runs otherwise
+    if "fsdp" in flags:  # its optimizer rounds differently
         assert max(distance(folder, averaged), distance(moved, averaged)) < 1e-5
     else:
-        assert same(all_held(folder), all_held(averaged)) and bits(folder) == bits(moved) == bits(averaged)
+        assert same_tensors(all_saved(folder), all_saved(averaged)) and bits(folder) == bits(moved) == bits(averaged)
 
 
-def test_evaluations_are_of_the_averaged_weights(averaged, tmp_path):
+def test_evaluations_use_the_averaged_weights(averaged, tmp_path):
     run(averaged.parent, f"{EMA} -cpu 1 -eval -weights {averaged / 'final' / 'weights.safetensors'}")
     message = json.loads((averaged / "eval.json").read_text())
     assert message["test"]["loss"] == pytest.approx(outcome(averaged)["test"]["loss"], rel=1e-5)

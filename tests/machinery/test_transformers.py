@@ -1,4 +1,4 @@
-"""What the shipped transformers promise, beyond what test_plugins.py holds for all."""
+"""The shipped transformers, beyond what test_plugins.py checks for all."""
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ from lib.arch import gpt
 SMALL = ["-arch", "gpt", "-num_classes", "17", "-gpt_depth", "3", "-gpt_width", "24", "-gpt_heads", "3"]
 
 
-def test_gpt_sees_no_later_token():
+def test_a_gpt_output_does_not_depend_on_later_tokens():
     torch.manual_seed(0)
     model = gpt.get_model(config.parse_args(SMALL))
-    for parameter in model.parameters():  # as small as they begin, little would be seen of anything
+    for parameter in model.parameters():  # with the small initial values a change would hardly be visible
         nn.init.normal_(parameter, std=0.5)
     tokens = torch.randint(17, (2, 12))
     before = model(tokens)
@@ -24,8 +24,8 @@ def test_gpt_sees_no_later_token():
         assert changed.tolist() == [False] * place + [True] * (12 - place)
 
 
-def test_rotary_positions_turn_complex_numbers():
-    """Features i and i + half are one complex number, turned by exp(i place speed): products depend on distances."""
+def test_rotary_positions_rotate_complex_numbers():
+    """Features i and i + half are a complex number times exp(i place speed), so products depend only on distances."""
     torch.manual_seed(0)
     x, size = torch.randn(2, 3, 10, 8), 8
     speeds = 10_000.0 ** -(torch.arange(size // 2, dtype=torch.float64) * 2 / size)
@@ -41,12 +41,12 @@ def test_rotary_positions_turn_complex_numbers():
     assert torch.allclose(products.diagonal(-3), products[3, 0].expand(7), atol=1e-5)
 
 
-def test_gpt_has_the_parameters_that_its_sizes_say():
+def test_gpt_has_the_number_of_parameters_that_follows_from_its_sizes():
     for depth, width, tokens in ((3, 24, 17), (12, 768, 50_304), (24, 1792, 256)):
         sizes = {"gpt_depth": depth, "gpt_width": width, "num_classes": tokens, "gpt_heads": 4}
-        words = [f"-{name}={value}" for name, value in sizes.items()]
+        flags = [f"-{name}={value}" for name, value in sizes.items()]
         with torch.device("meta"):
-            model = gpt.get_model(config.parse_args([*SMALL, *words]))
+            model = gpt.get_model(config.parse_args([*SMALL, *flags]))
         count = sum(parameter.numel() for parameter in model.parameters())
         assert count == tokens * width + depth * (12 * width**2 + 2 * width) + width
     assert count > 9e8

@@ -1,4 +1,4 @@
-"""Images change on the device, each by draws of its own that its seed, epoch and index decide."""
+"""Images are changed on the device by random numbers that depend only on seed, epoch and index."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from lib.utils.data.transforms import Pixels
 from lib.utils.distributed import World
 
 
-def test_draws_are_even_and_belong_to_the_sample_alone():
+def test_random_numbers_are_uniform_and_depend_only_on_the_sample():
     draws = seeding.uniform(3, 5, list(range(20_000)))
     assert draws.shape == (20_000, 8) and draws.dtype == torch.float32 and draws.min() >= 0 and draws.max() < 1
     for column in draws.T:
@@ -31,7 +31,7 @@ def test_draws_are_even_and_belong_to_the_sample_alone():
     assert torch.equal(seeding.uniform(0, 0, [2**62]), seeding.uniform(0, 0, [2**62]))
 
 
-def test_images_are_moved_by_up_to_four_pixels_mirrored_and_normalized():
+def test_images_are_shifted_by_up_to_four_pixels_mirrored_and_normalized():
     images, draws = torch.randint(0, 256, (60, 3, 32, 24), dtype=torch.uint8), torch.rand(60, 8)
     mean, deviation = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
     got, labels = Pixels(mean, deviation, pad=4, mirror=True)((images, torch.arange(60)), draws)
@@ -49,8 +49,8 @@ def test_images_are_moved_by_up_to_four_pixels_mirrored_and_normalized():
     assert torch.allclose(still, images.float(), atol=1e-4)
 
 
-def test_a_sample_is_changed_alike_in_any_batch_on_any_number_of_processes():
-    """Whatever ranks, micro-batches and workers: what is seen of sample i in epoch e is one and the same image."""
+def test_a_sample_is_changed_in_the_same_way_in_any_batch_on_any_number_of_processes():
+    """With any ranks, micro-batches and workers, the image of sample i in epoch e is the same."""
     images = torch.randint(0, 256, (23, 1, 8, 8), dtype=torch.uint8)
     dataset = Tensors(images, torch.arange(23), on_device=Pixels((0.5,), (0.5,), pad=2, mirror=True))
 
@@ -73,31 +73,31 @@ def test_a_sample_is_changed_alike_in_any_batch_on_any_number_of_processes():
             assert len(again) > 8 and all(torch.equal(truth[epoch][i], image) for i, image in again.items())
 
 
-def test_a_run_with_augmentation_ends_alike_on_more_processes_and_after_a_stop(tmp_path):
+def test_a_run_with_augmentation_has_the_same_bits_on_more_processes_and_after_a_stop(tmp_path):
     def pixels(args):
         generator = torch.Generator().manual_seed(0)
         labels = torch.randint(4, (40,), generator=generator)
         images = torch.randint(0, 256, (40, 1, 8, 8), dtype=torch.uint8, generator=generator)
         return Tensors(images, labels, on_device=Pixels((0.5,), (0.3,), pad=1, mirror=args.augment))
 
-    words = "-dataset pixels -arch norm_net -num_classes 4 -batch_size 8 -micro_batch 4 -epochs 2"
+    flags = "-dataset pixels -arch norm_net -num_classes 4 -batch_size 8 -micro_batch 4 -epochs 2"
     with plugins(arch={"norm_net": norm_net}, dataset={"pixels": pixels}):
         one, two, plain = (
-            run(tmp_path, f"{words} {more}")
+            run(tmp_path, f"{flags} {more}")
             for more in ("-cpu 1 -model one", "-cpu 2 -model two", "-cpu 1 -model plain -augment no")
         )
-        run(tmp_path, f"{words} -cpu 1 -model stopped -limit_steps 7", wanted=75)
-        stopped = run(tmp_path, f"{words} -cpu 1 -model stopped")
+        run(tmp_path, f"{flags} -cpu 1 -model stopped -limit_steps 7", wanted=75)
+        stopped = run(tmp_path, f"{flags} -cpu 1 -model stopped")
     assert distance(one, stopped) == distance(one, two) == 0 < distance(one, plain)
 
 
 @pytest.mark.parametrize("name", ["cifar10", "folder"])
-def test_image_files_travel_as_bytes_and_only_training_images_change(name, tmp_path, monkeypatch):
+def test_images_are_loaded_as_bytes_and_only_training_images_are_augmented(name, tmp_path, monkeypatch):
     getattr(tiny_data, f"make_{name}")(tmp_path, monkeypatch)
     module = {"cifar10": cifar10, "folder": folder}[name]
-    words = ["-dataset", name, "-data", str(tmp_path), *(["-image_size", "32"] if name == "folder" else [])]
+    flags = ["-dataset", name, "-data", str(tmp_path), *(["-image_size", "32"] if name == "folder" else [])]
     for augment in ("yes", "no"):
-        args = config.parse_args([*words, "-augment", augment])
+        args = config.parse_args([*flags, "-augment", augment])
         for split, part in module.get_dataset(args).items():
             assert part[0][0].dtype == torch.uint8
             assert part.on_device.mirror == (split == "train" and augment == "yes")

@@ -1,4 +1,4 @@
-"""The tunnel of -ngrok, with a stand-in for ngrok's agent: behind a password or closed, and gone with the run."""
+"""The tunnel of -ngrok, with a fake of ngrok's agent: it needs a password, and ends with the run."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ TOKEN, PASSWORD = "2secretTokenOfTheUser", "correct-horse-9"
 
 @pytest.fixture
 def agent(tmp_path, monkeypatch):
-    """Sets the stand-in up: agent(fault) gives the file of its notes."""
+    """A function that sets the fake agent up and returns the file of its notes."""
     program = tmp_path / "agent"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT / "tests" / "machinery" / "ngrok_agent.py"} "$@"\n')
     program.chmod(0o700)
@@ -36,7 +36,7 @@ def agent(tmp_path, monkeypatch):
     return set_up
 
 
-def fetched(address, user=None, password=None):
+def fetch(address, user=None, password=None):
     request = urllib.request.Request(address)
     if user:
         request.add_header("Authorization", f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}")
@@ -44,7 +44,7 @@ def fetched(address, user=None, password=None):
         return answer.read().decode()
 
 
-def test_the_tunnel_of_a_run_asks_for_the_password_and_is_gone_with_the_run(agent, start, tmp_path):
+def test_a_tunnel_asks_for_the_password_and_ends_with_the_run(agent, start, tmp_path):
     notes = agent()
     run = start(
         "shared",
@@ -52,33 +52,33 @@ def test_the_tunnel_of_a_run_asks_for_the_password_and_is_gone_with_the_run(agen
         "-ngrok_auth",
         "ann",
         cpu=2,
-        deed={"do": "pause", "step": 25, "rank": 0},
+        fault={"do": "pause", "step": 25, "rank": 0},
         env=dict(os.environ),
     )
-    run.says("TensorBoard for others: http://127.0.0.1:")
+    run.wait_for_output("TensorBoard for others: http://127.0.0.1:")
     local, address = (address_in(line) for line in run.text().splitlines() if line.startswith("TensorBoard"))
     assert local.startswith("http://127.0.0.1:6")
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        fetched(address)
-    assert "TensorBoard" in fetched(address, "ann", PASSWORD)
+        fetch(address)
+    assert "TensorBoard" in fetch(address, "ann", PASSWORD)
 
     facts = json.loads(notes.read_text())
-    assert facts["token"] == TOKEN, "the agent reads it itself"
-    words = Path(f"/proc/{facts['pid']}/cmdline").read_text()
-    assert TOKEN not in words and PASSWORD not in words
-    assert facts["asked"]["inspect"] is False
+    assert facts["token"] == TOKEN, "the agent reads the token from the environment"
+    command = Path(f"/proc/{facts['pid']}/cmdline").read_text()
+    assert TOKEN not in command and PASSWORD not in command
+    assert facts["request"]["inspect"] is False
 
     os.kill(run.pid, signal.SIGKILL)
-    run.go()
+    run.release()
     until(lambda: not Path(f"/proc/{facts['pid']}").exists(), what="the end of the agent")
     with pytest.raises(OSError, match="refused"):
-        fetched(address)
+        fetch(address)
     left = [*(tmp_path / "out").rglob("*"), *tmp_path.glob("log_*")]
     texts = [path.read_text(errors="ignore") for path in left if path.is_file()]
     assert len(texts) > 5 and not [text for text in texts if TOKEN in text or PASSWORD in text]
 
 
-def test_on_a_terminal_the_addresses_are_shown_and_the_agent_goes_with_the_run(agent, start):
+def test_on_a_terminal_the_addresses_are_shown_and_the_agent_ends_with_the_run(agent, start):
     notes = agent()
     run = start(
         "shown",
@@ -86,12 +86,12 @@ def test_on_a_terminal_the_addresses_are_shown_and_the_agent_goes_with_the_run(a
         cpu=1,
         terminal=("stdout", "stderr"),
         env=dict(os.environ),
-        deed={"do": "pause", "step": 25},
+        fault={"do": "pause", "step": 25},
     )
-    run.says("TensorBoard for others: http://127.0.0.1:")
+    run.wait_for_output("TensorBoard for others: http://127.0.0.1:")
     assert "\r\x1b[KTensorBoard: http://127.0.0.1:" in run.text() and PASSWORD not in run.text()
-    run.go()
-    assert run.ends() == 0 and run.outcome()["state"] == "finished"
+    run.release()
+    assert run.wait() == 0 and run.outcome()["state"] == "finished"
     until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the end of the agent")
 
 
@@ -102,18 +102,18 @@ def test_on_a_terminal_the_addresses_are_shown_and_the_agent_goes_with_the_run(a
         ("deaf", "PyngrokNgrokHTTPError"),
     ],
 )
-def test_a_tunnel_that_fails_is_one_line_without_secrets(agent, serve, tmp_path, fault, message):
+def test_a_failing_tunnel_is_reported_in_one_line_without_secrets(agent, serve, tmp_path, fault, message):
     notes = agent(fault)
     run = serve(tmp_path, "ann")
     address = address_in(run.stdout.readline())
     assert run.stdout.readline() == f"TensorBoard for others: no tunnel ({message}); training continues\n"
-    assert "TensorBoard" in fetched(address), "-tb's server is there all the same"
+    assert "TensorBoard" in fetch(address), "-tb's server works nevertheless"
     assert run.communicate() == ("", None)
     until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the agent's end")
 
 
 @pytest.mark.parametrize("password", [None, "short", "with a space in it", "with:a:colon:inside", "with${cel}inside"])
-def test_without_a_good_password_there_is_no_run(password, tmp_path, monkeypatch, capfd):
+def test_a_run_with_a_tunnel_but_without_a_good_password_is_refused(password, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("NGROK_PASSWORD", raising=False)
     if password:
         monkeypatch.setenv("NGROK_PASSWORD", password)

@@ -1,4 +1,4 @@
-"""A run that hangs ends, and each rank says where it stood."""
+"""A run that hangs is ended, and each rank logs where it was."""
 
 import gc
 import logging
@@ -22,22 +22,24 @@ from lib.utils import distributed, watchdog
 from lib.utils.distributed import World
 
 MINUTES = 0.1
-SOON_S = 30  # after the time is over
-TIMEOUT_S = 0.6  # of a run whose steps are counted by hand
+SOON_S = 30  # seconds after the time limit
+TIMEOUT_S = 0.6  # of the run in a process that steps by itself
 
 
-def watch_of(state, minutes, folder):
+def new_watchdog(state, minutes, folder):
     vote, checkpoints = types.SimpleNamespace(ticks=0, since=0.0), types.SimpleNamespace(polls=0)
     return watchdog.Watchdog(state, vote, checkpoints, World(), minutes, folder)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_frozen_rank_fails_the_run_and_only_its_log_says_nothing(start, rank):
-    deed = {"do": "strike", "signal": "SIGSTOP", "step": 45, "rank": rank}
-    run = start("frozen", "-hang_minutes", MINUTES, deed=deed, cpu=3, env={"VOTE_S": "1"})
-    assert run.ends() == 1, run.text()
-    assert time.monotonic() - run.noted(1)[0]["time"] < MINUTES * 60 + SOON_S
-    assert run.outcome()["state"] == "running" or run.outcome()["lost_peer"], "who requeues a job takes it as lost"
+def test_a_frozen_rank_fails_the_run_and_all_other_ranks_log_their_stacks(start, rank):
+    fault = {"do": "send_signal", "signal": "SIGSTOP", "step": 45, "rank": rank}
+    run = start("frozen", "-hang_minutes", MINUTES, fault=fault, cpu=3, env={"VOTE_S": "1"})
+    assert run.wait() == 1, run.text()
+    assert time.monotonic() - run.wait_for_notes(1)[0]["time"] < MINUTES * 60 + SOON_S
+    assert run.outcome()["state"] == "running" or run.outcome()["lost_peer"], (
+        "a requeue counts both as a lost process"
+    )
     assert "nothing moved" not in (run.folder / "logs" / f"rank_{rank}.log").read_text()
     for other in {0, 1, 2} - {rank}:
         log = (run.folder / "logs" / f"rank_{other}.log").read_text()
@@ -45,31 +47,33 @@ def test_a_frozen_rank_fails_the_run_and_only_its_log_says_nothing(start, rank):
         assert re.search(r"Thread 0x.*(reduction|batchnorm|distributed)\.py", log, re.S), (
             "no stacks in the rank's own log"
         )
-    run.is_gone()
+    run.wait_until_gone()
 
 
 @pytest.mark.parametrize("which", [{"rank": 1}, {}], ids=["one", "all"])
-def test_ranks_that_are_busy_with_something_else_end_and_show_what(start, which):
-    """They live, and are behind, maybe all of them: their own logs have the stacks that they are in."""
-    run = start("busy", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45, **which})
-    assert run.ends() == 1, run.text()
+def test_ranks_that_do_something_else_for_too_long_are_ended_and_log_their_stacks(start, which):
+    """One rank or all are alive but do not step: their own logs have the stacks."""
+    run = start("busy", "-hang_minutes", MINUTES, fault={"do": "pause", "step": 45, **which})
+    assert run.wait() == 1, run.text()
     for rank in [1] if which else [0, 1]:
         log = (run.folder / "logs" / f"rank_{rank}.log").read_text()
         assert "faulty.py" in log and "in pause" in log
-    run.is_gone()
+    run.wait_until_gone()
 
 
-def test_a_single_process_that_hangs_fails_and_shows_where(start):
-    """It does not end where somebody may sit at a breakpoint."""
-    run = start("alone", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45}, cpu=1)
-    there = start("there", "-hang_minutes", MINUTES, deed={"do": "pause", "step": 45}, cpu=1, terminal=("stdin",))
-    assert run.ends() == 1, run.text()
-    said = "nothing moved for 6 s (-hang_minutes) at step 45; what this rank was doing: "
-    assert said in run.text() and run.outcome()["state"] == "running", "as one that is killed"
+def test_a_single_process_that_hangs_is_ended_and_logs_its_stack(start):
+    """It is not ended if it has a terminal, where somebody may be at a breakpoint."""
+    run = start("single", "-hang_minutes", MINUTES, fault={"do": "pause", "step": 45}, cpu=1)
+    on_terminal = start(
+        "terminal", "-hang_minutes", MINUTES, fault={"do": "pause", "step": 45}, cpu=1, terminal=("stdin",)
+    )
+    assert run.wait() == 1, run.text()
+    message = "nothing moved for 6 s (-hang_minutes) at step 45; what this rank was doing: "
+    assert message in run.text() and run.outcome()["state"] == "running", "as for a killed process"
     assert "in pause" in (run.folder / "logs" / "rank_0.log").read_text()
-    processes.until(lambda: "nothing moved for" in there.log.read_text())
-    there.go()
-    assert there.ends() == 0, there.text()
+    processes.until(lambda: "nothing moved for" in on_terminal.log.read_text())
+    on_terminal.release()
+    assert on_terminal.wait() == 0, on_terminal.text()
 
 
 def test_the_first_step_of_a_single_process_may_take_longer(tmp_path, monkeypatch, caplog):
@@ -78,22 +82,23 @@ def test_the_first_step_of_a_single_process_may_take_longer(tmp_path, monkeypatc
     monkeypatch.setattr(watchdog.sys, "stdin", None)
     (tmp_path / "logs").mkdir()
     state = types.SimpleNamespace(step=3)
-    watch = watch_of(state, 0.1 / 60, tmp_path)
+    watch = new_watchdog(state, 0.1 / 60, tmp_path)
     with watch.watch():
-        assert not ended.wait(0.3), "before its first step it may take longer"
+        assert not ended.wait(0.3), "the first step may take longer"
         watch.stop.ticks += 1
         assert ended.wait(SOON_S)
     assert "at step 3" in caplog.text
 
 
-def test_a_process_that_hangs_in_a_log_call_is_ended_too(tmp_path, monkeypatch):
-    """As with a dead disk under its log, or a terminal that nobody reads: the report waits for logging's lock."""
+def test_a_process_that_hangs_in_a_log_call_is_ended(tmp_path, monkeypatch):
+    """A dead disk of the log file or an unread terminal causes this. The report must not wait for logging's lock."""
     ended, handler = threading.Event(), logging.NullHandler()
     handler.handle = handler.emit = lambda record: handler.acquire() and handler.release()
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
     monkeypatch.setattr(watchdog.sys, "stdin", None)
     watchdog.log.addHandler(handler)
-    watch = watch_of(types.SimpleNamespace(step=3), 0.1 / 60, tmp_path)
+    watch = new_watchdog(types.SimpleNamespace(step=3), 0.1 / 60, tmp_path)
+    watch.first_step_done = True
     handler.acquire()
     try:
         with watch.watch():
@@ -104,11 +109,11 @@ def test_a_process_that_hangs_in_a_log_call_is_ended_too(tmp_path, monkeypatch):
         watchdog.log.removeHandler(handler)
 
 
-def test_a_run_that_moves_again_is_not_ended(tmp_path, monkeypatch, caplog):
+def test_a_run_that_steps_again_is_not_ended(tmp_path, monkeypatch, caplog):
     codes, state = [], types.SimpleNamespace(step=3)
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     (tmp_path / "logs").mkdir()
-    watch = watch_of(state, 6 / 60, tmp_path)  # a look every half second
+    watch = new_watchdog(state, 6 / 60, tmp_path)  # it checks every half second
     with watch.watch():
         watch.stop.ticks += 1
         processes.until(lambda: "nothing moved" in caplog.text)
@@ -117,13 +122,13 @@ def test_a_run_that_moves_again_is_not_ended(tmp_path, monkeypatch, caplog):
     assert codes == []
 
 
-def test_a_process_that_is_suspended_does_not_hang(tmp_path):
-    """SIGSTOP, as from a scheduler that suspends a job for longer than -hang_minutes."""
+def test_a_suspended_process_does_not_count_as_hanging(tmp_path):
+    """A scheduler may suspend a job by SIGSTOP for longer than -hang_minutes."""
     (tmp_path / "logs").mkdir()
     reader, writer = multiprocessing.get_context("fork").Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=steps_until_told, args=(tmp_path, reader))
+    process = multiprocessing.get_context("fork").Process(target=step_until_message, args=(tmp_path, reader))
     process.start()
-    processes.until(lambda: (tmp_path / "begun").exists())
+    processes.until(lambda: (tmp_path / "started").exists())
     for _ in range(3):
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(2 * TIMEOUT_S)
@@ -134,32 +139,32 @@ def test_a_process_that_is_suspended_does_not_hang(tmp_path):
     assert process.exitcode == 0
 
 
-def steps_until_told(folder, reader):
-    """A run of steps that take a third of the time."""
-    watch = watch_of(types.SimpleNamespace(step=3), TIMEOUT_S / 60, folder)
+def step_until_message(folder, reader):
+    """A run whose steps take a third of the limit."""
+    watch = new_watchdog(types.SimpleNamespace(step=3), TIMEOUT_S / 60, folder)
     with watch.watch():
         watch.stop.ticks += 1
-        (folder / "begun").touch()
+        (folder / "started").touch()
         while not reader.poll():
-            for _ in range(10):  # one sleep would be over as soon as the process is woken
+            for _ in range(10):  # a single sleep would be over as soon as the process continues
                 time.sleep(TIMEOUT_S / 30)
             watch.stop.ticks += 1
 
 
 def test_the_first_step_may_take_longer_than_hang_minutes(start, undisturbed):
-    run = start("slow", "-hang_minutes", 0.05, deed={"do": "pause", "step": 0, "rank": 1})
-    paused = run.noted(1)[0]["time"]
+    run = start("slow", "-hang_minutes", 0.05, fault={"do": "pause", "step": 0, "rank": 1})
+    paused = run.wait_for_notes(1)[0]["time"]
     processes.until(lambda: time.monotonic() - paused > 5)
-    run.go()
-    assert run.ends() == 0, run.text()
+    run.release()
+    assert run.wait() == 0, run.text()
     assert run.weights() == undisturbed.weights()
 
 
-def test_groups_are_taken_down_with_the_process_only(tmp_path):
-    """Before, with Python's lock held, gloo might wait for one of its threads that needs the lock."""
+def test_process_groups_are_destroyed_only_with_the_process(tmp_path):
+    """Earlier, with Python's lock taken, gloo could wait for one of its threads that needs the lock."""
     fork, port = multiprocessing.get_context("fork"), ports.free()
     args = types.SimpleNamespace(cpu=2, hang_minutes=1, flag_rules=flags.rules())  # one object, for both processes
-    ranks = [fork.Process(target=_joined, args=(rank, port, tmp_path, args), daemon=True) for rank in range(2)]
+    ranks = [fork.Process(target=_join_group, args=(rank, port, tmp_path, args), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -168,7 +173,7 @@ def test_groups_are_taken_down_with_the_process_only(tmp_path):
     assert all("gloo" in (tmp_path / str(rank)).read_text() for rank in range(2))
 
 
-def _joined(rank, port, folder, args):
+def _join_group(rank, port, folder, args):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with distributed.join(args) as world:
         assert distributed.gather_json(rank, world) == [0, 1]
@@ -178,13 +183,13 @@ def _joined(rank, port, folder, args):
     (folder / str(rank)).write_text(" ".join(threads))
 
 
-def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch):
-    """NCCL's way to leave a group is one that all ranks of a machine take together."""
+def test_a_failing_rank_does_not_wait_for_the_others(monkeypatch):
+    """Leaving an NCCL group is a collective of all ranks of a machine."""
     left = []
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(distributed, "pick_device", lambda args, local_rank: torch.device("cuda", 0))
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda *words, **more: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **more: None)
     monkeypatch.setattr(distributed, "_leave", lambda: left.append(True))
     monkeypatch.setattr(distributed, "check_same_flags", lambda args, world: world)
     monkeypatch.setattr(distributed, "sum_groups", lambda world, timeout: (None,))

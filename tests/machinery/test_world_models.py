@@ -1,4 +1,4 @@
-"""-arch torchvision and -arch timm: each model of theirs by its name, and -weights imagenet."""
+"""-arch torchvision and -arch timm: each of their models by name, and -weights imagenet."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import runs
 import tiny_data
 import torch
 import torchvision
-from cluster import needed_package
+from cluster import require_package
 from PIL import Image
 
 from lib import config, predict
@@ -18,14 +18,14 @@ from lib.config import plugins
 from lib.utils.errors import UsageError
 
 NAMES = torchvision.models.list_models(module=torchvision.models)
-TIMM = needed_package("timm", "world")
+TIMM = require_package("timm", "world")
 
 
-def args_of(*words, arch="torchvision"):
-    return config.parse_args(["-arch", arch, "-channels", "3", "-image_size", "224", *words])
+def args_of(*flags, arch="torchvision"):
+    return config.parse_args(["-arch", arch, "-channels", "3", "-image_size", "224", *flags])
 
 
-def test_a_plugin_of_a_packages_name_does_not_hide_the_package():
+def test_a_plugin_with_the_name_of_a_package_does_not_hide_the_package():
     for name in ("torchvision", "timm"):
         module = plugins.load("arch", name)
         assert module.__name__ == f"lib.arch.{name}" and sys.modules.get(name) is not module
@@ -33,18 +33,18 @@ def test_a_plugin_of_a_packages_name_does_not_hide_the_package():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_classification_model_of_torchvision_gives_the_classes(name):
+def test_each_torchvision_classification_model_has_one_output_for_each_class(name):
     if name.startswith("regnet") and not name.endswith("400mf"):
-        pytest.skip("its constructor computes with values, and it is large")
+        pytest.skip("its constructor reads values of tensors, and it is large")
     with torch.device("cpu" if name.startswith("regnet") else "meta"):
         model = plugin.get_model(args_of("-torchvision_name", name, "-num_classes", "7"))
         assert model(torch.empty(2, 3, 224, 224)).shape == (2, 7)
 
 
-def test_what_does_not_fit_is_one_line(tmp_path, monkeypatch):
-    def refused(*words, function=plugin.get_model):
+def test_wrong_model_names_and_sizes_are_refused_in_one_line(tmp_path, monkeypatch):
+    def refused(*flags, function=plugin.get_model):
         with pytest.raises(UsageError) as caught:
-            function(args_of(*words))
+            function(args_of(*flags))
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -71,7 +71,7 @@ def no_network(*_, **__):
 
 @pytest.fixture
 def imagenet(tmp_path, monkeypatch):
-    """torch.hub's cache with what stands for ResNet-18's weights of ImageNet, and photos of two classes."""
+    """A fake cache of torch.hub with weights for ResNet-18, and photos of two classes."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.hub, "download_url_to_file", no_network)
     file = tmp_path / "cache" / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
@@ -82,55 +82,56 @@ def imagenet(tmp_path, monkeypatch):
     return file
 
 
-SLOW = [pytest.param(words, marks=pytest.mark.slow) for words in ("-cpu 2", "-cpu 2 -parallel fsdp")]
+SLOW = [pytest.param(flags, marks=pytest.mark.slow) for flags in ("-cpu 2", "-cpu 2 -parallel fsdp")]
 
 
 @pytest.mark.parametrize("more", ["-cpu 1", *SLOW])
-def test_a_run_starts_from_imagenet_with_a_new_head_and_needs_the_file_only_then(imagenet, more, tmp_path):
-    words = f"-dataset folder -data {tmp_path}/photos -arch torchvision -torchvision_name resnet18 -weights imagenet "
-    words += f"-image_size 64 -batch_size 2 -epochs 2 -lr_start 1e-30 -lr_end 0 -weight_decay 0 {more} -model photos"
-    folder = runs.run(tmp_path / "out", f"{words} -limit_steps 1", wanted=75)
+def test_a_run_from_imagenet_weights_has_a_new_head_and_needs_the_file_only_once(imagenet, more, tmp_path):
+    flags = f"-dataset folder -data {tmp_path}/photos -arch torchvision -torchvision_name resnet18 -weights imagenet "
+    flags += f"-image_size 64 -batch_size 2 -epochs 2 -lr_start 1e-30 -lr_end 0 -weight_decay 0 {more} -model photos"
+    folder = runs.run(tmp_path / "out", f"{flags} -limit_steps 1", wanted=75)
     log = (folder / "logs" / "rank_0.log").read_text()
     assert "imagenet: 120 tensors loaded" in log and "not loaded, as missing or of another shape: fc.bias, fc.weight" in log
     pretrained = torch.load(imagenet, weights_only=True)
     imagenet.unlink()
-    final = runs.weights(runs.run(tmp_path / "out", words))
+    final = runs.weights(runs.run(tmp_path / "out", flags))
     assert final["fc.weight"].shape == (2, 512)
     trained = [name for name in final if not name.startswith("fc.") and not name.endswith(("mean", "var", "tracked"))]
     assert len(trained) == 60 and all((final[name] - pretrained[name]).abs().max() < 1e-20 for name in trained)
-    runs.run(tmp_path / "out", f"{words} -eval")
+    runs.run(tmp_path / "out", f"{flags} -eval")
     assert json.loads((folder / "eval.json").read_text())["weights"] == str(folder / "best" / "weights.safetensors")
     assert set(predict.load(folder)([Image.new("RGB", (40, 30))])[0]) == {"ant", "bee"}
 
 
-def test_weights_that_cannot_be_had_are_one_line(tmp_path, monkeypatch, refused):
-    said = refused("-arch mlp -weights imagenet -cpu 1")
+def test_imagenet_weights_that_cannot_be_loaded_are_reported_in_one_line(tmp_path, monkeypatch, refused):
+    message = refused("-arch mlp -weights imagenet -cpu 1")
     assert (
-        said == "train.py: -weights imagenet: cannot be read (module 'lib.arch.mlp' has no attribute 'get_weights')"
+        message
+        == "train.py: -weights imagenet: cannot be read (module 'lib.arch.mlp' has no attribute 'get_weights')"
     )
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", no_network)
-    said = refused("-dataset fake -arch torchvision -weights imagenet -cpu 1")
-    assert said.startswith("train.py: -weights imagenet: cannot be read (no network: put https://download")
+    message = refused("-dataset fake -arch torchvision -weights imagenet -cpu 1")
+    assert message.startswith("train.py: -weights imagenet: cannot be read (no network: put https://download")
 
 
-def test_timm_that_is_missing_is_one_line(monkeypatch, tmp_path, refused):
+def test_a_missing_timm_is_reported_in_one_line(monkeypatch, tmp_path, refused):
     monkeypatch.setitem(sys.modules, "timm", None)
     assert "-arch timm: the package timm is not installed" in refused("-dataset fake -arch timm -cpu 1")
 
 
 @TIMM
-def test_models_of_timm_take_the_images_and_give_the_classes():
+def test_timm_models_take_the_images_and_have_one_output_for_each_class():
     for name, channels, size in (("resnet18", 1, 32), ("vit_tiny_patch16_224", 3, 64), ("convnext_atto", 4, 64)):
-        words = ("-timm_name", name, "-channels", str(channels), "-image_size", str(size), "-num_classes", "7")
-        model = timm_plugin.get_model(args_of(*words, arch="timm"))
+        flags = ("-timm_name", name, "-channels", str(channels), "-image_size", str(size), "-num_classes", "7")
+        model = timm_plugin.get_model(args_of(*flags, arch="timm"))
         assert model(torch.zeros(2, channels, size, size)).shape == (2, 7)
     with pytest.raises(UsageError, match=r"-timm_name resnet_18: timm has no such model .*resnet18"):
         timm_plugin.get_model(args_of("-timm_name", "resnet_18", arch="timm"))
 
 
 @TIMM
-def test_weights_of_timm_come_from_a_file_and_offline_it_is_named(tmp_path, monkeypatch):
+def test_timm_weights_are_read_from_a_file_and_the_file_is_named_if_there_is_no_network(tmp_path, monkeypatch):
     import timm
     from safetensors.torch import save_file
 
@@ -146,4 +147,4 @@ def test_weights_of_timm_come_from_a_file_and_offline_it_is_named(tmp_path, monk
     save_file(truth, file)
     found = timm_plugin.get_weights(args)
     assert torch.equal(found["layer1.0.conv1.weight"], truth["layer1.0.conv1.weight"])
-    assert found["conv1.weight"].shape == (64, 1, 7, 7), "as many channels as the images have"
+    assert found["conv1.weight"].shape == (64, 1, 7, 7), "the weights are adapted to the number of channels"

@@ -66,12 +66,12 @@ def main():
 
 
 class Save:
-    """Copies of the model and the optimizer's state, written by a thread that only gets what others leave."""
+    """Copies of the model and the optimizer's state, written by a thread of the lowest priority."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path):
         self.optimizer, self.path, self.parameters = optimizer, path, [*model.parameters()]
         moments = [parameter for parameter in self.parameters for _ in range(2)]
-        self.copies = [torch.zeros_like(one) for one in [*self.parameters, *moments]]  # memory that is there already
+        self.copies = [torch.zeros_like(one) for one in [*self.parameters, *moments]]  # allocated once
         self.thread = concurrent.futures.ThreadPoolExecutor(1, initializer=give_way)
         self.written, self.seconds = None, []
 

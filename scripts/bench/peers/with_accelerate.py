@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate, as its quick start says. Two processes are torchrun's to start."""
+"""Hugging Face Accelerate, as in its quick start. Two processes are started by torchrun."""
 
 import task
 import torch

@@ -1,4 +1,4 @@
-"""MosaicML's Composer, as its quick start says; two processes are started by `composer -n 2`."""
+"""MosaicML's Composer, as in its quick start; two processes are started by `composer -n 2`."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""Lightning Fabric, as its quick start says: the loop is one's own. It starts its second process itself."""
+"""Lightning Fabric, as in its quick start, with a loop of our own. It starts its second process itself."""
 
 import task
 import torch

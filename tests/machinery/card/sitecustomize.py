@@ -1,4 +1,4 @@
-"""Leaves out of torch, as it is imported, what the card does not answer: cuDNN, and what DDP compares."""
+"""Removes from torch, when it is imported, what the fake GPU cannot do: cuDNN, and DDP's comparison of models."""
 
 import sys
 from importlib.machinery import PathFinder
