@@ -98,7 +98,6 @@ def test_a_process_that_hangs_in_a_log_call_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog.sys, "stdin", None)
     watchdog.log.addHandler(handler)
     watch = new_watchdog(types.SimpleNamespace(step=3), 0.1 / 60, tmp_path)
-    watch.first_step_done = True
     handler.acquire()
     try:
         with watch.watch():
