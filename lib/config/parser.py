@@ -47,8 +47,11 @@ class Parser(argparse.ArgumentParser):
         words = []
         for key, values in entries.items():
             flag = self.full_name(f"-{key}", f"{path}: ")
-            if len(values) == 1 or isinstance(self._option_string_actions[flag], argparse._AppendAction):
+            action = self._option_string_actions[flag]
+            if isinstance(action, argparse._AppendAction):
                 words += [f"{flag}={value}" for value in values]
+            elif action.nargs is None or len(values) == 1:
+                words.append(f"{flag}={','.join(values)}")  # [1, 2.5] is 1,2.5 on the command line
             else:
                 words += [flag, *values]
         return words
