@@ -68,8 +68,8 @@ class Parser(argparse.ArgumentParser):
             if action.dest in shared:
                 raise UsageError(f"{_file(module)}: there is a -{action.dest}: parser.set_defaults sets its default")
             if action.nargs == 0 or action.dest not in [option.lstrip("-") for option in action.option_strings]:
-                wanted = f"config.yaml needs a flag -{action.dest} with a value, or store_true"
-                raise UsageError(f"{_file(module)}: {action.dest}: {wanted}")
+                wanted = f"call it -{action.dest}, with a value or store_true, so that config.yaml can keep it"
+                raise UsageError(f"{_file(module)}: {[*action.option_strings, action.dest][0]}: {wanted}")
         self.set_plugin_defaults({}, module)
 
     def set_plugin_defaults(self, defaults: dict, module: ModuleType) -> None:
