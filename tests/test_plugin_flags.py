@@ -76,6 +76,13 @@ def test_a_plugin_that_needs_a_missing_package_is_refused_with_its_name(monkeypa
         plugins.load("arch", "lacks")
 
 
+def test_a_flag_of_a_plugin_that_is_not_chosen_is_refused_with_what_it_needs(tmp_path):
+    said = "unknown flag -zebra_stripes: a plugin's flag needs its -arch, -dataset or -trainer"
+    assert refusal("-zebra_stripes 3") == said
+    path = cfg_file(tmp_path, "zebra_stripes: 3\n")
+    assert refusal(["-cfg", path]) == f"{path}: {said}"
+
+
 def test_a_list_that_a_flag_makes_of_one_word_is_read_back_from_config_yaml(monkeypatch, tmp_path):
     text = "def numbers(text): return [int(one) for one in text.split(',')]\n"
     text += "def add_args(parser): parser.add_argument('-odd_sizes', type=numbers, default=[])\nget_model = print\n"

@@ -40,7 +40,8 @@ class Parser(argparse.ArgumentParser):
         for spelling in (name, name[1:], f"-{name}"):
             if spelling in self._option_string_actions and len(spelling) > 1:
                 return spelling + equals + value
-        raise UsageError(f"{source}unknown flag {name}{suggest(name, self._option_string_actions)}")
+        hint = suggest(name, self._option_string_actions) or ": a plugin's flag needs its -arch, -dataset or -trainer"
+        raise UsageError(f"{source}unknown flag {name}{hint}")
 
     def to_arguments(self, entries: dict[str, list[str]], path: str) -> list[str]:
         """Return the entries of a -cfg file as words of a command line."""
