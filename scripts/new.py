@@ -119,7 +119,8 @@ tests/                  tests of the plugins, the configuration, a run, a resume
 
 A file is found by its name: `python scripts/new.py arch my_net` writes `lib/arch/my_net.py`, and
 `python train.py -arch my_net` trains it. The tests find a new file by themselves. Delete the models and data that you
-do not need, but for the defaults `convnet`, `digits` and `trainer`.
+do not need, but for the defaults `convnet`, `digits` and `trainer`:
+[the FAQ](docs/faq.md#how-do-i-remove-what-i-do-not-need) says what else may go, and which tests go with it.
 
 ## Documentation
 

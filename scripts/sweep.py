@@ -208,7 +208,10 @@ class Plan:
                 self.arguments += [f"-{name}", *values]
             self.name = value if name == "model" and value else self.name
         if not self.spaces:
-            raise UsageError("nothing varies: give a flag several values, as -lr_start 1e-3,3e-3")
+            example = "a range, as -lr_start log:1e-4:1e-2"
+            if not options.trials:
+                example = "several values, as -lr_start 1e-3,3e-3"
+            raise UsageError(f"nothing varies: give a flag that changes the result {example}")
         ranges = [name for name, space in self.spaces.items() if space.scale]
         if ranges and not options.trials:
             raise UsageError(f"-{ranges[0]} is a range: add -trials N, how many trials Optuna chooses")

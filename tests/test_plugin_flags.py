@@ -35,10 +35,10 @@ def test_a_plugins_flag_accepts_negative_numbers_in_any_form(number, monkeypatch
         ("add_argument('-odd_x', dest='epochs')", "there is a -epochs: parser.set_defaults sets its default"),
         ("add_argument('--epochs', type=int)", "there is a -epochs: parser.set_defaults sets its default"),
         ("add_argument('-epochs')", "conflicting option string: -epochs; parser.set_defaults sets its default"),
-        ("add_argument('-odd-x')", "odd_x: config.yaml needs a flag -odd_x with a value"),
-        ("add_argument('odd_x')", "odd_x: config.yaml needs a flag -odd_x"),
-        ("add_argument('-odd_x', action='store_false')", "config.yaml needs a flag -odd_x with a value"),
-        ("add_argument('-odd_x', action='count')", "config.yaml needs a flag -odd_x with a value"),
+        ("add_argument('--odd-x')", "--odd-x: call it -odd_x, with a value or store_true"),
+        ("add_argument('odd_x')", "odd_x: call it -odd_x, with a value or store_true"),
+        ("add_argument('-odd_x', action='store_false')", "-odd_x: call it -odd_x, with a value or store_true"),
+        ("add_argument('-odd_x', action='count')", "-odd_x: call it -odd_x, with a value or store_true"),
         ("set_defaults(epoch=3)", "sets the default of -epoch, which is no flag (do you mean epochs?)"),
     ],
 )
@@ -61,6 +61,34 @@ def test_a_plugin_that_calls_sys_exit_while_flags_are_read_fails_the_run(place, 
     plugin_folder(monkeypatch, tmp_path, "arch", "quits", f"import sys\n{place}sys.exit(0)\nget_model = print\n")
     with pytest.raises(RuntimeError, match=r"sys.exit\(0\) was called"):
         train.main(["-arch", "quits", "-out", str(tmp_path / "out")])
+
+
+def test_a_plugin_that_cannot_be_read_shows_its_own_error_alone(monkeypatch, tmp_path):
+    plugin_folder(monkeypatch, tmp_path, "arch", "half", "def get_model(args:\n")
+    with pytest.raises(SyntaxError) as caught:
+        parsed("-arch half")
+    assert caught.value.filename == str(tmp_path / "half.py") and caught.value.__context__ is None
+
+
+def test_a_plugin_that_needs_a_missing_package_is_refused_with_its_name(monkeypatch, tmp_path):
+    plugin_folder(monkeypatch, tmp_path, "arch", "lacks", "import nowhere_at_all\nget_model = print\n")
+    with pytest.raises(UsageError, match=r"-arch lacks: .* No module named 'nowhere_at_all' \(is .venv active\?\)"):
+        plugins.load("arch", "lacks")
+
+
+def test_a_flag_of_a_plugin_that_is_not_chosen_is_refused_with_what_it_needs(tmp_path):
+    said = "unknown flag -zebra_stripes: a plugin's flag needs its -arch, -dataset or -trainer"
+    assert refusal("-zebra_stripes 3") == said
+    path = cfg_file(tmp_path, "zebra_stripes: 3\n")
+    assert refusal(["-cfg", path]) == f"{path}: {said}"
+
+
+def test_a_list_that_a_flag_makes_of_one_word_is_read_back_from_config_yaml(monkeypatch, tmp_path):
+    text = "def numbers(text): return [int(one) for one in text.split(',')]\n"
+    text += "def add_args(parser): parser.add_argument('-odd_sizes', type=numbers, default=[])\nget_model = print\n"
+    plugin_file(monkeypatch, tmp_path, "arch", "odd", text)
+    args = parsed("-arch odd -odd_sizes 3,4")
+    assert repeated(args, tmp_path)["odd_sizes"] == args.odd_sizes == [3, 4]
 
 
 def test_two_plugins_with_the_same_flag_are_refused(monkeypatch, tmp_path):

@@ -87,7 +87,7 @@ def read_cfg(path: str) -> dict[str, list[str]]:
     found = {name: value if isinstance(value, list) else [value] for name, value in entries.items()}
     for name, values in found.items():
         if name == "cfg" or not name.isidentifier() or not all(isinstance(one, str) for one in values):
-            raise UsageError(f"-cfg {path}: {name}: a flag (not cfg) is wanted, and its value or a list of values")
+            raise UsageError(f"-cfg {path}: {name}: write a flag with underscores (not cfg), and one value or a list")
     return found
 
 

@@ -40,15 +40,19 @@ class Parser(argparse.ArgumentParser):
         for spelling in (name, name[1:], f"-{name}"):
             if spelling in self._option_string_actions and len(spelling) > 1:
                 return spelling + equals + value
-        raise UsageError(f"{source}unknown flag {name}{suggest(name, self._option_string_actions)}")
+        hint = suggest(name, self._option_string_actions) or ": a plugin's flag needs its -arch, -dataset or -trainer"
+        raise UsageError(f"{source}unknown flag {name}{hint}")
 
     def to_arguments(self, entries: dict[str, list[str]], path: str) -> list[str]:
         """Return the entries of a -cfg file as words of a command line."""
         words = []
         for key, values in entries.items():
             flag = self.full_name(f"-{key}", f"{path}: ")
-            if len(values) == 1 or isinstance(self._option_string_actions[flag], argparse._AppendAction):
+            action = self._option_string_actions[flag]
+            if isinstance(action, argparse._AppendAction):
                 words += [f"{flag}={value}" for value in values]
+            elif action.nargs is None or len(values) == 1:
+                words.append(f"{flag}={','.join(values)}")  # [1, 2.5] is 1,2.5 on the command line
             else:
                 words += [flag, *values]
         return words
@@ -65,8 +69,8 @@ class Parser(argparse.ArgumentParser):
             if action.dest in shared:
                 raise UsageError(f"{_file(module)}: there is a -{action.dest}: parser.set_defaults sets its default")
             if action.nargs == 0 or action.dest not in [option.lstrip("-") for option in action.option_strings]:
-                wanted = f"config.yaml needs a flag -{action.dest} with a value, or store_true"
-                raise UsageError(f"{_file(module)}: {action.dest}: {wanted}")
+                wanted = f"call it -{action.dest}, with a value or store_true, so that config.yaml can keep it"
+                raise UsageError(f"{_file(module)}: {[*action.option_strings, action.dest][0]}: {wanted}")
         self.set_plugin_defaults({}, module)
 
     def set_plugin_defaults(self, defaults: dict, module: ModuleType) -> None:

@@ -4,6 +4,7 @@ Nearly all import torch, which takes seconds. So -h, -list and wrong flags execu
 """
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 from pathlib import Path
@@ -36,7 +37,7 @@ def load(kind: str, name: str) -> ModuleType:
             module = importlib.import_module(f"lib.{kind}.{name}")
     except ModuleNotFoundError as error:
         file = f"lib/{kind}/{name}.py"
-        raise UsageError(f"-{kind} {name}: {file} needs what is not installed here: {error}") from None
+        raise UsageError(f"-{kind} {name}: {file} needs what is missing here: {error} (is .venv active?)") from None
     if not hasattr(module, BUILDERS[kind]):
         raise UsageError(f"-{kind} {name}: lib/{kind}/{name}.py has no {BUILDERS[kind]}")
     return module
@@ -48,15 +49,14 @@ def load_flags(kind: str, name: str) -> ModuleType:
     if name not in there:
         choices = f"there are {', '.join(there)}{suggest(name, there)}"
         raise UsageError(f"-{kind} {name!r}: no such file in lib/{kind}; {choices}")
-    try:
+    with contextlib.suppress(Exception):
         spec = importlib.util.find_spec(f"lib.{kind}.{name}")
         assert spec and spec.origin
         module, tree = importlib.util.module_from_spec(spec), ast.parse(Path(spec.origin).read_bytes())
         tree.body = needed_statements(tree.body)
         exec(compile(tree, spec.origin, "exec"), vars(module))
         return module
-    except Exception:  # noqa: BLE001
-        return load(kind, name)  # whose message says what is wrong
+    return load(kind, name)  # whose message says what is wrong
 
 
 def needed_statements(statements: list[ast.stmt]) -> list[ast.stmt]:

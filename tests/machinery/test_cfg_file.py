@@ -94,6 +94,7 @@ def test_numbers_booleans_and_lists_of_a_file_are_read_as_written(tmp_path):
         == [*parsed(["-cfg", cfg_file(tmp_path, "allow_change:\n- epochs\n- seed")]).allow_change, "loss"]
     )
     assert parsed(["-cfg", cfg_file(tmp_path, "allow_change: []\nabout: {git: abc, x: [1, 2]}\n")]).allow_change == []
+    assert parsed(["-cfg", cfg_file(tmp_path, "class_weights: [1, 2.5]\n")]).class_weights == "1,2.5"
     assert parsed(["-cfg", cfg_file(tmp_path, "# a word\n\nepochs: 3  # more\n")]).epochs == 3
     assert "'yes' is not a whole number" in refusal(["-cfg", cfg_file(tmp_path, "epochs: yes\n")])
 
@@ -102,9 +103,9 @@ def test_numbers_booleans_and_lists_of_a_file_are_read_as_written(tmp_path):
     ("text", "message"),
     [
         ("lr_strat: 3", "unknown flag -lr_strat (do you mean -lr_start"),
-        ("batch-size: 3", "batch-size: a flag (not cfg) is wanted"),
-        ("seed: 1\nepochs=3: 4", "epochs=3: a flag (not cfg) is wanted"),
-        ("cfg: other.yaml", "cfg: a flag (not cfg) is wanted"),
+        ("batch-size: 3", "batch-size: write a flag with underscores (not cfg)"),
+        ("seed: 1\nepochs=3: 4", "epochs=3: write a flag with underscores (not cfg)"),
+        ("cfg: other.yaml", "cfg: write a flag with underscores (not cfg)"),
         ("help: yes", "-help: ignored explicit argument 'yes'"),
         ("[1, 2]: 3", "not YAML"),
         ("epochs: 0", "-epochs: '0' is not a whole number of at least 1"),
@@ -114,10 +115,10 @@ def test_numbers_booleans_and_lists_of_a_file_are_read_as_written(tmp_path):
         ("arch: nope", "-arch 'nope': no such file in lib/arch; there are convnet"),
         ("arch: ../x", "-arch '../x': no such file"),
         ("trainer: [trainer, trainer]", "-trainer 'trainer,trainer': no such file"),
-        ("epochs: [3, 4]", "unrecognized arguments: 4"),
-        ("epochs: []", "-epochs: expected one argument"),
-        ("epochs: {a: 3}", "its value or a list of values"),
-        ("epochs: [[3]]", "its value or a list of values"),
+        ("epochs: [3, 4]", "-epochs: '3,4' is not a whole number"),
+        ("epochs: []", "-epochs: '' is not a whole number"),
+        ("epochs: {a: 3}", "epochs: write a flag with underscores (not cfg), and one value or a list"),
+        ("epochs: [[3]]", "one value or a list"),
         ("epochs:", "-epochs: '' is not a whole number"),
         ("gpus: ~", "-gpus: '~' is not a list of GPUs"),
         ("model: ''", "-model: '' is not a name"),

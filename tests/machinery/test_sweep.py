@@ -180,7 +180,9 @@ def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("-lr_start 1e-3", "nothing varies"),
+        ("-lr_start 1e-3", "nothing varies: give a flag that changes the result several values"),
+        ("-workers 0,1", "nothing varies: give a flag that changes the result several values"),
+        ("-lr_start 1e-4:1e-2 -trials 3", "nothing varies: give a flag that changes the result a range, as -lr"),
         ("-lr_start 1e-3,x", "-lr_start"),
         ("-lr_start 1e-3,,1e-2", "a value is missing"),
         ("-lr_strat 1e-3,1e-2", "unknown flag -lr_strat (do you mean -lr_start"),
