@@ -15,6 +15,7 @@ from runs import distance
 from lib import config
 
 BATCHES = """
+import sys
 import torch
 from lib.utils.data.plan import Plan
 from lib.utils.data import loader
@@ -25,7 +26,7 @@ from lib.utils.distributed import World
 images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
 dataset = Tensors(images, torch.arange(64), on_device=Pixels((0.5,), (0.3,), pad=4, mirror=True))
 plan, seen = Plan(64, 8, 8), []
-for device in ("cpu", "cuda"):
+for device in sys.argv[1:]:
     for workers in (0, 1):
         world = World(device=torch.device(device))
         one = loader.Loader(dataset, plan, world, seed=0, shuffle=True, workers=workers)
@@ -34,7 +35,7 @@ for device in ("cpu", "cuda"):
             inputs @ inputs.transpose(2, 3)  # a step that takes a while
             assert inputs.device.type == labels.device.type == device
             batches.append((inputs.cpu(), labels.cpu()))
-        one.fetched.close()
+        one.fetcher.close()
         seen.append(batches)
 for batches in seen[1:]:
     for (inputs, labels), (others, same) in zip(seen[0], batches, strict=True):
@@ -68,9 +69,9 @@ def python(*words, env=None):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.gpu
-def test_batches_on_a_gpu_are_those_of_the_cpu():
-    code, said = python("-c", BATCHES)
+@pytest.mark.parametrize("devices", [["cpu"], pytest.param(["cpu", "cuda"], marks=pytest.mark.gpu)], ids=" ".join)
+def test_batches_on_a_gpu_are_those_of_the_cpu_with_and_without_workers(devices):
+    code, said = python("-c", BATCHES, *devices)
     assert code == 0, said
 
 
@@ -94,7 +95,7 @@ def card(tmp_path_factory):
 @pytest.mark.parametrize(
     "words",
     [
-        "-bf16 -augment -optimizer sgd",
+        "-bf16 -augment -optimizer sgd -class_weights 1,1,1,1,1,1,1,1,1,2",
         "-gpus 0,1 -fp16 -micro_batch 16 -workers 1",
         "-gpus 0,1 -parallel fsdp -dataset tokens -tokens_samples 256 -arch gpt -fp16 -recompute -workers 1 "
         "-clip_grad 1",
