@@ -60,11 +60,14 @@ def fork_is_safe() -> bool:
     """
     import torch
 
-    if sys.platform != "linux" or torch.cuda.is_initialized():
+    if sys.platform != "linux":
         return False
-    if torch.cuda.device_count():
-        return getattr(torch.cuda, f"_device_count_{'amdsmi' if torch.version.hip else 'nvml'}", lambda: -1)() >= 0
-    return not torch.accelerator.is_available()
+    if not torch.cuda.device_count():
+        return not torch.accelerator.is_available()
+    child = os.fork()  # a plugin may have called torch.cuda.is_available(), which only a child finds out
+    if not child:
+        os._exit(torch.cuda._is_in_bad_fork())
+    return os.waitpid(child, 0)[1] == 0
 
 
 def start_processes(args: Args, target: str, count: int) -> int:

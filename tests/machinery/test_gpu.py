@@ -62,6 +62,8 @@ for values, pieces in zip(saves, live, strict=True):
     assert all(torch.equal(one, copy) for one, (_, copy) in zip(values, made, strict=True))
 """
 
+FORK = "from lib.launch import local; print(local.fork_is_safe())"
+
 
 def python(*words, env=None):
     words = [sys.executable, *words]
@@ -114,6 +116,13 @@ def test_on_a_card_that_computes_nothing_runs_go_on_to_their_end_and_no_step_wai
     assert waits[0] == waits[1] > 0
     code, said = python(*words, "-model", "9", env=env)
     assert code == 0 and "resuming from" in said, said
+
+
+@pytest.mark.parametrize(("asked", "safe"), [("device_count", "True"), ("is_available", "False")])
+def test_a_plugin_may_ask_for_cuda_as_it_is_imported(card, asked, safe):
+    """Children are then not forked: torch would refuse CUDA to them, and -gpus would choose too late."""
+    code, said = python("-c", f"import torch; torch.cuda.{asked}(); {FORK}", env=card)
+    assert code == 0 and said.split() == [safe], said
 
 
 def test_copies_for_a_save_pin_their_memory_once(card):

@@ -274,25 +274,11 @@ def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, undisturbed
     run.is_gone(SOON_S)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "counted", "hip", "safe"),
-    [
-        (2, {"nvml": 2}, None, True),
-        (2, {"nvml": -1}, None, False),
-        (2, {}, None, False),
-        (2, {"nvml": -1, "amdsmi": 2}, "7.0", True),
-        (2, {"nvml": 2, "amdsmi": -1}, "7.0", False),
-        (0, {}, None, True),
-    ],
-)
-def test_children_are_forked_only_where_counting_gpus_touched_none(gpus, counted, hip, safe, monkeypatch):
-    """Without the driver's library torch asks CUDA itself, which no fork of this process could use any more."""
+@pytest.mark.parametrize(("gpus", "touched", "safe"), [(2, False, True), (2, True, False), (0, True, True)])
+def test_children_are_forked_only_where_counting_gpus_touched_none(gpus, touched, safe, monkeypatch):
+    """Once a process has asked CUDA itself, as without the driver's library, no fork of it can use CUDA."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    for name in ("nvml", "amdsmi"):
-        monkeypatch.delattr(torch.cuda, f"_device_count_{name}")
-    for name, number in counted.items():
-        monkeypatch.setattr(torch.cuda, f"_device_count_{name}", lambda number=number: number, raising=False)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: touched)
     assert local.fork_is_safe() is safe
 
 
