@@ -62,6 +62,23 @@ for values, pieces in zip(saves, live, strict=True):
     assert all(torch.equal(one, copy) for one, (_, copy) in zip(values, made, strict=True))
 """
 
+REPLICATED = """
+import gc
+import types
+import torch
+from torch import distributed, nn
+from lib.core import parallel
+from lib.utils.distributed import World
+
+gc.disable()  # as at the start of a run
+args = types.SimpleNamespace(parallel="ddp", compile=None, recompute=False, channels_last=False)
+torch.cuda.set_device(0)
+distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
+model = parallel.wrap(nn.Linear(1024, 1024), args, World(size=2, device=torch.device("cuda", 0)))
+print(torch.cuda.memory_allocated())
+distributed.destroy_process_group()
+"""
+
 FORK = "from lib.launch import local; print(local.fork_is_safe())"
 
 
@@ -123,6 +140,12 @@ def test_a_plugin_may_ask_for_cuda_as_it_is_imported(card, asked, safe):
     """Children are then not forked: torch would refuse CUDA to them, and -gpus would choose too late."""
     code, said = python("-c", f"import torch; torch.cuda.{asked}(); {FORK}", env=card)
     assert code == 0 and said.split() == [safe], said
+
+
+def test_a_replica_takes_the_memory_of_its_weights_alone(card):
+    code, said = python("-W", "ignore", "-c", REPLICATED, env=card)
+    taken = [int(line) for line in said.splitlines() if line.isdigit()]
+    assert code == 0 and len(taken) == 1 and taken[0] < 1.1 * 4 * 1024**2, said
 
 
 def test_copies_for_a_save_pin_their_memory_once(card):

@@ -187,7 +187,7 @@ def compiled_under_ddp(store):
 
 
 class Round(Trainer):
-    """Calls the model that DDP wraps, part by part."""
+    """Calls the model part by part."""
 
     def training_step(self, batch):
         outputs = batch[0]
