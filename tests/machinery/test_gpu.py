@@ -79,6 +79,21 @@ print(torch.cuda.memory_allocated())
 distributed.destroy_process_group()
 """
 
+NORMS = """
+import torch
+from lib.core import optimizer
+
+def norm(values, dim=None, real=torch.linalg.vector_norm):
+    print(values.data_ptr() % 16)
+    return real(values, dim=dim)
+
+torch.linalg.vector_norm = norm
+bucket = torch.ones(1000, device="cuda")
+parameter = torch.nn.Parameter(bucket[1:129].view(1, 128))
+parameter.grad = bucket[201:329].view(1, 128)
+optimizer.clip([parameter], 1.0)
+"""
+
 FORK = "from lib.launch import local; print(local.fork_is_safe())"
 
 
@@ -146,6 +161,12 @@ def test_a_replica_takes_the_memory_of_its_weights_alone(card):
     code, said = python("-W", "ignore", "-c", REPLICATED, env=card)
     taken = [int(line) for line in said.splitlines() if line.isdigit()]
     assert code == 0 and len(taken) == 1 and taken[0] < 1.1 * 4 * 1024**2, said
+
+
+def test_the_norm_of_a_row_does_not_depend_on_its_place_in_a_bucket(card):
+    """torch's sum over a row takes what lies before a multiple of 16 bytes apart: ATen/native/cuda/Reduce.cuh."""
+    code, said = python("-W", "ignore", "-c", NORMS, env=card)
+    assert code == 0 and [line for line in said.splitlines() if line.isdigit()] == ["0", "0"], said
 
 
 def test_copies_for_a_save_pin_their_memory_once(card):
