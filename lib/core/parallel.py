@@ -68,11 +68,9 @@ def wrap(model: nn.Module, args: Namespace, world: World, *, arch: ModuleType | 
     if sharded:
         return _shard(model, parts, args, world)
     model = model.to(world.device)
-    if world.size == 1:
-        return model
     # DDP compares the models of all ranks and gives them rank 0's values. Its buckets, as large as all gradients, end
     # with it: reduction.GradientReducer sums the gradients, and batchnorm.RunningStatistics keeps buffers alike.
-    return DistributedDataParallel(model).module
+    return DistributedDataParallel(model).module if world.size > 1 else model
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
