@@ -31,7 +31,7 @@ SHUTDOWN_S = 2.0  # for the other ranks to end after the first failure; a rank t
 def start(args: Args, target: str) -> int:
     """Run the processes of this machine. Returns the exit code."""
     count = 1 if args.debug else count_processes(args)
-    with environment.override(environment.visible_devices(args.gpus)):
+    with environment.override(environment.visible_devices(args.gpus, args.cpu)):
         os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no torchrun agent started this process
         too_late = args.gpus and not fork_is_safe(args)  # to choose GPUs in this process
         if count > 1 or too_late:

@@ -150,6 +150,13 @@ def test_on_a_card_that_computes_nothing_runs_go_on_to_their_end_and_no_step_wai
     assert code == 0 and "resuming from" in said, said
 
 
+def test_a_run_on_the_cpu_leaves_the_gpu_alone(card, tmp_path):
+    words = f"-cpu 1 -arch mlp -epochs 1 -limit_steps 2 -out {tmp_path}"
+    program = f"import torch, train; print(train.main({words.split()}), torch.cuda.is_initialized())"
+    code, said = python("-W", "ignore", "-c", program, env=card)
+    assert code == 0 and said.splitlines()[-1] == "75 False", said
+
+
 @pytest.mark.parametrize(("asked", "safe"), [("device_count", "True"), ("is_available", "False")])
 def test_a_plugin_may_ask_for_cuda_as_it_is_imported(card, asked, safe):
     """Children are then not forked: torch would refuse CUDA to them, and -gpus would choose too late."""

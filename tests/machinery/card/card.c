@@ -24,9 +24,9 @@
 static __thread int here;
 
 cudaError_t cudaGetDeviceCount(int *count) {
-    const char *asked = getenv("CARDS");
-    *count = asked ? atoi(asked) : 1;
-    return cudaSuccess;
+    const char *asked = getenv("CARDS"), *visible = getenv("CUDA_VISIBLE_DEVICES");
+    *count = visible && !*visible ? 0 : asked ? atoi(asked) : 1;
+    return *count ? cudaSuccess : cudaErrorNoDevice;
 }
 
 int nvmlInit(void) { return 0; }
