@@ -241,7 +241,7 @@ class Start:
     """A start of a run in a session of its own, as if at another terminal. None of it outlives the block."""
 
     def __init__(self, args: "Args", target: str, log: Path):
-        context = multiprocessing.get_context("fork" if local.fork_is_safe(args) else "spawn")
+        context = multiprocessing.get_context("fork" if local.fork_is_safe() else "spawn")
         self.process, self.log = context.Process(target=_alone, args=(args, target, str(log))), log
         log.touch()
         self.process.start()

@@ -33,7 +33,7 @@ def start(args: Args, target: str) -> int:
     count = 1 if args.debug else count_processes(args)
     with environment.override(environment.visible_devices(args.gpus, args.cpu)):
         os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no torchrun agent started this process
-        too_late = args.gpus and not fork_is_safe(args)  # to choose GPUs in this process
+        too_late = args.gpus and not fork_is_safe()  # to choose GPUs in this process
         if count > 1 or too_late:
             return start_processes(args, target, count)
         place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
@@ -53,22 +53,20 @@ def count_processes(args: Args) -> int:
     return torch.cuda.device_count() or max(1, torch.accelerator.device_count())
 
 
-def fork_is_safe(args: Args) -> bool:
-    """Whether children may be forked: on Linux, while this process has touched no device that they will.
+def fork_is_safe() -> bool:
+    """Whether children may be forked: on Linux, while this process has touched no device.
 
     Counting GPUs touches none if the driver's library can be asked (NVML, or AMD's amdsmi).
     """
     import torch
 
-    if sys.platform != "linux" or torch.cuda.is_initialized():
+    if sys.platform != "linux":
         return False
-    if args.cpu:
-        return True
     if not torch.cuda.device_count():
         return not torch.accelerator.is_available()
     child = os.fork()  # a plugin may have called torch.cuda.is_available(), which only a child finds out
     if not child:
-        os._exit(torch.cuda._is_in_bad_fork())
+        os._exit(torch.cuda._is_in_bad_fork() and torch.cuda.is_available())
     return os.waitpid(child, 0)[1] == 0
 
 
@@ -78,7 +76,7 @@ def start_processes(args: Args, target: str, count: int) -> int:
     Like torchrun's agent, this process has the rendezvous store. Its port is open before the children start.
     Where it is safe they are forked, with torch imported already; else each imports it again.
     """
-    forked = fork_is_safe(args)
+    forked = fork_is_safe()
     context = multiprocessing.get_context("fork") if forked else multiprocessing.get_context("spawn")
     if forked:
         importlib.import_module("torch._dynamo")  # takes a second, here once for all

@@ -94,7 +94,7 @@ parameter.grad = bucket[201:329].view(1, 128)
 optimizer.clip([parameter], 1.0)
 """
 
-FORK = "from lib.launch import local; print(local.fork_is_safe(config.parse_args([])))"
+FORK = "from lib.launch import local; print(local.fork_is_safe())"
 
 
 def python(*words, env=None):
@@ -160,7 +160,7 @@ def test_a_run_on_the_cpu_leaves_the_gpu_alone(card, tmp_path):
 @pytest.mark.parametrize(("asked", "safe"), [("device_count", "True"), ("is_available", "False")])
 def test_a_plugin_may_ask_for_cuda_as_it_is_imported(card, asked, safe):
     """Children are then not forked: torch would refuse CUDA to them, and -gpus would choose too late."""
-    code, said = python("-c", f"import torch; from lib import config; torch.cuda.{asked}(); {FORK}", env=card)
+    code, said = python("-c", f"import torch; torch.cuda.{asked}(); {FORK}", env=card)
     assert code == 0 and said.split() == [safe], said
 
 
