@@ -70,7 +70,7 @@ def run(args: config.Args) -> int:
             loaded = weights.load_into(args.weights, model, imagenet=lambda: arch.get_weights(args), world=world)
         sample = functools.partial(loader.first_batch, splits["train"], plan, world, args)
         threads = runtime.choose_threads(args, world, saved_threads, model, sample)
-        criterion = loss.get_loss(args)
+        criterion = loss.get_loss(args).to(world.device)
         model = parallel.wrap(model, args, world, arch=arch)
         optimizer = optimizers.get_optimizer(model, args)
 

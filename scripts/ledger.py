@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lib.utils.checkpoint import run_folder, shards
-from lib.utils.checkpoint.state import model_tensors, unwrap
+from lib.utils.checkpoint.state import model_tensors
 from lib.utils.data import tensors
 from lib.utils.distributed import World
 
@@ -93,7 +93,7 @@ def recording_trainer(chosen: type, folder: Path) -> type:
 
     class Keeper(chosen):
         def fit(self, past=None):
-            named = model_tensors(unwrap(self.model))
+            named = model_tensors(self.model)
             self.weights = {name: one for name, one in named.items() if one.is_floating_point()}
             facts = {"size": self.world.size, "batch": self.plan.batch, "micro": self.plan.micro}
             facts |= {"threads": torch.get_num_threads(), "names": [*self.weights]}

@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 from lib.core.reduction import TreeSum
-from lib.utils.checkpoint.state import unwrap
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 
@@ -20,7 +19,7 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module, world: World, round_robin: bool = False):
-        self.world, model = world, unwrap(model)
+        self.world = world
         saved, by_dtype = model.state_dict(keep_vars=True), {}
         for name, buffer in model.named_buffers():
             if name in saved:

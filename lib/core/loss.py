@@ -151,7 +151,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
         self.checked = True
         if self.weight is None:
             return super().forward(outputs, targets)
-        weight, smoothing = self.weight.to(outputs.device), self.label_smoothing
+        weight, smoothing = self.weight, self.label_smoothing
         total = functional.cross_entropy(outputs, targets, weight, reduction="sum", label_smoothing=smoothing)
         rows = targets[:, 0].numel() if targets.is_floating_point() else (targets != self.ignore_index).sum()
         return total / rows

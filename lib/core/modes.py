@@ -12,7 +12,6 @@ import torch
 
 from lib.utils.checkpoint import atomic, weights
 from lib.utils.checkpoint.resume import Past
-from lib.utils.checkpoint.state import unwrap
 from lib.utils.data.tensors import named_tensors
 from lib.utils.errors import UsageError
 
@@ -40,7 +39,7 @@ def evaluate(trainer: "Trainer", past: Past | None) -> str:
         raise UsageError(f"-eval: {folder} has neither best nor final weights; name some by -weights FILE")
     if not splits:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
-    log.info("weights:     %s", weights.load_into(str(path), unwrap(trainer.model), whole=True))
+    log.info("weights:     %s", weights.load_into(str(path), trainer.model, whole=True))
     figures = {split: trainer.evaluate(split) or {} for split in splits}
     for split in splits:
         log.info("%s  %s", split, "  ".join(f"{name} {value:.4f}" for name, value in figures[split].items()))
@@ -61,7 +60,7 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
     """
     if past:
         trainer.load(past)
-    model, first = unwrap(trainer.model), trainer.state.step
+    model, first = trainer.model, trainer.state.step
     _check("the parameter", model.named_parameters())
     for name, p in model.named_parameters():
         if p.requires_grad:

@@ -13,7 +13,7 @@ BY_NAME = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.opti
 
 
 def get_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """Return the optimizer of a model that is wrapped and on its device. Each step sets its learning rate."""
+    """Return the optimizer of a model that `parallel.wrap` returned. Each step sets its learning rate."""
     groups = decay_groups(model, args.weight_decay)
     parameters = [parameter for group in groups for parameter in group["params"]]
     options = {"lr": args.lr_start, **({"momentum": args.momentum} if args.optimizer == "sgd" else {})}
@@ -63,6 +63,8 @@ def clip(parameters: list[Tensor], limit: float) -> Tensor:
 def _row_norms(gradients: list[Tensor]) -> list[Tensor]:
     """Return the norm of each row of each gradient, of all ranks' shards: the same bits, sharded or not."""
     local = [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
+    # On a GPU the bits of a row's norm depend on where it begins, to 16 bytes; in a bucket that may be anywhere.
+    local = [one.clone() if one.is_cuda and one.data_ptr() % 16 else one for one in local]
     norms = [g.reshape(-1) if g.ndim < 2 else torch.linalg.vector_norm(g.flatten(1), dim=1) for g in local]
     sharded = {number: gradient for number, gradient in enumerate(gradients) if isinstance(gradient, DTensor)}
     if not sharded:

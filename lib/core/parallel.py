@@ -50,7 +50,7 @@ def _make_on_meta(arch: ModuleType, args: Namespace) -> nn.Module:
 
 
 def wrap(model: nn.Module, args: Namespace, world: World, *, arch: ModuleType | None = None) -> nn.Module:
-    """Return the model on its device, under DistributedDataParallel or sharded where there are several processes.
+    """Return the model on its device, with rank 0's values, and sharded if -parallel fsdp asks for it.
 
     Blocks are what the `arch` module's get_blocks(model) returns, else `blocks(model)`. Raises UsageError for
     -recompute of a model without blocks.
@@ -68,7 +68,9 @@ def wrap(model: nn.Module, args: Namespace, world: World, *, arch: ModuleType | 
     if sharded:
         return _shard(model, parts, args, world)
     model = model.to(world.device)
-    return _replicate(model, world) if world.size > 1 else model
+    # DDP compares the models of all ranks and gives them rank 0's values. Its buckets, as large as all gradients, end
+    # with it: reduction.GradientReducer sums the gradients, and batchnorm.RunningStatistics keeps buffers alike.
+    return DistributedDataParallel(model).module if world.size > 1 else model
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -77,13 +79,6 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     outer = [one for name, one in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
     parts = [part for one in outer for part in one] or list(model.children())
     return [part for part in parts if next(part.parameters(), None) is not None]
-
-
-def _replicate(model: nn.Module, world: World) -> nn.Module:
-    replica = DistributedDataParallel(model, None if world.device.type == "cpu" else [world.device.index])
-    replica.broadcast_buffers = False  # batchnorm.RunningStatistics keeps them alike
-    replica.require_backward_grad_sync = False  # reduction.GradientReducer sums the gradients
-    return replica
 
 
 def _is_sharded(args: Namespace, world: World) -> bool:
@@ -154,7 +149,6 @@ def _compile(parts: list[nn.Module]) -> None:
     # Parts of the same class share one store of compiled code, which by default is too small for many of them.
     settings: Any = importlib.import_module("torch._dynamo.config")
     settings.recompile_limit = max(settings.recompile_limit, 64)
-    settings.optimize_ddp = False  # it cuts graphs at DDP's buckets, which are not used: one process has other graphs
     if hasattr(settings, "automatic_dynamic_exclusion_guard"):  # not in every torch
         settings.automatic_dynamic_exclusion_guard = True  # a short batch leaves the code for whole ones in use
     for part in parts:

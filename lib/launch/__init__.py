@@ -40,7 +40,7 @@ def launch(args: Args, target: str) -> int:
     tensorboard_server.check_password(args.ngrok)
     trackers.check_installed(args.track)
     if is_launched() or slurm_task.is_task():
-        with environment.override(environment.visible_devices(args.gpus)):
+        with environment.override(environment.visible_devices(args.gpus, args.cpu)):
             code = local.call_target(target, args) if is_launched() else slurm_task.run_task(args, target)
         # torchrun restarts whatever does not exit with 0; outcome.json says whether the run is stopped or finished.
         return FINISHED if code == STOPPED and "TORCHELASTIC_MAX_RESTARTS" in os.environ else code

@@ -88,11 +88,13 @@ def for_run(args: Args) -> dict[str, str]:
     return variables
 
 
-def visible_devices(gpus: str | None) -> dict[str, str]:
-    """Return the variable that leaves a process the GPUs of -gpus; the driver must not be started yet.
+def visible_devices(gpus: str | None, cpu: int | None = None) -> dict[str, str]:
+    """Return the variable that leaves a process the GPUs of -gpus, or none; the driver must not be started yet.
 
     Number i means the i-th of those that are visible now. Raises UsageError for others.
     """
+    if cpu:
+        return {VISIBLE: "", ROCM: ""}  # an optimizer on the CPU would start CUDA on the first one (torch 2.15)
     if not gpus:
         return {}
     import torch

@@ -31,7 +31,7 @@ SHUTDOWN_S = 2.0  # for the other ranks to end after the first failure; a rank t
 def start(args: Args, target: str) -> int:
     """Run the processes of this machine. Returns the exit code."""
     count = 1 if args.debug else count_processes(args)
-    with environment.override(environment.visible_devices(args.gpus)):
+    with environment.override(environment.visible_devices(args.gpus, args.cpu)):
         os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no torchrun agent started this process
         too_late = args.gpus and not fork_is_safe()  # to choose GPUs in this process
         if count > 1 or too_late:
@@ -60,11 +60,14 @@ def fork_is_safe() -> bool:
     """
     import torch
 
-    if sys.platform != "linux" or torch.cuda.is_initialized():
+    if sys.platform != "linux":
         return False
-    if torch.cuda.device_count():
-        return getattr(torch.cuda, f"_device_count_{'amdsmi' if torch.version.hip else 'nvml'}", lambda: -1)() >= 0
-    return not torch.accelerator.is_available()
+    if not torch.cuda.device_count():
+        return not torch.accelerator.is_available()
+    child = os.fork()  # a plugin may have called torch.cuda.is_available(), which only a child finds out
+    if not child:
+        os._exit(torch.cuda._is_in_bad_fork() and torch.cuda.is_available())
+    return os.waitpid(child, 0)[1] == 0
 
 
 def start_processes(args: Args, target: str, count: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lib.config.types import real
 from lib.trainer import trainer
 from lib.utils.checkpoint.shards import local_part
-from lib.utils.checkpoint.state import model_tensors, unwrap
+from lib.utils.checkpoint.state import model_tensors
 
 
 def add_args(parser: ArgumentParser) -> None:
@@ -29,7 +29,7 @@ class Trainer(trainer.Trainer):
     def __init__(self, *parts: Any):
         super().__init__(*parts)
         self.average = nn.Module()  # its buffers are in every checkpoint
-        for name, tensor in model_tensors(unwrap(self.model)).items():
+        for name, tensor in model_tensors(self.model).items():
             if tensor.is_floating_point():  # a counter has no average
                 self.average.register_buffer(name.replace(".", "/"), tensor.detach().clone())
 
@@ -65,5 +65,5 @@ class Trainer(trainer.Trainer):
 
     def local_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the averages and their tensors; of sharded ones, what this rank has."""
-        tensors = [one for one in model_tensors(unwrap(self.model)).values() if one.is_floating_point()]
+        tensors = [one for one in model_tensors(self.model).values() if one.is_floating_point()]
         return [*map(local_part, self.average.buffers())], [*map(local_part, tensors)]

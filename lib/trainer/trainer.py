@@ -17,7 +17,7 @@ from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding
 from lib.utils.checkpoint import manager, resume, run_folder, weights
 from lib.utils.checkpoint.resume import Past
-from lib.utils.checkpoint.state import State, find_parts, find_unsaved, model_tensors, tensors_to_save, unwrap
+from lib.utils.checkpoint.state import State, find_parts, find_unsaved, model_tensors, tensors_to_save
 from lib.utils.data.loader import Loader
 from lib.utils.data.options import read_options
 from lib.utils.data.plan import MicroBatch
@@ -39,7 +39,7 @@ class BadSteps(RuntimeError):
 
 
 class Trainer:
-    """Trains a wrapped model on `loaders["train"]` and evaluates it on "val" and "test" if they exist."""
+    """Trains a model on `loaders["train"]` and evaluates it on "val" and "test" if they exist."""
 
     def __init__(
         self,
@@ -89,10 +89,7 @@ class Trainer:
         return done.loss
 
     def evaluation_step(self, model: nn.Module, batch: Any, count: int) -> dict[str, Tensor]:
-        """Return what a batch of `count` samples adds to each metric: sums over its samples, 0-d tensors.
-
-        `model` is unwrapped.
-        """
+        """Return what a batch of `count` samples adds to each metric: sums over its samples, 0-d tensors."""
         done = losses.forward(model, batch, self.loss)
         self.predictions.add(done.inputs, done.targets, done.outputs, count)
         return {"loss": done.loss * count, **losses.metric_sums(self.loss, done.outputs, done.targets)}
@@ -284,7 +281,7 @@ class Trainer:
     def evaluate(self, split: str) -> dict[str, float] | None:
         """Return the metrics of a split over the samples of all ranks. None if all ranks agree to stop."""
         self.stop.begin_evaluation(last=self.state.step == self.total_steps or self.is_done())
-        model, totals = unwrap(self.model).eval(), metrics.Sums()
+        model, totals = self.model.eval(), metrics.Sums()
         self.predictions.reset()
         for micro_batch, batch in self.loaders[split].epoch(0):
             with self.precision, add_shapes_to_errors(batch, self.args):
@@ -316,12 +313,12 @@ class Trainer:
             return ""
         if self.state.bad_row >= self.state.step > 0:
             return f"none of the {self.state.step} steps had a finite gradient"
-        odd = weights.not_finite(unwrap(self.model), self.world)
+        odd = weights.not_finite(self.model, self.world)
         return f"the parameter {odd[0]} ({len(odd)} in all) is not finite" if odd else ""
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Return copies of what best/ and final/ hold, as `weights.gather` does. All ranks call this."""
-        return weights.gather(model_tensors(unwrap(self.model)), self.checkpoints.disk)
+        return weights.gather(model_tensors(self.model), self.checkpoints.disk)
 
     def evaluate_test(self) -> dict[str, float] | None:
         """Return the metrics of the test split if the training is over, {} if not. None if the run is to stop."""

@@ -15,6 +15,7 @@ from runs import distance
 from lib import config
 
 BATCHES = """
+import sys
 import torch
 from lib.utils.data.plan import Plan
 from lib.utils.data import loader
@@ -25,7 +26,7 @@ from lib.utils.distributed import World
 images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
 dataset = Tensors(images, torch.arange(64), on_device=Pixels((0.5,), (0.3,), pad=4, mirror=True))
 plan, seen = Plan(64, 8, 8), []
-for device in ("cpu", "cuda"):
+for device in sys.argv[1:]:
     for workers in (0, 1):
         world = World(device=torch.device(device))
         one = loader.Loader(dataset, plan, world, seed=0, shuffle=True, workers=workers)
@@ -34,7 +35,7 @@ for device in ("cpu", "cuda"):
             inputs @ inputs.transpose(2, 3)  # work that takes a while
             assert inputs.device.type == labels.device.type == device
             batches.append((inputs.cpu(), labels.cpu()))
-        one.fetched.close()
+        one.fetcher.close()
         seen.append(batches)
 for batches in seen[1:]:
     for (inputs, labels), (others, same) in zip(seen[0], batches, strict=True):
@@ -61,6 +62,40 @@ for values, pieces in zip(saves, live, strict=True):
     assert all(torch.equal(one, copy) for one, (_, copy) in zip(values, made, strict=True))
 """
 
+REPLICATED = """
+import gc
+import types
+import torch
+from torch import distributed, nn
+from lib.core import parallel
+from lib.utils.distributed import World
+
+gc.disable()  # as at the start of a run
+args = types.SimpleNamespace(parallel="ddp", compile=None, recompute=False, channels_last=False)
+torch.cuda.set_device(0)
+distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
+model = parallel.wrap(nn.Linear(1024, 1024), args, World(size=2, device=torch.device("cuda", 0)))
+print(torch.cuda.memory_allocated())
+distributed.destroy_process_group()
+"""
+
+NORMS = """
+import torch
+from lib.core import optimizer
+
+def norm(values, dim=None, real=torch.linalg.vector_norm):
+    print(values.data_ptr() % 16)
+    return real(values, dim=dim)
+
+torch.linalg.vector_norm = norm
+bucket = torch.ones(1000, device="cuda")
+parameter = torch.nn.Parameter(bucket[1:129].view(1, 128))
+parameter.grad = bucket[201:329].view(1, 128)
+optimizer.clip([parameter], 1.0)
+"""
+
+FORK = "from lib.launch import local; print(local.fork_is_safe())"
+
 
 def python(*args, env=None):
     command = [sys.executable, *args]
@@ -68,9 +103,9 @@ def python(*args, env=None):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.gpu
-def test_batches_on_a_gpu_are_the_same_as_on_the_cpu():
-    code, output = python("-c", BATCHES)
+@pytest.mark.parametrize("devices", [["cpu"], pytest.param(["cpu", "cuda"], marks=pytest.mark.gpu)], ids=" ".join)
+def test_batches_on_a_gpu_are_the_same_as_on_the_cpu(devices):
+    code, output = python("-c", BATCHES, *devices)
     assert code == 0, output
 
 
@@ -94,7 +129,7 @@ def card(tmp_path_factory):
 @pytest.mark.parametrize(
     "flags",
     [
-        "-bf16 -augment -optimizer sgd",
+        "-bf16 -augment -optimizer sgd -class_weights 1,1,1,1,1,1,1,1,1,2",
         "-gpus 0,1 -fp16 -micro_batch 16 -workers 1",
         "-gpus 0,1 -parallel fsdp -dataset tokens -tokens_samples 256 -arch gpt -fp16 -recompute -workers 1 "
         "-clip_grad 1",
@@ -113,6 +148,32 @@ def test_on_a_fake_card_runs_finish_and_resume_and_no_step_waits_for_the_device(
     assert waits[0] == waits[1] > 0
     code, output = python(*flags, "-model", "9", env=env)
     assert code == 0 and "resuming from" in output, output
+
+
+def test_a_run_on_the_cpu_leaves_the_gpu_alone(card, tmp_path):
+    flags = f"-cpu 1 -arch mlp -epochs 1 -limit_steps 2 -out {tmp_path}"
+    program = f"import torch, train; print(train.main({flags.split()}), torch.cuda.is_initialized())"
+    code, output = python("-W", "ignore", "-c", program, env=card)
+    assert code == 0 and output.splitlines()[-1] == "75 False", output
+
+
+@pytest.mark.parametrize(("function", "safe"), [("device_count", "True"), ("is_available", "False")])
+def test_a_plugin_may_initialize_cuda_when_it_is_imported(card, function, safe):
+    """Children are then not forked: torch would refuse CUDA to them, and -gpus would choose too late."""
+    code, output = python("-c", f"import torch; torch.cuda.{function}(); {FORK}", env=card)
+    assert code == 0 and output.split() == [safe], output
+
+
+def test_a_replica_takes_the_memory_of_its_weights_alone(card):
+    code, output = python("-W", "ignore", "-c", REPLICATED, env=card)
+    taken = [int(line) for line in output.splitlines() if line.isdigit()]
+    assert code == 0 and len(taken) == 1 and taken[0] < 1.1 * 4 * 1024**2, output
+
+
+def test_the_norm_of_a_row_does_not_depend_on_its_place_in_a_bucket(card):
+    """torch's sum over a row takes what lies before a multiple of 16 bytes apart: ATen/native/cuda/Reduce.cuh."""
+    code, output = python("-W", "ignore", "-c", NORMS, env=card)
+    assert code == 0 and [line for line in output.splitlines() if line.isdigit()] == ["0", "0"], output
 
 
 def test_a_save_pins_the_memory_of_its_copies_only_once(card):

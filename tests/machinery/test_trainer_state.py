@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lib.trainer import ema, trainer
 from lib.utils.checkpoint import shards
-from lib.utils.checkpoint.state import unwrap
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 SLOW = f"{SMALL} -lr_start 1e-4"  # rounding stays small
@@ -36,7 +35,7 @@ class WithCritic(trainer.Trainer):
         self.notes = nn.Module()
         self.notes.register_buffer("center", torch.zeros(4))
         self.notes.register_buffer("now", torch.tensor(0))
-        self.head = unwrap(self.model)[-1]
+        self.head = self.model[-1]
         self.same_optimizer = self.optimizer
 
     def training_step(self, batch):
@@ -56,7 +55,7 @@ class TrainsHeadTwice(trainer.Trainer):
 
     def __init__(self, *parts):
         super().__init__(*parts)
-        self.head = unwrap(self.model)[-1]
+        self.head = self.model[-1]
         self.second = torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
 
     def training_step(self, batch):
@@ -221,7 +220,7 @@ class InLists(trainer.Trainer):
         self.heads = [nn.Linear(2, 2)]
         self.optimizers = {"heads": torch.optim.SGD(self.heads[0].parameters())}
         self.names = ["heads"]
-        self.saved_elsewhere = [*unwrap(self.model).children(), self.optimizer]
+        self.saved_elsewhere = [*self.model.children(), self.optimizer]
         self.without_state = (nn.MSELoss(), nn.ReLU())
 
 

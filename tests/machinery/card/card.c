@@ -24,9 +24,11 @@
 static __thread int here;
 
 cudaError_t cudaGetDeviceCount(int *count) {
-    const char *asked = getenv("CARDS");
-    *count = asked ? atoi(asked) : 1;
-    return cudaSuccess;
+    static int cards = -1; /* the variables are read once, as CUDA does */
+    const char *asked = getenv("CARDS"), *visible = getenv("CUDA_VISIBLE_DEVICES");
+    if (cards < 0) cards = visible && !*visible ? 0 : asked ? atoi(asked) : 1;
+    *count = cards;
+    return cards ? cudaSuccess : cudaErrorNoDevice;
 }
 
 int nvmlInit(void) { return 0; }
