@@ -57,8 +57,11 @@ class Parser(argparse.ArgumentParser):
                 words += [flag, *values]
         return words
 
-    def add_plugin_flags(self, module: ModuleType, title: str) -> None:
-        """Add a plugin's flags. Raise UsageError for one that is shared, or that config.yaml cannot keep."""
+    def add_plugin_flags(self, module: ModuleType, title: str) -> set[str]:
+        """Add a plugin's flags, and return their names.
+
+        Raises UsageError for one that is shared, or that config.yaml cannot keep.
+        """
         shared = [action.dest for action in self._actions]
         try:
             with no_exit():
@@ -72,6 +75,7 @@ class Parser(argparse.ArgumentParser):
                 wanted = f"call it -{action.dest}, with a value or store_true, so that config.yaml can keep it"
                 raise UsageError(f"{_file(module)}: {[*action.option_strings, action.dest][0]}: {wanted}")
         self.set_plugin_defaults({}, module)
+        return {action.dest for action in self._actions[len(shared) :]}
 
     def set_plugin_defaults(self, defaults: dict, module: ModuleType) -> None:
         """Set a plugin's defaults. Raise UsageError for a default, here or in its add_args, of an unknown flag."""

@@ -1,10 +1,8 @@
 """Figures of a run: sums over micro-batches and processes, the best evaluation, and metrics.jsonl."""
 
-import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,14 +39,6 @@ class Sums:
             if len(terms) > MAX_TERMS:
                 terms[:] = _exact(terms)
         return self
-
-    @contextlib.contextmanager
-    def discard_if(self, ignore: bool) -> Iterator[None]:
-        """Forget what is added in the block, if `ignore`."""
-        before = {name: [*terms] for name, terms in self._local.items()} if ignore else {}
-        yield
-        if ignore:
-            self._local = before
 
     def reduce(self) -> Any:
         """Return the sums over all ranks since the last call. Waits for the device and the other ranks."""
