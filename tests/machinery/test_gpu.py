@@ -10,6 +10,7 @@ import sys
 
 import cards
 import pytest
+import torch
 from runs import distance
 
 from lib import config
@@ -116,6 +117,18 @@ def test_a_stopped_run_with_dropout_and_augmentation_resumes_with_the_same_bits_
         code, output = python("train.py", "-model", name, *flags, *more)
         assert code == (75 if more else 0), output
     assert distance(tmp_path / "whole", tmp_path / "parts") == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_one_and_two_gpus_end_at_the_same_bits(parallel, tmp_path):
+    flags = ["-epochs", "2", "-micro_batch", "16", "-deterministic", "-out", str(tmp_path), "-parallel", parallel]
+    flags += ["-clip_grad", "0.1"] if parallel == "ddp" else []  # under FSDP: docs/resume.md, "Exceptions"
+    for gpus in ("0", "0,1"):
+        code, output = python("train.py", "-model", f"on_{gpus[-1]}", *flags, "-gpus", gpus)
+        assert code == 0, output
+    assert distance(tmp_path / "on_0", tmp_path / "on_1") == 0
 
 
 @pytest.fixture(scope="module")
