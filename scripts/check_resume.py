@@ -52,7 +52,7 @@ class Row:
     title: str
     run: str  # the name of the run
     sizes: list[int]  # processes of each start: all but the last are killed
-    truth: str = "undisturbed"
+    truth: str = "uninterrupted"
     flags: dict = dataclasses.field(default_factory=dict)  # that differ from the chosen ones
 
 
@@ -114,9 +114,9 @@ class Check:
         print(f"-check_resume: {self.steps} steps of {self.args.model}, in {self.folder} (removed at the end)")
         print("the first run, without a kill, shows how long the others take", flush=True)
         started = time.monotonic()
-        self.complete(Row("", "undisturbed", [self.size]))
+        self.complete(Row("", "uninterrupted", [self.size]))
         self.seconds = time.monotonic() - started
-        facts = ledger.read(self.ledger("undisturbed"))[0].facts
+        facts = ledger.read(self.ledger("uninterrupted"))[0].facts
         self.batch = facts["batch"]
         self.args = change_flags(self.args, threads=facts["threads"])  # other numbers of processes would have others
         rows = self.planned(facts)
@@ -148,7 +148,7 @@ class Check:
         others = [size for size in SIZES if size <= most and size != self.size and (size > 1 or not half_shards)]
         if not others:
             return [killed]
-        truth = {"truth": "undisturbed" if cut == micro else "cut", "flags": {"micro_batch": cut}}
+        truth = {"truth": "uninterrupted" if cut == micro else "cut", "flags": {"micro_batch": cut}}
         whole = Row(f"with -micro_batch {cut}", "cut", [self.size], **truth)
         alone = [Row("on another number of processes", f"on_{size}", [size], **truth) for size in others]
         turns = [*others, self.size, *others][: kills + 1]

@@ -29,22 +29,22 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     """Uninterrupted runs, by their number of processes."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     return {size: run(folder, f"{SMALL} -cpu {size} -model on_{size}") for size in (1, 2, 3, 4)}
 
 
-def test_any_number_of_processes_gives_the_same_bits(undisturbed):
+def test_any_number_of_processes_gives_the_same_bits(uninterrupted):
     """Includes dropout, BatchNorm, accumulation, and a last batch of 2 samples, fewer than there are ranks."""
     for size in (2, 3, 4):
-        assert bits(undisturbed[1]) == bits(undisturbed[size])
+        assert bits(uninterrupted[1]) == bits(uninterrupted[size])
 
 
-def test_metrics_are_exact_when_ranks_have_different_numbers_of_samples(undisturbed):
-    outcomes = [outcome(folder)["test"] for folder in undisturbed.values()]
+def test_metrics_are_exact_when_ranks_have_different_numbers_of_samples(uninterrupted):
+    outcomes = [outcome(folder)["test"] for folder in uninterrupted.values()]
     model, part = norm_net(type("Args", (), {"num_classes": 4})), few(None)["test"]
-    model.load_state_dict(weights(undisturbed[1]))
+    model.load_state_dict(weights(uninterrupted[1]))
     outputs = model.eval()(part.tensors[0])
     truth = {
         "f1": f1_score(part.tensors[1], outputs.argmax(1), average="macro"),
@@ -54,18 +54,18 @@ def test_metrics_are_exact_when_ranks_have_different_numbers_of_samples(undistur
     assert outcomes[0] == pytest.approx(truth, abs=1e-6) and outcomes == outcomes[:1] * 4
 
 
-def test_the_logged_loss_is_the_mean_over_the_global_batch(undisturbed):
+def test_the_logged_loss_is_the_mean_over_the_global_batch(uninterrupted):
     """Each rank sees other samples, but the logged values are those of all samples."""
     means = [
         [line["train/loss_mean"] for line in lines(folder) if "train/loss_mean" in line][-1]
-        for folder in undisturbed.values()
+        for folder in uninterrupted.values()
     ]
     assert means == [means[0]] * 4
-    assert [line["samples"] for line in lines(undisturbed[4])][-1] == 150
+    assert [line["samples"] for line in lines(uninterrupted[4])][-1] == 150
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_stopped_run_resumes_with_the_same_bits(undisturbed, tmp_path, monkeypatch, size):
+def test_a_stopped_run_resumes_with_the_same_bits(uninterrupted, tmp_path, monkeypatch, size):
     """Stop in the first epoch, at its end, and in the second."""
     flags = f"{SMALL} -cpu {size} -model on_{size}"
     for step in (2, 4, 6):
@@ -75,17 +75,17 @@ def test_a_stopped_run_resumes_with_the_same_bits(undisturbed, tmp_path, monkeyp
         result = outcome(folder)
         assert (result["state"], result["step"]) == ("stopped", step)
     folder = run(tmp_path, flags)
-    assert distance(folder, undisturbed[size]) == 0.0
+    assert distance(folder, uninterrupted[size]) == 0.0
     steps = [line["step"] for line in lines(folder) if "train/loss" in line]
     assert steps == sorted(set(steps)), "metrics.jsonl has a step twice"
 
 
-def test_a_run_resumes_with_the_same_bits_on_another_number_of_processes(undisturbed, tmp_path, monkeypatch):
+def test_a_run_resumes_with_the_same_bits_on_another_number_of_processes(uninterrupted, tmp_path, monkeypatch):
     for step, size in ((2, 4), (5, 1), (8, 3)):
         with monkeypatch.context() as patch:
             saves.stop_at(patch, step)
             run(tmp_path, f"{SMALL} -cpu {size} -model moved", wanted=75)
-    assert bits(run(tmp_path, f"{SMALL} -cpu 2 -model moved")) == bits(undisturbed[1])
+    assert bits(run(tmp_path, f"{SMALL} -cpu 2 -model moved")) == bits(uninterrupted[1])
 
 
 class Mixes(trainer.Trainer):
@@ -196,20 +196,20 @@ def test_accumulated_micro_batches_give_the_weights_of_one_large_batch(tmp_path)
         assert distance(whole, run(tmp_path, f"{flags} -micro_batch {micro} -model cut_{micro}")) < 1e-6
 
 
-def test_a_run_from_the_config_yaml_of_another_has_the_same_weights(tmp_path, undisturbed):
-    folder = run(tmp_path, f"-cfg {undisturbed[2] / 'config.yaml'} -model again")
-    assert distance(folder, undisturbed[2]) == 0.0
+def test_a_run_from_the_config_yaml_of_another_has_the_same_weights(tmp_path, uninterrupted):
+    folder = run(tmp_path, f"-cfg {uninterrupted[2] / 'config.yaml'} -model again")
+    assert distance(folder, uninterrupted[2]) == 0.0
 
 
-def test_a_finished_run_is_not_trained_again(undisturbed):
-    before = weights(undisturbed[1])
-    folder = run(undisturbed[1].parent, f"{SMALL} -cpu 1 -model on_1")
+def test_a_finished_run_is_not_trained_again(uninterrupted):
+    before = weights(uninterrupted[1])
+    folder = run(uninterrupted[1].parent, f"{SMALL} -cpu 1 -model on_1")
     assert same_tensors(before, weights(folder))
     assert outcome(folder)["state"] == "finished"
 
 
-def test_the_size_of_a_manifest_does_not_grow_with_the_epochs(undisturbed):
-    folders = run_folder.list_checkpoints(undisturbed[1] / "checkpoints")
+def test_the_size_of_a_manifest_does_not_grow_with_the_epochs(uninterrupted):
+    folders = run_folder.list_checkpoints(uninterrupted[1] / "checkpoints")
     states = [shards.read_manifest(folder)["state"] for folder in folders]
     assert [(state["epoch"], state["sums"], state["unlogged"]) for state in states] == [(3, {}, {}), (2, {}, {})]
 
@@ -259,10 +259,10 @@ def test_mixed_precision_keeps_finite_weights_in_full_precision(tmp_path):
         assert all(torch.isfinite(value).all() for value in weights(folder).values())
 
 
-def test_best_and_final_weights_can_be_loaded_into_the_model(undisturbed):
+def test_best_and_final_weights_can_be_loaded_into_the_model(uninterrupted):
     for kind in ("best", "final"):
         model = norm_net(type("Args", (), {"num_classes": 4}))
-        model.load_state_dict(load_file(undisturbed[1] / kind / "weights.safetensors"))
+        model.load_state_dict(load_file(uninterrupted[1] / kind / "weights.safetensors"))
 
 
 def test_every_optimizer_and_loss_trains(tmp_path):
@@ -275,7 +275,7 @@ def test_every_optimizer_and_loss_trains(tmp_path):
         run(tmp_path, f"{flags} -loss {name} -model {name}")
 
 
-def test_a_run_that_stops_during_an_evaluation_repeats_only_the_evaluation(tmp_path, monkeypatch, undisturbed):
+def test_a_run_that_stops_during_an_evaluation_repeats_only_the_evaluation(tmp_path, monkeypatch, uninterrupted):
     """The epoch's training is saved; the next start begins with its evaluation."""
     with monkeypatch.context() as patch:
         real = trainer.Trainer.evaluate
@@ -290,7 +290,7 @@ def test_a_run_that_stops_during_an_evaluation_repeats_only_the_evaluation(tmp_p
     result = outcome(folder)
     assert (result["epoch"], result["step"]) == (0, 4)
     folder = run(tmp_path, f"{SMALL} -cpu 2 -model on_2")
-    assert distance(folder, undisturbed[2]) == 0.0
+    assert distance(folder, uninterrupted[2]) == 0.0
     assert sum("val/loss" in line for line in lines(folder)) == 3
 
 
@@ -325,9 +325,9 @@ def test_a_run_that_ends_between_an_evaluation_and_its_save_logs_the_metrics_onl
             assert [picture.step for picture in board.Images(f"{name}/confusion")] == drawn
 
 
-def test_a_stop_on_the_very_last_step_finishes_the_run(tmp_path, monkeypatch, undisturbed):
+def test_a_stop_on_the_very_last_step_finishes_the_run(tmp_path, monkeypatch, uninterrupted):
     saves.stop_at(monkeypatch, 12)
-    assert distance(run(tmp_path, f"{SMALL} -cpu 2 -model last"), undisturbed[2]) == 0.0
+    assert distance(run(tmp_path, f"{SMALL} -cpu 2 -model last"), uninterrupted[2]) == 0.0
 
 
 class Masked(nn.Module):

@@ -1,5 +1,6 @@
 """Makes `args`: the command line over a -cfg file over the defaults of the plugins and the shared flags."""
 
+import contextlib
 import logging
 import math
 import sys
@@ -102,16 +103,15 @@ def drop_replaced(entries: dict[str, list[str]], given: set[str], chosen: dict) 
     """Return the entries of a -cfg file that the command line leaves in force.
 
     A flag loses its entry if the command line has the other one of a pair. If it names another plugin, the old one's
-    flags are left out (those that begin with its name, if its file is gone), and what a dataset sets.
+    flags are left out, also those that only begin with its name, and what a dataset sets.
     """
     replaced = {name for pair in EITHER_OR if given & {*pair} for name in pair}
     for kind, new in chosen.items():
         old = ",".join(entries.get(kind, []))
         if old and old != new:
-            own = {key for key in entries if key.startswith(f"{old}_")}
-            if old in plugins.names(kind):
-                own = new_parser().add_plugin_flags(plugins.load_flags(kind, old), old)
-            own = entries.keys() & {*own, *(DATA_FLAGS if kind == "dataset" else ())}
+            own = {key for key in entries if key.startswith(f"{old}_") or (kind == "dataset" and key in DATA_FLAGS)}
+            with contextlib.suppress(Exception):  # the old plugin may be gone, or not work here
+                own |= entries.keys() & new_parser().add_plugin_flags(plugins.load_flags(kind, old), old)
             log.warning("-%s is %s and not %s as in the -cfg file: left out %s", kind, new, old, sorted(own))
             replaced |= own
     return {key: values for key, values in entries.items() if key not in replaced}

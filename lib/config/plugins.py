@@ -37,7 +37,7 @@ def load(kind: str, name: str) -> ModuleType:
             module = importlib.import_module(f"lib.{kind}.{name}")
     except ModuleNotFoundError as error:
         file = f"lib/{kind}/{name}.py"
-        raise UsageError(f"-{kind} {name}: {file} needs what is missing here: {error} (is .venv active?)") from None
+        raise UsageError(f"-{kind} {name}: {file} cannot be imported: {error} (is .venv active?)") from None
     if not hasattr(module, BUILDERS[kind]):
         raise UsageError(f"-{kind} {name}: lib/{kind}/{name}.py has no {BUILDERS[kind]}")
     return module

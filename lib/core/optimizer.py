@@ -63,9 +63,7 @@ def clip(parameters: list[Tensor], limit: float) -> Tensor:
 def _row_norms(gradients: list[Tensor]) -> list[Tensor]:
     """Return the norm of each row of each gradient, of all ranks' shards: the same bits, sharded or not."""
     local = [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
-    # On a GPU the bits of a row's norm depend on where it begins, to 16 bytes; in a bucket that may be anywhere.
-    local = [one.clone() if one.is_cuda and one.data_ptr() % 16 else one for one in local]
-    norms = [g.reshape(-1) if g.ndim < 2 else torch.linalg.vector_norm(g.flatten(1), dim=1) for g in local]
+    norms = [g.reshape(-1) if g.ndim < 2 else torch.linalg.vector_norm(_aligned(g).flatten(1), dim=1) for g in local]
     sharded = {number: gradient for number, gradient in enumerate(gradients) if isinstance(gradient, DTensor)}
     if not sharded:
         return norms
@@ -78,6 +76,11 @@ def _row_norms(gradients: list[Tensor]) -> list[Tensor]:
     for (number, gradient), part in zip(sharded.items(), whole.split(rows, 1), strict=True):
         norms[number] = part.reshape(-1)[: len(gradient)]
     return norms
+
+
+def _aligned(gradient: Tensor) -> Tensor:
+    """Return a gradient that begins at a multiple of 16 bytes on a GPU: the bits of a row's norm depend on that."""
+    return gradient.clone() if gradient.is_cuda and gradient.data_ptr() % 16 else gradient
 
 
 def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> None:

@@ -149,6 +149,7 @@ def _compile(parts: list[nn.Module]) -> None:
     # Parts of the same class share one store of compiled code, which by default is too small for many of them.
     settings: Any = importlib.import_module("torch._dynamo.config")
     settings.recompile_limit = max(settings.recompile_limit, 64)
+    settings.optimize_ddp = False  # it cuts graphs where a trainer wraps a module in DDP: not on one process
     if hasattr(settings, "automatic_dynamic_exclusion_guard"):  # not in every torch
         settings.automatic_dynamic_exclusion_guard = True  # a short batch leaves the code for whole ones in use
     for part in parts:

@@ -25,7 +25,7 @@ from lib.utils.distributed import World
 
 BUCKET = 8 << 20  # bytes of gradients that travel together
 SMALL = 1 << 20  # bytes of a node of each rank, together, up to which all ranks get all nodes
-ALIGNED = 64  # values: NCCL is several times slower where a part does not begin at a multiple of 16 bytes
+ALIGNED = 64  # values: NCCL is slower where a part does not begin at a multiple of 16 bytes (its issue 413)
 
 
 def add_leaf(nodes: dict[int, list[Tensor]], leaf: int, values: list[Tensor]) -> None:

@@ -26,8 +26,9 @@ def prepare(args: Args) -> None:
     if sys.stderr.isatty() and not is_launched():
         print(f"starting:    {args.model} (-dataset {args.dataset} -arch {args.arch})", file=sys.stderr, flush=True)
     environment.export(args.cache_dir, args.debug_dist)
-    for kind in BUILDERS:
-        plugins.load(kind, getattr(args, kind))
+    with environment.override(environment.visible_devices(None, args.cpu)):  # a plugin may ask for CUDA
+        for kind in BUILDERS:
+            plugins.load(kind, getattr(args, kind))
 
 
 def launch(args: Args, target: str) -> int:

@@ -89,7 +89,7 @@ def for_run(args: Args) -> dict[str, str]:
 
 
 def visible_devices(gpus: str | None, cpu: int | None = None) -> dict[str, str]:
-    """Return the variable that leaves a process the GPUs of -gpus, or none; the driver must not be started yet.
+    """Return variables that make visible only the GPUs of -gpus, or none with -cpu; CUDA must not be initialized yet.
 
     Number i means the i-th of those that are visible now. Raises UsageError for others.
     """

@@ -54,9 +54,9 @@ def count_processes(args: Args) -> int:
 
 
 def fork_is_safe() -> bool:
-    """Whether children may be forked: on Linux, while this process has touched no device.
+    """Whether children may be forked: on Linux, while this process has not initialized CUDA.
 
-    Counting GPUs touches none if the driver's library can be asked (NVML, or AMD's amdsmi).
+    Counting GPUs does not, if the driver's library (NVML, AMD's amdsmi) answers. Only a forked process can tell.
     """
     import torch
 
@@ -64,9 +64,9 @@ def fork_is_safe() -> bool:
         return False
     if not torch.cuda.device_count():
         return not torch.accelerator.is_available()
-    child = os.fork()  # a plugin may have called torch.cuda.is_available(), which only a child finds out
+    child = os.fork()
     if not child:
-        os._exit(torch.cuda._is_in_bad_fork() and torch.cuda.is_available())
+        os._exit(torch.cuda._is_in_bad_fork())
     return os.waitpid(child, 0)[1] == 0
 
 

@@ -49,9 +49,8 @@ def submit(args: Args, target: str) -> int:
         if isinstance(error, OSError):
             raise UsageError(f"-slurm_dir {folder}: the job's files cannot be written ({error})") from None
         raise
-    log = folder / f"{job}_0_log.out"
     print(f"submitted:   job {job}")
-    print(f"log:         {log}")
+    print(f"log:         {folder}/{job}_0_log.out")
     print(f"cancel:      scancel {job}", flush=True)
     return FINISHED
 

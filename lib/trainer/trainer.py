@@ -181,11 +181,11 @@ class Trainer:
         """Compute the gradients of one micro-batch under its own seed; they add up to the step's mean."""
         seeding.seed_micro_batch(self.args.seed, self.state.step, micro_batch.number, self.world.device)
         self.statistics.before(micro_batch)
-        figures = self.metrics
-        self.metrics = figures if micro_batch.count else metrics.Sums()  # padding counts nothing
+        counted = self.metrics
+        self.metrics = counted if micro_batch.count else metrics.Sums()  # padding counts nothing
         with self.precision, add_shapes_to_errors(batch, self.args):
             loss = self.training_step(batch)
-        self.metrics = figures
+        self.metrics = counted
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UsageError(f"training_step returns {loss!r:.40}: it must return the mean loss, a 0-d tensor")
         self.statistics.after(micro_batch)

@@ -35,7 +35,7 @@ class Watchdog:
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Watch over the run in the block."""
-        thread = threading.Thread(target=self.run, args=[self.progress()], name="watchdog", daemon=True)
+        thread = threading.Thread(target=self.run, args=[self.stop.since], name="watchdog", daemon=True)
         thread.start()
         try:
             yield
@@ -43,17 +43,14 @@ class Watchdog:
             self.ended.set()
             thread.join(self.interval_s)
 
-    def progress(self) -> tuple:
-        """Return what changes with every step, every batch of an evaluation, and every check of a save."""
-        return self.state.step, self.stop.ticks, self.stop.since, self.checkpoints.polls
-
-    def run(self, start: tuple) -> None:
+    def run(self, started: float) -> None:
         """Report once nothing has moved for too long. While this process is suspended, no time counts."""
         place, stalled, limit = None, 0, math.ceil(self.timeout_s / self.interval_s)
         while not self.ended.wait(self.interval_s):
             stalled += 1
-            now = self.progress()
-            if now != place or now == start:  # the first step may take any time
+            # One of these changes with every step, every batch of an evaluation, and every check of a save.
+            now = self.state.step, self.stop.ticks, self.stop.since, self.checkpoints.polls
+            if now != place or self.stop.since == started:  # before the first step, which a vote follows
                 place, stalled = now, 0
             if stalled == limit:  # in a separate thread: a dead disk, or a lock of logging, may block it
                 threading.Thread(target=self.report, name="watchdog report", daemon=True).start()

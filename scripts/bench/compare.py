@@ -39,7 +39,7 @@ PEERS = Path("scripts", "bench", "peers")
 BATON, ALLREDUCE, PLAIN, LIMIT = "Baton", "allreduce", "plain", "limit"
 SCRIPTS = {
     BATON: Path("train.py"),
-    ALLREDUCE: Path("train.py"),  # with -reduction allreduce: DDP sums the gradients
+    ALLREDUCE: Path("train.py"),  # with -reduction allreduce: the communication library sums the gradients
     PLAIN: PEERS / "plain.py",
     LIMIT: PEERS / "limit.py",
     "fabric": PEERS / "with_fabric.py",

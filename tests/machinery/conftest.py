@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from processes import fork_server, serve, start, undisturbed  # noqa: F401
+from processes import fork_server, serve, start, uninterrupted  # noqa: F401
 
 from scripts import check_resume
 
@@ -13,7 +13,7 @@ from scripts import check_resume
 SLOW_FILES = """bench browser chaos check_resume cluster_scripts completion doctor elastic export failing_disks gpu
     kubernetes machines multinode mutants plot slurm status stops sweep tensorboard trackers transformers
     tunnel""".split()
-SLOW_FIXTURES = {"start", "undisturbed", "fork"}
+SLOW_FIXTURES = {"start", "uninterrupted", "fork"}
 SLOW_TESTS = """
     test_a_terminal_that_was_closed_does_not_stop_the_run
     test_any_call_of_a_save_may_fail_once_or_from_then_on

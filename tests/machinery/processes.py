@@ -1,7 +1,7 @@
 """Real runs for tests: each has a session of its own, its output is kept, its processes are killed after the test.
 
 A fork server, which has imported the modules of train.py, forks a run in a tenth of the time of a fresh Python;
-`command` starts a fresh one. Tests ask for the fixtures `start` and `undisturbed`.
+`command` starts a fresh one. Tests ask for the fixtures `start` and `uninterrupted`.
 """
 
 import contextlib
@@ -239,9 +239,9 @@ def fork_server():
 
 
 @pytest.fixture(scope="session")
-def undisturbed(fork_server, tmp_path_factory) -> Run:
+def uninterrupted(fork_server, tmp_path_factory) -> Run:
     """A run that is not interrupted: two processes, three epochs of 20 steps."""
-    run = Starter(fork_server, tmp_path_factory.mktemp("undisturbed"), [])("run")
+    run = Starter(fork_server, tmp_path_factory.mktemp("uninterrupted"), [])("run")
     assert run.wait() == 0, run.text()
     return run
 

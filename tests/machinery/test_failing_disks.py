@@ -86,7 +86,7 @@ def fill(disk):
 
 
 def test_a_disk_that_is_full_for_a_while_loses_only_one_checkpoint(tmp_path, mount, monkeypatch):
-    undisturbed, disk = run(tmp_path / "undisturbed", WIDE), mount("12m")
+    uninterrupted, disk = run(tmp_path / "uninterrupted", WIDE), mount("12m")
 
     call_at_steps(monkeypatch, {7: lambda: fill(disk), 11: (disk / "filler").unlink})
     folder = run(disk, f"{WIDE} -keep_last 9")
@@ -94,7 +94,7 @@ def test_a_disk_that_is_full_for_a_while_loses_only_one_checkpoint(tmp_path, mou
     fault = r"000002_step_8 could not be saved \(rank 0: OSError: .*\[Errno 28\] No space left"
     assert re.search(fault, log_of(folder)), "of its shard, or of the best weights that it names"
     assert "training continues" in log_of(folder)
-    assert distance(folder, undisturbed) == 0.0
+    assert distance(folder, uninterrupted) == 0.0
     assert not list(folder.rglob("*.partial"))
 
 

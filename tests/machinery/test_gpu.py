@@ -163,10 +163,27 @@ def test_on_a_fake_card_runs_finish_and_resume_and_no_step_waits_for_the_device(
     assert code == 0 and "resuming from" in output, output
 
 
-def test_a_run_on_the_cpu_leaves_the_gpu_alone(card, tmp_path):
-    flags = f"-cpu 1 -arch mlp -epochs 1 -limit_steps 2 -out {tmp_path}"
-    program = f"import torch, train; print(train.main({flags.split()}), torch.cuda.is_initialized())"
-    code, output = python("-W", "ignore", "-c", program, env=card)
+PROBE = """
+import torch
+import lib.arch
+import train
+from lib.config import plugins
+
+names = plugins.names
+plugins.names = lambda kind: [*names(kind), "probe"]
+lib.arch.__path__.append({folder!r})
+print(train.main({flags!r}.split()), torch.cuda.is_initialized())
+"""
+
+
+@pytest.mark.parametrize("place", [{}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=["alone", "launched"])
+def test_a_run_on_the_cpu_leaves_the_gpu_alone(card, place, tmp_path):
+    """Even with a plugin that asks CUDA when it is imported."""
+    text = "import torch\nfrom lib.arch.mlp import add_args, get_model\nASKED = torch.cuda.is_available()\n"
+    (tmp_path / "probe.py").write_text(text)
+    flags = f"-cpu 1 -arch probe -epochs 1 -limit_steps 2 -out {tmp_path}"
+    program = PROBE.format(folder=str(tmp_path), flags=flags)
+    code, output = python("-W", "ignore", "-c", program, env={**card, **place})
     assert code == 0 and output.splitlines()[-1] == "75 False", output
 
 

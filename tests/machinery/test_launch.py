@@ -44,7 +44,7 @@ def test_a_single_process_runs_in_the_parent_so_that_breakpoint_works(start):
     assert run.wait_for_notes(1)[0]["environ"]["WORLD_SIZE"] == "1"
 
 
-def test_two_processes_import_torch_once_and_share_the_cores(start, undisturbed):
+def test_two_processes_import_torch_once_and_share_the_cores(start, uninterrupted):
     run = start(
         "real", "-arch", "mlp", "-epochs", 3, command=["-X", "importtime", "train.py"], env={"OMP_NUM_THREADS": None}
     )
@@ -54,7 +54,7 @@ def test_two_processes_import_torch_once_and_share_the_cores(start, undisturbed)
         assert imported.count(name) == 1, name
     threads = yaml.safe_load((run.folder / "config.yaml").read_text())["threads"]
     assert threads <= max(1, len(os.sched_getaffinity(0)) // 2)
-    assert threads > 1 or run.weights() == undisturbed.weights()
+    assert threads > 1 or run.weights() == uninterrupted.weights()
 
 
 def test_children_get_their_ranks_and_listen_on_this_machine_only(start):
@@ -241,7 +241,7 @@ def test_a_signal_while_a_rank_is_reaped_loses_no_exit_code(monkeypatch):
     assert signalled and passed == [signal.SIGTERM]
 
 
-def test_all_workers_end_after_their_parent_is_killed(start, undisturbed):
+def test_all_workers_end_after_their_parent_is_killed(start, uninterrupted):
     run = start("orphans", "-workers", 1, fault={"do": "pause", "step": 5})
     run.wait_for_notes(2)
     os.kill(run.pid, signal.SIGKILL)
@@ -252,10 +252,10 @@ def test_all_workers_end_after_their_parent_is_killed(start, undisturbed):
     assert run.outcome()["state"] == "stopped", "it saved what it could"
     run = start("orphans", "-workers", 1)
     assert run.wait() == 0, run.text()
-    assert run.weights() == undisturbed.weights()
+    assert run.weights() == uninterrupted.weights()
 
 
-def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, undisturbed):
+def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, uninterrupted):
     script = tmp_path / "spawned.py"
     script.write_text(
         textwrap.dedent(f"""
@@ -270,7 +270,7 @@ def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, undisturbed
     )
     run = start("spawned", "-arch", "mlp", "-epochs", 3, command=[str(script)])
     assert run.wait() == 0, run.text()
-    assert run.weights() == undisturbed.weights()
+    assert run.weights() == uninterrupted.weights()
     run.wait_until_gone(SOON_S)
 
 
@@ -414,13 +414,13 @@ def test_a_program_whose_stdout_a_plugin_closed_keeps_its_exit_code():
     assert (done.returncode, done.stderr) == (75, "")
 
 
-def test_a_stray_rank_variable_is_ignored(start, undisturbed):
+def test_a_stray_rank_variable_is_ignored(start, uninterrupted):
     run = start("leaked", env={"RANK": "1", "TORCHELASTIC_MAX_RESTARTS": "3"})
     assert run.wait() == 0, run.text()
-    assert run.weights() == undisturbed.weights()
+    assert run.weights() == uninterrupted.weights()
 
 
-def test_torchrun_starts_the_same_run(start, undisturbed):
+def test_torchrun_starts_the_same_run(start, uninterrupted):
     command = ["-m", "torch.distributed.run", "--nproc_per_node=2", "train.py"]
     flags = ["-arch", "mlp", "-epochs", 3]
     run = start("torchrun", *flags, "-max_hours", 1e-9, command=command)
@@ -430,5 +430,5 @@ def test_torchrun_starts_the_same_run(start, undisturbed):
     run = start("torchrun", *flags, command=command)
     assert run.wait() == 0, run.text()
     assert run.outcome()["state"] == "finished"
-    assert run.weights() == undisturbed.weights()
+    assert run.weights() == uninterrupted.weights()
     run.wait_until_gone(SOON_S)

@@ -79,7 +79,7 @@ def test_machines_with_different_flags_report_the_flag_and_do_not_train(machines
     assert not runs[0].folder.exists()
 
 
-def test_machines_with_different_addresses_train_one_run(tmp_path, networks, undisturbed):
+def test_machines_with_different_addresses_train_one_run(tmp_path, networks, uninterrupted):
     """elastic.sh sets gloo's interface to the one that reaches the other machine. Each machine has a network."""
     env = {**CLEAN, "OMP_NUM_THREADS": "1", "HEAD": f"{NETWORKS[networks[0]]}:29400", "NODES": "2"}
     command = ["./scripts/elastic.sh", *"-arch mlp -epochs 3 -cpu 1 -model run -out".split(), str(tmp_path / "out")]
@@ -102,7 +102,7 @@ def test_machines_with_different_addresses_train_one_run(tmp_path, networks, und
             agent.wait()
     run = tmp_path / "out" / "run"
     assert json.loads((run / "outcome.json").read_text())["state"] == "finished"
-    assert (run / "final" / "weights.safetensors").read_bytes() == undisturbed.weights()
+    assert (run / "final" / "weights.safetensors").read_bytes() == uninterrupted.weights()
 
 
 def workers(agent: int) -> list[int]:

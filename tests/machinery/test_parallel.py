@@ -3,6 +3,7 @@
 import itertools
 import math
 import multiprocessing
+import os
 import types
 
 import pytest
@@ -172,7 +173,7 @@ def test_all_blocks_are_compiled_and_short_batches_do_not_replace_the_code_for_f
         assert seen[1] == seen[3] != seen[2]
 
 
-def test_under_ddp_a_model_is_compiled_into_as_many_graphs_as_on_one_process(tmp_path):
+def test_a_model_that_a_trainer_wraps_in_ddp_is_compiled_into_as_many_graphs_as_on_one_process(tmp_path):
     """By default torch splits graphs at DDP's buckets of 25 MB."""
     in_a_child(lambda: compiled_under_ddp(tmp_path / "store"))
 
@@ -183,8 +184,27 @@ def compiled_under_ddp(store):
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(10)))  # 42 MB
     args = types.SimpleNamespace(**{**vars(RECOMPUTE), "recompute": False, "compile": "model"})
-    parallel.wrap(model, args, World(size=2))(torch.zeros(2, 1024)).sum().backward()
+    replica = nn.parallel.DistributedDataParallel(parallel.wrap(model, args, World(size=2)))
+    replica(torch.zeros(2, 1024)).sum().backward()
     assert len(made) == 1
+
+
+def test_all_ranks_begin_with_the_values_of_rank_0(tmp_path):
+    """Even those of a model that draws otherwise on each rank; one that has other shapes there is refused."""
+
+    def shifted_net(args):
+        model = norm_net(args)
+        for value in model.state_dict().values():
+            value += int(os.environ["RANK"])
+        return model
+
+    def wider_net(args):
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 4 + int(os.environ["RANK"])))
+
+    with plugins(arch={"shifted": shifted_net, "wider": wider_net}):
+        runs = [run(tmp_path, f"{NORM} -arch shifted -cpu {size} -model on_{size}") for size in (1, 2)]
+        run(tmp_path, f"{NORM} -arch wider -cpu 2 -model wider", wanted=1)
+    assert bits(runs[0]) == bits(runs[1])
 
 
 class CallsLayers(Trainer):

@@ -52,7 +52,7 @@ def background_jobs(code, out):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(slurm, out):
+def uninterrupted(slurm, out):
     """A run that is not interrupted."""
     output = slurm.train(f"-slurm -slurm_nnodes 2 -cpu 2 -slurm_cpus 1 -dataset slow {LONG} -model calm")
     job = re.search(r"submitted: +job (\d+)", output)[1]
@@ -61,14 +61,14 @@ def undisturbed(slurm, out):
     return out / "calm"
 
 
-def test_a_submitted_run_has_the_same_weights_as_one_started_here(slurm, undisturbed, out):
+def test_a_submitted_run_has_the_same_weights_as_one_started_here(slurm, uninterrupted, out):
     slurm.train("-cpu 4 -dataset slow -slow_s 0 -model here", OMP_NUM_THREADS="1")
-    assert outcome(undisturbed)["test"]["accuracy"] > 0.9
-    assert distance(undisturbed, out / "here") == 0.0
-    assert (undisturbed / "slurm").stat().st_mode & 0o777 == 0o700
+    assert outcome(uninterrupted)["test"]["accuracy"] > 0.9
+    assert distance(uninterrupted, out / "here") == 0.0
+    assert (uninterrupted / "slurm").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_preempted_run_resumes_with_the_same_bits_on_a_slurm_with_default_settings(slurm, undisturbed, code, out):
+def test_a_preempted_run_resumes_with_the_same_bits_on_a_slurm_with_default_settings(slurm, uninterrupted, code, out):
     """Only SIGTERM is sent. The run continues with the code that was submitted, and does not apply -reset again."""
     (out / "moved").mkdir()
     (out / "moved" / "old").touch()
@@ -81,8 +81,8 @@ def test_a_preempted_run_resumes_with_the_same_bits_on_a_slurm_with_default_sett
     job_info = slurm.wait_for_end(job)
     source.write_text(text)
     assert (job_info["JobState"], job_info["Restarts"]) == ("COMPLETED", "1"), slurm.log("moved")()
-    assert distance(out / "moved", undisturbed) == 0.0
-    assert steps_of(out / "moved") == steps_of(undisturbed)
+    assert distance(out / "moved", uninterrupted) == 0.0
+    assert steps_of(out / "moved") == steps_of(uninterrupted)
     assert len(list((out / ".old").glob("moved-*"))) == 1
 
 

@@ -103,9 +103,9 @@ def test_stop_after_without_a_val_split_is_refused(tmp_path, capfd):
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_killed_run_stops_early_at_the_same_step_with_the_same_bits(start, size):
     flags = ("-epochs", 40, "-lr_start", 0.01, "-stop_after", 2)
-    undisturbed = start("undisturbed", *flags, cpu=size)
-    assert undisturbed.wait() == 0
-    last = undisturbed.outcome()
+    uninterrupted = start("uninterrupted", *flags, cpu=size)
+    assert uninterrupted.wait() == 0
+    last = uninterrupted.outcome()
     assert last["reason"].startswith("-stop_after 2: nothing better since epoch ") and 2 < last["epoch"] < 40
     for step in (25, last["step"] - 5):
         killed = start(
@@ -119,7 +119,7 @@ def test_a_killed_run_stops_early_at_the_same_step_with_the_same_bits(start, siz
         assert killed.wait() in (-signal.SIGKILL, 1)
     again = start("killed", *flags, "-save_every", "7steps", cpu=size)
     assert again.wait() == 0
-    assert again.weights() == undisturbed.weights()
+    assert again.weights() == uninterrupted.weights()
     assert {name: again.outcome()[name] for name in ("state", "epoch", "step", "best", "reason", "test")} == {
         name: last[name] for name in ("state", "epoch", "step", "best", "reason", "test")
     }

@@ -83,14 +83,14 @@ def test_a_plugins_process_pool_that_ends_does_not_stop_the_run(tmp_path):
     assert stop.request is None
 
 
-def check_resumes(start, name, undisturbed, *flags, **how):
+def check_resumes(start, name, uninterrupted, *flags, **how):
     """Check that the next start of a run resumes and ends as if it had not been interrupted."""
     run = start(name, *flags, **how)
     assert run.wait() == 0, run.text()
     assert "resuming from" in run.text()
     outcome = run.outcome()
     assert [outcome[name] for name in ("state", "step", "samples")] == ["finished", STEPS, 3 * 1259]
-    assert run.weights() == undisturbed.weights()
+    assert run.weights() == uninterrupted.weights()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def check_resumes(start, name, undisturbed, *flags, **how):
         (signal.SIGUSR2, signal_rank(0), 2),
     ],
 )
-def test_a_signal_stops_all_ranks_at_one_step_and_the_next_start_resumes(start, undisturbed, number, send, workers):
+def test_a_signal_stops_all_ranks_at_one_step_and_the_next_start_resumes(start, uninterrupted, number, send, workers):
     run = start("signalled", "-workers", workers, fault=PAUSE)
     run.wait_for_notes(2)
     for _ in range(3):  # repeated signals change nothing
@@ -112,7 +112,7 @@ def test_a_signal_stops_all_ranks_at_one_step_and_the_next_start_resumes(start, 
     run.release()
     assert wait_until_stopped(run, number.name) == NEXT
     assert saved_steps(run)[-2:-1] == [EPOCH]
-    check_resumes(start, "signalled", undisturbed, "-workers", workers)
+    check_resumes(start, "signalled", uninterrupted, "-workers", workers)
 
 
 def test_a_run_that_votes_once_a_second_still_stops(start):
@@ -155,7 +155,7 @@ def test_the_interval_between_votes_stays_short_on_a_gpu_whose_steps_are_queued(
     assert len(votes) > 40 and max(after - before for before, after in itertools.pairwise(votes)) < 10
 
 
-def test_one_ctrl_c_stops_the_run_and_a_second_one_ends_it_at_once(start, undisturbed):
+def test_one_ctrl_c_stops_the_run_and_a_second_one_ends_it_at_once(start, uninterrupted):
     terminal = {"terminal": ("stdin", "stdout", "stderr")}
     run = start("keys", fault=PAUSE, **terminal)
     run.wait_for_notes(2)
@@ -172,7 +172,7 @@ def test_one_ctrl_c_stops_the_run_and_a_second_one_ends_it_at_once(start, undist
     assert run.wait(SOON_S) == 130, run.text()
     run.wait_until_gone(SOON_S)
     assert first in saved_steps(run)  # the save of the second epoch may have been in progress
-    check_resumes(start, "keys", undisturbed)
+    check_resumes(start, "keys", uninterrupted)
 
 
 def test_a_run_of_one_process_stops_and_resumes(start):
@@ -187,23 +187,23 @@ def test_a_run_of_one_process_stops_and_resumes(start):
     check_resumes(start, "signalled", single, "-workers", 1, cpu=1)
 
 
-def test_a_lost_terminal_stops_only_runs_that_write_to_it(start, undisturbed):
+def test_a_lost_terminal_stops_only_runs_that_write_to_it(start, uninterrupted):
     run = start("terminal", fault=PAUSE, terminal=("stdin", "stdout", "stderr"))
     run.wait_for_notes(2)
     run.hang_up()
     wait_until_noticed(run, signal.SIGHUP)
     run.release()
     assert wait_until_stopped(run, "SIGHUP") == NEXT
-    check_resumes(start, "terminal", undisturbed)
+    check_resumes(start, "terminal", uninterrupted)
     run = start("elsewhere", fault=PAUSE, terminal=("stdin", "stderr"))
     run.wait_for_notes(2)
     run.hang_up()
     run.release()
     assert run.wait() == 0, run.text()
-    assert run.weights() == undisturbed.weights()
+    assert run.weights() == uninterrupted.weights()
 
 
-def test_killing_all_processes_loses_only_the_steps_since_the_last_save(start, undisturbed):
+def test_killing_all_processes_loses_only_the_steps_since_the_last_save(start, uninterrupted):
     for step, whole in ((15, 0), (45, EPOCH)):  # the save of the second epoch may be in progress
         run = start("power", fault={**PAUSE, "step": step})
         run.wait_for_notes(2)
@@ -212,19 +212,19 @@ def test_killing_all_processes_loses_only_the_steps_since_the_last_save(start, u
         run.wait_until_gone(SOON_S)
         assert saved_steps(run)[:1] == ([whole] if whole else [])
         assert run.outcome()["state"] == "running"
-    check_resumes(start, "power", undisturbed)
+    check_resumes(start, "power", uninterrupted)
 
 
-def test_a_signal_during_an_evaluation_stops_the_run_there(start, undisturbed):
+def test_a_signal_during_an_evaluation_stops_the_run_there(start, uninterrupted):
     fault = {"do": "send_signal", "signal": "SIGTERM", "where": "evaluation", "step": EPOCH, "rank": 1}
     run = start("evaluates", fault=fault)
     assert wait_until_stopped(run, "SIGTERM") == EPOCH
     assert run.outcome()["epoch"] == 0, "the next start evaluates"
-    check_resumes(start, "evaluates", undisturbed)
+    check_resumes(start, "evaluates", uninterrupted)
 
 
 @pytest.mark.parametrize(("where", "step"), [("training", STEPS - 1), ("evaluation", STEPS)])
-def test_a_stop_on_the_last_step_finishes_the_run(start, undisturbed, where, step):
+def test_a_stop_on_the_last_step_finishes_the_run(start, uninterrupted, where, step):
     run = start(
         "last",
         fault={"do": "send_signal", "signal": "SIGTERM", "where": where, "step": step, "rank": 1},
@@ -232,11 +232,11 @@ def test_a_stop_on_the_last_step_finishes_the_run(start, undisturbed, where, ste
     )
     assert run.wait() == 0, run.text()
     assert run.outcome()["state"] == "finished"
-    assert run.weights() == undisturbed.weights()
+    assert run.weights() == uninterrupted.weights()
 
 
 @pytest.mark.parametrize(("split", "epochs"), [("val", 2), ("test", 3)])
-def test_a_stop_during_a_long_last_evaluation_leaves_it_to_the_next_start(start, undisturbed, split, epochs):
+def test_a_stop_during_a_long_last_evaluation_leaves_it_to_the_next_start(start, uninterrupted, split, epochs):
     fault = {
         "do": "send_signal",
         "signal": "SIGTERM",
@@ -251,12 +251,12 @@ def test_a_stop_during_a_long_last_evaluation_leaves_it_to_the_next_start(start,
     assert [outcome[name] for name in ("state", "step", "epoch")] == ["stopped", STEPS, epochs]
     assert saved_steps(run)[-1] == STEPS and f"epoch 3/3  {split}" not in run.text()
     assert f"in {'epoch 3' if split == 'val' else 'the last evaluation'} at step {STEPS}, state saved" in run.text()
-    check_resumes(start, "leaves", undisturbed)
+    check_resumes(start, "leaves", uninterrupted)
     lines = (run.folder / "metrics.jsonl").read_text()
     assert [lines.count(f'"{name}/loss"') for name in ("val", "test")] == [3, 1], "evaluated once"
 
 
-def test_max_hours_stops_a_run_and_the_file_stop_stops_it_once_whatever_its_timestamp(start, undisturbed):
+def test_max_hours_stops_a_run_and_the_file_stop_stops_it_once_whatever_its_timestamp(start, uninterrupted):
     first = wait_until_stopped(start("limited", "-max_hours", 1e-9), "-max_hours is over")
     run = start("limited", fault=PAUSE)
     run.wait_for_notes(2)
@@ -270,10 +270,10 @@ def test_max_hours_stops_a_run_and_the_file_stop_stops_it_once_whatever_its_time
         os.utime(run.folder / "STOP", 2 * (time.time() + age,))
         assert wait_until_stopped(start("limited"), "STOP") == NEXT + number
         assert not (run.folder / "STOP").exists()
-    check_resumes(start, "limited", undisturbed)
+    check_resumes(start, "limited", uninterrupted)
 
 
-def test_a_start_waits_for_ranks_that_are_still_saving_after_their_launcher_was_killed(start, undisturbed):
+def test_a_start_waits_for_ranks_that_are_still_saving_after_their_launcher_was_killed(start, uninterrupted):
     old = start("again", fault=PAUSE)
     old.wait_for_notes(2)
     os.kill(old.pid, signal.SIGKILL)
@@ -284,10 +284,10 @@ def test_a_start_waits_for_ranks_that_are_still_saving_after_their_launcher_was_
     old.release()
     assert new.wait() == 0, new.text()
     assert f"_step_{NEXT}: epoch" in new.text().partition("resuming from")[2]
-    assert new.weights() == undisturbed.weights()
+    assert new.weights() == uninterrupted.weights()
 
 
-def test_a_stop_that_takes_longer_than_grace_s_shows_the_stack_and_ends(start, undisturbed):
+def test_a_stop_that_takes_longer_than_grace_s_shows_the_stack_and_ends(start, uninterrupted):
     run = start("stuck", "-grace_s", 2, fault={"do": "send_signal", "signal": "SIGSTOP", "step": 45, "rank": 1})
     run.wait_for_notes(1)
     time.sleep(0.2)  # rank 0 is in its collective, waiting for rank 1
@@ -300,10 +300,10 @@ def test_a_stop_that_takes_longer_than_grace_s_shows_the_stack_and_ends(start, u
     assert "rank 0 failed with exit code 1" in run.text()
     run.wait_until_gone(SOON_S)
     assert EPOCH in saved_steps(run)  # the save of the second epoch waited for it, and may still be in progress
-    check_resumes(start, "stuck", undisturbed)
+    check_resumes(start, "stuck", uninterrupted)
 
 
-def test_a_run_that_is_stopped_again_and_again_at_any_instant_finishes_in_the_end(start, undisturbed):
+def test_a_run_that_is_stopped_again_and_again_at_any_instant_finishes_in_the_end(start, uninterrupted):
     codes = []
     for attempt in range(40):
         number = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)[attempt % 4]
@@ -318,12 +318,12 @@ def test_a_run_that_is_stopped_again_and_again_at_any_instant_finishes_in_the_en
             break
     assert 75 in codes, codes
     if codes[-1] == 0:
-        assert run.weights() == undisturbed.weights()
+        assert run.weights() == uninterrupted.weights()
     else:
-        check_resumes(start, "haste", undisturbed)
+        check_resumes(start, "haste", uninterrupted)
 
 
-def test_a_signal_in_the_first_seconds_exits_with_75_and_does_no_harm(start, undisturbed):
+def test_a_signal_in_the_first_seconds_exits_with_75_and_does_no_harm(start, uninterrupted):
     flags = ("-arch", "mlp", "-epochs", 3)
     for number in (signal.SIGTERM, signal.SIGINT):
         run = start("early", *flags, command=["train.py"])
@@ -336,4 +336,4 @@ def test_a_signal_in_the_first_seconds_exits_with_75_and_does_no_harm(start, und
         run.wait_until_gone(SOON_S)
     run = start("early", *flags, "-trainer", "trainer", command=["train.py"])
     assert run.wait() == 0, run.text()
-    assert run.weights() == undisturbed.weights()
+    assert run.weights() == uninterrupted.weights()

@@ -70,33 +70,33 @@ def have_same_weights(one, other, names) -> bool:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     """A sweep that is not interrupted."""
-    out = tmp_path_factory.mktemp("undisturbed")
+    out = tmp_path_factory.mktemp("uninterrupted")
     run_sweep(out, f"{LONG} {GRID}")
     return out
 
 
-def test_a_grid_runs_each_combination_and_prints_a_table_with_the_best_first(undisturbed, tmp_path):
-    output = run_sweep(undisturbed, f"{LONG} {GRID}")  # all its trials are finished already
+def test_a_grid_runs_each_combination_and_prints_a_table_with_the_best_first(uninterrupted, tmp_path):
+    output = run_sweep(uninterrupted, f"{LONG} {GRID}")  # all its trials are finished already
     assert (
         output.startswith("sweep: 4 trials over -seed -lr_start, 1 at once\n")
         and output.count(" finished before ") == 4
     )
-    assert sorted(folder.name for folder in reading.folders(undisturbed)) == TRIALS
+    assert sorted(folder.name for folder in reading.folders(uninterrupted)) == TRIALS
     rows = re.findall(r"^(sweep_\S+) +finished +15/15 .* accuracy (\S+)", output, re.M)
     scores = [float(score) for _, score in rows]
     assert len(rows) == 4 and scores == sorted(scores, reverse=True)
-    best = [status.row(undisturbed / name)["best"] for name, _ in rows]
+    best = [status.row(uninterrupted / name)["best"] for name, _ in rows]
     assert best == [f"accuracy {score}" for _, score in rows], "the same as in scripts/status.py"
     plain = run(tmp_path, f"{LONG} -seed 2 -lr_start 1e-3 -model plain")
-    trial_weights = weights(undisturbed / TRIALS[3])
+    trial_weights = weights(uninterrupted / TRIALS[3])
     assert all((trial_weights[name] == value).all() for name, value in weights(plain).items())
     pytest.importorskip("matplotlib", reason="needs uv pip install -r pyproject.toml --group plot")
-    assert (undisturbed / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert (uninterrupted / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_sweep_that_was_killed_resumes_with_the_same_bits(undisturbed, tmp_path):
+def test_a_sweep_that_was_killed_resumes_with_the_same_bits(uninterrupted, tmp_path):
     with running_sweep(tmp_path, f"{LONG} {GRID} -jobs 2") as process:
         until(lambda: "finished" in (tmp_path / "output").read_text())
         until(lambda: sum((folder / "checkpoints" / "latest").exists() for folder in reading.folders(tmp_path)) > 2)
@@ -108,12 +108,12 @@ def test_a_sweep_that_was_killed_resumes_with_the_same_bits(undisturbed, tmp_pat
         ) as again:  # trials of the first sweep may still be saving
             written = {name: (tmp_path / name / "outcome.json").stat().st_mtime_ns for name in done}
             assert again.wait(240) == 0, (tmp_path / "output").read_text()
-    assert 0 < len(done) < 4 and have_same_weights(undisturbed, tmp_path, TRIALS)
+    assert 0 < len(done) < 4 and have_same_weights(uninterrupted, tmp_path, TRIALS)
     assert written == {name: (tmp_path / name / "outcome.json").stat().st_mtime_ns for name in done}
     assert any(reading.resumes(tmp_path / name) for name in TRIALS), "no trial resumed from a checkpoint"
 
 
-def test_a_sweep_that_is_stopped_saves_its_trials_and_resumes(undisturbed, tmp_path):
+def test_a_sweep_that_is_stopped_saves_its_trials_and_resumes(uninterrupted, tmp_path):
     with running_sweep(tmp_path, f"{LONG} {GRID}") as process:
         wait_until_trained(tmp_path, TRIALS[0], 2)
         process.send_signal(signal.SIGINT)
@@ -123,7 +123,7 @@ def test_a_sweep_that_is_stopped_saves_its_trials_and_resumes(undisturbed, tmp_p
     assert outcome(tmp_path / TRIALS[0])["state"] == "stopped"
     assert [folder.name for folder in reading.folders(tmp_path)] == TRIALS[:1], "no other trial was started"
     run_sweep(tmp_path, f"{LONG} {GRID}")
-    assert have_same_weights(undisturbed, tmp_path, TRIALS) and reading.resumes(tmp_path / TRIALS[0])
+    assert have_same_weights(uninterrupted, tmp_path, TRIALS) and reading.resumes(tmp_path / TRIALS[0])
 
 
 def test_a_trial_that_fails_does_not_end_the_sweep_and_is_run_again_by_the_next(tmp_path):
@@ -248,8 +248,8 @@ def study_trials(out) -> list[tuple]:
 
 @cluster.require_package("optuna", "sweep")
 def test_optuna_suggests_the_same_trials_after_a_kill_at_any_moment(tmp_path):
-    undisturbed_folder, killed = tmp_path / "calm", tmp_path / "killed"
-    output = run_sweep(undisturbed_folder, CHOSEN)
+    uninterrupted_folder, killed = tmp_path / "calm", tmp_path / "killed"
+    output = run_sweep(uninterrupted_folder, CHOSEN)
     assert output.count(": finished in") == 4
     for moment in ("sweep.db", "sweep_*/checkpoints/latest", "sweep_*/final", "sweep_*/checkpoints/latest"):
         before = len(list(killed.glob(moment)))
@@ -259,18 +259,18 @@ def test_optuna_suggests_the_same_trials_after_a_kill_at_any_moment(tmp_path):
             process.send_signal(signal.SIGKILL)
             process.wait()
     run_sweep(killed, CHOSEN)
-    names = [folder.name for folder in reading.folders(undisturbed_folder)]
+    names = [folder.name for folder in reading.folders(uninterrupted_folder)]
     assert names == [folder.name for folder in reading.folders(killed)] and len(names) == 4
-    assert have_same_weights(undisturbed_folder, killed, names)
-    assert study_trials(undisturbed_folder) == study_trials(killed) and {
-        state for _, state, _ in study_trials(undisturbed_folder)
+    assert have_same_weights(uninterrupted_folder, killed, names)
+    assert study_trials(uninterrupted_folder) == study_trials(killed) and {
+        state for _, state, _ in study_trials(uninterrupted_folder)
     } == {"COMPLETE"}
-    best = [status.row(undisturbed_folder / name)["best"] for name in names]
-    assert sorted(best) == sorted(f"accuracy {value:.4g}" for _, _, value in study_trials(undisturbed_folder))
+    best = [status.row(uninterrupted_folder / name)["best"] for name in names]
+    assert sorted(best) == sorted(f"accuracy {value:.4g}" for _, _, value in study_trials(uninterrupted_folder))
     for name in names:
         lr, depth, optimizer = re.fullmatch(r"sweep_lr_start_(.+)_mlp_depth_(\d)_optimizer_(\w+)", name).groups()
         assert 1e-4 <= float(lr) <= 1e-2 and 1 <= int(depth) <= 3 and optimizer in ("sgd", "adamw")
-    more = run_sweep(undisturbed_folder, CHOSEN.replace("-trials 4", "-trials 5"))
+    more = run_sweep(uninterrupted_folder, CHOSEN.replace("-trials 4", "-trials 5"))
     assert more.count("before") == 4 and more.count(": finished in") == 1
 
 

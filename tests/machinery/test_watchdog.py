@@ -84,8 +84,9 @@ def test_the_first_step_of_a_single_process_may_take_longer(tmp_path, monkeypatc
     state = types.SimpleNamespace(step=3)
     watch = new_watchdog(state, 0.1 / 60, tmp_path)
     with watch.watch():
+        watch.stop.ticks += 1  # this rank is done, others are not
         assert not ended.wait(0.3), "the first step may take longer"
-        watch.stop.ticks += 1
+        watch.stop.since += 1
         assert ended.wait(SOON_S)
     assert "at step 3" in caplog.text
 
@@ -101,7 +102,7 @@ def test_a_process_that_hangs_in_a_log_call_is_ended(tmp_path, monkeypatch):
     handler.acquire()
     try:
         with watch.watch():
-            watch.stop.ticks += 1
+            watch.stop.since += 1
             assert ended.wait(SOON_S)
     finally:
         handler.release()
@@ -114,7 +115,7 @@ def test_a_run_that_steps_again_is_not_ended(tmp_path, monkeypatch, caplog):
     (tmp_path / "logs").mkdir()
     watch = new_watchdog(state, 6 / 60, tmp_path)  # it checks every half second
     with watch.watch():
-        watch.stop.ticks += 1
+        watch.stop.since += 1
         processes.until(lambda: "nothing moved" in caplog.text)
         state.step += 1
         time.sleep(4 * watch.interval_s)
@@ -142,7 +143,7 @@ def step_until_message(folder, reader):
     """A run whose steps take a third of the limit."""
     watch = new_watchdog(types.SimpleNamespace(step=3), TIMEOUT_S / 60, folder)
     with watch.watch():
-        watch.stop.ticks += 1
+        watch.stop.since += 1
         (folder / "started").touch()
         while not reader.poll():
             for _ in range(10):  # a single sleep would be over as soon as the process continues
@@ -150,13 +151,13 @@ def step_until_message(folder, reader):
             watch.stop.ticks += 1
 
 
-def test_the_first_step_may_take_longer_than_hang_minutes(start, undisturbed):
+def test_the_first_step_may_take_longer_than_hang_minutes(start, uninterrupted):
     run = start("slow", "-hang_minutes", 0.05, fault={"do": "pause", "step": 0, "rank": 1})
     paused = run.wait_for_notes(1)[0]["time"]
     processes.until(lambda: time.monotonic() - paused > 5)
     run.release()
     assert run.wait() == 0, run.text()
-    assert run.weights() == undisturbed.weights()
+    assert run.weights() == uninterrupted.weights()
 
 
 def test_process_groups_are_destroyed_only_with_the_process(tmp_path):

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lib.config import Args
 
 log = logging.getLogger(__name__)
-FACTS = ("samples", "torch", "processor")  # next to the flags in a checkpoint's config
 
 
 @dataclass
@@ -189,19 +188,19 @@ def describe_changes(args: "Args", plan: Plan, past: Past) -> str:
     """
     before, now = past.config, config_to_save(args, plan)
 
-    def describe(name: str) -> str:
-        flag = name if name in FACTS else f"-{name}"
+    def show(name: str) -> str:
+        flag = f"-{name}" if name in vars(args) else name  # or a fact: samples, torch, processor
         return f"{flag} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}"
 
     changed = [name for name in sorted({*before, *now} - args.flag_rules.free) if before.get(name) != now.get(name)]
     refused = sorted({*changed} & {*before} & {*now} - {*args.allow_change, "torch", "processor"})
     if refused:
-        shown = ", ".join(map(describe, refused))
+        shown = ", ".join(map(show, refused))
         allow = " ".join(f"-allow_change {name}" for name in refused)
         keep = "take that run's by -cfg RUN/config.yaml" if args.resume else "keep them"
         hint = f"{keep}, or add {allow}, or start from scratch with -reset or another -model"
         raise UsageError(f"-model {args.model} would resume with other settings: {shown}; {hint}")
-    return ", ".join(map(describe, changed))
+    return ", ".join(map(show, changed))
 
 
 def restore_state(past: Past | None, plan: Plan) -> State:

@@ -34,6 +34,7 @@ class State:
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and saved buffers by name, a tied one once, under its first name."""
+    model = unwrap(model)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # each tensor under one name
     saved = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in named.items() if name in saved}

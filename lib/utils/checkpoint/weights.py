@@ -52,7 +52,7 @@ def find(run: Path) -> Path | None:
 def read(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a weights file: safetensors, or torch's without code (`weights_only=True`)."""
     if path.is_dir():
-        raise IsADirectoryError("a folder with neither best/ nor final/weights.safetensors")
+        raise IsADirectoryError("a run's folder with best or final weights, or a file, is needed")
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
