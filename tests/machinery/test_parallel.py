@@ -223,6 +223,21 @@ def test_a_training_step_may_call_parts_of_the_model_instead_of_the_whole(tmp_pa
     assert bits(runs[0]) == bits(runs[1])
 
 
+class WrapsModel(Trainer):
+    """Wraps the model itself, as older forks did."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        if self.world.size > 1:
+            self.model = nn.parallel.DistributedDataParallel(self.model)
+
+
+def test_a_trainer_may_wrap_the_model_in_ddp_and_its_weights_keep_their_names_and_bits(tmp_path):
+    with plugins(trainer={"wraps": WrapsModel}):
+        runs = [run(tmp_path, f"{NORM} -trainer wraps -cpu {size} -model on_{size}") for size in (1, 2)]
+    assert bits(runs[0]) == bits(runs[1]) and weights(runs[0]).keys() == weights(runs[1]).keys()
+
+
 def test_blocks_are_the_outermost_module_lists_or_the_children_of_a_sequential():
     net = BlocksNet()
     assert parallel.blocks(net) == list(net.blocks)
