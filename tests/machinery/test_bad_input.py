@@ -295,19 +295,10 @@ def test_slurm_is_refused_on_a_machine_without_sbatch(error_of, monkeypatch, tmp
     assert error_of("-slurm -slurm_ngpus 2").startswith("-slurm: there is no sbatch on this machine")
 
 
-BROKEN = {
-    "missing": ("import no_such_package.part\n", ["lib/arch/missing.py needs", "'no_such_package'"]),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_plugin_that_cannot_be_imported_is_refused_with_file_and_reason(
-    name, error_of, monkeypatch, tmp_path, capsys
-):
-    text, parts = BROKEN[name]
-    plugin_folder(monkeypatch, tmp_path, "arch", name, text)
-    line = error_of(["-arch", name])
-    assert line.startswith(f"-arch {name}: ") and all(part in line for part in parts), line
+def test_a_plugin_that_cannot_be_imported_is_refused_with_file_and_reason(error_of, monkeypatch, tmp_path):
+    plugin_folder(monkeypatch, tmp_path, "arch", "missing", "import no_such_package.part\n")
+    reason = "lib/arch/missing.py cannot be imported: No module named 'no_such_package'"
+    assert error_of("-arch missing").startswith(f"-arch missing: {reason}")
 
 
 # As a command of the shell
