@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
             action = self._option_string_actions[flag]
             if isinstance(action, argparse._AppendAction):
                 words += [f"{flag}={value}" for value in values]
-            elif action.nargs is None or len(values) == 1:
+            elif action.nargs in (None, "?") or len(values) == 1:
                 words.append(f"{flag}={','.join(values)}")  # [1, 2.5] is 1,2.5 on the command line
             else:
                 words += [flag, *values]

@@ -117,6 +117,7 @@ def test_numbers_booleans_and_lists_of_a_file_are_read_as_written(tmp_path):
         ("trainer: [trainer, trainer]", "-trainer 'trainer,trainer': no such file"),
         ("epochs: [3, 4]", "-epochs: '3,4' is not a whole number"),
         ("epochs: []", "-epochs: '' is not a whole number"),
+        ("bf16: []", "-bf16: '' is neither yes nor no"),
         ("epochs: {a: 3}", "epochs: write a flag with underscores (not cfg), and one value or a list"),
         ("epochs: [[3]]", "one value or a list"),
         ("epochs:", "-epochs: '' is not a whole number"),
