@@ -16,7 +16,7 @@ def listens(pid: int) -> list[str]:
     links, lines = [], []
     with contextlib.suppress(OSError):
         for fd in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # already closed
                 links.append(str(fd.readlink()))
         for name in ("tcp", "tcp6"):
             lines += Path(f"/proc/{pid}/net/{name}").read_text().splitlines()

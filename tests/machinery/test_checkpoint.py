@@ -83,7 +83,7 @@ def test_at_most_one_save_is_in_progress_and_the_next_one_waits_for_it(tmp_path,
         in_progress.append(path)
         most.append(len(in_progress))
         assert may_continue.acquire(timeout=30), "the loop waits for the save that it started"
-        time.sleep(0.2)  # long enough for another save to start meanwhile
+        time.sleep(0.2)  # long enough for another save to start
         answer = real(path, *blocks)
         in_progress.pop()
         events.append("written")

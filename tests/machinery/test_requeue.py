@@ -105,7 +105,7 @@ def test_errors_that_mean_a_lost_peer_are_recognized(error, lost):
 
 
 def test_a_refused_start_ignores_the_outcome_of_other_starts(stopped, monkeypatch, capsys):
-    """A second job for a run in use, which saves meanwhile; and one with a changed flag after a stopped start."""
+    """A second job for a run that is in use and saves; and one with a changed flag after a stopped start."""
     fake_scontrol(stopped.parent, "JobState=RUNNING PreemptTime=None")
     monkeypatch.setenv(requeue.HISTORY, str(stopped))
     assert local.report_usage_error(UsageError("-model run:\nin use by job 11")) == 2
