@@ -1,6 +1,7 @@
 """Image files of any origin: found, and read upright, in 8 bits, decoded no larger than needed."""
 
 import os
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -47,7 +48,8 @@ def find(folder: Path) -> tuple[list[str], Counter[str]]:
 
 def describe(others: Counter[str]) -> str:
     """Return a line on files that are not read."""
-    counts = ", ".join(f"{count} {ending}" for ending, count in others.most_common())
+    ranked = sorted(others.items(), key=lambda item: (-item[1], item[0]))
+    counts = ", ".join(f"{count} {ending}" for ending, count in ranked)
     return f"{others.total()} files are not read: {counts} (read are {' '.join(IMG_EXTENSIONS)})"
 
 
@@ -92,7 +94,10 @@ def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box
     """
     if not isinstance(image, JpegImageFile):
         _load(image)  # a TIFF turns itself then, and a PNG's EXIF may follow its pixels
-    orientation = image.getexif().get(ExifTags.Base.Orientation)
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except (SyntaxError, ValueError, struct.error):  # damaged EXIF, whose pixels may be good
+        orientation = None
     width, height = image.size[::-1] if orientation in SIDEWAYS else image.size
     left, top, right, bottom = box(width, height) if box else (0, 0, width, height)
     spare = min(right - left, bottom - top) / size
