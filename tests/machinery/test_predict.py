@@ -142,7 +142,8 @@ def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys):
     assert answer(["mno", "abcdefgh"]) == [*answer(["mno"]), *answer(["abcdefgh"])], "texts of other lengths"
     assert "an empty text" in refused(capsys, folder, "-text", "")
     Image.new("L", (8, 8)).save(tmp_path / "image.png")
-    assert "takes no images" in refused(capsys, folder, tmp_path / "image.png")
+    assert script.main([str(folder), str(tmp_path / "image.png"), "-device", "cpu"]) == 1
+    assert "takes no images" in capsys.readouterr().out
 
 
 def test_a_text_is_tokenized_by_the_tokenizer_json_of_the_data(tmp_path, capsys, monkeypatch):
