@@ -29,6 +29,10 @@ def main(argv: list[str] | None = None) -> int:
             from scripts import check_resume
 
             return check_resume.check(args)
+        if args.check_data:
+            from scripts import check_data
+
+            return check_data.check(args)
         return launch.launch(args, "train:run")
     except UsageError as error:
         return local.report_usage_error(error)
@@ -43,9 +47,9 @@ def run(args: config.Args) -> int:
     from lib.utils.data import loader, options
     from lib.utils.monitoring import console
     from lib.utils.monitoring.logger import Logger, Off
+    from scripts import check_data
 
     mode = "eval" if args.eval else "debug" if args.debug else "train"
-    training = mode == "train"
     runtime.set_threads(args)
     seeding.seed_building(args.seed)
     dataset, arch, trainers = (plugins.load(kind, getattr(args, kind)) for kind in config.BUILDERS)
@@ -54,11 +58,12 @@ def run(args: config.Args) -> int:
         world = stack.enter_context(distributed.join(args))
         runtime.configure_kernels(world, args.deterministic)
         folder, disk = run_folder.NoRunFolder(), shared_disk.single_disk(world)
-        if training:
+        if mode == "train":
             disk = shared_disk.find_disks(Path(args.out), world)
             folder = stack.enter_context(run_folder.acquire(args, world, disk, distributed.job_id()))
 
         past = resume.find(args, disk)
+        splits, skipped = check_data.skip(splits, args, world, past)
         plan = resume.plan(args, len(splits["train"]), world, past)
         saved_threads = past.config.get("threads") if past else None
         runtime.set_threads(args, saved_threads)
@@ -76,7 +81,7 @@ def run(args: config.Args) -> int:
 
         stack.enter_context(startup.enable_garbage_collector())
         names = options.read_options(splits["train"]).classes or ()
-        about = {**runtime.describe(world), "classes": [str(name) for name in names]}
+        about = {**runtime.describe(world), "classes": [str(name) for name in names], **skipped}
         folder.begin(config.to_yaml(args, about, resume.effective_flags(plan)))
         console.setup_logging(folder.path, world.rank)
         log.info("threads:     %d", threads)

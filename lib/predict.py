@@ -16,6 +16,8 @@ from lib.utils.errors import UsageError
 def load(run: str | Path, device: str = "cpu") -> Callable[[list], list[dict[str, float]]]:
     """Return a function from a list of PIL images, or of texts, to a dict for each: its probability by class.
 
+    They may also be tensors, made by the dataset's get_transform. Where classes share a name, a number follows it.
+
     With another loss than cross_entropy it is the model's outputs by number. Of a sequence, the last place counts.
     The weights are the run's best ones, or where there are none, its final ones. The run's data is not needed.
     """
@@ -37,7 +39,7 @@ def load(run: str | Path, device: str = "cpu") -> Callable[[list], list[dict[str
 
     @torch.no_grad()
     def predict(inputs: list) -> list[dict[str, float]]:
-        rows = [transform(one) for one in inputs]
+        rows = [one if isinstance(one, torch.Tensor) else transform(one) for one in inputs]
         alike = len({row.shape for row in rows}) == 1
         answers = []
         for batch in [torch.stack(rows)] if alike else [row[None] for row in rows]:  # texts have their own lengths
@@ -46,6 +48,8 @@ def load(run: str | Path, device: str = "cpu") -> Callable[[list], list[dict[str
             outputs = loss.split_output(answer)[0].float()
             outputs = outputs[:, -1] if outputs.ndim == 3 else outputs
             answers += (outputs.softmax(1) if args.loss == "cross_entropy" else outputs).tolist()
-        return [{names[n] if n < len(names) else str(n): value for n, value in enumerate(one)} for one in answers]
+        shown = [*names, *map(str, range(len(names), len(answers[0])))]
+        keys = [f"{name} ({n})" if shown.count(name) > 1 else name for n, name in enumerate(shown)]
+        return [dict(zip(keys, one)) for one in answers]
 
     return predict

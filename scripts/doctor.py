@@ -29,10 +29,10 @@ try:
     from lib.launch import environment, local
     from lib.utils import distributed, runtime
     from lib.utils.checkpoint import resume, run_folder, shared_disk, state, weights
-    from lib.utils.data import loader
+    from lib.utils.data import loader, options
     from lib.utils.distributed import World
     from lib.utils.errors import UsageError
-    from scripts import agent
+    from scripts import agent, check_data
 except ModuleNotFoundError as error:
     sys.exit(f"bad   {error.name} is missing: ./scripts/train.sh makes .venv with all that is needed")
 
@@ -149,7 +149,10 @@ def limits(args) -> Findings:
 
 
 def data(args) -> Findings:
-    """Check the samples of the run, and whether the flags agree with them and with the run's checkpoints."""
+    """Check the samples of the run, and whether the flags agree with them and with the run's checkpoints.
+
+    Samples that are files are all opened.
+    """
     splits = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
     yield OK, f"-dataset {args.dataset}: {', '.join(f'{len(part):,} {name}' for name, part in splits.items())}"
     past = resume.find(args, shared_disk.single_disk(World()))
@@ -157,6 +160,11 @@ def data(args) -> Findings:
     plan = resume.plan(args, len(splits["train"]), World(size=count, local_size=count), past)
     runtime.set_threads(args, past.config.get("threads") if past else None)
     resume.check_flags(args, plan, past, splits)
+    for line in options.read_options(splits["train"]).log_lines:
+        yield NOTE, line
+    if args.check_data or hasattr(splits["train"], "sample_name"):  # files that people bring
+        for number, text in check_data.find_faults(splits, World()).values():
+            yield NOTE if args.skip_bad_files and not number else BAD, text
     begins = f"resumes from {past.folder}" if past else "is a new run"
     yield OK, f"-model {args.model} {begins}: {plan.steps} steps an epoch, micro-batches of {plan.micro} samples"
 

@@ -2,6 +2,7 @@
 
 FILES are images, text files, or folders, which are searched for images. The run's dataset prepares each file
 (get_transform). The weights are the best ones, or else the final ones. The training data is not needed.
+Each file gets a row: its prediction, or the reason why there is none. Exit code 1: some files have none.
 In a notebook: from lib import predict; predict.load("out/NAME")([image]).
 """
 
@@ -11,16 +12,19 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from PIL import Image
+from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config, predict
+from lib.config import plugins
 from lib.utils.checkpoint import atomic
-from lib.utils.errors import UsageError
+from lib.utils.data import photos
+from lib.utils.errors import FAILED, FINISHED, UsageError, printable
 
 BATCH = 64  # images at once
 SHOWN = 3  # classes of a file in the table
@@ -42,16 +46,21 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_device(args.device)
         model = predict.load(args.run, args.device)
-        predictions = list(answers(model, [*files(args.files), *args.text]))
-        if not predictions:
+        config_of_run = config.parse_args(["-cfg", str(args.run / "config.yaml")], describe=False)
+        transform = plugins.load("dataset", config_of_run.dataset).get_transform(config_of_run)
+        rows = list(answers(transform, model, [*files(args.files), *args.text]))
+        if not rows:
             raise UsageError("nothing to predict: name images, text files or folders of images, or give -text")
-        text = FORMATS[form](predictions, is_classifier(args.run))
+        text = FORMATS[form](rows, config_of_run.loss == "cross_entropy")
         if args.o:
             atomic.write_file(args.o, text)
     except (UsageError, OSError) as error:
         parser.exit(2, f"predict.py: {error}\n")
-    print(f"{args.o}: {len(predictions)} predictions" if args.o else text.rstrip("\n"))
-    return 0
+    failed = sum(bool(row.fault) for row in rows)
+    print(f"{args.o}: {len(rows) - failed} predictions" if args.o else text.rstrip("\n"))
+    if failed:
+        print(f"predict.py: {failed} of {len(rows)} files could not be predicted", file=sys.stderr)
+    return FAILED if failed else FINISHED
 
 
 def default_device() -> str:
@@ -66,81 +75,105 @@ def check_device(name: str):
         raise UsageError(f"-device {name}: {str(error).splitlines()[0]}") from None
 
 
-def is_classifier(run: Path) -> bool:
-    return config.parse_args(["-cfg", str(run / "config.yaml")], describe=False).loss == "cross_entropy"
-
-
 def is_image(one: Path | str) -> bool:
     return isinstance(one, Path) and one.suffix.lower() in IMG_EXTENSIONS
 
 
 def files(given: list[Path]) -> Iterator[Path]:
-    """The files, and of each folder the images in it, by name; hidden ones are left out."""
+    """The files, and of each folder the images in it, in order; hidden ones are left out."""
     for path in given:
-        inside = (one for one in sorted(path.rglob("*")) if is_image(one) and not one.name.startswith("."))
-        yield from inside if path.is_dir() else [path]
+        if not path.is_dir():
+            yield path
+            continue
+        images, others = photos.find(path)
+        if others:
+            print(f"predict.py: {path}: {photos.describe(others)}", file=sys.stderr)
+        yield from map(Path, images)
 
 
-def answers(model: Callable, inputs: list[Path | str]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield the name and the prediction of each input: images in batches, texts one by one."""
-    images = [one for one in inputs if is_image(one)]
-    batches = [images[start : start + BATCH] for start in range(0, len(images), BATCH)]
-    for batch in [*batches, *([one] for one in inputs if not is_image(one))]:
-        contents = [content(one) for one in batch]
-        try:
-            values = model(contents)
-        except (AttributeError, TypeError) as error:
-            kind = "images" if is_image(batch[0]) else "texts"
-            raise UsageError(f"{batch[0]}: the dataset of this run takes no {kind} ({error})") from None
-        yield from zip(map(str, batch), values)
+@dataclass
+class Row:
+    """What came of an input: a prediction, or the reason why there is none."""
+
+    name: str
+    values: dict[str, float] = field(default_factory=dict)
+    fault: str = ""
 
 
-def content(one: Path | str) -> Image.Image | str | bytes:
-    """An image, in memory, or a text. Raises UsageError for a file that is empty or no image."""
-    if isinstance(one, Path) and is_image(one):
-        try:
-            with Image.open(one) as image:
-                return image.copy()
-        except FileNotFoundError:
-            raise
-        except (OSError, SyntaxError, ValueError) as error:
-            raise UsageError(f"{one}: not a readable image ({error})") from None
-    text = one.read_bytes() if isinstance(one, Path) else one
-    if not text:
-        raise UsageError(f"{one}: an empty text has no next byte")
-    return text
+def answers(transform: Callable, model: Callable, inputs: list[Path | str]) -> Iterator[Row]:
+    """Yield a row for each input, in order: up to BATCH at once, of which only the tensors are kept."""
+    for start in range(0, len(inputs), BATCH):
+        rows, tensors = [], []
+        for one in inputs[start : start + BATCH]:
+            rows.append(Row(printable(str(one))))
+            try:
+                tensors.append(prepare(transform, one))
+            except (UsageError, OSError) as error:
+                if isinstance(one, str):  # -text, for a model that takes none
+                    raise
+                rows[-1].fault = printable(str(error))
+        good = [row for row in rows if not row.fault]
+        for row, values in zip(good, model(tensors) if tensors else []):
+            row.values = values
+        yield from rows
 
 
-def to_table(predictions: list[tuple[str, dict]], classifier: bool) -> str:
-    """A line for each input: the most probable classes, or all outputs."""
-    wide = max(len(name) for name, _ in predictions)
+def prepare(transform: Callable, one: Path | str) -> Tensor:
+    """Return what the model gets of an input. Raises UsageError or OSError with the reason why it cannot."""
+    if isinstance(one, Path) and not one.is_file():
+        raise UsageError("no such file")
+    try:
+        if is_image(one):
+            return photos.read(one, transform)
+        text = one.read_bytes() if isinstance(one, Path) else one
+        if not text:
+            raise UsageError("an empty text has no next byte")
+        return transform(text)
+    except (AttributeError, TypeError) as error:
+        kind = "images" if is_image(one) else "texts"
+        raise UsageError(f"the dataset of this run takes no {kind} ({error})") from None
+
+
+def to_table(rows: list[Row], classifier: bool) -> str:
+    """A line for each input: the most probable classes, or all outputs, or why there are none."""
+    wide = max(len(row.name) for row in rows)
     lines = []
-    for name, values in predictions:
-        shown = sorted(values.items(), key=lambda item: -item[1])[:SHOWN] if classifier else values.items()
-        lines.append("  ".join([name.ljust(wide), *(f"{one} {value:.4f}" for one, value in shown)]))
+    for row in rows:
+        ranked = sorted(row.values.items(), key=lambda item: -item[1])[:SHOWN] if classifier else row.values.items()
+        shown = [row.fault] if row.fault else [f"{printable(name)} {value:.4f}" for name, value in ranked]
+        lines.append("  ".join([row.name.ljust(wide), *shown]))
     return "\n".join(lines) + "\n"
 
 
-def to_csv(predictions: list[tuple[str, dict]], classifier: bool) -> str:
-    rows, stream = records(predictions, classifier), io.StringIO()
-    writer = csv.DictWriter(stream, rows[0], lineterminator="\n")
+def to_csv(rows: list[Row], classifier: bool) -> str:
+    filled, stream = records(rows, classifier), io.StringIO()
+    writer = csv.DictWriter(stream, max(filled, key=len), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(filled)
     return stream.getvalue()
 
 
-def to_json(predictions: list[tuple[str, dict]], classifier: bool) -> str:
-    return json.dumps(records(predictions, classifier), indent=1) + "\n"
+def to_json(rows: list[Row], classifier: bool) -> str:
+    return json.dumps(records(rows, classifier), indent=1) + "\n"
 
 
-def records(predictions: list[tuple[str, dict]], classifier: bool) -> list[dict]:
-    """A dict for each input: of a classifier its class and the probability of that, before those of all classes."""
-    rows = []
-    for name, values in predictions:
-        best = max(values, key=values.__getitem__)
-        answer = {"class": best, "probability": values[best]} if classifier else {}
-        rows.append({"file": name, **answer, **values})
-    return rows
+def records(rows: list[Row], classifier: bool) -> list[dict]:
+    """A dict for each input: of a classifier its class and the probability of that, before those of all classes.
+
+    If some inputs failed, there is an `error`, too. A class with the name of another column follows "class ".
+    """
+    columns = ["file", *(["error"] if any(row.fault for row in rows) else [])]
+    columns += ["class", "probability"] if classifier else []
+    made = []
+    for row in rows:
+        names = [*columns, *(f"class {name}" if name in columns else name for name in row.values)]
+        facts = {"file": row.name, "error": row.fault}
+        if row.values and classifier:
+            best = max(row.values, key=row.values.__getitem__)
+            facts |= {"class": best, "probability": row.values[best]}
+        values = [*(facts.get(name, "") for name in columns), *row.values.values()]
+        made.append(dict(zip(names, values)))
+    return made
 
 
 FORMATS = {"table": to_table, "csv": to_csv, "json": to_json}

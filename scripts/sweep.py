@@ -47,7 +47,7 @@ from scripts import plot, reading, status
 
 POLL_S, PRUNE_S, QUEUE_S = 0.2, 1.0, 5.0  # seconds between checks of the processes, the metrics, Slurm's queue
 ENOUGH = 3  # finished trials that are needed before one is pruned
-ONE_RUN = ("reset", "eval", "debug", "check_resume", "slurm_dry")  # flags that make no sense here
+ONE_RUN = ("reset", "eval", "debug", "check_data", "check_resume", "slurm_dry")  # flags that make no sense here
 
 
 def main(argv: list[str] | None = None) -> int:

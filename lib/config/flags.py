@@ -94,6 +94,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-shuffle", SWITCH, "a new order of the training samples every epoch", True)
     add("-augment", SWITCH, "change training images at random, where the data set does so", True)
     add("-drop_last", SWITCH, "leave out an epoch's short last batch")
+    add("-skip_bad_files", SWITCH, "open all files before the first start, and leave out those that cannot be read")
     add("-num_classes", COUNT, "outputs of the model", 10)
     add("-channels", COUNT, "image channels", 1)
     add("-image_size", COUNT, "image height and width in pixels", 8)
@@ -134,6 +135,9 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-grace_s", PERIOD, "seconds until a stop that does not finish ends the process", 60.0)
     add("-limit_steps", COUNT, "stop, with the state saved, once N optimizer steps are done", on_resume="forget")
     add("-check_resume", SWITCH, "kill and resume this run a few times, and compare the weights", on_resume="forget")
+    add(
+        "-check_data", SWITCH, "open every sample in parallel, and list those that cannot be read", on_resume="forget"
+    )
     add("-hang_minutes", PERIOD, "end a run in which nothing moves for X minutes, from its second step on", 10.0)
 
     group("machine", "allow")

@@ -28,6 +28,7 @@ class Args(argparse.Namespace):
     shuffle: bool
     augment: bool
     drop_last: bool
+    skip_bad_files: bool
     num_classes: int
     channels: int
     image_size: int
@@ -61,6 +62,7 @@ class Args(argparse.Namespace):
     grace_s: float
     limit_steps: int | None
     check_resume: bool
+    check_data: bool
     hang_minutes: float
     gpus: str | None
     cpu: int | None

@@ -29,10 +29,14 @@ class Dataset(Protocol):
 
     fixed: bool = False  # items are the same every time; otherwise generators are seeded for each item
     classes: Sequence[str] | None = None  # names for predictions and the pictures in TensorBoard
+    log_lines: Sequence[str] = ()  # of the training data: for the log and doctor.py, such as what is left out
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int): ...
+
+    def sample_name(self, index: int) -> str:
+        """Return a sample's name for the list of -skip_bad_files, such as its file. Default: its number."""
 
     def __getitems__(self, indices: list[int]):
         """Return a whole batch, or a list of items for `collate_fn`. Default: one item at a time."""

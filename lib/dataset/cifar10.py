@@ -9,6 +9,7 @@ from torch import Tensor
 from torchvision.datasets import CIFAR10
 from torchvision.transforms.functional import pil_to_tensor
 
+from lib.utils.data import photos
 from lib.utils.data.tensors import Tensors
 from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError
@@ -44,7 +45,7 @@ def get_dataset(args) -> dict[str, Tensors]:
 def get_transform(args):
     """Return a function from an image, made 32 pixels wide and high, to the floats (3, 32, 32) of evaluation."""
     pixels = Pixels(MEAN, STD)
-    return lambda image: pixels.normalize(pil_to_tensor(image.convert("RGB").resize((32, 32))))
+    return lambda image: pixels.normalize(pil_to_tensor(photos.view(image, "RGB", 32)))
 
 
 def load(data: str) -> list[tuple[Tensor, Tensor]]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lib.utils.data import photos
 from lib.utils.data.tensors import Tensors
 from lib.utils.errors import UsageError
 
@@ -40,7 +41,7 @@ def get_dataset(args) -> dict[str, Tensors]:
 
 def get_transform(args):
     """Return a function from an image of a light digit on black to floats (1, 8, 8) from 0 to 1."""
-    return lambda image: torch.from_numpy(np.array(image.convert("L").resize((8, 8)), np.float32)[None] / 255)
+    return lambda image: torch.from_numpy(np.array(photos.view(image, "L", 8), np.float32)[None] / 255)
 
 
 def augment(batch: tuple[Tensor, Tensor], draws: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,17 +1,24 @@
 """Images in class folders: DATA/train/CLASS/*.jpg, DATA/val/CLASS/*.jpg and, if there, DATA/test/CLASS/*.jpg."""
 
+import os
+import unicodedata
+from collections import Counter
 from pathlib import Path
 
+import torch
 from PIL import Image
+from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision import transforms
-from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms.functional import pil_to_tensor
 
+from lib.utils.data import photos
 from lib.utils.data.transforms import Pixels
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, printable
 
 COLOUR, GREY = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.449,), (0.226,))  # mean, deviation (ImageNet's)
 NEEDED = "-dataset folder reads DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg, and DATA/test if it is there"
+
 
 
 def add_args(parser):
@@ -26,9 +33,8 @@ def describe(args) -> dict[str, int]:
 def get_dataset(args) -> dict[str, Dataset]:
     """Return images (channels, image_size, image_size), uint8, and class numbers in the order of the folders' names.
 
-    Training images are cropped and mirrored at random (Szegedy et al., arXiv:1409.4842), the others resized and
-    cropped at the centre; on the device they are normalized. Raises UsageError naming what is missing, empty or
-    unreadable.
+    Training images are cropped and mirrored at random (Szegedy et al., arXiv:1409.4842), of the others the centre is
+    taken; on the device they are normalized. Raises UsageError naming what is missing, empty or ambiguous.
     """
     names = class_names(args.data)
     if len(names) > args.num_classes:
@@ -36,56 +42,95 @@ def get_dataset(args) -> dict[str, Dataset]:
     if args.channels not in (1, 3):
         raise UsageError(f"-channels {args.channels}: -dataset folder reads images in 1 (grey) or 3 (colour)")
     parts = [part for part in ("train", "val", "test") if part != "test" or (Path(args.data) / part).is_dir()]
-    return {part: _images(args, part, names) for part in parts}
+    others = Counter()  # files that are not read, by ending
+    images = {part: _images(args, part, names, others) for part in parts}
+    if others:
+        images["train"].log_lines = [f"-data {args.data}: {photos.describe(others)}"]
+    return images
 
 
 def get_transform(args):
     """Return a function from an image of any size to the floats (channels, image_size, image_size) of evaluation."""
     still = Images([], [], args, drawn=False)
-    return lambda image: still.on_device.normalize(still.transform(image.convert(still.mode)))
+    return lambda image: still.on_device.normalize(still.to_tensor(image))
 
 
 def class_names(data: str, part: str = "train") -> list[str]:
-    """Return the class folders in DATA/PART, sorted, no hidden ones. Raises UsageError if there are none."""
+    """Return the class folders in DATA/PART, sorted. Raises UsageError if there are none, or only one to train on."""
     folder = Path(data) / part
-    names = sorted(one.name for one in folder.glob("[!.]*") if one.is_dir())
+    entries = folder.iterdir() if folder.is_dir() else []
+    names = sorted(one.name for one in entries if one.is_dir() and not photos.is_debris(one.name))
     if not names:
         raise UsageError(f"-data {data}: no class folders in {folder}; {NEEDED}")
+    if part == "train" and len(names) == 1:
+        raise UsageError(f"-data {data}: {names[0]} is the only class folder in {folder}: two or more are needed")
     return names
 
 
 class Images(Dataset):
     """Image files with their class numbers, each read when it is needed; `drawn`: cropped and mirrored at random."""
 
+    log_lines = ()
+
     def __init__(self, files: list[tuple[str, int]], classes: list[str], args, drawn: bool):
-        self.files, self.classes, self.fixed = files, classes, not drawn
+        self.files, self.classes, self.fixed = files, [printable(name) for name in classes], not drawn
+        self.folder, self.size, self.box = args.data, args.image_size, random_box if drawn else centre_box
         self.mode, (mean, deviation) = ("L", GREY) if args.channels == 1 else ("RGB", COLOUR)
-        centre_view = [transforms.Resize(round(args.image_size * 8 / 7)), transforms.CenterCrop(args.image_size)]
-        steps = [transforms.RandomResizedCrop(args.image_size)] if drawn else centre_view
-        self.transform = transforms.Compose([*steps, transforms.PILToTensor()])
         self.on_device = Pixels(mean, deviation, mirror=drawn)
 
     def __len__(self):
         return len(self.files)
 
     def __getitem__(self, index):
-        """Return the image as a tensor, and its class number. Raises UsageError naming a file that cannot be read."""
+        """Return the image as a tensor, and its class number. Raises UsageError naming a file that is no image."""
         file, label = self.files[index]
-        try:
-            with Image.open(file) as opened:
-                image = opened.convert(self.mode)
-        except Exception as error:  # noqa: BLE001  # Pillow raises many kinds
-            raise UsageError(f"{file}: not a readable image ({error}); fix or remove it") from None
-        return self.transform(image), label
+        return photos.read(file, self.to_tensor), label
+
+    def to_tensor(self, image: Image.Image) -> Tensor:
+        """Return what the model sees of an image: uint8 (channels, image_size, image_size)."""
+        return pil_to_tensor(photos.view(image, self.mode, self.size, self.box))
+
+    def sample_name(self, index: int) -> str:
+        """Return a file's path below -data, for lists of bad files."""
+        return printable(os.path.relpath(self.files[index][0], self.folder))
 
 
-def _images(args, part, names):
-    folder, classes = Path(args.data) / part, class_names(args.data, part)
-    unknown = sorted(set(classes) - set(names))
-    if unknown:
-        raise UsageError(f"-data {args.data}: {folder / unknown[0]} is not a class in train")
-    try:
-        files = make_dataset(str(folder), {name: names.index(name) for name in classes}, IMG_EXTENSIONS)
-    except FileNotFoundError as error:  # a class without images
-        raise UsageError(f"-data {args.data}: {folder}: {error}") from None
+def centre_box(width: int, height: int) -> photos.Box:
+    """Return the square in the centre, of 7/8 of the shorter side."""
+    side = min(width, height) * 7 / 8
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def random_box(width: int, height: int) -> photos.Box:
+    """Return a box of 8 to 100 % of the area, drawn at random, whose sides are as 3:4, 4:3 or between."""
+    frame = torch.empty(height, width, device="meta")
+    top, left, rows, columns = RandomResizedCrop.get_params(frame, scale=[0.08, 1.0], ratio=[3 / 4, 4 / 3])
+    return left, top, left + columns, top + rows
+
+
+def _images(args, part: str, names: list[str], others: Counter) -> Images:
+    """Return the images of a part, with their classes' places in `names`; count other files in `others`."""
+    folder, files, spelling = Path(args.data) / part, [], {_appearance(name): name for name in names}
+    for name in class_names(args.data, part):
+        twin = spelling.get(_appearance(name), name)
+        if twin != name:
+            differ = "differ only in spaces or in their Unicode form"
+            raise UsageError(f"-data {args.data}: the classes {twin!a} and {name!a} (in {part}) {differ}: rename one")
+        if name not in names:
+            raise UsageError(f"-data {args.data}: {folder / name} is not a class in train")
+        found, rest = photos.find(folder / name)
+        if not found:
+            hint = f"; {photos.describe(rest)}" if rest else ""
+            raise UsageError(f"-data {args.data}: no image in {folder}/{name}{hint}")
+        files += [(file, names.index(name)) for file in found]
+        others.update(rest)
+    loose = [one for one in folder.iterdir() if one.is_file() and not photos.is_debris(one.name)]
+    others.update("outside the class folders" for _ in loose)
     return Images(files, names, args, drawn=part == "train" and args.augment)
+
+
+def _appearance(name: str) -> str:
+    """Return a name without what few see: its Unicode form, characters of no width, spaces around it."""
+    visible = (one for one in unicodedata.normalize("NFKC", name) if unicodedata.category(one) != "Cf")
+    return "".join(visible).strip()

@@ -31,3 +31,8 @@ def suggest(name: str, there: Iterable[str], most: int | None = None) -> str:
     starts = [other for other in there if text and other.lstrip("-").startswith(text)]
     names = dict.fromkeys(sorted(starts, key=len)[:most] or difflib.get_close_matches(name, there, n=3))
     return f" (do you mean {' or '.join(names)}?)" if names else ""
+
+
+def printable(text: str) -> str:
+    """Return a text with what no terminal should get, and what UTF-8 cannot encode, written as escapes."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)

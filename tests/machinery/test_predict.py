@@ -3,6 +3,8 @@
 import csv
 import json
 import logging
+import os
+import re
 import shutil
 import sys
 import types
@@ -140,7 +142,8 @@ def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys):
     assert answer(["mno", "abcdefgh"]) == [*answer(["mno"]), *answer(["abcdefgh"])], "texts of other lengths"
     assert "an empty text" in refused(capsys, folder, "-text", "")
     Image.new("L", (8, 8)).save(tmp_path / "image.png")
-    assert "takes no images" in refused(capsys, folder, tmp_path / "image.png")
+    assert script.main([str(folder), str(tmp_path / "image.png"), "-device", "cpu"]) == 1
+    assert "takes no images" in capsys.readouterr().out
 
 
 def test_a_text_is_tokenized_by_the_tokenizer_json_of_the_data(tmp_path, capsys, monkeypatch):
@@ -193,9 +196,6 @@ def test_the_predictions_of_a_regression_are_the_outputs(tmp_path, capsys):
 
 
 def test_unreadable_input_is_reported_in_one_line(trained_run, tmp_path, capsys):
-    (tmp_path / "broken.png").write_bytes(b"no image")
-    assert "broken.png: not a readable image" in refused(capsys, trained_run, tmp_path / "broken.png")
-    assert "nothing.png" in refused(capsys, trained_run, tmp_path / "nothing.png")
     assert "takes no texts" in refused(capsys, trained_run, "-text", "day", "-device", "cpu")
     assert "nothing to predict" in refused(capsys, trained_run)
     assert f"{tmp_path} is no run's folder: it has no config.yaml" in refused(capsys, tmp_path, tmp_path)
@@ -207,3 +207,61 @@ def test_get_transform_of_cifar10_gives_what_its_evaluation_uses():
     image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
     (wanted,) = cifar10.Pixels(cifar10.MEAN, cifar10.STD)((pixels[None],), torch.zeros(1, 8))
     assert torch.equal(cifar10.get_transform(None)(image), wanted[0])
+
+
+def test_every_file_gets_its_row_whatever_becomes_of_the_others(trained_run, tmp_path, capsys):
+    folder = tmp_path / "new"
+    folder.mkdir()
+    light = Image.new("RGB", (4000, 3000), (140, 140, 140))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    light.save(folder / "a.jpg", exif=exif)
+    (folder / "b.jpg").write_bytes((folder / "a.jpg").read_bytes()[:5000])
+    Image.new("1", (20000, 10000)).save(folder / "c.png")  # 200 megapixels that only a full decoding shows
+    light.resize((16000, 12500)).save(folder / "d.jpg")  # as many, read at an eighth
+    light.resize((1, 50000)).save(folder / "e.png")
+    (folder / "f.png").write_bytes(b"no image")
+    (folder / "._a.jpg").write_bytes(b"debris")
+    odd = folder / os.fsdecode(b"g\xff\x1b.jpg")
+    light.resize((9, 9)).save(odd)
+    files = [folder, tmp_path / "missing.png", tmp_path / "note.txt"]
+    (tmp_path / "note.txt").write_text("a text")
+    for form in ("csv", "json", "table"):
+        command = [trained_run, *files, "-device", "cpu", "-format", form, "-o", tmp_path / f"x.{form}"]
+        assert script.main([str(one) for one in command]) == 1
+    assert "5 of 9 files could not be predicted" in capsys.readouterr().err
+    rows = list(csv.DictReader((tmp_path / "x.csv").open()))
+    faults = {row["file"].rpartition("/")[2]: row["error"] for row in rows}
+    assert list(faults) == [
+        "a.jpg",
+        "b.jpg",
+        "c.png",
+        "d.jpg",
+        "e.png",
+        "f.png",
+        "g\\udcff\\x1b.jpg",
+        "missing.png",
+        "note.txt",
+    ]
+    assert [name for name, fault in faults.items() if not fault] == ["a.jpg", "d.jpg", "e.png", "g\\udcff\\x1b.jpg"]
+    assert "truncated" in faults["b.jpg"] and "20000 x 10000 pixels" in faults["c.png"]
+    assert "no such file" in faults["missing.png"] and "takes no texts" in faults["note.txt"]
+    assert [row["class"] for row in rows if not row["error"]] == ["light"] * 4
+    assert len(json.loads((tmp_path / "x.json").read_text())) == len((tmp_path / "x.table").read_text().splitlines())
+
+
+def test_classes_of_one_name_and_classes_called_like_columns_lose_nothing(trained_run, photos, tmp_path, capsys):
+    for names in (["same", "same", "other"], ["class", "file", "probability"]):
+        copy = shutil.copytree(trained_run, tmp_path / names[0])
+        text = (copy / "config.yaml").read_text()
+        for old, new in zip(("dark", "grey", "light"), names):
+            text = re.sub(rf"\b{old}\b", new, text)
+        (copy / "config.yaml").write_text(text)
+        file = photos / "val" / "dark" / "0.png"
+        [values] = predict.load(copy)([Image.open(file)])
+        assert len(values) == 3 and sum(values.values()) == pytest.approx(1)
+        printed = predictions(capsys, copy, file, "-format", "csv", "-device", "cpu")
+        [row] = csv.DictReader(printed.splitlines())
+        assert row["file"] == str(file) and len(row) == 6
+        [record] = json.loads(predictions(capsys, copy, file, "-format", "json", "-device", "cpu"))
+        assert sum(list(record.values())[3:]) == pytest.approx(1, abs=1e-5)

@@ -6,6 +6,7 @@ In the order in which a sample passes through them:
     loader.py       the samples of a split, fetched and put on the device; checks what get_dataset gives
     fetch.py        reads and collates samples, in worker processes
     options.py      reads the optional attributes of a dataset
+    photos.py       image files of any origin: found, and read upright in 8 bits
     tensors.py      a dataset of tensors in memory; functions over all tensors of a batch
     transforms.py   uint8 images to floats on the device, random crops and flips
 """

@@ -104,6 +104,8 @@ def open_loaders(
 
     Training follows the plan. Each of the other splits is one step of it, in order.
     """
+    for line in read_options(splits["train"]).log_lines if world.is_main else ():
+        log.warning("%s", line)
     idle = world.size - plan.batch // plan.micro
     if world.is_main and idle > 0:
         finer = largest_divisor(plan.batch, plan.batch // world.size)

@@ -24,6 +24,7 @@ class Options:
     fixed: bool
     on_device: Callable | None
     classes: Sequence[str] | None
+    log_lines: Sequence[str]
 
 
 def read_options(dataset: MapDataset) -> Options:
@@ -38,4 +39,5 @@ def read_options(dataset: MapDataset) -> Options:
         fixed=bool(getattr(whole, "fixed", False)),
         on_device=getattr(whole, "on_device", None),
         classes=classes if isinstance(classes, Sequence) else None,
+        log_lines=getattr(whole, "log_lines", ()),
     )

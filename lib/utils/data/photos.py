@@ -1,0 +1,131 @@
+"""Image files of any origin: found, and read upright, in 8 bits, decoded no larger than needed."""
+
+import os
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import ExifTags, Image
+from PIL.Image import Transpose
+from PIL.JpegImagePlugin import JpegImageFile
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from lib.utils.errors import UsageError
+
+DEBRIS = {  # of systems, disk stations and archives, in lower case; names that begin with a dot are left out anyway
+    *("__macosx", "__pycache__", "thumbs.db", "desktop.ini", "$recycle.bin", "system volume information"),
+    *("lost+found", "@eadir", "@tmp", "#recycle", "@recycle", "#snapshot", "@synoresource"),
+}
+SIDEWAYS = {5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90}
+TURNS = {2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM, **SIDEWAYS}
+MOST_PIXELS = 180_000_000  # decoded at once: half a gigabyte in colour
+RETRY_S = 5.0  # for a disk that fails
+Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
+
+
+def is_debris(name: str) -> bool:
+    """Return whether a file or folder of this name is hidden, or made by a system that nobody asked to."""
+    return name.startswith(".") or name.lower() in DEBRIS
+
+
+def find(folder: Path) -> tuple[list[str], Counter[str]]:
+    """Return the images below a folder, in order, and how many other files there are of each ending."""
+    images, others = [], Counter()
+    for root, folders, names in os.walk(folder, onerror=_fail, followlinks=True):
+        folders[:] = [name for name in folders if not is_debris(name)]
+        for name in names:
+            ending = Path(name).suffix.lower()
+            if ending in IMG_EXTENSIONS and not is_debris(name):
+                images.append((root, name))
+            elif not is_debris(name):
+                others[ending or "no ending"] += 1
+    return [str(Path(*one)) for one in sorted(images)], others
+
+
+def describe(others: Counter[str]) -> str:
+    """Return a line on files that are not read."""
+    ranked = sorted(others.items(), key=lambda item: (-item[1], item[0]))
+    counts = ", ".join(f"{count} {ending}" for ending, count in ranked)
+    return f"{others.total()} files are not read: {counts} (read are {' '.join(IMG_EXTENSIONS)})"
+
+
+def read(file: str | Path, use: Callable[[Image.Image], Any]) -> Any:
+    """Return what `use` makes of an image file. A disk that fails is asked again for RETRY_S seconds.
+
+    Raises:
+        UsageError: the content is no image that can be read.
+        OSError: the disk still fails; it has the number of the error.
+    """
+    Image.MAX_IMAGE_PIXELS = None  # `view` counts the pixels that are decoded, not those of the file
+    until = time.monotonic() + RETRY_S
+    while True:
+        try:
+            with Image.open(file) as image:
+                return use(image)
+        except (MemoryError, AttributeError, TypeError):  # say nothing about the file
+            raise
+        except Exception as error:  # Pillow raises many kinds for bad content, none with a number
+            if not isinstance(error, OSError) or error.errno is None:
+                fault = f"{file}: not a readable image ({error})"
+                raise UsageError(f"{fault}; fix or remove it, or train with -skip_bad_files") from None
+            if time.monotonic() > until:
+                raise
+            time.sleep(RETRY_S / 50)
+
+
+def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box] | None = None) -> Image.Image:
+    """Return the part of an image that `box` gives, upright, `size` pixels wide and high, in 8 bits.
+
+    A JPEG that was not read yet is decoded at 1/2, 1/4 or 1/8 of its size, if the part still has `size` pixels each
+    way: a photo of 12 megapixels then takes a third of the time.
+
+    Args:
+        image: as Pillow opens it.
+        mode: "RGB" or "L" (grey).
+        size: in pixels.
+        box: a function from width and height of the upright image to the part. None: the whole.
+
+    Raises:
+        ValueError: there are too many pixels to decode, or their values have no known range.
+    """
+    if not isinstance(image, JpegImageFile):
+        _load(image)  # a TIFF turns itself then, and a PNG's EXIF may follow its pixels
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except (SyntaxError, ValueError, struct.error):  # damaged EXIF, whose pixels may be good
+        orientation = None
+    width, height = image.size[::-1] if orientation in SIDEWAYS else image.size
+    left, top, right, bottom = box(width, height) if box else (0, 0, width, height)
+    spare = min(right - left, bottom - top) / size
+    scale = next((scale for scale in (8, 4, 2) if spare >= scale), 1)
+    if image.draft(mode, (image.width // scale, image.height // scale)) is None:
+        scale = 1  # no JPEG, or one that was read before
+    _load(image)
+    image = _to_8_bits(image)
+    if orientation in TURNS:
+        image = image.transpose(TURNS[orientation])
+    part = (left / scale, top / scale, right / scale, bottom / scale)
+    return image.convert(mode).resize((size, size), Image.Resampling.BILINEAR, part)
+
+
+def _load(image: Image.Image) -> None:
+    if image.width * image.height > MOST_PIXELS:
+        raise ValueError(f"{image.width} x {image.height} pixels, and at most {MOST_PIXELS:,} are decoded: shrink it")
+    image.load()
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """Return the image with values from 0 to 255: 16 bits are scaled. Raises ValueError for 32 bits and floats."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
+        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"mode {image.mode} has no range from black to white: save it with 8 or 16 bits")
+    return image
+
+
+def _fail(error: OSError) -> None:
+    raise error

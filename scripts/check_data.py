@@ -1,0 +1,130 @@
+"""-check_data: opens every sample of every split, in parallel, and lists what is wrong; also for -skip_bad_files."""
+
+import contextlib
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+from torch.utils.data import DataLoader, Dataset, Subset
+from tqdm import tqdm
+
+from lib.config import plugins
+from lib.utils import distributed, runtime
+from lib.utils.checkpoint import run_folder
+from lib.utils.checkpoint.resume import Past
+from lib.utils.data import loader
+from lib.utils.data.options import MapDataset
+from lib.utils.distributed import World
+from lib.utils.errors import FAILED, FINISHED, UsageError, no_exit
+
+if TYPE_CHECKING:
+    from lib.config import Args
+
+log = logging.getLogger(__name__)
+QUIET_S = 30  # between two lines of progress where stderr is no terminal
+Faults = dict[str, tuple[int, str]]  # by a sample's name: the number of the disk's error, or 0, and the message
+
+
+def check(args: "Args") -> int:
+    """Print a line for each sample that cannot be read. Returns the exit code."""
+    splits = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
+    faults = find_faults(splits, World())
+    for _, text in faults.values():
+        print(text)
+    total = sum(map(len, splits.values()))
+    advice = "; fix or remove them, or leave them out with -skip_bad_files" if faults else ""
+    print(f"-check_data: {len(faults)} of {total:,} samples cannot be read{advice}")
+    return FAILED if faults else FINISHED
+
+
+def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past | None) -> tuple[dict, dict]:
+    """Return the splits without the samples that cannot be read, and the names of these for config.yaml.
+
+    Without -skip_bad_files there are none. The list is that in the config.yaml of the run, or of the run that it
+    continues; a new run makes it. All ranks call this.
+
+    Raises:
+        OSError: the disk failed, which says nothing about the samples.
+        UsageError: nothing is left of a split.
+    """
+    if not args.skip_bad_files:
+        return splits, {}
+    folder = past.folder.parents[1] if past else run_folder.path_of(args)
+    known = past or not run_folder.is_reset_due(args, world)
+    bad = distributed.run_on_main(lambda: read_list(folder / "config.yaml") if known else None, world)
+    if bad is None:
+        parts = distributed.gather_results(lambda: find_faults(splits, world), world)
+        faults: Faults = {name: fault for part in parts for name, fault in part.items()}
+        for number, text in faults.values():
+            if number:
+                raise OSError(number, text)
+        bad = sorted(faults)
+    kept, names = {}, set(bad)
+    for split, part in splits.items():
+        good = [index for index in range(len(part)) if name_of(split, part, index) not in names]
+        if not good:
+            raise UsageError(f"-skip_bad_files: no sample of {split} can be read")
+        kept[split] = part if len(good) == len(part) else Subset(part, good)
+    if bad and world.is_main:
+        log.warning(
+            "-skip_bad_files: %d files are left out, listed in config.yaml; the first is %s", len(bad), bad[0]
+        )
+    return kept, {"skipped": bad}
+
+
+def read_list(config: Path) -> list[str] | None:
+    """Return the files that a run leaves out, by its config.yaml; None if it has made no list."""
+    with contextlib.suppress(FileNotFoundError), config.open(encoding="utf-8") as file:
+        return yaml.safe_load(file)["about"].get("skipped")
+
+
+def find_faults(splits: dict[str, MapDataset], world: World) -> Faults:
+    """Return what is wrong with this rank's share of all samples, found in processes on this rank's cores."""
+    faults = {}
+    for split, part in splits.items():
+        share = range(world.rank, len(part), world.size)
+        results = DataLoader(
+            Attempts(part),
+            batch_size=None,
+            sampler=share,
+            num_workers=min(len(share), max(1, runtime.cores_per_process(world))),
+            multiprocessing_context="fork" if sys.platform == "linux" else None,
+        )
+        pause = 0.1 if sys.stderr.isatty() else QUIET_S
+        title, quiet = f"checking {split}", not world.is_main
+        for fault in tqdm(results, title, len(share), disable=quiet, mininterval=pause, maxinterval=pause):
+            if fault:
+                index, number, text = fault
+                name = name_of(split, part, index)
+                faults[name] = (number, text if name in text else f"{name}: {text}")
+    return faults
+
+
+class Attempts(Dataset):
+    """Of each sample its index and what is wrong with it, as (index, number of the error, message), or None."""
+
+    def __init__(self, dataset: MapDataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[int, int, str] | None:
+        whole = getattr(self.dataset, "__getitems__", None)
+        try:
+            with no_exit():
+                whole([index]) if whole else self.dataset[index]
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is listed
+            kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+            number = getattr(error, "errno", None) if isinstance(error, OSError) else None
+            return index, number or 0, f"{kind}{error}"
+        return None
+
+
+def name_of(split: str, dataset: MapDataset, index: int) -> str:
+    """Return the name that the dataset gives a sample, else its split and number."""
+    while isinstance(dataset, Subset):
+        dataset, index = dataset.dataset, dataset.indices[index]
+    return dataset.sample_name(index) if hasattr(dataset, "sample_name") else f"{split} {index}"
