@@ -32,6 +32,7 @@ try:
     from lib.utils.data import loader
     from lib.utils.distributed import World
     from lib.utils.errors import UsageError
+    from lib.utils.monitoring.console import printable
     from scripts import agent
 except ModuleNotFoundError as error:
     sys.exit(f"bad   {error.name} is missing: ./scripts/train.sh makes .venv with all that is needed")
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     bad = 0
     for check in CHECKS:
         for level, text in guarded(check, args):
-            print(f"{level:5} {text}", flush=True)
+            print(printable(f"{level:5} {text}"), flush=True)
             bad += level == BAD
     print(f"\na run would {'not start: see what is bad' if bad else 'start'}")
     return int(bool(bad))

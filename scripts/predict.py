@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config, predict
 from lib.utils.checkpoint import atomic
 from lib.utils.errors import UsageError
+from lib.utils.monitoring.console import printable
 
 BATCH = 64  # images at once
 SHOWN = 3  # classes of a file in the table
@@ -49,8 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.o:
             atomic.write_file(args.o, text)
     except (UsageError, OSError) as error:
-        parser.exit(2, f"predict.py: {error}\n")
-    print(f"{args.o}: {len(predictions)} predictions" if args.o else text.rstrip("\n"))
+        parser.exit(2, printable(f"predict.py: {error}\n"))
+    print(printable(f"{args.o}: {len(predictions)} predictions" if args.o else text.rstrip("\n")))
     return 0
 
 
