@@ -46,13 +46,16 @@ def read_manifest(folder: Path) -> dict:
         state, config = State(**manifest["state"]), manifest["config"]
         plan = Plan(config["samples"], config["batch_size"], config["micro_batch"], config["drop_last"])
         shapes = [shape for _, shape in manifest["tensors"].values()]
-        files, best = manifest["shards"], state.best or {"metric": "", "value": 0.0, "score": 0.0, "epoch": 0}
+        files, best = manifest["shards"], state.best
+        best = {"metric": "", "value": 0.0, "score": 0.0, "epoch": 0} if best is None else best
         sizes = [file["bytes"] for file in files.values()]
         counts = [state.epoch, state.step, state.samples, state.bad_steps, state.bad_row, best["epoch"], *sizes]
         counts += [plan.samples - 1, plan.batch - 1, plan.micro - 1, config.get("threads") or 1, *chain(*shapes)]
         terms = [best["value"], best["score"], *state.sums.values(), *chain(*state.unlogged.values())]
         good = (
-            all(type(count) is int and 0 <= count < MOST for count in counts)
+            manifest["format"] == shards.FORMAT
+            and manifest["state"].keys() == vars(state).keys()
+            and all(type(count) is int and 0 <= count < MOST for count in counts)
             and all(isinstance(term, int | float) for term in [*terms, *state.scaler.values()])
             and isinstance(best["metric"], str)
             and 0 <= plan.step_in_epoch(state) <= plan.steps
