@@ -142,7 +142,6 @@ class Checkpoints:
 
         def write() -> None:
             if self.disk.is_first:
-                run_folder.check_lock(self.folder.parent)
                 weights.write(self.folder.parent / "final", tensors)
 
         job = self.thread.submit(write)

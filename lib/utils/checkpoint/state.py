@@ -52,7 +52,7 @@ def read_manifest(folder: Path) -> dict:
         counts = [state.epoch, state.step, state.samples, state.bad_steps, state.bad_row, best["epoch"], *sizes]
         counts += [plan.samples - 1, plan.batch - 1, plan.micro - 1, config.get("threads") or 1, *chain(*shapes)]
         terms = [best["value"], best["score"], *state.sums.values(), *chain(*state.unlogged.values())]
-        good = (
+        if not (
             manifest["format"] == shards.FORMAT
             and manifest["state"].keys() == vars(state).keys()
             and all(type(count) is int and 0 <= count < MOST for count in counts)
@@ -62,11 +62,10 @@ def read_manifest(folder: Path) -> dict:
             and sum(map(math.prod, shapes)) <= sum(sizes)  # a number takes a byte at least
             and {kind for kind, _ in manifest["tensors"].values()} <= {*shards.DTYPES.values()}
             and all(map(shards.FILE_NAME.fullmatch, files))
-        )
+        ):
+            raise ValueError("a number or a name is none of a run's")
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise shards.Damaged(f"{folder / 'manifest.json'}: no run writes what is in it ({error!r})") from error
-    if not good:
-        raise shards.Damaged(f"{folder / 'manifest.json'}: a number or a name in it is none that a run writes")
     return manifest
 
 

@@ -37,6 +37,7 @@ def not_finite(model: nn.Module, world: World) -> list[str]:
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write folder/weights.safetensors from whole tensors on the CPU, in place of an older one. Raises OSError."""
+    run_folder.check_lock(folder.parent)
     folder.mkdir(exist_ok=True)
     with atomic.new_version(folder / "weights.safetensors") as partial:
         shards.write_weights(partial, tensors)
