@@ -31,7 +31,7 @@ try:
     from lib.utils.checkpoint import resume, run_folder, shared_disk, state, weights
     from lib.utils.data import loader, options
     from lib.utils.distributed import World
-    from lib.utils.errors import UsageError
+    from lib.utils.errors import UsageError, printable
     from scripts import agent, check_data
 except ModuleNotFoundError as error:
     sys.exit(f"bad   {error.name} is missing: ./scripts/train.sh makes .venv with all that is needed")
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     bad = 0
     for check in CHECKS:
         for level, text in guarded(check, args):
-            print(f"{level:5} {text}", flush=True)
+            print(printable(f"{level:5} {text}"), flush=True)
             bad += level == BAD
     print(f"\na run would {'not start: see what is bad' if bad else 'start'}")
     return int(bool(bad))

@@ -20,7 +20,7 @@ from lib.utils.checkpoint import atomic, run_folder, shards, state, weights
 from lib.utils.data import loader
 from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, printable
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,8 +47,9 @@ def main(argv: list[str] | None = None) -> int:
         with atomic.new_version(file) as partial:
             write(options, tensors, partial)
     except (UsageError, shards.Damaged, OSError) as error:
-        parser.exit(2, f"export.py: {error}\n")
-    print(f"{file}: {len(tensors)} tensors, {sum(one.nbytes for one in tensors.values()):,} bytes, from {source}")
+        parser.exit(2, printable(f"export.py: {error}\n"))
+    size = sum(one.nbytes for one in tensors.values())
+    print(printable(f"{file}: {len(tensors)} tensors, {size:,} bytes, from {source}"))
     return 0
 
 
@@ -57,6 +58,8 @@ def place(run: Path, source: str | None) -> Path:
     if not (run / "config.yaml").is_file():
         raise UsageError(f"{run} is no run's folder: it has no config.yaml")
     files = {name: run / name / "weights.safetensors" for name in ("best", "final")}
+    if not source:
+        weights.find(run)  # UsageError if the best ones are lost
     newest = run_folder.list_checkpoints(run / "checkpoints")[:1]
     wanted = [files.get(source, Path(source))] if source else [*files.values(), *newest]
     found = next((path for path in wanted if path.is_file() or (path / "manifest.json").is_file()), None)
@@ -71,7 +74,7 @@ def read(source: Path) -> dict[str, Tensor]:
     """The model's tensors by name. Raises shards.Damaged for a damaged checkpoint."""
     if source.is_file():
         return weights.read(source)
-    manifest = shards.read_manifest(source)
+    manifest = state.read_manifest(source)
     for file, facts in manifest["shards"].items():
         shards.verify(source / file, facts)
     tensors = shards.read_whole(source, manifest, "model.")
@@ -79,7 +82,7 @@ def read(source: Path) -> dict[str, Tensor]:
 
 
 def to_safetensors(options, tensors: dict, file: Path):
-    shards.write(file, list(tensors.items()))
+    shards.write_weights(file, tensors)
 
 
 def to_torch(options, tensors: dict, file: Path):

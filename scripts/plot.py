@@ -10,9 +10,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib.utils.checkpoint import run_folder
+from lib.utils.errors import printable
 from scripts import reading
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
+MOST = 24  # panels
 KINDS = (".png", ".svg", ".pdf")
 TRAIN, VAL = {"linewidth": 1, "alpha": 0.7}, {"linewidth": 2, "marker": "o", "markersize": 3}
 
@@ -23,20 +25,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-o", type=Path, default=Path("curves.png"), metavar="FILE", help="(curves.png)")
     args = parser.parse_args(argv)
     try:
-        lines = {run: reading.lines(run) for run in args.runs}
-        empty = [str(run) for run in args.runs if not any("step" in line for line in lines[run])]
-        if empty or args.o.suffix not in KINDS:
-            wrong = (
-                f"{', '.join(empty)}: no figures there"
-                if empty
-                else f"-o {args.o}: one of {', '.join(KINDS)} is wanted"
-            )
-            parser.exit(2, f"plot.py: {wrong}\n")
+        metrics = {run: reading.metrics(run) for run in args.runs}
+        lines = {run: found.lines for run, found in metrics.items() if found.lines}
+        faults = [f"{run}: {metrics[run].fault or 'no figures there'}" for run in args.runs if run not in lines]
+        faults += [f"{run}: {metrics[run].fault}" for run in lines if metrics[run].fault]
+        if not lines or args.o.suffix not in KINDS:
+            wrong = "; ".join(faults) if not lines else f"-o {args.o}: one of {', '.join(KINDS)} is wanted"
+            parser.exit(2, printable(f"plot.py: {wrong}\n"))
+        if hidden := names_without_panel(lines):
+            more = f" and {len(hidden) - 4} more" if len(hidden) > 4 else ""
+            faults.append(f"only {MOST} panels; left out: {', '.join(hidden[:4])}{more}")
+        print(printable("".join(f"plot.py: {fault}\n" for fault in faults)), end="", file=sys.stderr)
         figure = draw(lines)
         figure.savefig(args.o, dpi=120)
     except ModuleNotFoundError as error:
         parser.exit(2, f"plot.py: needs {error.name}: uv pip install -r pyproject.toml --group plot\n")
-    print(f"{args.o}: {len(lines)} run{'s' if len(lines) > 1 else ''}")
+    print(f"{printable(str(args.o))}: {len(lines)} run{'s' if len(lines) > 1 else ''}")
     return 0
 
 
@@ -73,15 +77,26 @@ def draw(runs: dict[Path, list[dict]]):
 def panels_of(runs: dict) -> dict[str, dict]:
     """Return the panels for which these runs have metrics: their titles, and the curves in each with their styles."""
     logged = {name for lines in runs.values() for line in lines for name in line}
-    metrics = sorted(name for name in logged if name.startswith("val/") and name != "val/loss")
     panels = {
         "Loss": {"train/loss": TRAIN, "val/loss": VAL},
-        **{f"Validation {name.removeprefix('val/')}": {name: VAL} for name in metrics},
+        **{f"Validation {name.removeprefix('val/')}": {name: VAL} for name in validation_names(runs)[: MOST - 3]},
         "Learning rate": {"train/lr": {"linewidth": 1.5}},
         "Throughput (samples a second)": {"perf/samples_per_s": {"linewidth": 1.5}},
     }
     shown = {title: {n: look for n, look in curves.items() if n in logged} for title, curves in panels.items()}
     return {title: curves for title, curves in shown.items() if curves}
+
+
+def validation_names(runs: dict) -> list[str]:
+    """Return the validation metrics of these runs but the loss, by name, the usual ones first."""
+    logged = {name for lines in runs.values() for line in lines for name in line}
+    metrics = [name for name in logged if name.startswith("val/") and name != "val/loss"]
+    return sorted(metrics, key=lambda name: (name not in ("val/accuracy", "val/f1"), name))
+
+
+def names_without_panel(runs: dict) -> list[str]:
+    """Return the validation metrics for which there is no room."""
+    return validation_names(runs)[MOST - 3 :]
 
 
 def points(lines: list[dict], name: str) -> tuple[list, list]:
@@ -97,7 +112,7 @@ def label(figure, runs: dict):
     handles = []
     for (run, lines), colour in zip(runs.items(), COLOURS * len(runs)):
         state = run_folder.read_json(run / "outcome.json").get("state", "unknown")
-        text = f"{run.resolve().name} ({state}, step {max(line.get('step', 0) for line in lines)})"
+        text = printable(f"{run.resolve().name} ({state}, step {max(line['step'] for line in lines)})")
         handles.append(Line2D([], [], color=colour, linewidth=3, label=text))
     if any(reading.resumes(run) for run in runs):
         look = {"color": "grey", "linestyle": "--", "marker": "v"}

@@ -55,9 +55,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.o:
             atomic.write_file(args.o, text)
     except (UsageError, OSError) as error:
-        parser.exit(2, f"predict.py: {error}\n")
+        parser.exit(2, printable(f"predict.py: {error}\n"))
     failed = sum(bool(row.fault) for row in rows)
-    print(f"{args.o}: {len(rows) - failed} predictions" if args.o else text.rstrip("\n"))
+    print(printable(f"{args.o}: {len(rows) - failed} predictions" if args.o else text.rstrip("\n")))
     if failed:
         print(f"predict.py: {failed} of {len(rows)} files could not be predicted", file=sys.stderr)
     return FAILED if failed else FINISHED

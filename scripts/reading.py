@@ -8,10 +8,13 @@ import shutil
 import struct
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+from lib.utils import files
 from lib.utils.checkpoint import run_folder
 
+METRICS_BYTES = 1 << 30  # of a metrics.jsonl that is read
 FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
@@ -29,18 +32,53 @@ def checkpoint(folder: Path) -> dict:
 
 
 def lines(folder: Path) -> list[dict]:
-    """The lines of metrics.jsonl, without an incomplete one at the end."""
+    """The lines of metrics.jsonl that a run has written whole; see `metrics`."""
+    return metrics(folder).lines
+
+
+@dataclass
+class Metrics:
+    """What metrics.jsonl holds."""
+
+    lines: list[dict]  # that are whole: a step, and numbers
+    fault: str  # which others there are, or why it cannot be read; ""
+
+
+def metrics(folder: Path) -> Metrics:
+    """Return the lines of metrics.jsonl. An incomplete one at the end, which the run is writing, is no fault."""
+    path = folder / "metrics.jsonl"
     try:
-        text = (folder / "metrics.jsonl").read_text()
-    except OSError:
-        return []
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
+        *texts, last = files.read_bytes(path, most=METRICS_BYTES).split(b"\n")
+    except FileNotFoundError:
+        return Metrics([], "")
+    except OSError as error:
+        return Metrics([], f"metrics.jsonl: {error.strerror}")
+    parsed = [parse(text) for text in texts]
+    odd = [number for number, line in enumerate(parsed, 1) if not line]
+    fault = f"metrics.jsonl: line {odd[0]} is none that a run writes" if odd else ""
+    fault += f", nor are {len(odd) - 1} more" if len(odd) > 1 else ""
+    return Metrics([line for line in [*parsed, parse(last)] if line], fault)
+
+
+def parse(text: bytes | str) -> dict:
+    """Return what a line of metrics.jsonl holds, {} for a line that no run writes."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    good = isinstance(line, dict) and type(line.get("step")) is int
+    return line if good and all(isinstance(value, int | float | None) for value in line.values()) else {}
 
 
 def log(folder: Path, last: int = 1 << 22) -> str:
     """The last bytes of rank 0's log."""
+    return tail(folder / "logs" / "rank_0.log", last)
+
+
+def tail(path: Path, last: int = 1 << 22) -> str:
+    """The last bytes of a text file, "" if it cannot be read."""
     try:
-        with (folder / "logs" / "rank_0.log").open("rb") as file:
+        with files.open_regular(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - last))
             return file.read().decode(errors="replace")
     except OSError:
@@ -57,7 +95,7 @@ def is_locked(folder: Path) -> bool | None:
     if not sys.platform.startswith("linux"):
         return None
     try:
-        with (folder / ".lock").open("rb") as file:
+        with files.open_regular(folder / ".lock", "rb") as file:
             answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     except OSError:
         return None
@@ -84,5 +122,5 @@ def requeued(folder: Path) -> str:
 
 def sign_of_life(folder: Path) -> float:
     """The time of the run's last write, in seconds since 1970."""
-    files = [folder / name for name in ("outcome.json", "metrics.jsonl", "logs/rank_0.log", ".lock")]
-    return max(file.stat().st_mtime for file in files if file.exists())
+    written = [folder / name for name in ("outcome.json", "metrics.jsonl", "logs/rank_0.log", ".lock")]
+    return max((file.stat().st_mtime for file in written if file.exists()), default=0.0)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib.utils.checkpoint import run_folder
+from lib.utils.errors import printable
 from scripts import reading
 
 SILENT_S = 900.0
@@ -61,7 +62,7 @@ def delete(old: Path) -> int:
         return 0
     sizes = [sum(file.lstat().st_size for file in run.rglob("*") if not file.is_dir()) for run in runs]
     for run, size in zip(runs, sizes):
-        print(f"{run}  {size / 1e9:.3f} GB")
+        print(f"{one_line(run)}  {size / 1e9:.3f} GB")
     try:
         answer = input(f"remove them ({len(runs)} in all, {sum(sizes) / 1e9:.3f} GB) for good? [y/N] ")
     except EOFError:
@@ -89,8 +90,18 @@ def rows(out: Path, by: str = "run") -> list[dict[str, str]]:
 
 
 def row(folder: Path) -> dict[str, str]:
+    """Return a run's row, by column. Files that no run writes make it a row that says so."""
+    try:
+        return read_row(folder)
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        why = f"its files are odd ({type(error).__name__}: {error})"
+        return {**dict.fromkeys((*COLUMNS, "score"), ""), "run": folder.name, "state": "unreadable", "why": why[:60]}
+
+
+def read_row(folder: Path) -> dict[str, str]:
     """Return a run's row, by column."""
-    outcome, lines = run_folder.read_json(folder / "outcome.json"), reading.lines(folder)
+    outcome, metrics = run_folder.read_json(folder / "outcome.json"), reading.metrics(folder)
+    lines = metrics.lines
     seen = time.time() - reading.sign_of_life(folder)
     found, reason = state(folder, outcome, seen), str(outcome.get("reason") or "").split("\n")[0]
     if found in ("stopped", "failed", "lost") and (waits := reading.requeued(folder)):
@@ -107,13 +118,13 @@ def row(folder: Path) -> dict[str, str]:
         "step": step,
         "loss": short(figures.get("train/loss", unlogged(saved))),
         "best": f"{top['metric']} {short(top['value'])}" if top else "",
-        "score": str(top["score"]) if top else "",  # for sorting: higher is better
+        "score": str(float(top["score"])) if top else "",  # for sorting: higher is better
         "speed": f"{figures['perf/samples_per_s']:,.0f}/s" if "perf/samples_per_s" in figures else "",
         "left": left if found == "running" else "",
         "host": str(outcome.get("host", "")),
         "job": str(job or ""),
         "seen": f"{span(seen)} ago",
-        "why": "" if found in ("running", "finished") else reason[:60],
+        "why": metrics.fault or ("" if found in ("running", "finished") else reason[:60]),
     }
 
 
@@ -170,10 +181,16 @@ def span(seconds: float) -> str:
     return f"{max(0, seconds) / size:.0f} {unit}"
 
 
+def one_line(text: object) -> str:
+    """Return text as one line that cannot control a terminal."""
+    return printable(str(text)).replace("\n", "\\n").replace("\t", " ")
+
+
 def table(rows: list[dict]) -> str:
     """Return the rows in columns, without the empty columns."""
     if not rows:
         return "no runs here"
+    rows = [{name: one_line(value) for name, value in row.items()} for row in rows]
     shown = [name for name in COLUMNS if name in COLUMNS[:2] or any(row[name] for row in rows)]
     wide = {name: max(len(name), *(len(row[name]) for row in rows)) for name in shown}
     heads = {name: name for name in shown}

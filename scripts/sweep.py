@@ -39,9 +39,9 @@ from lib.config import flags
 from lib.config.parser import NEGATIVE, Parser
 from lib.config.types import DIGITS, whole
 from lib.launch import environment, slurm_task
-from lib.utils import signals
+from lib.utils import files, signals
 from lib.utils.checkpoint import atomic, run_folder
-from lib.utils.errors import EXIT_CODES, STOPPED, USAGE, UsageError
+from lib.utils.errors import EXIT_CODES, STOPPED, USAGE, UsageError, printable
 from lib.utils.monitoring import startup
 from scripts import plot, reading, status
 
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return sweep(*parse(sys.argv[1:] if argv is None else argv))
     except UsageError as error:
-        print(f"sweep.py: {' '.join(str(error).split())}", file=sys.stderr)
+        print(printable(f"sweep.py: {' '.join(str(error).split())}"), file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:  # before the first trial
         return STOPPED
@@ -171,7 +171,8 @@ class Trial:
 
     @property
     def best(self) -> dict:
-        return self.outcome.get("best") or {}
+        best = self.outcome.get("best")
+        return best if isinstance(best, dict) else {}
 
     def settled(self) -> str:
         """Return "finished" or "pruned" if nothing is left to do. The file STOP prunes a trial."""
@@ -181,8 +182,8 @@ class Trial:
     def why(self) -> str:
         """Return why it failed: the reason in outcome.json, or the last line that it printed."""
         if self.outcome.get("state") == "failed":
-            return str(self.outcome["reason"]).partition("\n")[0]
-        printed = (self.folder / "output.log").read_text(errors="replace").strip()
+            return str(self.outcome.get("reason")).partition("\n")[0]
+        printed = reading.tail(self.folder / "output.log").strip()
         return printed.rpartition("\n")[2] or f"exit code {self.code}"
 
     def row(self) -> dict[str, str]:
@@ -366,7 +367,7 @@ class Runner:
             else:
                 self.start(trial)
         elif self.prune_from and self.is_poor(trial):
-            (trial.folder / "STOP").touch()
+            files.open_regular(trial.folder / "STOP", "a").close()
 
     def busy(self, trial: Trial) -> bool:
         """Whether the trial's run is running, even if an earlier sweep or a trial of the same name started it."""
@@ -411,13 +412,14 @@ class Runner:
             self.study.tell(trial)
         about = f"{trial.why()} ({trial.folder / 'output.log'})" if state == "failed" else trial.row()["best"]
         seconds = f"in {status.span(time.monotonic() - trial.started)}" if trial.started else "before"
-        print(f"[{len(self.ended)}/{self.count}] {trial.args.model}: {state} {seconds}  {about}".rstrip(), flush=True)
+        line = f"[{len(self.ended)}/{self.count}] {trial.args.model}: {state} {seconds}  {about}".rstrip()
+        print(status.one_line(line), flush=True)
 
 
 def run_trial(arguments: list[str], log: Path, sweep_ended: connection.Connection):
     """Run train.py with these arguments as the process of a trial. It saves and stops if the sweep ends."""
     os.setsid()  # Ctrl-C at the terminal reaches only the sweep, which passes it on
-    with log.open("ab") as file:
+    with files.open_regular(log, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.argv = ["train.py", *arguments]

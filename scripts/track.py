@@ -25,9 +25,11 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib.config import flags
+from lib.utils import files
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import STOP_SIGNALS
 from lib.utils.monitoring import console
+from scripts.reading import parse
 
 log = logging.getLogger(__name__)
 INTERVAL_S = 1.0  # seconds between reads of metrics.jsonl
@@ -60,7 +62,7 @@ def main() -> int:
 def follow(folder: Path, tracker: type, parent: int | None):
     """Send new lines until stdin says how the run ended; without a process of the run, send the existing lines."""
     text, end = "", "" if parent else run_folder.read_outcome(folder).get("state", "stopped")
-    with (folder / "metrics.jsonl").open("r+") as file:
+    with files.open_regular(folder / "metrics.jsonl", "r+") as file:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)  # an earlier start may still be sending
         run = tracker(folder)
@@ -70,7 +72,7 @@ def follow(folder: Path, tracker: type, parent: int | None):
             if not end and os.getppid() != parent:
                 os._exit(1)  # the run was killed: its next start sends the rest
             *lines, text = (text + file.read()).split("\n")  # the last line may be incomplete
-            new = [(line["step"], new_figures(line, run.sent)) for line in map(json.loads, lines)]
+            new = [(line["step"], new_figures(line, run.sent)) for line in map(parse, lines) if line]
             run.send([(step, figures) for step, figures in new if figures])
             if end:
                 break
@@ -97,7 +99,7 @@ class Wandb:
 
         self.file = folder / "wandb.json"
         new: dict[str, Any] = {"id": uuid.uuid4().hex, "rows": 0, "sent": {}}
-        known = json.loads(self.file.read_text()) if self.file.exists() else new
+        known = json.loads(files.read_bytes(self.file)) if self.file.exists() else new
         self.id, self.rows, self.sent = known["id"], known["rows"], known["sent"]
         project = wandb.setup(wandb.Settings(silent=True)).settings.project or "baton"  # silent: no prompt for a key
         settings = wandb.Settings(console="off")
@@ -113,7 +115,9 @@ class Wandb:
             self.rows += 1
             self.sent |= dict.fromkeys(figures, step)
             partial = self.file.with_suffix(".new")  # the run removes files that end in .partial
-            partial.write_text(json.dumps({"id": self.id, "rows": self.rows, "sent": self.sent}))
+            partial.unlink(missing_ok=True)
+            with partial.open("x") as new:
+                new.write(json.dumps({"id": self.id, "rows": self.rows, "sent": self.sent}))
             partial.replace(self.file)
 
     def close(self, finished: bool) -> None:
@@ -131,12 +135,13 @@ class Mlflow:
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it reports each retry
         self.mlflow, self.client, file = mlflow, mlflow.MlflowClient(), folder / "mlflow.json"
         if file.exists():
-            self.id = json.loads(file.read_text())["id"]
+            self.id = json.loads(files.read_bytes(file))["id"]
             self.client.update_run(self.id, status="RUNNING")
         else:
             experiment = mlflow.set_experiment(MLFLOW_EXPERIMENT_NAME.get() or "baton")
             self.id = self.client.create_run(experiment.experiment_id, run_name=folder.name).info.run_id
-            file.write_text(json.dumps({"id": self.id}))
+            with file.open("x") as new:
+                new.write(json.dumps({"id": self.id}))
             params = [mlflow.entities.Param(flag, str(value)) for flag, value in flags_of(folder).items()]
             self.client.log_batch(self.id, params=params)
         self.sent = {metric.key: metric.step for metric in self.client.get_run(self.id).data.to_proto().metrics}

@@ -61,7 +61,8 @@ def found(folder: Path) -> resume.Past | None:
 
 def facts(step: int) -> dict:
     """The facts for the manifest of a small state."""
-    return {"state": dataclasses.asdict(State(step=step))}
+    config = {"samples": 1000, "batch_size": 1, "micro_batch": 1, "drop_last": False}
+    return {"state": dataclasses.asdict(State(step=step)), "config": config}
 
 
 def at_step(folder: Path, step: int) -> str:

@@ -12,11 +12,13 @@ from lib.config import flags, plugins
 from lib.config.namespace import Args
 from lib.config.parser import Help, Parser
 from lib.config.plugins import BUILDERS
+from lib.utils import files
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 DATA_FLAGS = ("num_classes", "channels", "image_size")  # set by a dataset
 EITHER_OR = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"))  # one on the command line replaces the other of -cfg
+CFG_BYTES = 1 << 22  # of a -cfg file
 TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be shortened."
 
 
@@ -77,7 +79,7 @@ def read_cfg(path: str) -> dict[str, list[str]]:
     The key `about`, which a run writes for people, is left out.
     """
     try:
-        entries = yaml.load(Path(path).read_text(encoding="utf-8"), yaml.BaseLoader)
+        entries = yaml.load(files.read_bytes(Path(path), most=CFG_BYTES, follow=True).decode(), yaml.BaseLoader)
     except (OSError, ValueError) as error:
         raise UsageError(f"-cfg {path!r}: cannot be read ({error})") from None
     except yaml.YAMLError as error:

@@ -22,7 +22,7 @@ from lib.config import Args
 from lib.launch import environment, requeue
 from lib.utils import signals
 from lib.utils.checkpoint import run_folder
-from lib.utils.errors import FAILED, FINISHED, STOP_SIGNALS, STOPPED, USAGE, UsageError, no_exit
+from lib.utils.errors import FAILED, FINISHED, STOP_SIGNALS, STOPPED, USAGE, UsageError, no_exit, printable
 from lib.utils.monitoring import startup
 
 SHUTDOWN_S = 2.0  # for the other ranks to end after the first failure; a rank that lost a peer waits as long
@@ -120,7 +120,7 @@ def run_child(variables: dict[str, str], target: str, args: Args, print_lock: Lo
     try:
         code, why = call_target(target, args), ""
     except UsageError as error:
-        code, why = USAGE, f"train.py: {' '.join(str(error).split())}"
+        code, why = USAGE, f"train.py: {printable(' '.join(str(error).split()))}"
     except Exception as error:
         code, why = FAILED, traceback.format_exc().rstrip()
         if run_folder.is_lost_peer(error):
@@ -224,7 +224,7 @@ def forward_signals(children: list[BaseProcess]) -> Iterator[list[int]]:
 
 def report_usage_error(error: UsageError) -> int:
     """Print what the user has to change, in one line. Returns the exit code."""
-    text = " ".join(str(error).split())
+    text = printable(" ".join(str(error).split()))
     print(f"train.py: {text}", file=sys.stderr, flush=True)
     requeue.record_refusal(text)
     return USAGE

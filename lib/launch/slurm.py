@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lib.config import Args
 from lib.launch import slurm_task
+from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +41,8 @@ def submit(args: Args, target: str) -> int:
         raise UsageError("-slurm: there is no sbatch on this machine: start on a login node, or without -slurm")
     code = folder / f"code_{uuid.uuid4().hex}"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the pickle in it runs as code
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        run_folder.check_owner(folder)  # the pickle in it runs as code
         copy_code(code)
         (code / slurm_task.PICKLE).write_bytes(pickle.dumps((args, target, str(Path.cwd()))))
         job = re.findall(r"job (\d+)", sbatch(batch_script(args, folder, code)).stdout)[0]

@@ -236,6 +236,7 @@ class Trainer:
 
     def log(self) -> None:
         """Log the interval since the last line; end the run after too many bad steps in a row."""
+        run_folder.check_lock(self.folder)
         self.read_losses()
         interval = self.metrics.reduce()
         metrics.add(self.state.sums, interval)

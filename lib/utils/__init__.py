@@ -1,6 +1,7 @@
 """What every run needs apart from model, data and trainer: machinery, you need not read it.
 
 errors.py       UsageError, exit codes, the signals that stop a run
+files.py        opens files that others may have put there
 distributed.py  World (which process am I), and the collectives
 seeding.py      random numbers as a function of (seed, step, micro-batch)
 runtime.py      settings of torch for speed, and what config.yaml says of the machine and the code

@@ -35,4 +35,4 @@ def suggest(name: str, there: Iterable[str], most: int | None = None) -> str:
 
 def printable(text: str) -> str:
     """Return a text with what no terminal should get, and what UTF-8 cannot encode, written as escapes."""
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)

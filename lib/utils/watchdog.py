@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lib.utils import files
 from lib.utils.distributed import World
 from lib.utils.errors import FAILED
 
@@ -64,5 +65,5 @@ class Watchdog:
         """Log the step and the stacks of this rank's threads."""
         text = "nothing moved for %.0f s (-hang_minutes) at step %d; what this rank was doing: %s"
         log.error(text, self.timeout_s, self.state.step, self.log_file)
-        with contextlib.suppress(OSError), self.log_file.open("ab") as file:
+        with contextlib.suppress(OSError), files.open_regular(self.log_file, "ab") as file:
             faulthandler.dump_traceback(file)

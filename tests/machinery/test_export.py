@@ -1,10 +1,12 @@
 """scripts/export.py writes the run's model, from best, final or a checkpoint."""
 
+import json
 import shutil
 import sys
 
 import numpy as np
 import pytest
+import saves
 import torch
 from command_line import parsed
 from runs import plugins, run, same_tensors, weights
@@ -77,9 +79,9 @@ def test_tensors_split_over_shards_are_joined_and_the_optimizer_is_not_read(tmp_
     halves = [[("model.a", whole["model.a"][:2])], [("model.a", whole["model.a"][2:]), ("model.b", whole["model.b"])]]
     halves[1].append(("optim.a.exp_avg", whole["optim.a.exp_avg"]))
     names = ["shard_0000.safetensors", "shard_0001.safetensors"]
-    starts = [{}, {"model.a": [2, 0]}]
+    starts = [{}, {"starts": json.dumps({"model.a": [2, 0]})}]
     files = {name: shards.write(tmp_path / name, *part) for name, *part in zip(names, halves, starts)}
-    facts = {"format": shards.FORMAT, "tensors": shards.schema(whole), "shards": files}
+    facts = {"format": shards.FORMAT, **saves.facts(1), "tensors": shards.schema(whole), "shards": files}
     (tmp_path / "manifest.json").write_bytes(shards.encode_manifest(facts))
     names_read, real = [], shards.read
     monkeypatch.setattr(shards, "read", lambda *args: (names_read.extend(args[2]), real(*args)))

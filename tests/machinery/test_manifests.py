@@ -1,5 +1,7 @@
 """Manifests of other versions of the code or of an attacker are refused, and nothing in them is executed."""
 
+import json
+
 import pytest
 import saves
 import torch
@@ -124,7 +126,11 @@ def test_a_reader_opens_only_the_files_that_it_needs_and_puts_parts_in_their_pla
     for rank, blocks in enumerate(
         ([("rows", rows[:2]), ("count", count)], [("rows", rows[2:4])], [("rows", rows[4:])])
     ):
-        shards.write(tmp_path / shards.file_name(rank), blocks, {"rows": [2 * rank, 0]} if rank else None)
+        shards.write(
+            tmp_path / shards.file_name(rank),
+            blocks,
+            {"starts": json.dumps({"rows": [2 * rank, 0]})} if rank else None,
+        )
     opened, real = [], shards.safe_open
     monkeypatch.setattr(
         shards, "safe_open", lambda path, **options: (opened.append(path.name), real(path, **options))[1]

@@ -68,7 +68,7 @@ def test_a_plot_that_cannot_be_drawn_is_reported_in_one_line(two_runs, tmp_path,
         assert len(legend.splitlines()) == 1
         return legend
 
-    assert "no figures there" in refused(two_runs[0], tmp_path)
+    assert "no figures there" in refused(tmp_path)
     assert "one of .png, .svg, .pdf" in refused(two_runs[0], "-o", tmp_path / "x.gif")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "needs matplotlib: uv pip" in refused(two_runs[0], "-o", tmp_path / "x.png")

@@ -108,6 +108,9 @@ def test_the_best_weights_are_used_or_else_the_final_ones(trained_run, photos, t
     shutil.copytree(copy / "other", copy / "best")
     assert predictions(capsys, copy, file, "-device", "cpu") == best
     shutil.rmtree(copy / "best")
+    assert "best/weights.safetensors is missing" in refused(capsys, copy, file)
+    outcome = json.loads((copy / "outcome.json").read_text())
+    (copy / "outcome.json").write_text(json.dumps({**outcome, "best": None}))
     assert predictions(capsys, copy, file, "-device", "cpu")
     shutil.rmtree(copy / "final")
     assert "no best or final weights yet" in refused(capsys, copy, file)

@@ -11,6 +11,7 @@ import saves
 from runs import distance, outcome, run
 from saves import SMALL, all_entries, log_of, names
 
+from lib.utils import files
 from lib.utils.checkpoint import manager, resume, shards
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -145,31 +146,29 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_from_scratch_without
     assert saves.steps(copy) == [4]
 
 
-def _fail_path_method(monkeypatch, method, name, code):
-    """Make Path.method fail with this error for files of this name."""
-    real = getattr(Path, method)
+def _fail_to_read(monkeypatch, name, code):
+    """Make the reading of files and folders of this name fail with this error."""
 
-    def fails(self, *args, **more):
-        if self.name == name:
-            raise OSError(code, os.strerror(code), str(self))
-        return real(self, *args, **more)
+    def failing(real):
+        def read(path, *args, **more):
+            if path.name == name:
+                raise OSError(code, os.strerror(code), str(path))
+            return real(path, *args, **more)
 
-    monkeypatch.setattr(Path, method, fails)
+        return read
+
+    monkeypatch.setattr(files, "open_regular", failing(files.open_regular))
+    monkeypatch.setattr(Path, "iterdir", failing(Path.iterdir))
 
 
 @pytest.mark.parametrize(
-    ("method", "name", "code"),
-    [
-        ("open", SHARD, errno.ESTALE),
-        ("open", SHARD, errno.EMFILE),
-        ("read_bytes", MANIFEST, errno.EIO),
-        ("iterdir", "checkpoints", errno.ESTALE),
-    ],
+    ("name", "code"),
+    [(SHARD, errno.ESTALE), (SHARD, errno.EMFILE), (MANIFEST, errno.EIO), ("checkpoints", errno.ESTALE)],
 )
-def test_a_read_error_does_not_count_as_damage(copy, monkeypatch, method, name, code):
+def test_a_read_error_does_not_count_as_damage(copy, monkeypatch, name, code):
     checkpoints = saves.new_checkpoints(copy)
     with monkeypatch.context() as patch:
-        _fail_path_method(patch, method, name, code)
+        _fail_to_read(patch, name, code)
         with pytest.raises(OSError, match=os.strerror(code)):
             resume.find_newest_good(checkpoints.folder, checkpoints.disk)
     assert resume.find_newest_good(checkpoints.folder, checkpoints.disk).folder.name == names(copy)[0]
@@ -177,9 +176,9 @@ def test_a_read_error_does_not_count_as_damage(copy, monkeypatch, method, name, 
 
 def test_an_unreadable_disk_ends_the_start_on_all_ranks(copy, monkeypatch):
     before = all_entries(copy)
-    for method, name in (("open", SHARD), ("read_bytes", MANIFEST)):
+    for name in (SHARD, MANIFEST):
         with monkeypatch.context() as patch:
-            _fail_path_method(patch, method, name, errno.EIO)
+            _fail_to_read(patch, name, errno.EIO)
             run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
         assert "Input/output error" in outcome(copy)["reason"] and all_entries(copy) == before
 

@@ -6,6 +6,7 @@ synced, and renamed; shards.py says what is in it. A file `keep` in it spares it
 
 import concurrent.futures
 import contextlib
+import json
 import logging
 import os
 import re
@@ -92,7 +93,9 @@ class Checkpoints:
 
         Raises:
             SaveError: saving fails for good.
+            OSError: another process has the run's folder.
         """
+        run_folder.check_lock(self.folder.parent)
         self.finish()
         self.number += 1
         name = f"{self.number:06d}_step_{step}"
@@ -168,16 +171,18 @@ class Checkpoints:
 
     def _write(self, partial: Path, blocks: list, starts: dict[str, list[int]], best: dict[str, Tensor]) -> dict:
         self.copies.wait()
+        run_folder.check_lock(self.folder.parent)
         if best:
             weights.write(self.folder.parent / "best", best)
         for folder in (self.folder, partial):  # without parents: a run's folder that is gone is not made again
             folder.mkdir(exist_ok=True)
         file = shards.file_name(self.world.rank)
-        return {file: shards.write(partial / file, blocks, starts)}
+        return {file: shards.write(partial / file, blocks, {"starts": json.dumps(starts)})}
 
     def _publish(self, save: Save, answers: list[dict]) -> None:
         if not self.disk.is_first:
             return
+        run_folder.check_lock(self.folder.parent)
         if save.keep:
             (save.partial / "keep").touch()
         files = {file: written for answer in answers for file, written in answer.items()}
@@ -192,6 +197,7 @@ class Checkpoints:
             atomic.remove_folder(folder)
 
     def _fail(self, save: Save, reason: str) -> None:
+        run_folder.check_lock(self.folder.parent)
         self.saving, self.best = None, self.best or save.best
         self.failures += 1
         if self.disk.is_first:

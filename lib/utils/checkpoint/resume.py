@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lib.utils import distributed
-from lib.utils.checkpoint import run_folder, shards, weights
+from lib.utils.checkpoint import run_folder, shards, state, weights
 from lib.utils.checkpoint.shared_disk import Disk
 from lib.utils.checkpoint.state import Parts, State, init_optimizer_state
 from lib.utils.data.plan import Plan, largest_divisor
@@ -111,16 +111,25 @@ def _fault(folder: Path, there: bool, share: World) -> str:
         return f"{folder} is not there"
     if folder not in folder.parent.iterdir():  # a network disk shows it later; a listing does not come from memory
         raise OSError(errno.ESTALE, "another process on the same disk sees it, this one does not", str(folder))
-    try:
-        files = shards.read_manifest(folder)["shards"]
-        for file, wanted in sorted(files.items())[share.rank :: share.size]:
+
+    def verify() -> None:
+        manifest = state.read_manifest(folder)
+        for file, wanted in sorted(manifest["shards"].items())[share.rank :: share.size]:
             shards.verify(folder / file, wanted)
+
+    return f"{folder} is a link" if folder.is_symlink() else _fault_of(verify)
+
+
+def _fault_of(verify: Callable[[], object]) -> str:
+    """Return why `verify` finds a file missing or damaged, "" if it does not."""
+    try:
+        verify()
     except shards.Damaged as error:
         return str(error)
     except OSError as error:
         if error.errno not in run_folder.MISSING:
             raise
-        return f"{folder}: {error}"
+        return str(error)
     return ""
 
 
@@ -220,7 +229,9 @@ def restore_state(past: Past | None, plan: Plan) -> State:
 
 
 def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) -> None:
-    """Fill the parts of a run from a checkpoint, whatever number of ranks wrote it. Log which newer ones are damaged.
+    """Fill the parts of a run from a checkpoint, whatever number of ranks wrote it. Log what is damaged.
+
+    Best weights that are lost are forgotten: the next evaluation counts as the best.
 
     Raises:
         UsageError: the tensors are not those of the run; or a weight is not finite, and "nan" is not in `allowed`.
@@ -249,6 +260,16 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
     if bad and "nan" not in allowed:
         hint = "remove it to resume from an older checkpoint, or take it as it is with -allow_change nan"
         raise UsageError(f"{past.folder}: {bad[0]} and {len(bad) - 1} more are not finite; {hint}")
+    if past.manifest["state"]["best"] and (fault := _best_weights_fault(past, world)):
+        log.warning("%s; the best weights are lost: the next evaluation counts as the best", fault)
+        past.manifest["state"]["best"] = None
+
+
+def _best_weights_fault(past: Past, world: World) -> str:
+    """Return what is damaged in the best weights next to a checkpoint, "" if nothing is. All ranks call this."""
+    file = past.folder.parents[1] / "best" / "weights.safetensors"
+    mine = None if world.rank != past.sender else lambda: _fault_of(lambda: weights.read(file))
+    return distributed.broadcast_json(distributed.attempt(mine, world), world, past.sender)
 
 
 def best_weights(past: Past, run: Path, world: World) -> dict[str, Tensor]:

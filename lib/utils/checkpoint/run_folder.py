@@ -13,12 +13,15 @@ import logging
 import os
 import re
 import socket
+import stat
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from lib.utils import files
 from lib.utils.checkpoint import atomic
 from lib.utils.errors import UsageError, no_exit
 
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 NAME = re.compile(r"(\d{6,})_step_\d+|step_\d+\w*")  # the latter of format 1: they are found, and refused
-MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # there is no such file
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, *files.UNFIT)  # no file of a run's
+FOLDERS = ("checkpoints", "best", "final", "logs", "slurm")  # in a run's folder
 LESS_MEMORY = "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp"
 WAIT_S = 120.0  # for another process with the lock, which may be saving; NFS keeps the lock of a lost host for 90 s
 
@@ -62,6 +66,33 @@ def checkpoint_number(name: str) -> int:
 # The lock
 
 
+_locks: dict[Path, IO] = {}  # of each run of this process: .lock as it was at the start, open
+
+
+def check_lock(run: Path) -> None:
+    """Raise OSError if the run's lock is another file than at the start: another process has the folder now."""
+    path = run / ".lock"
+    if run in _locks and path.exists() and not _is_same(_locks[run], path):
+        raise OSError(errno.ESTALE, "was removed, another process has the run's folder, and this one ends", str(path))
+
+
+def _is_same(file: IO, path: Path) -> bool:
+    return os.path.samestat(os.fstat(file.fileno()), path.stat())
+
+
+def check_owner(run: Path) -> None:
+    """Raise UsageError if a run's folder belongs to another user, unless -out is made for a group (chmod g+ws)."""
+    mode, owners = run.parent.stat().st_mode, {run.lstat().st_uid, run.stat().st_uid}
+    for_group = mode & (stat.S_ISGID | stat.S_IWGRP | stat.S_IWOTH) == stat.S_ISGID | stat.S_IWGRP
+    if for_group or owners == {os.geteuid()}:
+        return
+    with tempfile.TemporaryFile(dir=run) as probe:  # some network disks give all files to one user
+        owners -= {os.fstat(probe.fileno()).st_uid}
+    if owners:
+        hint = f"take another -out, or make it one for a group: chmod g+ws {run.parent}"
+        raise UsageError(f"-out {run.parent} -model {run.name}: the folder belongs to user {max(owners)}; {hint}")
+
+
 def is_reset_due(args: Args, world: World) -> bool:
     """Whether -reset is still to be carried out: once in a launch, whatever restarts and requeues follow."""
     return args.reset and read_outcome(path_of(args)).get("launch") != world.launch
@@ -79,6 +110,9 @@ def acquire(args: Args, world: World, disk: Disk, job: str | None = None) -> Ite
     folder = RunFolder(args, world, disk)
     try:
         disk.do(lambda: folder.lock(job))
+        if not disk.is_first:
+            with contextlib.suppress(FileNotFoundError):  # a network disk may show it later
+                _locks[folder.path] = files.open_regular(folder.path / ".lock", "r")
         with no_exit():
             yield folder
     except Exception as error:
@@ -103,7 +137,6 @@ class RunFolder:
     def __init__(self, args: Args, world: World, disk: Disk):
         self.args, self.world, self.disk = args, world, disk
         self.path = path_of(args)
-        self.lock_file: IO[str] | None = None
         self.begun = False
 
     def begin(self, config: str) -> None:
@@ -133,7 +166,7 @@ class RunFolder:
             if time.monotonic() > until:
                 raise UsageError(f"-model {self.path.name}: {used}; take another name or wait")
             time.sleep(0.05)
-        self.lock_file = file
+        _locks[self.path] = file
         with self._writing():
             file.truncate(0)
             file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": job}))
@@ -142,10 +175,13 @@ class RunFolder:
     def _take(self) -> IO[str] | None:
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / ".lock").open("a+")
+            check_owner(self.path)
+            self._check_entries()
+            file = files.open_regular(self.path / ".lock", "a+")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (self.path / ".lock").stat()
+            if not _is_same(file, self.path / ".lock"):
+                raise FileNotFoundError(errno.ENOENT, "another start has removed it, and made its own")
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES, errno.ENOENT):  # another has (SMB: EACCES) or removed it
                 file.close()
@@ -153,16 +189,27 @@ class RunFolder:
             log.warning("%s: this file system has no locks (%s): a second run is not noticed", file.name, error)
         return file
 
+    def _check_entries(self) -> None:
+        """Raise OSError for a link, pipe or the like where a run writes a folder, or appends to a file."""
+        for folder in (self.path / name for name in FOLDERS):
+            if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+                raise OSError(errno.ENOTDIR, "not a folder, or a link to one, which is not followed", str(folder))
+        for file in (self.path / "metrics.jsonl", *self.path.glob("logs/*.log")):
+            if os.path.lexists(file):
+                files.open_regular(file, "r+").close()
+
     def unlock(self) -> None:
         """Release the lock; remove what a start that was refused has made."""
-        if self.lock_file is None:
+        file = _locks.pop(self.path, None)
+        if file is None:
             return
         with contextlib.suppress(OSError):
-            if [entry.name for entry in self.path.iterdir()] == [".lock"]:
+            alone = [entry.name for entry in self.path.iterdir()] == [".lock"]
+            if alone and self.disk.is_first and _is_same(file, self.path / ".lock"):
                 (self.path / ".lock").unlink()
                 self.path.rmdir()
         with contextlib.suppress(OSError):  # a full disk
-            self.lock_file.close()
+            file.close()
 
     def fail(self, error: Exception) -> None:
         """Write why the run failed, unless the start was refused or the folder is still the old run's."""
@@ -183,7 +230,7 @@ class RunFolder:
             yield
         except OSError as error:
             flags = f"-out {self.path.parent} -model {self.path.name}"
-            raise UsageError(f"{flags}: cannot be written ({error.strerror})") from error
+            raise UsageError(f"{flags}: cannot be written ({error.strerror}: {error.filename})") from error
 
 
 def _move_away(folder: Path) -> None:
@@ -212,6 +259,7 @@ def read_job_outcome(run: Path, job: str) -> dict:
 
 def write_outcome(folder: Path, world: World, state: str, **facts: Any) -> None:
     """Write outcome.json: running, finished, stopped or failed, and why. Launchers and people decide from it."""
+    check_lock(folder)
     who = {"launch": world.launch, "host": socket.gethostname(), "pid": os.getpid(), "written": time.time_ns()}
     atomic.write_file(folder / "outcome.json", json.dumps({"state": state, **facts, **who}, indent=2) + "\n")
 
@@ -240,7 +288,7 @@ def is_lost_peer(error: BaseException) -> bool:
 def read_json(path: Path) -> dict:
     """Return what a JSON file holds, {} if it holds no dict, or cannot be read."""
     try:
-        facts = json.loads(path.read_text())
-    except (OSError, ValueError):
+        facts = json.loads(files.read_bytes(path))
+    except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}

@@ -8,6 +8,7 @@ thread. Read by the library.
 import heapq
 import json
 import os
+import re
 import sys
 import zlib
 from collections.abc import Collection, Sequence
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lib.utils import files
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 FORMAT = 3
 # The end of every manifest, whatever its format: the checksum of all before it.
 CHECKSUM_LINE = b',\n"crc32": %d\n}\n'
+FILE_NAME = re.compile(r"shard_\d{4,}\.safetensors")  # of a rank's file
 CHUNK = 1 << 20  # bytes
+CHECKSUMS = "crc32_of_tensors"  # in a weights file's metadata, JSON
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -65,17 +69,17 @@ def read_manifest(folder: Path) -> dict:
     """Return the manifest of a checkpoint.
 
     Raises:
-        Damaged: it differs from what was written.
+        Damaged: it differs from what was written. ValueError or RecursionError: it is forged, and not JSON.
         UsageError: it is of another format.
         OSError: it is missing, or the disk does not answer.
     """
     path = folder / "manifest.json"
-    data = path.read_bytes()
+    data = files.read_bytes(path)
     body = data.rpartition(CHECKSUM_LINE[:10])[0]
     if data != body + CHECKSUM_LINE % zlib.crc32(body):
         raise Damaged(f"{path}: its checksum is wrong")
     manifest = json.loads(data)
-    if manifest.get("format") != FORMAT:
+    if type(manifest.get("format")) is int and manifest["format"] != FORMAT:
         other = f"is of format {manifest.get('format')}, written by {manifest.get('about')}"
         raise UsageError(f"{path}: {other}; this code reads format {FORMAT}: take that version, or -reset")
     return manifest
@@ -129,12 +133,12 @@ def pieces(tensors: dict[str, Tensor], world: World, rank_dependent: Collection[
     return mine
 
 
-def write(path: Path, blocks: list[tuple[str, Tensor]], starts: dict[str, list] | None = None) -> dict:
-    """Write CPU tensors to a safetensors file; it is on disk when this returns {"bytes": n, "crc32": n}.
+def write(path: Path, blocks: list[tuple[str, Tensor]], metadata: dict[str, str] | None = None) -> dict:
+    """Write CPU tensors to a new safetensors file; it is on disk when this returns {"bytes": n, "crc32": n}.
 
-    `starts`: where blocks begin in their tensors, if not at 0.
+    In a checkpoint, `starts` in the metadata says where blocks begin in their tensors, if not at 0 (JSON).
     """
-    header: dict = {"__metadata__": {"starts": json.dumps(starts)}} if starts else {}
+    header: dict = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, values in blocks:
         begin, end = end, end + values.nbytes
@@ -143,7 +147,7 @@ def write(path: Path, blocks: list[tuple[str, Tensor]], starts: dict[str, list] 
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     crc = 0
-    with path.open("wb") as file:
+    with path.open("xb") as file:
         for data in (len(text).to_bytes(8, "little"), text, *(as_bytes(values) for _, values in blocks)):
             for begin in range(0, len(data), CHUNK):
                 chunk = memoryview(data)[begin : begin + CHUNK]
@@ -154,10 +158,33 @@ def write(path: Path, blocks: list[tuple[str, Tensor]], starts: dict[str, list] 
         return {"bytes": file.tell(), "crc32": crc}
 
 
+def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write whole tensors on the CPU to a new file that other readers of safetensors take, with their checksums."""
+    sums = {name: zlib.crc32(as_bytes(values)) for name, values in tensors.items()}
+    # Transformers asks for the "format".
+    write(path, list(tensors.items()), {"format": "pt", CHECKSUMS: json.dumps(sums)})
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file. Raises Damaged if it is none, or a checksum in it is wrong."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            sums = json.loads((file.metadata() or {}).get(CHECKSUMS, "{}"))
+    except (SafetensorError, ValueError) as error:
+        raise Damaged(f"{path}: cut off or changed ({error})") from error
+    for name in sums.keys() | tensors.keys() if sums else ():
+        if name not in tensors or zlib.crc32(as_bytes(tensors[name])) != sums.get(name):
+            raise Damaged(f"{path}: the checksum of {name} is wrong")
+    return tensors
+
+
 def verify(path: Path, wanted: dict) -> None:
     """Raise Damaged unless the file is what `write` wrote; OSError if it is missing, or the disk does not answer."""
     crc = 0
-    with path.open("rb") as file:
+    with files.open_regular(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size != wanted["bytes"]:
+            raise Damaged(f"{path}: its size is wrong")
         while chunk := file.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
         found = {"bytes": file.tell(), "crc32": crc}
@@ -179,14 +206,14 @@ def make_empty(schema: dict[str, list]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def read(folder: Path, files: list[str], tensors: dict[str, Tensor]) -> None:
+def read(folder: Path, order: list[str], tensors: dict[str, Tensor]) -> None:
     """Fill the tensors, whole or sharded, in place, from the files of a checkpoint, which were verified.
 
     Opens files in the order given, and no more than needed. Raises Damaged if all of them lack a part of a tensor.
     """
     targets = {name: _local_and_offset(tensor) for name, tensor in tensors.items()}
     missing = {name: target.numel() for name, (target, _) in targets.items() if target.numel()}
-    for file in files:
+    for file in order:
         if not missing:
             return
         with safe_open(folder / file, framework="pt") as blocks:

@@ -65,7 +65,7 @@ def find_disks(folder: Path, world: World) -> Disk:
 
     def leave() -> str:
         folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        mark.touch(exist_ok=False)
         return mark.name
 
     try:

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from lib.utils import distributed
-from lib.utils.checkpoint import atomic, shards
+from lib.utils import distributed, files
+from lib.utils.checkpoint import atomic, run_folder, shards
 from lib.utils.checkpoint.shared_disk import Disk
 from lib.utils.checkpoint.state import model_tensors
 from lib.utils.distributed import World
@@ -38,24 +37,27 @@ def not_finite(model: nn.Module, world: World) -> list[str]:
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write folder/weights.safetensors from whole tensors on the CPU, in place of an older one. Raises OSError."""
+    run_folder.check_lock(folder.parent)
     folder.mkdir(exist_ok=True)
     with atomic.new_version(folder / "weights.safetensors") as partial:
-        shards.write(partial, list(tensors.items()))
+        shards.write_weights(partial, tensors)
 
 
 def find(run: Path) -> Path | None:
-    """Return the file of a run's best weights, or else of its final ones."""
-    files = [run / name / "weights.safetensors" for name in ("best", "final")]
-    return next((file for file in files if file.is_file()), None)
+    """Return the file of a run's best weights, or else of its final ones. Raises UsageError if the best are lost."""
+    best, final = (run / name / "weights.safetensors" for name in ("best", "final"))
+    if not best.is_file() and run_folder.read_outcome(run).get("best"):
+        raise UsageError(f"{best} is missing, though outcome.json knows best weights: take other ones by their path")
+    return next((file for file in (best, final) if file.is_file()), None)
 
 
 def read(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a weights file: safetensors, or torch's without code (`weights_only=True`)."""
     if path.is_dir():
         raise IsADirectoryError("a run's folder with best or final weights, or a file, is needed")
+    files.open_regular(path, "rb", follow=True).close()
     if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return shards.read_weights(path)
     loaded = torch.load(path, map_location="cpu", weights_only=True)
     for key in ("model", "state_dict"):  # as many save them
         if isinstance(loaded.get(key), dict):

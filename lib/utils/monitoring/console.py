@@ -8,6 +8,9 @@ import threading
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from lib.utils import files
+from lib.utils.errors import printable
+
 OUR_LOGGERS = ("lib", "train", "__main__", "root")  # the first part of our loggers' names
 
 
@@ -26,12 +29,21 @@ def setup_logging(folder: Path | None, rank: int) -> None:
     if folder is not None:
         path = Path(folder) / "logs" / f"rank_{rank}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
+        files.open_regular(path, "a").close()
         file = logging.FileHandler(path, errors="backslashreplace")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        file.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
         file.name = "lib.file"
         root.addHandler(file)
     if rank == 0:
         root.addHandler(TerminalHandler(sys.stdout))
+
+
+class PrintableFormatter(logging.Formatter):
+    """A formatter that leaves nothing to control a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record's text."""
+        return printable(super().format(record))
 
 
 class TerminalHandler(logging.StreamHandler):
@@ -44,7 +56,7 @@ class TerminalHandler(logging.StreamHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the message alone: Python prints the traceback that ends a run."""
-        return record.getMessage()
+        return printable(record.getMessage())
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""

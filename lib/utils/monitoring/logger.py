@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lib.utils import files
 from lib.utils.distributed import World
 from lib.utils.monitoring import console, images, metrics, startup, tensorboard, tensorboard_server, trackers
 
@@ -30,7 +31,7 @@ class Logger:
         self.started = False
         # Steps after the checkpoint come again; an evaluation at its very step may be logged already.
         self.logged = metrics.truncate_lines(folder / "metrics.jsonl", start_step)
-        self.metrics_file = (folder / "metrics.jsonl").open("a", buffering=1)
+        self.metrics_file = files.open_regular(folder / "metrics.jsonl", "a", buffering=1)
         hparams = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
         self.board = tensorboard.EventWriter(folder, start_step + 1, hparams)
         self.bar = console.Progress(total_steps, start_step)

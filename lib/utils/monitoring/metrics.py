@@ -9,11 +9,12 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from lib.utils import distributed
+from lib.utils import distributed, files
 from lib.utils.errors import UsageError, suggest
 
 log = logging.getLogger(__name__)
 MAX_TERMS = 1000  # of a sum, before they are added up
+MAX_LINE = 1 << 20  # bytes, of metrics.jsonl
 LOWER_IS_BETTER = ("loss", "bits_per_token")
 
 
@@ -126,23 +127,24 @@ def write_line(file: TextIO, figures: dict[str, Any]) -> None:
 
 
 def truncate_lines(path: Path, step: int) -> set[str]:
-    """Cut off the lines of metrics.jsonl after a step, or from one that a kill or a power failure left unreadable.
+    """Cut off what follows the last line of metrics.jsonl up to a step: later ones, or what a kill left of one.
 
-    Returns the names of the figures that are logged at this very step.
+    Lines before it that are odd stay. Returns the names of the figures that are logged at this very step.
     """
     if not path.exists():
         return set()
     end, names = 0, set()
-    with path.open("r+b") as file:
-        for line in file:
+    with files.open_regular(path, "r+b") as file:
+        while line := file.readline(MAX_LINE):
             try:
                 record = json.loads(line)
-            except ValueError:
+                logged = record["step"] - step if line.endswith(b"\n") else 1
+            except (ValueError, TypeError, LookupError, RecursionError):
+                continue
+            if logged > 0:
                 break
-            if record["step"] > step or not line.endswith(b"\n"):
-                break
-            if record["step"] == step:
+            if logged == 0:
                 names |= record.keys()
-            end += len(line)
+            end = file.tell()
         file.truncate(end)
     return names

@@ -1,0 +1,38 @@
+"""Opening files that others may have put there: regular ones only; no link is followed, no pipe waited for."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+UNFIT = (errno.ELOOP, errno.ENXIO, errno.EMLINK, errno.EFBIG)  # errors of these functions
+
+
+def open_regular(path: Path, mode: str, *, follow: bool = False, **options: Any) -> Any:
+    """Open a regular file, in any mode of `open` but "w". A link in its place is followed only if `follow`.
+
+    Raises OSError, also before writing to a file with a hard link: what that shows would change, too.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        number = os.open(name, flags | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW), 0o666)
+        about = os.fstat(number)
+        if not stat.S_ISREG(about.st_mode):
+            os.close(number)
+            raise OSError(errno.ENXIO, "not a regular file", name)
+        if about.st_nlink > 1 and mode not in ("r", "rb"):
+            os.close(number)
+            raise OSError(errno.EMLINK, "it has a second name, a hard link: put a copy in its place", name)
+        return number
+
+    return open(path, mode, opener=opener, **options)
+
+
+def read_bytes(path: Path, *, most: int = 1 << 26, follow: bool = False) -> bytes:
+    """Return the content of a regular file. Raises OSError, also for more than `most` bytes."""
+    with open_regular(path, "rb", follow=follow) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
+    return data

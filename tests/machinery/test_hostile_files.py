@@ -1,0 +1,495 @@
+"""What others put into a run's folder: links, pipes, odd content, escapes; and a second run in the same folder."""
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import runs
+import saves
+from processes import until
+from runs import outcome, run
+from saves import SMALL, log_of, names
+
+from lib import config, predict
+from lib.trainer import trainer
+from lib.utils import files
+from lib.utils.checkpoint import run_folder, shards, state, weights
+from lib.utils.errors import UsageError, printable
+from lib.utils.monitoring import console, metrics
+from scripts import export, plot, reading, status
+
+pytestmark = pytest.mark.usefixtures("small_plugins")
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder to another user")
+ESCAPE = "\x1b[2J\x1b]0;owned\x07\u202e"
+MANIFEST, SHARD = "manifest.json", "shard_0001.safetensors"
+
+
+ODD = {  # what may stand in the place of a file; `there` is a file that must not change
+    "link": lambda path, there: path.symlink_to(there),
+    "dangling link": lambda path, there: path.symlink_to(there.parent / "nowhere"),
+    "looping link": lambda path, there: path.symlink_to(path.name),
+    "hard link": lambda path, there: path.hardlink_to(there),
+    "pipe": lambda path, there: os.mkfifo(path),
+    "socket": lambda path, there: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "folder": lambda path, there: path.mkdir(),
+    "device": lambda path, there: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.fixture
+def there(tmp_path):
+    """Somebody's file."""
+    file = tmp_path / "precious"
+    file.write_text('{"state": "finished"}\n')
+    yield file
+    assert file.read_text() == '{"state": "finished"}\n' and not (tmp_path / "nowhere").exists()
+
+
+def replace(path: Path, kind: str, there: Path):
+    path.unlink(missing_ok=True)
+    ODD[kind](path, there)
+
+
+# Opening
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_only_regular_files_are_opened_and_only_links_that_a_user_names_are_followed(kind, tmp_path, there):
+    path = tmp_path / "x"
+    ODD[kind](path, there)
+    for mode in ("r", "r+", "a", "ab+", "xb"):
+        if (kind, mode) != ("hard link", "r"):
+            with pytest.raises(OSError, match="Errno"):
+                files.open_regular(path, mode)
+    if kind == "link":
+        assert files.read_bytes(path, follow=True) == there.read_bytes()
+    with pytest.raises(OSError, match="larger than 5 bytes"):
+        files.read_bytes(there, most=5)
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "logs/rank_0.log"])
+def test_a_run_does_not_start_over_what_is_no_file_of_its_own(kind, name, copy, there, refused):
+    replace(copy / name, kind, there)
+    kept = outcome(copy)
+    line = refused(f"{SMALL} -cpu 1", out=copy.parent)
+    assert "cannot be written" in line and str(copy / name) in line
+    assert outcome(copy) == kept
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "link to a folder"])
+@pytest.mark.parametrize("name", ["checkpoints", "best", "final", "logs"])
+def test_a_run_does_not_start_over_what_is_no_folder_of_its_own(kind, name, copy, there, refused):
+    shutil.rmtree(copy / name)
+    if kind == "link to a folder":
+        (copy / name).symlink_to(there.parent)
+    else:
+        ODD[kind](copy / name, there)
+    before = sorted(there.parent.iterdir())
+    assert f"{copy / name})" in refused(f"{SMALL} -cpu 1", out=copy.parent)
+    assert sorted(there.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe", "socket", "device"])
+def test_files_that_are_replaced_are_replaced_whatever_stands_there(kind, copy, there):
+    for name in ("outcome.json", "config.yaml", "best/weights.safetensors", "final/weights.safetensors"):
+        replace(copy / name, kind, there)
+    shutil.rmtree(copy / "checkpoints")
+    folder = run(copy.parent, f"{SMALL} -cpu 1 -epochs 1")
+    assert outcome(folder)["state"] == "finished"
+    for name in ("outcome.json", "config.yaml", "best/weights.safetensors", "final/weights.safetensors"):
+        assert stat.S_ISREG((folder / name).lstat().st_mode) and (folder / name).stat().st_nlink == 1
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("name", [MANIFEST, SHARD])
+def test_a_checkpoint_with_what_is_no_file_of_it_is_passed_over(kind, name, copy, there):
+    if kind == "hard link":  # of a copy by cp -al: it is only read
+        pytest.skip("a file with two names may be read")
+    newest, before = names(copy)[:2]
+    replace(copy / "checkpoints" / newest / name, kind, there)
+    past = saves.found(copy)
+    assert past.folder.name == before and newest in past.damaged[0]
+
+
+def test_a_checkpoint_that_is_a_link_or_larger_than_plausible_is_passed_over(copy, tmp_path):
+    newest, second, third = (copy / "checkpoints" / name for name in names(copy)[:3])
+    newest.rename(tmp_path / "elsewhere")
+    newest.symlink_to(tmp_path / "elsewhere")
+    os.truncate(second / MANIFEST, 1 << 40)  # a hole: it takes no room
+    os.truncate(third / SHARD, 1 << 40)
+    assert saves.found(copy).folder.name == names(copy)[3]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "device"])
+def test_a_cfg_file_or_weights_that_are_no_regular_file_are_refused_and_links_that_are_named_are_followed(
+    kind, tmp_path, there, finished_run, refused
+):
+    path = tmp_path / "x.safetensors"
+    ODD[kind](path, there)
+    with pytest.raises(UsageError, match="cannot be read"):
+        config.parse_args(["-cfg", str(path)])
+    assert "-weights" in refused(f"{SMALL} -weights {path}")
+    path = tmp_path / "link.safetensors"
+    path.symlink_to(finished_run / "final" / "weights.safetensors")
+    assert weights.read(path)
+    link = tmp_path / "link.yaml"
+    link.symlink_to(finished_run / "config.yaml")
+    assert config.parse_args(["-cfg", str(link)], describe=False).arch == "norm_net"
+
+
+# Owners
+
+
+@AS_ROOT
+def test_the_folder_of_another_user_is_refused_unless_out_is_made_for_a_group(copy, tmp_path, refused):
+    out = copy.parent
+    os.chown(copy, 12345, -1)
+    for mode in (0o755, 0o775, 0o2755, 0o777, 0o3777):
+        out.chmod(mode)
+        line = refused(f"{SMALL} -cpu 2", out=out)
+        assert "belongs to user 12345" in line and f"chmod g+ws {out}" in line
+    out.chmod(0o2775)
+    run(out, f"{SMALL} -cpu 2")
+    out.chmod(0o755)
+    os.chown(copy, os.geteuid(), -1)
+    other = tmp_path / "out"
+    other.mkdir()
+    (other / "few_norm_net").symlink_to(copy)
+    run(other, f"{SMALL} -cpu 2")  # a link of my own, as to a larger disk
+    os.lchown(other / "few_norm_net", 12345, -1)
+    assert "belongs to user 12345" in refused(f"{SMALL} -cpu 2", out=other)
+
+
+@AS_ROOT
+def test_on_a_disk_that_gives_all_files_to_one_user_a_run_resumes(copy, monkeypatch):
+    real = run_folder.tempfile.TemporaryFile
+
+    def squashed(**options):
+        file = real(**options)
+        os.fchown(file.fileno(), 12345, -1)
+        return file
+
+    os.chown(copy, 12345, -1)
+    monkeypatch.setattr(run_folder.tempfile, "TemporaryFile", squashed)
+    run(copy.parent, f"{SMALL} -cpu 2")
+
+
+# Two runs in one folder
+
+
+def take_over(patch, step: int, take):
+    """Let `take(folder)` happen on rank 0 after this step."""
+    real = trainer.Trainer.after_step
+
+    def after_step(self):
+        if self.state.step == step:
+            self.checkpoints.finish()
+            if self.world.is_main:
+                take(self.folder)
+        return real(self)
+
+    patch.setattr(trainer.Trainer, "after_step", after_step)
+
+
+def another_run(folder: Path):
+    """Put another run's folder in the place of one."""
+    shutil.rmtree(folder)
+    (folder / "best").mkdir(parents=True)
+    for name in (".lock", "outcome.json", "best/weights.safetensors", "metrics.jsonl"):
+        (folder / name).write_text("another run's")
+
+
+def another_lock(folder: Path):
+    """Remove the lock alone, and let another run make its own."""
+    (folder / ".lock").unlink()
+    (folder / ".lock").write_text("another run's")
+
+
+TAKEN = {"the folder": another_run, "the lock": another_lock}
+
+
+@pytest.mark.parametrize("cpu", [1, 2])
+@pytest.mark.parametrize("what", TAKEN)
+@pytest.mark.parametrize("seen_by", ["-save_every 1steps", "-log_every 1", "-epochs 2"])
+def test_a_run_whose_folder_another_one_has_ends_and_writes_nothing_more(cpu, what, seen_by, tmp_path, monkeypatch):
+    def take(folder):
+        TAKEN[what](folder)
+        taken.update(tree(folder))
+
+    taken: dict = {}
+    take_over(monkeypatch, 5, take)
+    argv = [*f"{SMALL} {seen_by} -cpu {cpu} -model m -out {tmp_path}".split()]
+    if cpu == 1:
+        with pytest.raises(OSError, match="another process has the run's folder"):
+            runs.train.main(argv)
+        assert tree(tmp_path / "m") == taken
+    else:
+        assert runs.train.main(argv) == 1
+        written = {name: text for name, text in tree(tmp_path / "m").items() if "another" in text}
+        assert len(written) == (4 if what == "the folder" else 1)
+        assert set(tree(tmp_path / "m")) == set(written) or what == "the lock"
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """The files of a folder, without logs."""
+    kept = [path for path in folder.rglob("*") if path.is_file() and "logs" not in path.parts]
+    return {str(path.relative_to(folder)): path.read_text(errors="replace") for path in kept}
+
+
+def test_a_lock_that_is_gone_without_another_one_does_not_end_a_run(tmp_path, monkeypatch):
+    take_over(monkeypatch, 5, lambda folder: (folder / ".lock").unlink())
+    assert outcome(run(tmp_path, f"{SMALL} -cpu 1"))["state"] == "finished"
+
+
+def test_a_run_that_outlives_rm_leaves_the_weights_of_the_next_one(start):
+    first = start("live", "-epochs", "5000", "-log_every", "5", cpu=2)
+    until(lambda: (first.folder / "checkpoints" / "latest").exists())
+    first.folder.rename(first.folder.with_name("removed"))
+    shutil.rmtree(first.folder.with_name("removed"), ignore_errors=True)
+    folder = run(first.folder.parent, "-cpu 1 -epochs 1 -model live")
+    kept = tree(folder)
+    assert until(lambda: first.ended() is not None) and first.ended() == 1
+    assert "another process has the run's folder" in first.log.read_text() and tree(folder) == kept
+
+
+# Weights
+
+
+def flip(path: Path, at: int):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "flipped": lambda path: flip(path, -3),
+    "flipped early": lambda path: flip(path, len(path.read_bytes()) // 2),
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 5),
+    "empty": lambda path: os.truncate(path, 0),
+    "missing": lambda path: path.unlink(),
+}
+
+
+def test_every_flipped_bit_of_a_weights_file_is_noticed(tmp_path):
+    file = tmp_path / "x.safetensors"
+    shards.write_weights(file, {"a.weight": runs.torch.randn(3), "b": runs.torch.tensor(True)})
+    good, found = file.read_bytes(), weights.read(file)
+    assert runs.load_file(file).keys() == found.keys() == {"a.weight", "b"}
+    for bit in range(8 * len(good)):
+        data = bytearray(good)
+        data[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(data)
+        try:
+            same = runs.same_tensors(weights.read(file), found)
+        except shards.Damaged as error:
+            same = str(file) in str(error)
+        assert same, f"bit {bit} of {bytes(good[bit // 8 : bit // 8 + 1])}"
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damaged_best_weights_are_named_by_all_who_read_them(what, copy, finished_run, refused, capfd):
+    file = copy / "best" / "weights.safetensors"
+    DAMAGE[what](file)
+    for call in (
+        lambda: predict.weights.load_into(str(copy), runs.norm_net(config.parse_args(["-num_classes", "4"]))),
+        lambda: (weights.find(copy), weights.read(file)),
+    ):
+        with pytest.raises((UsageError, shards.Damaged), match=str(file)):
+            call()
+    assert str(file) in refused(f"{SMALL} -model new -weights {copy}", out=copy.parent)
+    assert "best" in refused(f"{SMALL} -eval", out=copy.parent)
+    with pytest.raises(SystemExit) as end:
+        export.main([str(copy), "-o", str(copy / "x.safetensors")])
+    assert end.value.code == 2 and str(file) in capfd.readouterr().err
+    run(copy.parent, f"{SMALL} -cpu 2")
+    assert str(file) in log_of(copy) and "the next evaluation counts as the best" in log_of(copy)
+    assert outcome(copy)["best"] is None and outcome(finished_run)["best"]
+
+
+def test_a_run_that_lost_its_best_weights_writes_new_ones(copy, finished_run):
+    for name in names(copy)[:5]:
+        shutil.rmtree(copy / "checkpoints" / name)
+    flip(copy / "best" / "weights.safetensors", -3)
+    run(copy.parent, f"{SMALL} -cpu 2")
+    assert outcome(copy)["best"]["epoch"] in (2, 3) and weights.read(weights.find(copy))
+    assert runs.distance(copy, finished_run) == 0
+
+
+def test_weights_of_other_programs_need_no_checksum(tmp_path):
+    runs.torch.save({"a": runs.torch.ones(2)}, tmp_path / "x.pt")
+    saves.shards.write(tmp_path / "y.safetensors", [("a", runs.torch.ones(2))])
+    assert [[*weights.read(tmp_path / name)] for name in ("x.pt", "y.safetensors")] == [["a"], ["a"]]
+
+
+# Manifests whose checksum is right
+
+
+def change(path: str, value):
+    """A change of a manifest: the entry a.b.c gets this value, or is removed for `...`."""
+
+    def changed(manifest):
+        *places, last = path.split("/")
+        place = manifest
+        for name in places:
+            place = place[name]
+        if value is ...:
+            del place[last]
+        else:
+            place[last] = value
+
+    return changed
+
+
+FORGED = {
+    f"{path} {value!r}"[:50]: change(path, value)
+    for path, values in {
+        "state": ([], None, "x", {}, ...),
+        "state/step": (-1, 10**30, "5", 1.5, None, True, ...),
+        "state/epoch": (-1, 10**6, [1]),
+        "state/samples": (-1, 1 << 70),
+        "state/best": ([], {"metric": "x"}, {"metric": 3, "value": 1, "score": 1, "epoch": 1}, 7),
+        "state/sums": ([], {"loss": "x"}),
+        "state/unlogged": ({"loss": 3}, {"loss": ["x"]}, 4),
+        "state/scaler": (["x"], {"scale": []}),
+        "state/other": (1,),
+        "config": ([], None, ...),
+        "config/batch_size": (0, -4, "16", 1e300, ...),
+        "config/samples": (-1, 0, {}, ...),
+        "config/micro_batch": (0, None),
+        "config/threads": (-3, "many"),
+        "tensors": ([], 3, ...),
+        "tensors/model.1.weight": (["F32"], ["F33", [24, 64]], ["F32", [1 << 50]], ["F32", [-1, 2]], ["F32", 3], 1),
+        "shards": ([], {}, ...),
+        f"shards/{SHARD}": ([], {"bytes": -1, "crc32": 0}, {"bytes": "x"}, None),
+        "shards/../../../precious": ({"bytes": 22, "crc32": 0},),
+        "shards//etc/passwd": ({"bytes": 22, "crc32": 0},),
+        "format": (None, "3", [], ...),
+    }.items()
+    for value in values
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_manifest_is_passed_over(what, copy):
+    newest, before = names(copy)[:2]
+    if what.startswith(("shards/..", "shards//")):
+        entry = what.partition("/")[2].partition(" ")[0]
+        saves.change_manifest(
+            copy / "checkpoints" / newest, lambda m: {**m, "shards": {**m["shards"], entry: {"bytes": 1, "crc32": 0}}}
+        )
+    else:
+        saves.change_manifest(copy / "checkpoints" / newest, FORGED[what])
+    past = saves.found(copy)
+    assert past.folder.name == before and newest in past.damaged[0] and "is left" not in past.damaged[0]
+
+
+@pytest.mark.parametrize("body", [b"[", b'{"a": ' * 5000, b'{"a": 1', b"nothing"])
+def test_a_manifest_with_a_checksum_that_is_no_json_is_passed_over(body, copy):
+    newest, before = names(copy)[:2]
+    text = body + shards.CHECKSUM_LINE % shards.zlib.crc32(body)
+    (copy / "checkpoints" / newest / MANIFEST).write_bytes(text)
+    assert saves.found(copy).folder.name == before
+
+
+def test_manifests_of_real_runs_pass_the_check(finished_run):
+    for folder in run_folder.list_checkpoints(finished_run / "checkpoints"):
+        assert state.read_manifest(folder) == shards.read_manifest(folder)
+
+
+# What is shown
+
+LINES = [b"[]", b"5", b"null", b'{"step": "x"}', b'{"epoch": 1}', b"\xff\x00", b"{" * 10_000, b'{"step": 2, "a": []}']
+
+
+@pytest.mark.parametrize("odd", LINES, ids=lambda line: repr(line)[:20])
+def test_an_odd_line_in_metrics_jsonl_keeps_no_run_from_starting_and_is_one_row(odd, copy, tmp_path):
+    path = copy / "metrics.jsonl"
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first, odd + b"\n", *others]))
+    run(copy.parent, f"{SMALL} -cpu 2")
+    assert path.read_bytes().startswith(first + odd + b"\n" + others[0]), "what follows it stays"
+    shutil.copytree(copy, copy.parent / "other")
+    rows = {row["run"]: row for row in status.rows(copy.parent, "best")}
+    assert rows["few_norm_net"]["why"] == "metrics.jsonl: line 2 is none that a run writes"
+    assert rows["few_norm_net"]["loss"] == rows["other"]["loss"] != ""
+
+
+OUTCOMES = [
+    "[]",
+    '{"state": ["x"], "best": [1]}',
+    '{"state": "finished", "best": {"metric": "a", "value": "b", "score": "c"}}',
+    '{"state": "failed", "reason": {"a": 1}, "best": 3}',
+    '{"state": "finished", "best": {"metric": "a"}}',
+    "{" * 100_000,
+    "\0" * 50,
+]
+
+
+@pytest.mark.parametrize("text", OUTCOMES, ids=lambda text: text[:20])
+@pytest.mark.parametrize("by", status.SORTS)
+def test_one_odd_run_is_one_row_and_breaks_no_table(text, by, copy, capsys):
+    for name in ("odd", "other"):
+        shutil.copytree(copy, copy.parent / name)
+    (copy.parent / "odd" / "outcome.json").write_text(text)
+    saves.change_manifest(
+        copy.parent / "odd" / "checkpoints" / names(copy)[0], lambda m: {**m, "state": [], "config": None}
+    )
+    assert status.main([str(copy.parent), "-by", by]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and sum("finished" in line for line in lines) >= 2
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "device", "dangling link", "folder"])
+def test_the_table_waits_for_no_pipe_and_follows_no_link(kind, copy, there, capsys):
+    shutil.copytree(copy, copy.parent / "other")
+    for name in ("outcome.json", "metrics.jsonl", ".lock", "logs/rank_0.log"):
+        replace(copy / name, kind, there)
+    assert status.main([str(copy.parent), "-by", "seen"]) == 0
+    assert "other" in capsys.readouterr().out
+    assert reading.metrics(copy).fault and not reading.log(copy) and reading.is_locked(copy) is None
+
+
+def test_names_and_reasons_cannot_control_the_terminal(copy, tmp_path, capsys, monkeypatch):
+    name = f"a{ESCAPE}\nb"
+    facts = {**outcome(copy), "state": "failed", "reason": f"x{ESCAPE}", "host": ESCAPE}
+    (copy / "outcome.json").write_text(json.dumps(facts))
+    copy.rename(copy.parent / name)
+    assert status.main([str(copy.parent)]) == 0
+    with pytest.raises(SystemExit):
+        plot.main([str(tmp_path / name)])
+    with pytest.raises(SystemExit):
+        export.main([str(tmp_path / name)])
+    assert runs.train.main(["-cfg", str(tmp_path / name)]) == 2
+    console.setup_logging(tmp_path, rank=0)
+    console.logging.getLogger("lib").warning("the class %s", ESCAPE)
+    shown = "".join(capsys.readouterr()) + (tmp_path / "logs" / "rank_0.log").read_text()
+    assert shown.count("\\x1b[2J") >= 6 and "\\u202e" in shown
+    assert not [one for one in shown if not (one.isprintable() or one == "\n")]
+    assert printable("Größe 日本 🎉\n\tx") == "Größe 日本 🎉\n\tx"
+
+
+def test_plot_draws_the_good_runs_and_names_what_it_leaves_out(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="needs uv pip install -r pyproject.toml --group plot")
+    figures = {"step": 1, "val/loss": 2.0, "val/accuracy": 0.5}
+    many = {**figures, **{f"val/m{number:04}": 1.0 for number in range(3000)}}
+    for name, text in (("good", json.dumps(many)), ("odd", "[]"), ("empty", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(f"{text}\n")
+    file = tmp_path / "x.png"
+    assert plot.main([str(tmp_path / name) for name in ("odd", "good", "empty")] + ["-o", str(file)]) == 0
+    said = capsys.readouterr()
+    assert f"{tmp_path / 'odd'}: metrics.jsonl: line 1 is none that a run writes" in said.err
+    assert f"{tmp_path / 'empty'}: " in said.err
+    assert "only 24 panels; left out: val/m0020, val/m0021, val/m0022, val/m0023 and 2976 more" in said.err
+    assert file.exists() and said.out.endswith("1 run\n")
+
+
+def test_truncating_a_file_of_zeros_takes_no_memory_and_no_time(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n')
+    os.truncate(path, 1 << 28)
+    assert metrics.truncate_lines(path, 5) == set() and path.read_bytes() == b'{"step": 1}\n'
