@@ -7,6 +7,7 @@ import ast
 import contextlib
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -59,6 +60,8 @@ def load_flags(kind: str, name: str) -> ModuleType:
         module, tree = importlib.util.module_from_spec(spec), ast.parse(Path(spec.origin).read_bytes())
         tree.body = needed_statements(tree.body)
         exec(compile(tree, spec.origin, "exec"), vars(module))
+        if "torch" in sys.modules:  # `describe` may compute, as an import in `load`
+            sys.modules["torch"].set_num_threads(1)
         return module
     return load(kind, name)  # whose message says what is wrong
 
