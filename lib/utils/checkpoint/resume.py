@@ -207,7 +207,8 @@ def describe_changes(args: "Args", plan: Plan, past: Past) -> str:
         shown = ", ".join(map(show, refused))
         allow = " ".join(f"-allow_change {name}" for name in refused)
         keep = "take that run's by -cfg RUN/config.yaml" if args.resume else "keep them"
-        hint = f"{keep}, or add {allow}, or start from scratch with -reset or another -model"
+        scratch = "another -model" if args.reset else "-reset or another -model"  # done once in a launch
+        hint = f"{keep}, or add {allow}, or start from scratch with {scratch}"
         raise UsageError(f"-model {args.model} would resume with other settings: {shown}; {hint}")
     return ", ".join(map(show, changed))
 

@@ -113,6 +113,9 @@ def acquire(args: Args, world: World, disk: Disk, job: str | None = None) -> Ite
         if not disk.is_first:
             with contextlib.suppress(FileNotFoundError):  # a network disk may show it later
                 _locks[folder.path] = files.open_regular(folder.path / ".lock", "r")
+        if args.reset and world.is_main and not is_reset_due(args, world):
+            remedy = "a new command needs another --rdzv_id (RUN_ID of elastic.sh)"
+            log.warning("-reset is not repeated: launch %s has begun this run already; %s", world.launch, remedy)
         with no_exit():
             yield folder
     except Exception as error:

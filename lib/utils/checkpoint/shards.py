@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lib.utils import files
+from lib.utils import files, watchdog
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -187,6 +187,7 @@ def verify(path: Path, wanted: dict) -> None:
             raise Damaged(f"{path}: its size is wrong")
         while chunk := file.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
+            watchdog.moved()
         found = {"bytes": file.tell(), "crc32": crc}
     if found != wanted:
         raise Damaged(f"{path}: size or checksum is wrong: {found} instead of {wanted}")
