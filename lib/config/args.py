@@ -1,5 +1,6 @@
 """Makes `args`: the command line over a -cfg file over the defaults of the plugins and the shared flags."""
 
+import argparse
 import contextlib
 import logging
 import math
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from lib.config import flags, plugins
+from lib.config import flags, plugins, types
 from lib.config.namespace import Args
 from lib.config.parser import Help, Parser
 from lib.config.plugins import BUILDERS
@@ -77,8 +78,8 @@ def read_cfg(path: str) -> dict[str, list[str]]:
     The key `about`, which a run writes for people, is left out.
     """
     try:
-        entries = yaml.load(Path(path).read_text(encoding="utf-8"), yaml.BaseLoader)
-    except (OSError, ValueError) as error:
+        entries = yaml.load(Path(types.path(path)).read_text(encoding="utf-8"), yaml.BaseLoader)
+    except (OSError, ValueError, argparse.ArgumentTypeError) as error:
         raise UsageError(f"-cfg {path!r}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
         raise UsageError(f"-cfg {path}: not YAML ({' '.join(str(error).split())})") from None
