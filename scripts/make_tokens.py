@@ -35,7 +35,11 @@ def main(argv: list[str] | None = None) -> int:
     kind.add_argument("-bytes", action="store_true", help="make each byte a token")
     args = parser.parse_args(argv)
     try:
-        files = found(args.texts)
+        if not (0 <= args.val <= 1 and args.vocabulary > 256):
+            raise UsageError(
+                "-val is a share from 0 to 1, and -vocabulary at least 257: the bytes and the end of a text"
+            )
+        files = found(args.texts, args.o)
         train_bytes = round(sum(file.stat().st_size for file in files) * (1 - args.val))
         tokenizer = Bytes() if args.bytes else Tokenizer(args.tokenizer, args.vocabulary, pieces(files, train_bytes))
         counts = write(args.o, tokenizer, pieces(files, train_bytes))
@@ -45,12 +49,18 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def found(texts: list[Path]) -> list[Path]:
-    """Return the files, and those in the folders but hidden ones, sorted. Raises UsageError if one has none."""
+def found(texts: list[Path], out: Path) -> list[Path]:
+    """Return the files, and those in the folders but hidden ones, sorted, and without older token files in `out`.
+
+    Raises UsageError if a folder has none, and for links to nothing.
+    """
     files = []
     for text in texts:
-        inner = [text] if text.is_file() else sorted(file for file in text.rglob("*") if file.is_file())
+        inner = [text] if text.is_file() else sorted(file for file in text.rglob("*") if not file.is_dir())
         inner = [file for file in inner if not any(part.startswith(".") for part in file.relative_to(text).parts)]
+        inner = [file for file in inner if file.resolve().parent != out.resolve()]
+        if broken := next((file for file in inner if not file.is_file()), None):
+            raise UsageError(f"{broken}: a link to nothing, or no regular file")
         if not inner:
             raise UsageError(f"{text}: no such file, or a folder without files")
         files += inner
@@ -80,7 +90,8 @@ class Bytes:
         return np.frombuffer(piece, np.uint8)
 
     def save(self, folder: Path):
-        """There is nothing to save."""
+        """Remove the tokenizer of older token files, which would be taken for these."""
+        (folder / "tokenizer.json").unlink(missing_ok=True)
 
 
 class Tokenizer:

@@ -453,3 +453,41 @@ def test_weights_that_are_not_finite_are_written_neither_to_best_nor_to_final(fl
         assert "1.weight (1 in all) is not finite" in outcome(tmp_path / "breaks")["reason"]
         assert not (tmp_path / "breaks" / "best").exists() and not (tmp_path / "breaks" / "final").exists()
         run(tmp_path, f"{flags} -reset -allow_change nan")
+
+
+@pytest.mark.parametrize(("name", "size"), [("trainer", 2), ("ema", 1)])
+def test_best_and_final_weights_are_both_tested_and_the_final_ones_stay(tmp_path, monkeypatch, name, size):
+    """The best weights are those of epoch 2: later evaluations are made worse."""
+    monkeypatch.setattr(
+        trainer.metrics,
+        "new_best",
+        lambda best, figures, metric, epoch: (
+            {"metric": "loss", "value": 0.5, "score": -0.5, "epoch": 2} if epoch == 2 else None
+        ),
+    )
+    folder = run(tmp_path, f"{SMALL} -cpu {size} -trainer {name}")
+    model, part, found = norm_net(type("Args", (), {"num_classes": 4})).eval(), few(None)["test"], outcome(folder)
+    for place, split in (("best", "test_best"), ("final", "test")):
+        model.load_state_dict(load_file(folder / place / "weights.safetensors"))
+        truth = nn.functional.cross_entropy(model(part.tensors[0]), part.tensors[1]).item()
+        assert found[split]["loss"] == pytest.approx(truth, abs=1e-6)
+        assert sum(f"{split}/loss" in line for line in lines(folder)) == 1
+    assert found["test"]["loss"] != found["test_best"]["loss"]
+    log = saves.log_of(folder)
+    assert "(best weights: val loss 0.5000 in epoch 2)" in log.partition("finished:")[2].splitlines()[0]
+    assert log.index("finished:") < log.index("final:       test ") < log.index("best/weights.safetensors")
+    saved = saves.tensors(folder / "checkpoints" / saves.names(folder)[0])
+    if name == "trainer":
+        assert same_tensors({key: saved[f"model.{key}"] for key in weights(folder)}, weights(folder))
+    (folder / "best" / "weights.safetensors").unlink()
+    run(tmp_path, f"{SMALL} -cpu {size} -trainer {name}")
+    assert "the best weights are not tested: " in saves.log_of(folder) and "test_best" not in outcome(folder)
+    assert outcome(folder)["test"] == found["test"]
+
+
+def test_weights_that_are_best_and_final_are_tested_once(uninterrupted):
+    for folder in (uninterrupted[1], uninterrupted[2]):
+        last, found = saves.log_of(folder).partition("finished:")[2], outcome(folder)
+        is_best = found["best"]["epoch"] == found["epoch"]
+        assert ("test_best" in found) != is_best
+        assert ("which are the best" in last) == is_best

@@ -1,5 +1,6 @@
 """Makes `args`: the command line over a -cfg file over the defaults of the plugins and the shared flags."""
 
+import argparse
 import contextlib
 import logging
 import math
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from lib.config import flags, plugins
+from lib.config import flags, plugins, types
 from lib.config.namespace import Args
 from lib.config.parser import Help, Parser
 from lib.config.plugins import BUILDERS
@@ -79,8 +80,9 @@ def read_cfg(path: str) -> dict[str, list[str]]:
     The key `about`, which a run writes for people, is left out.
     """
     try:
-        entries = yaml.load(files.read_bytes(Path(path), most=CFG_BYTES, follow=True).decode(), yaml.BaseLoader)
-    except (OSError, ValueError) as error:
+        text = files.read_bytes(Path(types.path(path)), most=CFG_BYTES, follow=True).decode()
+        entries = yaml.load(text, yaml.BaseLoader)
+    except (OSError, ValueError, argparse.ArgumentTypeError) as error:
         raise UsageError(f"-cfg {path!r}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
         raise UsageError(f"-cfg {path}: not YAML ({' '.join(str(error).split())})") from None

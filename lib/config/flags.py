@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from lib.config import plugins, types
 from lib.config.parser import SWITCH, Listing
-from lib.config.types import real, text, whole
+from lib.config.types import path, real, text, whole
 from lib.utils.errors import UsageError
 
 
@@ -20,7 +20,8 @@ def value(type_: Callable[[str], object], metavar: str, **more) -> dict:
 COUNT, COUNT_OR_0 = value(whole(1), "N"), value(whole(0), "N")
 POSITIVE, NOT_NEGATIVE = value(real(0, above=True), "X"), value(real(0), "X")
 PERIOD = value(real(0, 10**6, above=True), "X")  # of time
-DIR, FILE, PATH, NAME = value(text, "DIR"), value(text, "FILE"), value(text, "PATH"), value(text, "NAME")
+DIR, FILE, PATH = value(path, "DIR"), value(path, "FILE"), value(path, "PATH")
+NAME = value(text, "NAME")
 PLUGIN = value(types.plugin_name, "NAME")
 COMPILE = {"choices": ("blocks", "model"), "nargs": "?", "const": "blocks"}
 REPEATABLE = {"action": "append", "default": []}
@@ -171,7 +172,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-slurm_partition", NAME, "partition")
     add("-slurm_timeout", COUNT, "time limit in minutes (the partition's)")
     add("-slurm_cpus", COUNT, "CPUs of a task (-workers or 8, plus 2)")
-    option = "option of sbatch, as account=ME or mem=64G; repeatable"
+    option = "option of sbatch, as account=ME or mem=64G; repeatable; no secrets: config.yaml shows it"
     add("-slurm_arg", value(text, "KEY=VALUE", **REPEATABLE), option)
     add("-slurm_signal_s", COUNT, "seconds of warning before the time limit", 120)
     add("-slurm_dir", DIR, "the job's files, on a shared disk (OUT/NAME/slurm)")

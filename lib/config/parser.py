@@ -40,7 +40,11 @@ class Parser(argparse.ArgumentParser):
         for spelling in (name, name[1:], f"-{name}"):
             if spelling in self._option_string_actions and len(spelling) > 1:
                 return spelling + equals + value
-        hint = suggest(name, self._option_string_actions) or ": a plugin's flag needs its -arch, -dataset or -trainer"
+        others = plugins.find_flag(name.lstrip("-"))
+        hint = (
+            f": it is a flag of {' and of '.join(others)}" if others else suggest(name, self._option_string_actions)
+        )
+        hint = hint or ": a plugin's flag needs its -arch, -dataset or -trainer"
         raise UsageError(f"{source}unknown flag {name}{hint}")
 
     def to_arguments(self, entries: dict[str, list[str]], path: str) -> list[str]:

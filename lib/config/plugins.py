@@ -7,6 +7,7 @@ import ast
 import contextlib
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,16 @@ def summary(kind: str, name: str) -> str:
     except (SyntaxError, ValueError) as error:
         return f"cannot be read: {error}"
     return (text or "").partition("\n")[0]
+
+
+def find_flag(flag: str) -> list[str]:
+    """Return the plugins, as "-arch mlp", in whose text a flag stands."""
+    text = re.compile(rf"""["']--?{re.escape(flag)}["']""")
+    files = [(kind, name, ROOT / "lib" / kind / f"{name}.py") for kind in BUILDERS for name in names(kind)]
+    there = [
+        (kind, name) for kind, name, file in files if file.is_file() and text.search(file.read_text(errors="replace"))
+    ]
+    return [f"-{kind} {name}" for kind, name in there]
 
 
 def load(kind: str, name: str) -> ModuleType:

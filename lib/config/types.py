@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable
 
@@ -22,6 +23,16 @@ def matching(pattern: str, wanted: str) -> Callable[[str], str]:
 
 # Surrogates (\ud800 and up) are Python's form of bytes that are not UTF-8.
 text = matching(r"[^\x00-\x1f\x7f\ud800-\udfff]+", "a line of text in UTF-8")
+
+
+def path(value: str) -> str:
+    """Return a path with ~ and $NAME replaced, as a shell does on the command line but not in a file, or behind =."""
+    found = os.path.expanduser(os.path.expandvars(text(value)))  # noqa: PTH111  # the rest of the text stays as it is
+    if unknown := re.match(r"~[^/]*|.*?(\$\w+|\$\{\w+\})", found):
+        raise argparse.ArgumentTypeError(f"{value!r}: {unknown[1] or unknown[0]} is no variable and no home here")
+    return found
+
+
 plugin_name = matching(r"(?!\d)\w+", "a plugin's name: letters, digits and underscores, as my_net of my_net.py")
 run_name = matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", "a name of letters, digits, dots, dashes and underscores")
 metric = matching(r"[^\x00-\x1f\x7f:]+(:min|:max)?", "a metric like accuracy, rec:min or f1:max")

@@ -17,6 +17,11 @@ from lib.utils import seeding
 from lib.utils.errors import UsageError
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # of Python's own library
+OTHER_TYPES = ("<i8", ">i8", "<f8", "<i4", ">i4", "<f4", ">u2", "<u2", "<u4")  # that other programs write
+MAX_TOKEN = 1 << 18  # no vocabulary is larger
+CHECKED = 1 << 23  # bytes of a token file that are looked at before training; each batch is checked, too
+HEADERS = {b"\x93NUMPY": "NumPy (.npy)", b"PK\x03\x04": "a zip archive"}
+HEADERS[(20240801).to_bytes(4, "little")] = HEADERS[(20240520).to_bytes(4, "little")] = "llm.c (1,024 bytes)"
 HELD_OUT = 20  # the last 1/20 of a text is for the test, the 1/20 before it for validation
 
 
@@ -29,12 +34,12 @@ def add_args(parser):
     parser.set_defaults(lr_warmup=0.05, weight_decay=0.1, clip_grad=1.0, channels=1, image_size=1)
 
 
-def describe(args) -> dict[str, int]:
+def describe(args) -> dict[str, int | None]:
     """Return the size of the vocabulary: 256 bytes, or what scripts/make_tokens.py has written down, or GPT-2's."""
-    meta = Path(args.data) / "meta.json"
-    if not (Path(args.data) / "train.bin").is_file():
+    if not find_files(args.data):
         return {"num_classes": 256}
-    return {"num_classes": json.loads(meta.read_text())["vocabulary"] if meta.is_file() else 50257}
+    meta = read_meta(args.data)
+    return {"num_classes": 50257 if meta is None else meta.get("vocabulary")}
 
 
 def get_dataset(args) -> dict[str, Dataset]:
@@ -44,14 +49,23 @@ def get_dataset(args) -> dict[str, Dataset]:
     the samples of val and test are: a sixteenth as many. Token files hold uint16, or uint32 if -num_classes is above
     65,536. Python's own library differs from one version to the next: a run on it continues on the same version.
     """
-    files = [Path(args.data) / f"{split}.bin" for split in ("train", "val", "test")]
-    if files[0].is_file():
-        kind = np.uint16 if args.num_classes <= 1 << 16 else np.uint32
-        parts = {file.stem: np.memmap(file, kind, "r") for file in files if file.is_file()}
+    if args.tokens_length < 1 or args.tokens_samples < 0:
+        raise UsageError("-tokens_length is at least 1, and -tokens_samples at least 0")
+    if files := find_files(args.data):
+        meta = read_meta(args.data) or {}
+        if args.num_classes is None:
+            raise UsageError(f"{args.data}/meta.json has no vocabulary: give the number of tokens by -num_classes")
+        parts = {file.stem: open_tokens(file, args.num_classes, meta) for file in files}
     else:
         text = read_text(args.data)
         count = len(text) // HELD_OUT
         parts = dict(zip(("train", "val", "test"), np.split(text, [len(text) - 2 * count, len(text) - count])))
+    for split, part in parts.items():
+        if len(part) <= args.tokens_length:
+            wanted = f"a sample of -tokens_length {args.tokens_length} and the token behind it"
+            raise UsageError(
+                f"-dataset tokens: its {split} split is empty: {len(part)} tokens are less than {wanted}"
+            )
     train = Windows(parts.pop("train"), args, args.tokens_samples, args.seed if args.shuffle else None)
     few = -(-args.tokens_samples // 16)
     return {"train": train, **{split: Windows(part, args, few) for split, part in parts.items()}}
@@ -111,15 +125,87 @@ class Windows(Dataset):
         return low + (0 if self.seed is None else seeding.hash_ints(self.seed, index) % places)
 
 
+def find_files(data: str) -> list[Path]:
+    """Return the token files of a folder, train.bin first. Raises UsageError if only that one is missing."""
+    files = [Path(data) / f"{split}.bin" for split in ("train", "val", "test")]
+    found = [file for file in files if file.exists() or file.is_symlink()]
+    if found and files[0] not in found:
+        raise UsageError(f"-data {data}: {found[0].name} is there, and train.bin is not")
+    return found
+
+
+def read_meta(data: str) -> dict | None:
+    """Return what meta.json says, None without one: {} if scripts/make_tokens.py has not written it."""
+    try:
+        meta = json.loads((Path(data) / "meta.json").read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    known = (
+        isinstance(meta, dict)
+        and isinstance(meta.get("vocabulary"), int)
+        and meta.get("type") in ("uint16", "uint32")
+    )
+    return meta if known else {}
+
+
+def open_tokens(file: Path, vocabulary: int, meta: dict) -> np.ndarray:
+    """Map a token file. Raises UsageError for one that does not hold tokens below `vocabulary`, and nothing else."""
+    check_readable(file)
+    kind = np.dtype(meta.get("type", "uint16" if vocabulary <= 1 << 16 else "uint32"))
+    hint = f"write the tokens alone: numpy.asarray(tokens, '{kind}').tofile('{file.name}')"
+    size, begin = file.stat().st_size, np.fromfile(file, np.uint8, CHECKED).tobytes()
+    if header := next((name for mark, name in HEADERS.items() if begin.startswith(mark)), ""):
+        raise UsageError(f"{file} begins with the header of {header}; {hint}")
+    if size % kind.itemsize or not size:
+        raise UsageError(f"{file}: {size:,} bytes are no tokens of {kind}, {kind.itemsize} bytes each; {hint}")
+    tokens = np.memmap(file, kind, "r")
+    if meta.get(file.stem, len(tokens)) != len(tokens):
+        raise UsageError(f"{file} has {len(tokens):,} tokens, and meta.json says {meta[file.stem]:,}: copy it again")
+    largest = np.frombuffer(begin, kind).max()
+    other = find_type(begin, kind, largest, vocabulary)
+    if other and (largest >= vocabulary or not meta):
+        raise UsageError(f"{file} looks like {other} and not {kind}; {hint}")
+    if largest >= vocabulary:
+        raise UsageError(f"-num_classes {vocabulary}: the data has the token {largest}, in {file}")
+    return tokens
+
+
+def find_type(data: bytes, kind: np.dtype, largest: int, vocabulary: int) -> str:
+    """Return as which other type the bytes of a file are tokens, "" for none. `largest`: the largest one as `kind`.
+
+    Wider numbers, as int32, are all small only if they were written as such. Other types count if `kind` is wrong.
+    """
+    for other in map(np.dtype, OTHER_TYPES):
+        values = np.frombuffer(data[: len(data) // 8 * 8], other)
+        wider = other.itemsize > kind.itemsize
+        limit = (MAX_TOKEN if largest > 999 else 1 << 16) if wider else vocabulary
+        whole = ((values >= 0) & (values < limit)).all() and (values == np.floor(values)).all()
+        if whole and (wider or largest >= vocabulary) and np.count_nonzero(values) >= 8:
+            return other.name if other.isnative else f"{other.name} in the other byte order"
+    return ""
+
+
 def read_text(data: str) -> np.ndarray:
     """Return the bytes of a file, mapped, or of all files in a folder, in memory. Raises UsageError without any."""
     root = Path(data)
-    if root.is_file():
-        return np.memmap(root, np.uint8, "r")
-    library, files = data == sysconfig.get_path("stdlib"), []
+    library, files = data == sysconfig.get_path("stdlib"), [root] if root.is_file() else []
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name[0] != "." and not (library and name in LEFT_OUT)]
         files += [Path(folder, name) for name in names if name[0] != "." and name.endswith(".py" if library else "")]
     if not files:
         raise UsageError(f"-data {data}: neither train.bin nor a text there; scripts/make_tokens.py makes train.bin")
+    for file in files:
+        check_readable(file)
+        if file.suffix in (".bin", ".npy", ".npz"):
+            raise UsageError(f"{file} is no text: -data is the folder of token files, train.bin and val.bin")
+    if root.is_file():
+        return np.memmap(root, np.uint8, "r") if root.stat().st_size else np.empty(0, np.uint8)
     return np.frombuffer(b"".join(file.read_bytes() for file in sorted(files)), np.uint8)
+
+
+def check_readable(file: Path) -> None:
+    """Raise UsageError for a link to nothing, a pipe, and what this user may not read."""
+    if not (file.is_file() and os.access(file, os.R_OK)):
+        raise UsageError(f"{file} is a link to nothing, no regular file, or not readable for this user")

@@ -48,6 +48,11 @@ class Trainer(trainer.Trainer):
             return super().whole_weights()
 
     @contextlib.contextmanager
+    def best_weights(self) -> Iterator[None]:
+        with super().best_weights(), self.averaged():  # the best weights take the average's place
+            yield
+
+    @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """The model with the averaged weights while the block runs."""
         self.swap()

@@ -1,5 +1,6 @@
 """The usual way of training: epochs of steps, evaluation, checkpoints. For another, override `training_step`."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -15,7 +16,7 @@ from lib.core import batchnorm, parallel, reduction, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding, watchdog
-from lib.utils.checkpoint import manager, resume, run_folder, weights
+from lib.utils.checkpoint import manager, resume, run_folder, shards, weights
 from lib.utils.checkpoint.resume import Past
 from lib.utils.checkpoint.state import State, find_parts, find_unsaved, model_tensors, tensors_to_save
 from lib.utils.data.loader import Loader
@@ -320,14 +321,44 @@ class Trainer:
         """Return copies of what best/ and final/ hold, as `weights.gather` does. All ranks call this."""
         return weights.gather(model_tensors(self.model), self.checkpoints.disk)
 
-    def evaluate_test(self) -> dict[str, float] | None:
-        """Return the metrics of the test split if the training is over, {} if not. None if the run is to stop."""
+    @contextlib.contextmanager
+    def best_weights(self) -> Iterator[None]:
+        """The model with the run's best weights while the block runs: override it together with `whole_weights`.
+
+        All ranks enter it together. Raises UsageError if the weights are not those of the model.
+        """
+        tensors = [shards.local_part(tensor) for tensor in model_tensors(self.model).values()]
+        kept = [tensor.to("cpu", copy=True) for tensor in tensors]
+        try:
+            weights.load_into(str(self.folder / "best"), self.model, whole=True, world=self.world)
+            yield
+        finally:
+            for tensor, values in zip(tensors, kept, strict=True):
+                tensor.copy_(values)
+
+    def evaluate_test(self) -> dict[str, dict[str, float]] | None:
+        """Return the metrics of the test split once the training is over: "test" with the final weights.
+
+        "test_best" are those with the best weights, if they are others. {} if the training is not over, or without a
+        test split. None if the run is to stop.
+        """
         self.checkpoints.finish()  # the state is safe, however long the evaluation takes
         if self.is_done() and (why := self.weights_fault()):
             raise BadSteps(f"{why}: no final weights are written; {HINT}")
-        return self.evaluate("test") if self.is_done() and "test" in self.loaders else {}
+        if not (self.is_done() and "test" in self.loaders):
+            return {}
+        found: dict[str, dict[str, float] | None] = {}
+        if self.state.best and self.state.best["epoch"] < self.state.epoch:
+            try:
+                with self.best_weights():
+                    found["test_best"] = self.evaluate("test")
+            except UsageError as error:
+                log.warning("the best weights are not tested: %s", error)
+        if None not in found.values():
+            found["test"] = self.evaluate("test")
+        return None if None in found.values() else {split: one for split, one in found.items() if one}
 
-    def finish(self, figures: dict[str, float] | None) -> str:
+    def finish(self, figures: dict[str, dict[str, float]] | None) -> str:
         """Save for the last time, and write the final weights of a finished run. `figures`: of `evaluate_test`.
 
         Returns:
@@ -336,14 +367,15 @@ class Trainer:
         """
         finished = self.is_done() and figures is not None
         if finished:
-            self.logger.log_evaluation(self.state, "test", figures or {}, self.predictions)
+            for split, values in (figures or {}).items():
+                self.logger.log_evaluation(self.state, split, values, self.predictions)
             self.checkpoints.write_final(self.whole_weights())
         self.save()
         self.checkpoints.close()
         self.logger.close(finished)
         outcome = {"state": "finished" if finished else "stopped", **dataclasses.asdict(self.stop.cause)}
         outcome |= {name: getattr(self.state, name) for name in ("epoch", "step", "samples", "best")}
-        outcome["test"] = figures
+        outcome |= {"test": {}, **(figures or {})}
         if finished and self.state.epoch < self.args.epochs:
             last = outcome["best"]["epoch"]
             outcome["reason"] = f"-stop_after {self.args.stop_after}: nothing better since epoch {last}"

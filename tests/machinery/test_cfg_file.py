@@ -213,3 +213,22 @@ def test_config_yaml_repeats_any_command_line(tmp_path, data):
         ]
     )
     assert read_back(args, tmp_path) == saved_args(args)
+
+
+@pytest.mark.parametrize("flag", ["out", "data", "cache_dir", "slurm_dir", "resume", "weights"])
+def test_home_and_variables_in_paths_are_replaced(tmp_path, monkeypatch, flag):
+    """A shell does so only for a word that begins with ~, and not in a file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SOME", "thing")
+    for word, wanted in (("~/a", f"{tmp_path}/a"), ("$HOME/a b", f"{tmp_path}/a b"), ("x/${SOME}", "x/thing")):
+        path = cfg_file(tmp_path, f"{flag}: {word}\n")
+        for command in ([f"-{flag}={word}"], [f"-{flag}", word], ["-cfg", path], ["-cfg=~/run.yaml"]):
+            assert getattr(parsed(command), flag) == wanted
+    for word, unknown in (
+        ("$NOWHERE/a", "$NOWHERE"),
+        ("a/${NOWHERE}", "${NOWHERE}"),
+        ("~nobody_here/a", "~nobody_here"),
+    ):
+        for command in ([f"-{flag}={word}"], ["-cfg", cfg_file(tmp_path, f"{flag}: {word}\n")]):
+            assert f"{unknown} is no variable and no home here" in refusal(command)
+    assert "$NOWHERE is no variable" in refusal(["-cfg=$NOWHERE/run.yaml"])

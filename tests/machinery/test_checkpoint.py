@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from saves import SMALL, all_entries, log_of, names, new_checkpoints, save
 
 from lib.utils import distributed
-from lib.utils.checkpoint import manager, resume, shards
+from lib.utils.checkpoint import manager, resume, shards, weights
 from lib.utils.distributed import World
 from lib.utils.monitoring import metrics
 
@@ -342,3 +342,12 @@ def test_a_single_process_needs_no_process_group_and_finds_no_checkpoint_in_a_ne
     checkpoints = new_checkpoints(tmp_path / "new")
     assert resume.find_newest_good(checkpoints.folder, checkpoints.disk) is None
     assert distributed.gather_json(1, World()) == [1]
+
+
+def test_weights_have_the_same_bytes_in_whatever_order_their_tensors_come(tmp_path):
+    """A node that gets `best` from another one writes it from what it has read: in the order of the names."""
+    tensors = {name: torch.full((3,), float(number)) for number, name in enumerate("zbya")}
+    weights.write(tmp_path / "one", tensors)
+    weights.write(tmp_path / "two", weights.read(tmp_path / "one" / "weights.safetensors"))
+    weights.write(tmp_path / "three", dict(sorted(tensors.items())))
+    assert len({(tmp_path / name / "weights.safetensors").read_bytes() for name in ("one", "two", "three")}) == 1

@@ -50,6 +50,41 @@ def test_an_error_names_the_sample_that_cannot_be_fetched(workers):
             next(iter(fetcher(0, [micro_batch(indices)])))
 
 
+class OwnText(Exception):
+    """Has its own text and two arguments."""
+
+    def __init__(self, path, code):
+        super().__init__(path, code)
+        self.path, self.code = path, code
+
+    def __str__(self):
+        return f"{self.path} answers {self.code}"
+
+
+class FailsInItsOwnWay(Dataset):
+    """Fails with errors whose text does not follow from their arguments."""
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        if index == 1:
+            return b"\xff".decode()
+        if index == 2:
+            raise OwnText("a.jpg", 404)
+        raise KeyError("label")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_with_its_own_text_or_arguments_names_the_sample(workers):
+    messages = {1: "UnicodeDecodeError: .*invalid start byte", 2: "OwnText: a.jpg answers 404"}
+    for index, message in {**messages, 3: "label"}.items():
+        with contextlib.closing(Fetcher(FailsInItsOwnWay(), 0, workers, pin=False)) as fetcher:
+            kind = KeyError if index == 3 else RuntimeError
+            with pytest.raises(kind, match=rf"(?s){message}.* \(while fetching sample {index}\)"):
+                next(iter(fetcher(0, [micro_batch([index])])))
+
+
 @pytest.mark.parametrize("change", [torch.zeros_like, torch.Tensor.double])
 def test_tensors_in_a_batch_of_any_form_are_mapped(change):
     Pair, Own = collections.namedtuple("Pair", "image label"), type("Own", (dict,), {})

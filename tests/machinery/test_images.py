@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -100,3 +101,12 @@ def test_classes_out_of_range_are_ignored():
     answers.add(torch.rand(2, 1, 8, 8), torch.tensor([255, 1]), torch.eye(3)[:2], 2)
     assert answers.counts.tolist() == [[0, 0, 0], [0, 1, 0], [0, 0, 0]]
     assert list(answers.draw()) == ["confusion", "answers"]
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int64])
+@pytest.mark.parametrize("classes", [12, 17, 100])
+def test_f1_is_right_for_labels_of_any_type(kind, classes):
+    targets = torch.arange(classes).repeat(3)
+    answers = pictures.Predictions(nn.CrossEntropyLoss(), classes, None, World())
+    answers.add(None, targets.to(kind), nn.functional.one_hot(targets, classes).float(), len(targets))
+    assert answers.figures() == {"f1": 1.0}

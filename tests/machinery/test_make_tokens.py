@@ -61,6 +61,32 @@ def test_a_failure_is_reported_in_one_line(texts, tmp_path, monkeypatch, capsys)
     assert not list(tmp_path.glob("tokens/*"))
 
 
+def test_texts_and_flags_that_make_no_tokens_are_refused(texts, tmp_path, capsys):
+    def refused(*args):
+        with pytest.raises(SystemExit) as end:
+            make_tokens.main([*map(str, args), "-o", str(tmp_path / "tokens")])
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    for value in ("nan", "-0.5", "1.5", "inf"):
+        assert "-val is a share from 0 to 1" in refused(texts, "-bytes", f"-val={value}")
+    for value in ("-1", "0", "256"):
+        assert "-vocabulary at least 257" in refused(texts, f"-vocabulary={value}")
+    (texts / "inner" / "broken").symlink_to(texts / "nothing")
+    assert "broken: a link to nothing" in refused(texts, "-bytes")
+
+
+def test_older_token_files_are_neither_read_nor_mixed_with_new_ones(texts, capsys):
+    out = texts / "tokens"
+    assert make_tokens.main([str(texts), "-bytes", "-o", str(out)]) == 0
+    (out / "tokenizer.json").write_text("of older token files")
+    before = (out / "train.bin").read_bytes()
+    assert make_tokens.main([str(texts), "-bytes", "-o", str(out)]) == 0
+    assert (out / "train.bin").read_bytes() == before and not (out / "tokenizer.json").exists()
+    args = config.parse_args(["-dataset", "tokens", "-data", str(out)])
+    assert len(tokens.get_transform(args)("abc")) == 3
+
+
 @TOKENIZERS
 def test_a_tokenizer_is_trained_and_can_be_used_for_other_texts(texts, tmp_path, capsys):
     import tokenizers

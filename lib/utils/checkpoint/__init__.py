@@ -8,5 +8,6 @@ resume.py       finds the newest good checkpoint, decides the batch, checks the 
 run_folder.py   out/NAME: names of checkpoints, its lock, what -reset moves away, outcome.json; imports no torch
 atomic.py       files and folders that are whole or absent; imports no torch
 shared_disk.py  which processes see the same folder
-weights.py      weights.safetensors of `best` and `final`
+weights.py      weights.safetensors of `best` and `final`, and -weights
+pretrained.py   weights of other programs: their files, folders and names
 """

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lib.utils import distributed, files
-from lib.utils.checkpoint import atomic, run_folder, shards
+from lib.utils import distributed
+from lib.utils.checkpoint import atomic, pretrained, run_folder, shards
 from lib.utils.checkpoint.shared_disk import Disk
-from lib.utils.checkpoint.state import model_tensors
+from lib.utils.checkpoint.state import model_tensors, unwrap
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -40,7 +40,7 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     run_folder.check_lock(folder.parent)
     folder.mkdir(exist_ok=True)
     with atomic.new_version(folder / "weights.safetensors") as partial:
-        shards.write_weights(partial, tensors)
+        shards.write_weights(partial, dict(sorted(tensors.items())))  # in one order on each disk: one checksum
 
 
 def find(run: Path) -> Path | None:
@@ -52,17 +52,8 @@ def find(run: Path) -> Path | None:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a weights file: safetensors, or torch's without code (`weights_only=True`)."""
-    if path.is_dir():
-        raise IsADirectoryError("a run's folder with best or final weights, or a file, is needed")
-    files.open_regular(path, "rb", follow=True).close()
-    if path.suffix == ".safetensors":
-        return shards.read_weights(path)
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
-    for key in ("model", "state_dict"):  # as many save them
-        if isinstance(loaded.get(key), dict):
-            loaded = loaded[key]
-    return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+    """Return the tensors of a weights file, or of a folder with one. Executes no code in it; see pretrained.py."""
+    return pretrained.read(path)
 
 
 def load_into(
@@ -74,7 +65,8 @@ def load_into(
     it before the others, which then find its downloads. All ranks of the world call this together.
 
     Raises:
-        UsageError: the file cannot be read, nothing in it fits, or (`whole`) the model has something that it lacks.
+        UsageError: the file cannot be read, nothing in it fits, a weight is not finite, a tied one has two values, or
+            (`whole`) the model has something that it lacks.
     """
 
     def load() -> dict[str, Tensor]:
@@ -85,19 +77,53 @@ def load_into(
             raise UsageError(f"-weights {path}: cannot be read ({reason})") from error
 
     waits = path == IMAGENET and world.local_rank > 0
-    weights = distributed.attempt(None if waits else load, world) or load()
-    weights = {name.removeprefix("_orig_mod.").removeprefix("module."): value for name, value in weights.items()}
-    mine = model_tensors(model)
-    fits = {name for name in mine if name in weights and weights[name].shape == mine[name].shape}
-    missing, unused = sorted({*mine} - fits), sorted({*weights} - {*model.state_dict()})
-    if not fits:
-        raise UsageError(f"-weights {path}: none of its {len(weights)} tensors fits this model by name and shape")
+    given = distributed.attempt(None if waits else load, world) or load()
+    names = _names_by_tensor(model)
+    tensors = {name: tensor for tensor, aliases in names.items() for name in aliases}
+    found = pretrained.match_names(given, tensors)
+    misfits = {name: forms for name in found if (forms := pretrained.misfit(given[found[name]], tensors[name]))}
+    values = {
+        tensor: [given[found[name]] for name in aliases if name in found and name not in misfits]
+        for tensor, aliases in names.items()
+    }
+    if not any(values.values()):
+        shown = [f"{name} is {forms}" for name, forms in misfits.items()] or [_examples(given, tensors)]
+        fault = f"none of its {len(given)} tensors fits this model by name and shape"
+        raise UsageError(f"-weights {path}: {fault}: {shown[0]}")
+    missing = sorted(names[tensor][0] for tensor in names if not values[tensor])
+    missing = [f"{name} ({misfits[name]})" if name in misfits else name for name in missing]
     if whole and missing:
-        names = ", ".join(missing[:4])
-        raise UsageError(f"-weights {path}: not the weights of this model: {names} is missing or of another shape")
-    with torch.no_grad():
-        for name in fits:
-            shards.copy_whole(mine[name], weights[name])
-    text = f"{path}: {len(fits)} tensors loaded"
-    text += f"; not loaded, as missing or of another shape: {', '.join(missing)}" if missing else ""
-    return text + (f"; not used: {', '.join(unused)}" if unused else "")
+        lacks = f"{_list(missing)} is missing or of another shape"
+        raise UsageError(f"-weights {path}: not the weights of this model: {lacks}")
+    for tensor, (value, *others) in ((tensor, some) for tensor, some in values.items() if some):
+        if any((value != other).any() for other in others):
+            fault = f"{' and '.join(names[tensor])} are one tensor here, and differ in the file"
+            raise UsageError(f"-weights {path}: {fault}")
+        if isinstance(tensor, nn.Parameter) and not (whole or torch.isfinite(value).all()):
+            raise UsageError(f"-weights {path}: {names[tensor][0]} is not finite")
+        shards.copy_whole(tensor, value)
+    renamed = [f"{other} is {name} here" for name, other in found.items() if name != other][:1]
+    unused = sorted(given.keys() - found.values())
+    parts = {"as": renamed, "not loaded, as missing or of another shape:": missing, "not used:": unused}
+    more = "".join(f"; {title} {_list(one)}" for title, one in parts.items() if one)
+    return f"{path}: {len(names) - len(missing)} tensors loaded{more}"
+
+
+def _names_by_tensor(model: nn.Module) -> dict[Tensor, list[str]]:
+    """Return all names of each parameter and saved buffer: several of a tied one, that in Baton's files first."""
+    names = {tensor: [name] for name, tensor in model_tensors(model).items()}
+    for name, tensor in unwrap(model).state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and tensor in names and name not in names[tensor]:
+            names[tensor].append(name)
+    return names
+
+
+def _examples(given: dict[str, Tensor], tensors: dict[str, Tensor]) -> str:
+    """Name a tensor of a file and one of a model."""
+    theirs, ours = ([f"{name} {tuple(one.shape)}" for name, one in some.items()] for some in (given, tensors))
+    return f"it has {theirs[0] if theirs else 'none'}, and the model {ours[0] if ours else 'none'}"
+
+
+def _list(names: list[str]) -> str:
+    """Return a few of the names, and how many others there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -90,13 +90,17 @@ class Fetch(Dataset):
         except Exception as error:
             collating = self.current is indices and not self.options.whole_batches
             text = f"(while {'collating samples' if collating else 'fetching sample'} {reprlib.repr(self.current)})"
-            error.args = (f"{error} {text}",)
+            name, shown = type(error).__name__, str(error)
+            error.args = (f"{shown} {text}",)
             if isinstance(error, OSError):  # which shows this instead, if it has a number
                 error.strerror = f"{error.strerror} {text}"
             if isinstance(error, UsageError) and get_worker_info():
                 return error  # raised here, it would come with the worker's traceback in its message
-            if isinstance(error, StopIteration):  # which would end the epoch, as if there were no more samples
-                raise RuntimeError(repr(error)) from error
+            # StopIteration would end the epoch, as if there were no more samples.
+            if isinstance(error, StopIteration) or text not in str(
+                error
+            ):  # or of its own text, as UnicodeDecodeError
+                raise RuntimeError(f"{name}: {shown} {text}") from error
             raise
 
     def _read(self, epoch: int, indices: list[int]) -> Any:

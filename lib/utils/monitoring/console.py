@@ -115,6 +115,11 @@ def _tqdm() -> Any:
     return tqdm
 
 
+def format_metrics(figures: dict[str, float]) -> str:
+    """Return the figures of an evaluation as text."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+
+
 def format_line(figures: dict, room: float = math.inf) -> str:
     """Return the log line of these figures: those of FORMATS first, then any others; as many as have room.
 

@@ -50,7 +50,7 @@ class Predictions:
             return
         if targets.ndim != 1 or targets.is_floating_point() or outputs.shape != (len(targets), self.classes):
             return
-        answers = outputs.detach().argmax(1)
+        answers, targets = outputs.detach().argmax(1), targets.long()  # uint8 has no room for class times classes
         if self.samples is None and is_image_batch(inputs):
             self.samples = [part[:SAMPLES].clone() for part in (inputs, targets, answers)]
         counted = (targets >= 0) & (targets < self.classes)  # the loss ignores others, as -100 and 255

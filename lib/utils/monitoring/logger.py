@@ -75,12 +75,11 @@ class Logger:
         """Log the metrics of a split and pictures of the model's answers."""
         if not figures:
             return
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
-        log.info("epoch %d/%d  %s  %s", state.epoch, self.args.epochs, split, shown)
+        log.info("epoch %d/%d  %s  %s", state.epoch, self.args.epochs, split, console.format_metrics(figures))
         tagged = {f"{split}/{name}": value for name, value in figures.items()}
         if state.step == self.start_step and self.logged & tagged.keys():
             return
-        drawn = split == "test" or images.is_due(state.epoch, self.args.epochs)
+        drawn = split == "test" or (split == "val" and images.is_due(state.epoch, self.args.epochs))
         for name, picture in predictions.draw().items() if drawn else ():
             self.board.image(f"{split}/{name}", picture, state.step)
         self._write(state, tagged)
@@ -92,14 +91,22 @@ class Logger:
             log.info("stopped (%s) in %s at step %d, state saved", outcome["reason"], place, outcome["step"])
             log.info("resume:      python train.py -cfg %s", self.folder / "config.yaml")
             return
-        reached = "  ".join(f"{name} {value:.4f}" for name, value in outcome["test"].items())
-        reached = f"test {reached}" if reached else f"{outcome['epoch']} epochs"
-        if best := outcome["best"]:
-            reached += f"  (best val {best['metric']} {best['value']:.4f} in epoch {best['epoch']})"
-        log.info("finished:    %s", reached)
+        best = outcome["best"]
+        chosen = f"val {best['metric']} {best['value']:.4f} in epoch {best['epoch']}" if best else ""
+        final = f"final weights, of epoch {outcome['epoch']}" + (f"; best {chosen}" if best else "")
+        if best and best["epoch"] == outcome["epoch"]:
+            final = f"final weights, which are the best: {chosen}"
+        if "test_best" in outcome:
+            log.info("finished:    test %s  (best weights: %s)", console.format_metrics(outcome["test_best"]), chosen)
+            log.info("final:       test %s  (final weights)", console.format_metrics(outcome["test"]))
+        elif outcome["test"]:
+            log.info("finished:    test %s  (%s)", console.format_metrics(outcome["test"]), final)
+        else:
+            log.info("finished:    %d epochs%s", outcome["epoch"], f"  (best {chosen})" if best else "")
         if outcome["epoch"] < self.args.epochs:
             log.info("early:       %s", outcome["reason"])
-        log.info("weights:     %s", self.folder / "final" / "weights.safetensors")
+        for name in ("best", "final") if best else ("final",):
+            log.info("weights:     %s", self.folder / name / "weights.safetensors")
         log.info("logs:        %s, tensorboard --logdir %s", self.folder / "logs", self.folder.parent)
 
     def close(self, finished: bool = False) -> None:

@@ -1,0 +1,248 @@
+"""-weights of files that other programs saved: their names, formats and folders."""
+
+import argparse
+import json
+import re
+
+import pytest
+import saves
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from lib.utils.checkpoint.weights import load_into
+from lib.utils.errors import UsageError
+
+
+class Tied(nn.Module):
+    """A model whose head is its embedding."""
+
+    def __init__(self, classes: int = 7):
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(classes, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, classes, bias=False)
+        self.head.weight = self.embed.weight
+
+    def get_extra_state(self):
+        return {"no": "tensor"}
+
+
+class WithBackbone(nn.Module):
+    """A model around another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 5)), nn.Linear(5, 2)
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of a model's tensors by name, tied ones under each name."""
+    return {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(tensors_of(one).values(), tensors_of(other).values(), strict=True))
+
+
+def save(tensors: object, path) -> str:
+    save_file(tensors, path) if path.suffix == ".safetensors" else torch.save(tensors, path)
+    return str(path)
+
+
+def refusal(file, model=None) -> str:
+    with pytest.raises(UsageError) as refused:
+        load_into(str(file), model or Tied())
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+# Names
+
+
+@pytest.mark.parametrize("dropped", ["embed.weight", "head.weight"])
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
+def test_tied_weights_that_a_file_has_once_are_found_under_either_name(tmp_path, dropped, name):
+    made, given = Tied(), Tied()
+    tensors = {key: value for key, value in tensors_of(given).items() if key != dropped}
+    assert load_into(save(tensors, tmp_path / name), made).endswith("3 tensors loaded") and same(made, given)
+
+
+def test_two_values_for_a_tied_tensor_are_refused(tmp_path):
+    tensors = tensors_of(Tied())
+    tensors["head.weight"] += 1
+    assert "embed.weight and head.weight are one tensor here" in refusal(save(tensors, tmp_path / "w.pt"))
+
+
+PREFIXES = "module. _orig_mod. model. backbone. module.model. _orig_mod.module.backbone. backbone.model. "
+PREFIXES += "model._orig_mod.module. student.vit. module.encoder_q."
+
+
+@pytest.mark.parametrize("prefix", PREFIXES.split())
+def test_prefixes_in_any_order_are_left_out(tmp_path, prefix):
+    for given, made in ((Tied(), Tied()), (WithBackbone(), WithBackbone())):
+        tensors = {prefix + name: value for name, value in tensors_of(given).items()}
+        said = load_into(save(tensors, tmp_path / "w.safetensors"), made)
+        assert same(made, given) and f"; as {prefix}" in said and "not " not in said
+
+
+def test_wrappers_within_a_name_are_left_out_unless_the_model_has_them(tmp_path):
+    given, made = WithBackbone(), WithBackbone()
+    tensors = {name.replace(".0.", ".0._orig_mod."): value for name, value in tensors_of(given).items()}
+    load_into(save(tensors, tmp_path / "w.pt"), made, whole=True)
+    assert same(made, given)
+    given, made = (nn.ModuleDict({"module": WithBackbone(), "net": WithBackbone()}) for _ in range(2))
+    load_into(save(tensors_of(given), tmp_path / "w.pt"), made, whole=True)
+    assert same(made, given)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model."])
+def test_weights_of_a_backbone_go_into_the_backbone(tmp_path, prefix):
+    given, made = WithBackbone().backbone, WithBackbone()
+    tensors = {prefix + name: value for name, value in tensors_of(given).items()}
+    tensors[f"{prefix}fc.weight"] = torch.ones(1000, 5)
+    said = load_into(save(tensors, tmp_path / "w.pt"), made)
+    assert same(made.backbone, given)
+    assert "not loaded, as missing or of another shape: head.bias, head.weight; not used: " in said
+
+
+def test_shapes_and_types_that_do_not_fit_are_named(tmp_path):
+    given = {**tensors_of(WithBackbone()), "head.weight": torch.ones(9, 5), "head.bias": torch.ones(9)}
+    said = load_into(save(given, tmp_path / "w.pt"), WithBackbone())
+    assert "head.bias ((9,) there, (2,) here), head.weight ((9, 5) there, (2, 5) here)" in said
+    for kind in (torch.int8, torch.float8_e4m3fn):
+        given["backbone.0.weight"] = torch.ones(5, 4).to(kind)
+        said = load_into(save(given, tmp_path / "w.pt"), WithBackbone())
+        assert f"backbone.0.weight ({kind} there, torch.float32 here)" in said
+    message = refusal(save({f"{n}": torch.ones(2) for n in tensors_of(Tied())}, tmp_path / "w.pt"))
+    assert "none of its 4 tensors fits" in message and "embed.weight is (2,) there, (7, 4) here" in message
+
+
+@pytest.mark.parametrize("names", [["conv1.weight"], ["a.b", "c.d.e"], ["inner.scale"]])
+def test_where_nothing_fits_a_name_of_each_side_is_shown(tmp_path, names):
+    message = refusal(save({name: torch.ones(3, 2) for name in names}, tmp_path / "w.safetensors"))
+    assert f"it has {names[0]} (3, 2), and the model embed.weight (7, 4)" in message
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
+def test_floats_of_another_precision_are_converted(tmp_path, kind):
+    given, made = Tied().to(kind), Tied()
+    load_into(save(tensors_of(given), tmp_path / "w.pt"), made, whole=True)
+    assert same(made, given.float())
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_weight_that_is_not_finite_is_refused(tmp_path, value):
+    tensors = tensors_of(Tied())
+    tensors["inner.bias"][1] = float(value)
+    assert "inner.bias is not finite" in refusal(save(tensors, tmp_path / "w.pt"))
+
+
+# Formats
+
+
+def lightning(tensors: dict) -> dict:
+    """As Lightning saves."""
+    tensors = {f"model.{name}": value for name, value in tensors.items()}
+    optimizer = {"state": {0: {"exp_avg": torch.ones(4, 4)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    about = {"epoch": 3, "global_step": 9, "pytorch-lightning_version": "2.5.0", "hyper_parameters": {"lr": 0.1}}
+    return {**about, "state_dict": tensors, "optimizer_states": [optimizer], "callbacks": {"best": torch.ones(())}}
+
+
+def timm(tensors: dict) -> dict:
+    """As timm's train.py saves."""
+    arguments = argparse.Namespace(model="vit", lr=0.1)
+    return {"epoch": 3, "arch": "vit", "state_dict": tensors, "optimizer": {"state": {}}, "args": arguments}
+
+
+def tutorial(tensors: dict) -> dict:
+    """As torch's tutorial saves, from DDP."""
+    tensors = {f"module.{name}": value for name, value in tensors.items()}
+    return {"epoch": 3, "model_state_dict": tensors, "loss": torch.ones(())}
+
+
+@pytest.mark.parametrize("form", [lightning, timm, tutorial])
+@pytest.mark.parametrize("name", ["w.ckpt", "w.safetensors.pt"])
+def test_checkpoints_of_other_programs_are_read(tmp_path, form, name):
+    given, made = WithBackbone(), WithBackbone()
+    load_into(save(form(tensors_of(given)), tmp_path / name), made, whole=True)
+    assert same(made, given)
+
+
+@pytest.mark.parametrize("name", ["w.bin", "w.pt", "model.ckpt"])
+def test_the_content_decides_on_the_format(tmp_path, name):
+    given, made = WithBackbone(), WithBackbone()
+    save_file(tensors_of(given), tmp_path / name)
+    load_into(str(tmp_path / name), made, whole=True)
+    torch.save(tensors_of(given), tmp_path / "w.safetensors")
+    load_into(str(tmp_path / "w.safetensors"), made, whole=True)
+    assert same(made, given)
+
+
+@pytest.mark.parametrize(
+    "what", [nn.Linear(2, 2), {"state_dict": {}, "config": re.compile("x")}, {"p": saves.Payload}]
+)
+def test_what_only_code_could_read_is_refused_by_its_name(tmp_path, what):
+    message = refusal(save(what, tmp_path / "w.pt"))
+    assert "no code in a file is executed" in message and re.search("it holds (torch.nn|re|saves)[.]", message)
+
+
+# Folders
+
+
+def shards_in(folder, ending: str, write) -> nn.Module:
+    """Write a model in two shards and their index, as Hugging Face has them; return it."""
+    model = Tied()
+    tensors = {name: value for name, value in tensors_of(model).items() if name != "head.weight"}
+    files = {name: f"m-0000{n % 2 + 1}-of-00002.{ending}" for n, name in enumerate(tensors)}
+    for file in {*files.values()}:
+        write({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
+    index = {"metadata": {"total_size": 1}, "weight_map": files}
+    (folder / f"{'pytorch_' * (ending == 'bin')}model.{ending}.index.json").write_text(json.dumps(index))
+    return model
+
+
+@pytest.mark.parametrize(("ending", "write"), [("safetensors", save_file), ("bin", torch.save)])
+def test_a_folder_of_shards_is_read_by_its_index(tmp_path, ending, write):
+    given, made = shards_in(tmp_path, ending, write), Tied()
+    torch.save({"lr": 0.1}, tmp_path / "training_args.bin")
+    load_into(str(tmp_path), made, whole=True)
+    assert same(made, given)
+    load_into(str(next(tmp_path.glob("*.index.json"))), Tied(), whole=True)
+    assert "it is one of 2 shards: give their folder" in refusal(tmp_path / f"m-00001-of-00002.{ending}")
+    (tmp_path / f"m-00002-of-00002.{ending}").unlink()
+    assert f"m-00002-of-00002.{ending}: no such file" in refusal(tmp_path)
+
+
+def test_an_index_that_is_wrong_is_refused(tmp_path):
+    shards_in(tmp_path, "safetensors", save_file)
+    index = tmp_path / "model.safetensors.index.json"
+    for places, message in (
+        ({"head.weight": "../w.safetensors"}, "names ../w.safetensors, which is outside its folder"),
+        ({"head.weight": "m-00001-of-00002.safetensors"}, "names 1 tensors, as head.weight, that its files do not"),
+    ):
+        index.write_text(json.dumps({"weight_map": places}))
+        assert message in refusal(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert "config.json: cannot be read" in refusal(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "names", [["model.safetensors", "other.safetensors"], ["pytorch_model.bin", "training_args.bin"], ["last.ckpt"]]
+)
+def test_a_folder_with_one_weights_file_is_read(tmp_path, names):
+    given, made = WithBackbone(), WithBackbone()
+    save(tensors_of(given), tmp_path / names[0])
+    for name in names[1:]:
+        save({"x": torch.ones(1)}, tmp_path / name)
+    load_into(str(tmp_path), made, whole=True)
+    assert same(made, given)
+
+
+def test_a_folder_in_which_nothing_or_too_much_may_be_meant_is_refused(tmp_path):
+    wanted = "a run's folder with best or final weights, a file, or a folder with one weights file is needed"
+    assert f"{wanted}; in this folder are none" in refusal(tmp_path)
+    for name in ("a.pt", "b.pt"):
+        save(tensors_of(Tied()), tmp_path / name)
+    assert f"{wanted}; in this folder are a.pt, b.pt" in refusal(tmp_path)
+    (tmp_path / "manifest.json").touch()
+    assert "it is a checkpoint: -resume continues it" in refusal(tmp_path)
