@@ -168,6 +168,12 @@ def job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
+def kernel_variables() -> list[str]:
+    """Return the variables that make oneDNN and MKL choose other instructions, so that sums have other bits."""
+    names = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+    return [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
+
+
 def user_threads() -> int | None:
     """Return the user's OMP_NUM_THREADS. torchrun sets 1 for several processes where the user set nothing."""
     given = os.environ.get("OMP_NUM_THREADS", "")

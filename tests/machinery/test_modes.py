@@ -128,7 +128,10 @@ def test_eval_gives_the_metrics_of_the_best_weights_with_any_launcher(parts, tmp
     run(tmp_path, f"{FLAGS.replace('-model run', '-model other')} -eval -weights {weights}")
     assert json.loads((tmp_path / "other" / "eval.json").read_text())["weights"] == str(weights)
     with plugins(arch={"norm_net": lambda args: nn.Sequential(norm_net(args), nn.Linear(4, 4))}):
-        for flags, message in ((f"-weights {weights}", "none of its"), ("-model nothing", "neither best nor final")):
+        for flags, message in (
+            (f"-weights {weights}", "not the weights of this model"),
+            ("-model nothing", "neither best nor final"),
+        ):
             assert train.main([*f"{FLAGS} -eval {flags} -out {tmp_path}".split()]) == 2
             assert message in capfd.readouterr().err
 
