@@ -69,6 +69,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
         self.statistics = batchnorm.RunningStatistics(model, world, round_robin=args.parallel == "fsdp")
+        batchnorm.refuse_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
         shown = loaders.get("val", loaders["train"]).dataset
@@ -247,7 +248,8 @@ class Trainer:
             raise BadSteps(f"{bad}, the last of them step {self.state.step - 1}; {HINT}")
 
     def read_losses(self) -> None:
-        """Count the losses and gradient norms since the last call. Waits for the device."""
+        """Count the losses and gradient norms since the last call, and check the targets. Waits for the device."""
+        losses.check_probabilities(self.loss)
         self.state.count_bad(self.pending_norms)
         self.last_norm = float(self.pending_norms[-1]) if self.pending_norms else self.last_norm
         self.metrics.add(metrics.loss_sums(self.pending_losses))
@@ -286,12 +288,14 @@ class Trainer:
         model, totals = self.model.eval(), metrics.Sums()
         self.predictions.reset()
         for micro_batch, batch in self.loaders[split].epoch(0):
+            seeding.seed_evaluation(self.args.seed, micro_batch.number, self.world.device)
             with self.precision, add_shapes_to_errors(batch, self.args):
                 sums = self.evaluation_step(model, batch, micro_batch.count)
             if micro_batch.count:
                 totals.update({**sums, "samples": micro_batch.count})
             if self.votes and self.stop.tick(training=False):
                 return None
+        losses.check_probabilities(self.loss)
         return {**losses.compute_metrics(totals.reduce()), **self.predictions.figures()}
 
     def save(self, keep: bool = False) -> None:
