@@ -94,7 +94,7 @@ class NoRunFolder:
 
     path = None
 
-    def begin(self, config: str) -> None:
+    def begin(self, config: str, start: dict) -> None:
         """Do nothing."""
 
 
@@ -107,14 +107,15 @@ class RunFolder:
         self.lock_file: IO[str] | None = None
         self.begun = False
 
-    def begin(self, config: str) -> None:
-        """Make room for a new run under -reset, and write config.yaml and the outcome "running"."""
+    def begin(self, config: str, start: dict) -> None:
+        """Make room for a new run under -reset, and write config.yaml, start.json and the outcome "running"."""
 
         def write() -> None:
             with self._writing():
                 if is_reset_due(self.args, self.world):
                     _move_away(self.path)
                 atomic.write_file(self.path / "config.yaml", config)
+                atomic.write_file(self.path / "start.json", json.dumps(start))
                 write_outcome(self.path, self.world, "running")
 
         self.disk.do(write)
