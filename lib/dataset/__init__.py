@@ -31,6 +31,8 @@ class Dataset(Protocol):
     classes: Sequence[str] | None = None  # names for predictions and the pictures in TensorBoard
     log_lines: Sequence[str] = ()  # of the training data: for the log and doctor.py, such as what is left out
 
+    fingerprint: str | None = None  # of all samples, by which a run finds other data; without it, three are read
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int): ...

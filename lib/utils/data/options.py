@@ -25,6 +25,7 @@ class Options:
     on_device: Callable | None
     classes: Sequence[str] | None
     log_lines: Sequence[str]
+    fingerprint: str | None
 
 
 def read_options(dataset: MapDataset) -> Options:
@@ -33,6 +34,7 @@ def read_options(dataset: MapDataset) -> Options:
     while isinstance(whole, Subset):
         whole = whole.dataset
     classes = getattr(whole, "classes", None)  # of other people's datasets: also a number
+    fingerprint = getattr(whole, "fingerprint", None)  # likewise: also a method
     return Options(
         whole_batches=callable(getattr(whole, "__getitems__", None)),
         collate_fn=getattr(whole, "collate_fn", default_collate),
@@ -40,4 +42,5 @@ def read_options(dataset: MapDataset) -> Options:
         on_device=getattr(whole, "on_device", None),
         classes=classes if isinstance(classes, Sequence) else None,
         log_lines=getattr(whole, "log_lines", ()),
+        fingerprint=fingerprint if isinstance(fingerprint, str) else None,
     )
