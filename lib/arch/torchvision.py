@@ -22,7 +22,7 @@ def get_model(args, weights=None) -> nn.Module:
             f"-torchvision_name {name}: torchvision has no such classifier{suggest(name, names, most=5)}"
         )
     if args.channels != 3:
-        raise UsageError(f"-channels {args.channels}: torchvision's models take 3; -arch resnet and timm take others")
+        raise UsageError(f"-channels {args.channels}: torchvision's models take 3; -arch resnet takes others")
     options = {"weights": weights, "progress": False} if weights else {"num_classes": args.num_classes}
     if name in ("googlenet", "inception_v3"):  # their weights are for other mean values; no further heads
         options |= {"transform_input": True} | ({} if weights else {"aux_logits": False, "init_weights": True})

@@ -24,8 +24,6 @@ SLOW_TESTS = """
     test_every_permutation_of_a_few_is_drawn_equally_often
     test_the_benchmark_of_the_samplers_runs_in_new_processes
     test_samples_that_loader_processes_prefetch_do_not_count_as_progress
-    test_timm_models_take_the_images_and_have_one_output_for_each_class
-    test_timm_weights_are_read_from_a_file_and_the_file_is_named_if_there_is_no_network
     test_a_tokenizer_is_trained_and_can_be_used_for_other_texts
     test_a_compiled_run_keeps_its_parameter_names_and_resumes_uncompiled
 """.split()

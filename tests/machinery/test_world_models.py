@@ -1,4 +1,4 @@
-"""-arch torchvision and -arch timm: each of their models by name, and -weights imagenet."""
+"""-arch torchvision: each of its models by name, and -weights imagenet."""
 
 import json
 import sys
@@ -8,27 +8,23 @@ import runs
 import tiny_data
 import torch
 import torchvision
-from cluster import require_package
 from PIL import Image
 
 from lib import config, predict
-from lib.arch import timm as timm_plugin
 from lib.arch import torchvision as plugin
 from lib.config import plugins
 from lib.utils.errors import UsageError
 
 NAMES = torchvision.models.list_models(module=torchvision.models)
-TIMM = require_package("timm", "world")
 
 
-def args_of(*flags, arch="torchvision"):
-    return config.parse_args(["-arch", arch, "-channels", "3", "-image_size", "224", *flags])
+def args_of(*flags):
+    return config.parse_args(["-arch", "torchvision", "-channels", "3", "-image_size", "224", *flags])
 
 
 def test_a_plugin_with_the_name_of_a_package_does_not_hide_the_package():
-    for name in ("torchvision", "timm"):
-        module = plugins.load("arch", name)
-        assert module.__name__ == f"lib.arch.{name}" and sys.modules.get(name) is not module
+    module = plugins.load("arch", "torchvision")
+    assert module.__name__ == "lib.arch.torchvision" and sys.modules["torchvision"] is not module
     assert plugin.models is torchvision.models
 
 
@@ -113,38 +109,3 @@ def test_imagenet_weights_that_cannot_be_loaded_are_reported_in_one_line(tmp_pat
     monkeypatch.setattr(torch.hub, "download_url_to_file", no_network)
     message = refused("-dataset fake -arch torchvision -weights imagenet -cpu 1")
     assert message.startswith("train.py: -weights imagenet: cannot be read (no network: put https://download")
-
-
-def test_a_missing_timm_is_reported_in_one_line(monkeypatch, tmp_path, refused):
-    monkeypatch.setitem(sys.modules, "timm", None)
-    assert "-arch timm: the package timm is not installed" in refused("-dataset fake -arch timm -cpu 1")
-
-
-@TIMM
-def test_timm_models_take_the_images_and_have_one_output_for_each_class():
-    for name, channels, size in (("resnet18", 1, 32), ("vit_tiny_patch16_224", 3, 64), ("convnext_atto", 4, 64)):
-        flags = ("-timm_name", name, "-channels", str(channels), "-image_size", str(size), "-num_classes", "7")
-        model = timm_plugin.get_model(args_of(*flags, arch="timm"))
-        assert model(torch.zeros(2, channels, size, size)).shape == (2, 7)
-    with pytest.raises(UsageError, match=r"-timm_name resnet_18: timm has no such model .*resnet18"):
-        timm_plugin.get_model(args_of("-timm_name", "resnet_18", arch="timm"))
-
-
-@TIMM
-def test_timm_weights_are_read_from_a_file_and_the_file_is_named_if_there_is_no_network(tmp_path, monkeypatch):
-    import timm
-    from safetensors.torch import save_file
-
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    args = args_of("-timm_name", "resnet18", "-channels", "1", "-num_classes", "2", arch="timm")
-    file = tmp_path / "hub" / "checkpoints" / "resnet18.a1_in1k.safetensors"
-    named = f"no network: put https://huggingface.co/timm/resnet18.a1_in1k/resolve/main/model.safetensors at {file}"
-    with monkeypatch.context() as patch, pytest.raises(OSError, match=named):
-        patch.setattr(timm.models._builder, "load_state_dict_from_hf", no_network)
-        timm_plugin.get_weights(args)
-    file.parent.mkdir(parents=True)
-    truth = timm.create_model("resnet18").state_dict()
-    save_file(truth, file)
-    found = timm_plugin.get_weights(args)
-    assert torch.equal(found["layer1.0.conv1.weight"], truth["layer1.0.conv1.weight"])
-    assert found["conv1.weight"].shape == (64, 1, 7, 7), "the weights are adapted to the number of channels"
