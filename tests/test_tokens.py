@@ -164,7 +164,7 @@ def refusal(data, *flags) -> str:
 def test_files_of_other_types_are_refused_by_their_type(folder, split, vocabulary):
     """Read as uint16 or uint32, most of them would be tokens, too: with zeros, or with bytes exchanged."""
     wanted = "uint16" if int(vocabulary) <= 1 << 16 else "uint32"
-    values, others = np.random.default_rng(0).integers(0, int(vocabulary), 1000), set()
+    values = np.random.default_rng(0).integers(0, int(vocabulary), 1000)
     for kind in ("int32", "int64", "float32", "float64", ">i4", ">i8", ">u2" if wanted == "uint16" else ">u4"):
         for name in ("train", "val"):
             values.astype(wanted).tofile(folder / f"{name}.bin")
@@ -172,19 +172,18 @@ def test_files_of_other_types_are_refused_by_their_type(folder, split, vocabular
             continue  # the same bytes
         values.astype(kind).tofile(folder / f"{split}.bin")
         message = refusal(folder, "-num_classes", vocabulary)
-        assert f"{split}.bin looks like " in message or "the data has the token" in message, kind
-        others.add(message.partition("looks like ")[2].partition(f" and not {wanted}")[0])
-    assert {"int64", "float32", "float64", "int64 in the other byte order"} <= others
+        assert f"{split}.bin looks like a wider type than {wanted}" in message or "has the token" in message, kind
+        assert ("wider" in message) >= ("int" in kind), kind
 
 
-def test_int32_with_large_tokens_is_refused_and_a_small_vocabulary_is_not(folder):
-    """Files of int32 with tokens above 65,535, and of a small vocabulary, as of DNA."""
-    (np.arange(1000, dtype=np.int32) + 65_000).tofile(folder / "train.bin")
-    assert "looks like int32 and not uint16" in refusal(folder)
-    np.arange(1000, dtype=np.uint16).tofile(folder / "train.bin")
-    for few in (2, 4, 9):
-        np.random.default_rng(few).integers(0, few, 1000).astype(np.uint16).tofile(folder / "train.bin")
-        splits_of(folder)
+@pytest.mark.parametrize("few", [2, 4, 9])
+def test_a_small_vocabulary_is_read_and_refused_as_int32(folder, few):
+    values = np.random.default_rng(few).integers(0, few, 1000)  # as of DNA
+    values.astype(np.uint16).tofile(folder / "train.bin")
+    splits_of(folder)
+    for kind in (np.int32, np.int64, np.float64):
+        values.astype(kind).tofile(folder / "train.bin")
+        assert "looks like a wider type than uint16" in refusal(folder)
 
 
 @pytest.mark.parametrize("size", [0, 1, 1999])
@@ -201,14 +200,14 @@ def test_files_with_a_header_are_refused(folder):
     for kind in (np.uint16, np.float32, np.int64):
         with file.open("wb") as opened:
             np.save(opened, tokens_there.astype(kind))
-        assert "begins with the header of NumPy" in refusal(folder)
+        assert "train.bin begins with the header of another format" in refusal(folder)
     for magic in (20240520, 20240801):
         header = np.zeros(256, np.int32)
         header[:3] = magic, 1, 1000
         file.write_bytes(header.tobytes() + tokens_there.tobytes())
-        assert "begins with the header of llm.c (1,024 bytes)" in refusal(folder)
-    torch.save(torch.ones(3), file)
-    assert "begins with the header of a zip archive" in refusal(folder)
+        assert "begins with the header of another format" in refusal(folder)
+    file.write_bytes(b"PK\x03\x04" + tokens_there.tobytes())  # as torch.save begins
+    assert "begins with the header" in refusal(folder)
 
 
 @pytest.mark.parametrize("meta", ["{", "[1]", '{"vocab_size": 65}', '{"vocabulary": "65", "type": "uint16"}', "\0"])
@@ -227,7 +226,7 @@ def test_meta_json_decides_on_the_type_and_tells_a_file_that_was_cut_off(folder)
     every_other.astype(np.uint16).tofile(folder / "train.bin")
     splits_of(folder)
     (folder / "meta.json").unlink()
-    assert "looks like int32 in the other byte order" in refusal(folder)
+    assert "looks like a wider type" in refusal(folder)
     (folder / "meta.json").write_text(json.dumps({**meta, "train": 1001}))
     assert "train.bin has 1,000 tokens, and meta.json says 1,001" in refusal(folder)
 
@@ -239,20 +238,18 @@ def test_links_to_nothing_and_files_that_are_missing_are_refused(folder, split):
     assert f"{split}.bin is a link to nothing" in refusal(folder)
     (folder / f"{split}.bin").unlink()
     os.mkfifo(folder / f"{split}.bin")
-    assert f"{split}.bin is a link to nothing, no regular file" in refusal(folder)
+    assert f"{split}.bin is a link to nothing, or no regular file" in refusal(folder)
     (folder / "train.bin").unlink()
     assert "val.bin is there, and train.bin is not" in refusal(folder)
 
 
 def test_what_is_no_text_is_refused(texts, folder):
-    for name in ("train.bin", "some"):
-        place = folder / name
-        (texts / "more").symlink_to(folder / "nothing")
-        assert ("is no text" if name == "train.bin" else "is a link to nothing") in refusal(place)
-        (texts / "more").unlink()
+    (texts / "more").symlink_to(folder / "nothing")
+    assert "more is no text" in refusal(texts) and "train.bin is no text" in refusal(folder / "train.bin")
+    (texts / "more").unlink()
     for name in ("tokens.bin", "tokens.npy"):
         (texts / name).write_bytes(b"text")
-        assert f"{name} is no text: -data is the folder of token files" in refusal(texts)
+        assert f"{name} is no text: -data is a text, or a folder" in refusal(texts)
         (texts / name).unlink()
     (texts / "empty").touch()
     assert "its train split is empty: 0 tokens" in refusal(texts / "empty")
