@@ -42,11 +42,8 @@ def test_an_error_names_the_sample_that_cannot_be_fetched(workers):
         ([17], r"No such file or directory \(while fetching sample 17\)"),
         ([21], r"StopIteration.*\(while fetching sample 21\)"),
     ):
-        kinds, fetcher = (
-            (ZeroDivisionError, RuntimeError, OSError),
-            Fetcher(FailsAtSomeSamples(), 0, workers, pin=False),
-        )
-        with contextlib.closing(fetcher), pytest.raises(kinds, match=message):
+        fetcher = Fetcher(FailsAtSomeSamples(), 0, workers, pin=False)
+        with contextlib.closing(fetcher), pytest.raises((RuntimeError, OSError), match=message):
             next(iter(fetcher(0, [micro_batch(indices)])))
 
 
@@ -79,10 +76,12 @@ class FailsInItsOwnWay(Dataset):
 def test_an_error_with_its_own_text_or_arguments_names_the_sample(workers):
     messages = {1: "UnicodeDecodeError: .*invalid start byte", 2: "OwnText: a.jpg answers 404"}
     for index, message in {**messages, 3: "label"}.items():
-        with contextlib.closing(Fetcher(FailsInItsOwnWay(), 0, workers, pin=False)) as fetcher:
-            kind = KeyError if index == 3 else RuntimeError
-            with pytest.raises(kind, match=rf"(?s){message}.* \(while fetching sample {index}\)"):
-                next(iter(fetcher(0, [micro_batch([index])])))
+        fetcher, wanted = (
+            Fetcher(FailsInItsOwnWay(), 0, workers, pin=False),
+            rf"{message}.* \(while fetching sample {index}",
+        )
+        with contextlib.closing(fetcher), pytest.raises(RuntimeError, match=f"(?s){wanted}"):
+            next(iter(fetcher(0, [micro_batch([index])])))
 
 
 @pytest.mark.parametrize("change", [torch.zeros_like, torch.Tensor.double])

@@ -91,18 +91,15 @@ class Fetch(Dataset):
         except Exception as error:
             collating = self.current is indices and not self.options.whole_batches
             text = f"(while {'collating samples' if collating else 'fetching sample'} {reprlib.repr(self.current)})"
-            name, shown = type(error).__name__, str(error)
-            error.args = (f"{shown} {text}",)
-            if isinstance(error, OSError):  # which shows this instead, if it has a number
+            if isinstance(error, UsageError):
+                error = UsageError(f"{error} {text}")
+                if get_worker_info():
+                    return error  # raised here, it would come with the worker's traceback in its message
+                raise error from None
+            if isinstance(error, OSError) and error.errno:
                 error.strerror = f"{error.strerror} {text}"
-            if isinstance(error, UsageError) and get_worker_info():
-                return error  # raised here, it would come with the worker's traceback in its message
-            # StopIteration would end the epoch, as if there were no more samples.
-            if isinstance(error, StopIteration) or text not in str(
-                error
-            ):  # or of its own text, as UnicodeDecodeError
-                raise RuntimeError(f"{name}: {shown} {text}") from error
-            raise
+                raise
+            raise RuntimeError(f"{type(error).__name__}: {error} {text}") from error
 
     def _read(self, epoch: int, indices: list[int]) -> Any:
         """Return the dataset's items, or a whole batch if the dataset gives batches."""
