@@ -102,7 +102,7 @@ def test_folder_reports_missing_empty_and_unknown_classes(tmp_path):
             folder.get_dataset(config.parse_args([*folder_flags(tmp_path), *flags]))
         assert "\n" not in str(caught.value)
 
-    refused(f"-data {tmp_path}: no class folders in .*train; .*DATA/train/CLASS")
+    refused(f"-data {tmp_path}: no class folders in .*train; .*/train/CLASS")
     (tmp_path / "train" / ".hidden").mkdir(parents=True)
     refused(f"-data {tmp_path}: no class folders in .*train")
     tiny_data.make_folder(tmp_path)

@@ -17,8 +17,6 @@ from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError, printable
 
 COLOUR, GREY = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.449,), (0.226,))  # mean, deviation (ImageNet's)
-NEEDED = "-dataset folder reads DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg, and DATA/test if it is there"
-
 
 
 def add_args(parser):
@@ -61,7 +59,7 @@ def class_names(data: str, part: str = "train") -> list[str]:
     entries = folder.iterdir() if folder.is_dir() else []
     names = sorted(one.name for one in entries if one.is_dir() and not photos.is_debris(one.name))
     if not names:
-        raise UsageError(f"-data {data}: no class folders in {folder}; {NEEDED}")
+        raise UsageError(f"-data {data}: no class folders in {folder}; -dataset folder reads {folder}/CLASS/*.jpg")
     if part == "train" and len(names) == 1:
         raise UsageError(f"-data {data}: {names[0]} is the only class folder in {folder}: two or more are needed")
     return names
@@ -125,12 +123,11 @@ def _images(args, part: str, names: list[str], others: Counter) -> Images:
             raise UsageError(f"-data {args.data}: no image in {folder}/{name}{hint}")
         files += [(file, names.index(name)) for file in found]
         others.update(rest)
-    loose = [one for one in folder.iterdir() if one.is_file() and not photos.is_debris(one.name)]
+    loose = (one for one in folder.iterdir() if one.is_file() and not photos.is_debris(one.name))
     others.update("outside the class folders" for _ in loose)
     return Images(files, names, args, drawn=part == "train" and args.augment)
 
 
 def _appearance(name: str) -> str:
-    """Return a name without what few see: its Unicode form, characters of no width, spaces around it."""
-    visible = (one for one in unicodedata.normalize("NFKC", name) if unicodedata.category(one) != "Cf")
-    return "".join(visible).strip()
+    """Return a name without what few see: its Unicode form, and spaces around it."""
+    return unicodedata.normalize("NFKC", name).strip()

@@ -48,8 +48,7 @@ def find(folder: Path) -> tuple[list[str], Counter[str]]:
 
 def describe(others: Counter[str]) -> str:
     """Return a line on files that are not read."""
-    ranked = sorted(others.items(), key=lambda item: (-item[1], item[0]))
-    counts = ", ".join(f"{count} {ending}" for ending, count in ranked)
+    counts = ", ".join(f"{count} {ending}" for ending, count in others.most_common())
     return f"{others.total()} files are not read: {counts} (read are {' '.join(IMG_EXTENSIONS)})"
 
 
