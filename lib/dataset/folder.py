@@ -35,8 +35,6 @@ def get_dataset(args) -> dict[str, Dataset]:
     taken; on the device they are normalized. Raises UsageError naming what is missing, empty or ambiguous.
     """
     names = class_names(args.data)
-    if len(names) > args.num_classes:
-        raise UsageError(f"-num_classes {args.num_classes}: {args.data}/train has {len(names)} class folders")
     if args.channels not in (1, 3):
         raise UsageError(f"-channels {args.channels}: -dataset folder reads images in 1 (grey) or 3 (colour)")
     parts = [part for part in ("train", "val", "test") if part != "test" or (Path(args.data) / part).is_dir()]

@@ -139,7 +139,7 @@ def read_meta(data: str) -> dict | None:
         return None
     except ValueError:
         return {}
-    known_type = isinstance(meta, dict) and meta.get("type") in ("uint16", "uint32")
+    known_type = isinstance(meta, dict) and meta.get("type", "uint16") in ("uint16", "uint32")
     return meta if known_type and isinstance(meta.get("vocabulary"), int) else {}
 
 
@@ -158,7 +158,7 @@ def open_tokens(file: Path, vocabulary: int, meta: dict) -> np.ndarray:
     begin = np.array(tokens[:CHECKED])
     if begin.tobytes().startswith(HEADERS):
         raise UsageError(f"{file} begins with the header of another format; {hint}")
-    if not meta and is_wider(begin):
+    if "type" not in meta and is_wider(begin):
         raise UsageError(f"{file} looks like a wider type than {kind}, as int32, int64 or floats; {hint}")
     if begin.max() >= vocabulary:
         raise UsageError(f"-num_classes {vocabulary}: the data has the token {begin.max()}, in {file}; or {hint}")
