@@ -79,7 +79,7 @@ def read_manifest(folder: Path) -> dict:
     if data != body + CHECKSUM_LINE % zlib.crc32(body):
         raise Damaged(f"{path}: its checksum is wrong")
     manifest = json.loads(data)
-    if type(manifest.get("format")) is int and manifest["format"] != FORMAT:
+    if manifest.get("format") != FORMAT:
         other = f"is of format {manifest.get('format')}, written by {manifest.get('about')}"
         raise UsageError(f"{path}: {other}; this code reads format {FORMAT}: take that version, or -reset")
     return manifest
@@ -200,10 +200,10 @@ def read_whole(folder: Path, manifest: dict, start: str = "") -> dict[str, Tenso
     return tensors
 
 
-def make_empty(schema: dict[str, list]) -> dict[str, Tensor]:
-    """Return tensors of these types and shapes on the CPU, with any values."""
+def make_empty(schema: dict[str, list], device: str = "cpu") -> dict[str, Tensor]:
+    """Return tensors of these types and shapes, with any values."""
     kinds = {word: kind for kind, word in DTYPES.items()}
-    return {name: torch.empty(shape, dtype=kinds[kind]) for name, (kind, shape) in schema.items()}
+    return {name: torch.empty(shape, dtype=kinds[kind], device=device) for name, (kind, shape) in schema.items()}
 
 
 @torch.no_grad()

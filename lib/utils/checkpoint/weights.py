@@ -152,11 +152,8 @@ def load_into(
         if isinstance(tensor, nn.Parameter) and not (whole or torch.isfinite(fitting[0]).all()):
             raise UsageError(f"-weights {path}: {aliases[0]} is not finite")
         shards.copy_whole(tensor, fitting[0])
-    if len(missing) == len(names):
-        examples = f"it has {_list([*given]) or 'none'}, and the model {_list(missing)}"
-        raise UsageError(f"-weights {path}: none of its {len(given)} tensors fits this model: {examples}")
-    if whole and missing:
-        lacks = f"{_list(missing)} is missing or of another shape"
+    if len(missing) == len(names) or (whole and missing):
+        lacks = f"it has {_list([*given]) or 'none'}, and lacks {_list(missing)}"
         raise UsageError(f"-weights {path}: not the weights of this model: {lacks}")
     renamed = [f"{other} is {name} here" for name, other in found.items() if name != other][:1]
     unused = sorted(given.keys() - found.values())
