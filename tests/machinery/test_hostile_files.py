@@ -351,6 +351,7 @@ FORGED = {
         "state/step": (-1, 10**30, "5", 1.5, None, True, ...),
         "state/epoch": (-1, 10**6, [1]),
         "state/samples": (-1, "7"),
+        "state/best": ([], {"metric": "x"}, 7),
         "state/sums": ([], None),
         "state/unlogged": (["loss"], 4),
         "state/scaler": (["x"],),

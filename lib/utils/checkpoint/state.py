@@ -48,6 +48,7 @@ def read_manifest(folder: Path) -> dict:
             min(counts) >= 0
             and plan.step_in_epoch(state) in range(plan.steps + 1)
             and _types(manifest["state"]) == _types(vars(State()))
+            and (state.best is None or state.best.keys() >= {"metric", "value", "score", "epoch"})
             and all(map(shards.FILE_NAME.fullmatch, manifest["shards"]))  # none in another folder
         ):
             raise ValueError("a number or a name is none of a run's")
