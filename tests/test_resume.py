@@ -151,7 +151,7 @@ def test_weights_that_cannot_be_read_or_do_not_fit_are_refused_and_no_code_is_ex
         assert f"-weights {tmp_path / name}: cannot be read" in refused(f"{SMALL} -weights {tmp_path / name}")
     assert "a run's folder with best or final weights" in refused(f"{SMALL} -weights {tmp_path}")
     save_file({"other": torch.ones(3)}, tmp_path / "other.safetensors")
-    assert "none of its 1 tensors fits" in refused(f"{SMALL} -weights {tmp_path / 'other.safetensors'}")
+    assert "not the weights of this model" in refused(f"{SMALL} -weights {tmp_path / 'other.safetensors'}")
     assert not mark.exists()
 
 

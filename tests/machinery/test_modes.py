@@ -151,7 +151,7 @@ def test_eval_refuses_weights_that_lack_a_tensor_of_the_model(parts, tmp_path, c
 
     with plugins(arch={"norm_net": larger}):
         assert train.main([*f"{FLAGS} -eval -out {tmp_path}".split()]) == 2
-    assert "more.scale is missing" in capfd.readouterr().err and not (folder / "eval.json").exists()
+    assert "lacks more.scale" in capfd.readouterr().err and not (folder / "eval.json").exists()
 
 
 def test_overfit_trains_and_evaluates_on_the_same_samples(parts, tmp_path):

@@ -74,7 +74,7 @@ def test_two_values_for_a_tied_tensor_are_refused(tmp_path):
 
 
 PREFIXES = "module. _orig_mod. model. backbone. module.model. _orig_mod.module.backbone. backbone.model. "
-PREFIXES += "model._orig_mod.module. student.vit. module.encoder_q."
+PREFIXES += "model._orig_mod.module. state_dict.module.net."
 
 
 @pytest.mark.parametrize("prefix", PREFIXES.split())
@@ -90,9 +90,17 @@ def test_wrappers_within_a_name_are_left_out_unless_the_model_has_them(tmp_path)
     tensors = {name.replace(".0.", ".0._orig_mod."): value for name, value in tensors_of(given).items()}
     load_into(save(tensors, tmp_path / "w.pt"), made, whole=True)
     assert same(made, given)
-    given, made = (nn.ModuleDict({"module": WithBackbone(), "net": WithBackbone()}) for _ in range(2))
-    load_into(save(tensors_of(given), tmp_path / "w.pt"), made, whole=True)
-    assert same(made, given)
+    for prefix in ("", "module."):
+        given, made = (nn.ModuleDict({"module": WithBackbone(), "net": WithBackbone()}) for _ in range(2))
+        tensors = {prefix + name: value for name, value in tensors_of(given).items()}
+        load_into(save(tensors, tmp_path / "w.pt"), made, whole=True)
+        assert same(made, given)
+
+
+def test_a_name_that_may_mean_two_tensors_is_not_taken(tmp_path):
+    two = nn.ModuleDict({"encoder": nn.Linear(4, 4), "net": nn.Linear(4, 4)})
+    assert "not the weights of this model" in refusal(save(tensors_of(nn.Linear(4, 4)), tmp_path / "w.pt"), two)
+    assert "not the weights of this model" in refusal(save(tensors_of(two), tmp_path / "w.pt"), nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "model."])
@@ -108,19 +116,19 @@ def test_weights_of_a_backbone_go_into_the_backbone(tmp_path, prefix):
 def test_shapes_and_types_that_do_not_fit_are_named(tmp_path):
     given = {**tensors_of(WithBackbone()), "head.weight": torch.ones(9, 5), "head.bias": torch.ones(9)}
     said = load_into(save(given, tmp_path / "w.pt"), WithBackbone())
-    assert "head.bias ((9,) there, (2,) here), head.weight ((9, 5) there, (2, 5) here)" in said
+    assert "head.bias (torch.float32 (9,) there, torch.float32 (2,) here), head.weight (" in said
     for kind in (torch.int8, torch.float8_e4m3fn):
         given["backbone.0.weight"] = torch.ones(5, 4).to(kind)
         said = load_into(save(given, tmp_path / "w.pt"), WithBackbone())
-        assert f"backbone.0.weight ({kind} there, torch.float32 here)" in said
+        assert f"backbone.0.weight ({kind} (5, 4) there, torch.float32 (5, 4) here)" in said
     message = refusal(save({f"{n}": torch.ones(2) for n in tensors_of(Tied())}, tmp_path / "w.pt"))
-    assert "none of its 4 tensors fits" in message and "embed.weight is (2,) there, (7, 4) here" in message
+    assert "not the weights of this model" in message and "embed.weight (torch.float32 (2,) there, " in message
 
 
 @pytest.mark.parametrize("names", [["conv1.weight"], ["a.b", "c.d.e"], ["inner.scale"]])
 def test_where_nothing_fits_a_name_of_each_side_is_shown(tmp_path, names):
     message = refusal(save({name: torch.ones(3, 2) for name in names}, tmp_path / "w.safetensors"))
-    assert f"it has {names[0]} (3, 2), and the model embed.weight (7, 4)" in message
+    assert f"it has {', '.join(names)}, and lacks embed.weight, " in message
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
@@ -181,9 +189,8 @@ def test_the_content_decides_on_the_format(tmp_path, name):
 @pytest.mark.parametrize(
     "what", [nn.Linear(2, 2), {"state_dict": {}, "config": re.compile("x")}, {"p": saves.Payload}]
 )
-def test_what_only_code_could_read_is_refused_by_its_name(tmp_path, what):
-    message = refusal(save(what, tmp_path / "w.pt"))
-    assert "no code in a file is executed" in message and re.search("it holds (torch.nn|re|saves)[.]", message)
+def test_what_only_code_could_read_is_refused(tmp_path, what):
+    assert "more than tensors, and no code in a file is executed" in refusal(save(what, tmp_path / "w.pt"))
 
 
 # Folders
@@ -210,18 +217,15 @@ def test_a_folder_of_shards_is_read_by_its_index(tmp_path, ending, write):
     load_into(str(next(tmp_path.glob("*.index.json"))), Tied(), whole=True)
     assert "it is one of 2 shards: give their folder" in refusal(tmp_path / f"m-00001-of-00002.{ending}")
     (tmp_path / f"m-00002-of-00002.{ending}").unlink()
-    assert f"m-00002-of-00002.{ending}: no such file" in refusal(tmp_path)
+    assert re.search(f"No such file.*m-00002-of-00002.{ending}", refusal(tmp_path))
 
 
-def test_an_index_that_is_wrong_is_refused(tmp_path):
-    shards_in(tmp_path, "safetensors", save_file)
-    index = tmp_path / "model.safetensors.index.json"
-    for places, message in (
-        ({"head.weight": "../w.safetensors"}, "names ../w.safetensors, which is outside its folder"),
-        ({"head.weight": "m-00001-of-00002.safetensors"}, "names 1 tensors, as head.weight, that its files do not"),
-    ):
-        index.write_text(json.dumps({"weight_map": places}))
-        assert message in refusal(tmp_path)
+def test_an_index_leads_to_no_file_outside_its_folder(tmp_path):
+    (tmp_path / "model").mkdir()
+    save(tensors_of(Tied()), tmp_path / "w.pt")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"head.weight": "../w.pt"}}))
+    assert re.search("No such file.*model/w.pt", refusal(tmp_path / "model"))
     (tmp_path / "config.json").write_text("{}")
     assert "config.json: cannot be read" in refusal(tmp_path / "config.json")
 
@@ -244,5 +248,3 @@ def test_a_folder_in_which_nothing_or_too_much_may_be_meant_is_refused(tmp_path)
     for name in ("a.pt", "b.pt"):
         save(tensors_of(Tied()), tmp_path / name)
     assert f"{wanted}; in this folder are a.pt, b.pt" in refusal(tmp_path)
-    (tmp_path / "manifest.json").touch()
-    assert "it is a checkpoint: -resume continues it" in refusal(tmp_path)

@@ -1,13 +1,21 @@
-"""Weights alone, in a file that every reader of safetensors takes: written, read, and started from."""
+"""Weights alone, in a file that every reader of safetensors takes: written, read, and started from.
 
-from collections.abc import Callable
+Files and folders of other programs are read, too, whose tensors have other names.
+"""
+
+import argparse
+import json
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from lib.utils import distributed
-from lib.utils.checkpoint import atomic, pretrained, run_folder, shards
+from lib.utils import distributed, files
+from lib.utils.checkpoint import atomic, run_folder, shards
 from lib.utils.checkpoint.shared_disk import Disk
 from lib.utils.checkpoint.state import model_tensors, unwrap
 from lib.utils.distributed import World
@@ -15,6 +23,12 @@ from lib.utils.errors import UsageError
 
 ALONE = World()
 IMAGENET = "imagenet"  # as -weights: no file, but what the architecture's get_weights(args) returns
+# What a folder's weights are called, best first.
+FILES = ("*.safetensors.index.json", "model.safetensors", "*.safetensors", "*.bin.index.json", "pytorch_model.bin")
+FILES += ("*.pt", "*.pth", "*.ckpt", "*.bin")
+# Modules around the user's own: of DDP, torch.compile, FSDP1 and activation checkpointing.
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+PREFIXES = {*WRAPPERS, "model", "backbone", "net", "network", "encoder", "state_dict", "model_state_dict"}
 
 
 def gather(tensors: dict[str, Tensor], disk: Disk) -> dict[str, Tensor]:
@@ -52,8 +66,53 @@ def find(run: Path) -> Path | None:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a weights file, or of a folder with one. Executes no code in it; see pretrained.py."""
-    return pretrained.read(path)
+    """Return the tensors of a file, or of a folder with one, by name; of nested dicts as state_dict.head.bias.
+
+    No code in a file is executed. What is wrong raises Damaged, ValueError, OSError, or an error of a library.
+    """
+    path = _find_file(path) if path.is_dir() else path
+    if path.suffix != ".json":
+        if shard := re.search(r"-\d{5}-of-(\d{5})\.", path.name):
+            raise ValueError(f"it is one of {int(shard[1])} shards: give their folder")
+        return _read_file(path)
+    tensors, places = {}, json.loads(path.read_text())["weight_map"]  # an index of Hugging Face
+    for file in sorted({Path(place).name for place in places.values()}):  # none outside the folder
+        tensors |= _read_file(path.parent / file)
+    return tensors
+
+
+def _find_file(folder: Path) -> Path:
+    """Return the weights file in a folder, or the index of several. Raises ValueError unless there is one."""
+    found = next((found for pattern in FILES if (found := sorted(folder.glob(pattern)))), [])
+    if len(found) == 1:
+        return found[0]
+    wanted = "a run's folder with best or final weights, a file, or a folder with one weights file is needed"
+    raise ValueError(f"{wanted}; in this folder are {', '.join(file.name for file in found[:3]) or 'none'}")
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors or torch file, whichever its content is."""
+    with files.open_regular(path, "rb", follow=True) as file:
+        start = file.read(9)
+        named = path.suffix == ".safetensors" and start[:2] != b"PK"  # a zip archive is torch's
+        if named or start[8:] == b"{":  # a length of 8 bytes, then JSON
+            return shards.read_weights(path)
+        file.seek(0)
+        try:
+            with torch.serialization.safe_globals([argparse.Namespace]):  # it only has attributes
+                return dict(_flatten(torch.load(file, map_location="cpu", weights_only=True)))
+        except pickle.UnpicklingError as error:
+            hint = "and no code in a file is executed: if you trust it, save its state_dict() alone"
+            raise ValueError(f"it is damaged, or holds more than tensors, {hint}") from error
+
+
+def _flatten(values: dict, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested dicts, each under its dotted name."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        elif isinstance(value, Tensor):
+            yield f"{prefix}{name}", value.detach()
 
 
 def load_into(
@@ -79,34 +138,63 @@ def load_into(
     waits = path == IMAGENET and world.local_rank > 0
     given = distributed.attempt(None if waits else load, world) or load()
     names = _names_by_tensor(model)
-    tensors = {name: tensor for tensor, aliases in names.items() for name in aliases}
-    found = pretrained.match_names(given, tensors)
-    misfits = {name: forms for name in found if (forms := pretrained.misfit(given[found[name]], tensors[name]))}
-    values = {
-        tensor: [given[found[name]] for name in aliases if name in found and name not in misfits]
-        for tensor, aliases in names.items()
-    }
-    if not any(values.values()):
-        shown = [f"{name} is {forms}" for name, forms in misfits.items()] or [_examples(given, tensors)]
-        fault = f"none of its {len(given)} tensors fits this model by name and shape"
-        raise UsageError(f"-weights {path}: {fault}: {shown[0]}")
-    missing = sorted(names[tensor][0] for tensor in names if not values[tensor])
-    missing = [f"{name} ({misfits[name]})" if name in misfits else name for name in missing]
-    if whole and missing:
-        lacks = f"{_list(missing)} is missing or of another shape"
-        raise UsageError(f"-weights {path}: not the weights of this model: {lacks}")
-    for tensor, (value, *others) in ((tensor, some) for tensor, some in values.items() if some):
-        if any((value != other).any() for other in others):
-            fault = f"{' and '.join(names[tensor])} are one tensor here, and differ in the file"
+    found = match_names(given, [name for aliases in names.values() for name in aliases])
+    missing = []
+    for tensor, aliases in names.items():
+        there = [given[found[name]] for name in aliases if name in found]
+        fitting = [value for value in there if _fits(value, tensor)]
+        if not fitting:
+            missing.append(aliases[0] + (f" ({_form(there[0])} there, {_form(tensor)} here)" if there else ""))
+            continue
+        if any((fitting[0] != value).any() for value in fitting[1:]):
+            fault = f"{' and '.join(aliases)} are one tensor here, and differ in the file"
             raise UsageError(f"-weights {path}: {fault}")
-        if isinstance(tensor, nn.Parameter) and not (whole or torch.isfinite(value).all()):
-            raise UsageError(f"-weights {path}: {names[tensor][0]} is not finite")
-        shards.copy_whole(tensor, value)
+        if isinstance(tensor, nn.Parameter) and not (whole or torch.isfinite(fitting[0]).all()):
+            raise UsageError(f"-weights {path}: {aliases[0]} is not finite")
+        shards.copy_whole(tensor, fitting[0])
+    if len(missing) == len(names) or (whole and missing):
+        lacks = f"it has {_list([*given]) or 'none'}, and lacks {_list(missing)}"
+        raise UsageError(f"-weights {path}: not the weights of this model: {lacks}")
     renamed = [f"{other} is {name} here" for name, other in found.items() if name != other][:1]
     unused = sorted(given.keys() - found.values())
-    parts = {"as": renamed, "not loaded, as missing or of another shape:": missing, "not used:": unused}
+    parts = {"as": renamed, "not loaded, as missing or of another shape:": sorted(missing), "not used:": unused}
     more = "".join(f"; {title} {_list(one)}" for title, one in parts.items() if one)
     return f"{path}: {len(names) - len(missing)} tensors loaded{more}"
+
+
+def match_names(given: Collection[str], names: Collection[str]) -> dict[str, str]:
+    """Return the name in a file of each of a model's names that is there.
+
+    It is the same one, or the only one that is the same without wrappers' names, or else without all of PREFIXES.
+    """
+    found = {}
+    for left_out in (set(), WRAPPERS, PREFIXES):
+        theirs, ours = (_shorten(some, left_out) for some in (given, names))
+        for short, same in ours.items():
+            if len(same) == len(theirs.get(short, ())) == 1:
+                found.setdefault(same[0], theirs[short][0])
+    return found
+
+
+def _shorten(names: Iterable[str], left_out: set[str]) -> dict[str, list[str]]:
+    """Return the names by what remains of each if some of its parts are left out."""
+    by_short = defaultdict(list)
+    for name in names:
+        by_short[".".join(part for part in name.split(".") if part not in left_out)].append(name)
+    return by_short
+
+
+def _fits(given: Tensor, tensor: Tensor) -> bool:
+    """Return whether a tensor can take given values.
+
+    Floats of one byte and integers are quantized weights, which mean nothing without their scales.
+    """
+    both_floats = given.is_floating_point() and tensor.is_floating_point() and given.itemsize > 1
+    return given.shape == tensor.shape and (both_floats or given.dtype == tensor.dtype)
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _names_by_tensor(model: nn.Module) -> dict[Tensor, list[str]]:
@@ -116,12 +204,6 @@ def _names_by_tensor(model: nn.Module) -> dict[Tensor, list[str]]:
         if isinstance(tensor, Tensor) and tensor in names and name not in names[tensor]:
             names[tensor].append(name)
     return names
-
-
-def _examples(given: dict[str, Tensor], tensors: dict[str, Tensor]) -> str:
-    """Name a tensor of a file and one of a model."""
-    theirs, ours = ([f"{name} {tuple(one.shape)}" for name, one in some.items()] for some in (given, tensors))
-    return f"it has {theirs[0] if theirs else 'none'}, and the model {ours[0] if ours else 'none'}"
 
 
 def _list(names: list[str]) -> str:
