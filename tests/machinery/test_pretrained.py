@@ -210,7 +210,8 @@ def test_a_folder_of_shards_is_read_by_its_index(tmp_path, ending, write):
     load_into(str(next(tmp_path.glob("*.index.json"))), Tied(), whole=True)
     assert "it is one of 2 shards: give their folder" in refusal(tmp_path / f"m-00001-of-00002.{ending}")
     (tmp_path / f"m-00002-of-00002.{ending}").unlink()
-    assert f"m-00002-of-00002.{ending}: no such file" in refusal(tmp_path)
+    line = refusal(tmp_path)
+    assert "No such file" in line and f"m-00002-of-00002.{ending}" in line
 
 
 def test_an_index_that_is_wrong_is_refused(tmp_path):

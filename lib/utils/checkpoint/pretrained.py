@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
+
+from lib.utils import files
+from lib.utils.checkpoint import shards
 
 # What a folder's weights are called, best first.
 FILES = ("*.safetensors.index.json", "model.safetensors", "*.safetensors", "*.bin.index.json", "pytorch_model.bin")
@@ -53,13 +55,11 @@ def find_file(folder: Path) -> Path:
 
 def read_file(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors or torch file, whichever its content is."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.name}: no such file")
-    with path.open("rb") as file:
-        is_safetensors = file.read(9)[8:] == b"{"  # a length of 8 bytes, then JSON
-    if is_safetensors:
-        with safe_open(path, framework="pt") as tensors:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    with files.open_regular(path, "rb", follow=True) as file:
+        start = file.read(9)
+    named = path.suffix == ".safetensors" and start[:2] != b"PK"  # a zip archive is torch's
+    if named or start[8:] == b"{":  # a length of 8 bytes, then JSON
+        return shards.read_weights(path)
     try:
         with (
             path.open("rb") as file,
