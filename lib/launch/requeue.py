@@ -47,9 +47,10 @@ def finish_job(history: Path, code: int) -> int:
         print(f"no training began in this start: job {job_name()} is not requeued")
         return code
     run = Path(facts["run"])
-    outcome = run_folder.read_job_outcome(run, os.environ["SLURM_JOB_ID"])
-    if outcome.get("written") == start["outcome"]:
-        outcome = {}  # of an earlier start
+    outcome = run_folder.read_outcome(run)
+    job = str(outcome.get("launch")).partition(".")[0]  # launches are called JOB or JOB.STEP
+    if job != os.environ["SLURM_JOB_ID"] or outcome.get("written") == start["outcome"]:
+        outcome = {}  # of another job, or of an earlier start
     why, why_not = verdict(facts["starts"], outcome, newest_checkpoint(run), job_facts())
     if why:
         print(f"{why}: job {job_name()} is requeued, and resumes", flush=True)

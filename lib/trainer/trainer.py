@@ -123,13 +123,13 @@ class Trainer:
         if different := resume.describe_changes(self.args, self.plan, past, self.data):
             log.warning("resuming with other settings: %s", different)
         resume.load(past, find_parts(self), self.world, self.args.allow_change)
+        if past.manifest["state"]["best"]:
+            self.checkpoints.set_best(resume.best_weights(past, self.world))
         self.state = resume.restore_state(past, self.plan)
         if self.world.is_main:
             self.metrics.add(self.state.unlogged)
         if self.state.scaler:
             self.scaler.load_state_dict(self.state.scaler)
-        if past.missing_on and self.state.best:
-            self.checkpoints.set_best(resume.best_weights(past, self.folder, self.world))
         own = past.folder.parent == self.checkpoints.folder
         for flag in ("resume", "weights"):
             if own and (given := getattr(self.args, flag)):

@@ -136,8 +136,9 @@ def test_a_node_that_joins_gets_a_checkpoint_and_the_best_weights_at_once(finish
 
 
 def test_best_weights_that_no_node_has_are_not_sent(tmp_path):
-    past = resume.Past(tmp_path, {}, damaged=[], sender=0, missing_on={1: "is not there"})
-    assert resume.best_weights(past, tmp_path, World()) == {}
+    checkpoint, manifest = tmp_path / "checkpoints" / "000001_step_1", {"state": {"best": {"epoch": 1}}}
+    past = resume.Past(checkpoint, manifest, damaged=[], sender=0, missing_on={1: "is not there"})
+    assert resume.best_weights(past, World()) == {} and manifest == {"state": {"best": None}}
 
 
 def _tensors_of(folder):

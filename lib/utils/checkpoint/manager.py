@@ -163,14 +163,12 @@ class Checkpoints:
             atomic.sweep(folder)
         atomic.fsync_folder(run)
         atomic.fsync_folder(run.parent)
-        return max(
-            (run_folder.checkpoint_number(one.name) for one in run_folder.list_checkpoints(self.folder)), default=0
-        )
+        newest = next((one.name for one in run_folder.list_checkpoints(self.folder)), "")
+        return run_folder.checkpoint_number(newest)
 
     def _write(self, partial: Path, copies: staging.Copies, starts: dict[str, list], best: dict[str, Tensor]) -> dict:
         if copies.copied:
             copies.copied.synchronize()
-        run_folder.check_lock(self.folder.parent)
         if best:
             weights.write(self.folder.parent / "best", best)
         for folder in (self.folder, partial):  # without parents: a run's folder that is gone is not made again
@@ -196,7 +194,6 @@ class Checkpoints:
             atomic.remove_folder(folder)
 
     def _fail(self, save: Save, reason: str) -> None:
-        run_folder.check_lock(self.folder.parent)
         self.saving, self.best = None, self.best or save.best
         self.failures += 1
         if self.disk.is_first:

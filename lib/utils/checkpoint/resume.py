@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lib.utils import distributed
+from lib.utils import distributed, files
 from lib.utils.checkpoint import run_folder, shards, state, weights
 from lib.utils.checkpoint.shared_disk import Disk
 from lib.utils.checkpoint.state import Parts, State, init_optimizer_state
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lib.config import Args
 
 log = logging.getLogger(__name__)
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, *files.UNFIT)  # no file of a run's
 MAY_DIFFER = ("processor", "torch", "pillow", "torchvision")  # facts that may change bits
 
 
@@ -156,7 +157,7 @@ def _fault_of(verify: Callable[[], object]) -> str:
     except shards.Damaged as error:
         return str(error)
     except OSError as error:
-        if error.errno not in run_folder.MISSING:
+        if error.errno not in MISSING:
             raise
         return str(error)
     return ""
@@ -278,8 +279,6 @@ def restore_state(past: Past | None, plan: Plan) -> State:
 def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) -> None:
     """Fill the parts of a run from a checkpoint, whatever number of ranks wrote it. Log what is damaged.
 
-    Best weights that are lost are forgotten: the next evaluation counts as the best.
-
     Raises:
         UsageError: the tensors are not those of the run; or a weight is not finite, and "nan" is not in `allowed`.
     """
@@ -295,9 +294,9 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
         other = "is of another model, optimizer or trainer"
         raise UsageError(f"{past.folder} {other}: {shown}; -weights takes only a model's weights")
     if not past.missing_on or world.rank == past.sender:
-        files = shards.read_manifest(past.folder)["shards"]  # of this disk
+        names = shards.read_manifest(past.folder)["shards"]  # of this disk
         own = shards.file_name(world.rank)  # holds all blocks of this rank, if as many ranks wrote it
-        shards.read(past.folder, sorted(files, key=lambda file: file != own), tensors)
+        shards.read(past.folder, sorted(names, key=lambda name: name != own), tensors)
     if past.missing_on:
         rank, why = next(iter(past.missing_on.items()))
         log.warning("rank %d: %s; rank %d sends it", rank, why, past.sender)
@@ -307,22 +306,25 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
     if bad and "nan" not in {*allowed, *past.allowed}:
         hint = "remove it to resume from an older checkpoint, or take it as it is with -allow_change nan"
         raise UsageError(f"{past.folder}: {bad[0]} and {len(bad) - 1} more are not finite; {hint}")
-    if past.manifest["state"]["best"] and (fault := _best_weights_fault(past, world)):
+
+
+def best_weights(past: Past, world: World) -> dict[str, Tensor]:
+    """Return the best weights next to a checkpoint, on the ranks that must write them. All ranks call this.
+
+    If they are lost, they are forgotten: the next evaluation counts as the best.
+    """
+    tensors: dict[str, Tensor] = {}
+    file = past.folder.parents[1] / "best" / "weights.safetensors"
+
+    def read() -> str:
+        return _fault_of(lambda: tensors.update(weights.read(file)))
+
+    mine = distributed.attempt(read if world.rank == past.sender else None, world)
+    if fault := distributed.broadcast_json(mine, world, past.sender):
         log.warning("%s; the best weights are lost: the next evaluation counts as the best", fault)
         past.manifest["state"]["best"] = None
-
-
-def _best_weights_fault(past: Past, world: World) -> str:
-    """Return what is damaged in the best weights next to a checkpoint, "" if nothing is. All ranks call this."""
-    file = past.folder.parents[1] / "best" / "weights.safetensors"
-    mine = None if world.rank != past.sender else lambda: _fault_of(lambda: weights.read(file))
-    return distributed.broadcast_json(distributed.attempt(mine, world), world, past.sender)
-
-
-def best_weights(past: Past, run: Path, world: World) -> dict[str, Tensor]:
-    """Return the best weights of a checkpoint that some ranks lack, {} without any. All ranks call this."""
-    file = run / "best" / "weights.safetensors"
-    tensors = weights.read(file) if world.rank == past.sender and file.is_file() else {}
+    if fault or not past.missing_on:
+        return {}
     schema = distributed.broadcast_json(shards.schema(tensors), world, past.sender)
     tensors = tensors or shards.make_empty(schema)
     for tensor in tensors.values():

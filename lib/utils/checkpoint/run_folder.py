@@ -14,7 +14,6 @@ import os
 import re
 import socket
 import stat
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 NAME = re.compile(r"(\d{6,})_step_\d+|step_\d+\w*")  # the latter of format 1: they are found, and refused
-MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, *files.UNFIT)  # no file of a run's
 FOLDERS = ("checkpoints", "best", "final", "logs", "slurm")  # in a run's folder
 LESS_MEMORY = "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp"
 OUT_OF_RANGE = "an index is too large, or negative: labels are 0 to -num_classes - 1, or -ignore_index"  # on a GPU
@@ -51,9 +49,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, newest first; none where it is missing."""
     try:
         checkpoints = [entry for entry in folder.iterdir() if NAME.fullmatch(entry.name)]
-    except OSError as error:
-        if error.errno not in MISSING:
-            raise
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(checkpoints, key=lambda entry: checkpoint_number(entry.name), reverse=True)
 
@@ -83,15 +79,11 @@ def _is_same(file: IO, path: Path) -> bool:
 
 def check_owner(run: Path) -> None:
     """Raise UsageError if a run's folder belongs to another user, unless -out is made for a group (chmod g+ws)."""
-    mode, owners = run.parent.stat().st_mode, {run.lstat().st_uid, run.stat().st_uid}
+    mode, owner = run.parent.stat().st_mode, run.lstat().st_uid
     for_group = mode & (stat.S_ISGID | stat.S_IWGRP | stat.S_IWOTH) == stat.S_ISGID | stat.S_IWGRP
-    if for_group or owners == {os.geteuid()}:
-        return
-    with tempfile.TemporaryFile(dir=run) as probe:  # some network disks give all files to one user
-        owners -= {os.fstat(probe.fileno()).st_uid}
-    if owners:
+    if owner != os.geteuid() and not for_group:
         hint = f"take another -out, or make it one for a group: chmod g+ws {run.parent}"
-        raise UsageError(f"-out {run.parent} -model {run.name}: the folder belongs to user {max(owners)}; {hint}")
+        raise UsageError(f"-out {run.parent} -model {run.name}: the folder belongs to user {owner}; {hint}")
 
 
 def is_reset_due(args: Args, world: World) -> bool:
@@ -181,7 +173,9 @@ class RunFolder:
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             check_owner(self.path)
-            self._check_entries()
+            for folder in (self.path / name for name in FOLDERS):
+                if folder.is_symlink():
+                    raise OSError(errno.ELOOP, "a link, which is not followed", str(folder))
             file = files.open_regular(self.path / ".lock", "a+")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,23 +188,13 @@ class RunFolder:
             log.warning("%s: this file system has no locks (%s): a second run is not noticed", file.name, error)
         return file
 
-    def _check_entries(self) -> None:
-        """Raise OSError for a link, pipe or the like where a run writes a folder, or appends to a file."""
-        for folder in (self.path / name for name in FOLDERS):
-            if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-                raise OSError(errno.ENOTDIR, "not a folder, or a link to one, which is not followed", str(folder))
-        for file in (self.path / "metrics.jsonl", *self.path.glob("logs/*.log")):
-            if os.path.lexists(file):
-                files.open_regular(file, "r+").close()
-
     def unlock(self) -> None:
         """Release the lock; remove what a start that was refused has made."""
         file = _locks.pop(self.path, None)
         if file is None:
             return
         with contextlib.suppress(OSError):
-            alone = [entry.name for entry in self.path.iterdir()] == [".lock"]
-            if alone and self.disk.is_first and _is_same(file, self.path / ".lock"):
+            if self.disk.is_first and [entry.name for entry in self.path.iterdir()] == [".lock"]:
                 (self.path / ".lock").unlink()
                 self.path.rmdir()
         with contextlib.suppress(OSError):  # a full disk
@@ -256,12 +240,6 @@ def _move_away(folder: Path) -> None:
 def read_outcome(run: Path) -> dict:
     """Return outcome.json, {} if there is none. Its entry `written` differs each time that it is written."""
     return read_json(run / "outcome.json")
-
-
-def read_job_outcome(run: Path, job: str) -> dict:
-    """Return the outcome if a start of this Slurm job wrote it, else {}: its launches are called JOB or JOB.STEP."""
-    facts = read_outcome(run)
-    return facts if str(facts.get("launch")).partition(".")[0] == job else {}
 
 
 def write_outcome(folder: Path, world: World, state: str, **facts: Any) -> None:
