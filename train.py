@@ -43,14 +43,13 @@ def run(args: config.Args) -> int:
     from lib.core import optimizer as optimizers
     from lib.utils import distributed, runtime, seeding, watchdog
     from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
-    from lib.utils.data import fingerprint, loader, options
+    from lib.utils.data import fingerprint, loader
     from lib.utils.monitoring import console
     from lib.utils.monitoring.logger import Logger, Off
     from scripts import check_data
 
     mode = "eval" if args.eval else "debug" if args.debug else "train"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(watchdog.watch(args.hang_minutes))
+    with watchdog.watch(args.hang_minutes), contextlib.ExitStack() as stack:
         seeding.seed_building(args.seed)
         dataset, arch, trainers = (plugins.load(kind, getattr(args, kind)) for kind in config.BUILDERS)
         watchdog.begin(f"get_dataset of -dataset {args.dataset}")
@@ -74,18 +73,21 @@ def run(args: config.Args) -> int:
 
         watchdog.begin(f"building -arch {args.arch}, and the parts of its training")
         model = parallel.build(arch, args, world)
-        loaded = ""
-        if args.weights and past is None and mode != "eval":
-            loaded = weights.load_into(args.weights, model, imagenet=lambda: arch.get_weights(args), world=world)
+        loaded = (
+            weights.load_into(args.weights, model, imagenet=lambda: arch.get_weights(args), world=world)
+            if args.weights and past is None and mode != "eval"
+            else ""
+        )
         criterion = loss.get_loss(args).to(world.device)
         model = parallel.wrap(model, args, world, arch=arch)
         optimizer = optimizers.get_optimizer(model, args)
 
         stack.enter_context(startup.enable_garbage_collector())
-        names = options.read_options(splits["train"]).classes or ()
-        about = {**runtime.describe(world), "classes": [str(name) for name in names], **skipped}
-        config_yaml = config.to_yaml(args, about, resume.effective_flags(plan))
-        folder.begin(config_yaml, resume.start_facts(args, plan, past, data))
+        about = {**runtime.describe(world), "classes": data["train"].get("classes", []), **skipped}
+        folder.begin(
+            config.to_yaml(args, about, resume.effective_flags(plan)),
+            resume.start_facts(args, plan, past, data),
+        )
         console.setup_logging(folder.path, world.rank)
         log.info("threads:     %d", threads)
         if loaded:
@@ -93,8 +95,11 @@ def run(args: config.Args) -> int:
         if past is None and (other := fingerprint.compare(start.get("data", {}), data)):
             log.warning("other data than at the run's first start: %s", other)
         loaders = stack.enter_context(loader.open_loaders(splits, plan, world, args, data))
-        step, path = resume.restore_state(past, plan).step, folder.path
-        logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and disk.is_first else Off()
+        logger = (
+            Logger(folder.path, world, args, resume.restore_state(past, plan).step, args.epochs * plan.steps)
+            if folder.path and disk.is_first
+            else Off()
+        )
         stack.callback(logger.close)
         seeding.seed_building(args.seed, seeding.TRAINER)
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)
