@@ -40,10 +40,8 @@ class Parser(argparse.ArgumentParser):
         for spelling in (name, name[1:], f"-{name}"):
             if spelling in self._option_string_actions and len(spelling) > 1:
                 return spelling + equals + value
-        others = plugins.find_flag(name.lstrip("-"))
-        hint = (
-            f": it is a flag of {' and of '.join(others)}" if others else suggest(name, self._option_string_actions)
-        )
+        owners = " and of ".join(plugins.find_flag(name.lstrip("-")))
+        hint = f": it is a flag of {owners}" if owners else suggest(name, self._option_string_actions)
         hint = hint or ": a plugin's flag needs its -arch, -dataset or -trainer"
         raise UsageError(f"{source}unknown flag {name}{hint}")
 
@@ -62,24 +60,22 @@ class Parser(argparse.ArgumentParser):
         return words
 
     def add_plugin_flags(self, module: ModuleType, title: str) -> set[str]:
-        """Add a plugin's flags, and return their names.
-
-        Raises UsageError for one that is shared, or that config.yaml cannot keep.
-        """
+        """Add a plugin's flags, and return their names. Raises UsageError for one that config.yaml cannot keep."""
         shared = [action.dest for action in self._actions]
         try:
             with no_exit():
                 getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
         except argparse.ArgumentError as error:
             raise UsageError(f"{_file(module)}: {error}; parser.set_defaults sets its default") from None
-        for action in self._actions[len(shared) :]:
+        added = self._actions[len(shared) :]
+        for action in added:
             if action.dest in shared:
                 raise UsageError(f"{_file(module)}: there is a -{action.dest}: parser.set_defaults sets its default")
             if action.nargs == 0 or action.dest not in [option.lstrip("-") for option in action.option_strings]:
                 wanted = f"call it -{action.dest}, with a value or store_true, so that config.yaml can keep it"
                 raise UsageError(f"{_file(module)}: {[*action.option_strings, action.dest][0]}: {wanted}")
         self.set_plugin_defaults({}, module)
-        return {action.dest for action in self._actions[len(shared) :]}
+        return {action.dest for action in added}
 
     def set_plugin_defaults(self, defaults: dict, module: ModuleType) -> None:
         """Set a plugin's defaults. Raise UsageError for a default, here or in its add_args, of an unknown flag."""
@@ -91,9 +87,6 @@ class Parser(argparse.ArgumentParser):
 
 class Help(argparse.HelpFormatter):
     """Shows the default of a flag behind its help, in lines as long as the terminal's."""
-
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=34)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         hidden = action.default is False or action.default in (None, "", argparse.SUPPRESS, [])

@@ -41,30 +41,23 @@ weights = matching(r"\d+(\.\d+)?(,\d+(\.\d+)?)*", "a list of numbers like 1,2.5,
 gpu_list = matching(r"\d{1,4}(,\d{1,4})*", "a list of GPUs like 0,1,2")
 
 
-def whole(low: int) -> Callable[[str], int]:
-    """Return a type for whole numbers from `low`."""
-
-    def read(value: str) -> int:
-        if not DIGITS.fullmatch(value) or int(value) < low:
-            raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of at least {low}")
-        return int(value)
-
-    return read
-
-
-def real(low: float, high: float = math.inf, above: bool = False, below: bool = False) -> Callable[[str], float]:
-    """Return a type for finite numbers from `low` (or above it) to `high` (or below it)."""
+def number(
+    wanted: str, is_right: Callable[[float], bool], kind: type = float, pattern: re.Pattern = DECIMAL
+) -> Callable[[str], float]:
+    """Return a type for finite numbers that are right; `wanted` describes them."""
 
     def read(value: str) -> float:
-        number = float(value) if DECIMAL.fullmatch(value) else math.nan
-        excluded = math.isinf(number) or (above and number == low) or (below and number == high)
-        if excluded or not low <= number <= high:
-            bottom = f" {'above' if above else 'from'} {low}" if low > -math.inf else ""
-            top = f" {'to below' if below else 'up to'} {high}" if high < math.inf else ""
-            raise argparse.ArgumentTypeError(f"{value!r} is not a number{bottom}{top}")
-        return number
+        found = kind(value) if pattern.fullmatch(value) else math.nan
+        if not (math.isfinite(found) and is_right(found)):
+            raise argparse.ArgumentTypeError(f"{value!r} is not {wanted}")
+        return found
 
     return read
+
+
+def whole(low: int) -> Callable[[str], float]:
+    """Return a type for whole numbers from `low`."""
+    return number(f"a whole number of at least {low}", lambda n: n >= low, int, DIGITS)
 
 
 def yes_no(value: str) -> bool:
