@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from lib.config import plugins, types
 from lib.config.parser import SWITCH, Listing
-from lib.config.types import number, path, text, whole
+from lib.config.types import path, real, text, whole
 from lib.utils.errors import UsageError
 
 
@@ -17,13 +17,12 @@ def value(type_: Callable[[str], object], metavar: str, **more) -> dict:
 
 
 COUNT, COUNT_OR_0 = value(whole(1), "N"), value(whole(0), "N")
-POSITIVE = value(number("a number above 0", lambda x: x > 0), "X")
-NOT_NEGATIVE = value(number("a number from 0", lambda x: x >= 0), "X")
-PERIOD = value(number("a number above 0 up to 1000000", lambda x: 0 < x <= 10**6), "X")  # of time
-SHARE = value(number("a number from 0 to 1", lambda x: 0 <= x <= 1), "X")
-BELOW_1 = value(number("a number from 0 to below 1", lambda x: 0 <= x < 1), "X")
+POSITIVE = value(real("a number above 0", lambda x: x > 0), "X")
+NOT_NEGATIVE = value(real("a number from 0", lambda x: x >= 0), "X")
+PERIOD = value(real("a number above 0 up to 1000000", lambda x: 0 < x <= 10**6), "X")  # of time
+SHARE = value(real("a number from 0 to 1", lambda x: 0 <= x <= 1), "X")
+BELOW_1 = value(real("a number from 0 to below 1", lambda x: 0 <= x < 1), "X")
 DIR, FILE, PATH = value(path, "DIR"), value(path, "FILE"), value(path, "PATH")
-NAME = value(text, "NAME")
 PLUGIN = value(types.plugin_name, "NAME")
 COMPILE = {"choices": ("blocks", "model"), "nargs": "?", "const": "blocks"}
 REPEATABLE = {"action": "append", "default": []}
@@ -117,7 +116,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-optimizer", {"choices": table("optimizer")}, "optimizer, of lib/core/optimizer.py", "adamw")
     add("-lr_schedule", {"choices": table("scheduler")}, "curve after warm-up, of lib/core/scheduler.py", "cosine")
     add("-lr_start", POSITIVE, "peak learning rate", 0.001)
-    add("-lr_end", value(number("a number", lambda x: True), "X"), "learning rate after the last step", 1e-06)
+    add("-lr_end", value(real("a number", lambda x: True), "X"), "learning rate after the last step", 1e-06)
     add("-lr_warmup", NOT_NEGATIVE, "epochs of linear warm-up; fractions are allowed", 0.0)
     add("-lr_batch", COUNT, "-lr_start is for steps of N samples: scale it linearly to -batch_size")
     add("-weight_decay", NOT_NEGATIVE, "weight decay, not applied to biases and norms", 0.01)
@@ -169,7 +168,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-slurm_nnodes", COUNT, "nodes", 1)
     add("-slurm_ngpus", COUNT, "GPUs, and so processes, a node", 1)
     add("-slurm_nodelist", value(text, "NAMES"), "nodes to use, as GPU17,GPU18")
-    add("-slurm_partition", NAME, "partition")
+    add("-slurm_partition", value(text, "NAME"), "partition")
     add("-slurm_timeout", COUNT, "time limit in minutes (the partition's)")
     add("-slurm_cpus", COUNT, "CPUs of a task (-workers or 8, plus 2)")
     option = "option of sbatch, as account=ME or mem=64G; repeatable; no secrets: config.yaml shows it"

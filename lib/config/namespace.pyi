@@ -20,56 +20,56 @@ class Args(argparse.Namespace):
     ngrok: bool
     ngrok_auth: str
     track: str
-    seed: float
+    seed: int
     dataset: str
-    batch_size: float
-    batch_per_gpu: float | None
-    micro_batch: float | None
+    batch_size: int
+    batch_per_gpu: int | None
+    micro_batch: int | None
     shuffle: bool
     augment: bool
     drop_last: bool
     skip_bad_files: bool
-    num_classes: float
-    channels: float
-    image_size: float
+    num_classes: int
+    channels: int
+    image_size: int
     arch: str
     trainer: str
-    epochs: float
+    epochs: int
     loss: str
     label_smoothing: float
     class_weights: str | None
     ignore_index: int
     train_metrics: bool
-    log_every: float
-    max_bad_steps: float
+    log_every: int
+    max_bad_steps: int
     optimizer: str
     lr_schedule: str
     lr_start: float
     lr_end: float
     lr_warmup: float
-    lr_batch: float | None
+    lr_batch: int | None
     weight_decay: float
     momentum: float
     clip_grad: float
     save_every: str
-    keep_last: float
-    keep_every: float
+    keep_last: int
+    keep_every: int
     best: str | None
-    stop_after: float | None
+    stop_after: int | None
     resume: str | None
     weights: str | None
     allow_change: list[str]
     max_hours: float | None
     grace_s: float
-    limit_steps: float | None
+    limit_steps: int | None
     check_resume: bool
     check_data: bool
     hang_minutes: float
     gpus: str | None
-    cpu: float | None
-    workers: float | None
-    val_workers: float | None
-    threads: float | None
+    cpu: int | None
+    workers: int | None
+    val_workers: int | None
+    threads: int | None
     fp16: bool
     bf16: bool
     cache_dir: str | None
@@ -81,16 +81,16 @@ class Args(argparse.Namespace):
     deterministic: bool
     debug: bool
     eval: bool
-    overfit: float | None
+    overfit: int | None
     debug_dist: bool
     slurm: bool
-    slurm_nnodes: float
-    slurm_ngpus: float
+    slurm_nnodes: int
+    slurm_ngpus: int
     slurm_nodelist: str | None
     slurm_partition: str | None
-    slurm_timeout: float | None
-    slurm_cpus: float | None
+    slurm_timeout: int | None
+    slurm_cpus: int | None
     slurm_arg: list[str]
-    slurm_signal_s: float
+    slurm_signal_s: int
     slurm_dir: str | None
     slurm_dry: bool

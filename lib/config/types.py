@@ -41,23 +41,27 @@ weights = matching(r"\d+(\.\d+)?(,\d+(\.\d+)?)*", "a list of numbers like 1,2.5,
 gpu_list = matching(r"\d{1,4}(,\d{1,4})*", "a list of GPUs like 0,1,2")
 
 
-def number(
-    wanted: str, is_right: Callable[[float], bool], kind: type = float, pattern: re.Pattern = DECIMAL
-) -> Callable[[str], float]:
+def whole(low: int) -> Callable[[str], int]:
+    """Return a type for whole numbers from `low`."""
+
+    def read(value: str) -> int:
+        if not DIGITS.fullmatch(value) or int(value) < low:
+            raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of at least {low}")
+        return int(value)
+
+    return read
+
+
+def real(wanted: str, is_right: Callable[[float], bool]) -> Callable[[str], float]:
     """Return a type for finite numbers that are right; `wanted` describes them."""
 
     def read(value: str) -> float:
-        found = kind(value) if pattern.fullmatch(value) else math.nan
+        found = float(value) if DECIMAL.fullmatch(value) else math.nan
         if not (math.isfinite(found) and is_right(found)):
             raise argparse.ArgumentTypeError(f"{value!r} is not {wanted}")
         return found
 
     return read
-
-
-def whole(low: int) -> Callable[[str], float]:
-    """Return a type for whole numbers from `low`."""
-    return number(f"a whole number of at least {low}", lambda n: n >= low, int, DIGITS)
 
 
 def yes_no(value: str) -> bool:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lib.config.types import number
+from lib.config.types import real
 from lib.trainer import trainer
 from lib.utils.checkpoint.shards import local_part
 from lib.utils.checkpoint.state import model_tensors
 
 
 def add_args(parser: ArgumentParser) -> None:
-    decay = number("a number from 0 to below 1", lambda x: 0 <= x < 1)
+    decay = real("a number from 0 to below 1", lambda x: 0 <= x < 1)
     parser.add_argument("-ema_decay", type=decay, default=0.999, metavar="X", help="weight of the old average")
 
 

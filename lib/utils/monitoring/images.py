@@ -65,10 +65,9 @@ class Predictions:
         """
         if not self.classes:
             return {}
-        total = distributed.reduce_json(
-            self.counts.tolist(), lambda *two: torch.tensor(two).sum(0).tolist(), self.world
-        )
-        self.counts = torch.tensor(total)
+        flat = self.counts.flatten().tolist()
+        total = distributed.reduce_json(flat, lambda one, other: [a + b for a, b in zip(one, other)], self.world)
+        self.counts = torch.tensor(total).view(self.classes, self.classes)
         counts = self.counts.double()
         both = counts.sum(0) + counts.sum(1)
         return {"f1": (2 * counts.diag() / both)[both > 0].mean().item()} if both.any() else {}
