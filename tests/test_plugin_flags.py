@@ -44,7 +44,7 @@ def test_a_plugins_flag_accepts_negative_numbers_in_any_form(number, monkeypatch
 )
 def test_a_plugin_flag_that_config_yaml_cannot_hold_is_refused(line, message, monkeypatch, tmp_path):
     plugin_file(monkeypatch, tmp_path, "arch", "odd", f"def add_args(parser): parser.{line}\nget_model = print\n")
-    assert refusal("-arch odd").startswith("lib/arch/odd.py: ") and message in refusal("-arch odd")
+    assert refusal("-arch odd").startswith("lib.arch.odd: ") and message in refusal("-arch odd")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_describe_with_an_unknown_flag_is_refused(monkeypatch, tmp_path):
     )
     message = refusal("-dataset wrong")
     assert message.startswith(
-        "lib/dataset/wrong.py: sets the default of -classes, which is no flag (do you mean num_classes"
+        "lib.dataset.wrong: sets the default of -classes, which is no flag (do you mean num_classes"
     )
 
 

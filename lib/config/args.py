@@ -73,10 +73,7 @@ def last_value(flag: str, argv: list[str]) -> str:
 
 
 def read_cfg(path: str) -> dict[str, list[str]]:
-    """Return the values of each flag in a YAML file, as text. Raises UsageError for what is not `flag: value` lines.
-
-    The key `about`, which a run writes for people, is left out.
-    """
+    """Return the values of each flag in a YAML file, as text, without the key `about`, which is for people."""
     try:
         text = files.read_bytes(Path(types.path(path)), most=CFG_BYTES, follow=True).decode()
         entries = yaml.load(text, yaml.BaseLoader)
@@ -101,10 +98,9 @@ def new_parser() -> Parser:
 
 
 def drop_replaced(entries: dict[str, list[str]], given: set[str], chosen: dict) -> dict[str, list[str]]:
-    """Return the entries of a -cfg file that the command line leaves in force.
+    """Return the entries of a -cfg file without those that the command line replaces.
 
-    A flag loses its entry if the command line has the other one of a pair. If it names another plugin, the old one's
-    flags are left out, and what a dataset sets.
+    They are the other one of a pair and, if it names another plugin, the old one's flags and what a dataset sets.
     """
     replaced = {name for pair in EITHER_OR if given & {*pair} for name in pair}
     for kind, new in chosen.items():

@@ -17,10 +17,7 @@ NEGATIVE = re.compile(r"-(\.?[0-9].*|inf|nan)$")  # a number and not a flag
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with -x as --x, no abbreviations, and errors that are raised.
-
-    In a plugin's flags, type=bool reads yes and no, and store_true may have yes or no behind it.
-    """
+    """argparse with no abbreviations, and errors that are raised. type=bool and store_true take yes and no."""
 
     def __init__(self, **options):
         super().__init__(add_help=False, allow_abbrev=False, **options)
@@ -66,14 +63,16 @@ class Parser(argparse.ArgumentParser):
             with no_exit():
                 getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
         except argparse.ArgumentError as error:
-            raise UsageError(f"{_file(module)}: {error}; parser.set_defaults sets its default") from None
+            raise UsageError(f"{module.__name__}: {error}; parser.set_defaults sets its default") from None
         added = self._actions[len(shared) :]
         for action in added:
             if action.dest in shared:
-                raise UsageError(f"{_file(module)}: there is a -{action.dest}: parser.set_defaults sets its default")
+                raise UsageError(
+                    f"{module.__name__}: there is a -{action.dest}: parser.set_defaults sets its default"
+                )
             if action.nargs == 0 or action.dest not in [option.lstrip("-") for option in action.option_strings]:
                 wanted = f"call it -{action.dest}, with a value or store_true, so that config.yaml can keep it"
-                raise UsageError(f"{_file(module)}: {[*action.option_strings, action.dest][0]}: {wanted}")
+                raise UsageError(f"{module.__name__}: {[*action.option_strings, action.dest][0]}: {wanted}")
         self.set_plugin_defaults({}, module)
         return {action.dest for action in added}
 
@@ -82,7 +81,9 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(**defaults)
         names = [action.dest for action in self._actions]
         for name in sorted(set(self._defaults) - set(names)):
-            raise UsageError(f"{_file(module)}: sets the default of -{name}, which is no flag{suggest(name, names)}")
+            raise UsageError(
+                f"{module.__name__}: sets the default of -{name}, which is no flag{suggest(name, names)}"
+            )
 
 
 class Help(argparse.HelpFormatter):
@@ -102,7 +103,3 @@ class Listing(argparse.Action):
             rows = (f"  {name:20} {plugins.summary(kind, name)}\n" for name in plugins.names(kind))
             parser._print_message(f"-{kind} NAME\n{''.join(rows)}", sys.stdout)
         parser.exit()
-
-
-def _file(module: ModuleType) -> str:
-    return f"{module.__name__.replace('.', '/')}.py"

@@ -95,8 +95,7 @@ def is_plain(statement: ast.stmt) -> bool:
 
 def bound_names(statement: ast.stmt) -> set[str]:
     """Return the name that a definition binds, or all names in another statement."""
-    is_definition = isinstance(statement, (ast.FunctionDef, ast.ClassDef))
-    return {statement.name} if is_definition else names_in(statement)
+    return {statement.name} if isinstance(statement, (ast.FunctionDef, ast.ClassDef)) else names_in(statement)
 
 
 def names_in(node: ast.AST) -> set[str]:

@@ -1,7 +1,4 @@
-"""Images for TensorBoard, legible at 350 pixels: samples, samples with the model's answers, a confusion matrix.
-
-Each is an array (height, width, 3) of uint8.
-"""
+"""Images for TensorBoard (height, width, 3) of uint8: samples, the model's answers, a confusion matrix."""
 
 import math
 from collections.abc import Sequence
@@ -27,10 +24,9 @@ def is_due(epoch: int, epochs: int) -> bool:
 
 
 class Predictions:
-    """Collect what a classifier answers in an evaluation: the confusion matrix and the first samples.
+    """Collect what a classifier with cross-entropy and at most 100 classes answers in an evaluation.
 
-    Nothing is collected for another loss than cross-entropy, or for more than 100 classes. A class without a name is
-    called by its number.
+    That is the confusion matrix and the first samples. A class without a name is called by its number.
     """
 
     def __init__(self, loss: nn.Module, classes: int, names: Sequence[str] | None, world: World):
@@ -58,10 +54,9 @@ class Predictions:
         self.counts.view(-1).index_add_(0, place, counted.long())
 
     def figures(self) -> dict[str, float]:
-        """Return the macro F1 over the answers of all ranks, or nothing if none were counted.
+        """Return the macro F1 of all ranks' answers, or nothing if there are none. Every rank calls this once.
 
-        A class that is neither a target nor an answer does not count. Every rank calls this once in an evaluation;
-        `counts` are then those of all ranks.
+        A class that is neither a target nor an answer does not count. `counts` are then those of all ranks.
         """
         if not self.classes:
             return {}

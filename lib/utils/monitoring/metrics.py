@@ -19,10 +19,9 @@ LOWER_IS_BETTER = ("loss", "bits_per_token")
 
 
 class Sums:
-    """Named sums of this process; `reduce` adds up those of all ranks.
+    """Named sums of this process; `reduce`, which every rank calls equally often, adds up those of all ranks.
 
-    They are exact until they are rounded once, so the order of additions, and their rank, change no bit. Ranks may
-    have different names, or none: sums are matched by name. Every rank calls `reduce` the same number of times.
+    They are exact until they are rounded once: no order of additions changes a bit. Ranks may have different names.
     """
 
     def __init__(self):

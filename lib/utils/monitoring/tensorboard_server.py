@@ -25,10 +25,9 @@ def check_password(tunnel: bool) -> None:
 
 
 def start(runs: Path, user: str = "") -> subprocess.Popen:
-    """Start TensorBoard over a folder of runs, on 127.0.0.1 and the first free port from 6006 on.
+    """Start TensorBoard over a folder of runs, on 127.0.0.1 and the first free port from 6006 on; print its address.
 
-    With a user's name, a tunnel is opened that asks for it and for the password in NGROK_PASSWORD. Both addresses go
-    to stdout.
+    With a user's name, open a tunnel, too, that asks for it and for the password in NGROK_PASSWORD.
     """
     command = [sys.executable, "-m", __name__, str(runs.resolve()), str(os.getpid()), user]
     # In a session of its own: Ctrl-C is for the run.
