@@ -12,15 +12,9 @@ from torch import Tensor, nn
 from lib.utils import distributed
 from lib.utils.distributed import World
 
-EPOCHS = 10  # from one picture to the next, as drawing takes as long as a small evaluation
 SAMPLES, ACROSS = 16, 4  # that are shown, and in a row
 TILE, COLUMN, ROW = 84, 87, 110  # pixels: a sample's width and height, and with two lines of text below it
 MAX_CLASSES = 100  # of a confusion matrix
-
-
-def is_due(epoch: int, epochs: int) -> bool:
-    """Return whether the answers after this epoch are drawn: after the first, every tenth, and the last."""
-    return epoch == 1 or epoch % EPOCHS == 0 or epoch == epochs
 
 
 class Predictions:
