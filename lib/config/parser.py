@@ -63,13 +63,11 @@ class Parser(argparse.ArgumentParser):
             with no_exit():
                 getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
         except argparse.ArgumentError as error:
-            raise UsageError(f"{module.__name__}: {error}; parser.set_defaults sets its default") from None
+            raise UsageError(f"{module.__name__}: {error}; use parser.set_defaults") from None
         added = self._actions[len(shared) :]
         for action in added:
             if action.dest in shared:
-                raise UsageError(
-                    f"{module.__name__}: there is a -{action.dest}: parser.set_defaults sets its default"
-                )
+                raise UsageError(f"{module.__name__}: there is a -{action.dest}; use parser.set_defaults")
             if action.nargs == 0 or action.dest not in [option.lstrip("-") for option in action.option_strings]:
                 wanted = f"call it -{action.dest}, with a value or store_true, so that config.yaml can keep it"
                 raise UsageError(f"{module.__name__}: {[*action.option_strings, action.dest][0]}: {wanted}")
@@ -81,9 +79,7 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(**defaults)
         names = [action.dest for action in self._actions]
         for name in sorted(set(self._defaults) - set(names)):
-            raise UsageError(
-                f"{module.__name__}: sets the default of -{name}, which is no flag{suggest(name, names)}"
-            )
+            raise UsageError(f"{module.__name__}: sets a default of -{name}, which is no flag{suggest(name, names)}")
 
 
 class Help(argparse.HelpFormatter):
