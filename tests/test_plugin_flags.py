@@ -32,19 +32,19 @@ def test_a_plugins_flag_accepts_negative_numbers_in_any_form(number, monkeypatch
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("add_argument('-odd_x', dest='epochs')", "there is a -epochs: parser.set_defaults sets its default"),
-        ("add_argument('--epochs', type=int)", "there is a -epochs: parser.set_defaults sets its default"),
-        ("add_argument('-epochs')", "conflicting option string: -epochs; parser.set_defaults sets its default"),
+        ("add_argument('-odd_x', dest='epochs')", "there is a -epochs; use parser.set_defaults"),
+        ("add_argument('--epochs', type=int)", "there is a -epochs; use parser.set_defaults"),
+        ("add_argument('-epochs')", "conflicting option string: -epochs; use parser.set_defaults"),
         ("add_argument('--odd-x')", "--odd-x: call it -odd_x, with a value or store_true"),
         ("add_argument('odd_x')", "odd_x: call it -odd_x, with a value or store_true"),
         ("add_argument('-odd_x', action='store_false')", "-odd_x: call it -odd_x, with a value or store_true"),
         ("add_argument('-odd_x', action='count')", "-odd_x: call it -odd_x, with a value or store_true"),
-        ("set_defaults(epoch=3)", "sets the default of -epoch, which is no flag (do you mean epochs?)"),
+        ("set_defaults(epoch=3)", "sets a default of -epoch, which is no flag (do you mean epochs?)"),
     ],
 )
 def test_a_plugin_flag_that_config_yaml_cannot_hold_is_refused(line, message, monkeypatch, tmp_path):
     plugin_file(monkeypatch, tmp_path, "arch", "odd", f"def add_args(parser): parser.{line}\nget_model = print\n")
-    assert refusal("-arch odd").startswith("lib/arch/odd.py: ") and message in refusal("-arch odd")
+    assert refusal("-arch odd").startswith("lib.arch.odd: ") and message in refusal("-arch odd")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_describe_with_an_unknown_flag_is_refused(monkeypatch, tmp_path):
     )
     message = refusal("-dataset wrong")
     assert message.startswith(
-        "lib/dataset/wrong.py: sets the default of -classes, which is no flag (do you mean num_classes"
+        "lib.dataset.wrong: sets a default of -classes, which is no flag (do you mean num_classes"
     )
 
 

@@ -1,7 +1,7 @@
 """Makes `args`: the command line over a -cfg file over the defaults of the plugins and the shared flags."""
 
 import argparse
-import contextlib
+import functools
 import logging
 import math
 import sys
@@ -55,10 +55,9 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
 
 def check_combinations(args: Args, given: set[str]) -> None:
     """Raise UsageError for flags that are right alone and wrong together. `given`: those of command line and -cfg."""
-    if {"batch_size", "batch_per_gpu"} <= given:
-        raise UsageError("-batch_size is the global batch and -batch_per_gpu its share: give one of them")
-    for one, other in (("fp16", "bf16"), ("gpus", "cpu")):
-        if getattr(args, one) and getattr(args, other):
+    for one, other in (*EITHER_OR, ("fp16", "bf16")):
+        is_given = one in given or one != "batch_size"  # which has a default
+        if is_given and getattr(args, one) and getattr(args, other):
             raise UsageError(f"-{one} and -{other} exclude each other: give one of them")
     if args.lr_end > args.lr_start:
         raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")
@@ -66,26 +65,20 @@ def check_combinations(args: Args, given: set[str]) -> None:
 
 def last_value(flag: str, argv: list[str]) -> str:
     """Return the last value that the command line gives a flag, before it is parsed; "" for none."""
-    found = ""
-    for word, following in zip(argv, [*argv[1:], ""]):
+    for word, following in reversed([*zip(argv, [*argv[1:], ""])]):
         name, equals, value = word.partition("=")
         if name in (f"-{flag}", f"--{flag}"):
-            found = value if equals else following
-    return found
+            return value if equals else following
+    return ""
 
 
 def read_cfg(path: str) -> dict[str, list[str]]:
-    """Return the values of each flag in a YAML file, as text. Raises UsageError for what is not `flag: value` lines.
-
-    The key `about`, which a run writes for people, is left out.
-    """
+    """Return the values of each flag in a YAML file, as text, without the key `about`, which is for people."""
     try:
         text = files.read_bytes(Path(types.path(path)), most=CFG_BYTES, follow=True).decode()
         entries = yaml.load(text, yaml.BaseLoader)
-    except (OSError, ValueError, argparse.ArgumentTypeError) as error:
-        raise UsageError(f"-cfg {path!r}: cannot be read ({error})") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"-cfg {path}: not YAML ({' '.join(str(error).split())})") from None
+    except (OSError, ValueError, argparse.ArgumentTypeError, yaml.YAMLError) as error:
+        raise UsageError(f"-cfg {path!r}: cannot be read ({' '.join(str(error).split())})") from None
     if not isinstance(entries, dict):
         raise UsageError(f"-cfg {path}: {'no mapping' if entries else 'empty'}; it must have lines `flag: value`")
     entries.pop("about", None)
@@ -98,24 +91,23 @@ def read_cfg(path: str) -> dict[str, list[str]]:
 
 def new_parser() -> Parser:
     """Return the parser of the shared flags."""
-    parser = Parser(prog="train.py", usage="%(prog)s [-flag value ...]", description=TITLE, formatter_class=Help)
+    form = functools.partial(Help, max_help_position=34)
+    parser = Parser(prog="train.py", usage="%(prog)s [-flag value ...]", description=TITLE, formatter_class=form)
     flags.add_shared(parser)
     return parser
 
 
 def drop_replaced(entries: dict[str, list[str]], given: set[str], chosen: dict) -> dict[str, list[str]]:
-    """Return the entries of a -cfg file that the command line leaves in force.
+    """Return the entries of a -cfg file without those that the command line replaces.
 
-    A flag loses its entry if the command line has the other one of a pair. If it names another plugin, the old one's
-    flags are left out, also those that only begin with its name, and what a dataset sets.
+    They are the other one of a pair and, if it names another plugin, the old one's flags and what a dataset sets.
     """
     replaced = {name for pair in EITHER_OR if given & {*pair} for name in pair}
     for kind, new in chosen.items():
         old = ",".join(entries.get(kind, []))
         if old and old != new:
-            own = {key for key in entries if key.startswith(f"{old}_") or (kind == "dataset" and key in DATA_FLAGS)}
-            with contextlib.suppress(Exception):  # the old plugin may be gone, or not work here
-                own |= entries.keys() & new_parser().add_plugin_flags(plugins.load_flags(kind, old), old)
+            own = new_parser().add_plugin_flags(plugins.load_flags(kind, old), old)
+            own = entries.keys() & own.union(DATA_FLAGS if kind == "dataset" else ())
             log.warning("-%s is %s and not %s as in the -cfg file: left out %s", kind, new, old, sorted(own))
             replaced |= own
     return {key: values for key, values in entries.items() if key not in replaced}

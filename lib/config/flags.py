@@ -3,7 +3,6 @@
 import argparse
 import ast
 import functools
-import math
 from collections.abc import Callable
 
 from lib.config import plugins, types
@@ -18,10 +17,12 @@ def value(type_: Callable[[str], object], metavar: str, **more) -> dict:
 
 
 COUNT, COUNT_OR_0 = value(whole(1), "N"), value(whole(0), "N")
-POSITIVE, NOT_NEGATIVE = value(real(0, above=True), "X"), value(real(0), "X")
-PERIOD = value(real(0, 10**6, above=True), "X")  # of time
+POSITIVE = value(real("a number above 0", lambda x: x > 0), "X")
+NOT_NEGATIVE = value(real("a number from 0", lambda x: x >= 0), "X")
+PERIOD = value(real("a number above 0 up to 1000000", lambda x: 0 < x <= 10**6), "X")  # of time
+SHARE = value(real("a number from 0 to 1", lambda x: 0 <= x <= 1), "X")
+BELOW_1 = value(real("a number from 0 to below 1", lambda x: 0 <= x < 1), "X")
 DIR, FILE, PATH = value(path, "DIR"), value(path, "FILE"), value(path, "PATH")
-NAME = value(text, "NAME")
 PLUGIN = value(types.plugin_name, "NAME")
 COMPILE = {"choices": ("blocks", "model"), "nargs": "?", "const": "blocks"}
 REPEATABLE = {"action": "append", "default": []}
@@ -71,9 +72,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add, group = rules.add, rules.group
 
     group("run", "allow")
-    rules.current.add_argument(
-        "-h", "-help", action="help", help="show this help, with the chosen plugins' own flags"
-    )
+    rules.current.add_argument("-h", "-help", action="help", help="show this help, with the chosen plugins' flags")
     listing = {"action": Listing, "nargs": 0, "default": argparse.SUPPRESS}
     add("-list", listing, "list all plugins, with the first line of each one's docstring")
     add("-data", DIR, "folder of the data sets", "data", per_node=True)
@@ -105,7 +104,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-trainer", PLUGIN, "way of training: a file in lib/trainer; ema averages the weights (EMA)", "trainer")
     add("-epochs", COUNT, "passes over the training samples", 10)
     add("-loss", {"choices": table("loss")}, "loss function, of lib/core/loss.py", "cross_entropy")
-    add("-label_smoothing", value(real(0, 1), "X"), "label smoothing of cross_entropy, 0 to 1", 0.0)
+    add("-label_smoothing", SHARE, "label smoothing of cross_entropy, 0 to 1", 0.0)
     add("-class_weights", value(types.weights, "X,X,..."), "weights of the classes in cross_entropy (all 1)")
     ignored = value(whole(-(10**9)), "N")
     add("-ignore_index", ignored, "label that cross_entropy leaves out, as 255 in a mask or -1", -100)
@@ -117,11 +116,11 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-optimizer", {"choices": table("optimizer")}, "optimizer, of lib/core/optimizer.py", "adamw")
     add("-lr_schedule", {"choices": table("scheduler")}, "curve after warm-up, of lib/core/scheduler.py", "cosine")
     add("-lr_start", POSITIVE, "peak learning rate", 0.001)
-    add("-lr_end", value(real(-math.inf), "X"), "learning rate after the last step", 1e-06)
+    add("-lr_end", value(real("a number", lambda x: True), "X"), "learning rate after the last step", 1e-06)
     add("-lr_warmup", NOT_NEGATIVE, "epochs of linear warm-up; fractions are allowed", 0.0)
     add("-lr_batch", COUNT, "-lr_start is for steps of N samples: scale it linearly to -batch_size")
     add("-weight_decay", NOT_NEGATIVE, "weight decay, not applied to biases and norms", 0.01)
-    add("-momentum", value(real(0, 1, below=True), "X"), "momentum of sgd", 0.9)
+    add("-momentum", BELOW_1, "momentum of sgd", 0.9)
     add("-clip_grad", NOT_NEGATIVE, "clip the gradient's norm at X; 0: do not clip", 0.0)
 
     group("saving and stopping", "allow")
@@ -138,9 +137,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-grace_s", PERIOD, "seconds until a stop that does not finish ends the process", 60.0)
     add("-limit_steps", COUNT, "stop, with the state saved, once N optimizer steps are done", on_resume="forget")
     add("-check_resume", SWITCH, "kill and resume this run a few times, and compare the weights", on_resume="forget")
-    add(
-        "-check_data", SWITCH, "open every sample in parallel, and list those that cannot be read", on_resume="forget"
-    )
+    add("-check_data", SWITCH, "open all samples, and list those that cannot be read", on_resume="forget")
     add("-hang_minutes", PERIOD, "end a run in which nothing moves for X minutes, from its second step on", 10.0)
 
     group("machine", "allow")
@@ -171,7 +168,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-slurm_nnodes", COUNT, "nodes", 1)
     add("-slurm_ngpus", COUNT, "GPUs, and so processes, a node", 1)
     add("-slurm_nodelist", value(text, "NAMES"), "nodes to use, as GPU17,GPU18")
-    add("-slurm_partition", NAME, "partition")
+    add("-slurm_partition", value(text, "NAME"), "partition")
     add("-slurm_timeout", COUNT, "time limit in minutes (the partition's)")
     add("-slurm_cpus", COUNT, "CPUs of a task (-workers or 8, plus 2)")
     option = "option of sbatch, as account=ME or mem=64G; repeatable; no secrets: config.yaml shows it"

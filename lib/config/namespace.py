@@ -12,8 +12,7 @@ class Args(argparse.Namespace):
         vars(self).update(values)
 
     def __setattr__(self, name: str, value: object):
-        hint = "a plugin's add_args may set the default of a flag: parser.set_defaults"
-        raise AttributeError(f"args is read-only: args.{name} cannot be set to {value!r} after parse_args; {hint}")
+        raise AttributeError(f"args is read-only: args.{name} cannot be set to {value!r} after parse_args")
 
     @property
     def flag_rules(self) -> flags.Rules:

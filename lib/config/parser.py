@@ -17,10 +17,7 @@ NEGATIVE = re.compile(r"-(\.?[0-9].*|inf|nan)$")  # a number and not a flag
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with -x as --x, no abbreviations, and errors that are raised.
-
-    In a plugin's flags, type=bool reads yes and no, and store_true may have yes or no behind it.
-    """
+    """argparse with no abbreviations, and errors that are raised. type=bool and store_true take yes and no."""
 
     def __init__(self, **options):
         super().__init__(add_help=False, allow_abbrev=False, **options)
@@ -40,10 +37,8 @@ class Parser(argparse.ArgumentParser):
         for spelling in (name, name[1:], f"-{name}"):
             if spelling in self._option_string_actions and len(spelling) > 1:
                 return spelling + equals + value
-        others = plugins.find_flag(name.lstrip("-"))
-        hint = (
-            f": it is a flag of {' and of '.join(others)}" if others else suggest(name, self._option_string_actions)
-        )
+        owners = " and of ".join(plugins.find_flag(name.lstrip("-")))
+        hint = f": it is a flag of {owners}" if owners else suggest(name, self._option_string_actions)
         hint = hint or ": a plugin's flag needs its -arch, -dataset or -trainer"
         raise UsageError(f"{source}unknown flag {name}{hint}")
 
@@ -62,38 +57,33 @@ class Parser(argparse.ArgumentParser):
         return words
 
     def add_plugin_flags(self, module: ModuleType, title: str) -> set[str]:
-        """Add a plugin's flags, and return their names.
-
-        Raises UsageError for one that is shared, or that config.yaml cannot keep.
-        """
+        """Add a plugin's flags, and return their names. Raises UsageError for one that config.yaml cannot keep."""
         shared = [action.dest for action in self._actions]
         try:
             with no_exit():
                 getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
         except argparse.ArgumentError as error:
-            raise UsageError(f"{_file(module)}: {error}; parser.set_defaults sets its default") from None
-        for action in self._actions[len(shared) :]:
+            raise UsageError(f"{module.__name__}: {error}; use parser.set_defaults") from None
+        added = self._actions[len(shared) :]
+        for action in added:
             if action.dest in shared:
-                raise UsageError(f"{_file(module)}: there is a -{action.dest}: parser.set_defaults sets its default")
+                raise UsageError(f"{module.__name__}: there is a -{action.dest}; use parser.set_defaults")
             if action.nargs == 0 or action.dest not in [option.lstrip("-") for option in action.option_strings]:
                 wanted = f"call it -{action.dest}, with a value or store_true, so that config.yaml can keep it"
-                raise UsageError(f"{_file(module)}: {[*action.option_strings, action.dest][0]}: {wanted}")
+                raise UsageError(f"{module.__name__}: {[*action.option_strings, action.dest][0]}: {wanted}")
         self.set_plugin_defaults({}, module)
-        return {action.dest for action in self._actions[len(shared) :]}
+        return {action.dest for action in added}
 
     def set_plugin_defaults(self, defaults: dict, module: ModuleType) -> None:
         """Set a plugin's defaults. Raise UsageError for a default, here or in its add_args, of an unknown flag."""
         self.set_defaults(**defaults)
         names = [action.dest for action in self._actions]
         for name in sorted(set(self._defaults) - set(names)):
-            raise UsageError(f"{_file(module)}: sets the default of -{name}, which is no flag{suggest(name, names)}")
+            raise UsageError(f"{module.__name__}: sets a default of -{name}, which is no flag{suggest(name, names)}")
 
 
 class Help(argparse.HelpFormatter):
     """Shows the default of a flag behind its help, in lines as long as the terminal's."""
-
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=34)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         hidden = action.default is False or action.default in (None, "", argparse.SUPPRESS, [])
@@ -109,7 +99,3 @@ class Listing(argparse.Action):
             rows = (f"  {name:20} {plugins.summary(kind, name)}\n" for name in plugins.names(kind))
             parser._print_message(f"-{kind} NAME\n{''.join(rows)}", sys.stdout)
         parser.exit()
-
-
-def _file(module: ModuleType) -> str:
-    return f"{module.__name__.replace('.', '/')}.py"

@@ -24,22 +24,16 @@ def names(kind: str) -> list[str]:
 
 
 def summary(kind: str, name: str) -> str:
-    """Return the first line of a plugin's docstring, or why it cannot be read."""
-    try:
-        text = ast.get_docstring(ast.parse((ROOT / "lib" / kind / f"{name}.py").read_text()))
-    except (SyntaxError, ValueError) as error:
-        return f"cannot be read: {error}"
+    """Return the first line of a plugin's docstring."""
+    text = ast.get_docstring(ast.parse((ROOT / "lib" / kind / f"{name}.py").read_text()))
     return (text or "").partition("\n")[0]
 
 
 def find_flag(flag: str) -> list[str]:
     """Return the plugins, as "-arch mlp", in whose text a flag stands."""
     text = re.compile(rf"""["']--?{re.escape(flag)}["']""")
-    files = [(kind, name, ROOT / "lib" / kind / f"{name}.py") for kind in BUILDERS for name in names(kind)]
-    there = [
-        (kind, name) for kind, name, file in files if file.is_file() and text.search(file.read_text(errors="replace"))
-    ]
-    return [f"-{kind} {name}" for kind, name in there]
+    files = [file for kind in BUILDERS for file in sorted((ROOT / "lib" / kind).glob("*.py"))]
+    return [f"-{file.parent.name} {file.stem}" for file in files if text.search(file.read_text(errors="replace"))]
 
 
 def load(kind: str, name: str) -> ModuleType:
@@ -93,25 +87,20 @@ def needed_statements(statements: list[ast.stmt]) -> list[ast.stmt]:
 
 def is_plain(statement: ast.stmt) -> bool:
     """Whether a statement is a function, an import or a constant, which mean the same without the others."""
-    constant = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
-    function = isinstance(statement, ast.FunctionDef) and not statement.decorator_list
-    return constant or function or isinstance(statement, (ast.Import, ast.ImportFrom))
+    if isinstance(statement, ast.Assign):
+        return isinstance(statement.value, ast.Constant)
+    plain = isinstance(statement, (ast.FunctionDef, ast.Import, ast.ImportFrom))
+    return plain and not getattr(statement, "decorator_list", ())
 
 
 def bound_names(statement: ast.stmt) -> set[str]:
     """Return the name that a definition binds, or all names in another statement."""
-    is_definition = isinstance(statement, (ast.FunctionDef, ast.ClassDef))
-    return {statement.name} if is_definition else names_in(statement)
+    return {statement.name} if isinstance(statement, (ast.FunctionDef, ast.ClassDef)) else names_in(statement)
 
 
 def names_in(node: ast.AST) -> set[str]:
     """Return all names in a piece of code but those of attributes and parameters."""
-    found = set()
-    for each in ast.walk(node):
-        if isinstance(each, ast.Name):
-            found.add(each.id)
-        elif isinstance(each, ast.alias):
-            found.add((each.asname or each.name).partition(".")[0])
-        elif isinstance(each, (ast.FunctionDef, ast.ClassDef)):
-            found.add(each.name)
-    return found
+    nodes = list(ast.walk(node))
+    used = {each.id for each in nodes if isinstance(each, ast.Name)}
+    imported = {(each.asname or each.name).partition(".")[0] for each in nodes if isinstance(each, ast.alias)}
+    return used | imported | {each.name for each in nodes if isinstance(each, (ast.FunctionDef, ast.ClassDef))}

@@ -52,17 +52,14 @@ def whole(low: int) -> Callable[[str], int]:
     return read
 
 
-def real(low: float, high: float = math.inf, above: bool = False, below: bool = False) -> Callable[[str], float]:
-    """Return a type for finite numbers from `low` (or above it) to `high` (or below it)."""
+def real(wanted: str, is_right: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return a type for finite numbers that are right; `wanted` describes them."""
 
     def read(value: str) -> float:
-        number = float(value) if DECIMAL.fullmatch(value) else math.nan
-        excluded = math.isinf(number) or (above and number == low) or (below and number == high)
-        if excluded or not low <= number <= high:
-            bottom = f" {'above' if above else 'from'} {low}" if low > -math.inf else ""
-            top = f" {'to below' if below else 'up to'} {high}" if high < math.inf else ""
-            raise argparse.ArgumentTypeError(f"{value!r} is not a number{bottom}{top}")
-        return number
+        found = float(value) if DECIMAL.fullmatch(value) else math.nan
+        if not (math.isfinite(found) and is_right(found)):
+            raise argparse.ArgumentTypeError(f"{value!r} is not {wanted}")
+        return found
 
     return read
 

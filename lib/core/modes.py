@@ -3,7 +3,6 @@
 import itertools
 import json
 import logging
-import math
 import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,16 +13,13 @@ from lib.utils.checkpoint import atomic, weights
 from lib.utils.checkpoint.resume import Past
 from lib.utils.data.tensors import named_tensors
 from lib.utils.errors import UsageError
+from lib.utils.monitoring import console
 
 if TYPE_CHECKING:
     from lib.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 DEBUG_STEPS = 10  # unless -limit_steps says otherwise
-
-
-class BadTensor(RuntimeError):
-    """A tensor, which the message names, holds values that are not finite."""
 
 
 def evaluate(trainer: "Trainer", past: Past | None) -> str:
@@ -42,7 +38,7 @@ def evaluate(trainer: "Trainer", past: Past | None) -> str:
     log.info("weights:     %s", weights.load_into(str(path), trainer.model, whole=True))
     figures = {split: trainer.evaluate(split) or {} for split in splits}
     for split in splits:
-        log.info("%s  %s", split, "  ".join(f"{name} {value:.4f}" for name, value in figures[split].items()))
+        log.info("%s  %s", split, console.format_metrics(figures[split]))
     if trainer.world.is_main:
         text = json.dumps({"weights": str(path), "time": time.strftime("%Y-%m-%d %H:%M:%S"), **figures}, indent=2)
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,9 +50,8 @@ def evaluate(trainer: "Trainer", past: Past | None) -> str:
 def debug(trainer: "Trainer", past: Past | None) -> str:
     """Train a few steps, from the newest checkpoint if there is one, and check each tensor as it comes.
 
-    Raises:
-        BadTensor: the first tensor that is not finite.
-        RuntimeError: torch's anomaly detection found NaN in a backward pass; its warning shows the line.
+    Raises RuntimeError for the first one that is not finite, or by torch's anomaly detection, whose warning shows
+    the line.
     """
     if past:
         trainer.load(past)
@@ -68,16 +63,12 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
     for name, module in model.named_modules():
         what = f"the output of {name or 'the model'} ({type(module).__name__}), tensor"
         module.register_forward_hook(lambda module, inputs, output, what=what: _check(what, named_tensors(output)))
-    steps = itertools.islice(
-        trainer.steps(_check_batches(trainer.batches())), trainer.args.limit_steps or DEBUG_STEPS
-    )
+    steps = trainer.steps(_check_batches(trainer.batches()))
     with torch.autograd.set_detect_anomaly(True, check_nan=True):
-        for loss in steps:
+        for loss in itertools.islice(steps, trainer.args.limit_steps or DEBUG_STEPS):
             trainer.read_losses()
             log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss.item(), trainer.last_norm)
             _check("after a step, the parameter", model.named_parameters())
-            if not math.isfinite(trainer.last_norm):
-                raise BadTensor(f"step {trainer.state.step}: its gradients are finite, but not their norm")
     log.info("-debug: no bad tensor in %d steps; nothing was written", trainer.state.step - first)
     return "finished"
 
@@ -92,8 +83,8 @@ def _check_batches(batches: Iterable) -> Iterator:
 
 
 def _check(what: str, named: Iterable[tuple[str, Any]]) -> None:
-    """Raise BadTensor for the first of these tensors that is not finite."""
+    """Raise RuntimeError for the first of these tensors that is not finite."""
     for name, tensor in named:
         bad = int((~torch.isfinite(tensor)).sum())
         if bad:
-            raise BadTensor(f"the first bad tensor: {what} {name}: {bad} of {tensor.numel()} values are not finite")
+            raise RuntimeError(f"first bad tensor: {what} {name}: {bad} of {tensor.numel()} values are not finite")

@@ -15,6 +15,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from lib.utils.data import photos
 from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError, printable
+from lib.utils.files import is_debris
 
 COLOUR, GREY = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.449,), (0.226,))  # mean, deviation (ImageNet's)
 
@@ -55,7 +56,7 @@ def class_names(data: str, part: str = "train") -> list[str]:
     """Return the class folders in DATA/PART, sorted. Raises UsageError if there are none, or only one to train on."""
     folder = Path(data) / part
     entries = folder.iterdir() if folder.is_dir() else []
-    names = sorted(one.name for one in entries if one.is_dir() and not photos.is_debris(one.name))
+    names = sorted(one.name for one in entries if one.is_dir() and not is_debris(one.name))
     if not names:
         raise UsageError(f"-data {data}: no class folders in {folder}; -dataset folder reads {folder}/CLASS/*.jpg")
     if part == "train" and len(names) == 1:
@@ -121,7 +122,7 @@ def _images(args, part: str, names: list[str], others: Counter) -> Images:
             raise UsageError(f"-data {args.data}: no image in {folder}/{name}{hint}")
         files += [(file, names.index(name)) for file in found]
         others.update(rest)
-    loose = (one for one in folder.iterdir() if one.is_file() and not photos.is_debris(one.name))
+    loose = (one for one in folder.iterdir() if one.is_file() and not is_debris(one.name))
     others.update("outside the class folders" for _ in loose)
     return Images(files, names, args, drawn=part == "train" and args.augment)
 

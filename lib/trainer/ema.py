@@ -19,7 +19,7 @@ from lib.utils.checkpoint.state import model_tensors
 
 
 def add_args(parser: ArgumentParser) -> None:
-    decay = real(0, 1, below=True)
+    decay = real("a number from 0 to below 1", lambda x: 0 <= x < 1)
     parser.add_argument("-ema_decay", type=decay, default=0.999, metavar="X", help="weight of the old average")
 
 

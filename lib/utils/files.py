@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 UNFIT = (errno.ELOOP, errno.ENXIO, errno.EMLINK, errno.EFBIG)  # errors of these functions
+DEBRIS = {  # of systems, disk stations and archives, in lower case; names that begin with a dot are left out anyway
+    *("__macosx", "__pycache__", "thumbs.db", "desktop.ini", "$recycle.bin", "system volume information"),
+    *("lost+found", "@eadir", "@tmp", "#recycle", "@recycle", "#snapshot", "@synoresource"),
+}
 
 
 def open_regular(path: Path, mode: str, *, follow: bool = False, **options: Any) -> Any:
@@ -36,3 +40,8 @@ def read_bytes(path: Path, *, most: int = 1 << 26, follow: bool = False) -> byte
     if len(data) > most:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
     return data
+
+
+def is_debris(name: str) -> bool:
+    """Return whether a file or folder of this name is hidden, or made by a system that nobody asked to."""
+    return name.startswith(".") or name.lower() in DEBRIS

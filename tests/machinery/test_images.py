@@ -40,10 +40,6 @@ def test_answers_are_counted_by_class_and_drawn_next_to_the_samples():
     assert answers.draw() == {}, "nothing was evaluated since"
 
 
-def test_answers_are_drawn_only_after_some_epochs():
-    assert [epoch for epoch in range(1, 35) if pictures.is_due(epoch, 34)] == [1, 10, 20, 30, 34]
-
-
 def test_answers_of_all_ranks_are_summed_once(monkeypatch):
     sums = []
     monkeypatch.setattr(

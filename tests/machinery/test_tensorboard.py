@@ -127,25 +127,6 @@ def is_refused(address):
         return probe.connect_ex((place.hostname, place.port)) == errno.ECONNREFUSED
 
 
-def bind_first_port() -> socket.socket:
-    """A socket bound to the first free port from 6006 on that does not listen."""
-    for port in range(6006, 6106):
-        one = socket.socket()
-        try:
-            one.bind(("127.0.0.1", port))
-            return one
-        except OSError:
-            one.close()
-    raise AssertionError("no port is free")
-
-
-def test_a_server_uses_the_next_port_if_its_own_is_taken_meanwhile(tmp_path, serve):
-    """This happens if two runs start at the same time."""
-    with bind_first_port() as taken:
-        address = address_in(serve(tmp_path).stdout.readline())
-        assert "TensorBoard" in fetch(address) and not address.endswith(f":{taken.getsockname()[1]}/")
-
-
 def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()

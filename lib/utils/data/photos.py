@@ -14,12 +14,9 @@ from PIL.Image import Transpose
 from PIL.JpegImagePlugin import JpegImageFile
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from lib.utils import files
 from lib.utils.errors import UsageError
 
-DEBRIS = {  # of systems, disk stations and archives, in lower case; names that begin with a dot are left out anyway
-    *("__macosx", "__pycache__", "thumbs.db", "desktop.ini", "$recycle.bin", "system volume information"),
-    *("lost+found", "@eadir", "@tmp", "#recycle", "@recycle", "#snapshot", "@synoresource"),
-}
 SIDEWAYS = {5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90}
 TURNS = {2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM, **SIDEWAYS}
 MOST_PIXELS = 180_000_000  # decoded at once: half a gigabyte in colour
@@ -27,21 +24,16 @@ RETRY_S = 5.0  # for a disk that fails
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
-def is_debris(name: str) -> bool:
-    """Return whether a file or folder of this name is hidden, or made by a system that nobody asked to."""
-    return name.startswith(".") or name.lower() in DEBRIS
-
-
 def find(folder: Path) -> tuple[list[str], Counter[str]]:
     """Return the images below a folder, in order, and how many other files there are of each ending."""
     images, others = [], Counter()
     for root, folders, names in os.walk(folder, onerror=_fail, followlinks=True):
-        folders[:] = [name for name in folders if not is_debris(name)]
+        folders[:] = [name for name in folders if not files.is_debris(name)]
         for name in names:
             ending = Path(name).suffix.lower()
-            if ending in IMG_EXTENSIONS and not is_debris(name):
+            if ending in IMG_EXTENSIONS and not files.is_debris(name):
                 images.append((root, name))
-            elif not is_debris(name):
+            elif not files.is_debris(name):
                 others[ending or "no ending"] += 1
     return [str(Path(*one)) for one in sorted(images)], others
 

@@ -15,10 +15,9 @@ OUR_LOGGERS = ("lib", "train", "__main__", "root")  # the first part of our logg
 
 
 def setup_logging(folder: Path | None, rank: int) -> None:
-    """Send Python's logging to folder/logs/rank_N.log and, on rank 0, to stdout.
+    """Send Python's logging, and warnings, to folder/logs/rank_N.log, if there is a folder, and on rank 0 to stdout.
 
-    The file (none without a folder) gets time, level, message and traceback, also of warnings.warn. The terminal gets
-    the messages alone: ours from INFO on, those of other packages from WARNING on. A second call replaces the first.
+    stdout gets the messages alone: ours from INFO on, others' from WARNING on. A second call replaces the first.
     """
     root = logging.getLogger()
     for handler in [one for one in root.handlers if one.name == "lib.file" or isinstance(one, TerminalHandler)]:
@@ -81,11 +80,7 @@ class Progress:
             smoothing=0,  # the time left follows from all steps of this start
             disable=None,  # unless stderr is a terminal
         )
-
-    @property
-    def on_stdout(self) -> bool:
-        """Return whether stdout is a terminal, too, so that its readers see the bar."""
-        return not self._bar.disable and sys.stdout.isatty()
+        self.on_stdout = not self._bar.disable and sys.stdout.isatty()  # whose readers see the bar, too
 
     def step(self, loss: SupportsFloat) -> None:
         """Move the bar by a step, which had this loss. The first loss is read from the device and shown."""
@@ -121,10 +116,7 @@ def format_metrics(figures: dict[str, float]) -> str:
 
 
 def format_line(figures: dict, room: float = math.inf) -> str:
-    """Return the log line of these figures: those of FORMATS first, then any others; as many as have room.
-
-    "epoch 3/12  step 400/1200  loss 0.123  mean 0.150  lr 1.0e-03  grad 0.52  12,345 samples/s  data 3 %"
-    """
+    """Return the log line of these figures: those of FORMATS first, then any others; as many as have room."""
     parts = [FORMATS[name](figures[name]) for name in FORMATS if name in figures]
     parts += [f"{name} {_three_digits(value)}" for name, value in figures.items() if name not in FORMATS]
     while parts and len("  ".join(parts)) > room:

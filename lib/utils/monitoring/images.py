@@ -1,7 +1,4 @@
-"""Images for TensorBoard, legible at 350 pixels: samples, samples with the model's answers, a confusion matrix.
-
-Each is an array (height, width, 3) of uint8.
-"""
+"""Images for TensorBoard (height, width, 3) of uint8: samples, the model's answers, a confusion matrix."""
 
 import math
 from collections.abc import Sequence
@@ -15,22 +12,15 @@ from torch import Tensor, nn
 from lib.utils import distributed
 from lib.utils.distributed import World
 
-EPOCHS = 10  # from one picture to the next, as drawing takes as long as a small evaluation
 SAMPLES, ACROSS = 16, 4  # that are shown, and in a row
 TILE, COLUMN, ROW = 84, 87, 110  # pixels: a sample's width and height, and with two lines of text below it
 MAX_CLASSES = 100  # of a confusion matrix
 
 
-def is_due(epoch: int, epochs: int) -> bool:
-    """Return whether the answers after this epoch are drawn: after the first, every tenth, and the last."""
-    return epoch == 1 or epoch % EPOCHS == 0 or epoch == epochs
-
-
 class Predictions:
-    """Collect what a classifier answers in an evaluation: the confusion matrix and the first samples.
+    """Collect what a classifier with cross-entropy and at most 100 classes answers in an evaluation.
 
-    Nothing is collected for another loss than cross-entropy, or for more than 100 classes. A class without a name is
-    called by its number.
+    That is the confusion matrix and the first samples. A class without a name is called by its number.
     """
 
     def __init__(self, loss: nn.Module, classes: int, names: Sequence[str] | None, world: World):
@@ -58,17 +48,15 @@ class Predictions:
         self.counts.view(-1).index_add_(0, place, counted.long())
 
     def figures(self) -> dict[str, float]:
-        """Return the macro F1 over the answers of all ranks, or nothing if none were counted.
+        """Return the macro F1 of all ranks' answers, or nothing if there are none. Every rank calls this once.
 
-        A class that is neither a target nor an answer does not count. Every rank calls this once in an evaluation;
-        `counts` are then those of all ranks.
+        A class that is neither a target nor an answer does not count. `counts` are then those of all ranks.
         """
         if not self.classes:
             return {}
-        total = distributed.reduce_json(
-            self.counts.tolist(), lambda *two: torch.tensor(two).sum(0).tolist(), self.world
-        )
-        self.counts = torch.tensor(total)
+        flat = self.counts.flatten().tolist()
+        total = distributed.reduce_json(flat, lambda one, other: [a + b for a, b in zip(one, other)], self.world)
+        self.counts = torch.tensor(total).view(self.classes, self.classes)
         counts = self.counts.double()
         both = counts.sum(0) + counts.sum(1)
         return {"f1": (2 * counts.diag() / both)[both > 0].mean().item()} if both.any() else {}

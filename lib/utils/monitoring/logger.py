@@ -55,10 +55,7 @@ class Logger:
         self.bar.step(loss)
 
     def log_training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
-        """Log the training since the line before.
-
-        `interval`: sums over its samples; `figures`: of its last step; `speed`: shown as perf/*.
-        """
+        """Log an interval of training: its sums over samples, the figures of its last step, and its speed."""
         losses = {"loss": metrics.mean(interval, "loss"), "loss_mean": metrics.mean(state.sums, "loss")}
         others = {name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")}
         bad_steps = {"bad_steps": state.bad_steps} if state.bad_steps else {}
@@ -79,7 +76,8 @@ class Logger:
         tagged = {f"{split}/{name}": value for name, value in figures.items()}
         if state.step == self.start_step and self.logged & tagged.keys():
             return
-        drawn = split == "test" or (split == "val" and images.is_due(state.epoch, self.args.epochs))
+        # Drawing takes as long as a small evaluation.
+        drawn = split == "test" or state.epoch in (1, self.args.epochs) or state.epoch % 10 == 0
         for name, picture in predictions.draw().items() if drawn else ():
             self.board.image(f"{split}/{name}", picture, state.step)
         self._write(state, tagged)
@@ -91,18 +89,17 @@ class Logger:
             log.info("stopped (%s) in %s at step %d, state saved", outcome["reason"], place, outcome["step"])
             log.info("resume:      python train.py -cfg %s", self.folder / "config.yaml")
             return
-        best = outcome["best"]
+        best, test = outcome["best"], outcome["test"]
         chosen = f"val {best['metric']} {best['value']:.4f} in epoch {best['epoch']}" if best else ""
         final = f"final weights, of epoch {outcome['epoch']}" + (f"; best {chosen}" if best else "")
         if best and best["epoch"] == outcome["epoch"]:
             final = f"final weights, which are the best: {chosen}"
         if "test_best" in outcome:
             log.info("finished:    test %s  (best weights: %s)", console.format_metrics(outcome["test_best"]), chosen)
-            log.info("final:       test %s  (final weights)", console.format_metrics(outcome["test"]))
-        elif outcome["test"]:
-            log.info("finished:    test %s  (%s)", console.format_metrics(outcome["test"]), final)
+            log.info("final:       test %s  (final weights)", console.format_metrics(test))
         else:
-            log.info("finished:    %d epochs%s", outcome["epoch"], f"  (best {chosen})" if best else "")
+            figures = f"test {console.format_metrics(test)}" if test else f"{outcome['epoch']} epochs"
+            log.info("finished:    %s  (%s)", figures, final)
         if outcome["epoch"] < self.args.epochs:
             log.info("early:       %s", outcome["reason"])
         for name in ("best", "final") if best else ("final",):

@@ -19,10 +19,9 @@ LOWER_IS_BETTER = ("loss", "bits_per_token")
 
 
 class Sums:
-    """Named sums of this process; `reduce` adds up those of all ranks.
+    """Named sums of this process; `reduce`, which every rank calls equally often, adds up those of all ranks.
 
-    They are exact until they are rounded once, so the order of additions, and their rank, change no bit. Ranks may
-    have different names, or none: sums are matched by name. Every rank calls `reduce` the same number of times.
+    They are exact until they are rounded once: no order of additions changes a bit. Ranks may have different names.
     """
 
     def __init__(self):
@@ -110,9 +109,8 @@ def new_best(best: dict | None, figures: dict[str, float], metric: str | None, e
         return None
     less = direction == "min" or (not direction and name in LOWER_IS_BETTER)
     score = -figures[name] if less else figures[name]
-    if math.isnan(score) or math.isnan(figures.get("loss", 0.0)):  # outputs that are NaN have an accuracy, too
-        return None
-    if best and best["metric"] == name and score <= best["score"]:
+    is_nan = math.isnan(score) or math.isnan(figures.get("loss", 0.0))  # outputs that are NaN have an accuracy, too
+    if is_nan or (best and best["metric"] == name and score <= best["score"]):
         return None
     return {"metric": name, "value": figures[name], "score": score, "epoch": epoch}
 
@@ -131,10 +129,9 @@ def truncate_lines(path: Path, step: int) -> set[str]:
 
     Lines before it that are odd stay. Returns the names of the figures that are logged at this very step.
     """
-    if not path.exists():
-        return set()
     end, names = 0, set()
-    with files.open_regular(path, "r+b") as file:
+    with files.open_regular(path, "a+b") as file:
+        file.seek(0)
         while line := file.readline(MAX_LINE):
             try:
                 record = json.loads(line)

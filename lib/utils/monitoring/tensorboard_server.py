@@ -3,8 +3,6 @@
 Both live in a process of their own, which ends with the run, even after kill -9.
 """
 
-import contextlib
-import io
 import logging
 import os
 import re
@@ -13,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from lib.utils.errors import UsageError
 
@@ -28,10 +25,9 @@ def check_password(tunnel: bool) -> None:
 
 
 def start(runs: Path, user: str = "") -> subprocess.Popen:
-    """Start TensorBoard over a folder of runs, on 127.0.0.1 and the first free port from 6006 on.
+    """Start TensorBoard over a folder of runs, on 127.0.0.1 and the first free port from 6006 on; print its address.
 
-    With a user's name, a tunnel is opened that asks for it and for the password in NGROK_PASSWORD. Both addresses go
-    to stdout.
+    With a user's name, open a tunnel, too, that asks for it and for the password in NGROK_PASSWORD.
     """
     command = [sys.executable, "-m", __name__, str(runs.resolve()), str(os.getpid()), user]
     # In a session of its own: Ctrl-C is for the run.
@@ -46,16 +42,7 @@ def main(runs: str, parent: int, user: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # at exit pyngrok ends the agent
     os.nice(10)
 
-    @program.with_port_scanning
-    def server(**words: Any) -> program.TensorBoardServer:
-        # Werkzeug exits where another process has taken the port since TensorBoard looked.
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):
-                return program.WerkzeugServer(**words)
-        except SystemExit as error:
-            raise program.TensorBoardPortInUseError("taken") from error
-
-    board = program.TensorBoard(server_class=server)
+    board = program.TensorBoard()
     # Its fast loader would be a second server.
     board.configure(argv=["tensorboard", "--logdir", runs, "--host", "127.0.0.1", "--load_fast", "false"])
     address = board.launch()

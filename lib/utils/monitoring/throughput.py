@@ -29,10 +29,7 @@ class Throughput:
             began = clock()
 
     def interval(self, state: Any) -> dict[str, float]:
-        """Return the figures since the last call: samples_per_s, data_share, memory and left_s.
-
-        The time left follows from the whole time since the start, with evaluation and saving in it.
-        """
+        """Return the figures since the last call, and the time left by that since the start, evaluations included."""
         now = time.monotonic()
         seconds = max(now - self._interval_start, 1e-9)
         step_seconds = (now - self._start) / max(state.step - self._start_step, 1)
