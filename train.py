@@ -43,7 +43,7 @@ def run(args: config.Args) -> int:
     from lib.core import optimizer as optimizers
     from lib.utils import distributed, runtime, seeding, watchdog
     from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
-    from lib.utils.data import fingerprint, loader, options
+    from lib.utils.data import fingerprint, loader
     from lib.utils.monitoring import console
     from lib.utils.monitoring.logger import Logger, Off
     from scripts import check_data
@@ -67,10 +67,10 @@ def run(args: config.Args) -> int:
         start = resume.read_start(args, disk)
         past = resume.find(args, disk, start)
         splits, skipped = check_data.skip(splits, args, world, past)
-        plan = resume.plan(args, len(splits["train"]), world, past, start)
-        threads = runtime.choose_threads(args, world, saved=(past.config if past else start).get("threads"))
-        data = fingerprint.describe(splits, args, world)
-        resume.check_flags(args, plan, past, splits, data)
+        before = past.config if past else start
+        plan = resume.plan(args, fingerprint.describe(splits, args, world), world, before)
+        threads = runtime.choose_threads(args, world, saved=before.get("threads"))
+        changes = resume.check_flags(args, plan, past, before, splits)
 
         watchdog.begin(f"building -arch {args.arch}, and the parts of its training")
         model = parallel.build(arch, args, world)
@@ -82,17 +82,16 @@ def run(args: config.Args) -> int:
         optimizer = optimizers.get_optimizer(model, args)
 
         stack.enter_context(startup.enable_garbage_collector())
-        names = options.read_options(splits["train"]).classes or ()
-        about = {**runtime.describe(world), "classes": [str(name) for name in names], **skipped}
+        about = {**runtime.describe(world), "classes": plan.data["classes"], **skipped}
         config_yaml = config.to_yaml(args, about, resume.effective_flags(plan))
-        folder.begin(config_yaml, resume.start_facts(args, plan, past, data))
+        folder.begin(config_yaml, resume.start_facts(args, plan, past))
         console.setup_logging(folder.path, world.rank)
         log.info("threads:     %d", threads)
         if loaded:
             log.info("-weights:    %s", loaded)
-        if past is None and (other := fingerprint.compare(start.get("data", {}), data)):
-            log.warning("other data than at the run's first start: %s", other)
-        loaders = stack.enter_context(loader.open_loaders(splits, plan, world, args, data))
+        if changes:
+            log.warning("changed since the run began: %s", changes)
+        loaders = stack.enter_context(loader.open_loaders(splits, plan, world, args))
         step, path = resume.restore_state(past, plan).step, folder.path
         logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and disk.is_first else Off()
         stack.callback(logger.close)
