@@ -45,7 +45,7 @@ def test_a_label_out_of_range_in_any_batch_is_one_line_that_names_the_range_and_
     labels[place] = label
     with plugins(dataset=with_targets(labels)):
         line = refused(FLAGS)
-    assert re.search(rf"a batch are ({label} to 3|0 to {label}): labels are 0 to 3, .*-ignore_index", line)
+    assert re.search(rf"a batch are ({label} to 3|0 to {label}): labels are 0 to 3 for 4 .*-ignore_index", line)
 
 
 @pytest.mark.parametrize("values", [[1.0, 1, 0, 0], [0.0, 0, 0, 0], [2.0, -1, 0, 0]], ids=["two", "none", "negative"])
