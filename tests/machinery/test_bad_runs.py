@@ -196,7 +196,7 @@ ODD = {
     [
         ("digits -loss mse", "this -loss needs the same shape"),
         ("digits -num_classes 3", "are 0 to 9: labels are 0 to 2 for 3 outputs (-num_classes)"),
-        ("late -channels 3 -num_classes 8", "are 0 to 8: labels are 0 to 7 for 8 outputs (-num_classes)"),
+        ("late -channels 3 -num_classes 8", "to 8: labels are 0 to 7 for 8 outputs (-num_classes)"),
     ],
 )
 def test_flags_that_contradict_the_data_are_refused(flags, message, tmp_path, capfd):
