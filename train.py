@@ -66,10 +66,10 @@ def run(args: config.Args) -> int:
         start = resume.read_start(args, disk)
         past = resume.find(args, disk, start)
         splits, skipped = check_data.skip(splits, args, world, past)
-        plan = resume.plan(args, len(splits["train"]), world, past, start)
-        threads = runtime.choose_threads(args, world, saved=(past.config if past else start).get("threads"))
-        data = fingerprint.describe(splits, args, world)
-        resume.check_flags(args, plan, past, splits, data)
+        before = past.config if past else start
+        plan = resume.plan(args, fingerprint.describe(splits, args, world), world, before)
+        threads = runtime.choose_threads(args, world, saved=before.get("threads"))
+        changes = resume.check_flags(args, plan, past, before, splits)
 
         watchdog.begin(f"building -arch {args.arch}, and the parts of its training")
         model = parallel.build(arch, args, world)
@@ -83,23 +83,18 @@ def run(args: config.Args) -> int:
         optimizer = optimizers.get_optimizer(model, args)
 
         stack.enter_context(startup.enable_garbage_collector())
-        about = {**runtime.describe(world), "classes": data["train"].get("classes", []), **skipped}
-        folder.begin(
-            config.to_yaml(args, about, resume.effective_flags(plan)),
-            resume.start_facts(args, plan, past, data),
-        )
+        about = {**runtime.describe(world), "classes": plan.data["classes"], **skipped}
+        config_yaml = config.to_yaml(args, about, resume.effective_flags(plan))
+        folder.begin(config_yaml, resume.start_facts(args, plan, past))
         console.setup_logging(folder.path, world.rank)
         log.info("threads:     %d", threads)
         if loaded:
             log.info("-weights:    %s", loaded)
-        if past is None and (other := fingerprint.compare(start.get("data", {}), data)):
-            log.warning("other data than at the run's first start: %s", other)
-        loaders = stack.enter_context(loader.open_loaders(splits, plan, world, args, data))
-        logger = (
-            Logger(folder.path, world, args, resume.restore_state(past, plan).step, args.epochs * plan.steps)
-            if folder.path and disk.is_first
-            else Off()
-        )
+        if changes:
+            log.warning("changed since the run began: %s", changes)
+        loaders = stack.enter_context(loader.open_loaders(splits, plan, world, args))
+        step, path = resume.restore_state(past, plan).step, folder.path
+        logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and disk.is_first else Off()
         stack.callback(logger.close)
         seeding.seed_building(args.seed, seeding.TRAINER)
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)

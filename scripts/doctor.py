@@ -157,9 +157,10 @@ def data(args) -> Findings:
     yield OK, f"-dataset {args.dataset}: {', '.join(f'{len(part):,} {name}' for name, part in splits.items())}"
     past = resume.find(args, shared_disk.single_disk(World()))
     count = (args.cpu or args.slurm_ngpus) * args.slurm_nnodes if args.slurm else local.count_processes(args)
-    plan = resume.plan(args, len(splits["train"]), World(size=count, local_size=count), past)
-    runtime.choose_threads(args, World(local_size=count), past.config.get("threads") if past else None)
-    resume.check_flags(args, plan, past, splits)
+    before = past.config if past else {}
+    plan = resume.plan(args, {"samples": len(splits["train"])}, World(size=count, local_size=count), before)
+    runtime.choose_threads(args, World(local_size=count), before.get("threads"))
+    resume.check_flags(args, plan, past, before, splits)
     for line in options.read_options(splits["train"]).log_lines:
         yield NOTE, line
     if args.check_data or hasattr(splits["train"], "sample_name"):  # files that people bring

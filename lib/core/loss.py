@@ -59,8 +59,6 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     if isinstance(criterion, REGRESSION) and outputs.shape != targets.shape:  # torch would stretch one of them
         shapes = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
         raise UsageError(f"{shapes}: this -loss needs the same shape, as (samples, 1) for -num_classes 1")
-    if isinstance(criterion, nn.HuberLoss):  # torch's other ones take numbers of any type
-        return ForwardResult(criterion(outputs, targets.to(outputs.dtype)), inputs, targets, outputs)
     return ForwardResult(criterion(outputs, targets), inputs, targets, outputs)
 
 
@@ -142,50 +140,37 @@ class CrossEntropy(nn.CrossEntropyLoss):
     divides by the sum of the weights.)
     """
 
-    no_probabilities: Tensor | None = None  # bool, 0-d: whether a batch had floats that are none
+    found_odd: Tensor | bool = False  # whether a batch had floats as targets that are no probabilities, 0-d
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss, 0-d, of outputs (B, classes, ...) or (B, length, classes).
 
-        Raises UsageError for targets that are neither class numbers nor probabilities; for floats on a GPU, whose
-        values are still in the queue, `check_probabilities` does so later.
+        Raises UsageError for targets that are neither class numbers nor probabilities. For the values of floats,
+        which may still be in a GPU's queue, `check_probabilities` does so.
         """
         if _classes_last(outputs, targets):
             outputs, targets = outputs.flatten(0, -2), targets.flatten()
         self._check_shapes(outputs, targets)
         if targets.is_floating_point():
-            odd = (targets.min() < 0) | ((targets.sum(1) - 1).abs().max() > 0.01)
-            self.no_probabilities = odd if self.no_probabilities is None else odd | self.no_probabilities
-            if targets.device.type == "cpu":
-                check_probabilities(self)
+            self.found_odd |= (targets.min() < 0) | ((targets.sum(1) - 1).abs().max() > 0.01)
             return self._mean(outputs, targets)
         try:
             return self._mean(outputs, targets.long())
-        except IndexError as error:  # on a GPU the kernel stops the process, see RunFolder.fail
-            raise self._out_of_range(outputs, targets) or error from None
+        except IndexError:  # on a GPU the kernel stops the process, see RunFolder.fail
+            found, count = f"the labels of a batch are {targets.min()} to {targets.max()}", outputs.shape[1]
+            wanted = f"labels are 0 to {count - 1} for {count} outputs (-num_classes)"
+            raise UsageError(f"{found}: {wanted}; -ignore_index N leaves targets N out of the loss") from None
 
     def _check_shapes(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise UsageError where torch would stop with an error of its own, or the loss would always be 0."""
-        classes = None if targets.is_floating_point() else (outputs.shape[0], *outputs.shape[2:])
-        if outputs.ndim < 2 or targets.shape != (classes or outputs.shape):
+        numbers = not targets.is_floating_point()
+        wanted = (outputs.shape[0], *outputs.shape[2:]) if numbers else outputs.shape
+        if outputs.ndim < 2 or targets.shape != wanted or (numbers and outputs.shape[1] == 1):
             raise UsageError(
-                f"-loss cross_entropy takes class numbers or probabilities. For outputs {tuple(outputs.shape)} these "
-                f"targets, {targets.dtype} {tuple(targets.shape)}, are neither; for a regression: -loss mse"
+                "-loss cross_entropy takes class numbers or probabilities, of 2 classes or more. For outputs "
+                f"{tuple(outputs.shape)} these targets, {targets.dtype} {tuple(targets.shape)}, are neither; for a "
+                "regression: -loss mse"
             )
-        if classes and outputs.shape[1] == 1:
-            raise UsageError(
-                "-loss cross_entropy takes class numbers or probabilities, and with one output it is always 0: "
-                "-num_classes 2 for yes or no, and -loss mse for one number"
-            )
-
-    def _out_of_range(self, outputs: Tensor, targets: Tensor) -> UsageError | None:
-        classes = outputs.shape[1]
-        odd = targets[((targets < 0) | (targets >= classes)) & (targets != self.ignore_index)]
-        if not len(odd):
-            return None
-        label = int(odd[0])
-        text = f"a label is {label}: labels are 0 to {classes - 1}, as the model has {classes} outputs (-num_classes)"
-        return UsageError(f"{text}; -ignore_index {label} leaves such targets out of the loss")
 
     def _mean(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.weight is None:
@@ -206,8 +191,7 @@ def check_probabilities(criterion: nn.Module) -> None:
 
     torch would compute a loss from them all the same. Waits for the device.
     """
-    odd = criterion.no_probabilities if isinstance(criterion, CrossEntropy) else None
-    if odd is not None and odd:
+    if isinstance(criterion, CrossEntropy) and criterion.found_odd:
         raise UsageError(
             "-loss cross_entropy takes class numbers or probabilities, and these floats are neither: "
             "rows that do not sum to 1, as several labels a sample, or are negative; for a regression: -loss mse"

@@ -54,8 +54,8 @@ class Trainer:
         self.args, self.world, self.loaders = args, world, loaders
         self.model, self.loss, self.optimizer, self.logger = model, loss, optimizer, logger
         self.folder, self.plan = run_folder.path_of(args), loaders["train"].plan
-        self.data = {split: loader.facts for split, loader in loaders.items() if loader.facts}
         self.state, self.metrics = State(), metrics.Sums()
+        self.config = resume.config_to_save(args, self.plan)
         self.total_steps = args.epochs * self.plan.steps
         scale = self.plan.batch / (args.lr_batch or self.plan.batch)  # Goyal et al., arXiv:1706.02677
         self.schedule = {
@@ -120,8 +120,6 @@ class Trainer:
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""
-        if different := resume.describe_changes(self.args, self.plan, past, self.data):
-            log.warning("resuming with other settings: %s", different)
         resume.load(past, find_parts(self), self.world, self.args.allow_change)
         if past.manifest["state"]["best"]:
             self.checkpoints.set_best(resume.best_weights(past, self.world))
@@ -303,10 +301,10 @@ class Trainer:
         self.read_losses()
         self.state.unlogged = self.metrics.pending()
         self.state.scaler = self.scaler.state_dict()
-        config, parts = resume.config_to_save(self.args, self.plan), find_parts(self)
+        parts = find_parts(self)
         tensors = parts.tensors()
-        facts = {"state": dataclasses.asdict(self.state), "config": config, "data": self.data}
-        facts["about"] = runtime.describe(self.world)
+        about = runtime.describe(self.world)
+        facts = {"state": dataclasses.asdict(self.state), "config": self.config, "about": about}
         self.checkpoints.save(
             tensors, facts, step=self.state.step, rank_dependent=parts.rank_dependent(tensors), keep=keep
         )

@@ -432,7 +432,9 @@ def criterion(flags: str):
 @pytest.mark.parametrize("targets", [torch.randn(8, 4), torch.rand(8), torch.full((8, 4), 0.3)])
 def test_cross_entropy_refuses_float_targets_that_are_no_probabilities(targets):
     with pytest.raises(UsageError, match=r"-loss cross_entropy takes class numbers or probabilities.*-loss mse"):
-        criterion("")(torch.randn(8, 4), targets)
+        loss = criterion("")
+        loss(torch.randn(8, 4), targets)
+        losses.check_probabilities(loss)
     soft = torch.randn(8, 4).softmax(1)
     outputs = torch.randn(8, 4)
     assert torch.equal(criterion("-label_smoothing 0")(outputs, soft), functional.cross_entropy(outputs, soft))

@@ -5,7 +5,6 @@ import multiprocessing
 import random
 import time
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -149,8 +148,8 @@ def test_the_default_micro_batch_fits_the_largest_number_of_processes_or_is_that
         monkeypatch.setenv(name, value)
     args = types.SimpleNamespace(batch_size=64, batch_per_gpu=None, micro_batch=None, drop_last=False)
     config = {"batch_size": 64, "batch_per_gpu": None, "micro_batch": before}
-    past = resume.Past(Path(), {"config": config}, damaged=[], sender=0, missing_on={}) if before else None
-    assert resume.plan(args, 1000, World(size=2, local_size=2), past) == Plan(1000, 64, micro)
+    plan = resume.plan(args, {"samples": 1000}, World(size=2, local_size=2), config if before else {})
+    assert (plan.samples, plan.batch, plan.micro) == (1000, 64, micro)
 
 
 # Batches

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import parsed
 from runs import plugins, run
 from torch.utils.data import Dataset, Subset
 
@@ -150,21 +151,15 @@ def test_the_number_of_loader_processes_is_that_of_workers_or_a_share_of_the_cor
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     memory, files = Tensors(torch.zeros(4)), [(0, 0)] * 4
     gpu = World(device=torch.device("cuda", 0), size=2, local_size=2)
-    assert [fetch.count_workers(None, files, World(device=gpu.device, local_size=n)) for n in (1, 2, 4, 8, 16)] == [
-        8,
-        7,
-        3,
-        1,
-        1,
-    ]
-    assert fetch.count_workers(None, memory, gpu) == fetch.count_workers(None, Subset(memory, [0, 1]), gpu) == 0
-    assert fetch.count_workers(None, files, World()) == 0
-    assert [
-        fetch.count_workers(workers, data, world)
-        for workers in (0, 3)
-        for data in (memory, files)
-        for world in (gpu, World())
-    ] == [0] * 4 + [3] * 4
+
+    def count(data, world, flags=""):
+        return fetch.count_workers(parsed(flags), "train", data, world)
+
+    worlds = [World(device=gpu.device, local_size=n) for n in (1, 2, 4, 8, 16)]
+    assert [count(files, world) for world in worlds] == [8, 7, 3, 1, 1]
+    assert count(memory, gpu) == count(Subset(memory, [0, 1]), gpu) == count(files, World()) == 0
+    for flags, wanted in (("-workers 0", 0), ("-workers 3", 3), ("-workers 3 -debug", 0)):
+        assert {count(data, world, flags) for data in (memory, files) for world in (gpu, World())} == {wanted}
 
 
 def test_deterministic_enables_deterministic_algorithms_and_keeps_the_users_setting():

@@ -188,7 +188,7 @@ class Zeros(Waits):
             lambda args: Waits(),
             None,
             "-workers 2",
-            "waiting for a batch of Waits from 2 loader processes (-workers); they hand it over in /dev/shm, which "
+            "waiting for a batch of Waits from 1 loader processes (-workers); they hand it over in /dev/shm, which "
             "has 8 MB free: docker run --shm-size=8g, a smaller -micro_batch, or -workers 0",
         ),
         (lambda args: Zeros(), lambda args: threading.Event().wait(), "", "building -arch waits"),

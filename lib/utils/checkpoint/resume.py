@@ -20,7 +20,6 @@ from lib.utils import distributed, files
 from lib.utils.checkpoint import run_folder, shards, state, weights
 from lib.utils.checkpoint.shared_disk import Disk
 from lib.utils.checkpoint.state import Parts, State, init_optimizer_state
-from lib.utils.data import fingerprint
 from lib.utils.data.plan import Plan, largest_divisor
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -62,9 +61,9 @@ def read_start(args: "Args", disk: Disk) -> dict:
     return next(filter(None, answers), {})
 
 
-def start_facts(args: "Args", plan: Plan, past: Past | None, data: dict) -> dict:
-    """Return what this start settles, for start.json: the numbers and data of the run, and where it began."""
-    facts = {**effective_flags(plan), "batch_per_gpu": args.batch_per_gpu, "data": data}
+def start_facts(args: "Args", plan: Plan, past: Past | None) -> dict:
+    """Return what this start settles, for start.json: the flags and data of the run, and where it began."""
+    facts = config_to_save(args, plan)
     if past and past.folder.parent != run_folder.path_of(args) / "checkpoints":
         facts |= {"resume": str(past.folder.absolute()), "allow_change": [*args.allow_change, *past.allowed]}
     return facts
@@ -163,13 +162,12 @@ def _fault_of(verify: Callable[[], object]) -> str:
     return ""
 
 
-def plan(args: "Args", samples: int, world: World, past: Past | None, start: dict | None = None) -> Plan:
+def plan(args: "Args", data: dict, world: World, before: dict) -> Plan:
     """Return how this run cuts its samples: by the batch and micro-batch of its first start, or by new flags.
 
-    Raises:
-        UsageError: the batch cannot be shared out.
+    `data` is what `fingerprint.describe` returns, and `before` what the first start settled, {} for a new run. Raises
+    UsageError for a batch that cannot be shared out.
     """
-    before = past.config if past else start or {}
     if args.batch_per_gpu and args.batch_per_gpu == before.get("batch_per_gpu"):
         batch = before["batch_size"]
     else:
@@ -181,9 +179,9 @@ def plan(args: "Args", samples: int, world: World, past: Past | None, start: dic
     if batch % micro:
         fault = f"-batch_size {batch} cannot be cut into micro-batches of -micro_batch {micro}"
         raise UsageError(f"{fault}: try -batch_size {max(micro, batch - batch % micro)}")
-    if args.drop_last and samples < batch:
-        raise UsageError(f"-batch_size {batch} with -drop_last leaves nothing of {samples} training samples")
-    return Plan(samples, batch, micro, args.drop_last)
+    if args.drop_last and data["samples"] < batch:
+        raise UsageError(f"-batch_size {batch} with -drop_last leaves nothing of {data['samples']} training samples")
+    return Plan(data["samples"], batch, micro, args.drop_last, data)
 
 
 def _micro_batch_size(args: "Args", batch: int, world: World, saved: int | None) -> int:
@@ -196,18 +194,12 @@ def _micro_batch_size(args: "Args", batch: int, world: World, saved: int | None)
 
 
 def config_to_save(args: "Args", plan: Plan) -> dict:
-    """Return all flags as JSON has them, with what the first start settled, and what else the bits depend on."""
+    """Return all flags as JSON has them, what the first start settled, the data, and what else bits depend on."""
     instructions = torch.backends.cpu.get_cpu_capability()
     processor = torch.cuda.get_device_name() if torch.cuda.is_initialized() else instructions
-    processor = " ".join([processor, *distributed.kernel_variables()])
-    versions = {"torch": torch.__version__, "pillow": _version("pillow"), "torchvision": _version("torchvision")}
-    facts = {"samples": plan.samples, "processor": processor, **versions}
-    return json.loads(json.dumps({**vars(args), **effective_flags(plan), **facts}, default=str))
-
-
-@functools.cache
-def _version(package: str) -> str:
-    return metadata.version(package)
+    facts = {"samples": plan.samples, "processor": " ".join([processor, *distributed.kernel_variables()])}
+    facts |= {"torch": torch.__version__} | {name: metadata.version(name) for name in ("pillow", "torchvision")}
+    return json.loads(json.dumps({**vars(args), **effective_flags(plan), **facts, **plan.data}, default=str))
 
 
 def effective_flags(plan: Plan) -> dict[str, int]:
@@ -215,48 +207,37 @@ def effective_flags(plan: Plan) -> dict[str, int]:
     return {"batch_size": plan.batch, "micro_batch": plan.micro, "threads": torch.get_num_threads()}
 
 
-def check_flags(args: "Args", plan: Plan, past: Past | None, splits: dict, data: dict | None = None) -> None:
-    """Raise UsageError, before anything is written, for flags or data that the run may not continue with."""
+def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, splits: dict) -> str:
+    """Describe how flags and data differ from those `before`, where this is allowed; "" for no difference.
+
+    A name that only one side knows, as after a change of the code, may differ; so may what MAY_DIFFER names. Without
+    a checkpoint only the data are compared.
+
+    Raises:
+        UsageError: before anything is written, for what the run may not continue with.
+    """
     for flag in ("best", "stop_after"):
         if (value := getattr(args, flag)) and "val" not in splits:
             raise UsageError(f"-{flag} {value}: there is no val split to choose by")
-    if past:
-        describe_changes(args, plan, past, data or {})
-
-
-def describe_changes(args: "Args", plan: Plan, past: Past, data: dict) -> str:
-    """Describe the allowed differences between the saved and the current flags, and the data; "" for none.
-
-    A flag that only one side knows, as after a change of the code, is allowed to differ; so is what MAY_DIFFER.
-
-    Raises:
-        UsageError: a difference changes the result, and -allow_change does not name it.
-    """
-    before, now = past.config, config_to_save(args, plan)
-
-    def show(name: str) -> str:
-        flag = f"-{name}" if name in vars(args) else name  # or a fact: samples, torch, processor
-        return f"{flag} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}"
-
-    changed = [name for name in sorted({*before, *now} - args.flag_rules.free) if before.get(name) != now.get(name)]
-    texts = {name: show(name) for name in changed}
+    now, texts = config_to_save(args, plan), {}
+    names = {*before, *now} - args.flag_rules.free if past else {*before} & {*plan.data}
+    for name in sorted(names):
+        if before.get(name) != now.get(name):
+            flag = f"-{name}" if name in vars(args) else name  # or a fact: samples, torch, processor
+            texts[name] = f"{flag} was {before.get(name, 'unknown')!s:.99} and is {now.get(name, 'unknown')!s:.99}"
+    if past is None:
+        return ", ".join(texts.values())
     allowed = {*args.allow_change, *past.allowed, *MAY_DIFFER}
-    allowed |= {"data", "samples"} if allowed & {"data", "samples"} else set()
-    if data and (other := fingerprint.compare(past.manifest.get("data", {}), data)):
-        causes = [texts[name] for name in changed if name in MAY_DIFFER]
-        texts["data"] = f"{other} (maybe as {', '.join(causes)})" if causes else other
-        texts.pop("samples", None)  # the data's text has it
-    refused = sorted({*texts} & {*before} & {*now} - allowed)
-    if refused:
-        shown = ", ".join(texts[name] for name in refused)
-        allow = " ".join(f"-allow_change {name}" for name in refused)
+    if allowed & {"data", "samples"}:
+        allowed |= {*plan.data}
+    if refused := {*texts} & {*before} & {*now} - allowed:
+        flags = sorted({"data" if name in plan.data else name for name in refused})
+        allow = " ".join(f"-allow_change {name}" for name in flags)
         keep = "take that run's by -cfg RUN/config.yaml" if args.resume else "keep them"
         scratch = "another -model" if args.reset else "-reset or another -model"  # done once in a launch
         hint = f"{keep}, or add {allow}, or start from scratch with {scratch}"
+        shown = ", ".join(texts[name] for name in texts if name in {*refused, *MAY_DIFFER})  # these may be the cause
         raise UsageError(f"-model {args.model} would resume with other settings: {shown}; {hint}")
-    unsteady = [split for split, facts in data.items() if facts["digest"] == fingerprint.NEVER_THE_SAME]
-    if unsteady:
-        texts["unsteady"] = f"the samples of {' and '.join(unsteady)} do not follow from their seeds"
     return ", ".join(texts.values())
 
 

@@ -6,6 +6,7 @@ import reprlib
 import shutil
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -155,11 +156,14 @@ def shared_memory_hint() -> str:
     return ""
 
 
-def count_workers(flag: int | None, dataset: MapDataset, world: World) -> int:
-    """Return the number of loader processes: -workers, else this process's share of the cores but one.
+def count_workers(args: Namespace, split: str, dataset: MapDataset, world: World) -> int:
+    """Return the number of a split's loader processes: by the flags, else this process's share of the cores but one.
 
     Without -workers it is 0 for datasets of whole batches and models on the CPU, which they would only slow down.
     """
+    if args.debug:
+        return 0
+    flag = args.workers if split == "train" or args.val_workers is None else args.val_workers
     if flag is not None:
         return flag
     if world.device.type == "cpu" or read_options(dataset).whole_batches:

@@ -1,14 +1,14 @@
 """What a run's data are: how many samples, which classes, and a digest of three samples of each split.
 
-A run continues on the same data only. The folder of the data may move, and so paths in samples count from there.
+A run continues on the same data only. The folder of the data may move, so paths in samples count from there.
 """
 
+import contextlib
+import functools
 import hashlib
 import os
-import reprlib
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,59 +23,36 @@ from lib.utils.distributed import World
 NEVER_THE_SAME = "another one each time"  # as a digest: samples that are not a function of their seeds
 
 
-def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> dict[str, dict]:
-    """Return what the data are, by split: samples, classes, digest. All ranks call this, and rank 0 reads.
+def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> dict[str, Any]:
+    """Return the facts by which a later start knows the data again. All ranks call this, and rank 0 reads.
 
     A run with loader processes reads in one of its own: a file that a dataset opens at first use is shared by none.
     """
-    flags = (0,) if args.debug else (args.workers, args.workers if args.val_workers is None else args.val_workers)
-    workers = max(fetch.count_workers(flag, part, world) for flag in flags for part in splits.values())
-    return distributed.run_on_main(
-        lambda: {name: _describe(part, args, min(1, workers)) for name, part in splits.items()}, world
-    )
+    facts = {"classes": [str(name) for name in read_options(splits["train"]).classes or ()]}
+    workers = max(fetch.count_workers(args, name, part, world) for name, part in splits.items())
+    for name, part in splits.items():
+        read = functools.partial(_digest_of_three, part, args, min(1, workers))
+        digest = read_options(part).fingerprint or distributed.run_on_main(read, world)
+        facts |= {f"{name} digest": digest, "samples" if name == "train" else f"{name} samples": len(part)}
+    return facts
 
 
-def compare(before: dict[str, dict], now: dict[str, dict]) -> str:
-    """Describe how data differ from those that a run began with; "" if they do not, or nothing is known of them."""
-    lines = []
-    for split in sorted({*before, *now}) if before else ():
-        old, new = before.get(split, {}), now.get(split, {})
-        for what in ("samples", "classes", "digest"):
-            if old.get(what) != new.get(what) and NEVER_THE_SAME not in (old.get(what), new.get(what)):
-                lines.append(f"{what} of {split}: {_short(old.get(what))} then, {_short(new.get(what))} now")
-                break
-    return "; ".join(lines)
+def _digest_of_three(part: MapDataset, args: Namespace, workers: int) -> str:
+    """Return the digest of the first, middle and last sample of a split, each fetched under its own seed."""
+    keys = [MicroBatch(0, n, [n], 1, 1, 1, first=True, last=True) for n in (0, len(part) // 2, len(part) - 1)]
+    digest = functools.partial(_digest, data=args.data)
+    reader = fetch.Fetcher(part, args.seed, workers, pin=False, collate_fn=digest)
+    with contextlib.closing(reader):
+        reader.begin_fetching()
+        first, again = (digest([sample for _, sample in reader(0, keys)]) for _ in range(2))
+    return first if first == again else NEVER_THE_SAME
 
 
-def _short(value: object) -> str:
-    return reprlib.repr(value) if isinstance(value, list) else str(value)
-
-
-def _describe(part: MapDataset, args: Namespace, workers: int) -> dict[str, Any]:
-    options, count = read_options(part), len(part)
-    facts: dict[str, Any] = {"samples": count}
-    if options.classes is not None:
-        facts["classes"] = [str(name) for name in options.classes]
-    if options.fingerprint is not None:
-        return facts | {"digest": options.fingerprint}
-    keys = [MicroBatch(0, n, [n], 1, 1, 1, first=True, last=True) for n in sorted({0, count // 2, count - 1})]
-    reader = fetch.Fetcher(part, args.seed, workers, pin=False, collate_fn=lambda items: _digest(items, args.data))
-    try:
-        batches = [batch for _, batch in reader(0, keys * 2)]
-    finally:
-        reader.close()
-    found = [batch if isinstance(batch, str) else _digest(batch, args.data) for batch in batches]  # some are whole
-    first, again = found[: len(keys)], found[len(keys) :]
-    return facts | {"digest": "-".join(first) if first == again else NEVER_THE_SAME}
-
-
-def _digest(sample: Any, data: str) -> str:
+def _digest(value: Any, data: str) -> str:
     total = hashlib.sha256()
-    for piece in _pieces(sample):
+    for piece in _pieces(value):
         if isinstance(piece, str):
-            for root in (os.path.realpath(data), str(Path(data).absolute()), data):
-                piece = piece.replace(root, "")
-            piece = piece.encode(errors="surrogateescape")
+            piece = piece.replace(os.path.realpath(data), "").replace(data, "").encode(errors="surrogateescape")
         total.update(b"%d:" % len(piece) + piece)
     return total.hexdigest()[:8]
 

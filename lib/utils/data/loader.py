@@ -5,7 +5,7 @@ import logging
 import math
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
@@ -32,7 +32,6 @@ class Loader:
     shuffle: bool
     workers: int
     round_robin: bool = False
-    facts: dict = field(default_factory=dict)  # what the samples are: fingerprint.describe
 
     def __post_init__(self) -> None:
         self.on_device = read_options(self.dataset).on_device
@@ -98,11 +97,11 @@ def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, Map
 
 @contextlib.contextmanager
 def open_loaders(
-    splits: dict[str, MapDataset], plan: Plan, world: World, args: Namespace, data: dict[str, dict] | None = None
+    splits: dict[str, MapDataset], plan: Plan, world: World, args: Namespace
 ) -> Iterator[dict[str, Loader]]:
     """Yield a Loader for each split; their worker processes end with the block.
 
-    Training follows the plan. Each of the other splits is one step of it, in order. `data`: the facts of each.
+    Training follows the plan. Each of the other splits is one step of it, in order.
     """
     for line in read_options(splits["train"]).log_lines if world.is_main else ():
         log.warning("%s", line)
@@ -114,16 +113,14 @@ def open_loaders(
     with contextlib.ExitStack() as stack:
         loaders = {}
         for name, part in splits.items():
-            workers = args.workers if name == "train" or args.val_workers is None else args.val_workers
             loaders[name] = Loader(
                 part,
                 plan if name == "train" else Plan(len(part), len(part), plan.micro),
                 world,
                 seed=args.seed,
                 shuffle=args.shuffle and name == "train",
-                workers=fetch.count_workers(0 if args.debug else workers, part, world),
+                workers=fetch.count_workers(args, name, part, world),
                 round_robin=args.parallel == "fsdp",
-                facts=(data or {}).get(name, {}),
             )
             stack.callback(loaders[name].fetcher.close)
         yield loaders

@@ -5,7 +5,7 @@ is repeated to fill a share.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -17,6 +17,7 @@ class Plan:
     batch: int
     micro: int
     drop_last: bool = False
+    data: dict = field(default_factory=dict)  # what the samples are: fingerprint.describe
 
     @property
     def steps(self) -> int:
