@@ -45,7 +45,7 @@ def run(args: config.Args) -> int:
     from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
     from lib.utils.data import fingerprint, loader
     from lib.utils.monitoring import console
-    from lib.utils.monitoring.logger import Logger, Off
+    from lib.utils.monitoring.logger import Logger, NoLogger
     from scripts import check_data
 
     mode = "eval" if args.eval else "debug" if args.debug else "train"
@@ -94,7 +94,7 @@ def run(args: config.Args) -> int:
             log.warning("changed since the run began: %s", changes)
         loaders = stack.enter_context(loader.open_loaders(splits, plan, world, args))
         step, path = resume.restore_state(past, plan).step, folder.path
-        logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and disk.is_first else Off()
+        logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and disk.is_first else NoLogger()
         stack.callback(logger.close)
         seeding.seed_building(args.seed, seeding.TRAINER)
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)
