@@ -23,8 +23,8 @@ def refuse_single_samples(model: nn.Module, plan: Plan) -> None:
         advice = "-drop_last leaves out an epoch's short last batch; another -batch_size cuts otherwise"
 
     def check(module: nn.Module, inputs: tuple) -> None:
-        values = inputs[0]
-        if module.training and values.numel() == values.shape[0] * values.shape[1]:
+        values = inputs[0] if inputs else torch.empty(0, 0)
+        if module.training and len(values) <= plan.micro and values.numel() == len(values) * values.shape[1] > 0:
             raise UsageError(f"{cause}: a micro-batch has one sample, and BatchNorm cannot train on one: {advice}")
 
     for module in model.modules():
