@@ -165,11 +165,10 @@ class Trainer:
         gradients = self.gradients  # made before the first pass
         for micro_batch, batch in batches:
             self.train_micro_batch(micro_batch, batch)
-            self.logger.first_batch(batch)
             if micro_batch.last:
                 gradients.finish()
                 self.step(micro_batch.step_samples)
-                self.logger.step(self.pending_losses[-1][0])
+                self.logger.step(batch)
                 yield self.pending_losses[-1][0]
 
     def train_micro_batch(self, micro_batch: MicroBatch, batch: Any) -> None:
@@ -374,7 +373,6 @@ class Trainer:
             self.checkpoints.write_final(self.whole_weights())
         self.save()
         self.checkpoints.close()
-        self.logger.close(finished)
         outcome = {"state": "finished" if finished else "stopped", **dataclasses.asdict(self.stop.cause)}
         outcome |= {name: getattr(self.state, name) for name in ("epoch", "step", "samples", "best")}
         outcome |= {"test": {}, **(figures or {})}
@@ -385,5 +383,5 @@ class Trainer:
             run_folder.write_outcome(self.folder, self.world, **outcome)
             if finished or self.stop.cause.reason == preemption.FILE_THERE:
                 self.stop.file.unlink(missing_ok=True)  # it stops a run once
-        self.logger.log_outcome(outcome)
+        self.logger.close(outcome)
         return "failed" if self.stop.only_other_nodes_leave() and not finished else outcome["state"]

@@ -67,12 +67,12 @@ def test_float_targets_are_not_taken_for_classes():
 
 
 def test_a_confusion_matrix_is_dark_where_the_samples_are():
-    for classes in (4, 100):
+    for classes in (40, 100):
         counts = torch.diag(torch.full((classes,), 7))
         counts[1] = 0
         counts[1, 0] = 3
         picture = pictures.confusion_matrix(counts, [str(name) for name in range(classes)])
-        margin, size = 60, 72 if classes == 4 else 3
+        margin, size = 60, 24
         corners = picture[margin + 1 :: size, margin + 1 :: size, 0]
         assert np.array_equal(corners == 0, counts > 0) and (corners[counts == 0] == 255).all()
 

@@ -29,10 +29,10 @@ def test_a_full_disk_keeps_event_files_readable_and_gives_one_warning(tmp_path, 
     board = new_board(tmp_path)
     with full_disk(1000):
         for step in range(20):
-            board.scalars(step, {"train/loss": step})
-    board.scalars(20, {"train/loss": 20})
+            board.write(step, {"train/loss": step})
+    board.write(20, {"train/loss": 20})
     board.close()
-    new_board(tmp_path, first_step=21).scalars(21, {"train/loss": 21})  # the next start
+    new_board(tmp_path, first_step=21).write(21, {"train/loss": 21})  # the next start
     points = [point.step for point in read_events(tmp_path).Scalars("train/loss")]
     assert points == [*range(len(points) - 1), 21] and 2 < len(points) < 20
     assert len(caplog.records) == 1
@@ -52,8 +52,8 @@ def read_events(folder):
 
 def test_an_event_file_has_scalars_hparams_and_images(tmp_path):
     board = new_board(tmp_path, hparams={"lr_start": 0.1, "fp16": False, "data": 300 * "x", "sizes": [1, 2]})
-    board.image("samples", images.image_grid(torch.rand(5, 3, 8, 6)), 1)
-    board.scalars(10, {"train/loss": torch.tensor(0.5), "val/accuracy": 0.9, "bad": math.nan})
+    board.write(1, {}, {"samples": images.image_grid(torch.rand(5, 3, 8, 6))})
+    board.write(10, {"train/loss": torch.tensor(0.5), "val/accuracy": 0.9, "bad": math.nan})
     events = read_events(tmp_path)  # before close, as after kill -9
     board.close()
 
@@ -108,10 +108,10 @@ def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     board = new_board(tmp_path / "first", hparams={"arch": "mlp", "lr_start": 0.25})
-    board.scalars(7, {"train/loss": 0.5})
+    board.write(7, {"train/loss": 0.5})
     board.close()
     board = new_board(tmp_path / "second", hparams={"arch": "mlp", "lr_start": 0.5, "vit_depth": 3})
-    board.scalars(7, {"train/loss": 0.4})
+    board.write(7, {"train/loss": 0.4})
     first, second = serve(tmp_path), serve(tmp_path)
     address, other = (address_in(run.stdout.readline()) for run in (first, second))
     assert all(re.fullmatch(r"http://127\.0\.0\.1:6\d{3}/", one) for one in (address, other)) and address != other

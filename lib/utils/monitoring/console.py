@@ -1,12 +1,11 @@
 """The terminal and the log files: the progress bar, and the format of a log line."""
 
-import functools
 import logging
-import math
 import sys
 import threading
 from pathlib import Path
-from typing import Any, SupportsFloat
+
+from tqdm import tqdm
 
 from lib.utils import files
 from lib.utils.errors import printable
@@ -19,8 +18,9 @@ def setup_logging(folder: Path | None, rank: int) -> None:
 
     stdout gets the messages alone: ours from INFO on, others' from WARNING on. A second call replaces the first.
     """
+    tqdm.set_lock(threading.RLock())  # the default is a lock between processes: a semaphore and a tracker process
     root = logging.getLogger()
-    for handler in [one for one in root.handlers if one.name == "lib.file" or isinstance(one, TerminalHandler)]:
+    for handler in [one for one in root.handlers if isinstance(one, (LogFileHandler, TerminalHandler))]:
         root.removeHandler(handler)
         handler.close()
     root.setLevel(logging.INFO)
@@ -29,16 +29,15 @@ def setup_logging(folder: Path | None, rank: int) -> None:
         path = Path(folder) / "logs" / f"rank_{rank}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         files.open_regular(path, "a").close()
-        file = logging.FileHandler(path, errors="backslashreplace")
-        file.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
-        file.name = "lib.file"
+        file = LogFileHandler(path, errors="backslashreplace")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         root.addHandler(file)
     if rank == 0:
         root.addHandler(TerminalHandler(sys.stdout))
 
 
-class PrintableFormatter(logging.Formatter):
-    """A formatter that leaves nothing to control a terminal."""
+class LogFileHandler(logging.FileHandler):
+    """A log file without anything that controls a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record's text."""
@@ -59,7 +58,7 @@ class TerminalHandler(logging.StreamHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
-        with _tqdm().external_write_mode(file=self.stream):
+        with tqdm.external_write_mode(file=self.stream):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -68,46 +67,17 @@ class TerminalHandler(logging.StreamHandler):
             super().handleError(record)
 
 
-class Progress:
-    """A progress bar on stderr if that is a terminal."""
-
-    def __init__(self, total_steps: int, start_step: int):
-        self._bar = _tqdm()(
-            total=total_steps,
-            initial=start_step,
-            bar_format=f"{{remaining:>7}} left |{{bar:10}}| step {{n:{len(f'{total_steps}')}}}/{total_steps}{{desc}}",
-            dynamic_ncols=True,
-            smoothing=0,  # the time left follows from all steps of this start
-            disable=None,  # unless stderr is a terminal
-        )
-        self.on_stdout = not self._bar.disable and sys.stdout.isatty()  # whose readers see the bar, too
-
-    def step(self, loss: SupportsFloat) -> None:
-        """Move the bar by a step, which had this loss. The first loss is read from the device and shown."""
-        self._bar.update()
-        if not (self._bar.disable or self._bar.desc):
-            self.show({"loss": float(loss)})
-
-    def show(self, figures: dict) -> None:
-        """Show as many figures as the terminal's line has room for, the first ones of FORMATS first."""
-        if self._bar.disable:
-            return
-        facts = {**self._bar.format_dict, "prefix": ""}
-        room = (facts["ncols"] or 80) - len(self._bar.format_meter(**facts))
-        self._bar.set_description_str(f"  {format_line(figures, room - 3)}")
-
-    def close(self) -> None:
-        """Close the bar; it stays on the screen."""
-        self._bar.close()
-
-
-@functools.cache
-def _tqdm() -> Any:
-    from tqdm import tqdm
-
+def progress_bar(total_steps: int, start_step: int) -> tqdm:
+    """Return a progress bar on stderr. It does nothing unless that is a terminal."""
     tqdm.monitor_interval = 0  # no thread that redraws
-    tqdm.set_lock(threading.RLock())  # the default is a lock between processes: a semaphore and a tracker process
-    return tqdm
+    return tqdm(
+        total=total_steps,
+        initial=start_step,
+        bar_format=f"{{remaining:>7}} left |{{bar:10}}| step {{n:{len(f'{total_steps}')}}}/{total_steps}  {{desc}}",
+        dynamic_ncols=True,
+        smoothing=0,  # the time left follows from all steps of this start
+        disable=None,  # unless stderr is a terminal
+    )
 
 
 def format_metrics(figures: dict[str, float]) -> str:
@@ -115,12 +85,10 @@ def format_metrics(figures: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
 
 
-def format_line(figures: dict, room: float = math.inf) -> str:
-    """Return the log line of these figures: those of FORMATS first, then any others; as many as have room."""
+def format_line(figures: dict) -> str:
+    """Return the log line of these figures: those of FORMATS first, then any others."""
     parts = [FORMATS[name](figures[name]) for name in FORMATS if name in figures]
     parts += [f"{name} {_three_digits(value)}" for name, value in figures.items() if name not in FORMATS]
-    while parts and len("  ".join(parts)) > room:
-        parts.pop()
     return "  ".join(parts)
 
 
@@ -138,5 +106,5 @@ FORMATS = {  # epoch and step: now, and of how many; data_share: from 0 to 1; me
     "samples_per_s": lambda value: f"{value:,.0f} samples/s" if value >= 10 else f"{value:.2g} samples/s",
     "data_share": lambda value: f"data {100 * value:.0f} %",
     "memory": lambda value: f"mem {value / 1e9:.2f} GB",
-    "left_s": lambda value: f"left {_tqdm().format_interval(round(value))}",
+    "left_s": lambda value: f"left {tqdm.format_interval(round(value))}",
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor, nn
 
 from lib.utils import distributed
@@ -14,7 +14,8 @@ from lib.utils.distributed import World
 
 SAMPLES, ACROSS = 16, 4  # that are shown, and in a row
 TILE, COLUMN, ROW = 84, 87, 110  # pixels: a sample's width and height, and with two lines of text below it
-MAX_CLASSES = 100  # of a confusion matrix
+MAX_CLASSES, MAX_NUMBERED = 100, 30  # of a confusion matrix, and of one with a number in each cell
+CELL, MARGIN = 24, 60  # pixels: a cell's width and height, and the room for names
 
 
 class Predictions:
@@ -54,9 +55,7 @@ class Predictions:
         """
         if not self.classes:
             return {}
-        flat = self.counts.flatten().tolist()
-        total = distributed.reduce_json(flat, lambda one, other: [a + b for a, b in zip(one, other)], self.world)
-        self.counts = torch.tensor(total).view(self.classes, self.classes)
+        self.counts = torch.tensor(distributed.reduce_json(self.counts.tolist(), _add, self.world))
         counts = self.counts.double()
         both = counts.sum(0) + counts.sum(1)
         return {"f1": (2 * counts.diag() / both)[both > 0].mean().item()} if both.any() else {}
@@ -74,6 +73,10 @@ class Predictions:
     def _caption(self, target: int, answer: int) -> str:
         wrong = answer != target and 0 <= target < self.classes
         return f"{self.names[answer]}\nnot {self.names[target]}" if wrong else self.names[answer]
+
+
+def _add(counts: list, others: list) -> list:
+    return (torch.tensor(counts) + torch.tensor(others)).tolist()
 
 
 def is_image_batch(images: Any) -> bool:
@@ -97,20 +100,17 @@ def image_grid(images: Tensor, captions: Sequence[str] = ("",) * SAMPLES) -> np.
 
 def confusion_matrix(counts: Tensor, names: Sequence[str]) -> np.ndarray:
     """Draw counts (class, answer): a row for each class, dark at its answers. The diagonal is right."""
-    classes, margin = len(counts), 60
-    cell = max(3, 290 // classes)  # pixels: names need 10, numbers 24
     shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
-    side = cell * classes
+    side = CELL * len(counts)
     shades = Image.fromarray((255 * (1 - shares)).byte().numpy()).resize((side, side), Image.Resampling.BOX)
-    image = Image.new("RGB", (margin + side, margin + side), "white")
-    image.paste(shades, (margin, margin))
+    image = ImageOps.expand(shades, (MARGIN, MARGIN, 0, 0), fill=255)
     draw = ImageDraw.Draw(image)
-    draw.text((2, 2), "class \\ answer", fill="black")
-    middles = [margin + (number + 0.5) * cell for number in range(classes)]
-    for name, middle in zip(names, middles) if cell >= 10 else ():
-        draw.text((margin - 4, middle), name[:10], fill="black", anchor="rm")
-        draw.text((middle, margin - 8), name[: cell // 6], fill="black", anchor="mm")
-    for row, column in counts.nonzero().tolist() if cell >= 24 else ():
-        color = "white" if shares[row, column] > 0.5 else "black"
-        draw.text((middles[column], middles[row]), str(counts[row, column].item()), fill=color, anchor="mm")
-    return np.array(image)
+    draw.text((2, 2), "class \\ answer", fill=0)
+    middles = [MARGIN + CELL // 2 + number * CELL for number in range(len(counts))]
+    for name, middle in zip(names, middles):
+        draw.text((MARGIN - 4, middle), name[:10], fill=0, anchor="rm")
+        draw.text((middle, MARGIN - 8), name[:4], fill=0, anchor="mm")
+    for row, column in counts.nonzero().tolist() if len(counts) <= MAX_NUMBERED else ():
+        shade = 255 if shares[row, column] > 0.5 else 0
+        draw.text((middles[column], middles[row]), str(counts[row, column].item()), fill=shade, anchor="mm")
+    return np.array(image.convert("RGB"))

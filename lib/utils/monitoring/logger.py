@@ -1,12 +1,11 @@
 """What a run reports of itself: to the terminal and the logs, metrics.jsonl, TensorBoard, a tracker."""
 
 import logging
+import sys
 import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from lib.utils import files
 from lib.utils.distributed import World
@@ -18,13 +17,7 @@ log = logging.getLogger(__name__)
 class NoLogger:
     """The methods of Logger, which do nothing: for -debug, for -eval, and for most ranks of a run."""
 
-    def __init__(self):
-        self.board = tensorboard.NoEventWriter()
-
-    def first_batch(self, batch: Any) -> None:
-        """Do nothing."""
-
-    def step(self, loss: Tensor) -> None:
+    def step(self, batch: Any) -> None:
         """Do nothing."""
 
     def log_training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
@@ -33,10 +26,7 @@ class NoLogger:
     def log_evaluation(self, state: Any, split: str, figures: dict, predictions: images.Predictions) -> None:
         """Do nothing."""
 
-    def log_outcome(self, outcome: dict) -> None:
-        """Do nothing."""
-
-    def close(self, finished: bool = False) -> None:
+    def close(self, outcome: dict | None = None) -> None:
         """Do nothing."""
 
 
@@ -51,25 +41,23 @@ class Logger:
         self.metrics_file = files.open_regular(folder / "metrics.jsonl", "a", buffering=1)
         hparams = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
         self.board = tensorboard.EventWriter(folder, start_step + 1, hparams)
-        self.bar = console.Progress(total_steps, start_step)
+        self.bar = console.progress_bar(total_steps, start_step)
+        self.bar_on_stdout = not self.bar.disable and sys.stdout.isatty()  # whose readers see the bar, too
         self.tracker = self.server = None
         if world.is_main and args.track != "none":
             self.tracker = trackers.Tracker(args.track, folder)
         if world.is_main and (args.tb or args.ngrok):
             self.server = tensorboard_server.start(folder.parent, args.ngrok_auth if args.ngrok else "")
 
-    def first_batch(self, batch: Any) -> None:
-        """After each micro-batch: the first one ends the start of the run, and is shown if it is images."""
+    def step(self, batch: Any) -> None:
+        """After each optimizer step, with its last micro-batch. The first one ends the start of the run."""
+        self.bar.update()
         if self.started:
             return
         self.started = True
         log.info("start-up:    %.1f s", time.monotonic() - startup.STARTED)
         if isinstance(batch, (tuple, list)) and images.is_image_batch(batch[0]):
-            self.board.image("train/samples", images.image_grid(batch[0]), self.start_step + 1)
-
-    def step(self, loss: Tensor) -> None:
-        """After each optimizer step, with the loss of its last micro-batch."""
-        self.bar.step(loss)
+            self.board.write(self.start_step + 1, {}, {"train/samples": images.image_grid(batch[0])})
 
     def log_training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
         """Log an interval of training: its sums over samples, the figures of its last step, and its speed."""
@@ -80,8 +68,8 @@ class Logger:
         left = speed.pop("left_s")
         shown = {"epoch": (state.epoch + 1, self.args.epochs), **figures, **speed}
         text = console.format_line({**shown, "step": (state.step, self.total_steps), "left_s": left})
-        log.info("%s", text, extra={"in_bar": self.bar.on_stdout})
-        self.bar.show(shown)
+        log.info("%s", text, extra={"in_bar": self.bar_on_stdout})
+        self.bar.set_description_str(console.format_line(shown))
         tagged = {f"train/{name}": value for name, value in figures.items()}
         self._write(state, tagged | {f"perf/{name}": value for name, value in speed.items()})
 
@@ -95,45 +83,42 @@ class Logger:
             return
         # Drawing takes as long as a small evaluation.
         drawn = split == "test" or state.epoch in (1, self.args.epochs) or state.epoch % 10 == 0
-        for name, picture in predictions.draw().items() if drawn else ():
-            self.board.image(f"{split}/{name}", picture, state.step)
-        self._write(state, tagged)
+        pictures = {f"{split}/{name}": one for name, one in predictions.draw().items()} if drawn else {}
+        self._write(state, tagged, pictures)
 
-    def log_outcome(self, outcome: dict) -> None:
-        """Log how the run ended (as in outcome.json), where its files are, and what to do next."""
-        if outcome["state"] == "stopped":
+    def close(self, outcome: dict | None = None) -> None:
+        """Close all. A run that ends well says how (as in outcome.json), where its files are, and what to do next."""
+        self.bar.close()
+        self.board.close()
+        if self.tracker:
+            self.tracker.close(finished=bool(outcome) and outcome["state"] == "finished")
+            self.tracker = None  # closed once
+        if self.server:
+            self.server.terminate()
+        if outcome and outcome["state"] == "stopped":
             place = f"epoch {outcome['epoch'] + 1}" if outcome["epoch"] < self.args.epochs else "the last evaluation"
             log.info("stopped (%s) in %s at step %d, state saved", outcome["reason"], place, outcome["step"])
             log.info("resume:      python train.py -cfg %s", self.folder / "config.yaml")
-            return
-        best, test = outcome["best"], outcome["test"]
-        chosen = f"val {best['metric']} {best['value']:.4f} in epoch {best['epoch']}" if best else ""
-        final = f"final weights, of epoch {outcome['epoch']}" + (f"; best {chosen}" if best else "")
-        if best and best["epoch"] == outcome["epoch"]:
-            final = f"final weights, which are the best: {chosen}"
-        if "test_best" in outcome:
-            log.info("finished:    test %s  (best weights: %s)", console.format_metrics(outcome["test_best"]), chosen)
-            log.info("final:       test %s  (final weights)", console.format_metrics(test))
-        else:
-            figures = f"test {console.format_metrics(test)}" if test else f"{outcome['epoch']} epochs"
-            log.info("finished:    %s  (%s)", figures, final)
-        if outcome["epoch"] < self.args.epochs:
+        elif outcome:
+            self._log_results(outcome)
+
+    def _log_results(self, outcome: dict) -> None:
+        best, epoch = outcome["best"], outcome["epoch"]
+        chosen = final = f"final weights, of epoch {epoch}"
+        if best:
+            chosen = f"best weights: val {best['metric']} {best['value']:.4f} in epoch {best['epoch']}"
+            final = chosen if best["epoch"] == epoch else final
+        tests = [(outcome.get("test_best"), chosen), (outcome["test"], final)]
+        lines = [f"test {console.format_metrics(figures)}  ({weights})" for figures, weights in tests if figures]
+        for title, line in zip(("finished:", "final:"), lines or [f"{epoch} epochs  ({chosen})"]):
+            log.info("%-12s %s", title, line)
+        if epoch < self.args.epochs:
             log.info("early:       %s", outcome["reason"])
         for name in ("best", "final") if best else ("final",):
             log.info("weights:     %s", self.folder / name / "weights.safetensors")
         log.info("logs:        %s, tensorboard --logdir %s", self.folder / "logs", self.folder.parent)
 
-    def close(self, finished: bool = False) -> None:
-        """Close the files, and end the progress bar and TensorBoard's server."""
-        self.bar.close()
-        self.board.close()
-        if self.tracker:
-            self.tracker.close(finished)
-            self.tracker = None  # closed once
-        if self.server:
-            self.server.terminate()
-
-    def _write(self, state: Any, tagged: dict) -> None:
-        self.board.scalars(state.step, tagged)  # first: TensorBoard has every line of metrics.jsonl
+    def _write(self, state: Any, tagged: dict, pictures: dict | None = None) -> None:
+        self.board.write(state.step, tagged, pictures)  # first: TensorBoard has every line of metrics.jsonl
         place = {"step": state.step, "epoch": state.epoch, "samples": state.samples}
         metrics.write_line(self.metrics_file, place | tagged)

@@ -1,5 +1,6 @@
 """Figures of a run: sums over micro-batches and processes, the best evaluation, and metrics.jsonl."""
 
+import contextlib
 import json
 import logging
 import math
@@ -133,15 +134,12 @@ def truncate_lines(path: Path, step: int) -> set[str]:
     with files.open_regular(path, "a+b") as file:
         file.seek(0)
         while line := file.readline(MAX_LINE):
-            try:
+            with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
                 record = json.loads(line)
-                logged = record["step"] - step if line.endswith(b"\n") else 1
-            except (ValueError, TypeError, LookupError, RecursionError):
-                continue
-            if logged > 0:
-                break
-            if logged == 0:
-                names |= record.keys()
-            end = file.tell()
+                if record["step"] > step or not line.endswith(b"\n"):
+                    break
+                if record["step"] == step:
+                    names |= record.keys()
+                end = file.tell()
         file.truncate(end)
     return names

@@ -1,7 +1,7 @@
 """TensorBoard: the event file of a run."""
 
+import contextlib
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +10,11 @@ import numpy as np
 log = logging.getLogger(__name__)
 
 
-class NoEventWriter:
-    """The methods of EventWriter, which do nothing."""
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Do nothing."""
-
-    def image(self, tag: str, image: np.ndarray, step: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 class EventWriter:
     """The event file of a run, in its folder.
 
-    Each log line is flushed: kill -9 loses none. If the file cannot be written, one warning says so and the rest is
-    dropped.
+    Each call of `write` is flushed: kill -9 loses none. If the file cannot be written, one warning says so and the
+    rest is dropped.
 
     Args:
         first_step: TensorBoard drops what an earlier start of the run has logged from this step on.
@@ -38,39 +25,26 @@ class EventWriter:
         from torch.utils.tensorboard import SummaryWriter, summary
 
         flags = {name: value if type(value) in (int, float) else str(value) for name, value in hparams.items()}
+        self._writer: SummaryWriter | None = SummaryWriter(folder, purge_step=first_step)
+        # Without torch's list of flags and metrics, which holds for one run, TensorBoard shows those of all runs.
+        self._writer.file_writer.add_summary(summary.hparams(flags, {})[1])
 
-        def open_file() -> None:
-            self._writer = SummaryWriter(folder, purge_step=first_step)
-            # Without torch's list of flags and metrics, which holds for one run, TensorBoard shows those of all runs.
-            self._writer.file_writer.add_summary(summary.hparams(flags, {})[1])
-
-        self._failed = False
-        self._writer: Any = None  # torch's SummaryWriter
-        self._try(open_file)
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Add the points of one step, {"train/loss": 0.3, ...}."""
-
-        def write() -> None:
-            for tag, value in values.items():
+    def write(self, step: int, scalars: dict[str, float], images: dict[str, np.ndarray] | None = None) -> None:
+        """Add points of a step, {"train/loss": 0.3, ...}, and images (height, width, 3) of uint8."""
+        if self._writer is None:
+            return
+        try:
+            for tag, value in scalars.items():
                 self._writer.add_scalar(tag, value, step)
+            for tag, image in (images or {}).items():
+                self._writer.add_image(tag, image, step, dataformats="HWC")
             self._writer.flush()
-
-        self._try(write)
-
-    def image(self, tag: str, image: np.ndarray, step: int) -> None:
-        """Add an image (height, width, 3) of uint8."""
-        self._try(lambda: self._writer.add_image(tag, image, step, dataformats="HWC"))
+        except OSError as error:
+            self._writer = None
+            log.warning("nothing more is written for TensorBoard (%s); training continues", error)
 
     def close(self) -> None:
         """Close the file."""
-        self._try(lambda: self._writer.close())
-
-    def _try(self, write: Callable[[], None]) -> None:
-        if self._failed:
-            return
-        try:
-            write()
-        except OSError as error:
-            self._failed = True
-            log.warning("nothing more is written for TensorBoard (%s); training continues", error)
+        if self._writer:
+            with contextlib.suppress(OSError):
+                self._writer.close()

@@ -41,15 +41,13 @@ def main(runs: str, parent: int, user: str) -> None:
     logging.disable()  # the server logs each request; the messages of ngrok's agent may hold the token
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # at exit pyngrok ends the agent
     os.nice(10)
-
     board = program.TensorBoard()
     # Its fast loader would be a second server.
     board.configure(argv=["tensorboard", "--logdir", runs, "--host", "127.0.0.1", "--load_fast", "false"])
     address = board.launch()
     show(f"TensorBoard: {address}")
     if user:
-        tunnel = open_tunnel(address, f"{user}:{os.environ['NGROK_PASSWORD']}")
-        show(f"TensorBoard for others: {tunnel}")
+        show(f"TensorBoard for others: {open_tunnel(address, user)}")
     while os.getppid() == parent:
         time.sleep(0.5)
 
@@ -60,17 +58,15 @@ def show(text: str) -> None:
     sys.stdout.flush()
 
 
-def open_tunnel(address: str, credentials: str) -> str:
-    """Open a tunnel to a local address that asks for "user:password". Return its address, or why there is none."""
+def open_tunnel(address: str, user: str) -> str:
+    """Open a tunnel to a local address that asks for the password. Return its address, or why there is none."""
     from pyngrok import conf, exception, ngrok
 
-    config = conf.PyngrokConfig()
-    config.auth_token = None  # the agent reads it itself; pyngrok would put it on the agent's command line
-    lock = {"type": "basic-auth", "config": {"credentials": [credentials]}}
+    conf.get_default().auth_token = None  # the agent reads it itself; pyngrok would put it on its command line
+    lock = {"type": "basic-auth", "config": {"credentials": [f"{user}:{os.environ['NGROK_PASSWORD']}"]}}
     policy = {"on_http_request": [{"actions": [lock]}]}
     try:
-        local = address.removesuffix("/")
-        return f"{ngrok.connect(local, pyngrok_config=config, inspect=False, traffic_policy=policy).public_url}"
+        return ngrok.connect(address.rstrip("/"), inspect=False, traffic_policy=policy).public_url or ""
     except (exception.PyngrokError, OSError) as error:
         code = re.search(r"ERR_NGROK_\d+", str(error))  # the rest may hold the token or the password
         return f"no tunnel ({code[0] if code else type(error).__name__}); training continues"
