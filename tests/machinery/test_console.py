@@ -31,12 +31,10 @@ on_stdout = not bar.disable and sys.stdout.isatty()
 for step in range(101, 201):
     bar.update()
     if step % 10 == 0:
-        figures = {"loss": step / 1000, "data_share": 0.25}
+        text = f"loss {step / 1000:.3f}  data 25 %"
         if rank == 0:
-            text = console.format_line({"step": (step, 200), **figures})
-            logging.getLogger("lib.logger").info("%s", text, extra={"in_bar": on_stdout})
-        long = {**figures, "a_figure_with_a_name_that_is_far_too_long_for_the_rest_of_the_line": 7}
-        bar.set_description_str(console.format_line(long))
+            logging.getLogger("lib.logger").info("step %d/200  %s", step, text, extra={"in_bar": on_stdout})
+        bar.set_description_str(f"{text}  a_figure_with_a_name_that_is_far_too_long_for_the_rest_of_the_line 7")
     if step == 150:
         log.info("saved step_%08d", step)
         warnings.warn("careful", stacklevel=1)
@@ -148,26 +146,18 @@ def test_a_log_message_that_cannot_be_formatted_is_reported(tmp_path):
     assert "not all arguments converted" in done.stderr
 
 
+FIGURES = {"loss": 0.1234, "loss_mean": 0.15, "lr": 1e-3, "grad_norm": 0.52}
+FIGURES |= {"samples_per_s": 12345.4, "data_share": 0.03, "memory": 1.2e9}
+
+
 def test_a_log_line_has_short_names_and_units():
-    figures = {
-        "epoch": (3, 12),
-        "step": (400, 1200),
-        "loss": 0.1234,
-        "loss_mean": 0.15,
-        "lr": 1e-3,
-        "grad_norm": 0.52,
-    }
-    figures |= {"samples_per_s": 12345.4, "data_share": 0.03, "memory": 1.2e9, "left_s": 42.3, "bad_steps": 2}
-    assert console.format_line(figures) == (
-        "epoch 3/12  step 400/1200  loss 0.123  mean 0.150  lr 1.0e-03  grad 0.52  12,345 samples/s  "
-        "data 3 %  mem 1.20 GB  left 00:42  bad_steps 2"
+    usual = "loss 0.1234  mean 0.15  lr 1.0e-03  grad 0.52  12,345 samples/s  data 3 %  mem 1.20 GB"
+    assert console.format_training(FIGURES, {}) == usual
+    assert console.format_training(FIGURES, {"accuracy": 0.98512, "bad_steps": 2}) == (
+        f"{usual}  accuracy 0.9851  bad_steps 2"
     )
-    assert console.format_line({"loss": math.nan, "left_s": 3725}) == "loss nan  left 1:02:05"
-    assert (
-        console.format_line({"accuracy": 0.98512, "step": (7, 9), "loss": 123.4})
-        == "step 7/9  loss 123  accuracy 0.985"
-    )
-    assert console.format_line({}) == ""
+    slow = console.format_training({**FIGURES, "loss": math.nan, "samples_per_s": 0.123}, {})
+    assert slow.startswith("loss nan  ") and "  0.12 samples/s  " in slow
 
 
 def test_speed_data_share_and_time_left_are_computed_from_the_clock(monkeypatch):

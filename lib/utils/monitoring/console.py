@@ -85,26 +85,12 @@ def format_metrics(figures: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
 
 
-def format_line(figures: dict) -> str:
-    """Return the log line of these figures: those of FORMATS first, then any others."""
-    parts = [FORMATS[name](figures[name]) for name in FORMATS if name in figures]
-    parts += [f"{name} {_three_digits(value)}" for name, value in figures.items() if name not in FORMATS]
-    return "  ".join(parts)
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:#.3g}".rstrip(".")
-
-
-FORMATS = {  # epoch and step: now, and of how many; data_share: from 0 to 1; memory: in bytes
-    "epoch": lambda value: "epoch {}/{}".format(*value),
-    "step": lambda value: "step {}/{}".format(*value),
-    "loss": lambda value: f"loss {_three_digits(value)}",
-    "loss_mean": lambda value: f"mean {_three_digits(value)}",
-    "lr": lambda value: f"lr {value:.1e}",
-    "grad_norm": lambda value: f"grad {value:.3g}",
-    "samples_per_s": lambda value: f"{value:,.0f} samples/s" if value >= 10 else f"{value:.2g} samples/s",
-    "data_share": lambda value: f"data {100 * value:.0f} %",
-    "memory": lambda value: f"mem {value / 1e9:.2f} GB",
-    "left_s": lambda value: f"left {tqdm.format_interval(round(value))}",
-}
+def format_training(figures: dict[str, float], others: dict[str, float]) -> str:
+    """Return the figures of an interval of training as text: the usual ones, and any others by name."""
+    rate = figures["samples_per_s"]
+    parts = [
+        "loss {loss:.4g}  mean {loss_mean:.4g}  lr {lr:.1e}  grad {grad_norm:.3g}".format(**figures),
+        f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s",
+        f"data {100 * figures['data_share']:.0f} %  mem {figures['memory'] / 1e9:.2f} GB",
+    ]
+    return "  ".join([*parts, *(f"{name} {value:.4g}" for name, value in others.items())])

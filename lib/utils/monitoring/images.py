@@ -55,7 +55,9 @@ class Predictions:
         """
         if not self.classes:
             return {}
-        self.counts = torch.tensor(distributed.reduce_json(self.counts.tolist(), _add, self.world))
+        mine, world = self.counts.tolist(), self.world
+        total = distributed.reduce_json(mine, lambda *two: torch.tensor(two).sum(0).tolist(), world)
+        self.counts = torch.tensor(total)
         counts = self.counts.double()
         both = counts.sum(0) + counts.sum(1)
         return {"f1": (2 * counts.diag() / both)[both > 0].mean().item()} if both.any() else {}
@@ -73,10 +75,6 @@ class Predictions:
     def _caption(self, target: int, answer: int) -> str:
         wrong = answer != target and 0 <= target < self.classes
         return f"{self.names[answer]}\nnot {self.names[target]}" if wrong else self.names[answer]
-
-
-def _add(counts: list, others: list) -> list:
-    return (torch.tensor(counts) + torch.tensor(others)).tolist()
 
 
 def is_image_batch(images: Any) -> bool:
@@ -99,18 +97,19 @@ def image_grid(images: Tensor, captions: Sequence[str] = ("",) * SAMPLES) -> np.
 
 
 def confusion_matrix(counts: Tensor, names: Sequence[str]) -> np.ndarray:
-    """Draw counts (class, answer): a row for each class, dark at its answers. The diagonal is right."""
+    """Draw counts (class, answer): a row for each class, dark at its answers. The diagonal is right.
+
+    The columns have the order of the rows, whose names are at the left.
+    """
     shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
     side = CELL * len(counts)
     shades = Image.fromarray((255 * (1 - shares)).byte().numpy()).resize((side, side), Image.Resampling.BOX)
-    image = ImageOps.expand(shades, (MARGIN, MARGIN, 0, 0), fill=255)
+    image = ImageOps.expand(shades, (MARGIN, 0, 0, 0), fill=255)
     draw = ImageDraw.Draw(image)
-    draw.text((2, 2), "class \\ answer", fill=0)
-    middles = [MARGIN + CELL // 2 + number * CELL for number in range(len(counts))]
-    for name, middle in zip(names, middles):
-        draw.text((MARGIN - 4, middle), name[:10], fill=0, anchor="rm")
-        draw.text((middle, MARGIN - 8), name[:4], fill=0, anchor="mm")
+    for row, name in enumerate(names):
+        draw.text((MARGIN - 4, CELL * (row + 0.5)), name[:10], fill=0, anchor="rm")
     for row, column in counts.nonzero().tolist() if len(counts) <= MAX_NUMBERED else ():
+        middle = MARGIN + CELL * (column + 0.5), CELL * (row + 0.5)
         shade = 255 if shares[row, column] > 0.5 else 0
-        draw.text((middles[column], middles[row]), str(counts[row, column].item()), fill=shade, anchor="mm")
+        draw.text(middle, str(counts[row, column].item()), fill=shade, anchor="mm")
     return np.array(image.convert("RGB"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from lib.utils import files
 from lib.utils.distributed import World
-from lib.utils.monitoring import console, images, metrics, startup, tensorboard, tensorboard_server, trackers
+from lib.utils.monitoring import console, images, metrics, startup, tensorboard_server, trackers
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +31,22 @@ class NoLogger:
 
 
 class Logger:
-    """The logger of a run, on the first rank of each disk. A public name is one of NoLogger, too."""
+    """The logger of a run, on the first rank of each disk. A public method is one of NoLogger, too."""
 
     def __init__(self, folder: Path, world: World, args: Namespace, start_step: int, total_steps: int):
+        from torch.utils.tensorboard import SummaryWriter, summary
+
         self.folder, self.args, self.start_step, self.total_steps = folder, args, start_step, total_steps
         self.started = False
         # Steps after the checkpoint come again; an evaluation at its very step may be logged already.
         self.logged = metrics.truncate_lines(folder / "metrics.jsonl", start_step)
         self.metrics_file = files.open_regular(folder / "metrics.jsonl", "a", buffering=1)
-        hparams = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
-        self.board = tensorboard.EventWriter(folder, start_step + 1, hparams)
+        # TensorBoard drops what an earlier start has logged from purge_step on.
+        self.board: SummaryWriter | None = SummaryWriter(folder, purge_step=start_step + 1)
+        flags = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
+        hparams = {name: value if type(value) in (int, float) else str(value) for name, value in flags.items()}
+        # Without torch's list of flags and metrics, which holds for one run, TensorBoard shows those of all runs.
+        self.board.file_writer.add_summary(summary.hparams(hparams, {})[1])
         self.bar = console.progress_bar(total_steps, start_step)
         self.bar_on_stdout = not self.bar.disable and sys.stdout.isatty()  # whose readers see the bar, too
         self.tracker = self.server = None
@@ -57,20 +63,21 @@ class Logger:
         self.started = True
         log.info("start-up:    %.1f s", time.monotonic() - startup.STARTED)
         if isinstance(batch, (tuple, list)) and images.is_image_batch(batch[0]):
-            self.board.write(self.start_step + 1, {}, {"train/samples": images.image_grid(batch[0])})
+            self._write_board(self.start_step + 1, {}, {"train/samples": images.image_grid(batch[0])})
 
     def log_training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
         """Log an interval of training: its sums over samples, the figures of its last step, and its speed."""
-        losses = {"loss": metrics.mean(interval, "loss"), "loss_mean": metrics.mean(state.sums, "loss")}
+        figures = {"loss": metrics.mean(interval, "loss"), "loss_mean": metrics.mean(state.sums, "loss"), **figures}
         others = {name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")}
-        bad_steps = {"bad_steps": state.bad_steps} if state.bad_steps else {}
-        figures = {**losses, **figures, **others, **bad_steps}
-        left = speed.pop("left_s")
-        shown = {"epoch": (state.epoch + 1, self.args.epochs), **figures, **speed}
-        text = console.format_line({**shown, "step": (state.step, self.total_steps), "left_s": left})
-        log.info("%s", text, extra={"in_bar": self.bar_on_stdout})
-        self.bar.set_description_str(console.format_line(shown))
-        tagged = {f"train/{name}": value for name, value in figures.items()}
+        if state.bad_steps:
+            others["bad_steps"] = state.bad_steps
+        left = self.bar.format_interval(round(speed.pop("left_s")))
+        epoch = f"epoch {state.epoch + 1}/{self.args.epochs}"
+        text = console.format_training({**figures, **speed}, others)
+        place = f"{epoch}  step {state.step}/{self.total_steps}"
+        log.info("%s  %s  left %s", place, text, left, extra={"in_bar": self.bar_on_stdout})
+        self.bar.set_description_str(f"{epoch}  {text}")
+        tagged = {f"train/{name}": value for name, value in {**figures, **others}.items()}
         self._write(state, tagged | {f"perf/{name}": value for name, value in speed.items()})
 
     def log_evaluation(self, state: Any, split: str, figures: dict, predictions: images.Predictions) -> None:
@@ -89,7 +96,8 @@ class Logger:
     def close(self, outcome: dict | None = None) -> None:
         """Close all. A run that ends well says how (as in outcome.json), where its files are, and what to do next."""
         self.bar.close()
-        self.board.close()
+        if self.board:
+            self.board.close()
         if self.tracker:
             self.tracker.close(finished=bool(outcome) and outcome["state"] == "finished")
             self.tracker = None  # closed once
@@ -119,6 +127,20 @@ class Logger:
         log.info("logs:        %s, tensorboard --logdir %s", self.folder / "logs", self.folder.parent)
 
     def _write(self, state: Any, tagged: dict, pictures: dict | None = None) -> None:
-        self.board.write(state.step, tagged, pictures)  # first: TensorBoard has every line of metrics.jsonl
+        self._write_board(state.step, tagged, pictures or {})  # first: it has every line of metrics.jsonl
         place = {"step": state.step, "epoch": state.epoch, "samples": state.samples}
         metrics.write_line(self.metrics_file, place | tagged)
+
+    def _write_board(self, step: int, scalars: dict, pictures: dict) -> None:
+        """Write to TensorBoard's file, and flush it: kill -9 loses none. An error ends that, and not the run."""
+        if self.board is None:
+            return
+        try:
+            for tag, value in scalars.items():
+                self.board.add_scalar(tag, value, step)
+            for tag, picture in pictures.items():
+                self.board.add_image(tag, picture, step, dataformats="HWC")
+            self.board.flush()
+        except OSError as error:
+            self.board = None
+            log.warning("nothing more is written for TensorBoard (%s); training continues", error)
