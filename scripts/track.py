@@ -43,8 +43,6 @@ def main() -> int:
     parser.add_argument("-parent", type=int, help="process of the run that goes on: follow it")
     args = parser.parse_args()
     console.setup_logging(args.run if args.parent else None, rank=0)
-    logging.getLogger().setLevel(logging.WARNING)
-    log.setLevel(logging.INFO)
     if args.parent:
         os.nice(10)
         for number in STOP_SIGNALS:  # Slurm sends them to all processes of a job

@@ -35,7 +35,7 @@ def reset_logging():
     yield
     console.setup_logging(None, rank=1)  # no file, no terminal
     logging.captureWarnings(False)
-    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("lib").setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="module")

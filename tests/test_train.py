@@ -490,4 +490,4 @@ def test_weights_that_are_best_and_final_are_tested_once(uninterrupted):
         last, found = saves.log_of(folder).partition("finished:")[2], outcome(folder)
         is_best = found["best"]["epoch"] == found["epoch"]
         assert ("test_best" in found) != is_best
-        assert ("\nfinal:" in last) != is_best
+        assert ("INFO final:" in last) != is_best

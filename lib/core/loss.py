@@ -52,8 +52,6 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
         are_answers = got_targets and isinstance(targets, Tensor) and targets.ndim == 1
         exact = loss if loss.dtype == torch.float64 else loss.float()  # bfloat16 has no room for sums over samples
         return ForwardResult(exact, inputs, targets, outputs if are_answers else None)
-    if answer is None:
-        raise UsageError("the model's forward returns None: it must return outputs, or a loss")
     if outputs is None or targets is None:
         raise _wrong_batch(batch, f", and the model returns a {type(answer).__name__} without a loss")
     if isinstance(criterion, REGRESSION) and outputs.shape != targets.shape:  # torch would stretch one of them
@@ -112,11 +110,10 @@ def split_output(answer: Any) -> tuple[Any, Any]:
     The loss is called loss, or is the 0-d tensor of a tuple. The outputs are called logits, or are the first tensor
     of more dimensions.
     """
-    if isinstance(answer, Tensor):
-        return (answer, None) if answer.ndim else (None, answer)
-    if isinstance(answer, (tuple, list)):
-        scalars = [one for one in answer if isinstance(one, Tensor) and not one.ndim]
-        named = {**dict(enumerate(answer)), "loss": scalars[0] if scalars else None}
+    if isinstance(answer, (Tensor, tuple, list)):
+        parts = [answer] if isinstance(answer, Tensor) else answer
+        scalars = [one for one in parts if isinstance(one, Tensor) and not one.ndim]
+        named = {**dict(enumerate(parts)), "loss": scalars[0] if scalars else None}
     else:
         named = answer if isinstance(answer, dict) else getattr(answer, "__dict__", {})
     others = [one for one in named.values() if isinstance(one, Tensor) and one.ndim]

@@ -87,7 +87,7 @@ class ReturnsNothing(nn.Linear):
 
 def test_a_forward_method_without_a_return_is_reported(refused):
     with runs.plugins(arch={"odd": lambda args: ReturnsNothing(64, 10)}):
-        assert "the model's forward returns None" in refused("-arch odd -cpu 1")
+        assert "the model returns a NoneType without a loss" in refused("-arch odd -cpu 1")
 
 
 @pytest.mark.parametrize("loss", [None, 0.5, torch.zeros(3)])

@@ -141,7 +141,7 @@ def test_a_full_disk_of_the_log_file_does_not_affect_the_terminal(tmp_path):
 
 def test_a_log_message_that_cannot_be_formatted_is_reported(tmp_path):
     code = "import logging, sys\nfrom lib.utils.monitoring import console\n"
-    code += "console.setup_logging(sys.argv[1], 1)\nlogging.info('loss', 0.5)\n"
+    code += "console.setup_logging(sys.argv[1], 1)\nlogging.warning('loss', 0.5)\n"
     done = run_code(code, tmp_path, stderr=subprocess.PIPE, text=True)
     assert "not all arguments converted" in done.stderr
 

@@ -2,6 +2,7 @@
 
 import re
 import time
+import types
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ def test_waiting_for_data_counts_only_if_the_device_is_idle(idle, monkeypatch):
             clock[0] += 2
             yield
 
-    rate = throughput.Throughput(3, State(), torch.device("cpu"))
-    monkeypatch.setattr(rate, "_device_is_idle", lambda: idle)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(query=lambda: idle))
+    monkeypatch.setattr(throughput, "memory", lambda device: 0)
+    rate = throughput.Throughput(3, State(), torch.device("cuda"))
     for _ in rate.time_data_loading(slow()):
         clock[0] += 1
     assert rate.interval(State(step=3, samples=3))["data_share"] == pytest.approx(6 / 9 if idle else 0)

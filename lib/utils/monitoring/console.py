@@ -10,26 +10,26 @@ from tqdm import tqdm
 from lib.utils import files
 from lib.utils.errors import printable
 
-OUR_LOGGERS = ("lib", "train", "__main__", "root")  # the first part of our loggers' names
-
 
 def setup_logging(folder: Path | None, rank: int) -> None:
     """Send Python's logging, and warnings, to folder/logs/rank_N.log, if there is a folder, and on rank 0 to stdout.
 
-    stdout gets the messages alone: ours from INFO on, others' from WARNING on. A second call replaces the first.
+    stdout gets the messages alone. Ours count from INFO on, others' from WARNING on. A second call replaces all.
     """
     tqdm.set_lock(threading.RLock())  # the default is a lock between processes: a semaphore and a tracker process
     root = logging.getLogger()
     for handler in [one for one in root.handlers if isinstance(one, (LogFileHandler, TerminalHandler))]:
         root.removeHandler(handler)
         handler.close()
-    root.setLevel(logging.INFO)
+    for name in ("lib", "train", "__main__"):
+        logging.getLogger(name).setLevel(logging.INFO)
     logging.captureWarnings(True)
     if folder is not None:
         path = Path(folder) / "logs" / f"rank_{rank}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         files.open_regular(path, "a").close()
         file = LogFileHandler(path, errors="backslashreplace")
+        file.name = "lib.file"
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         root.addHandler(file)
     if rank == 0:
@@ -49,8 +49,7 @@ class TerminalHandler(logging.StreamHandler):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the terminal shows this record."""
-        ours = record.name.partition(".")[0] in OUR_LOGGERS
-        return (ours or record.levelno >= logging.WARNING) and not getattr(record, "in_bar", False)
+        return not getattr(record, "in_bar", False)
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the message alone: Python prints the traceback that ends a run."""

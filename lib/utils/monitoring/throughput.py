@@ -23,7 +23,8 @@ class Throughput:
         clock = time.monotonic
         self._interval_start = began = clock()  # an evaluation may lie before it
         for batch in batches:
-            if self._device_is_idle():
+            # Batches are launched ahead on a GPU: while it works, nobody waits.
+            if self._device.type != "cuda" or torch.cuda.current_stream().query():
                 self._waited += clock() - began
             yield batch
             began = clock()
@@ -41,10 +42,6 @@ class Throughput:
         }
         self._samples, self._interval_start, self._waited = state.samples, now, 0.0
         return figures
-
-    def _device_is_idle(self) -> bool:
-        # Batches are launched ahead on a GPU: while it works, nobody waits.
-        return self._device.type != "cuda" or torch.cuda.current_stream().query()
 
 
 def memory(device: torch.device) -> int:
