@@ -31,12 +31,10 @@ class Sums:
     def update(self, values: dict[str, Any]) -> Any:
         """Add numbers or 0-d tensors, and return these sums. Waits for the device once in many calls."""
         for name, value in values.items():
-            if isinstance(value, Tensor):
-                if value.ndim:
-                    raise ValueError(f"metric {name!r} has the shape {tuple(value.shape)}: it must be one value")
-                value = value.detach()
+            if isinstance(value, Tensor) and value.ndim:
+                raise ValueError(f"metric {name!r} has the shape {tuple(value.shape)}: it must be one value")
             terms = self._local.setdefault(name, [])
-            terms.append(value)
+            terms.append(value.detach() if isinstance(value, Tensor) else value)
             if len(terms) > MAX_TERMS:
                 terms[:] = _exact(terms)
         return self

@@ -1,7 +1,7 @@
 """-track: scripts/track.py, in a process of its own, sends a run's figures to Weights & Biases or MLflow."""
 
+import contextlib
 import importlib.util
-import logging
 import os
 import subprocess
 import sys
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from lib.utils.errors import UsageError
 
-log = logging.getLogger(__name__)
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "track.py"
 CLOSE_S, STOP_S = 5.0, 0.5  # most that a run waits for it at its end: a finished run, and any other
 
@@ -30,7 +29,5 @@ class Tracker:
 
     def close(self, finished: bool) -> None:
         """Say how the run ended, and wait a moment until the rest is sent."""
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it then goes on in the background
             self.process.communicate(b"finished" if finished else b"stopped", CLOSE_S if finished else STOP_S)
-        except subprocess.TimeoutExpired:
-            log.info("-track: the last figures are still being sent in the background")
