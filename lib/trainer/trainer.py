@@ -168,7 +168,7 @@ class Trainer:
             if micro_batch.last:
                 gradients.finish()
                 self.step(micro_batch.step_samples)
-                self.logger.step(batch)
+                self.logger.step()
                 yield self.pending_losses[-1][0]
 
     def train_micro_batch(self, micro_batch: MicroBatch, batch: Any) -> None:

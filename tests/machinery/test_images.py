@@ -10,17 +10,19 @@ from torch import nn
 from lib.utils.distributed import World
 from lib.utils.monitoring import images as pictures
 
+NAMES = 16 * [""]
+
 
 def test_samples_of_any_size_are_drawn_in_their_place_and_legible_at_350_pixels():
     images = torch.rand(6, 1, 4, 4)
-    picture = pictures.image_grid(images)
+    picture = pictures.image_grid(images, NAMES)
     assert picture.shape == (2 * 110, 4 * 87, 3) and picture.dtype == np.uint8
     low, high = images.min(), images.max()
     sixth = ((images[5] - low) / (high - low) * 255).byte()  # the second image of the second row
     assert np.array_equal(picture[110:194:21, 87:171:21, 0], sixth[0]), "each pixel is drawn 21 wide"
-    assert pictures.image_grid(torch.full((1, 3, 4, 4), math.nan))[:84, :84].max() == 0
+    assert pictures.image_grid(torch.full((1, 3, 4, 4), math.nan), NAMES)[:84, :84].max() == 0
     for shape in ((100, 3, 4, 4), (16, 3, 224, 224), (16, 1, 1, 300)):
-        assert pictures.image_grid(torch.rand(shape)).shape[1] == 348
+        assert pictures.image_grid(torch.rand(shape), NAMES).shape[1] == 348
 
 
 def test_answers_are_counted_by_class_and_drawn_next_to_the_samples():

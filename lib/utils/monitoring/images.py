@@ -1,4 +1,4 @@
-"""Images for TensorBoard (height, width, 3) of uint8: samples, the model's answers, a confusion matrix."""
+"""Images for TensorBoard (height, width, 3) of uint8: samples with the model's answers, a confusion matrix."""
 
 import math
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Predictions:
         if targets.ndim != 1 or targets.is_floating_point() or outputs.shape != (len(targets), self.classes):
             return
         answers, targets = outputs.detach().argmax(1), targets.long()  # uint8 has no room for class times classes
-        if self.samples is None and is_image_batch(inputs):
+        if self.samples is None and isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.shape[1] in (1, 3):
             self.samples = [part[:SAMPLES].clone() for part in (inputs, targets, answers)]
         counted = (targets >= 0) & (targets < self.classes)  # the loss ignores others, as -100 and 255
         place = targets.clamp(0, self.classes - 1) * self.classes + answers
@@ -77,14 +77,9 @@ class Predictions:
         return f"{self.names[answer]}\nnot {self.names[target]}" if wrong else self.names[answer]
 
 
-def is_image_batch(images: Any) -> bool:
-    """Return whether these are images that can be shown: a tensor (B, C, H, W) with 1 or 3 channels."""
-    return isinstance(images, Tensor) and images.ndim == 4 and images.shape[1] in (1, 3) and len(images) > 0
-
-
-def image_grid(images: Tensor, captions: Sequence[str] = ("",) * SAMPLES) -> np.ndarray:
+def image_grid(images: Tensor, captions: Sequence[str]) -> np.ndarray:
     """Put the first 16 images (B, C, H, W) of any range into one, each above its caption."""
-    images = images[:SAMPLES].detach().float().cpu().nan_to_num()
+    images = images[:SAMPLES].float().cpu().nan_to_num()
     low, high = images.aminmax()
     pixels = ((images - low) / (high - low).clamp_min(1e-12) * 255).byte()
     pixels = pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 class NoLogger:
     """The methods of Logger, which do nothing: for -debug, for -eval, and for most ranks of a run."""
 
-    def step(self, batch: Any) -> None:
+    def step(self) -> None:
         """Do nothing."""
 
     def log_training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
@@ -55,15 +55,12 @@ class Logger:
         if world.is_main and (args.tb or args.ngrok):
             self.server = tensorboard_server.start(folder.parent, args.ngrok_auth if args.ngrok else "")
 
-    def step(self, batch: Any) -> None:
-        """After each optimizer step, with its last micro-batch. The first one ends the start of the run."""
+    def step(self) -> None:
+        """After each optimizer step. The first one ends the start of the run."""
         self.bar.update()
-        if self.started:
-            return
-        self.started = True
-        log.info("start-up:    %.1f s", time.monotonic() - startup.STARTED)
-        if isinstance(batch, (tuple, list)) and images.is_image_batch(batch[0]):
-            self._write_board(self.start_step + 1, {}, {"train/samples": images.image_grid(batch[0])})
+        if not self.started:
+            self.started = True
+            log.info("start-up:    %.1f s", time.monotonic() - startup.STARTED)
 
     def log_training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
         """Log an interval of training: its sums over samples, the figures of its last step, and its speed."""
@@ -127,20 +124,15 @@ class Logger:
         log.info("logs:        %s, tensorboard --logdir %s", self.folder / "logs", self.folder.parent)
 
     def _write(self, state: Any, tagged: dict, pictures: dict | None = None) -> None:
-        self._write_board(state.step, tagged, pictures or {})  # first: it has every line of metrics.jsonl
+        if self.board:  # first: it has every line of metrics.jsonl, also after kill -9
+            try:
+                for tag, value in tagged.items():
+                    self.board.add_scalar(tag, value, state.step)
+                for tag, picture in (pictures or {}).items():
+                    self.board.add_image(tag, picture, state.step, dataformats="HWC")
+                self.board.flush()
+            except OSError as error:
+                self.board = None
+                log.warning("nothing more is written for TensorBoard (%s); training continues", error)
         place = {"step": state.step, "epoch": state.epoch, "samples": state.samples}
         metrics.write_line(self.metrics_file, place | tagged)
-
-    def _write_board(self, step: int, scalars: dict, pictures: dict) -> None:
-        """Write to TensorBoard's file, and flush it: kill -9 loses none. An error ends that, and not the run."""
-        if self.board is None:
-            return
-        try:
-            for tag, value in scalars.items():
-                self.board.add_scalar(tag, value, step)
-            for tag, picture in pictures.items():
-                self.board.add_image(tag, picture, step, dataformats="HWC")
-            self.board.flush()
-        except OSError as error:
-            self.board = None
-            log.warning("nothing more is written for TensorBoard (%s); training continues", error)
