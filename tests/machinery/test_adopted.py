@@ -17,7 +17,7 @@ from lib.arch import mlp
 from lib.core import loss as losses
 from lib.trainer import trainer
 from lib.utils import seeding
-from lib.utils.data import permutation
+from lib.utils.data import plan
 from lib.utils.data.tensors import Tensors, map_tensors, named_tensors
 from lib.utils.errors import UsageError
 
@@ -484,7 +484,7 @@ def test_train_metrics_are_those_of_a_plain_loop(tmp_path):
     seeding.seed_building(0)
     args = parsed(flags + " x")
     model = mlp.get_model(args)
-    rows = permutation.order(50, args.seed, 0, True)[:16]
+    rows = plan.order(50, args.seed, 0, True)[:16]
     right = (model(part.tensors[0][rows]).argmax(1) == part.tensors[1][rows]).double().mean().item()
     assert losses_of[0]["train/accuracy"] == pytest.approx(right)
 

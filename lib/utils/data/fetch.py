@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lib.utils import runtime, seeding, watchdog
@@ -28,29 +28,21 @@ class Fetcher:
     """Collated samples of micro-batches, fetched here or in worker processes that live as long as the loader."""
 
     def __init__(self, dataset: MapDataset, seed: int, workers: int, pin: bool, collate_fn: Callable | None = None):
-        self.fetch, self.requests, self.loader = Fetch(dataset, seed, collate_fn), _Requests(), None
-        if workers:
-            self.loader = DataLoader(
-                self.fetch,
-                batch_size=None,
-                sampler=self.requests,
-                num_workers=workers,
-                pin_memory=pin,
-                persistent_workers=True,
-                generator=torch.Generator(),  # else iter() draws from torch's global one
-                multiprocessing_context="fork" if sys.platform == "linux" else None,
-            )
+        self.requests = Requests()
+        self.loader = DataLoader(
+            Fetch(dataset, seed, collate_fn),
+            batch_size=None,
+            sampler=self.requests,
+            num_workers=workers,
+            pin_memory=pin and workers > 0,
+            persistent_workers=workers > 0,
+            generator=torch.Generator(),  # else iter() draws from torch's global one
+            multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        )
 
     def __call__(self, epoch: int, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches in order, each with its collated samples."""
-        requests = ((epoch, micro_batch) for micro_batch in micro_batches)
-        if self.loader is None:
-            for request in requests:
-                with runtime.one_thread():  # as in a worker process: sums by another number have other bits
-                    answer = self.fetch[request]
-                yield answer
-            return
-        self.requests.keys = requests
+        self.requests.keys = ((epoch, micro_batch) for micro_batch in micro_batches)
         with _stop_signals_blocked():
             answers = iter(self.loader)
         for answer in answers:
@@ -60,13 +52,13 @@ class Fetcher:
 
     def begin_fetching(self) -> None:
         """Let the watchdog know that a batch is waited for, and from whom."""
-        name, workers = type(self.fetch.dataset).__name__, 0 if self.loader is None else self.loader.num_workers
+        name, workers = type(self.loader.dataset.dataset).__name__, self.loader.num_workers
         source = f"{workers} loader processes (-workers)" if workers else "this process"
         watchdog.begin(f"waiting for a batch of {name} from {source}", shared_memory_hint if workers else str)
 
     def close(self) -> None:
         """End the worker processes: idle ones by themselves, a busy one by force."""
-        running = getattr(self.loader, "_iterator", None)
+        running = self.loader._iterator
         if isinstance(running, _MultiProcessingDataLoaderIter):
             running._shutdown_workers()
             for worker in running._workers:
@@ -86,17 +78,15 @@ class Fetch(Dataset):
         epoch, micro_batch = key
         self.current = indices = micro_batch.indices  # for error messages: what is being fetched
         try:
-            with no_exit():  # it would end a worker without a message
+            # As torch's loader processes do, with one thread: sums by another number have other bits.
+            with no_exit(), runtime.one_thread():
                 batch = self._read(epoch, indices)
                 return micro_batch, self.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
             collating = self.current is indices and not self.options.whole_batches
             text = f"(while {'collating samples' if collating else 'fetching sample'} {reprlib.repr(self.current)})"
             if isinstance(error, UsageError):
-                error = UsageError(f"{error} {text}")
-                if get_worker_info():
-                    return error  # raised here, it would come with the worker's traceback in its message
-                raise error from None
+                return UsageError(f"{error} {text}")  # a worker's traceback would stand in its message if raised here
             if isinstance(error, OSError) and error.errno:
                 error.strerror = f"{error.strerror} {text}"
                 raise
@@ -120,7 +110,7 @@ class Fetch(Dataset):
             seeding.seed_sample(self.seed, epoch, index)
 
 
-class _Requests:
+class Requests:
     """The sampler of a DataLoader that lives for many epochs, each with keys of its own."""
 
     keys: Iterable[tuple[int, MicroBatch]] = ()

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,29 +49,19 @@ def _digest_of_three(part: MapDataset, args: Namespace, workers: int) -> str:
 
 
 def _digest(value: Any, data: str) -> str:
-    total = hashlib.sha256()
-    for piece in _pieces(value):
-        if isinstance(piece, str):
-            piece = piece.replace(os.path.realpath(data), "").replace(data, "").encode(errors="surrogateescape")
-        total.update(b"%d:" % len(piece) + piece)
-    return total.hexdigest()[:8]
-
-
-def _pieces(value: Any) -> Iterator[str | bytes]:
-    """Yield texts and bytes that a value is made of. An object of an unknown kind counts by its class alone."""
+    """Return a digest of a sample. An object of an unknown kind counts by its class alone."""
     if isinstance(value, Tensor):
         whole = value.detach().cpu().to_dense().resolve_conj().contiguous()
-        yield f"{value.dtype} {tuple(value.shape)}"
-        yield whole.view(-1).view(torch.uint8).numpy().tobytes()
+        content = f"{value.dtype} {tuple(value.shape)}", whole.view(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, Mapping):
-        yield from _pieces([*value.items()])
+        content = [_digest(one, data) for one in value.items()]
     elif isinstance(value, list | tuple) or str(getattr(value, "dtype", "")) == "object":
-        yield str(len(value))
-        for part in value:
-            yield from _pieces(part)
+        content = [_digest(one, data) for one in value]
     elif hasattr(value, "tobytes"):  # an array, or an image of Pillow
-        yield " ".join(str(getattr(value, name, "")) for name in ("dtype", "shape", "mode", "size"))
-        yield value.tobytes()
+        about = [getattr(value, name, "") for name in ("dtype", "shape", "mode", "size")]
+        content = *map(str, about), value.tobytes()
+    elif isinstance(value, str | int | float | complex | bytes | os.PathLike | None):
+        content = str(value).replace(os.path.realpath(data), "").replace(data, "")
     else:
-        known = isinstance(value, str | int | float | complex | bytes | os.PathLike | None)
-        yield str(value) if known else type(value).__name__
+        content = type(value).__name__
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
