@@ -28,23 +28,28 @@ class Fetcher:
     """Collated samples of micro-batches, fetched here or in worker processes that live as long as the loader."""
 
     def __init__(self, dataset: MapDataset, seed: int, workers: int, pin: bool, collate_fn: Callable | None = None):
-        self.requests = Requests()
-        self.loader = DataLoader(
-            Fetch(dataset, seed, collate_fn),
-            batch_size=None,
-            sampler=self.requests,
-            num_workers=workers,
-            pin_memory=pin and workers > 0,
-            persistent_workers=workers > 0,
-            generator=torch.Generator(),  # else iter() draws from torch's global one
-            multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
-        )
+        self.fetch, self.requests, self.loader = Fetch(dataset, seed, collate_fn), Requests(), None
+        if workers:
+            self.loader = DataLoader(
+                self.fetch,
+                batch_size=None,
+                sampler=self.requests,
+                num_workers=workers,
+                pin_memory=pin,
+                persistent_workers=True,
+                generator=torch.Generator(),  # else iter() draws from torch's global one
+                multiprocessing_context="fork" if sys.platform == "linux" else None,
+            )
 
     def __call__(self, epoch: int, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches in order, each with its collated samples."""
-        self.requests.keys = ((epoch, micro_batch) for micro_batch in micro_batches)
-        with _stop_signals_blocked():
-            answers = iter(self.loader)
+        requests = ((epoch, micro_batch) for micro_batch in micro_batches)
+        if self.loader is not None:
+            self.requests.keys = requests
+            with _stop_signals_blocked():
+                answers = iter(self.loader)
+        else:
+            answers = map(self.fetch.__getitem__, requests)
         for answer in answers:
             if isinstance(answer, UsageError):
                 raise answer
@@ -52,13 +57,13 @@ class Fetcher:
 
     def begin_fetching(self) -> None:
         """Let the watchdog know that a batch is waited for, and from whom."""
-        name, workers = type(self.loader.dataset.dataset).__name__, self.loader.num_workers
+        name, workers = type(self.fetch.dataset).__name__, 0 if self.loader is None else self.loader.num_workers
         source = f"{workers} loader processes (-workers)" if workers else "this process"
         watchdog.begin(f"waiting for a batch of {name} from {source}", shared_memory_hint if workers else str)
 
     def close(self) -> None:
         """End the worker processes: idle ones by themselves, a busy one by force."""
-        running = self.loader._iterator
+        running = getattr(self.loader, "_iterator", None)
         if isinstance(running, _MultiProcessingDataLoaderIter):
             running._shutdown_workers()
             for worker in running._workers:
