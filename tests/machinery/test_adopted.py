@@ -335,8 +335,9 @@ def test_a_batch_that_the_default_trainer_cannot_use_is_refused_in_one_line(kind
 def test_an_error_of_the_model_on_a_batch_names_shapes_and_flags(kind, tmp_path):
     with plugins(dataset={"odd": lambda args: kind(few(args)["train"])}), pytest.raises(Exception) as caught:
         run(tmp_path, f"{SMALL} -dataset odd -cpu 1")
-    assert "In a batch of -dataset odd with " in str(caught.value)
-    assert "the flags are -channels 1 -image_size 8 -num_classes 4" in str(caught.value)
+    [note] = caught.value.__notes__
+    assert note.startswith("In a batch of -dataset odd with ")
+    assert note.endswith("; the flags are -channels 1 -image_size 8 -num_classes 4")
 
 
 class Halves(trainer.Trainer):

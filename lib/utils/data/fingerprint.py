@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lib.utils import distributed
 from lib.utils.data import fetch
-from lib.utils.data.options import MapDataset, read_options
+from lib.utils.data.options import MapDataset, class_names, option
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 
@@ -28,11 +28,12 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
 
     A run with loader processes reads in one of its own: a file that a dataset opens at first use is shared by none.
     """
-    facts = {"classes": [str(name) for name in read_options(splits["train"]).classes or ()]}
+    facts: dict[str, Any] = {"classes": class_names(splits["train"])}
     workers = max(fetch.count_workers(args, name, part, world) for name, part in splits.items())
     for name, part in splits.items():
         read = functools.partial(_digest_of_three, part, args, min(1, workers))
-        digest = read_options(part).fingerprint or distributed.run_on_main(read, world)
+        own = option(part, "fingerprint")
+        digest = own if isinstance(own, str) else distributed.run_on_main(read, world)
         facts |= {f"{name} digest": digest, "samples" if name == "train" else f"{name} samples": len(part)}
     return facts
 

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from lib.utils import seeding, watchdog
 from lib.utils.data import fetch, tensors
-from lib.utils.data.options import MapDataset, read_options
+from lib.utils.data.options import MapDataset, option
 from lib.utils.data.plan import MicroBatch, Plan, largest_divisor, order, rank_share
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -34,7 +34,7 @@ class Loader:
     round_robin: bool = False
 
     def __post_init__(self) -> None:
-        self.on_device = read_options(self.dataset).on_device
+        self.on_device = option(self.dataset, "on_device")
         self.fetcher = fetch.Fetcher(self.dataset, self.seed, self.workers, pin=self.world.device.type == "cuda")
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[MicroBatch, Any]]:
@@ -103,7 +103,7 @@ def open_loaders(
 
     Training follows the plan. Each of the other splits is one step of it, in order.
     """
-    for line in read_options(splits["train"]).log_lines if world.is_main else ():
+    for line in option(splits["train"], "log_lines", ()) if world.is_main else ():
         log.warning("%s", line)
     idle = world.size - plan.batch // plan.micro
     if world.is_main and idle > 0:

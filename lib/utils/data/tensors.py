@@ -31,18 +31,13 @@ class Tensors(TensorDataset):
 
 @contextlib.contextmanager
 def add_shapes_to_errors(batch: Any, args: Namespace) -> Iterator[None]:
-    """Add the shapes of the batch, and the flags that a model is built by, to an error in the block.
-
-    Errors of torch's own kinds, as of memory or a lost process, stay as they are.
-    """
+    """Add the shapes of the batch, and the flags that a model is built by, to an error in the block."""
     try:
         yield
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        plain = type(error) in (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
-        if plain and len(error.args) == 1:
-            shapes = ", ".join(f"{name}: {tuple(one.shape)} {one.dtype}" for name, one in named_tensors(batch))
-            flags = " ".join(f"-{name} {getattr(args, name)}" for name in ("channels", "image_size", "num_classes"))
-            error.args = (f"{error}\nIn a batch of -dataset {args.dataset} with {shapes}; the flags are {flags}",)
+    except Exception as error:
+        shapes = ", ".join(f"{name}: {tuple(one.shape)} {one.dtype}" for name, one in named_tensors(batch))
+        flags = " ".join(f"-{name} {getattr(args, name)}" for name in ("channels", "image_size", "num_classes"))
+        error.add_note(f"In a batch of -dataset {args.dataset} with {shapes}; the flags are {flags}")
         raise
 
 
