@@ -20,7 +20,13 @@ from lib.utils.errors import UsageError
 from scripts import check_data, doctor
 
 FLAGS = "-dataset folder -arch convnet -image_size 16 -batch_size 4 -epochs 1"
-INVERSE = {**photos.TURNS, 6: Transpose.ROTATE_90, 8: Transpose.ROTATE_270}
+INVERSE = {
+    2: Transpose.FLIP_LEFT_RIGHT,
+    3: Transpose.ROTATE_180,
+    4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE,
+}
+INVERSE |= {6: Transpose.ROTATE_90, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_270}
 
 
 def dataset(data, *flags):

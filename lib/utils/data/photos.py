@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image
-from PIL.Image import Transpose
+from PIL import ExifTags, Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from lib.utils import files
 from lib.utils.errors import UsageError
 
-SIDEWAYS = {5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90}
-TURNS = {2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM, **SIDEWAYS}
+SIDEWAYS = (5, 6, 7, 8)  # orientations in EXIF that swap width and height
 MOST_PIXELS = 180_000_000  # decoded at once: half a gigabyte in colour
 RETRY_S = 5.0  # for a disk that fails
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
@@ -96,9 +94,9 @@ def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box
     if image.draft(mode, (image.width // scale, image.height // scale)) is None:
         scale = 1  # no JPEG, or one that was read before
     _load(image)
+    if orientation:
+        ImageOps.exif_transpose(image, in_place=True)
     image = _to_8_bits(image)
-    if orientation in TURNS:
-        image = image.transpose(TURNS[orientation])
     part = (left / scale, top / scale, right / scale, bottom / scale)
     return image.convert(mode).resize((size, size), Image.Resampling.BILINEAR, part)
 
