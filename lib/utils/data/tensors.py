@@ -47,9 +47,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and tensor.device.type == "cpu" and not (tensor.is_pinned() and tensor.is_contiguous()):
-        # Else the copy blocks. `pin_memory` keeps the gaps of a view, and the copy then goes through unpinned memory.
-        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.contiguous().pin_memory()  # the same tensor if it is both already; else the copy would block
     return tensor.to(device, non_blocking=device.type == "cuda")  # MPS might read freed memory
 
 
