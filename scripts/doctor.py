@@ -161,7 +161,7 @@ def data(args) -> Findings:
     plan = resume.plan(args, {"samples": len(splits["train"])}, World(size=count, local_size=count), before)
     runtime.choose_threads(args, World(local_size=count), before.get("threads"))
     resume.check_flags(args, plan, past, before, splits)
-    for line in options.read_options(splits["train"]).log_lines:
+    for line in options.option(splits["train"], "log_lines", ()):
         yield NOTE, line
     if args.check_data or hasattr(splits["train"], "sample_name"):  # files that people bring
         for number, text in check_data.find_faults(splits, World()).values():

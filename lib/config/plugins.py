@@ -68,25 +68,18 @@ def load_flags(kind: str, name: str) -> ModuleType:
 
 
 def needed_statements(statements: list[ast.stmt]) -> list[ast.stmt]:
-    """Return the statements that `add_args` and `describe` need: these two, what they use, what that uses, and so on.
+    """Return add_args and describe with the functions and imports that they use, directly or not.
 
-    Raises LookupError if one of them is no function, import or constant, or if the file imports *.
+    Raises LookupError if they use anything else, as a constant: only the whole file shows what it is.
     """
-    kept, wanted = set(), {"add_args", "describe", "annotations"}  # of __future__: it changes how the rest is read
+    kept, wanted = [], {"add_args", "describe", "annotations", "*"}  # __future__ changes how the rest is read
     while more := [one for one in statements if one not in kept and bound_names(one) & wanted]:
-        kept.update(more)
+        kept += more
         wanted = wanted.union(*map(names_in, more))
-    if not all(map(is_plain, kept)) or any("*" in names_in(one) for one in statements):
+    functions_and_imports = (ast.FunctionDef, ast.Import, ast.ImportFrom)
+    if any(not isinstance(one, functions_and_imports) or getattr(one, "decorator_list", ()) for one in kept):
         raise LookupError
     return [one for one in statements if one in kept]
-
-
-def is_plain(statement: ast.stmt) -> bool:
-    """Whether a statement is a function, an import or a constant, which mean the same without the others."""
-    if isinstance(statement, ast.Assign):
-        return isinstance(statement.value, ast.Constant)
-    plain = isinstance(statement, (ast.FunctionDef, ast.Import, ast.ImportFrom))
-    return plain and not getattr(statement, "decorator_list", ())
 
 
 def bound_names(statement: ast.stmt) -> set[str]:

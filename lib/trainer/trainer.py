@@ -20,7 +20,7 @@ from lib.utils.checkpoint import manager, resume, run_folder, shards, weights
 from lib.utils.checkpoint.resume import Past
 from lib.utils.checkpoint.state import State, find_parts, find_unsaved, model_tensors, tensors_to_save
 from lib.utils.data.loader import Loader
-from lib.utils.data.options import read_options
+from lib.utils.data.options import class_names
 from lib.utils.data.plan import MicroBatch
 from lib.utils.data.tensors import add_shapes_to_errors
 from lib.utils.errors import UsageError
@@ -74,7 +74,7 @@ class Trainer:
         self.pending_losses, self.pending_norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
         shown = loaders.get("val", loaders["train"]).dataset
-        self.predictions = images.Predictions(loss, args.num_classes, read_options(shown).classes, world)
+        self.predictions = images.Predictions(loss, args.num_classes, class_names(shown), world)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(
             self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s, limit_steps=limit

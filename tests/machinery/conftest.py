@@ -21,7 +21,6 @@ SLOW_TESTS = """
     test_any_call_of_a_save_may_fail_once_or_from_then_on
     test_variables_for_debugging_and_caches_are_set_before_torch_is_imported
     test_each_torchvision_classification_model_has_one_output_for_each_class
-    test_every_permutation_of_a_few_is_drawn_equally_often
     test_the_benchmark_of_the_samplers_runs_in_new_processes
     test_samples_that_loader_processes_prefetch_do_not_count_as_progress
     test_a_tokenizer_is_trained_and_can_be_used_for_other_texts

@@ -17,7 +17,7 @@ from lib.arch import mlp
 from lib.core import loss as losses
 from lib.trainer import trainer
 from lib.utils import seeding
-from lib.utils.data import permutation
+from lib.utils.data import plan
 from lib.utils.data.tensors import Tensors, map_tensors, named_tensors
 from lib.utils.errors import UsageError
 
@@ -335,8 +335,9 @@ def test_a_batch_that_the_default_trainer_cannot_use_is_refused_in_one_line(kind
 def test_an_error_of_the_model_on_a_batch_names_shapes_and_flags(kind, tmp_path):
     with plugins(dataset={"odd": lambda args: kind(few(args)["train"])}), pytest.raises(Exception) as caught:
         run(tmp_path, f"{SMALL} -dataset odd -cpu 1")
-    assert "In a batch of -dataset odd with " in str(caught.value)
-    assert "the flags are -channels 1 -image_size 8 -num_classes 4" in str(caught.value)
+    [note] = caught.value.__notes__
+    assert note.startswith("In a batch of -dataset odd with ")
+    assert note.endswith("; the flags are -channels 1 -image_size 8 -num_classes 4")
 
 
 class Halves(trainer.Trainer):
@@ -484,7 +485,7 @@ def test_train_metrics_are_those_of_a_plain_loop(tmp_path):
     seeding.seed_building(0)
     args = parsed(flags + " x")
     model = mlp.get_model(args)
-    rows = permutation.order(50, args.seed, 0, True)[:16]
+    rows = plan.order(50, args.seed, 0, True)[:16]
     right = (model(part.tensors[0][rows]).argmax(1) == part.tensors[1][rows]).double().mean().item()
     assert losses_of[0]["train/accuracy"] == pytest.approx(right)
 

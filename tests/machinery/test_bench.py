@@ -1,13 +1,14 @@
 """The benchmark compares only runs that did the same work: every script reaches the loss of train.py."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from scripts.bench import compare, scale
+from scripts.bench import compare, samplers, scale
 from scripts.bench.compare import BATON, LIMIT, PLAIN, Case, Options, Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +89,15 @@ def test_scale_prints_a_table_for_each_part(tmp_path):
     usual = ["ranks", "---", "2", "3"]
     assert rows == [*usual, *usual, *usual, "2", "3", "files", "---", "2", "3"], "meet has two ways to connect"
     assert not [*tmp_path.iterdir()]
+
+
+def test_the_benchmark_of_the_samplers_runs_in_new_processes(tmp_path, capsys):
+    samplers.main(["-n", "1e5", "-memory", "0.003", "-rounds", "1", "-json", str(tmp_path / "table.json")])
+    mine, *others = json.loads((tmp_path / "table.json").read_text())
+    for seconds, megabytes in (mine["first"], mine["resume"]):
+        assert seconds < 20 and megabytes < 10
+    assert [other["reason"] for other in others] == ["does not fit"] * 3
+    assert len(capsys.readouterr().out.splitlines()) == 5
 
 
 def test_file_operations_are_counted_by_kind():

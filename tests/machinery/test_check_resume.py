@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 import train
 from lib.core import parallel
 from lib.trainer import trainer
-from lib.utils.data import permutation
+from lib.utils.data import plan
 from lib.utils.data.tensors import Tensors
 from scripts import check_resume, ledger
 
@@ -249,7 +249,7 @@ def test_a_fault_is_reported_with_its_first_step_and_its_likely_cause(check_run,
     assert code == 1 and lines[-1].startswith("not as promised: it looks like ") and cause in lines[-1], text
     step, sample = map(int, re.search(rf"! step (\d+), sample (\d+): {why}$", lines[4]).groups())
     assert (step > 0) == (when == "later"), text
-    assert sample in permutation.order(50, 0, 0)[step * BATCH : (step + 1) * BATCH]
+    assert sample in plan.order(50, 0, 0)[step * BATCH : (step + 1) * BATCH]
 
 
 # Runs that cannot be checked

@@ -9,7 +9,7 @@ import torch
 from runs import few, plugins, run
 
 from lib.trainer import trainer
-from lib.utils.data import permutation
+from lib.utils.data import plan
 from scripts import ledger
 from scripts.ledger import Difference
 
@@ -158,7 +158,7 @@ def test_a_run_records_every_micro_batch_once_and_its_weights_after_every_step(k
     (start,) = kept
     assert start.facts | {"size": 2, "batch": BATCH, "micro": MICRO} == start.facts
     wanted = {
-        (epoch, epoch * STEPS + step): permutation.order(SAMPLES, 0, epoch)[step * BATCH : (step + 1) * BATCH]
+        (epoch, epoch * STEPS + step): plan.order(SAMPLES, 0, epoch)[step * BATCH : (step + 1) * BATCH]
         for epoch in range(2)
         for step in range(STEPS)
     }

@@ -220,8 +220,8 @@ def test_every_file_gets_its_row_whatever_becomes_of_the_others(trained_run, tmp
     exif[0x0112] = 6
     light.save(folder / "a.jpg", exif=exif)
     (folder / "b.jpg").write_bytes((folder / "a.jpg").read_bytes()[:5000])
-    Image.new("1", (20000, 10000)).save(folder / "c.png")  # 200 megapixels that only a full decoding shows
-    light.resize((16000, 12500)).save(folder / "d.jpg")  # as many, read at an eighth
+    Image.new("1", (20000, 15000)).save(folder / "c.png")  # 300 megapixels
+    light.resize((16000, 12500)).save(folder / "d.jpg")  # 200 megapixels, read at an eighth
     light.resize((1, 50000)).save(folder / "e.png")
     (folder / "f.png").write_bytes(b"no image")
     (folder / "._a.jpg").write_bytes(b"debris")
@@ -247,7 +247,7 @@ def test_every_file_gets_its_row_whatever_becomes_of_the_others(trained_run, tmp
         "note.txt",
     ]
     assert [name for name, fault in faults.items() if not fault] == ["a.jpg", "d.jpg", "e.png", "g\\udcff\\x1b.jpg"]
-    assert "truncated" in faults["b.jpg"] and "20000 x 10000 pixels" in faults["c.png"]
+    assert "truncated" in faults["b.jpg"] and "300000000 pixels" in faults["c.png"]
     assert "no such file" in faults["missing.png"] and "takes no texts" in faults["note.txt"]
     assert [row["class"] for row in rows if not row["error"]] == ["light"] * 4
     assert len(json.loads((tmp_path / "x.json").read_text())) == len((tmp_path / "x.table").read_text().splitlines())

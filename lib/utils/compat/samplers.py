@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from lib.utils.data.permutation import order
+from lib.utils.data.plan import order
 
 
 class AdvancedTooFarError(Exception):
@@ -24,8 +24,7 @@ class InterruptableDistributedSampler(DistributedSampler):
     `progress` counts the samples that this rank has consumed since the epoch began or, within an epoch, since the
     number of ranks changed; `len()` is where it ends. A state that is loaded on another number of ranks deals the
     rest of the same order out among those: no sample comes twice, and none is missed. As in torch, a tail that does
-    not divide by the ranks is filled up from the front of the order or, with `drop_last`, left out. Beyond 2^24
-    samples the order is that of `permutation.KeyedPermutation`.
+    not divide by the ranks is filled up from the front of the order or, with `drop_last`, left out.
     """
 
     dataset: Sized  # torch declares no length
@@ -151,7 +150,7 @@ class InterruptableDistributedGroupedBatchSampler(InterruptableDistributedSample
 
     def _cut(self) -> tuple[Tensor, Tensor, Tensor]:
         """All batches of the epoch in turn: batch k is samples[first[k]:last[k]]."""
-        drawn = order(len(self.dataset), self.seed, self.epoch, self.shuffle)[:]
+        drawn = order(len(self.dataset), self.seed, self.epoch, self.shuffle)
         by_group = torch.argsort(self._groups[drawn], stable=True)
 
         group = torch.repeat_interleave(self._batches_of)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchvision.datasets import DatasetFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS, pil_loader
 
-from lib.utils.data.permutation import order
+from lib.utils.data.plan import order
 
 
 class DistributedShardedDataset(DatasetFolder):

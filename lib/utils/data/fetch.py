@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lib.utils import runtime, seeding, watchdog
-from lib.utils.data.options import MapDataset, read_options
+from lib.utils.data.options import MapDataset, has_whole_batches, option
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import STOP_SIGNALS, UsageError, no_exit
@@ -28,7 +28,7 @@ class Fetcher:
     """Collated samples of micro-batches, fetched here or in worker processes that live as long as the loader."""
 
     def __init__(self, dataset: MapDataset, seed: int, workers: int, pin: bool, collate_fn: Callable | None = None):
-        self.fetch, self.requests, self.loader = Fetch(dataset, seed, collate_fn), _Requests(), None
+        self.fetch, self.requests, self.loader = Fetch(dataset, seed, collate_fn), Requests(), None
         if workers:
             self.loader = DataLoader(
                 self.fetch,
@@ -44,15 +44,12 @@ class Fetcher:
     def __call__(self, epoch: int, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches in order, each with its collated samples."""
         requests = ((epoch, micro_batch) for micro_batch in micro_batches)
-        if self.loader is None:
-            for request in requests:
-                with runtime.one_thread():  # as in a worker process: sums by another number have other bits
-                    answer = self.fetch[request]
-                yield answer
-            return
-        self.requests.keys = requests
-        with _stop_signals_blocked():
-            answers = iter(self.loader)
+        if self.loader is not None:
+            self.requests.keys = requests
+            with _stop_signals_blocked():
+                answers = iter(self.loader)
+        else:
+            answers = map(self.fetch.__getitem__, requests)
         for answer in answers:
             if isinstance(answer, UsageError):
                 raise answer
@@ -79,32 +76,27 @@ class Fetch(Dataset):
 
     def __init__(self, dataset: MapDataset, seed: int, collate_fn: Callable | None = None):
         self.dataset: Any = dataset  # it may have __getitems__
-        self.seed, self.options = seed, read_options(dataset)
-        self.collate_fn = collate_fn or self.options.collate_fn
+        self.seed, self.fixed = seed, option(dataset, "fixed", False)
+        self.collate_fn = collate_fn or option(dataset, "collate_fn", default_collate)
 
     def __getitem__(self, key: tuple[int, MicroBatch]) -> Any:
         epoch, micro_batch = key
-        self.current = indices = micro_batch.indices  # for error messages: what is being fetched
+        self.current = micro_batch.indices  # for error messages: what is being fetched
         try:
-            with no_exit():  # it would end a worker without a message
-                batch = self._read(epoch, indices)
+            # As torch's loader processes do, with one thread: sums by another number have other bits.
+            with no_exit(), runtime.one_thread():  # sys.exit would end a worker without a message
+                batch = self._read(epoch, micro_batch.indices)
                 return micro_batch, self.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
-            collating = self.current is indices and not self.options.whole_batches
-            text = f"(while {'collating samples' if collating else 'fetching sample'} {reprlib.repr(self.current)})"
+            batch = f"reading the samples {reprlib.repr(self.current)}"
+            place = f"fetching sample {self.current}" if isinstance(self.current, int) else batch
             if isinstance(error, UsageError):
-                error = UsageError(f"{error} {text}")
-                if get_worker_info():
-                    return error  # raised here, it would come with the worker's traceback in its message
-                raise error from None
-            if isinstance(error, OSError) and error.errno:
-                error.strerror = f"{error.strerror} {text}"
-                raise
-            raise RuntimeError(f"{type(error).__name__}: {error} {text}") from error
+                return UsageError(f"{error} (while {place})")  # raised here, it would have a worker's traceback
+            raise RuntimeError(f"{type(error).__name__}: {error} (while {place})") from error
 
     def _read(self, epoch: int, indices: list[int]) -> Any:
         """Return the dataset's items, or a whole batch if the dataset gives batches."""
-        if self.options.whole_batches:
+        if has_whole_batches(self.dataset):
             self._seed(epoch, indices[0])
             return self.dataset.__getitems__(indices)
         items = []
@@ -116,11 +108,11 @@ class Fetch(Dataset):
         return items
 
     def _seed(self, epoch: int, index: int) -> None:
-        if not self.options.fixed:
+        if not self.fixed:
             seeding.seed_sample(self.seed, epoch, index)
 
 
-class _Requests:
+class Requests:
     """The sampler of a DataLoader that lives for many epochs, each with keys of its own."""
 
     keys: Iterable[tuple[int, MicroBatch]] = ()
@@ -166,6 +158,6 @@ def count_workers(args: Namespace, split: str, dataset: MapDataset, world: World
     flag = args.workers if split == "train" or args.val_workers is None else args.val_workers
     if flag is not None:
         return flag
-    if world.device.type == "cpu" or read_options(dataset).whole_batches:
+    if world.device.type == "cpu" or has_whole_batches(dataset):
         return 0
     return max(1, min(WORKERS, runtime.cores_per_process(world) - 1))

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lib.utils import distributed
 from lib.utils.data import fetch
-from lib.utils.data.options import MapDataset, read_options
+from lib.utils.data.options import MapDataset, class_names, option
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 
@@ -28,11 +28,12 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
 
     A run with loader processes reads in one of its own: a file that a dataset opens at first use is shared by none.
     """
-    facts = {"classes": [str(name) for name in read_options(splits["train"]).classes or ()]}
+    facts: dict[str, Any] = {"classes": class_names(splits["train"])}
     workers = max(fetch.count_workers(args, name, part, world) for name, part in splits.items())
     for name, part in splits.items():
         read = functools.partial(_digest_of_three, part, args, min(1, workers))
-        digest = read_options(part).fingerprint or distributed.run_on_main(read, world)
+        own = option(part, "fingerprint")
+        digest = own if isinstance(own, str) else distributed.run_on_main(read, world)
         facts |= {f"{name} digest": digest, "samples" if name == "train" else f"{name} samples": len(part)}
     return facts
 
@@ -49,29 +50,19 @@ def _digest_of_three(part: MapDataset, args: Namespace, workers: int) -> str:
 
 
 def _digest(value: Any, data: str) -> str:
-    total = hashlib.sha256()
-    for piece in _pieces(value):
-        if isinstance(piece, str):
-            piece = piece.replace(os.path.realpath(data), "").replace(data, "").encode(errors="surrogateescape")
-        total.update(b"%d:" % len(piece) + piece)
-    return total.hexdigest()[:8]
-
-
-def _pieces(value: Any) -> Iterator[str | bytes]:
-    """Yield texts and bytes that a value is made of. An object of an unknown kind counts by its class alone."""
+    """Return a digest of a sample. An object of an unknown kind counts by its class alone."""
     if isinstance(value, Tensor):
         whole = value.detach().cpu().to_dense().resolve_conj().contiguous()
-        yield f"{value.dtype} {tuple(value.shape)}"
-        yield whole.view(-1).view(torch.uint8).numpy().tobytes()
+        content = f"{value.dtype} {tuple(value.shape)}", whole.view(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, Mapping):
-        yield from _pieces([*value.items()])
+        content = [_digest(one, data) for one in value.items()]
     elif isinstance(value, list | tuple) or str(getattr(value, "dtype", "")) == "object":
-        yield str(len(value))
-        for part in value:
-            yield from _pieces(part)
+        content = [_digest(one, data) for one in value]
     elif hasattr(value, "tobytes"):  # an array, or an image of Pillow
-        yield " ".join(str(getattr(value, name, "")) for name in ("dtype", "shape", "mode", "size"))
-        yield value.tobytes()
+        about = [getattr(value, name, "") for name in ("dtype", "shape", "mode", "size")]
+        content = *map(str, about), value.tobytes()
+    elif isinstance(value, str | int | float | complex | bytes | os.PathLike | None):
+        content = str(value).replace(os.path.realpath(data), "").replace(data, "")
     else:
-        known = isinstance(value, str | int | float | complex | bytes | os.PathLike | None)
-        yield str(value) if known else type(value).__name__
+        content = type(value).__name__
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:8]

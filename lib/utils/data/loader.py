@@ -11,9 +11,9 @@ from typing import Any
 from torch.utils.data import IterableDataset, Subset
 
 from lib.utils import seeding, watchdog
-from lib.utils.data import fetch, permutation, tensors
-from lib.utils.data.options import MapDataset, read_options
-from lib.utils.data.plan import MicroBatch, Plan, largest_divisor, rank_share
+from lib.utils.data import fetch, tensors
+from lib.utils.data.options import MapDataset, option
+from lib.utils.data.plan import MicroBatch, Plan, largest_divisor, order, rank_share
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -34,7 +34,7 @@ class Loader:
     round_robin: bool = False
 
     def __post_init__(self) -> None:
-        self.on_device = read_options(self.dataset).on_device
+        self.on_device = option(self.dataset, "on_device")
         self.fetcher = fetch.Fetcher(self.dataset, self.seed, self.workers, pin=self.world.device.type == "cuda")
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[MicroBatch, Any]]:
@@ -52,21 +52,21 @@ class Loader:
 
     def micro_batches(self, epoch: int, first_step: int = 0) -> Iterator[MicroBatch]:
         """Yield what `epoch` will fetch, without fetching it."""
-        order = permutation.order(self.plan.samples, self.seed, epoch, self.shuffle)
+        indices = order(self.plan.samples, self.seed, epoch, self.shuffle)
         for step in range(first_step, self.plan.steps):
-            cut = self.plan.cut(step)
-            mine = rank_share(cut.parts, self.world.rank, self.world.size, self.round_robin)
-            rounds = math.ceil(cut.parts / self.world.size)  # the same on all ranks: each joins every collective
+            parts = self.plan.cut(step)
+            mine = rank_share(len(parts), self.world.rank, self.world.size, self.round_robin)
+            rounds = math.ceil(len(parts) / self.world.size)  # the same on all ranks: each joins every collective
             for turn in range(rounds):
                 padding = turn >= len(mine)  # computed like the others, counted as 0 samples
-                span = cut.part(cut.parts - 1)[:2] if padding else cut.part(mine[turn])  # BatchNorm needs two samples
+                places = parts[-1][:2] if padding else parts[mine[turn]]  # BatchNorm needs two samples
                 yield MicroBatch(
                     step=step,
-                    number=cut.parts if padding else mine[turn],
-                    indices=order[span.start : span.stop].tolist(),
-                    count=0 if padding else len(span),
-                    step_samples=len(cut.samples),
-                    step_parts=cut.parts,
+                    number=len(parts) if padding else mine[turn],
+                    indices=indices[places.start : places.stop].tolist(),
+                    count=0 if padding else len(places),
+                    step_samples=parts[-1].stop - parts[0].start,
+                    step_parts=len(parts),
                     first=turn == 0,
                     last=turn == rounds - 1,
                 )
@@ -103,7 +103,7 @@ def open_loaders(
 
     Training follows the plan. Each of the other splits is one step of it, in order.
     """
-    for line in read_options(splits["train"]).log_lines if world.is_main else ():
+    for line in option(splits["train"], "log_lines", ()) if world.is_main else ():
         log.warning("%s", line)
     idle = world.size - plan.batch // plan.micro
     if world.is_main and idle > 0:

@@ -1,10 +1,9 @@
 """Reads the optional attributes of a dataset, which docs/extending.md describes."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import Subset
 
 
 class MapDataset(Protocol):
@@ -15,32 +14,17 @@ class MapDataset(Protocol):
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
-@dataclass(frozen=True)
-class Options:
-    """A dataset's optional attributes, or their defaults."""
-
-    whole_batches: bool  # whether it has __getitems__
-    collate_fn: Callable
-    fixed: bool
-    on_device: Callable | None
-    classes: Sequence[str] | None
-    log_lines: Sequence[str]
-    fingerprint: str | None
+def option(dataset: Any, name: str, default: Any = None) -> Any:
+    """Return an optional attribute of a dataset; a Subset has those of the dataset that it is a part of."""
+    return option(dataset.dataset, name, default) if isinstance(dataset, Subset) else getattr(dataset, name, default)
 
 
-def read_options(dataset: MapDataset) -> Options:
-    """Return the options of a dataset; a Subset has those of the dataset that it is a part of."""
-    whole: object = dataset
-    while isinstance(whole, Subset):
-        whole = whole.dataset
-    classes = getattr(whole, "classes", None)  # of other people's datasets: also a number
-    fingerprint = getattr(whole, "fingerprint", None)  # likewise: also a method
-    return Options(
-        whole_batches=callable(getattr(whole, "__getitems__", None)),
-        collate_fn=getattr(whole, "collate_fn", default_collate),
-        fixed=bool(getattr(whole, "fixed", False)),
-        on_device=getattr(whole, "on_device", None),
-        classes=classes if isinstance(classes, Sequence) else None,
-        log_lines=getattr(whole, "log_lines", ()),
-        fingerprint=fingerprint if isinstance(fingerprint, str) else None,
-    )
+def has_whole_batches(dataset: MapDataset) -> bool:
+    """Return whether a dataset gives a whole batch at once. Each Subset has __getitems__, too."""
+    return callable(option(dataset, "__getitems__"))
+
+
+def class_names(dataset: MapDataset) -> list[str]:
+    """Return the names of the classes; none where `classes` is a number, as in other people's datasets."""
+    classes = option(dataset, "classes")
+    return [str(name) for name in classes] if isinstance(classes, Sequence) else []

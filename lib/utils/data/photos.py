@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image
-from PIL.Image import Transpose
+from PIL import ExifTags, Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from lib.utils import files
 from lib.utils.errors import UsageError
 
-SIDEWAYS = {5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90}
-TURNS = {2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM, **SIDEWAYS}
-MOST_PIXELS = 180_000_000  # decoded at once: half a gigabyte in colour
+SIDEWAYS = (5, 6, 7, 8)  # orientations in EXIF that swap width and height
+MOST_PIXELS = 250_000_000  # of an image: a gigabyte when decoded in full
 RETRY_S = 5.0  # for a disk that fails
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
@@ -51,7 +49,7 @@ def read(file: str | Path, use: Callable[[Image.Image], Any]) -> Any:
         UsageError: the content is no image that can be read.
         OSError: the disk still fails; it has the number of the error.
     """
-    Image.MAX_IMAGE_PIXELS = None  # `view` counts the pixels that are decoded, not those of the file
+    Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2  # Pillow refuses twice as many
     until = time.monotonic() + RETRY_S
     while True:
         try:
@@ -81,10 +79,10 @@ def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box
         box: a function from width and height of the upright image to the part. None: the whole.
 
     Raises:
-        ValueError: there are too many pixels to decode, or their values have no known range.
+        ValueError: the pixels' values have no known range.
     """
     if not isinstance(image, JpegImageFile):
-        _load(image)  # a TIFF turns itself then, and a PNG's EXIF may follow its pixels
+        image.load()  # a TIFF turns itself then, and a PNG's EXIF may follow its pixels
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except (SyntaxError, ValueError, struct.error):  # damaged EXIF, whose pixels may be good
@@ -95,18 +93,12 @@ def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box
     scale = next((scale for scale in (8, 4, 2) if spare >= scale), 1)
     if image.draft(mode, (image.width // scale, image.height // scale)) is None:
         scale = 1  # no JPEG, or one that was read before
-    _load(image)
+    image.load()
+    if orientation:
+        ImageOps.exif_transpose(image, in_place=True)
     image = _to_8_bits(image)
-    if orientation in TURNS:
-        image = image.transpose(TURNS[orientation])
     part = (left / scale, top / scale, right / scale, bottom / scale)
     return image.convert(mode).resize((size, size), Image.Resampling.BILINEAR, part)
-
-
-def _load(image: Image.Image) -> None:
-    if image.width * image.height > MOST_PIXELS:
-        raise ValueError(f"{image.width} x {image.height} pixels, and at most {MOST_PIXELS:,} are decoded: shrink it")
-    image.load()
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:

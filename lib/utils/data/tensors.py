@@ -31,18 +31,13 @@ class Tensors(TensorDataset):
 
 @contextlib.contextmanager
 def add_shapes_to_errors(batch: Any, args: Namespace) -> Iterator[None]:
-    """Add the shapes of the batch, and the flags that a model is built by, to an error in the block.
-
-    Errors of torch's own kinds, as of memory or a lost process, stay as they are.
-    """
+    """Add the shapes of the batch, and the flags that a model is built by, to an error in the block."""
     try:
         yield
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        plain = type(error) in (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
-        if plain and len(error.args) == 1:
-            shapes = ", ".join(f"{name}: {tuple(one.shape)} {one.dtype}" for name, one in named_tensors(batch))
-            flags = " ".join(f"-{name} {getattr(args, name)}" for name in ("channels", "image_size", "num_classes"))
-            error.args = (f"{error}\nIn a batch of -dataset {args.dataset} with {shapes}; the flags are {flags}",)
+    except Exception as error:
+        shapes = ", ".join(f"{name}: {tuple(one.shape)} {one.dtype}" for name, one in named_tensors(batch))
+        flags = " ".join(f"-{name} {getattr(args, name)}" for name in ("channels", "image_size", "num_classes"))
+        error.add_note(f"In a batch of -dataset {args.dataset} with {shapes}; the flags are {flags}")
         raise
 
 
@@ -52,9 +47,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and tensor.device.type == "cpu" and not (tensor.is_pinned() and tensor.is_contiguous()):
-        # Else the copy blocks. `pin_memory` keeps the gaps of a view, and the copy then goes through unpinned memory.
-        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.contiguous().pin_memory()  # the same tensor if it is both already; else the copy would block
     return tensor.to(device, non_blocking=device.type == "cuda")  # MPS might read freed memory
 
 
