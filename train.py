@@ -57,14 +57,14 @@ def run(args: config.Args) -> int:
         watchdog.begin(distributed.rendezvous())
         world = stack.enter_context(distributed.join(args))
         runtime.configure_kernels(world, args.deterministic)
-        folder, disk = run_folder.NoRunFolder(), shared_disk.single_disk(world)
+        folder = run_folder.NoRunFolder()
         watchdog.begin(f"opening the run's folder in {args.out}, and its checkpoints")
         if mode == "train":
-            disk = shared_disk.find_disks(Path(args.out), world)
-            folder = stack.enter_context(run_folder.acquire(args, world, disk, distributed.job_id()))
+            world = shared_disk.detect(Path(args.out), world)
+            folder = stack.enter_context(run_folder.acquire(args, world, distributed.job_id()))
 
-        start = resume.read_start(args, disk)
-        past = resume.find(args, disk, start)
+        start = resume.read_start(args, world)
+        past = resume.find(args, world, start)
         splits, skipped = check_data.skip(splits, args, world, past)
         before = past.config if past else start
         plan = resume.plan(args, fingerprint.describe(splits, args, world), world, before)
@@ -94,7 +94,7 @@ def run(args: config.Args) -> int:
             log.warning("changed since the run began: %s", changes)
         loaders = stack.enter_context(loader.open_loaders(splits, plan, world, args))
         step, path = resume.restore_state(past, plan).step, folder.path
-        logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and disk.is_first else NoLogger()
+        logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and world.is_writer else NoLogger()
         stack.callback(logger.close)
         seeding.seed_building(args.seed, seeding.TRAINER)
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)

@@ -26,7 +26,6 @@ from lib.utils.errors import UsageError, no_exit
 
 if TYPE_CHECKING:
     from lib.config import Args
-    from lib.utils.checkpoint.shared_disk import Disk
     from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ def is_reset_due(args: Args, world: World) -> bool:
 
 
 @contextlib.contextmanager
-def acquire(args: Args, world: World, disk: Disk, job: str | None = None) -> Iterator[RunFolder]:
+def acquire(args: Args, world: World, job: str | None = None) -> Iterator[RunFolder]:
     """Keep the run's folder for this run alone during the block. All ranks call this together.
 
     A start that is refused before `begin` leaves the folder as it was. Another exception makes the outcome "failed".
@@ -100,10 +99,10 @@ def acquire(args: Args, world: World, disk: Disk, job: str | None = None) -> Ite
     Raises:
         UsageError: the folder cannot be written, or another run has it.
     """
-    folder = RunFolder(args, world, disk)
+    folder = RunFolder(args, world)
     try:
-        disk.do(lambda: folder.lock(job))
-        if not disk.is_first:
+        world.on_writers(lambda: folder.lock(job))
+        if not world.is_writer:
             with contextlib.suppress(FileNotFoundError):  # a network disk may show it later
                 _locks[folder.path] = files.open_regular(folder.path / ".lock", "r")
         if args.reset and world.is_main and not is_reset_due(args, world):
@@ -128,10 +127,10 @@ class NoRunFolder:
 
 
 class RunFolder:
-    """The folder of a run; the first rank of each disk has its lock."""
+    """The folder of a run. Those who write there have its lock."""
 
-    def __init__(self, args: Args, world: World, disk: Disk):
-        self.args, self.world, self.disk = args, world, disk
+    def __init__(self, args: Args, world: World):
+        self.args, self.world = args, world
         self.path = path_of(args)
         self.begun = False
 
@@ -146,7 +145,7 @@ class RunFolder:
                 atomic.write_file(self.path / "start.json", json.dumps(start))
                 write_outcome(self.path, self.world, "running")
 
-        self.disk.do(write)
+        self.world.on_writers(write)
         self.begun = True
 
     def lock(self, job: str | None) -> None:
@@ -194,7 +193,7 @@ class RunFolder:
         if file is None:
             return
         with contextlib.suppress(OSError):
-            if self.disk.is_first and [entry.name for entry in self.path.iterdir()] == [".lock"]:
+            if self.world.is_writer and [entry.name for entry in self.path.iterdir()] == [".lock"]:
                 (self.path / ".lock").unlink()
                 self.path.rmdir()
         with contextlib.suppress(OSError):  # a full disk

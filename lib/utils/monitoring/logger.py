@@ -41,7 +41,7 @@ class NoLogger:
 
 
 class Logger:
-    """The logger of a run, on the first rank of each disk. A public name is one of NoLogger, too."""
+    """The logger of a run, on its writers. A public name is one of NoLogger, too."""
 
     def __init__(self, folder: Path, world: World, args: Namespace, start_step: int, total_steps: int):
         self.folder, self.args, self.start_step, self.total_steps = folder, args, start_step, total_steps
