@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-from pathlib import Path
 
 from lib import config, launch
 from lib.config import plugins
@@ -42,7 +41,7 @@ def run(args: config.Args) -> int:
     from lib.core import loss, modes, parallel
     from lib.core import optimizer as optimizers
     from lib.utils import distributed, runtime, seeding, watchdog
-    from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
+    from lib.utils.checkpoint import resume, run_folder, weights
     from lib.utils.data import fingerprint, loader
     from lib.utils.monitoring import console
     from lib.utils.monitoring.logger import Logger, NoLogger
@@ -60,8 +59,8 @@ def run(args: config.Args) -> int:
         folder = run_folder.NoRunFolder()
         watchdog.begin(f"opening the run's folder in {args.out}, and its checkpoints")
         if mode == "train":
-            world = shared_disk.detect(Path(args.out), world)
             folder = stack.enter_context(run_folder.acquire(args, world, distributed.job_id()))
+            world = folder.world
 
         start = resume.read_start(args, world)
         past = resume.find(args, world, start)
