@@ -206,7 +206,7 @@ def _checkpoint(folder, size, count):
     save = manager.Save(past, partial, facts, keep=False, best={}, job=concurrent.futures.Future())
     partial.mkdir()
     files = map(shards.file_name, range(size))
-    answers = [{file: shards.write(partial / file, [("w", torch.zeros(8))])} for file in files]
+    answers = [{file: shards.write(partial / file, {"w": torch.zeros(8)})} for file in files]
     began = time.perf_counter()
     publish = cpu_ms(lambda: saver._publish(save, answers), 1)
     wall = time.perf_counter() - began

@@ -6,7 +6,6 @@ synced, and renamed; shards.py says what is in it. A file `keep` in it spares it
 
 import concurrent.futures
 import contextlib
-import json
 import logging
 import os
 import re
@@ -20,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lib.utils import distributed, watchdog
-from lib.utils.checkpoint import atomic, run_folder, shards, staging, weights
+from lib.utils.checkpoint import atomic, run_folder, shards, weights
+from lib.utils.checkpoint.shards import Piece
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -52,7 +52,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, world: World, *, keep_last: int = 2):
         self.folder, self.world, self.keep_last = folder, world, keep_last
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _lower_priority, (world.device,))
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         self.number = 0  # of the last save
         self.damaged = range(0)  # numbers of checkpoints that were passed over: they are the first to be removed
         self.saving: Save | None = None
@@ -97,10 +97,13 @@ class Checkpoints:
         name = f"{self.number:06d}_step_{step}"
         partial = self.folder / f"{name}.partial"
         facts = {**facts, "tensors": shards.schema(tensors)}
-        mine = shards.pieces(tensors, self.world, rank_dependent)
-        starts = {piece.name: list(piece.start) for piece in mine if any(piece.start)}
+        pieces = shards.pieces(tensors, self.world, rank_dependent)
+        copies = [piece._replace(values=copy_to_cpu(piece.values)) for piece in pieces]
+        copied = torch.cuda.Event(blocking=True) if self.world.device.type == "cuda" else None
+        if copied:
+            copied.record()
         best, self.best = self.best, {}
-        job = self.thread.submit(self._write, partial, staging.copy(mine), starts, best)
+        job = self.thread.submit(self._write, partial, copies, copied, best)
         self.saving = Save(self.folder / name, partial, facts, keep, best, job)
 
     def set_best(self, tensors: dict[str, Tensor]) -> None:
@@ -161,14 +164,16 @@ class Checkpoints:
         newest = next((one.name for one in run_folder.list_checkpoints(self.folder)), "")
         return run_folder.checkpoint_number(newest)
 
-    def _write(self, partial: Path, copies: staging.Copies, starts: dict[str, list], best: dict[str, Tensor]) -> dict:
-        if copies.copied:
-            copies.copied.synchronize()
+    def _write(
+        self, partial: Path, pieces: list[Piece], copied: torch.cuda.Event | None, best: dict[str, Tensor]
+    ) -> dict:
+        if copied:
+            copied.synchronize()
         weights.write(self.folder.parent / "best", best)
         for folder in (self.folder, partial):  # without parents: a run's folder that is gone is not made again
             folder.mkdir(exist_ok=True)
         file = shards.file_name(self.world.rank)
-        return {file: shards.write(partial / file, copies.blocks, {"starts": json.dumps(starts)})}
+        return {file: shards.write_pieces(partial / file, pieces)} if pieces else {}
 
     def _publish(self, save: Save, answers: list[dict]) -> None:
         if not self.world.is_writer:
@@ -204,10 +209,14 @@ def is_due(save_every: str, unit: str, done: int) -> bool:
     return unit == (counted or "epoch") and done % int(number) == 0
 
 
-def _lower_priority(device: torch.device) -> None:
-    """Give this thread the lowest priority, and this process's GPU."""
+def copy_to_cpu(values: Tensor) -> Tensor:
+    """Return a copy. That of a GPU's tensor is in its queue, before all that follows, into pinned memory."""
+    block = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return block.copy_(values, non_blocking=values.is_cuda)
+
+
+def _lower_priority() -> None:
+    """Give this thread the lowest priority."""
     if sys.platform == "linux":  # elsewhere a thread has no niceness of its own
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

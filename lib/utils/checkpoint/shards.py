@@ -124,21 +124,24 @@ def pieces(tensors: dict[str, Tensor], world: World, rank_dependent: Collection[
     return mine + [Piece(name, whole[name].detach(), (0,) * whole[name].ndim) for name in names]
 
 
-def write(path: Path, blocks: list[tuple[str, Tensor]], metadata: dict[str, str] | None = None) -> dict:
-    """Write CPU tensors to a new safetensors file; it is on disk when this returns {"bytes": n, "crc32": n}.
+def write_pieces(path: Path, pieces: list[Piece]) -> dict:
+    """Write a rank's pieces; `starts` in the metadata says where they begin in their tensors, if not at 0 (JSON)."""
+    starts = {piece.name: piece.start for piece in pieces if any(piece.start)}
+    return write(path, {piece.name: piece.values for piece in pieces}, {"starts": json.dumps(starts)})
 
-    In a checkpoint, `starts` in the metadata says where blocks begin in their tensors, if not at 0 (JSON).
-    """
-    header: dict = {"__metadata__": metadata} if metadata else {}
+
+def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> dict:
+    """Write CPU tensors to a new safetensors file; it is on disk when this returns {"bytes": n, "crc32": n}."""
+    header: dict = {"__metadata__": metadata or {}}
     end = 0
-    for name, values in blocks:
+    for name, values in tensors.items():
         begin, end = end, end + values.nbytes
         header[name] = {"dtype": DTYPES[values.dtype], "shape": list(values.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     crc = 0
     with path.open("xb") as file:
-        for data in (len(text).to_bytes(8, "little"), text, *(as_bytes(values) for _, values in blocks)):
+        for data in (len(text).to_bytes(8, "little"), text, *map(as_bytes, tensors.values())):
             for begin in range(0, len(data), CHUNK):
                 chunk = memoryview(data)[begin : begin + CHUNK]
                 file.write(chunk)
@@ -151,7 +154,7 @@ def write(path: Path, blocks: list[tuple[str, Tensor]], metadata: dict[str, str]
 def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write whole tensors on the CPU to a new file that other readers of safetensors take, with their checksums."""
     # Transformers asks for the "format".
-    write(path, list(tensors.items()), {"format": "pt", CHECKSUMS: json.dumps(checksums(tensors))})
+    write(path, tensors, {"format": "pt", CHECKSUMS: json.dumps(checksums(tensors))})
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
