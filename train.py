@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-from pathlib import Path
 
 from lib import config, launch
 from lib.config import plugins
@@ -42,7 +41,7 @@ def run(args: config.Args) -> int:
     from lib.core import loss, modes, parallel
     from lib.core import optimizer as optimizers
     from lib.utils import distributed, runtime, seeding, watchdog
-    from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
+    from lib.utils.checkpoint import resume, run_folder, weights
     from lib.utils.data import fingerprint, loader
     from lib.utils.monitoring import console
     from lib.utils.monitoring.logger import Logger, NoLogger
@@ -57,14 +56,14 @@ def run(args: config.Args) -> int:
         watchdog.begin(distributed.rendezvous())
         world = stack.enter_context(distributed.join(args))
         runtime.configure_kernels(world, args.deterministic)
-        folder, disk = run_folder.NoRunFolder(), shared_disk.single_disk(world)
+        folder = run_folder.NoRunFolder()
         watchdog.begin(f"opening the run's folder in {args.out}, and its checkpoints")
         if mode == "train":
-            disk = shared_disk.find_disks(Path(args.out), world)
-            folder = stack.enter_context(run_folder.acquire(args, world, disk, distributed.job_id()))
+            folder = stack.enter_context(run_folder.acquire(args, world, distributed.job_id()))
+            world = folder.world
 
-        start = resume.read_start(args, disk)
-        past = resume.find(args, disk, start)
+        start = resume.read_start(args, world)
+        past = resume.find(args, world, start)
         splits, skipped = check_data.skip(splits, args, world, past)
         before = past.config if past else start
         plan = resume.plan(args, fingerprint.describe(splits, args, world), world, before)
@@ -94,7 +93,7 @@ def run(args: config.Args) -> int:
             log.warning("changed since the run began: %s", changes)
         loaders = stack.enter_context(loader.open_loaders(splits, plan, world, args))
         step, path = resume.restore_state(past, plan).step, folder.path
-        logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and disk.is_first else NoLogger()
+        logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and world.is_writer else NoLogger()
         stack.callback(logger.close)
         seeding.seed_building(args.seed, seeding.TRAINER)
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)

@@ -28,7 +28,7 @@ try:
     from lib.core import optimizer as optimizers
     from lib.launch import environment, local
     from lib.utils import distributed, runtime
-    from lib.utils.checkpoint import resume, run_folder, shared_disk, state, weights
+    from lib.utils.checkpoint import resume, run_folder, state, weights
     from lib.utils.data import loader, options
     from lib.utils.distributed import World
     from lib.utils.errors import UsageError, printable
@@ -155,7 +155,7 @@ def data(args) -> Findings:
     """
     splits = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
     yield OK, f"-dataset {args.dataset}: {', '.join(f'{len(part):,} {name}' for name, part in splits.items())}"
-    past = resume.find(args, shared_disk.single_disk(World()))
+    past = resume.find(args, World())
     count = (args.cpu or args.slurm_ngpus) * args.slurm_nnodes if args.slurm else local.count_processes(args)
     before = past.config if past else {}
     plan = resume.plan(args, {"samples": len(splits["train"])}, World(size=count, local_size=count), before)
@@ -174,7 +174,7 @@ def room(args) -> Findings:
     """Check the model of the run, its first weights, and the space for its checkpoints."""
     arch = plugins.load("arch", args.arch)
     model = arch.get_model(args)
-    if args.weights and resume.find(args, shared_disk.single_disk(World())) is None:  # a resume does not read them
+    if args.weights and resume.find(args, World()) is None:  # a resume does not read them
         yield OK, f"-weights {weights.load_into(args.weights, model, imagenet=lambda: arch.get_weights(args))}"
     parts = state.Parts({"model": model}, {"optim": optimizers.get_optimizer(model, args)})
     size = sum(tensor.nbytes for tensor in state.tensors_to_save(parts).values())

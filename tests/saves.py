@@ -56,7 +56,7 @@ def newest(folder: Path) -> int | None:
 def found(folder: Path) -> resume.Past | None:
     """The newest good checkpoint of a run."""
     checkpoints = new_checkpoints(folder)
-    return resume.find_newest_good(checkpoints.folder, checkpoints.disk)
+    return resume.find_newest_good(checkpoints.folder, checkpoints.world)
 
 
 def facts(step: int) -> dict:

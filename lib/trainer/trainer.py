@@ -320,7 +320,7 @@ class Trainer:
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Return copies of what best/ and final/ hold, as `weights.gather` does. All ranks call this."""
-        return weights.gather(model_tensors(self.model), self.checkpoints.disk)
+        return weights.gather(model_tensors(self.model), self.world)
 
     @contextlib.contextmanager
     def best_weights(self) -> Iterator[None]:
@@ -379,7 +379,7 @@ class Trainer:
         if finished and self.state.epoch < self.args.epochs:
             last = outcome["best"]["epoch"]
             outcome["reason"] = f"-stop_after {self.args.stop_after}: nothing better since epoch {last}"
-        if self.checkpoints.disk.is_first:
+        if self.world.is_writer:
             run_folder.write_outcome(self.folder, self.world, **outcome)
             if finished or self.stop.cause.reason == preemption.FILE_THERE:
                 self.stop.file.unlink(missing_ok=True)  # it stops a run once

@@ -34,11 +34,27 @@ class World:
     local_size: int = 1
     device: torch.device = CPU
     launch: str = ""  # the lowest `launch_id` of all ranks
+    shares_disk: bool = True  # whether all nodes see the same folder of the run
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes the run's files: rank 0, or the first of each node if they share no disk."""
+        return self.is_main if self.shares_disk else self.local_rank == 0
+
+    def share(self, work: list) -> list:
+        """Return this rank's part of the work on the run's files: all of its node's if the nodes share no disk."""
+        if self.shares_disk:
+            return work[self.rank :: self.size]
+        return work if self.is_writer else []
+
+    def on_writers(self, action: Callable[[], Any]) -> list:
+        """Return what `action()` returned (JSON, None is left out) on each writer, on all ranks. See `attempt`."""
+        return [one for one in gather_results(action if self.is_writer else None, self) if one is not None]
 
 
 @contextlib.contextmanager

@@ -204,7 +204,7 @@ def _checkpoint(folder, size, count):
     save = manager.Save(past, partial, facts, keep=False, best={}, job=concurrent.futures.Future())
     partial.mkdir()
     files = map(shards.file_name, range(size))
-    answers = [{file: shards.write(partial / file, [("w", torch.zeros(8))])} for file in files]
+    answers = [{file: shards.write(partial / file, {"w": torch.zeros(8)})} for file in files]
     began = time.perf_counter()
     publish = cpu_ms(lambda: saver._publish(save, answers), 1)
     wall = time.perf_counter() - began
@@ -214,7 +214,7 @@ def _checkpoint(folder, size, count):
         "publish, wall ms": 1e3 * wall,
         "list, ms": cpu_ms(lambda: run_folder.list_checkpoints(saver.folder)),
         "read manifest, ms": cpu_ms(lambda: shards.read_manifest(past), 5),
-        "verify a rank's share, ms": cpu_ms(lambda: resume._fault(past, True, World(rank=size - 1, size=size)), 5),
+        "verify a rank's share, ms": cpu_ms(lambda: resume._fault(past, World(rank=size - 1, size=size), True), 5),
         "remove, ms": cpu_ms(lambda: atomic.remove_folder(past), 1),
     }
 

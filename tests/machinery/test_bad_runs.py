@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 import train
 from lib import config
 from lib.trainer.trainer import Trainer
-from lib.utils.checkpoint import run_folder, shared_disk
+from lib.utils.checkpoint import run_folder
 from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
 
@@ -299,7 +299,7 @@ def test_a_lock_file_that_a_refused_start_removes_meanwhile_is_created_again(tmp
 
     monkeypatch.setattr(run_folder.fcntl, "lockf", lockf)
     args = command_line.parsed(f"-out {tmp_path / 'out'} -model run")
-    with run_folder.acquire(args, World(), shared_disk.single_disk(World())):
+    with run_folder.acquire(args, World()):
         assert removed and (folder / ".lock").exists()
 
 

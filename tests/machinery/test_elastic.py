@@ -18,7 +18,7 @@ from processes import CLEAN, until
 from runs import distance, lines, outcome, run, same_tensors
 from safetensors.torch import load_file
 
-from lib.utils.checkpoint import resume, run_folder, shared_disk
+from lib.utils.checkpoint import resume, run_folder
 from lib.utils.distributed import World
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,12 +149,7 @@ def test_without_a_shared_disk_nodes_send_the_checkpoint_to_nodes_that_join(tmp_
     for folder in (ours, theirs):
         _check_same_end(folder, single)
         assert (folder / "config.yaml").exists()
-        assert (
-            resume.find_newest_good(folder / "checkpoints", shared_disk.single_disk(World())).manifest["state"][
-                "step"
-            ]
-            == 4000
-        )
+        assert resume.find_newest_good(folder / "checkpoints", World()).manifest["state"]["step"] == 4000
         for name in ("best", "final"):
             weights, truth = (load_file(one / name / "weights.safetensors") for one in (folder, single))
             assert same_tensors(weights, truth), name

@@ -1,6 +1,5 @@
 """scripts/export.py writes the run's model, from best, final or a checkpoint."""
 
-import json
 import shutil
 import sys
 
@@ -76,11 +75,13 @@ def test_an_fsdp_run_is_exported_with_whole_tensors(tmp_path):
 
 def test_tensors_split_over_shards_are_joined_and_the_optimizer_is_not_read(tmp_path, monkeypatch):
     whole = {"model.a": torch.randn(5, 3), "model.b": torch.tensor(7), "optim.a.exp_avg": torch.randn(5, 3)}
-    halves = [[("model.a", whole["model.a"][:2])], [("model.a", whole["model.a"][2:]), ("model.b", whole["model.b"])]]
-    halves[1].append(("optim.a.exp_avg", whole["optim.a.exp_avg"]))
+    halves = [
+        [shards.Piece("model.a", whole["model.a"][:2], (0, 0))],
+        [shards.Piece("model.a", whole["model.a"][2:], (2, 0))],
+    ]
+    halves[1] += [shards.Piece(name, whole[name], (0, 0)) for name in ("model.b", "optim.a.exp_avg")]
     names = ["shard_0000.safetensors", "shard_0001.safetensors"]
-    starts = [{}, {"starts": json.dumps({"model.a": [2, 0]})}]
-    files = {name: shards.write(tmp_path / name, *part) for name, *part in zip(names, halves, starts)}
+    files = {name: shards.write_pieces(tmp_path / name, part) for name, part in zip(names, halves)}
     facts = {"format": shards.FORMAT, **saves.facts(1), "tensors": shards.schema(whole), "shards": files}
     (tmp_path / "manifest.json").write_bytes(shards.encode_manifest(facts))
     names_read, real = [], shards.read
@@ -165,10 +166,10 @@ def test_a_failing_export_is_reported_in_one_line(trained_run, tmp_path, capsys,
     assert "needs onnx and onnxscript: uv pip" in refused(capsys, trained_run, "-format", "onnx")
 
     other = tmp_path / "weights.safetensors"
-    shards.write(other, [("odd", torch.ones(3))])
+    shards.write(other, {"odd": torch.ones(3)})
     assert "other tensors" in refused(capsys, trained_run, "-format", "torchexport", "-from", other)
     damaged = shutil.copytree(run_folder.list_checkpoints(trained_run / "checkpoints")[1], tmp_path / "000001_step_1")
     file = next(damaged.glob("*.safetensors"))
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "size or checksum is wrong" in refused(capsys, trained_run, "-from", damaged)
+    assert "its checksum is wrong" in refused(capsys, trained_run, "-from", damaged)

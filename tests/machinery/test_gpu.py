@@ -47,7 +47,7 @@ for batches in seen[1:]:
 COPIES = """
 import sys
 import torch
-from lib.utils.checkpoint import staging
+from lib.utils.checkpoint import manager
 from lib.utils.checkpoint.shards import Piece
 
 cuda = torch.device("cuda", 0)
@@ -57,10 +57,10 @@ saves = [host, host]
 live = [[Piece(str(n), one.to(cuda), (0,) * one.ndim) for n, one in enumerate(values)] for values in saves]
 for values, pieces in zip(saves, live, strict=True):
     print("next", file=sys.stderr, flush=True)
-    made, copied = staging.copy(pieces)
-    copied.synchronize()
-    assert [name for name, _ in made] == [str(n) for n in range(len(values))]
-    assert all(torch.equal(one, copy) for one, (_, copy) in zip(values, made, strict=True))
+    made = [piece._replace(values=manager.copy_to_cpu(piece.values)) for piece in pieces]
+    torch.cuda.synchronize()
+    assert [one.name for one in made] == [str(n) for n in range(len(values))]
+    assert all(torch.equal(one, copy.values) for one, copy in zip(values, made, strict=True))
     del made
 """
 

@@ -314,7 +314,7 @@ def test_a_run_that_lost_its_best_weights_writes_new_ones(copy, finished_run):
 
 def test_weights_of_other_programs_need_no_checksum(tmp_path):
     runs.torch.save({"a": runs.torch.ones(2)}, tmp_path / "x.pt")
-    saves.shards.write(tmp_path / "y.safetensors", [("a", runs.torch.ones(2))])
+    saves.shards.write(tmp_path / "y.safetensors", {"a": runs.torch.ones(2)})
     assert [[*weights.read(tmp_path / name)] for name in ("x.pt", "y.safetensors")] == [["a"], ["a"]]
 
 

@@ -32,8 +32,6 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 
 def _give_each_process_a_disk(monkeypatch, patience=0.0):
     """Make every process a node with a folder OUT/nodeR of its own."""
-    from lib.utils.checkpoint import shared_disk
-
     real = train.run
 
     def run_on_node(args):
@@ -44,7 +42,7 @@ def _give_each_process_a_disk(monkeypatch, patience=0.0):
         return real(mine)
 
     monkeypatch.setattr(train, "run", run_on_node)
-    monkeypatch.setattr(shared_disk, "PATIENCE_S", patience)
+    monkeypatch.setattr(run_folder, "PATIENCE_S", patience)
 
 
 def _run_on_nodes(out, flags, wanted=0):

@@ -170,8 +170,8 @@ def test_a_read_error_does_not_count_as_damage(copy, monkeypatch, name, code):
     with monkeypatch.context() as patch:
         _fail_to_read(patch, name, code)
         with pytest.raises(OSError, match=os.strerror(code)):
-            resume.find_newest_good(checkpoints.folder, checkpoints.disk)
-    assert resume.find_newest_good(checkpoints.folder, checkpoints.disk).folder.name == names(copy)[0]
+            resume.find_newest_good(checkpoints.folder, checkpoints.world)
+    assert resume.find_newest_good(checkpoints.folder, checkpoints.world).folder.name == names(copy)[0]
 
 
 def test_an_unreadable_disk_ends_the_start_on_all_ranks(copy, monkeypatch):
@@ -186,9 +186,9 @@ def test_an_unreadable_disk_ends_the_start_on_all_ranks(copy, monkeypatch):
 def test_if_a_rank_does_not_see_the_newest_checkpoint_no_older_one_is_used(copy, monkeypatch):
     before, newest, real = all_entries(copy), names(copy)[0], resume._fault
 
-    def fault(folder, there, share):
+    def fault(folder, world, there):
         hidden = os.environ["RANK"] == "1" and folder.name == newest
-        return real(folder.parent / "hidden" if hidden else folder, there, share)
+        return real(folder.parent / "hidden" if hidden else folder, world, there)
 
     with monkeypatch.context() as patch:
         patch.setattr(resume, "_fault", fault)

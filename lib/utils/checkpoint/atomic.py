@@ -85,19 +85,13 @@ def remove_folder(path: Path) -> None:
     removed = _unique(path, "removed")
     path.rename(removed)
     fsync_folder(path.parent)
-    _delete(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def sweep(folder: Path, start: str | tuple[str, ...] = "") -> None:
     """Remove what crashes left in a folder where nobody writes: START*.partial and START*.removed."""
     for entry in sorted(folder.glob("*")):
         if entry.name.startswith(start) and entry.name.endswith((".partial", ".removed")):
-            _delete(entry)
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
+            shutil.rmtree(entry, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                entry.unlink()  # it was no folder

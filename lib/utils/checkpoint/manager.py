@@ -6,7 +6,6 @@ synced, and renamed; shards.py says what is in it. A file `keep` in it spares it
 
 import concurrent.futures
 import contextlib
-import json
 import logging
 import os
 import re
@@ -20,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lib.utils import distributed, watchdog
-from lib.utils.checkpoint import atomic, run_folder, shards, shared_disk, staging, weights
+from lib.utils.checkpoint import atomic, run_folder, shards, weights
+from lib.utils.checkpoint.shards import Piece
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -36,7 +36,7 @@ class SaveError(RuntimeError):
 
 @dataclass
 class Save:
-    """A save in flight: first every rank writes its file, then the first rank of each disk publishes the folder."""
+    """A save in flight: first every rank writes its file, then the writers publish the folder."""
 
     folder: Path
     partial: Path  # the folder's name until it is published
@@ -51,8 +51,8 @@ class Checkpoints:
     """The checkpoints of a run. All ranks call its methods at the same steps."""
 
     def __init__(self, folder: Path, world: World, *, keep_last: int = 2):
-        self.folder, self.world, self.disk, self.keep_last = folder, world, shared_disk.single_disk(world), keep_last
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _lower_priority, (world.device,))
+        self.folder, self.world, self.keep_last = folder, world, keep_last
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         self.number = 0  # of the last save
         self.damaged = range(0)  # numbers of checkpoints that were passed over: they are the first to be removed
         self.saving: Save | None = None
@@ -60,17 +60,16 @@ class Checkpoints:
         self.best: dict[str, Tensor] = {}  # the best weights, for the next save
 
     def open(self) -> None:
-        """Find out which ranks share the folder, and remove what crashes left there. Call it before all else."""
-        self.disk = shared_disk.find_disks(self.folder, self.world)
-        self.number = max(self.disk.do(self._sweep))
+        """Remove what crashes left in the run's folder. Call it before all else."""
+        self.number = max(self.world.on_writers(self._sweep))
 
     def check(self, tensors: dict[str, Tensor]) -> None:
         """Raise UsageError if saves of these tensors could never be written."""
         shards.schema(tensors)
         out, size = self.folder.parent.parent, sum(tensor.nbytes for tensor in tensors.values())
-        if len(self.disk.groups) > 1 and any(map(shards.is_sharded, tensors.values())):
+        if not self.world.shares_disk and any(map(shards.is_sharded, tensors.values())):
             raise UsageError(f"-out {out}: a sharded model needs a folder that all nodes share")
-        free = min(self.disk.do(lambda: shutil.disk_usage(self.folder).free))
+        free = min(self.world.on_writers(lambda: shutil.disk_usage(self.folder).free))
         if free < size:
             raise UsageError(f"-out {out}: a checkpoint takes {size:,} bytes, and {free:,} are free; make room")
 
@@ -98,18 +97,21 @@ class Checkpoints:
         name = f"{self.number:06d}_step_{step}"
         partial = self.folder / f"{name}.partial"
         facts = {**facts, "tensors": shards.schema(tensors)}
-        mine = shards.pieces(tensors, self.disk.share, rank_dependent)
-        starts = {piece.name: list(piece.start) for piece in mine if any(piece.start)}
+        pieces = shards.pieces(tensors, self.world, rank_dependent)
+        copies = [piece._replace(values=copy_to_cpu(piece.values)) for piece in pieces]
+        copied = torch.cuda.Event(blocking=True) if self.world.device.type == "cuda" else None
+        if copied:
+            copied.record()
         best, self.best = self.best, {}
-        job = self.thread.submit(self._write, partial, staging.copy(mine), starts, best)
+        job = self.thread.submit(self._write, partial, copies, copied, best)
         self.saving = Save(self.folder / name, partial, facts, keep, best, job)
 
     def set_best(self, tensors: dict[str, Tensor]) -> None:
-        """Write best/weights.safetensors with the next save, on each disk, from tensors that `weights.gather` gave.
+        """Write best/weights.safetensors with the next save, from tensors that `weights.gather` gave.
 
         No checkpoint that names them is published before they are written.
         """
-        self.best = tensors if self.disk.is_first else {}
+        self.best = tensors
 
     def poll(self) -> None:
         """Move the save in flight on, once every rank is ready. Raises SaveError when saving fails for good."""
@@ -127,7 +129,8 @@ class Checkpoints:
             self.saving, self.failures = None, 0
         else:
             save.written = True
-            save.job = self.thread.submit(self._publish, save, [answers[rank] for rank in self.disk.ranks])
+            mine = answers if self.world.shares_disk else [answers[self.world.rank]]
+            save.job = self.thread.submit(self._publish, save, mine)
 
     def finish(self) -> None:
         """Wait until nothing is in flight. Raises SaveError when saving fails for good."""
@@ -136,17 +139,12 @@ class Checkpoints:
             self.poll()
 
     def write_final(self, tensors: dict[str, Tensor]) -> None:
-        """Write final/weights.safetensors on each disk, from tensors that `weights.gather` gave, and wait for it."""
-
-        def write() -> None:
-            if self.disk.is_first:
-                weights.write(self.folder.parent / "final", tensors)
-
-        job = self.thread.submit(write)
+        """Write final/weights.safetensors from tensors that `weights.gather` gave, and wait for it."""
+        job = self.thread.submit(weights.write, self.folder.parent / "final", tensors)
         while distributed.all_reduce_max([not job.done()], self.world)[0]:
             concurrent.futures.wait([job], WAIT_S)
             watchdog.moved()
-        self.disk.do(job.result)
+        distributed.attempt(job.result, self.world)
 
     def close(self) -> None:
         """Wait for what is in flight and end the writing thread. Raises SaveError if the last save failed."""
@@ -166,18 +164,19 @@ class Checkpoints:
         newest = next((one.name for one in run_folder.list_checkpoints(self.folder)), "")
         return run_folder.checkpoint_number(newest)
 
-    def _write(self, partial: Path, copies: staging.Copies, starts: dict[str, list], best: dict[str, Tensor]) -> dict:
-        if copies.copied:
-            copies.copied.synchronize()
-        if best:
-            weights.write(self.folder.parent / "best", best)
+    def _write(
+        self, partial: Path, pieces: list[Piece], copied: torch.cuda.Event | None, best: dict[str, Tensor]
+    ) -> dict:
+        if copied:
+            copied.synchronize()
+        weights.write(self.folder.parent / "best", best)
         for folder in (self.folder, partial):  # without parents: a run's folder that is gone is not made again
             folder.mkdir(exist_ok=True)
         file = shards.file_name(self.world.rank)
-        return {file: shards.write(partial / file, copies.blocks, {"starts": json.dumps(starts)})}
+        return {file: shards.write_pieces(partial / file, pieces)} if pieces else {}
 
     def _publish(self, save: Save, answers: list[dict]) -> None:
-        if not self.disk.is_first:
+        if not self.world.is_writer:
             return
         run_folder.check_lock(self.folder.parent)
         if save.keep:
@@ -196,7 +195,7 @@ class Checkpoints:
     def _fail(self, save: Save, reason: str) -> None:
         self.saving, self.best = None, self.best or save.best
         self.failures += 1
-        if self.disk.is_first:
+        if self.world.is_writer:
             shutil.rmtree(save.partial, ignore_errors=True)
         text = f"{save.folder} could not be saved ({reason})"
         if self.failures >= FAILURES:
@@ -210,10 +209,14 @@ def is_due(save_every: str, unit: str, done: int) -> bool:
     return unit == (counted or "epoch") and done % int(number) == 0
 
 
-def _lower_priority(device: torch.device) -> None:
-    """Give this thread the lowest priority, and this process's GPU."""
+def copy_to_cpu(values: Tensor) -> Tensor:
+    """Return a copy. That of a GPU's tensor is in its queue, before all that follows, into pinned memory."""
+    block = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return block.copy_(values, non_blocking=values.is_cuda)
+
+
+def _lower_priority() -> None:
+    """Give this thread the lowest priority."""
     if sys.platform == "linux":  # elsewhere a thread has no niceness of its own
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lib.utils import distributed, files
 from lib.utils.checkpoint import run_folder, shards, state, weights
-from lib.utils.checkpoint.shared_disk import Disk
 from lib.utils.checkpoint.state import Parts, State, init_optimizer_state
 from lib.utils.data.plan import Plan, largest_divisor
 from lib.utils.distributed import World
@@ -40,7 +39,7 @@ class Past:
     manifest: dict
     damaged: list[str]  # what is wrong with newer ones
     sender: int  # a rank whose disk has it whole
-    missing_on: dict[int, str]  # the ranks that lack it or a file of it, where nodes do not share a disk, and why
+    missing_on: dict[int, str]  # where nodes share no disk: writers that lack it or a file of it, and why
     allowed: list[str] = field(default_factory=list)  # -allow_change of a first start that was killed
 
     @property
@@ -49,15 +48,13 @@ class Past:
         return self.manifest["config"]
 
 
-def read_start(args: "Args", disk: Disk) -> dict:
+def read_start(args: "Args", world: World) -> dict:
     """Return what the run's first start settled (`start_facts`), {} for a new run. All ranks call this.
 
     A run that is killed before its first save keeps it.
     """
-    path = run_folder.path_of(args)
-    answers = disk.do(
-        lambda: {} if run_folder.is_reset_due(args, disk.world) else run_folder.read_json(path / "start.json")
-    )
+    path = run_folder.path_of(args) / "start.json"
+    answers = world.on_writers(lambda: {} if run_folder.is_reset_due(args, world) else run_folder.read_json(path))
     return next(filter(None, answers), {})
 
 
@@ -69,7 +66,7 @@ def start_facts(args: "Args", plan: Plan, past: Past | None) -> dict:
     return facts
 
 
-def find(args: "Args", disk: Disk, start: dict | None = None) -> Past | None:
+def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
     """Return the newest good checkpoint of the run, or else of -resume; None for a new run.
 
     A run whose first `start` was given -resume, and that has no checkpoint yet, still begins there.
@@ -87,9 +84,9 @@ def find(args: "Args", disk: Disk, start: dict | None = None) -> Past | None:
     if other and Path(os.path.realpath(own)) in other.parents:
         hint = "to start from an older one, give the new run another -model"
         raise UsageError(f"-resume {origin}: this run resumes from its newest checkpoint by itself; {hint}")
-    past = find_newest_good(own, disk, resets=lambda: run_folder.is_reset_due(args, disk.world))
+    past = find_newest_good(own, world, resets=lambda: run_folder.is_reset_due(args, world))
     if past is None and other:
-        past = find_newest_good(other, disk)
+        past = find_newest_good(other, world)
         if past is None:
             hint = "give a run's folder or one of its checkpoints"
             raise UsageError(f"-resume {origin}: there is no checkpoint; {hint}")
@@ -98,8 +95,8 @@ def find(args: "Args", disk: Disk, start: dict | None = None) -> Past | None:
     return past
 
 
-def find_newest_good(path: Path, disk: Disk, resets: Callable[[], bool] = lambda: False) -> Past | None:
-    """Return the newest checkpoint at a path that is whole on some disk, the same for all ranks; None without any.
+def find_newest_good(path: Path, world: World, resets: Callable[[], bool] = lambda: False) -> Past | None:
+    """Return the newest checkpoint at a path, whole on some disk, the same for all ranks; None if there is none.
 
     A disk that `resets` has none: its old run is to be moved away.
 
@@ -107,20 +104,20 @@ def find_newest_good(path: Path, disk: Disk, resets: Callable[[], bool] = lambda
         UsageError: there are some, and none is good; or the newest is of another version of the code.
         OSError: the disk does not answer.
     """
-    names = disk.do(lambda: [] if resets() else _names(path))  # on each disk
-    here = names[disk.groups.index(disk.ranks)]
+    listed = distributed.gather_results(
+        (lambda: [] if resets() else _names(path)) if world.is_writer else None, world
+    )
+    here = listed[0 if world.shares_disk else world.rank]  # None: this node's writer looks at its disk
     damaged = []
-    for name in sorted(
-        {*chain(*names)}, key=lambda name: (run_folder.checkpoint_number(Path(name).name), name), reverse=True
-    ):
-        folder = path / name
-        faults = distributed.gather_results(functools.partial(_fault, folder, name in here, disk.share), disk.world)
+    for name in sorted({*chain(*filter(None, listed))}, key=_by_number, reverse=True):
+        look = functools.partial(_fault, path / name, world, name in (here or ()))
+        faults = distributed.gather_results(None if here is None else look, world)
+        good = [rank for rank, fault in enumerate(faults) if fault == ""]
         missing_on = {rank: fault for rank, fault in enumerate(faults) if fault}
-        sender = next((ranks[0] for ranks in disk.groups if missing_on.keys().isdisjoint(ranks)), None)
-        if sender is not None:
-            manifest = shards.read_manifest(folder) if disk.world.rank == sender else None
-            manifest = distributed.broadcast_json(manifest, disk.world, sender)
-            return Past(folder, manifest, damaged, sender, missing_on)
+        if good and not (missing_on and world.shares_disk):
+            manifest = shards.read_manifest(path / name) if world.rank == good[0] else None
+            manifest = distributed.broadcast_json(manifest, world, good[0])
+            return Past(path / name, manifest, damaged, good[0], missing_on)
         damaged += [*missing_on.values()][:1]
     if damaged:
         raise UsageError(f"{damaged[0]}; no good checkpoint is left: -reset without -resume starts from scratch")
@@ -134,19 +131,25 @@ def _names(path: Path) -> list[str]:
     return [str(entry.relative_to(path)) for entry in found]
 
 
-def _fault(folder: Path, there: bool, share: World) -> str:
+def _by_number(name: str) -> tuple[int, str]:
+    return run_folder.checkpoint_number(Path(name).name), name
+
+
+def _fault(folder: Path, world: World, there: bool) -> str:
     """Return what is damaged in this rank's share of a checkpoint's files, "" if nothing is."""
+
+    def verify() -> None:
+        if folder.is_symlink():
+            raise shards.Damaged(f"{folder} is a link")
+        manifest = state.read_manifest(folder)
+        for file in world.share(sorted(manifest["shards"])):
+            shards.verify(folder / file, manifest["shards"][file])
+
     if not there:
         return f"{folder} is not there"
     if folder not in folder.parent.iterdir():  # a network disk shows it later; a listing does not come from memory
         raise OSError(errno.ESTALE, "another process on the same disk sees it, this one does not", str(folder))
-
-    def verify() -> None:
-        manifest = state.read_manifest(folder)
-        for file, wanted in sorted(manifest["shards"].items())[share.rank :: share.size]:
-            shards.verify(folder / file, wanted)
-
-    return f"{folder} is a link" if folder.is_symlink() else _fault_of(verify)
+    return _fault_of(verify)
 
 
 def _fault_of(verify: Callable[[], object]) -> str:
@@ -175,22 +178,15 @@ def plan(args: "Args", data: dict, world: World, before: dict) -> Plan:
     if batch < world.size:
         fault = f"-batch_size {batch} has not a sample for each of {world.size} processes"
         raise UsageError(f"{fault}: try -batch_size {world.size}, or fewer processes")
-    micro = _micro_batch_size(args, batch, world, before.get("micro_batch"))
+    micro = args.micro_batch or before.get("micro_batch")
+    if not micro or (batch % micro and not args.micro_batch):  # one for the most ranks to come
+        micro = largest_divisor(batch, math.ceil(batch / distributed.max_world_size(world)))
     if batch % micro:
         fault = f"-batch_size {batch} cannot be cut into micro-batches of -micro_batch {micro}"
         raise UsageError(f"{fault}: try -batch_size {max(micro, batch - batch % micro)}")
     if args.drop_last and data["samples"] < batch:
         raise UsageError(f"-batch_size {batch} with -drop_last leaves nothing of {data['samples']} training samples")
     return Plan(data["samples"], batch, micro, args.drop_last, data)
-
-
-def _micro_batch_size(args: "Args", batch: int, world: World, saved: int | None) -> int:
-    """Return -micro_batch; else the run's first one, if it divides the batch; else one for the most ranks to come."""
-    if args.micro_batch:
-        return args.micro_batch
-    if saved and batch % saved == 0:
-        return saved
-    return largest_divisor(batch, math.ceil(batch / distributed.max_world_size(world)))
 
 
 def config_to_save(args: "Args", plan: Plan) -> dict:
@@ -290,7 +286,7 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
 
 
 def best_weights(past: Past, world: World) -> dict[str, Tensor]:
-    """Return the best weights next to a checkpoint, on the ranks that must write them. All ranks call this.
+    """Return the best weights next to a checkpoint, on writers, if a node may lack them. All ranks call this.
 
     If they are lost, they are forgotten: the next evaluation counts as the best.
     """
@@ -300,8 +296,8 @@ def best_weights(past: Past, world: World) -> dict[str, Tensor]:
     def read() -> str:
         return _fault_of(lambda: tensors.update(weights.read(file)))
 
-    mine = distributed.attempt(read if world.rank == past.sender else None, world)
-    if fault := distributed.broadcast_json(mine, world, past.sender):
+    fault = distributed.gather_results(read if world.rank == past.sender else None, world)[past.sender]
+    if fault:
         log.warning("%s; the best weights are lost: the next evaluation counts as the best", fault)
         past.manifest["state"]["best"] = None
     if fault or not past.missing_on:
@@ -310,4 +306,4 @@ def best_weights(past: Past, world: World) -> dict[str, Tensor]:
     tensors = tensors or shards.make_empty(schema)
     for tensor in tensors.values():
         distributed.broadcast_tensor(tensor, past.sender)
-    return tensors
+    return tensors if world.is_writer else {}

@@ -6,6 +6,7 @@ Imports no torch: the launchers and the tasks of a Slurm job, which must handle 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -26,15 +27,17 @@ from lib.utils.errors import UsageError, no_exit
 
 if TYPE_CHECKING:
     from lib.config import Args
-    from lib.utils.checkpoint.shared_disk import Disk
     from lib.utils.distributed import World
 
 log = logging.getLogger(__name__)
 NAME = re.compile(r"(\d{6,})_step_\d+|step_\d+\w*")  # the latter of format 1: they are found, and refused
 FOLDERS = ("checkpoints", "best", "final", "logs", "slurm")  # in a run's folder
-LESS_MEMORY = "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp"
-OUT_OF_RANGE = "an index is too large, or negative: labels are 0 to -num_classes - 1, or -ignore_index"  # on a GPU
+HINTS = {  # by what is in an error of a GPU
+    "OutOfMemoryError": "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp",
+    "device-side assert": "an index is too large, or negative: labels are 0 to -num_classes - 1, or -ignore_index",
+}
 WAIT_S = 120.0  # for another process with the lock, which may be saving; NFS keeps the lock of a lost host for 90 s
+PATIENCE_S = 2.0  # a network disk may show a host the files of another a little later
 
 
 # Checkpoints by name: a number that grows with every save, and the step for people
@@ -92,7 +95,7 @@ def is_reset_due(args: Args, world: World) -> bool:
 
 
 @contextlib.contextmanager
-def acquire(args: Args, world: World, disk: Disk, job: str | None = None) -> Iterator[RunFolder]:
+def acquire(args: Args, world: World, job: str | None = None) -> Iterator[RunFolder]:
     """Keep the run's folder for this run alone during the block. All ranks call this together.
 
     A start that is refused before `begin` leaves the folder as it was. Another exception makes the outcome "failed".
@@ -100,12 +103,9 @@ def acquire(args: Args, world: World, disk: Disk, job: str | None = None) -> Ite
     Raises:
         UsageError: the folder cannot be written, or another run has it.
     """
-    folder = RunFolder(args, world, disk)
+    folder = RunFolder(args, world)
     try:
-        disk.do(lambda: folder.lock(job))
-        if not disk.is_first:
-            with contextlib.suppress(FileNotFoundError):  # a network disk may show it later
-                _locks[folder.path] = files.open_regular(folder.path / ".lock", "r")
+        folder.lock(job)
         if args.reset and world.is_main and not is_reset_due(args, world):
             remedy = "a new command needs another --rdzv_id (RUN_ID of elastic.sh)"
             log.warning("-reset is not repeated: launch %s has begun this run already; %s", world.launch, remedy)
@@ -128,10 +128,10 @@ class NoRunFolder:
 
 
 class RunFolder:
-    """The folder of a run; the first rank of each disk has its lock."""
+    """The folder of a run. Its `world` knows whether all nodes share it; else each has the whole run in its own."""
 
-    def __init__(self, args: Args, world: World, disk: Disk):
-        self.args, self.world, self.disk = args, world, disk
+    def __init__(self, args: Args, world: World):
+        self.args, self.world = args, world
         self.path = path_of(args)
         self.begun = False
 
@@ -146,11 +146,28 @@ class RunFolder:
                 atomic.write_file(self.path / "start.json", json.dumps(start))
                 write_outcome(self.path, self.world, "running")
 
-        self.disk.do(write)
+        self.world.on_writers(write)
         self.begun = True
 
     def lock(self, job: str | None) -> None:
-        """Take the lock. Wait for another process that has it: it may be saving.
+        """Let rank 0 take the lock, and the first process of each node, if some do not see rank 0's."""
+        owner = self.world.on_writers(lambda: self._wait_for_lock(job))[0]
+        nodes = dataclasses.replace(self.world, shares_disk=False)
+
+        def sees_it() -> bool:  # the owner does not look: who closes a file loses all locks on it
+            return nodes.is_main or read_json(self.path / ".lock") == owner
+
+        if not all(nodes.on_writers(sees_it)):
+            time.sleep(PATIENCE_S)
+            if not all(nodes.on_writers(sees_it)):
+                self.world = nodes
+                nodes.on_writers(lambda: None if nodes.is_main else self._wait_for_lock(job))
+        if not self.world.is_writer:
+            with contextlib.suppress(FileNotFoundError):  # a network disk may show it later
+                _locks[self.path] = files.open_regular(self.path / ".lock", "r")
+
+    def _wait_for_lock(self, job: str | None) -> dict[str, Any]:
+        """Take the lock, and return what is in it. Wait for another process that has it: it may be saving.
 
         A record lock belongs to the process: no child inherits it, and the kernel frees it after kill -9.
         """
@@ -164,10 +181,13 @@ class RunFolder:
                 raise UsageError(f"-model {self.path.name}: {used}; take another name or wait")
             time.sleep(0.05)
         _locks[self.path] = file
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        mine = {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "since": since}
         with self._writing():
             file.truncate(0)
-            file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": job}))
+            file.write(json.dumps(mine))
             file.flush()
+        return mine
 
     def _take(self) -> IO[str] | None:
         with self._writing():
@@ -190,22 +210,16 @@ class RunFolder:
 
     def unlock(self) -> None:
         """Release the lock; remove what a start that was refused has made."""
-        file = _locks.pop(self.path, None)
-        if file is None:
-            return
-        with contextlib.suppress(OSError):
-            if self.disk.is_first and [entry.name for entry in self.path.iterdir()] == [".lock"]:
+        with contextlib.suppress(OSError, KeyError), _locks.pop(self.path):  # a full disk; a lock that was not taken
+            if self.world.is_writer and [entry.name for entry in self.path.iterdir()] == [".lock"]:
                 (self.path / ".lock").unlink()
                 self.path.rmdir()
-        with contextlib.suppress(OSError):  # a full disk
-            file.close()
 
     def fail(self, error: Exception) -> None:
         """Write why the run failed, unless the start was refused or the folder is still the old run's."""
-        if type(error).__name__ == "OutOfMemoryError":
-            error.args = (f"{error} ({LESS_MEMORY})",)
-        if "device-side assert" in str(error):
-            error.args = (f"{error} ({OUT_OF_RANGE})",)
+        for sign, hint in HINTS.items():
+            if sign in f"{type(error).__name__} {error}":
+                error.args = (f"{error} ({hint})",)
         if self.begun:
             log.critical("failed", exc_info=error)
         elif isinstance(error, UsageError) or is_reset_due(self.args, self.world):

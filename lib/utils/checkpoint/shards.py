@@ -1,8 +1,8 @@
 """The files of a checkpoint: a safetensors file of each rank, read on any number of ranks, and manifest.json.
 
 The file format is safetensors' (https://github.com/huggingface/safetensors, "Format"): the length of a JSON header,
-the header, the bytes. Written here, in one pass with its checksum: safetensors' own writer would hold up the training
-thread. Read by the library.
+the header, the bytes. Read by the library. Written here, in one pass with its checksum: files of the library's writer
+(0.8) have mode 600 and metadata in any order, and its errors have no number.
 """
 
 import json
@@ -112,36 +112,36 @@ def file_name(rank: int) -> str:
 def pieces(tensors: dict[str, Tensor], world: World, rank_dependent: Collection[str] = ()) -> list[Piece]:
     """Return this rank's share of the tensors: its own blocks of sharded ones, and some of those that all ranks have.
 
-    The latter are dealt out in turn, the largest first; those named in `rank_dependent` are rank 0's. Next to sharded
-    tensors they are few and small, and all rank 0's: a reader then needs its own file and that one.
+    The latter are dealt out in turn, the largest first; those named in `rank_dependent` are the writer's. Next to
+    sharded tensors they are few and small, and all the writer's: a reader then needs its own file and that one.
     """
     whole = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
     mine = [Piece(name, *_local_and_offset(tensor)) for name, tensor in tensors.items() if is_sharded(tensor)]
     mine = [piece for piece in mine if piece.values.numel()]  # the last ranks may have none of a small tensor
     given = whole.keys() if len(whole) < len(tensors) else whole.keys() & rank_dependent
     shared = sorted(whole.keys() - given, key=lambda name: (-whole[name].nbytes, name))
-    names = shared[world.rank :: world.size]
-    if world.rank == 0:
-        names += sorted(given)
+    names = world.share(shared) + (sorted(given) if world.is_writer else [])
     return mine + [Piece(name, whole[name].detach(), (0,) * whole[name].ndim) for name in names]
 
 
-def write(path: Path, blocks: list[tuple[str, Tensor]], metadata: dict[str, str] | None = None) -> dict:
-    """Write CPU tensors to a new safetensors file; it is on disk when this returns {"bytes": n, "crc32": n}.
+def write_pieces(path: Path, pieces: list[Piece]) -> dict:
+    """Write a rank's pieces; `starts` in the metadata says where they begin in their tensors, if not at 0 (JSON)."""
+    starts = {piece.name: piece.start for piece in pieces if any(piece.start)}
+    return write(path, {piece.name: piece.values for piece in pieces}, {"starts": json.dumps(starts)})
 
-    In a checkpoint, `starts` in the metadata says where blocks begin in their tensors, if not at 0 (JSON).
-    """
-    header: dict = {"__metadata__": metadata} if metadata else {}
+
+def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> dict:
+    """Write CPU tensors to a new safetensors file; it is on disk when this returns {"bytes": n, "crc32": n}."""
+    header: dict = {"__metadata__": metadata or {}}
     end = 0
-    for name, values in blocks:
+    for name, values in tensors.items():
         begin, end = end, end + values.nbytes
-        kind = DTYPES[values.dtype]
-        header[name] = {"dtype": kind, "shape": list(values.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPES[values.dtype], "shape": list(values.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     crc = 0
     with path.open("xb") as file:
-        for data in (len(text).to_bytes(8, "little"), text, *(as_bytes(values) for _, values in blocks)):
+        for data in (len(text).to_bytes(8, "little"), text, *map(as_bytes, tensors.values())):
             for begin in range(0, len(data), CHUNK):
                 chunk = memoryview(data)[begin : begin + CHUNK]
                 file.write(chunk)
@@ -153,9 +153,8 @@ def write(path: Path, blocks: list[tuple[str, Tensor]], metadata: dict[str, str]
 
 def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write whole tensors on the CPU to a new file that other readers of safetensors take, with their checksums."""
-    sums = {name: zlib.crc32(as_bytes(values)) for name, values in tensors.items()}
     # Transformers asks for the "format".
-    write(path, list(tensors.items()), {"format": "pt", CHECKSUMS: json.dumps(sums)})
+    write(path, tensors, {"format": "pt", CHECKSUMS: json.dumps(checksums(tensors))})
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -166,10 +165,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             sums = json.loads((file.metadata() or {}).get(CHECKSUMS, "{}"))
     except (SafetensorError, ValueError) as error:
         raise Damaged(f"{path}: cut off or changed ({error})") from error
-    for name in sums.keys() | tensors.keys() if sums else ():
-        if name not in tensors or zlib.crc32(as_bytes(tensors[name])) != sums.get(name):
-            raise Damaged(f"{path}: the checksum of {name} is wrong")
+    if sums and sums != checksums(tensors):
+        raise Damaged(f"{path}: a checksum of its tensors is wrong")
     return tensors
+
+
+def checksums(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Return the checksum of each tensor on the CPU."""
+    return {name: zlib.crc32(as_bytes(values)) for name, values in tensors.items()}
 
 
 def verify(path: Path, wanted: dict) -> None:
@@ -181,9 +184,8 @@ def verify(path: Path, wanted: dict) -> None:
         while chunk := file.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
             watchdog.moved()
-        found = {"bytes": file.tell(), "crc32": crc}
-    if found != wanted:
-        raise Damaged(f"{path}: size or checksum is wrong: {found} instead of {wanted}")
+    if crc != wanted.get("crc32"):
+        raise Damaged(f"{path}: its checksum is wrong")
 
 
 def read_whole(folder: Path, manifest: dict, start: str = "") -> dict[str, Tensor]:

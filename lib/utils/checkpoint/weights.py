@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lib.utils import distributed, files
 from lib.utils.checkpoint import atomic, run_folder, shards
-from lib.utils.checkpoint.shared_disk import Disk
 from lib.utils.checkpoint.state import model_tensors, unwrap
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -31,13 +30,13 @@ WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 PREFIXES = {*WRAPPERS, "model", "backbone", "net", "network", "encoder", "state_dict", "model_state_dict"}
 
 
-def gather(tensors: dict[str, Tensor], disk: Disk) -> dict[str, Tensor]:
-    """Return whole copies on the CPU of each disk's first rank; empty ones elsewhere. All ranks call this."""
+def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Return whole copies on the CPU, on the ranks that write them; {} elsewhere. All ranks call this."""
     whole = {}
     for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        full = tensor.full_tensor() if shards.is_sharded(tensor) else tensor
-        whole[name] = full.to("cpu", copy=True) if disk.is_first else full.new_empty(0)
+        full = (tensor.full_tensor() if shards.is_sharded(tensor) else tensor).detach()
+        if world.is_writer:
+            whole[name] = full.to("cpu", copy=True)
     return whole
 
 
@@ -50,7 +49,9 @@ def not_finite(model: nn.Module, world: World) -> list[str]:
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write folder/weights.safetensors from whole tensors on the CPU, in place of an older one. Raises OSError."""
+    """Write folder/weights.safetensors from whole tensors on the CPU, unless there are none. Raises OSError."""
+    if not tensors:
+        return
     run_folder.check_lock(folder.parent)
     folder.mkdir(exist_ok=True)
     with atomic.new_version(folder / "weights.safetensors") as partial:

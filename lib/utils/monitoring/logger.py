@@ -31,7 +31,7 @@ class NoLogger:
 
 
 class Logger:
-    """The logger of a run, on the first rank of each disk. A public method is one of NoLogger, too."""
+    """The logger of a run, on its writers. A public method is one of NoLogger, too."""
 
     def __init__(self, folder: Path, world: World, args: Namespace, start_step: int, total_steps: int):
         from torch.utils.tensorboard import SummaryWriter, summary
