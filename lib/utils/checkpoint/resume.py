@@ -119,7 +119,7 @@ def find_newest_good(path: Path, disk: Disk, resets: Callable[[], bool] = lambda
         sender = next((ranks[0] for ranks in disk.groups if missing_on.keys().isdisjoint(ranks)), None)
         if sender is not None:
             manifest = shards.read_manifest(folder) if disk.world.rank == sender else None
-            manifest = distributed.broadcast_json(manifest, disk.world, sender)
+            manifest = distributed.broadcast(manifest, disk.world, sender)
             return Past(folder, manifest, damaged, sender, missing_on)
         damaged += [*missing_on.values()][:1]
     if damaged:
@@ -301,12 +301,12 @@ def best_weights(past: Past, world: World) -> dict[str, Tensor]:
         return _fault_of(lambda: tensors.update(weights.read(file)))
 
     mine = distributed.attempt(read if world.rank == past.sender else None, world)
-    if fault := distributed.broadcast_json(mine, world, past.sender):
+    if fault := distributed.broadcast(mine, world, past.sender):
         log.warning("%s; the best weights are lost: the next evaluation counts as the best", fault)
         past.manifest["state"]["best"] = None
     if fault or not past.missing_on:
         return {}
-    schema = distributed.broadcast_json(shards.schema(tensors), world, past.sender)
+    schema = distributed.broadcast(shards.schema(tensors), world, past.sender)
     tensors = tensors or shards.make_empty(schema)
     for tensor in tensors.values():
         distributed.broadcast_tensor(tensor, past.sender)

@@ -70,14 +70,14 @@ def find_disks(folder: Path, world: World) -> Disk:
 
     try:
         name = distributed.attempt(leave if world.local_rank == 0 else None, world)
-        first = folder / distributed.broadcast_json(name, world)
+        first = folder / distributed.broadcast(name, world)
         for wait_s in (0.0, PATIENCE_S):
             time.sleep(wait_s)
             if not distributed.all_reduce_max([not first.exists()], world)[0]:
                 return single_disk(world)
-        marks = distributed.gather_json(name, world)
+        marks = distributed.gather(name, world)
         seen = [rank for rank, name in enumerate(marks) if name and (folder / name).exists()]
-        firsts = distributed.gather_json(min(seen, default=world.rank), world)  # then all have looked
+        firsts = distributed.gather(min(seen, default=world.rank), world)  # then all have looked
     except OSError as error:
         raise UsageError(f"-out: {folder} cannot be written ({error})") from None
     finally:
