@@ -103,14 +103,13 @@ class Stop:
         """Vote now; all ranks must. Return whether they agree to stop."""
         step_s = (time.monotonic() - self.since) / max(1, self.ticks)
         request = self.request if self.is_requested() else None
-        mine = [request and dataclasses.astuple(request), step_s]
-        request, step_s = distributed.reduce_json(mine, _merge, self.world)
+        stop, step_s = distributed.all_reduce_max([request is not None, step_s], self.world)
         # Twice as many at most: a GPU that was just waited for takes the next steps' launches in no time.
         self.vote_at = max(1, min(MOST_STEPS, 2 * self.ticks, int(ASK_EVERY_S / max(step_s, 1e-9))))
         self.ticks, self.since = 0, time.monotonic()
-        if request:
-            self.agreed = Request(*request)
-        return bool(request)
+        if stop:
+            self.agreed = next(filter(None, distributed.gather(request, self.world)))
+        return bool(stop)
 
     @property
     def cause(self) -> Request:
@@ -155,11 +154,6 @@ class Stop:
                     log.info("signal %s: stopping after this step, or after -grace_s %g", name, self.grace_s)
                 elif number == signal.SIGINT and now - (self.signalled_at or now) > TWICE_S:
                     os._exit(ABORTED)
-
-
-def _merge(ours: list, theirs: list) -> list:
-    """Merge two votes: the request of the lower rank and the longer time of a step."""
-    return [ours[0] or theirs[0], max(ours[1], theirs[1])]
 
 
 def _forget_signals(pipe: socket.socket) -> None:

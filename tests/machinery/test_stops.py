@@ -144,7 +144,7 @@ def test_the_interval_between_votes_stays_short_on_a_gpu_whose_steps_are_queued(
     stop = new_stop(Path("nowhere"), World(size=2))
     monkeypatch.setattr(stop, "is_requested", lambda: bool(votes.append(clock[0])))
     monkeypatch.setattr(preemption.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(preemption.distributed, "reduce_json", lambda value, merge, world: value)
+    monkeypatch.setattr(preemption.distributed, "all_reduce_max", lambda values, world: values)
     for step in range(1, 400):
         clock[0] += 0.02
         queue.append(max([clock[0], *queue]) + 1.0)

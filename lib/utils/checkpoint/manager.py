@@ -121,7 +121,7 @@ class Checkpoints:
             return
         error = save.job.exception()
         fault = f"rank {self.world.rank}: {type(error).__name__}: {error}"
-        answers = distributed.gather_json({"error": fault} if error else save.job.result() or {}, self.world)
+        answers = distributed.gather({"error": fault} if error else save.job.result() or {}, self.world)
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:
             self._fail(save, errors[0])

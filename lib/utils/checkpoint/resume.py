@@ -116,7 +116,7 @@ def find_newest_good(path: Path, world: World, resets: Callable[[], bool] = lamb
         missing_on = {rank: fault for rank, fault in enumerate(faults) if fault}
         if good and not (missing_on and world.shares_disk):
             manifest = shards.read_manifest(path / name) if world.rank == good[0] else None
-            manifest = distributed.broadcast_json(manifest, world, good[0])
+            manifest = distributed.broadcast(manifest, world, good[0])
             return Past(path / name, manifest, damaged, good[0], missing_on)
         damaged += [*missing_on.values()][:1]
     if damaged:
@@ -302,7 +302,7 @@ def best_weights(past: Past, world: World) -> dict[str, Tensor]:
         past.manifest["state"]["best"] = None
     if fault or not past.missing_on:
         return {}
-    schema = distributed.broadcast_json(shards.schema(tensors), world, past.sender)
+    schema = distributed.broadcast(shards.schema(tensors), world, past.sender)
     tensors = tensors or shards.make_empty(schema)
     for tensor in tensors.values():
         distributed.broadcast_tensor(tensor, past.sender)

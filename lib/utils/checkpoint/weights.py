@@ -45,7 +45,7 @@ def not_finite(model: nn.Module, world: World) -> list[str]:
     finite = {name: torch.isfinite(shards.local_part(value)).all() for name, value in model.named_parameters()}
     good = torch.stack([*finite.values()]).tolist() if finite else []  # waits for the device once
     mine = [name for name, one in zip(finite, good, strict=True) if not one]
-    return distributed.reduce_json(sorted(mine), lambda ours, theirs: sorted({*ours, *theirs}), world)
+    return sorted(set().union(*distributed.gather(mine, world)))
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> None:

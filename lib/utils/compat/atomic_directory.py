@@ -78,7 +78,7 @@ class AtomicDirectory:
         return match[1] if match and path.is_dir() else None
 
     def _check_masters(self, strategy, is_master):
-        masters = sum(distributed.gather_json(bool(is_master), self.world))
+        masters = sum(distributed.gather(bool(is_master), self.world))
         if self.world.size > 1 and strategy != "async" and masters != 1:
             raise ValueError(f"is_master=True on {masters} of {self.world.size} ranks: exactly one is needed")
 

@@ -1,6 +1,7 @@
 """Figures of a run: sums over micro-batches and processes, the best evaluation, and metrics.jsonl."""
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -48,7 +49,7 @@ class Sums:
     def pending(self) -> dict[str, list[float]]:
         """Return the sums over all ranks before they are rounded, each as a few terms, and keep them."""
         mine = {name: _exact(terms) for name, terms in sorted(self._local.items())}
-        return distributed.reduce_json(mine, merge, distributed.current_world())
+        return functools.reduce(merge, distributed.gather(mine, distributed.current_world()))
 
     def add(self, sums: dict[str, list[float]]) -> None:
         """Add what `pending` returned."""
