@@ -56,11 +56,10 @@ def run(args: config.Args) -> int:
         watchdog.begin(distributed.rendezvous())
         world = stack.enter_context(distributed.join(args))
         runtime.configure_kernels(world, args.deterministic)
-        folder = run_folder.NoRunFolder()
         watchdog.begin(f"opening the run's folder in {args.out}, and its checkpoints")
-        if mode == "train":
-            folder = stack.enter_context(run_folder.acquire(args, world, distributed.job_id()))
-            world = folder.world
+        opened = run_folder.acquire(args, world, distributed.job_id()) if mode == "train" else None
+        folder = stack.enter_context(opened) if opened else run_folder.NoRunFolder(world)
+        world = folder.world
 
         start = resume.read_start(args, world)
         past = resume.find(args, world, start)
@@ -83,8 +82,7 @@ def run(args: config.Args) -> int:
 
         stack.enter_context(startup.enable_garbage_collector())
         about = {**runtime.describe(world), "classes": plan.data["classes"], **skipped}
-        config_yaml = config.to_yaml(args, about, resume.effective_flags(plan))
-        folder.begin(config_yaml, resume.start_facts(args, plan, past))
+        folder.begin(config.to_yaml(args, about, resume.effective_flags(plan)), resume.start_facts(args, plan, past))
         console.setup_logging(folder.path, world.rank)
         log.info("threads:     %d", threads)
         if loaded:

@@ -123,6 +123,9 @@ class NoRunFolder:
 
     path = None
 
+    def __init__(self, world: World):
+        self.world = world
+
     def begin(self, config: str, start: dict) -> None:
         """Do nothing."""
 
