@@ -42,7 +42,7 @@ class Logger:
         self.logged = metrics.truncate_lines(folder / "metrics.jsonl", start_step)
         self.metrics_file = files.open_regular(folder / "metrics.jsonl", "a", buffering=1)
         # TensorBoard drops what an earlier start has logged from purge_step on.
-        self.board: SummaryWriter | None = SummaryWriter(folder, purge_step=start_step + 1)
+        self.board: Any = SummaryWriter(folder, purge_step=start_step + 1)  # None once it cannot be written
         flags = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
         hparams = {name: value if type(value) in (int, float) else str(value) for name, value in flags.items()}
         # Without torch's list of flags and metrics, which holds for one run, TensorBoard shows those of all runs.
