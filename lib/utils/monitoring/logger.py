@@ -42,12 +42,11 @@ class Logger:
         self.logged = metrics.truncate_lines(folder / "metrics.jsonl", start_step)
         self.metrics_file = files.open_regular(folder / "metrics.jsonl", "a", buffering=1)
         # TensorBoard drops what an earlier start has logged from purge_step on.
-        board = SummaryWriter(folder, purge_step=start_step + 1)
-        self.board: SummaryWriter | None = board
+        self.board: Any = SummaryWriter(folder, purge_step=start_step + 1)  # None once it cannot be written
         flags = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
         hparams = {name: value if type(value) in (int, float) else str(value) for name, value in flags.items()}
         # Without torch's list of flags and metrics, which holds for one run, TensorBoard shows those of all runs.
-        board._get_file_writer().add_summary(summary.hparams(hparams, {})[1])
+        self.board.file_writer.add_summary(summary.hparams(hparams, {})[1])
         self.bar = console.progress_bar(total_steps, start_step)
         self.bar_on_stdout = not self.bar.disable and sys.stdout.isatty()  # whose readers see the bar, too
         self.tracker = self.server = None
