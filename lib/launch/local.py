@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import multiprocessing
 import os
 import resource
 import signal
@@ -13,7 +12,6 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Lock
@@ -76,30 +74,28 @@ def start_processes(args: Args, target: str, count: int) -> int:
     Like torchrun's agent, this process has the rendezvous store. Its port is open before the children start.
     Where it is safe they are forked, with torch imported already; else each imports it again.
     """
-    forked = fork_is_safe()
+    import torch.multiprocessing
+
+    method = "fork" if fork_is_safe() else "spawn"
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    if forked and others:  # a pool of a plugin's
-        forked = False
+    if method == "fork" and others:  # a pool of a plugin's
+        method = "spawn"
         text = f"threads run already ({', '.join(others[:4])}), which a fork would lose: each process imports anew"
         print(f"train.py: {text}", file=sys.stderr, flush=True)
-    context = multiprocessing.get_context("fork") if forked else multiprocessing.get_context("spawn")
-    if forked:
+    if method == "fork":
         importlib.import_module("torch._dynamo")  # takes a second, here once for all
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)  # no other machine can reach it
     os.register_at_fork(after_in_child=listener.close)  # else it would still accept connections after our end
-    children, print_lock, run_id = [], context.Lock(), uuid.uuid4().hex
-    with startup.enable_garbage_collector(), forward_signals(children) as forwarded:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there is a child to forward them to
-        for rank in range(count):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-            variables = environment.rank_variables(place, run_id, listener.getsockname())
-            process = context.Process(target=run_child, args=(variables, target, args, print_lock, os.getpid()))
-            process.start()
-            children.append(process)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        store = open_store(listener, count)
-        code = watch(children, forwarded, print_lock)
-        del store  # the children need it until here
+    print_lock = torch.multiprocessing.get_context(method).Lock()
+    arguments = (count, listener.getsockname(), uuid.uuid4().hex, target, args, print_lock)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there are children to forward them to
+    with startup.enable_garbage_collector():
+        started = torch.multiprocessing.start_processes(run_child, arguments, count, join=False, start_method=method)
+        with forward_signals(started.processes) as forwarded:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            store = open_store(listener, count)
+            code = watch(started.processes, forwarded, print_lock)
+            del store  # the children need it until here
     return code
 
 
@@ -116,34 +112,30 @@ def open_store(listener: socket.socket, size: int) -> object:
     return TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def run_child(variables: dict[str, str], target: str, args: Args, print_lock: Lock, parent: int) -> None:
-    """Run in a child: set its environment, run, print why it failed unless another one does."""
+def run_child(
+    rank: int, count: int, store: tuple[str, int], run_id: str, target: str, args: Args, print_lock: Lock
+) -> None:
+    """Run in a child, which ends with its parent. It prints why it failed, unless another one does."""
     signals.set_handlers(signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    os.environ.update(variables)
-    threading.Thread(target=exit_with_parent, args=[parent], daemon=True).start()
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    os.environ.update(environment.rank_variables(place, run_id, store))
     try:
-        code, why = call_target(target, args), ""
-    except UsageError as error:
-        code, why = USAGE, f"train.py: {printable(' '.join(str(error).split()))}"
+        code, failure = call_target(target, args), None
     except Exception as error:
-        code, why = FAILED, traceback.format_exc().rstrip()
-        if run_folder.is_lost_peer(error):
-            time.sleep(SHUTDOWN_S)  # another process has the reason, and prints it first
+        code, failure = USAGE if isinstance(error, UsageError) else FAILED, error
     signals.set_handlers(signal.SIG_IGN)  # a second signal would change the exit code
-    if not why:
+    if failure is None:
         sys.exit(code)
+    if run_folder.is_lost_peer(failure):
+        time.sleep(SHUTDOWN_S)  # another process has the reason, and prints it first
     if print_lock.acquire(block=False):
-        print(why, file=sys.stderr, flush=True)
+        if isinstance(failure, UsageError):
+            report_usage_error(failure)
+        else:
+            print("".join(traceback.format_exception(failure)).rstrip(), file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(code)  # what a failed run leaves behind may hang Python's own end, and the others wait for this one
-
-
-def exit_with_parent(parent: int) -> None:
-    """Stop this process when its parent is gone, as a signal to it would."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def call_target(target: str, args: Args) -> int:
@@ -154,61 +146,47 @@ def call_target(target: str, args: Args) -> int:
 
 
 def watch(children: list[BaseProcess], forwarded: list[int], print_lock: Lock) -> int:
-    """Wait for the children, by rank. Returns the run's exit code. The first failure ends the rest.
+    """Wait for the children, by rank, or for the first failure. Returns the run's exit code.
 
     `forwarded`: signals that they were sent. The child that takes `print_lock` prints why it failed.
     """
-    running, failure = children, None
-    while running and not failure:
-        # A child that ended before the wait, or whose own children live, wakes nobody: so a second at most.
-        connection.wait([child.sentinel for child in running], timeout=1.0)
-        running = [child for child in children if child.exitcode is None]
-        failure = first_failure(children, forwarded)
-    if not failure:
-        return max(child.exitcode or FINISHED for child in children)
+    codes = [child.exitcode for child in children]
+    while None in codes and failed_rank(codes) is None:
+        # A child whose own children live wakes nobody when it is killed: so a second at most.
+        connection.wait([child.sentinel for child in children if child.exitcode is None], timeout=1.0)
+        codes = [child.exitcode for child in children]
+    rank = failed_rank(codes)
+    if rank is None:
+        return max(code or FINISHED for code in codes)
     print_lock.acquire(block=False)  # a child that fails only now says nothing
-    terminate(children, SHUTDOWN_S)
-    if failure.code != USAGE:  # the child has printed what is wrong
-        print(f"train.py: {failure.message}", file=sys.stderr, flush=True)
-    return failure.code
+    until = time.monotonic() + SHUTDOWN_S
+    for child in children:  # they may end by themselves
+        child.join(max(0.0, until - time.monotonic()))
+    code, message = explain(rank, codes[rank] or FAILED, forwarded)
+    if code != USAGE:  # the child has printed what is wrong
+        print(f"train.py: {message}", file=sys.stderr, flush=True)
+    return code
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a run ends: its exit code, and what the terminal shows."""
-
-    code: int
-    message: str
+def failed_rank(codes: list[int | None]) -> int | None:
+    """Return the rank whose failure explains the others, None if there is none."""
+    failed = [rank for rank, code in enumerate(codes) if code not in (None, FINISHED, STOPPED)]
+    return min(failed, key=lambda rank: codes[rank] == -signal.SIGABRT, default=None)  # so ends one that lost a peer
 
 
-def first_failure(children: list[BaseProcess], forwarded: list[int]) -> Failure | None:
-    """Return the failure that explains the others, None if there is none."""
-    failed = [rank for rank, child in enumerate(children) if child.exitcode not in (None, FINISHED, STOPPED)]
-    if not failed:
-        return None
-    rank = min(failed, key=lambda rank: children[rank].exitcode == -signal.SIGABRT)  # so ends a rank that lost a peer
-    code = children[rank].exitcode or FAILED
+def explain(rank: int, code: int, forwarded: list[int]) -> tuple[int, str]:
+    """Return the run's exit code and what the terminal shows, from how a rank ended."""
     if code > 0:
-        return Failure(code, f"rank {rank} failed with exit code {code}; the others are ended")
+        return code, f"rank {rank} failed with exit code {code}; the others are ended"
     name = signal.Signals(-code).name
     if -code in forwarded:
-        return Failure(STOPPED, signals.OUTSIDE.format(name))
-    return Failure(FAILED, f"rank {rank} was killed by {name}; the others are ended")
-
-
-def terminate(children: list[BaseProcess], seconds: float) -> None:
-    """Give children that still run some seconds to end by themselves, then kill them."""
-    until = time.monotonic() + seconds
-    for child in children:
-        child.join(max(0.0, until - time.monotonic()))
-    for child in children:
-        child.kill()
-        child.join()
+        return STOPPED, signals.OUTSIDE.format(name)
+    return FAILED, f"rank {rank} was killed by {name}; the others are ended"
 
 
 @contextlib.contextmanager
 def forward_signals(children: list[BaseProcess]) -> Iterator[list[int]]:
-    """Forward signals to the children while the block runs, and end them after it. Yields a list of what came."""
+    """Forward signals to the children while the block runs, and kill them after it. Yields a list of what came."""
     forwarded = []
 
     def forward(number: int, frame: object) -> None:
@@ -224,7 +202,9 @@ def forward_signals(children: list[BaseProcess]) -> Iterator[list[int]]:
         try:
             yield forwarded
         finally:
-            terminate(children, 0.0)
+            for child in children:
+                child.kill()
+                child.join()
 
 
 def report_usage_error(error: UsageError) -> int:

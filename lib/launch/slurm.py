@@ -1,6 +1,7 @@
-"""Submits the run to Slurm with Submitit: one task per GPU, or with -cpu N, N tasks per node.
+"""Submits the run to Slurm: one task per GPU, or with -cpu N, N tasks per node. The job then runs slurm_task.py.
 
-The job then runs slurm_task.py.
+The batch script is written here, in 20 lines: Submitit's public API shows none (-slurm_dry), passes no exit code on,
+and requeues by rules of its own.
 """
 
 import os
@@ -70,37 +71,38 @@ def sbatch(script: str, *options: str) -> subprocess.CompletedProcess:
 
 def batch_script(args: Args, folder: Path, code: Path) -> str:
     """Return the batch script: what the job asks for, and what its shell does before, with and after the tasks."""
-    from submitit.slurm import slurm  # its executor would refuse to write a script where there is no Slurm
-
-    python = f"{shlex.quote(sys.executable)} -u -m lib.launch.slurm_task"
     cpus = args.slurm_cpus or (8 if args.workers is None else args.workers) + 2
-    others = (option.partition("=") for option in args.slurm_arg)
-    return slurm._make_sbatch_string(
-        command=f"{python} task",
-        folder=folder,
-        job_name=args.model,
-        nodes=args.slurm_nnodes,
-        nodelist=args.slurm_nodelist,
-        ntasks_per_node=args.cpu or args.slurm_ngpus,
-        cpus_per_task=cpus,
-        gpus_per_node=None if args.cpu else args.slurm_ngpus,
-        time=args.slurm_timeout,  # pyright: ignore[reportArgumentType]  # None: the partition's
-        partition=args.slurm_partition,
-        signal_delay_s=args.slurm_signal_s,
-        stderr_to_stdout=True,
-        additional_parameters={
-            "requeue": True,
-            "chdir": str(code),
-            **{key: value if equals else True for key, equals, value in others},
-        },
-        setup=[
-            "trap : TERM",  # the shell must outlive the signal that stops its tasks
-            f"export PYTHONPATH={shlex.quote(f'{code}:{ROOT}')}${{PYTHONPATH:+:$PYTHONPATH}}",
-        ],
+    options = {
+        "job-name": args.model,
+        "output": f"{folder}/%j_0_log.out",
+        "open-mode": "append",
+        "chdir": code,
+        "nodes": args.slurm_nnodes,
+        "nodelist": args.slurm_nodelist,
+        "ntasks-per-node": args.cpu or args.slurm_ngpus,
+        "cpus-per-task": cpus,
+        "gpus-per-node": None if args.cpu else args.slurm_ngpus,
+        "time": args.slurm_timeout,
+        "partition": args.slurm_partition,
+        "signal": f"USR2@{args.slurm_signal_s}",
+    }
+    given = [f"{name}={value}" for name, value in options.items() if value is not None] + ["requeue", *args.slurm_arg]
+    asked = [
+        f"#SBATCH --{name}{equals}{value and shlex.quote(value)}"
+        for name, equals, value in (one.partition("=") for one in given)
+    ]
+    python = f"{shlex.quote(sys.executable)} -u -m lib.launch.slurm_task"
+    logs = shlex.quote(f"{folder}/%j_%t_log.out")
+    lines = [
+        "#!/bin/bash",
+        *asked,
+        "trap : TERM  # this shell must outlive the signal that stops its tasks",
+        f"export PYTHONPATH={shlex.quote(f'{code}:{ROOT}')}${{PYTHONPATH:+:$PYTHONPATH}}",
         # srun does not inherit --cpus-per-task since Slurm 22.05.
-        srun_args=["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}"],
-        teardown=[f"exec {python} after {shlex.quote(str(folder))}/$SLURM_JOB_ID.json $?"],
-    )
+        f"srun --unbuffered --kill-on-bad-exit=1 --cpus-per-task={cpus} --output={logs} {python} task",
+        f"exec {python} after {shlex.quote(str(folder))}/$SLURM_JOB_ID.json $?",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def copy_code(target: Path) -> None:

@@ -23,36 +23,35 @@ PORTS = range(10_000, 30_000)  # below those that the system hands out
 
 def main(command: str, *arguments: str) -> int:
     """Run `task`, a process of a submitted job, or `after HISTORY CODE`, the end of a job."""
-    if command == "task":
-        return task()
-    history, code = arguments
-    return requeue.finish_job(Path(history), int(code))
+    if command == "after":
+        return requeue.finish_job(Path(arguments[0]), int(arguments[1]))
+    try:
+        code = task()
+    except UsageError as error:
+        return local.report_usage_error(error)
+    return FINISHED if code == STOPPED else code  # so that the job's shell continues
 
 
 def task() -> int:
-    """Run a process of a submitted job. A stopped run exits with 0, so that the job's shell continues.
-
-    Signals wait until the training handles them.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    """Run a process of a submitted job. Returns the exit code."""
     args, target, where = pickle.loads(Path(PICKLE).read_bytes())
     os.chdir(where)
     signals.set_handlers(lambda *_: None)  # they end nothing; `requeue.finish_job` asks Slurm for their reason
-    if not is_training(args):  # nothing is to be saved
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if is_training(args):
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the training handles them
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is to be saved
     os.environ[requeue.HISTORY] = str(history_file(args))
     if os.environ["SLURM_PROCID"] == "0":
         record_start(args)
-    code = run_task(args, target)
-    return FINISHED if code == STOPPED else code
+    return run_task(args, target)
 
 
 def record_start(args: Args) -> Path:
     """Record a start of this job, if it trains. Returns the path of the job's history."""
     history = history_file(args)
-    history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if is_training(args):
+        history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         requeue.record_start(history, run_folder.path_of(args))
     return history
 
@@ -80,21 +79,18 @@ def run_task(args: Args, target: str) -> int:
     environ = os.environ
     environment.check_variables(environment.TASK)
     rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
+    place = {"RANK": rank, "LOCAL_RANK": int(environ["SLURM_LOCALID"]), "WORLD_SIZE": size}
+    place["LOCAL_WORLD_SIZE"] = len(environ["SLURM_GTIDS"].split(","))
     environment.export(args.cache_dir, args.debug_dist)
-    try:
-        host, port = rendezvous_address()
-        store = None
-        if rank == 0:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            store = local.open_store(socket.create_server((host, port), family=family, backlog=1024), size)
-        place = {"RANK": rank, "LOCAL_RANK": int(environ["SLURM_LOCALID"]), "WORLD_SIZE": size}
-        place["LOCAL_WORLD_SIZE"] = len(environ["SLURM_GTIDS"].split(","))
-        run_id = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
-        environ.update(environment.rank_variables(place, run_id, (host, port)))
-        code = local.call_target(target, args)
-    except UsageError as error:
-        return local.report_usage_error(error)
-    del store  # the others need it until here
+    host, port = rendezvous_address()
+    run_id = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+    environ.update(environment.rank_variables(place, run_id, (host, port)))
+    store = None
+    if rank == 0:  # the others need it until the end
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        store = local.open_store(socket.create_server((host, port), family=family, backlog=1024), size)
+    code = local.call_target(target, args)
+    del store
     return FINISHED if code == STOPPED and rank else code
 
 
@@ -109,11 +105,12 @@ def rendezvous_address() -> tuple[str, int]:
 
     The port follows from the ids of the job, the step and the start, so that jobs on one node have different ones.
     """
-    from submitit.slurm.slurm import _parse_node_list  # scontrol may be missing, as in a container
+    from submitit.slurm.slurm import SlurmJobEnvironment
 
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
     port = PORTS[(job + 97 * step + 997 * requeue.restart_count()) % len(PORTS)]
-    names = [environment.infiniband_name(name) for name in _parse_node_list(os.environ["SLURM_STEP_NODELIST"])]
+    with environment.override({"SLURM_JOB_NODELIST": os.environ["SLURM_STEP_NODELIST"]}):  # the job may have more
+        names = [environment.infiniband_name(name) for name in SlurmJobEnvironment().hostnames]
     if len(names) == 1:
         return "127.0.0.1", port
     if os.environ["SLURM_NODEID"] == "0":  # its own name may mean an address that others cannot reach

@@ -80,9 +80,8 @@ def require_package(name: str, group: str) -> pytest.MarkDecorator:
 
 def copy_of_the_code(folder: Path) -> Path:
     """A copy of the repository, with a dataset called slow."""
-    shutil.copytree(ROOT / "lib", folder / "lib", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "scripts" / "slurm", folder / "scripts" / "slurm")
-    shutil.copy(ROOT / "scripts" / "agent.py", folder / "scripts")
+    for part in ("lib", "scripts"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "data", folder / "data")
     shutil.copy(ROOT / "train.py", folder)
     (folder / "lib" / "dataset" / "slow.py").write_text(SLOW)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import types
 from multiprocessing import connection
 from pathlib import Path
 
@@ -133,24 +132,17 @@ def test_a_killed_rank_is_reported_with_its_signal(start, name, rank):
     run.wait_until_gone(SOON_S)
 
 
-def failure(*codes, passed=()) -> local.Failure | None:
-    """The failure that explains these exit codes of the children."""
-    return local.first_failure([types.SimpleNamespace(exitcode=code) for code in codes], passed)
-
-
 def test_an_abort_that_follows_another_ranks_failure_does_not_hide_it():
     """torch aborts when it loses a peer."""
-    assert failure(-signal.SIGABRT, 1) == local.Failure(
-        FAILED, "rank 1 failed with exit code 1; the others are ended"
-    )
-    killed = local.Failure(FAILED, "rank 1 was killed by SIGABRT; the others are ended")
-    assert failure(None, -signal.SIGABRT) == killed
-    assert failure(None, 75, 0) is None
+    assert local.failed_rank([-signal.SIGABRT, 1]) == 1
+    assert local.failed_rank([None, -signal.SIGABRT]) == 1
+    assert local.failed_rank([None, 75, 0]) is None
+    assert local.explain(1, 1, []) == (FAILED, "rank 1 failed with exit code 1; the others are ended")
 
 
 def test_a_rank_that_a_signal_ends_before_its_handler_is_installed_is_no_failure():
-    assert failure(-signal.SIGTERM, passed=[signal.SIGTERM]).code == STOPPED
-    assert failure(-signal.SIGTERM).code == FAILED
+    assert local.explain(0, -signal.SIGTERM, [signal.SIGTERM])[0] == STOPPED
+    assert local.explain(0, -signal.SIGTERM, [])[0] == FAILED
 
 
 def test_a_rank_that_lost_its_peer_lets_the_peer_report_its_error(monkeypatch, tmp_path):
@@ -170,7 +162,7 @@ def test_a_rank_that_lost_its_peer_lets_the_peer_report_its_error(monkeypatch, t
         (ValueError("a broken sample"), 0.3),
     ]
     processes = [
-        context.Process(target=local.run_child, args=({"RANK": str(rank)}, "train:run", error, first, os.getpid()))
+        context.Process(target=local.run_child, args=(rank, 2, ("127.0.0.1", 1), "run", "train:run", error, first))
         for rank, error in enumerate(errors)
     ]
     for process in processes:
@@ -246,7 +238,7 @@ def test_all_workers_end_after_their_parent_is_killed(start, uninterrupted):
     run.wait_for_notes(2)
     os.kill(run.pid, signal.SIGKILL)
     logs = run.folder / "logs"  # wait for the signal: a fast run would end before it checks for its parent
-    until(lambda: any("signal SIGTERM: stopping" in log.read_text() for log in logs.glob("rank_*.log")))
+    until(lambda: any("signal SIGINT: stopping" in log.read_text() for log in logs.glob("rank_*.log")))
     run.release()
     run.wait_until_gone(SOON_S)
     assert run.outcome()["state"] == "stopped", "it saved what it could"

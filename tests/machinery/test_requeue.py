@@ -17,26 +17,24 @@ from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, STOPPED, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
-START = {"restart": 0, "checkpoint": "000002_step_20", "outcome": "1-1"}
+START = {"restart": 0, "checkpoint": "000002_step_20", "outcome": 1, "in_vain": False}
 RUNNING = {"JobState": "RUNNING", "StartTime": "2026-11-21T03:22:53", "PreemptTime": "None"}
 PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T03:22:56"}
 
 
-def verdict_for(state="stopped", *, job=RUNNING, gained=True, done=(), refused=None, **facts):
-    """Why a job is requeued, and why not. state: None if there is no outcome.json; `facts`: further entries of it."""
-    start = {**START, "refused": refused} if refused else START
-    starts = [{**START, "restart": -1, "requeued": why} for why in done] + [start]
+def verdict_for(state="stopped", *, job=RUNNING, gained=True, in_vain=False, refused=None, **facts):
+    """Whether a job is requeued, and why. state: None if there is no outcome.json; `facts`: further entries of it."""
+    start = {**START, "in_vain": in_vain, **({"refused": refused} if refused else {})}
     outcome = {"state": state, "reason": "a sentence", **facts} if state else {}
-    checkpoint = "000003_step_30" if gained else START["checkpoint"]
-    return requeue.verdict(starts, outcome, checkpoint, job)
+    return requeue.verdict(start, outcome, gained, job)
 
 
 def test_a_preemption_is_distinguished_from_a_cancellation():
-    assert verdict_for(job=PREEMPTED) == ("preempted", "")
-    assert verdict_for(job={**PREEMPTED, "JobState": "SIGNALING"}) == ("preempted", ""), (
+    assert verdict_for(job=PREEMPTED) == (True, "preempted")
+    assert verdict_for(job={**PREEMPTED, "JobState": "SIGNALING"}) == (True, "preempted"), (
         "while another signal is sent"
     )
-    assert verdict_for(job=PREEMPTED, gained=False, done=["preempted"] * 9) == ("preempted", "")
+    assert verdict_for(job=PREEMPTED, gained=False, in_vain=True) == (True, "preempted")
     assert "asked to stop" in verdict_for(signal="SIGTERM")[1]
     for state in ("CANCELLED", "COMPLETING"):
         for why in ("SIGTERM", "SIGUSR2"):
@@ -49,34 +47,27 @@ def test_a_preemption_is_distinguished_from_a_cancellation():
 def test_a_preempted_run_that_could_not_save_in_time_is_requeued():
     """Its outcome.json says that it runs, or that a process lost its peer, or does not exist yet."""
     for state in ("running", "failed", None):
-        verdict = verdict_for(state, lost_peer=True, job=PREEMPTED, gained=False, done=["preempted"] * 9)
-        assert verdict == ("preempted", "")
+        verdict = verdict_for(state, lost_peer=True, job=PREEMPTED, gained=False, in_vain=True)
+        assert verdict == (True, "preempted")
     assert "the run failed" in verdict_for("failed", job=PREEMPTED)[1]
     assert "was refused" in verdict_for(None, refused="-epochs 0", job=PREEMPTED)[1]
 
 
-def test_time_limits_are_requeued_while_the_run_makes_progress():
-    assert verdict_for(signal="SIGUSR2") == ("time limit", "")
-    assert verdict_for(signal="SIGUSR2", job={}) == ("time limit", "")
-    assert verdict_for(signal="SIGUSR2", done=["time limit", "preempted", "a process was lost"])[0]
-    assert verdict_for(signal="SIGUSR2", done=["time limit"] * 30)[0]
-
-
-def test_a_lost_process_is_requeued_and_a_failure_is_not():
-    assert verdict_for("failed", lost_peer=True)[0] == verdict_for("running")[0] == "a process was lost"
-    assert "the run failed (rank 1: no)" in verdict_for("failed", reason="rank 1: no", lost_peer=False)[1]
-    assert verdict_for("finished") == ("", "")
+def test_time_limits_and_lost_processes_are_requeued_and_failures_are_not():
+    assert verdict_for(signal="SIGUSR2") == verdict_for(signal="SIGUSR2", job={}) == (True, "time limit")
+    assert verdict_for("failed", lost_peer=True) == verdict_for("running") == (True, "a process was lost")
+    assert verdict_for("failed", reason="rank 1: no", lost_peer=False) == (False, "the run failed (rank 1: no)")
+    assert verdict_for("finished") == (False, "the run is finished")
 
 
 def test_a_second_start_in_a_row_without_progress_is_the_last():
-    """One start without progress may be due to a bad node. Preemptions do not count."""
+    """One start without progress may be due to a bad node."""
     for why, facts in (("time limit", {"state": "stopped", "signal": "SIGUSR2"}), ("a process was lost", {})):
-        facts = {"state": "running", **facts, "gained": False}
-        assert verdict_for(**facts) == (why, "")
-        assert verdict_for(**facts, done=["preempted"]) == (why, "")
-        assert verdict_for(**facts, done=[why]) == ("", f"{why}, and two starts in a row gained nothing")
-        assert verdict_for(**{**facts, "gained": True}, done=[why]) == (why, "")
-    assert "gained nothing" in verdict_for(None, gained=True, done=["time limit"])[1], "the save was of another job"
+        facts = {"state": "running", **facts}
+        assert verdict_for(**facts, gained=False) == (True, why)
+        assert verdict_for(**facts, gained=True, in_vain=True) == (True, why)
+        wanted = (False, f"{why}, and two starts in a row gained nothing")
+        assert verdict_for(**facts, gained=False, in_vain=True) == wanted
 
 
 def test_the_fields_of_outcome_json_decide_and_not_the_text_of_its_reason():
@@ -104,7 +95,7 @@ def test_errors_that_mean_a_lost_peer_are_recognized(error, lost):
     assert run_folder.is_lost_peer(error) == lost
 
 
-def test_a_refused_start_ignores_the_outcome_of_other_starts(stopped, monkeypatch, capsys):
+def test_a_refused_start_is_not_requeued_whatever_the_outcome_of_other_starts(stopped, monkeypatch, capsys):
     """A second job for a run that is in use and saves; and one with a changed flag after a stopped start."""
     fake_scontrol(stopped.parent, "JobState=RUNNING PreemptTime=None")
     monkeypatch.setenv(requeue.HISTORY, str(stopped))
@@ -114,13 +105,8 @@ def test_a_refused_start_ignores_the_outcome_of_other_starts(stopped, monkeypatc
     for other in ({"state": "running"}, {"state": "stopped", "signal": "SIGUSR2"}, {"state": "finished"}):
         write_outcome(run, "11.0", {**other})
         assert requeue.finish_job(stopped, 1) == 2
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    write_outcome(run, "12.0", {"state": "stopped", "signal": "SIGUSR2"})
-    requeue.record_start(stopped, run)
-    local.report_usage_error(UsageError("-epochs 3"))
-    assert requeue.finish_job(stopped, 2) == 2, "the outcome is of the start before"
     assert "requeue" not in (stopped.parent / "calls").read_text()
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     requeue.record_start(stopped, run)
     assert requeue.finish_job(stopped, 137) == 0, "a process was lost"
     assert (stopped.parent / "calls").read_text().splitlines()[-1] == "requeue 12"
@@ -171,7 +157,6 @@ def test_without_scontrol_the_job_exits_with_75_and_prints_the_command_to_requeu
     code = [sys.executable, "-m", "lib.launch.slurm_task", "after", str(stopped), "0"]
     run = subprocess.run(code, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert run.returncode == 75 and "type: scontrol requeue 12" in run.stdout
-    assert "requeued" not in json.loads(stopped.read_text())["starts"][-1]
 
 
 def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
@@ -184,16 +169,22 @@ def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(count))
         requeue.record_start(stopped, stopped.parent / "run")
         assert requeue.finish_job(stopped, 137) == code, "no progress in the second start either"
-    done = [start.get("requeued") for start in json.loads(stopped.read_text())["starts"]]
-    assert done == ["time limit", "a process was lost", None]
     write_outcome(stopped.parent / "run", "12.0", {"state": "finished"})
     assert requeue.finish_job(stopped, 137) == 0
+
+
+def test_preemptions_do_not_count_as_starts_that_gained_nothing(stopped, monkeypatch):
+    fake_scontrol(stopped.parent, "JobState=RUNNING StartTime=2026-11-21T03:22:53 PreemptTime=2026-11-21T03:22:56")
+    for count in (1, 2, 3):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(count))
+        requeue.record_start(stopped, stopped.parent / "run")
+        assert requeue.finish_job(stopped, 137) == 0
 
 
 def test_a_job_that_trains_twice_in_one_start_records_the_second_run(stopped):
     """As one whose script has two commands: the first run's checkpoints are no progress of the second."""
     requeue.record_start(stopped, stopped.parent / "run")
-    [start] = json.loads(stopped.read_text())["starts"]
+    start = json.loads(stopped.read_text())
     assert start["restart"] == 0 and start["checkpoint"] == "000001_step_9"
 
 
