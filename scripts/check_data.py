@@ -17,7 +17,7 @@ from lib.utils.checkpoint.resume import Past
 from lib.utils.data import loader
 from lib.utils.data.options import MapDataset
 from lib.utils.distributed import World
-from lib.utils.errors import FAILED, FINISHED, UsageError, no_exit
+from lib.utils.errors import FAILED, FINISHED, UsageError, no_exit, printable
 
 if TYPE_CHECKING:
     from lib.config import Args
@@ -32,7 +32,7 @@ def check(args: "Args") -> int:
     splits = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
     faults = find_faults(splits, World())
     for _, text in faults.values():
-        print(text)
+        print(printable(text))
     total = sum(map(len, splits.values()))
     advice = "; fix or remove them, or leave them out with -skip_bad_files" if faults else ""
     print(f"-check_data: {len(faults)} of {total:,} samples cannot be read{advice}")

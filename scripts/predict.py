@@ -130,6 +130,9 @@ def prepare(transform: Callable, one: Path | str) -> Tensor:
             raise UsageError("an empty text has no next byte")
         return transform(text)
     except (AttributeError, TypeError) as error:
+        if isinstance(one, Path) and not is_image(one):
+            endings = " ".join(IMG_EXTENSIONS)
+            raise UsageError(f"a file {one.suffix or 'without an ending'} is not read (read are {endings})") from None
         kind = "images" if is_image(one) else "texts"
         raise UsageError(f"the dataset of this run takes no {kind} ({error})") from None
 

@@ -27,7 +27,7 @@ text = matching(r"[^\x00-\x1f\x7f\ud800-\udfff]+", "a line of text in UTF-8")
 
 def path(value: str) -> str:
     """Return a path with ~ and $NAME replaced, as a shell does on the command line but not in a file, or behind =."""
-    found = os.path.expanduser(os.path.expandvars(text(value)))  # noqa: PTH111  # the rest of the text stays as it is
+    found = text(os.path.expanduser(os.path.expandvars(value)))  # noqa: PTH111  # the rest stays as it is
     if unknown := re.match(r"~[^/]*|.*?(\$\w+|\$\{\w+\})", found):
         raise argparse.ArgumentTypeError(f"{value!r}: {unknown[1] or unknown[0]} is no variable and no home here")
     return found

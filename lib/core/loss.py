@@ -150,9 +150,11 @@ class CrossEntropy(nn.CrossEntropyLoss):
         self._check_shapes(outputs, targets)
         if targets.is_floating_point():
             self.found_odd |= (targets.min() < 0) | ((targets.sum(1) - 1).abs().max() > 0.01)
-            return self._mean(outputs, targets)
+            return self._sum(outputs, targets) / max(1, targets[:, 0].numel())
+        targets = targets.long()
         try:
-            return self._mean(outputs, targets.long())
+            # A batch of which all targets are ignored has the loss 0.
+            return self._sum(outputs, targets) / (targets != self.ignore_index).sum().clamp_min(1)
         except IndexError:  # on a GPU the kernel stops the process, see RunFolder.fail
             found, count = f"the labels of a batch are {targets.min()} to {targets.max()}", outputs.shape[1]
             wanted = f"labels are 0 to {count - 1} for {count} outputs (-num_classes)"
@@ -169,13 +171,9 @@ class CrossEntropy(nn.CrossEntropyLoss):
                 "regression: -loss mse"
             )
 
-    def _mean(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if self.weight is None:
-            return super().forward(outputs, targets)
-        weight, smoothing = self.weight, self.label_smoothing
-        total = functional.cross_entropy(outputs, targets, weight, reduction="sum", label_smoothing=smoothing)
-        rows = targets[:, 0].numel() if targets.is_floating_point() else (targets != self.ignore_index).sum()
-        return total / rows
+    def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
+        return functional.cross_entropy(outputs, targets, self.weight, reduction="sum", **options)
 
 
 def _classes_last(outputs: Tensor, targets: Tensor) -> bool:
@@ -220,6 +218,7 @@ def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = F
         return sums
     if not isinstance(criterion, CrossEntropy) or targets.is_floating_point() or not _classes_last(outputs, targets):
         return {}
+    targets = targets.long()
     if targets.ndim == 1:
         if outputs.shape[1] == 1:  # one number a sample, as of a binary loss: its largest says nothing
             return {}
@@ -227,8 +226,7 @@ def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = F
         if outputs.shape[1] > 10:
             sums["top5"] = (outputs.topk(5).indices == targets[:, None]).sum()
         return sums
-    ignored = criterion.ignore_index
-    nats = functional.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten().long(), ignore_index=ignored)
+    nats = CrossEntropy(ignore_index=criterion.ignore_index)(outputs.float(), targets)
     return {"bits_per_token": nats * (len(targets) / math.log(2))}
 
 

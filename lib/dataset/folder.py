@@ -122,7 +122,7 @@ def _images(args, part: str, names: list[str], others: Counter) -> Images:
             raise UsageError(f"-data {args.data}: no image in {folder}/{name}{hint}")
         files += [(file, names.index(name)) for file in found]
         others.update(rest)
-    loose = (one for one in folder.iterdir() if one.is_file() and not is_debris(one.name))
+    loose = (one for one in folder.iterdir() if not one.is_dir() and not is_debris(one.name))
     others.update("outside the class folders" for _ in loose)
     return Images(files, names, args, drawn=part == "train" and args.augment)
 

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from lib.utils import seeding
 from lib.utils.errors import UsageError
+from lib.utils.files import is_debris
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # of Python's own library
 CHECKED = 1 << 22  # tokens of a file that are looked at before training; each batch is checked, too
@@ -137,10 +138,12 @@ def read_meta(data: str) -> dict | None:
         meta = json.loads((Path(data) / "meta.json").read_text())
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (OSError, ValueError, RecursionError):
         return {}
-    known_type = isinstance(meta, dict) and meta.get("type", "uint16") in ("uint16", "uint32")
-    return meta if known_type and isinstance(meta.get("vocabulary"), int) else {}
+    if not isinstance(meta, dict) or meta.get("type", "uint16") not in ("uint16", "uint32"):
+        return {}
+    counts = [meta.get("vocabulary"), *(meta.get(split, 1) for split in ("train", "val", "test"))]
+    return meta if all(type(one) is int and 0 < one < 1 << 48 for one in counts) else {}
 
 
 def open_tokens(file: Path, vocabulary: int, meta: dict) -> np.ndarray:
@@ -158,6 +161,8 @@ def open_tokens(file: Path, vocabulary: int, meta: dict) -> np.ndarray:
     begin = np.array(tokens[:CHECKED])
     if begin.tobytes().startswith(HEADERS):
         raise UsageError(f"{file} begins with the header of another format; {hint}")
+    if (text := begin.tobytes()).isascii() and b"\0" not in text and len(text) >= 64:
+        raise UsageError(f"{file} is a text, or holds tokens of one byte; {hint}")
     if "type" not in meta and is_wider(begin):
         raise UsageError(f"{file} looks like a wider type than {kind}, as int32, int64 or floats; {hint}")
     if begin.max() >= vocabulary:
@@ -169,7 +174,7 @@ def is_wider(tokens: np.ndarray) -> bool:
     """Return whether every second or fourth token is 0, and others are not: parts of wider numbers."""
     rows = tokens[: len(tokens) // 4 * 4].reshape(-1, 4)
     used = rows.any(axis=0)
-    return len(rows) >= 64 and bool(used.any() and not used.all())
+    return len(rows) >= 16 and bool(used.any() and not used.all())
 
 
 def read_text(data: str) -> np.ndarray:
@@ -177,12 +182,13 @@ def read_text(data: str) -> np.ndarray:
     root = Path(data)
     library, files = data == sysconfig.get_path("stdlib"), [root] if root.is_file() else []
     for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name[0] != "." and not (library and name in LEFT_OUT)]
-        files += [Path(folder, name) for name in names if name[0] != "." and name.endswith(".py" if library else "")]
+        inner[:] = [name for name in inner if not (is_debris(name) or (library and name in LEFT_OUT))]
+        files += [Path(folder, name) for name in names if not is_debris(name)]
     if not files:
         raise UsageError(f"-data {data}: neither train.bin nor a text there; scripts/make_tokens.py makes train.bin")
+    files = [file for file in files if file.suffix == ".py" or not library]
     for file in files:
-        if not file.is_file() or file.suffix in (".bin", ".npy", ".npz"):
+        if not file.is_file() or file.suffix.lower() in (".bin", ".npy", ".npz"):
             raise UsageError(f"{file} is no text: -data is a text, or a folder of texts, or of train.bin and val.bin")
     if root.is_file():
         return np.memmap(root, np.uint8, "r") if root.stat().st_size else np.empty(0, np.uint8)

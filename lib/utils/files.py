@@ -9,7 +9,8 @@ from typing import Any
 UNFIT = (errno.ELOOP, errno.ENXIO, errno.EMLINK, errno.EFBIG)  # errors of these functions
 DEBRIS = {  # of systems, disk stations and archives, in lower case; names that begin with a dot are left out anyway
     *("__macosx", "__pycache__", "thumbs.db", "desktop.ini", "$recycle.bin", "system volume information"),
-    *("lost+found", "@eadir", "@tmp", "#recycle", "@recycle", "#snapshot", "@synoresource"),
+    *("lost+found", "@eadir", "@tmp", "#recycle", "@recycle", "#snapshot", "@synoresource", "@synoeastream"),
+    *("recycler", "found.000", "network trash folder", "temporary items", "icon\r"),
 }
 
 
@@ -44,4 +45,4 @@ def read_bytes(path: Path, *, most: int = 1 << 26, follow: bool = False) -> byte
 
 def is_debris(name: str) -> bool:
     """Return whether a file or folder of this name is hidden, or made by a system that nobody asked to."""
-    return name.startswith(".") or name.lower() in DEBRIS
+    return name.startswith((".", "~$")) or name.lower() in DEBRIS

@@ -243,3 +243,28 @@ def test_other_data_before_the_first_save_are_said_and_taken(killed, tmp_path):
     with plugins(dataset={"odd": other_labels}):
         run(tmp_path, ODD)
     assert "changed since the run began: train digest was" in log_of(folder)
+
+
+class Graph:
+    """A sample of a library of its own, with a way back to itself."""
+
+    def __init__(self, value):
+        self.names, self.edges, self.whole = {"a", "b", "c"}, torch.tensor(value), self
+
+
+class Graphs(torch.utils.data.Dataset):
+    """Samples that are objects, or sets."""
+
+    def __init__(self, value, form):
+        self.value, self.form = value, form
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return self.form(self.value + index)
+
+
+@pytest.mark.parametrize("form", [Graph, lambda value: {f"{value}", "b"}], ids=["object", "set"])
+def test_objects_and_sets_are_known_by_what_they_hold(form):
+    assert describe(Graphs(1, form)) == describe(Graphs(1, form)) != describe(Graphs(2, form))

@@ -1,6 +1,7 @@
 """Photos as phones and people make them: turned, in 16 bits, next to debris, damaged, on a failing disk."""
 
 import errno
+import os
 import unicodedata
 from pathlib import Path
 
@@ -291,3 +292,23 @@ def test_skipped_files_are_kept_with_the_run_and_all_starts_and_ranks_agree(dama
     run(tmp_path / "out", f"{flags.replace('-skip_bad_files ', '')} -cpu 1", wanted=2)
     run(tmp_path / "out", f"{flags} -cpu 1 -reset")
     assert skipped() == names[1:]
+
+
+def test_links_to_folders_are_counted_and_not_followed(tmp_path):
+    tiny_data.make_folder(tmp_path)
+    before = len(dataset(tmp_path)["train"])
+    (tmp_path / "train" / "ant" / "loop").symlink_to(tmp_path / "train")
+    (tmp_path / "train" / "bee" / "loop").symlink_to("..")
+    (tmp_path / "train" / "gone").symlink_to(tmp_path / "nowhere")
+    train = dataset(tmp_path)["train"]
+    assert len(train) == before
+    assert "2 link to a folder" in train.log_lines[0] and "1 outside the class folders" in train.log_lines[0]
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("nothing"), os.mkfifo], ids=["link", "pipe"])
+def test_a_link_to_nothing_and_a_pipe_are_bad_files(tmp_path, make, capsys):
+    tiny_data.make_folder(tmp_path)
+    make(tmp_path / "train" / "ant" / "\x1b[31mx.jpg")
+    assert check_data.check(config.parse_args([*FLAGS.split(), "-data", str(tmp_path)])) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "\\x1b[31mx.jpg: not a readable image" in lines[0] and lines[-1].startswith("-check_data: 1 of ")

@@ -170,3 +170,35 @@ def test_only_plans_with_a_sample_alone_are_looked_at():
         assert plan.least == wanted
         assert bool(model[2]._forward_pre_hooks) == (wanted == 1)
         model.eval()(torch.randn(1, 64))
+
+
+@pytest.mark.parametrize("ignored", [0, 255])
+def test_labels_are_ignored_also_with_class_weights(ignored):
+    labels = torch.arange(60) % 4
+    labels[::5] = ignored
+    outputs, kept, flags = ROWS[:, :4], labels != ignored, f"-num_classes 4 -ignore_index {ignored}"
+    equal = criterion(f"{flags} -class_weights 1,1,1,1")
+    assert equal(outputs, labels).item() == pytest.approx(criterion(flags)(outputs, labels).item())
+    truth = functional.cross_entropy(outputs[kept], labels[kept], torch.tensor([1.0, 2, 3, 4]), reduction="none")
+    heavier = criterion(f"{flags} -class_weights 1,2,3,4")
+    assert heavier(outputs, labels).item() == pytest.approx(truth.mean().item())
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+@pytest.mark.parametrize("flags", ["", "-class_weights 1,2,3,4"])
+def test_a_batch_of_ignored_targets_alone_has_the_loss_0(shape, flags):
+    loss, outputs = criterion(f"-num_classes 4 {flags}"), torch.randn(*shape, 4, requires_grad=True)
+    targets = torch.full(shape, -100)
+    loss(outputs, targets).backward()
+    assert loss(outputs, targets).item() == 0 and not outputs.grad.any()
+    assert all(figure == 0 for figure in losses.metric_sums(loss, outputs, targets).values())
+
+
+@pytest.mark.parametrize("kind", [torch.uint16, torch.uint32, torch.uint64])
+def test_labels_of_unsigned_types_train_and_are_counted(kind):
+    labels = torch.arange(60) % 4
+    loss, outputs = criterion("-num_classes 4"), ROWS[:, :4]
+    assert torch.equal(loss(outputs, labels.to(kind)), loss(outputs, labels))
+    assert losses.metric_sums(loss, outputs, labels.to(kind)) == losses.metric_sums(loss, outputs, labels)
+    with pytest.raises(UsageError, match="labels of a batch are 1 to 4"):
+        loss(outputs, (labels + 1).to(kind))

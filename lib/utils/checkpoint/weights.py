@@ -73,7 +73,7 @@ def read(path: Path) -> dict[str, Tensor]:
     """
     path = _find_file(path) if path.is_dir() else path
     if path.suffix != ".json":
-        if shard := re.search(r"-\d{5}-of-(\d{5})\.", path.name):
+        if (shard := re.search(r"-\d{5}-of-(\d{5})\.", path.name)) and int(shard[1]) > 1:
             raise ValueError(f"it is one of {int(shard[1])} shards: give their folder")
         return _read_file(path)
     tensors, places = {}, json.loads(path.read_text())["weight_map"]  # an index of Hugging Face
@@ -140,10 +140,13 @@ def load_into(
     given = distributed.attempt(None if waits else load, world) or load()
     names = _names_by_tensor(model)
     found = match_names(given, [name for aliases in names.values() for name in aliases])
-    missing = []
+    missing, loaded = [], []
     for tensor, aliases in names.items():
         there = [given[found[name]] for name in aliases if name in found]
         fitting = [value for value in there if _fits(value, tensor)]
+        if not fitting and isinstance(tensor, nn.Parameter) and any(one.shape == tensor.shape for one in there):
+            kinds = f"is {there[0].dtype} there and {tensor.dtype} here"
+            raise UsageError(f"-weights {path}: {aliases[0]} {kinds}: save quantized weights as floats first")
         if not fitting:
             missing.append(aliases[0] + (f" ({_form(there[0])} there, {_form(tensor)} here)" if there else ""))
             continue
@@ -153,14 +156,15 @@ def load_into(
         if isinstance(tensor, nn.Parameter) and not (whole or torch.isfinite(fitting[0]).all()):
             raise UsageError(f"-weights {path}: {aliases[0]} is not finite")
         shards.copy_whole(tensor, fitting[0])
-    if len(missing) == len(names) or (whole and missing):
+        loaded.append(tensor)
+    if (whole and missing) or not (whole or any(isinstance(one, nn.Parameter) for one in loaded)):
         lacks = f"it has {_list([*given]) or 'none'}, and lacks {_list(missing)}"
         raise UsageError(f"-weights {path}: not the weights of this model: {lacks}")
     renamed = [f"{other} is {name} here" for name, other in found.items() if name != other][:1]
     unused = sorted(given.keys() - found.values())
     parts = {"as": renamed, "not loaded, as missing or of another shape:": sorted(missing), "not used:": unused}
     more = "".join(f"; {title} {_list(one)}" for title, one in parts.items() if one)
-    return f"{path}: {len(names) - len(missing)} tensors loaded{more}"
+    return f"{path}: {len(loaded)} tensors loaded{more}"
 
 
 def match_names(given: Collection[str], names: Collection[str]) -> dict[str, str]:

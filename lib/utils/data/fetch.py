@@ -6,6 +6,7 @@ import reprlib
 import shutil
 import signal
 import sys
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -92,7 +93,8 @@ class Fetch(Dataset):
             place = f"fetching sample {self.current}" if isinstance(self.current, int) else batch
             if isinstance(error, UsageError):
                 return UsageError(f"{error} (while {place})")  # raised here, it would have a worker's traceback
-            raise RuntimeError(f"{type(error).__name__}: {error} (while {place})") from error
+            text = traceback.format_exception_only(error)[-1].strip()  # whatever its __str__ does
+            raise RuntimeError(f"{text} (while {place})") from error
 
     def _read(self, epoch: int, indices: list[int]) -> Any:
         """Return the dataset's items, or a whole batch if the dataset gives batches."""

@@ -49,20 +49,25 @@ def _digest_of_three(part: MapDataset, args: Namespace, workers: int) -> str:
     return first if first == again else NEVER_THE_SAME
 
 
-def _digest(value: Any, data: str) -> str:
-    """Return a digest of a sample. An object of an unknown kind counts by its class alone."""
+def _digest(value: Any, data: str, depth: int = 9) -> str:
+    """Return a digest of a sample. An object of an unknown kind counts by its attributes, nine levels deep."""
     if isinstance(value, Tensor):
         whole = value.detach().cpu().to_dense().resolve_conj().contiguous()
         content = f"{value.dtype} {tuple(value.shape)}", whole.view(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, Mapping):
-        content = [_digest(one, data) for one in value.items()]
-    elif isinstance(value, list | tuple) or str(getattr(value, "dtype", "")) == "object":
-        content = [_digest(one, data) for one in value]
+        content = [_digest(one, data, depth - 1) for one in value.items()]
+    elif str(getattr(value, "dtype", "")) == "object":
+        content = _digest(value.tolist(), data, depth - 1)
+    elif isinstance(value, list | tuple):
+        content = [_digest(one, data, depth - 1) for one in value]
     elif hasattr(value, "tobytes"):  # an array, or an image of Pillow
         about = [getattr(value, name, "") for name in ("dtype", "shape", "mode", "size")]
         content = *map(str, about), value.tobytes()
     elif isinstance(value, str | int | float | complex | bytes | os.PathLike | None):
         content = str(value).replace(os.path.realpath(data), "").replace(data, "")
+    elif isinstance(value, set | frozenset):
+        content = sorted(_digest(one, data, depth - 1) for one in value)
     else:
-        content = type(value).__name__
+        attributes = getattr(value, "__dict__", {}) if depth > 0 else {}
+        content = type(value).__name__, _digest(attributes, data, depth - 1)
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]

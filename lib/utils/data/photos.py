@@ -1,5 +1,6 @@
 """Image files of any origin: found, and read upright, in 8 bits, decoded no larger than needed."""
 
+import errno
 import os
 import struct
 import time
@@ -25,8 +26,9 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 def find(folder: Path) -> tuple[list[str], Counter[str]]:
     """Return the images below a folder, in order, and how many other files there are of each ending."""
     images, others = [], Counter()
-    for root, folders, names in os.walk(folder, onerror=_fail, followlinks=True):
+    for root, folders, names in os.walk(folder, onerror=_fail):
         folders[:] = [name for name in folders if not files.is_debris(name)]
+        others.update("link to a folder" for name in folders if Path(root, name).is_symlink())
         for name in names:
             ending = Path(name).suffix.lower()
             if ending in IMG_EXTENSIONS and not files.is_debris(name):
@@ -53,12 +55,13 @@ def read(file: str | Path, use: Callable[[Image.Image], Any]) -> Any:
     until = time.monotonic() + RETRY_S
     while True:
         try:
-            with Image.open(file) as image:
+            with files.open_regular(Path(file), "rb", follow=True) as opened, Image.open(opened) as image:
                 return use(image)
         except (MemoryError, AttributeError, TypeError):  # say nothing about the file
             raise
         except Exception as error:  # Pillow raises many kinds for bad content, none with a number
-            if not isinstance(error, OSError) or error.errno is None:
+            number = error.errno if isinstance(error, OSError) else None
+            if number in (None, *files.UNFIT) or (number == errno.ENOENT and Path(file).is_symlink()):
                 fault = f"{file}: not a readable image ({error})"
                 raise UsageError(f"{fault}; fix or remove it, or train with -skip_bad_files") from None
             if time.monotonic() > until:
