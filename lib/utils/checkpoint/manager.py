@@ -161,8 +161,8 @@ class Checkpoints:
             atomic.sweep(folder)
         atomic.fsync_folder(run)
         atomic.fsync_folder(run.parent)
-        newest = next((one.name for one in run_folder.list_checkpoints(self.folder)), "")
-        return run_folder.checkpoint_number(newest)
+        checkpoints = run_folder.list_checkpoints(self.folder)
+        return run_folder.checkpoint_number(checkpoints[0].name) if checkpoints else 0
 
     def _write(
         self, partial: Path, pieces: list[Piece], copied: torch.cuda.Event | None, best: dict[str, Tensor]

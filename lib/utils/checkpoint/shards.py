@@ -224,9 +224,6 @@ def read(folder: Path, order: list[str], tensors: dict[str, Tensor]) -> None:
 
 def _fill(target: Tensor, origin: Sequence[int], block: Any, start: Sequence[int]) -> int:
     """Copy the overlap of a block and the target, two parts of a tensor. Return its number of elements."""
-    if not target.ndim:
-        target.copy_(block[...])
-        return 1
     low = [max(a, b) for a, b in zip(origin, start)]
     high = [min(a + n, b + m) for a, n, b, m in zip(origin, target.shape, start, block.get_shape())]
     if any(a >= b for a, b in zip(low, high)):
