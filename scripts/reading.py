@@ -108,8 +108,8 @@ def requeued(folder: Path) -> str:
     This is known only if the job's files are in the run's folder, as they are without -slurm_dir.
     """
     histories = sorted((folder / "slurm").glob("*.json"), key=lambda path: path.stat().st_mtime)
-    starts = run_folder.read_json(histories[-1]).get("starts") if histories else None
-    why, outcome = starts[-1].get("requeued") if starts else None, folder / "outcome.json"
+    why = run_folder.read_json(histories[-1]).get("requeued") if histories else None
+    outcome = folder / "outcome.json"
     if not why or outcome.stat().st_mtime > histories[-1].stat().st_mtime:
         return ""
     job = histories[-1].stem

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Lock
+from typing import Any
 
 from lib.config import Args
 from lib.launch import environment, requeue
@@ -90,7 +91,9 @@ def start_processes(args: Args, target: str, count: int) -> int:
     arguments = (count, listener.getsockname(), uuid.uuid4().hex, target, args, print_lock)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there are children to forward them to
     with startup.enable_garbage_collector():
-        started = torch.multiprocessing.start_processes(run_child, arguments, count, join=False, start_method=method)
+        started: Any = torch.multiprocessing.start_processes(
+            run_child, arguments, count, join=False, start_method=method
+        )
         with forward_signals(started.processes) as forwarded:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             store = open_store(listener, count)

@@ -55,10 +55,11 @@ def finish_job(history: Path, code: int) -> int:
     requeue, reason = verdict(start, outcome, gained, job_facts())
     if requeue:
         print(f"{reason}: job {job_name()} is requeued, and resumes", flush=True)
-        write_history(history, {**start, "in_vain": not gained and reason != PREEMPTED})
+        write_history(history, {**start, "in_vain": not gained and reason != PREEMPTED, "requeued": reason})
         answer = scontrol("requeue")
         if answer.returncode == 0:
             return FINISHED
+        write_history(history, start)
         reason = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
         reason += f"; the state is saved; type: scontrol requeue {job_name()}"
     print(f"job {job_name()} is not requeued: {reason}")

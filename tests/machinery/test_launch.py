@@ -208,7 +208,8 @@ def test_a_rank_that_dies_before_the_parent_waits_is_noticed(monkeypatch):
 
     monkeypatch.setattr(connection, "wait", late)
     monkeypatch.setattr(local, "SHUTDOWN_S", 0.0)
-    assert local.watch(processes, [], context.Lock()) == FAILED
+    with local.forward_signals(processes) as passed:
+        assert local.watch(processes, passed, context.Lock()) == FAILED
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
 
@@ -306,7 +307,7 @@ def test_gpus_are_numbered_among_the_visible_ones_and_exported_only_to_the_run(
 @pytest.mark.parametrize(
     "task",
     [
-        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
         {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2"},
     ],
 )

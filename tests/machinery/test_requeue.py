@@ -157,12 +157,14 @@ def test_without_scontrol_the_job_exits_with_75_and_prints_the_command_to_requeu
     code = [sys.executable, "-m", "lib.launch.slurm_task", "after", str(stopped), "0"]
     run = subprocess.run(code, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert run.returncode == 75 and "type: scontrol requeue 12" in run.stdout
+    assert "requeued" not in json.loads(stopped.read_text())
 
 
 def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
     fake_scontrol(stopped.parent, "JobState=RUNNING PreemptTime=None")
     assert requeue.finish_job(stopped, 0) == 0
     assert (stopped.parent / "calls").read_text().splitlines()[-1] == "requeue 12"
+    assert json.loads(stopped.read_text())["requeued"] == "time limit"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert requeue.finish_job(stopped, 1) == 1, "the beginning of this start was not recorded"
     for count, code in enumerate((0, 137), 1):

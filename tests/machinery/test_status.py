@@ -105,7 +105,7 @@ def test_a_stopped_run_whose_job_was_requeued_is_shown_as_requeued(tmp_path, mon
     requeue.record_start(history, folder)
     assert status.row(folder)["state"] == "stopped"
     facts = run_folder.read_json(history)
-    facts["starts"][-1]["requeued"] = "time limit"
+    facts["requeued"] = "time limit"
     requeue.write_history(history, facts)
     assert (status.row(folder)["state"], status.row(folder)["why"]) == (
         "requeued",
