@@ -194,6 +194,7 @@ class Checkpoints:
             shutil.rmtree(save.partial, ignore_errors=True)
         text = f"{save.folder} could not be saved ({reason})"
         if self.failures >= FAILURES:
+            self.thread.shutdown()
             raise SaveError(f"{text}, nor could the {FAILURES - 1} before it")
         log.warning("%s: training continues; the checkpoint before it is good, and the next save tries again", text)
 
