@@ -114,7 +114,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_older_checkpoint_is_good(
     assert distance(run(disk, SMALL), finished_run) == 0.0
 
 
-def test_an_error_is_raised_even_if_outcome_json_cannot_be_written(tmp_path, monkeypatch, caplog):
+def test_an_error_is_raised_even_if_outcome_json_cannot_be_written(tmp_path, monkeypatch):
     real = run_folder.write_outcome
 
     def write_outcome(folder, world, state, **facts):
@@ -129,7 +129,6 @@ def test_an_error_is_raised_even_if_outcome_json_cannot_be_written(tmp_path, mon
     call_at_steps(monkeypatch, {5: fail})
     with pytest.raises(ValueError, match="the first cause"):
         run(tmp_path, SMALL)
-    assert "outcome.json could not be written ([Errno 5]" in caplog.text
 
 
 def test_a_disk_without_free_inodes_is_refused_at_the_start(mount, monkeypatch, capfd):

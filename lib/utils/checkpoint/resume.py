@@ -226,7 +226,8 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
         allow = " ".join(f"-allow_change {name}" for name in flags)
         scratch = "another -model" if args.reset else "-reset or another -model"  # done once in a launch
         hint = f"keep them (-cfg RUN/config.yaml has all), or add {allow}, or start from scratch with {scratch}"
-        raise UsageError(f"-model {args.model} would resume with other settings: {text}; {hint}")
+        shown = ", ".join(texts[name] for name in texts if name in {*refused, *MAY_DIFFER})  # these may be the cause
+        raise UsageError(f"-model {args.model} would resume with other settings: {shown}; {hint}")
     return text
 
 
