@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 # From another run's state, or its weights
 
 
-@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/000006_step_6", "checkpoints/latest"])
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/000006_step_6"])
 def test_a_run_resumes_from_another_run(finished_run, tmp_path, place):
     before = {path: path.stat().st_mtime_ns for path in finished_run.rglob("*")}
     folder = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {finished_run / place}")

@@ -35,13 +35,18 @@ class File:
         return int(steps[0])
 
 
+def swap_link(link, target):
+    with atomic.new_version(link) as partial:
+        partial.symlink_to(target)
+
+
 class Link:
     """A link."""
 
     def save(self, folder, step):
         (folder / f"{step}").mkdir(exist_ok=True)
-        atomic.fsync_folder(folder)
-        atomic.swap_link(folder / "latest", f"{step}")
+        atomic.fsync(folder)
+        swap_link(folder / "latest", f"{step}")
 
     def found(self, folder):
         assert (folder / "latest").is_dir()
@@ -129,11 +134,11 @@ def count_misses(folder):
     link = folder / "latest"
     for name in "ab":
         (folder / name).mkdir()
-        atomic.swap_link(link, name)
+        swap_link(link, name)
     child = os.fork()
     if child == 0:
         for name in "ab" * 1500:
-            atomic.swap_link(link, name)
+            swap_link(link, name)
         os._exit(0)
     count = 0
     while os.waitpid(child, os.WNOHANG)[0] == 0:
@@ -207,7 +212,7 @@ def test_a_folder_without_fsync_support_is_no_error_and_a_broken_disk_is(code, t
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="fsync") if code == errno.EIO else contextlib.nullcontext():
-        atomic.fsync_folder(tmp_path)
+        atomic.fsync(tmp_path)
 
 
 def test_files_are_written_without_torch():

@@ -137,15 +137,6 @@ def test_wrong_arguments_and_missing_folders_are_errors(tmp_path):
         saver.prepare_checkpoint_directory()
 
 
-def test_swap_link_replaces_a_file_of_that_name(tmp_path):
-    for name in ("step_1", "step_2"):
-        (tmp_path / name).mkdir()
-    link = tmp_path / "latest"
-    link.write_text("step_1\n")
-    atomic.swap_link(link, "step_2")
-    assert link.readlink() == Path("step_2")
-
-
 def test_a_failing_atomic_torch_save_keeps_the_old_file(tmp_path):
     path = tmp_path / "model.pt"
     atomic_torch_save({"a": torch.ones(3)}, str(path))
@@ -262,10 +253,10 @@ def _check_forced_saves(rank, folder):
 def _check_failing_saves(rank, folder):
     saver = AtomicDirectory(folder, is_master=rank == 0)
     first = save_shared(saver)
-    for place, name in ((0, "write_file"), (1, "fsync_file"), (0, "swap_link")):
+    for place, owner, name in ((0, atomic, "write_file"), (1, atomic, "fsync"), (0, Path, "symlink_to")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="says the test") as message:
             if rank == place:
-                patch.setattr(atomic, name, raise_no_space)
+                patch.setattr(owner, name, raise_no_space)
             save_shared(saver)
         assert rank == place or f"rank {place}: " in str(message.value)
         assert latest(saver).name == first

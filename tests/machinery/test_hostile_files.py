@@ -240,7 +240,7 @@ def test_a_lock_that_is_gone_without_another_one_does_not_end_a_run(tmp_path, mo
 
 def test_a_run_that_outlives_rm_leaves_the_weights_of_the_next_one(start):
     first = start("live", "-epochs", "5000", "-log_every", "5", cpu=2)
-    until(lambda: (first.folder / "checkpoints" / "latest").exists())
+    until(lambda: run_folder.list_checkpoints(first.folder / "checkpoints"))
     first.folder.rename(first.folder.with_name("removed"))
     shutil.rmtree(first.folder.with_name("removed"), ignore_errors=True)
     folder = run(first.folder.parent, "-cpu 1 -epochs 1 -model live")

@@ -13,6 +13,8 @@ from cluster import Cluster, copy_of_the_code, steps_of
 from processes import until
 from runs import distance, outcome
 
+from lib.utils.checkpoint import run_folder
+
 pytestmark = cluster.require(cluster.ENABLED_BY)
 SHORT = "-cpu 1 -epochs 1 -slow_s 0.01"
 LONG = "-slow_s 0.15 -threads 1"  # 60 steps in 9 s
@@ -113,7 +115,7 @@ def test_a_cancelled_run_is_saved_and_is_not_requeued(slurm, out):
     job_info = slurm.wait_for_end(job)
     until(lambda: outcome(out / "given_up").get("state") == "stopped", what=slurm.log("given_up"))
     assert outcome(out / "given_up")["step"] >= 2
-    assert (out / "given_up" / "checkpoints" / "latest").exists()
+    assert run_folder.list_checkpoints(out / "given_up" / "checkpoints")
     time.sleep(2)
     assert (job_info["JobState"], slurm.job(job)["JobState"], slurm.job(job)["Restarts"]) == (
         "CANCELLED",
@@ -152,7 +154,7 @@ def test_a_job_that_does_not_train_ends_with_its_own_exit_code(slurm, out):
 def test_a_run_whose_task_is_killed_is_requeued(slurm, out):
     job = slurm.submit("-model torn -cpu 1 -slow_s 0.1")
     slurm.wait_until_it_trains("torn", step=24)
-    until(lambda: (out / "torn" / "checkpoints" / "latest").exists())
+    until(lambda: run_folder.list_checkpoints(out / "torn" / "checkpoints"))
     os.kill(slurm.pid_of(job, rank=1), signal.SIGKILL)
     job_info = slurm.wait_for_end(job)
     assert (job_info["JobState"], job_info["Restarts"]) == ("COMPLETED", "1"), slurm.log("torn")()

@@ -99,7 +99,7 @@ def test_a_grid_runs_each_combination_and_prints_a_table_with_the_best_first(uni
 def test_a_sweep_that_was_killed_resumes_with_the_same_bits(uninterrupted, tmp_path):
     with running_sweep(tmp_path, f"{LONG} {GRID} -jobs 2") as process:
         until(lambda: "finished" in (tmp_path / "output").read_text())
-        until(lambda: sum((folder / "checkpoints" / "latest").exists() for folder in reading.folders(tmp_path)) > 2)
+        until(lambda: len({file.parents[2] for file in tmp_path.glob("*/checkpoints/*/manifest.json")}) > 2)
         process.send_signal(signal.SIGKILL)
         process.wait()
         done = {name for name in TRIALS if (tmp_path / name / "final").exists()}
@@ -251,7 +251,8 @@ def test_optuna_suggests_the_same_trials_after_a_kill_at_any_moment(tmp_path):
     uninterrupted_folder, killed = tmp_path / "calm", tmp_path / "killed"
     output = run_sweep(uninterrupted_folder, CHOSEN)
     assert output.count(": finished in") == 4
-    for moment in ("sweep.db", "sweep_*/checkpoints/latest", "sweep_*/final", "sweep_*/checkpoints/latest"):
+    saved = "sweep_*/checkpoints/*/manifest.json"
+    for moment in ("sweep.db", saved, "sweep_*/final", saved):
         before = len(list(killed.glob(moment)))
         with running_sweep(killed, CHOSEN) as process:
             until(lambda: len(list(killed.glob(moment))) > before or process.poll() is not None)  # noqa: B023

@@ -26,55 +26,39 @@ def write_file(path: Path, data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def new_version(path: Path) -> Iterator[Path]:
-    """Give a new name in path's folder; the file there, synced when the block ends, takes path's place at once."""
+    """Give a new name in path's folder; the file or link there, synced in the end, takes path's place at once."""
     partial = _unique(path, "partial")
     try:
         yield partial
-        fsync_file(partial)
+        fsync(partial)
         partial.replace(path)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()  # there still if anything failed
-    fsync_folder(path.parent)
+    fsync(path.parent)
 
 
 def _unique(path: Path, ending: str) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.{ending}")
 
 
-def fsync_file(path: Path) -> None:
-    """Return when the content of a file is on disk; its name is only after `fsync_folder`."""
+def fsync(path: Path) -> None:
+    """Return when a file's content, or the names in a folder, are on disk; at once where there is no such call."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
+    except OSError as error:
+        if error.errno not in NO_FSYNC:
+            raise
     finally:
         os.close(number)
 
 
-def fsync_folder(path: Path) -> None:
-    """Return when the names in a folder are on disk; at once where the file system has no such call."""
-    try:
-        fsync_file(path)
-    except OSError as error:
-        if error.errno not in NO_FSYNC:
-            raise
-
-
 def publish(partial: Path, final: Path) -> None:
     """Give a finished folder its name; OSError if that is taken. Its writers have synced its files."""
-    fsync_folder(partial)
+    fsync(partial)
     partial.rename(final)
-    fsync_folder(final.parent)
-
-
-def swap_link(link: Path, target_name: str) -> None:
-    """Point a link at a target, which is on disk already, in one instant: a reader sees the old or the new."""
-    if link.is_dir() and not link.is_symlink():  # of a copy that followed links, as scp -r does
-        link.rename(_unique(link, "aside"))
-    partial = _unique(link, "partial")
-    partial.symlink_to(target_name)
-    partial.replace(link)
-    fsync_folder(link.parent)
+    fsync(final.parent)
 
 
 def remove_folder(path: Path) -> None:
@@ -84,7 +68,7 @@ def remove_folder(path: Path) -> None:
     """
     removed = _unique(path, "removed")
     path.rename(removed)
-    fsync_folder(path.parent)
+    fsync(path.parent)
     shutil.rmtree(removed, ignore_errors=True)
 
 

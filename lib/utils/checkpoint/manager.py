@@ -5,13 +5,9 @@ synced, and renamed; shards.py says what is in it. A file `keep` in it spares it
 """
 
 import concurrent.futures
-import contextlib
 import logging
-import os
 import re
 import shutil
-import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +48,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, world: World, *, keep_last: int = 2):
         self.folder, self.world, self.keep_last = folder, world, keep_last
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _lower_priority)
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self.number = 0  # of the last save
         self.damaged = range(0)  # numbers of checkpoints that were passed over: they are the first to be removed
         self.saving: Save | None = None
@@ -159,8 +155,8 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         for folder in (self.folder, run, run / "best", run / "final"):
             atomic.sweep(folder)
-        atomic.fsync_folder(run)
-        atomic.fsync_folder(run.parent)
+        atomic.fsync(run)
+        atomic.fsync(run.parent)
         checkpoints = run_folder.list_checkpoints(self.folder)
         return run_folder.checkpoint_number(checkpoints[0].name) if checkpoints else 0
 
@@ -168,6 +164,7 @@ class Checkpoints:
         self, partial: Path, pieces: list[Piece], copied: torch.cuda.Event | None, best: dict[str, Tensor]
     ) -> dict:
         if copied:
+            torch.cuda.set_device(self.world.device)  # a thread begins with GPU 0, and would take memory there
             copied.synchronize()
         weights.write(self.folder.parent / "best", best)
         for folder in (self.folder, partial):  # without parents: a run's folder that is gone is not made again
@@ -185,8 +182,6 @@ class Checkpoints:
         manifest = {"format": shards.FORMAT, **save.facts, "shards": files}
         atomic.write_file(save.partial / "manifest.json", shards.encode_manifest(manifest))
         atomic.publish(save.partial, save.folder)
-        with contextlib.suppress(OSError):  # it is for people; some file systems have no links
-            atomic.swap_link(self.folder / "latest", save.folder.name)
         removable = [folder for folder in run_folder.list_checkpoints(self.folder) if not (folder / "keep").exists()]
         removable.sort(key=lambda folder: run_folder.checkpoint_number(folder.name) in self.damaged)
         for folder in removable[self.keep_last :]:
@@ -199,6 +194,7 @@ class Checkpoints:
             shutil.rmtree(save.partial, ignore_errors=True)
         text = f"{save.folder} could not be saved ({reason})"
         if self.failures >= FAILURES:
+            self.thread.shutdown()
             raise SaveError(f"{text}, nor could the {FAILURES - 1} before it")
         log.warning("%s: training continues; the checkpoint before it is good, and the next save tries again", text)
 
@@ -213,10 +209,3 @@ def copy_to_cpu(values: Tensor) -> Tensor:
     """Return a copy. That of a GPU's tensor is in its queue, before all that follows, into pinned memory."""
     block = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     return block.copy_(values, non_blocking=values.is_cuda)
-
-
-def _lower_priority() -> None:
-    """Give this thread the lowest priority."""
-    if sys.platform == "linux":  # elsewhere a thread has no niceness of its own
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

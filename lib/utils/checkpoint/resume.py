@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,7 +83,7 @@ def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
     if other and Path(os.path.realpath(own)) in other.parents:
         hint = "to start from an older one, give the new run another -model"
         raise UsageError(f"-resume {origin}: this run resumes from its newest checkpoint by itself; {hint}")
-    past = find_newest_good(own, world, resets=lambda: run_folder.is_reset_due(args, world))
+    past = find_newest_good(own, world, leave_out=run_folder.is_reset_due(args, world))
     if past is None and other:
         past = find_newest_good(other, world)
         if past is None:
@@ -95,21 +94,21 @@ def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
     return past
 
 
-def find_newest_good(path: Path, world: World, resets: Callable[[], bool] = lambda: False) -> Past | None:
+def find_newest_good(path: Path, world: World, leave_out: bool = False) -> Past | None:
     """Return the newest checkpoint at a path, whole on some disk, the same for all ranks; None if there is none.
 
-    A disk that `resets` has none: its old run is to be moved away.
+    A node may `leave_out` those on its disk, whose old run is to be moved away.
 
     Raises:
         UsageError: there are some, and none is good; or the newest is of another version of the code.
         OSError: the disk does not answer.
     """
-    listed = distributed.gather_results(
-        (lambda: [] if resets() else _names(path)) if world.is_writer else None, world
-    )
+    on_disk = (lambda: [] if leave_out else _names(path)) if world.is_writer else None
+    listed = distributed.gather_results(on_disk, world)
     here = listed[0 if world.shares_disk else world.rank]  # None: this node's writer looks at its disk
     damaged = []
-    for name in sorted({*chain(*filter(None, listed))}, key=_by_number, reverse=True):
+    names = {name for listing in listed for name in listing or ()}
+    for name in sorted(names, key=lambda name: (run_folder.checkpoint_number(name.name), name), reverse=True):
         look = functools.partial(_fault, path / name, world, name in (here or ()))
         faults = distributed.gather_results(None if here is None else look, world)
         good = [rank for rank, fault in enumerate(faults) if fault == ""]
@@ -124,15 +123,11 @@ def find_newest_good(path: Path, world: World, resets: Callable[[], bool] = lamb
     return None
 
 
-def _names(path: Path) -> list[str]:
+def _names(path: Path) -> list[Path]:
     """Return the checkpoints at a path: of a run's folder or its checkpoints folder, or the path itself."""
     itself = [path] if (path / "manifest.json").is_file() else []
     found = run_folder.list_checkpoints(path) or run_folder.list_checkpoints(path / "checkpoints") or itself
-    return [str(entry.relative_to(path)) for entry in found]
-
-
-def _by_number(name: str) -> tuple[int, str]:
-    return run_folder.checkpoint_number(Path(name).name), name
+    return [entry.relative_to(path) for entry in found]
 
 
 def _fault(folder: Path, world: World, there: bool) -> str:
@@ -171,10 +166,9 @@ def plan(args: "Args", data: dict, world: World, before: dict) -> Plan:
     `data` is what `fingerprint.describe` returns, and `before` what the first start settled, {} for a new run. Raises
     UsageError for a batch that cannot be shared out.
     """
+    batch = args.batch_per_gpu * world.size if args.batch_per_gpu else args.batch_size
     if args.batch_per_gpu and args.batch_per_gpu == before.get("batch_per_gpu"):
         batch = before["batch_size"]
-    else:
-        batch = args.batch_per_gpu * world.size if args.batch_per_gpu else args.batch_size
     if batch < world.size:
         fault = f"-batch_size {batch} has not a sample for each of {world.size} processes"
         raise UsageError(f"{fault}: try -batch_size {world.size}, or fewer processes")
@@ -221,20 +215,20 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
         if before.get(name) != now.get(name):
             flag = f"-{name}" if name in vars(args) else name  # or a fact: samples, torch, processor
             texts[name] = f"{flag} was {before.get(name, 'unknown')!s:.99} and is {now.get(name, 'unknown')!s:.99}"
+    text = ", ".join(texts.values())
     if past is None:
-        return ", ".join(texts.values())
+        return text
     allowed = {*args.allow_change, *past.allowed, *MAY_DIFFER}
     if allowed & {"data", "samples"}:
         allowed |= {*plan.data}
     if refused := {*texts} & {*before} & {*now} - allowed:
         flags = sorted({"data" if name in plan.data else name for name in refused})
         allow = " ".join(f"-allow_change {name}" for name in flags)
-        keep = "take that run's by -cfg RUN/config.yaml" if args.resume else "keep them"
         scratch = "another -model" if args.reset else "-reset or another -model"  # done once in a launch
-        hint = f"{keep}, or add {allow}, or start from scratch with {scratch}"
+        hint = f"keep them (-cfg RUN/config.yaml has all), or add {allow}, or start from scratch with {scratch}"
         shown = ", ".join(texts[name] for name in texts if name in {*refused, *MAY_DIFFER})  # these may be the cause
         raise UsageError(f"-model {args.model} would resume with other settings: {shown}; {hint}")
-    return ", ".join(texts.values())
+    return text
 
 
 def restore_state(past: Past | None, plan: Plan) -> State:
@@ -302,8 +296,5 @@ def best_weights(past: Past, world: World) -> dict[str, Tensor]:
         past.manifest["state"]["best"] = None
     if fault or not past.missing_on:
         return {}
-    schema = distributed.broadcast(shards.schema(tensors), world, past.sender)
-    tensors = tensors or shards.make_empty(schema)
-    for tensor in tensors.values():
-        distributed.broadcast_tensor(tensor, past.sender)
+    tensors = distributed.broadcast(tensors, world, past.sender)
     return tensors if world.is_writer else {}

@@ -158,13 +158,13 @@ class RunFolder:
         nodes = dataclasses.replace(self.world, shares_disk=False)
 
         def sees_it() -> bool:  # the owner does not look: who closes a file loses all locks on it
+            if not nodes.is_main and read_json(self.path / ".lock") != owner:
+                time.sleep(PATIENCE_S)
             return nodes.is_main or read_json(self.path / ".lock") == owner
 
         if not all(nodes.on_writers(sees_it)):
-            time.sleep(PATIENCE_S)
-            if not all(nodes.on_writers(sees_it)):
-                self.world = nodes
-                nodes.on_writers(lambda: None if nodes.is_main else self._wait_for_lock(job))
+            self.world = nodes
+            nodes.on_writers(lambda: None if nodes.is_main else self._wait_for_lock(job))
         if not self.world.is_writer:
             with contextlib.suppress(FileNotFoundError):  # a network disk may show it later
                 _locks[self.path] = files.open_regular(self.path / ".lock", "r")
@@ -227,10 +227,8 @@ class RunFolder:
             log.critical("failed", exc_info=error)
         elif isinstance(error, UsageError) or is_reset_due(self.args, self.world):
             return
-        try:
+        with contextlib.suppress(OSError):  # the first error is the cause
             record_failure(self.path, self.world, error)
-        except OSError as second:  # the first one is the cause
-            log.warning("%s could not be written (%s)", self.path / "outcome.json", second)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

@@ -142,10 +142,8 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | Non
     crc = 0
     with path.open("xb") as file:
         for data in (len(text).to_bytes(8, "little"), text, *map(as_bytes, tensors.values())):
-            for begin in range(0, len(data), CHUNK):
-                chunk = memoryview(data)[begin : begin + CHUNK]
-                file.write(chunk)
-                crc = zlib.crc32(chunk, crc)
+            file.write(data)
+            crc = zlib.crc32(data, crc)
         file.flush()
         os.fsync(file.fileno())
         return {"bytes": file.tell(), "crc32": crc}

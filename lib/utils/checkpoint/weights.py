@@ -71,7 +71,12 @@ def read(path: Path) -> dict[str, Tensor]:
 
     No code in a file is executed. What is wrong raises Damaged, ValueError, OSError, or an error of a library.
     """
-    path = _find_file(path) if path.is_dir() else path
+    if path.is_dir():
+        found = next(filter(None, (sorted(path.glob(pattern)) for pattern in FILES)), [])
+        if len(found) != 1:
+            wanted = "a run's folder with best or final weights, a file, or a folder with one weights file is needed"
+            raise ValueError(f"{wanted}; in this folder are {', '.join(file.name for file in found[:3]) or 'none'}")
+        path = found[0]
     if path.suffix != ".json":
         if (shard := re.search(r"-\d{5}-of-(\d{5})\.", path.name)) and int(shard[1]) > 1:
             raise ValueError(f"it is one of {int(shard[1])} shards: give their folder")
@@ -80,15 +85,6 @@ def read(path: Path) -> dict[str, Tensor]:
     for file in sorted({Path(place).name for place in places.values()}):  # none outside the folder
         tensors |= _read_file(path.parent / file)
     return tensors
-
-
-def _find_file(folder: Path) -> Path:
-    """Return the weights file in a folder, or the index of several. Raises ValueError unless there is one."""
-    found = next((found for pattern in FILES if (found := sorted(folder.glob(pattern)))), [])
-    if len(found) == 1:
-        return found[0]
-    wanted = "a run's folder with best or final weights, a file, or a folder with one weights file is needed"
-    raise ValueError(f"{wanted}; in this folder are {', '.join(file.name for file in found[:3]) or 'none'}")
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
@@ -144,15 +140,11 @@ def load_into(
     for tensor, aliases in names.items():
         there = [given[found[name]] for name in aliases if name in found]
         fitting = [value for value in there if _fits(value, tensor)]
-        if not fitting and isinstance(tensor, nn.Parameter) and any(one.shape == tensor.shape for one in there):
-            kinds = f"is {there[0].dtype} there and {tensor.dtype} here"
-            raise UsageError(f"-weights {path}: {aliases[0]} {kinds}: save quantized weights as floats first")
         if not fitting:
             missing.append(aliases[0] + (f" ({_form(there[0])} there, {_form(tensor)} here)" if there else ""))
             continue
         if any((fitting[0] != value).any() for value in fitting[1:]):
-            fault = f"{' and '.join(aliases)} are one tensor here, and differ in the file"
-            raise UsageError(f"-weights {path}: {fault}")
+            raise UsageError(f"-weights {path}: {' and '.join(aliases)} are one tensor here, and differ in the file")
         if isinstance(tensor, nn.Parameter) and not (whole or torch.isfinite(fitting[0]).all()):
             raise UsageError(f"-weights {path}: {aliases[0]} is not finite")
         shards.copy_whole(tensor, fitting[0])

@@ -43,7 +43,9 @@ class AtomicDirectory:
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy {strategy!r}: one of {', '.join(STRATEGIES)} is needed")
         self.world = World() if strategy in ("mono", "offline") else distributed.current_world()
-        self._check_masters(strategy, is_master)
+        masters = sum(distributed.gather(bool(is_master), self.world))
+        if self.world.size > 1 and strategy != "async" and masters != 1:
+            raise ValueError(f"is_master=True on {masters} of {self.world.size} ranks: exactly one is needed")
         if strategy == "async":
             name, self.world = f"{name}_rank_{self.world.rank}", World(rank=self.world.rank)
         self.output_directory = Path(output_directory).absolute()
@@ -77,16 +79,14 @@ class AtomicDirectory:
         match = re.fullmatch(re.escape(self.name) + r"_checkpoint_(\d+(_force)?)", path.name)
         return match[1] if match and path.is_dir() else None
 
-    def _check_masters(self, strategy, is_master):
-        masters = sum(distributed.gather(bool(is_master), self.world))
-        if self.world.size > 1 and strategy != "async" and masters != 1:
-            raise ValueError(f"is_master=True on {masters} of {self.world.size} ranks: exactly one is needed")
-
     def _fix_link(self):
         self.output_directory.mkdir(parents=True, exist_ok=True)
         latest = self._latest() if self.is_master else None
         if latest and not (self._link.is_symlink() and self._link.readlink() == latest):
-            atomic.swap_link(self._link, str(latest))
+            if self._link.is_dir() and not self._link.is_symlink():  # of a copy that followed links, as scp -r does
+                self._link.rename(f"{self._link}.aside")
+            with atomic.new_version(self._link) as partial:
+                partial.symlink_to(latest)
 
     def _make(self, forced):
         latest, folders = self._latest(), self._folders()
@@ -107,11 +107,12 @@ class AtomicDirectory:
             raise FileNotFoundError(f"{given}: is no checkpoint folder of {self.output_directory}")
         for entry in (*path.rglob("*"), path):  # by every rank: on a network disk the writer's host must
             if not entry.is_symlink():
-                (atomic.fsync_folder if entry.is_dir() else atomic.fsync_file)(entry)
+                atomic.fsync(entry)
 
     def _finish(self, path):
-        atomic.fsync_folder(self.output_directory)
-        atomic.swap_link(self._link, str(path))
+        atomic.fsync(self.output_directory)
+        with atomic.new_version(self._link) as partial:
+            partial.symlink_to(path)
         self._writing.unlink(missing_ok=True)
         folders = self._folders()
         for folder, number in folders.items() if self.keep_last > 0 else ():
