@@ -223,7 +223,7 @@ class Trainer:
         stop = self.stop.tick(training=True) or self.stop.limit_reached(step)
         if self.stop.voted:
             self.checkpoints.poll()
-        if stop and step < self.total_steps:  # a stop on the very last step finishes the run
+        if stop:
             return True
         if manager.is_due(self.args.save_every, "step", step):
             self.save()
@@ -279,7 +279,6 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, split: str) -> dict[str, float] | None:
         """Return the metrics of a split over the samples of all ranks. None if all ranks agree to stop."""
-        self.stop.begin_evaluation(last=self.state.step == self.total_steps or self.is_done())
         model, totals = self.model.eval(), metrics.Sums()
         self.predictions.reset()
         for micro_batch, batch in self.loaders[split].epoch(0):

@@ -120,17 +120,14 @@ def check_same_flags(args: Namespace, world: World) -> World:
     Raises UsageError on all ranks, with the flag and both values.
     """
     flags = {name: str(value) for name, value in sorted(vars(args).items()) if name not in args.flag_rules.per_node}
-    launch = min(gather(launch_id(), world))
-    first = broadcast(flags, world)
-
-    def compare() -> None:
-        for name in {**first, **flags}:
-            if first.get(name) != flags.get(name):
-                values = f"-{name} is {flags.get(name)} on rank {world.rank} and {first.get(name)} on rank 0"
+    launches, every_flags = zip(*gather((launch_id(), flags), world), strict=True)
+    first = every_flags[0]
+    for rank, theirs in enumerate(every_flags):
+        for name in {**first, **theirs}:
+            if first.get(name) != theirs.get(name):
+                values = f"-{name} is {theirs.get(name)} on rank {rank} and {first.get(name)} on rank 0"
                 raise UsageError(f"{values}: give all processes the same")
-
-    attempt(compare, world)
-    return dataclasses.replace(world, launch=launch)
+    return dataclasses.replace(world, launch=min(launches))
 
 
 def _leave() -> None:

@@ -26,7 +26,6 @@ from lib.utils.errors import ABORTED, STOP_SIGNALS
 log = logging.getLogger(__name__)
 TWICE_S = 1.0  # a terminal's Ctrl-C and a dying parent's signal each arrive twice: within this time they count once
 ASK_EVERY_S = 1.0  # between votes, and between checks for a reason to stop
-LAST_S = 5.0  # for the last evaluation to finish after a request: the next start would need as long
 FILE_THERE = "the file STOP is in the run's folder"
 MOST_STEPS = 100  # between votes, so that steps that grow slow are noticed
 
@@ -52,7 +51,6 @@ class Stop:
     ):
         self.file, self.world, self.grace_s, self.limit_steps = folder / "STOP", world, grace_s, limit_steps
         self.deadline = time.monotonic() + max_hours * 3600 if max_hours else math.inf
-        self.not_before = -math.inf  # a request waits until then
         self.next_check = -math.inf  # of the clock, the file and the agent
         self.signalled_at: float | None = None  # time.monotonic() of the first signal
         self.request: Request | None = None  # of this process, the first one
@@ -66,10 +64,6 @@ class Stop:
         """Request a stop, unless there is a request."""
         self.request = self.request or Request(reason, signal)
 
-    def begin_evaluation(self, last: bool) -> None:
-        """Note that an evaluation begins. The last one of a run gets LAST_S to finish the run before a request."""
-        self.not_before = time.monotonic() + LAST_S if last else -math.inf
-
     def is_requested(self) -> bool:
         """Return whether this process wants to stop."""
         now = time.monotonic()
@@ -79,7 +73,7 @@ class Stop:
                 self.request_stop("-max_hours is over")
             elif os.path.exists(self.file):  # noqa: PTH110  # Path.exists raises where a network disk fails
                 self.request_stop(FILE_THERE)
-        return self.request is not None and now >= self.not_before
+        return self.request is not None
 
     def limit_reached(self, step: int) -> bool:
         """Return whether -limit_steps is reached, which all ranks see at the same step."""

@@ -27,7 +27,6 @@ class Trainer(trainer.Trainer):
 
     def __init__(self, *parts):
         preemption.ASK_EVERY_S = float(os.environ.get("VOTE_S", 0))
-        preemption.LAST_S = float(os.environ.get("LAST_S", preemption.LAST_S))
         super().__init__(*parts)
         self.fault = json.loads(os.environ.get("FAULT", "{}"))
 
