@@ -245,9 +245,13 @@ class Trainer:
     def read_losses(self) -> None:
         """Count the losses and gradient norms since the last call, and check the targets. Waits for the device."""
         losses.check_probabilities(self.loss)
-        self.state.count_bad(self.pending_norms)
-        self.last_norm = float(self.pending_norms[-1]) if self.pending_norms else self.last_norm
-        self.metrics.add(metrics.loss_sums(self.pending_losses))
+        for norm in map(float, self.pending_norms):
+            self.last_norm = norm
+            self.state.bad_row = 0 if math.isfinite(norm) else self.state.bad_row + 1
+            self.state.bad_steps += not math.isfinite(norm)
+        for loss, count in self.pending_losses:
+            if math.isfinite(loss):
+                self.metrics.update({"loss": float(loss) * count, "samples": count})
         self.pending_losses, self.pending_norms = [], []
 
     def end_epoch(self) -> bool:
