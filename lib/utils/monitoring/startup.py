@@ -6,11 +6,8 @@ import gc
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-
-STARTED = time.monotonic()
 
 
 def run_program(main: Callable[[], int]) -> None:
@@ -32,12 +29,7 @@ def run_program(main: Callable[[], int]) -> None:
     os._exit(code)
 
 
-@contextlib.contextmanager
-def enable_garbage_collector() -> Iterator[None]:
-    """Switch the garbage collector on; in the block it skips all objects that exist, and takes microseconds."""
+def enable_garbage_collector() -> None:
+    """Switch the garbage collector on. It skips all objects that exist now, and so takes microseconds."""
     gc.freeze()
     gc.enable()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
