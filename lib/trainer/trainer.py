@@ -234,7 +234,8 @@ class Trainer:
         run_folder.check_lock(self.folder)
         self.read_losses()
         interval = self.metrics.reduce()
-        metrics.add(self.state.sums, interval)
+        for name, value in interval.items():
+            self.state.sums[name] = self.state.sums.get(name, 0.0) + value
         figures = {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self.last_norm}
         self.logger.log_training(self.state, interval, figures, self.rate.interval(self.state))
         if self.state.bad_row >= self.args.max_bad_steps:

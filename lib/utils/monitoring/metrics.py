@@ -71,12 +71,6 @@ def merge(one: dict[str, list[float]], other: dict[str, list[float]]) -> dict[st
     return {name: _exact([*one.get(name, []), *other.get(name, [])]) for name in {**one, **other}}
 
 
-def add(totals: dict[str, float], sums: dict[str, float]) -> None:
-    """Add sums to totals, by name."""
-    for name, value in sums.items():
-        totals[name] = totals.get(name, 0.0) + value
-
-
 def mean(totals: dict[str, float], name: str) -> float:
     """Return the mean over samples of a sum over samples, or NaN if nothing was counted."""
     count = totals.get("samples", 0)
