@@ -1,6 +1,5 @@
 """Shared by all tests: one thread, so that runs can be forked from this process, and a clean environment."""
 
-import gc
 import logging
 import os
 import shutil
@@ -31,10 +30,9 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def reset_process():
-    """Close the log files of runs, which would get the messages of later tests, and free what runs have frozen."""
+def reset_logging():
+    """Close the log files of runs: a run leaves them open, and would log the messages of later tests too."""
     yield
-    gc.unfreeze()
     console.setup_logging(None, rank=1)  # no file, no terminal
     logging.captureWarnings(False)
     logging.getLogger("lib").setLevel(logging.WARNING)
