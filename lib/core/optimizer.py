@@ -88,14 +88,9 @@ def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: T
 
     On a GPU the fused kernels decide, and nobody waits for the answer. Other optimizers wait for it.
     """
-    if norm.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
-        step_if_finite(optimizer, norm)
+    if norm.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
+        vars(optimizer)["found_inf"] = (~torch.isfinite(norm)).float()  # their own switch, as GradScaler uses it
+        optimizer.step()
     elif math.isfinite(norm.item()):
         scaler.step(optimizer)
     scaler.update()
-
-
-def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-    """Take one step if the gradient's norm is finite, by the fused kernels' own switch, as GradScaler uses it."""
-    vars(optimizer)["found_inf"] = (~torch.isfinite(norm)).float()
-    optimizer.step()

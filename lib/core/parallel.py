@@ -128,7 +128,7 @@ def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContex
     """Return the context of the forward pass: mixed precision under -fp16 or -bf16, else nothing."""
     if not (args.fp16 or args.bf16):
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=_half(args))
+    return torch.autocast(device.type, dtype=torch.float16 if args.fp16 else torch.bfloat16)
 
 
 def _precision_policy(part: nn.Module, args: Namespace) -> fsdp.MixedPrecisionPolicy:
@@ -138,11 +138,8 @@ def _precision_policy(part: nn.Module, args: Namespace) -> fsdp.MixedPrecisionPo
     """
     if not (args.fp16 or args.bf16) or any(isinstance(module, _NormBase) for module in part.modules()):
         return fsdp.MixedPrecisionPolicy()
-    return fsdp.MixedPrecisionPolicy(_half(args), reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-
-def _half(args: Namespace) -> torch.dtype:
-    return torch.float16 if args.fp16 else torch.bfloat16
+    half = torch.float16 if args.fp16 else torch.bfloat16
+    return fsdp.MixedPrecisionPolicy(half, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def _compile(parts: list[nn.Module]) -> None:

@@ -234,7 +234,8 @@ class Trainer:
         run_folder.check_lock(self.folder)
         self.read_losses()
         interval = self.metrics.reduce()
-        metrics.add(self.state.sums, interval)
+        for name, value in interval.items():
+            self.state.sums[name] = self.state.sums.get(name, 0.0) + value
         figures = {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self.last_norm}
         self.logger.log_training(self.state, interval, figures, self.rate.interval(self.state))
         if self.state.bad_row >= self.args.max_bad_steps:
@@ -245,9 +246,13 @@ class Trainer:
     def read_losses(self) -> None:
         """Count the losses and gradient norms since the last call, and check the targets. Waits for the device."""
         losses.check_probabilities(self.loss)
-        self.state.count_bad(self.pending_norms)
-        self.last_norm = float(self.pending_norms[-1]) if self.pending_norms else self.last_norm
-        self.metrics.add(metrics.loss_sums(self.pending_losses))
+        for norm in map(float, self.pending_norms):
+            self.last_norm = norm
+            self.state.bad_row = 0 if math.isfinite(norm) else self.state.bad_row + 1
+            self.state.bad_steps += not math.isfinite(norm)
+        for loss, count in self.pending_losses:
+            if math.isfinite(loss):
+                self.metrics.update({"loss": float(loss) * count, "samples": count})
         self.pending_losses, self.pending_norms = [], []
 
     def end_epoch(self) -> bool:
@@ -349,11 +354,8 @@ class Trainer:
             return {}
         found: dict[str, dict[str, float] | None] = {}
         if self.state.best and self.state.best["epoch"] < self.state.epoch:
-            try:
-                with self.best_weights():
-                    found["test_best"] = self.evaluate("test")
-            except UsageError as error:
-                log.warning("the best weights are not tested: %s", error)
+            with self.best_weights():
+                found["test_best"] = self.evaluate("test")
         if None not in found.values():
             found["test"] = self.evaluate("test")
         return None if None in found.values() else {split: one for split, one in found.items() if one}

@@ -38,31 +38,27 @@ def splitmix64(state: Any) -> Any:
 
 def seed_building(seed: int, stream: int = MODEL) -> None:
     """Seed Python, NumPy and torch, the same on every rank and at every start, to build a part of the run."""
-    _seed_host(hash_ints(stream, seed))
+    _seed(hash_ints(stream, seed))
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Seed Python, NumPy and torch for drawing one sample (or one fetched batch that begins with it)."""
-    _seed_host(hash_ints(SAMPLE, seed, epoch, index))
+    _seed(hash_ints(SAMPLE, seed, epoch, index))
 
 
 def seed_micro_batch(seed: int, step: int, micro: int, device: torch.device) -> None:
     """Seed Python, NumPy and torch for the forward and backward pass of micro-batch `micro` of step `step`."""
-    _seed_all(hash_ints(MICRO_BATCH, seed, step, micro), device)
+    _seed(hash_ints(MICRO_BATCH, seed, step, micro), device)
 
 
 def seed_evaluation(seed: int, micro: int, device: torch.device) -> None:
     """Seed Python, NumPy and torch for micro-batch `micro` of an evaluation, at any step, and in -eval."""
-    _seed_all(hash_ints(EVALUATION, seed, micro), device)
+    _seed(hash_ints(EVALUATION, seed, micro), device)
 
 
-def _seed_all(value: int, device: torch.device) -> None:
-    _seed_host(value)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(value)
-
-
-def _seed_host(value: int) -> None:
+def _seed(value: int, device: torch.device | None = None) -> None:
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     torch.default_generator.manual_seed(value)
+    if device is not None and device.type != "cpu":
+        torch.get_device_module(device).manual_seed(value)

@@ -28,12 +28,6 @@ class State:
     unlogged: dict[str, list[float]] = field(default_factory=dict)  # since then, as exact terms; as of the last save
     scaler: dict = field(default_factory=dict)  # of -fp16's gradients; as of the last save
 
-    def count_bad(self, norms: list[Tensor]) -> None:
-        """Count the steps whose gradient norm (0-d tensors) is not finite. Waits for the device."""
-        finite = torch.isfinite(torch.stack(norms)).tolist() if norms else []
-        self.bad_row = next((i for i, good in enumerate(reversed(finite)) if good), len(finite) + self.bad_row)
-        self.bad_steps += finite.count(False)
-
 
 def read_manifest(folder: Path) -> dict:
     """Return what `shards.read_manifest` does. Raises Damaged also if a run could not go on from its content."""

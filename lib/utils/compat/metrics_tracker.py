@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 
-from lib.utils.monitoring.metrics import Sums, add, merge
+from lib.utils.monitoring.metrics import Sums, merge
 
 
 class MetricsTracker(Sums):
@@ -22,7 +22,8 @@ class MetricsTracker(Sums):
     def reduce(self):
         """Put this interval's sums over all ranks into `local`, add them to `agg`, and begin a new interval."""
         self._reduced = super().reduce()
-        add(self.agg, self._reduced)
+        for name, value in self._reduced.items():
+            self.agg[name] += value
         return self
 
     @property

@@ -2,14 +2,13 @@
 
 import logging
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from lib.utils import files
 from lib.utils.distributed import World
-from lib.utils.monitoring import console, images, metrics, startup, tensorboard_server, trackers
+from lib.utils.monitoring import console, images, metrics, tensorboard_server, trackers
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,6 @@ class Logger:
         from torch.utils.tensorboard import SummaryWriter, summary
 
         self.folder, self.args, self.start_step, self.total_steps = folder, args, start_step, total_steps
-        self.started = False
         # Steps after the checkpoint come again; an evaluation at its very step may be logged already.
         self.logged = metrics.truncate_lines(folder / "metrics.jsonl", start_step)
         self.metrics_file = files.open_regular(folder / "metrics.jsonl", "a", buffering=1)
@@ -56,11 +54,8 @@ class Logger:
             self.server = tensorboard_server.start(folder.parent, args.ngrok_auth if args.ngrok else "")
 
     def step(self) -> None:
-        """After each optimizer step. The first one ends the start of the run."""
+        """Move the progress bar on, after each optimizer step."""
         self.bar.update()
-        if not self.started:
-            self.started = True
-            log.info("start-up:    %.1f s", time.monotonic() - startup.STARTED)
 
     def log_training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
         """Log an interval of training: its sums over samples, the figures of its last step, and its speed."""

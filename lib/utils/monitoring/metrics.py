@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 from torch import Tensor
 
 from lib.utils import distributed, files
@@ -70,21 +69,6 @@ def _exact(terms: list) -> list[float]:
 def merge(one: dict[str, list[float]], other: dict[str, list[float]]) -> dict[str, list[float]]:
     """Return the sums of two dicts of terms, by name, each as few terms: exactly."""
     return {name: _exact([*one.get(name, []), *other.get(name, [])]) for name in {**one, **other}}
-
-
-def add(totals: dict[str, float], sums: dict[str, float]) -> None:
-    """Add sums to totals, by name."""
-    for name, value in sums.items():
-        totals[name] = totals.get(name, 0.0) + value
-
-
-def loss_sums(losses: list[tuple[Tensor, int]]) -> dict[str, list[float]]:
-    """Return the finite losses of (mean loss, samples) pairs, each times its samples, and their samples, as terms."""
-    if not losses:
-        return {}
-    means = torch.stack([mean for mean, _ in losses]).tolist()
-    pairs = [(mean * count, count) for mean, (_, count) in zip(means, losses, strict=True) if math.isfinite(mean)]
-    return {"loss": [loss for loss, _ in pairs], "samples": [float(count) for _, count in pairs]}
 
 
 def mean(totals: dict[str, float], name: str) -> float:

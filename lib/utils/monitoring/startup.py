@@ -6,11 +6,8 @@ import gc
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-STARTED = time.monotonic()
 
 
 def run_program(main: Callable[[], int]) -> None:
