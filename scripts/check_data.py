@@ -1,6 +1,5 @@
 """-check_data: opens every sample of every split, in parallel, and lists what is wrong; also for -skip_bad_files."""
 
-import contextlib
 import logging
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
 from lib.config import plugins
-from lib.utils import distributed, runtime
+from lib.utils import distributed, files, runtime
 from lib.utils.checkpoint import run_folder
 from lib.utils.checkpoint.resume import Past
 from lib.utils.data import loader
@@ -76,8 +75,15 @@ def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past |
 
 def read_list(config: Path) -> list[str] | None:
     """Return the files that a run leaves out, by its config.yaml; None if it has made no list."""
-    with contextlib.suppress(FileNotFoundError), config.open(encoding="utf-8") as file:
-        return yaml.safe_load(file)["about"].get("skipped")
+    try:
+        names = yaml.safe_load(files.read_bytes(config).decode())["about"].get("skipped")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, yaml.YAMLError) as error:
+        raise UsageError(f"{config} cannot be read ({' '.join(str(error).split())})") from None
+    if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
+        raise UsageError(f"{config}: about.skipped is no list of names")
+    return names
 
 
 def find_faults(splits: dict[str, MapDataset], world: World) -> Faults:

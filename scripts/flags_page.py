@@ -31,7 +31,7 @@ These are the flags that all runs share, from the output of `python train.py -h`
   - `per node`: the machines of one run may have different values.
 - A flag may be written `-x v`, `-x=v` or `--x v`. None may be shortened.
 - A switch (`[yes|no]`) that stands alone is on. It takes `on`, `off`, `true`, `false`, `1` and `0`, too.
-- `-h` next to `-arch`, `-dataset` or `-trainer` shows the flags of that plugin, and `-list` shows all plugins.
+- `-h` next to `-arch`, `-dataset` or `-trainer` shows the flags of that plugin.
 - `-cfg FILE` reads flags from YAML (`batch_size: 128`). The command line wins over the file. If it names another
   plugin, the file's entries for the old plugin's own flags are left out.
 - `eval "$(python scripts/completion.py bash)"` completes flags in the shell (or zsh). It needs

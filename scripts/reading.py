@@ -64,7 +64,8 @@ def parse(text: bytes | str) -> dict:
     """Return what a line of metrics.jsonl holds, {} for a line that no run writes."""
     try:
         line = json.loads(text)
-    except (ValueError, RecursionError):
+        [float(value) for value in line.values() if value is not None]  # not of 400 digits
+    except (ValueError, RecursionError, OverflowError, TypeError, AttributeError):
         return {}
     good = isinstance(line, dict) and type(line.get("step")) is int
     return line if good and all(isinstance(value, int | float | None) for value in line.values()) else {}

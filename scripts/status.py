@@ -119,7 +119,7 @@ def read_row(folder: Path) -> dict[str, str]:
         "loss": short(figures.get("train/loss", unlogged(saved))),
         "best": f"{top['metric']} {short(top['value'])}" if top else "",
         "score": str(float(top["score"])) if top else "",  # for sorting: higher is better
-        "speed": f"{figures['perf/samples_per_s']:,.0f}/s" if "perf/samples_per_s" in figures else "",
+        "speed": f"{figures['perf/samples_per_s']:,.0f}/s" if figures.get("perf/samples_per_s") else "",
         "left": left if found == "running" else "",
         "host": str(outcome.get("host", "")),
         "job": str(job or ""),

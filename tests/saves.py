@@ -38,7 +38,7 @@ def new_checkpoints(folder: Path, **options) -> manager.Checkpoints:
 
 def save(checkpoints: manager.Checkpoints, step: int, **options):
     """Save `state(step)` and wait for the end of the save."""
-    checkpoints.save(state(step), facts(step), step=step, rank_dependent=set(), **options)
+    checkpoints.save(state(step), facts(step), step=step, **options)
     checkpoints.finish()
 
 

@@ -38,7 +38,7 @@ def test_a_run_resumes_from_another_run(finished_run, tmp_path, place):
 
 def test_a_damaged_checkpoint_of_another_run_is_skipped_and_stays_in_place(copy, finished_run, tmp_path):
     newest = names(copy)[0]
-    shard = copy / "checkpoints" / newest / "shard_0001.safetensors"
+    shard = copy / "checkpoints" / newest / "shard_0000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     folder = run(tmp_path, f"{SMALL} -cpu 2 -model branch -resume {copy}")
     assert f"{shard}: " in log_of(folder) and "an older checkpoint is taken" in log_of(folder)

@@ -14,7 +14,7 @@ from lib.config.namespace import Args
 from lib.config.parser import Help, Parser
 from lib.config.plugins import BUILDERS
 from lib.utils import files
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, no_exit
 
 log = logging.getLogger(__name__)
 DATA_FLAGS = ("num_classes", "channels", "image_size")  # set by a dataset
@@ -47,7 +47,8 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
     words = parser.to_arguments(entries, cfg) + command_line
     for module in modules:
         if describe and hasattr(module, "describe"):  # defaults that follow from a dataset's files
-            parser.set_plugin_defaults(module.describe(_parse(parser, words)), module)
+            with no_exit():
+                parser.set_plugin_defaults(module.describe(_parse(parser, words)), module)
     args = _parse(parser, words)
     check_combinations(args, given | set(entries))
     return args

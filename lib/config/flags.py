@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from lib.config import plugins, types
-from lib.config.parser import SWITCH, Listing
+from lib.config.parser import SWITCH
 from lib.config.types import path, real, text, whole
 from lib.utils.errors import UsageError
 
@@ -73,8 +73,6 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
 
     group("run", "allow")
     rules.current.add_argument("-h", "-help", action="help", help="show this help, with the chosen plugins' flags")
-    listing = {"action": Listing, "nargs": 0, "default": argparse.SUPPRESS}
-    add("-list", listing, "list all plugins, with the first line of each one's docstring")
     add("-data", DIR, "folder of the data sets", "data", per_node=True)
     add("-out", DIR, "folder of all runs", "out", per_node=True)
     add("-model", value(types.run_name, "NAME"), "name of the run: it lives in out/NAME (DATASET_ARCH)")

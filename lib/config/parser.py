@@ -3,7 +3,6 @@
 import argparse
 import functools
 import re
-import sys
 from types import ModuleType
 from typing import NoReturn
 
@@ -88,14 +87,3 @@ class Help(argparse.HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         hidden = action.default is False or action.default in (None, "", argparse.SUPPRESS, [])
         return action.help if hidden else f"{action.help} ({'yes' if action.default is True else '%(default)s'})"
-
-
-class Listing(argparse.Action):
-    """Shows the plugins, each with the first line of its docstring, and exits, as -h does. It takes `nargs=0`."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_) -> NoReturn:
-        """Print the lists and exit."""
-        for kind in ("arch", "dataset", "trainer"):
-            rows = (f"  {name:20} {plugins.summary(kind, name)}\n" for name in plugins.names(kind))
-            parser._print_message(f"-{kind} NAME\n{''.join(rows)}", sys.stdout)
-        parser.exit()

@@ -1,6 +1,6 @@
 """Plugins, the files in lib/arch, lib/dataset and lib/trainer: found by name, read for their flags, imported to run.
 
-Nearly all import torch, which takes seconds. So -h, -list and wrong flags execute only what a plugin's flags need.
+Nearly all import torch, which takes seconds. So -h and wrong flags execute only what a plugin's flags need.
 """
 
 import ast
@@ -21,12 +21,6 @@ BUILDERS = {"dataset": "get_dataset", "arch": "get_model", "trainer": "Trainer"}
 def names(kind: str) -> list[str]:
     """Return the names of all plugins of a kind: the files in lib/KIND."""
     return sorted(file.stem for file in (ROOT / "lib" / kind).glob("*.py") if not file.stem.startswith("_"))
-
-
-def summary(kind: str, name: str) -> str:
-    """Return the first line of a plugin's docstring."""
-    text = ast.get_docstring(ast.parse((ROOT / "lib" / kind / f"{name}.py").read_text()))
-    return (text or "").partition("\n")[0]
 
 
 def find_flag(flag: str) -> list[str]:

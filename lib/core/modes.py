@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lib.utils.checkpoint import atomic, weights
+from lib.utils.checkpoint import atomic, run_folder, weights
 from lib.utils.checkpoint.resume import Past
 from lib.utils.data.tensors import named_tensors
 from lib.utils.errors import UsageError
@@ -40,8 +40,9 @@ def evaluate(trainer: "Trainer", past: Past | None) -> str:
     for split in splits:
         log.info("%s  %s", split, console.format_metrics(figures[split]))
     if trainer.world.is_main:
-        text = json.dumps({"weights": str(path), "time": time.strftime("%Y-%m-%d %H:%M:%S"), **figures}, indent=2)
         folder.mkdir(parents=True, exist_ok=True)
+        run_folder.check_owner(folder)
+        text = json.dumps({"weights": str(path), "time": time.strftime("%Y-%m-%d %H:%M:%S"), **figures}, indent=2)
         atomic.write_file(folder / "eval.json", text + "\n")
         log.info("written:     %s", folder / "eval.json")
     return "finished"

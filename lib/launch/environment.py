@@ -84,7 +84,9 @@ def check_variables(needed: tuple[str, ...] = ()) -> None:
     """Raise UsageError for a launcher's variable that is no number, or for a needed one that is not set."""
     for name in NUMBERS + needed:
         text = os.environ.get(name, "" if name in needed else "0")
-        if not text or (name in NUMBERS and not text.isdecimal()):
+        most = 65535 if name == "MASTER_PORT" else 1 << 31
+        least = 1 if name.endswith("WORLD_SIZE") and name in os.environ else 0
+        if not text or (name in NUMBERS and not (text.isdecimal() and least <= int(text) <= most)):
             hint = "unset RANK, WORLD_SIZE and SLURM_STEP_NUM_TASKS if no launcher started this process"
             raise UsageError(f"{name} is {text!r} in the environment: {hint}")
 

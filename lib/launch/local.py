@@ -136,13 +136,16 @@ def run_child(
         if isinstance(failure, UsageError):
             report_usage_error(failure)
         else:
-            print("".join(traceback.format_exception(failure)).rstrip(), file=sys.stderr, flush=True)
+            print(printable("".join(traceback.format_exception(failure)).rstrip()), file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(code)  # what a failed run leaves behind may hang Python's own end, and the others wait for this one
 
 
 def call_target(target: str, args: Args) -> int:
     """Call the function named "module:function" with args. Returns the exit code."""
+    import torch
+
+    torch.set_num_threads(1)  # until the run sets them: what `get_dataset` computes has the same bits everywhere
     module, _, function = target.partition(":")
     with environment.override({**environment.for_run(args), **os.environ}), no_exit():
         return getattr(importlib.import_module(module), function)(args)

@@ -304,13 +304,10 @@ class Trainer:
         self.read_losses()
         self.state.unlogged = self.metrics.pending()
         self.state.scaler = self.scaler.state_dict()
-        parts = find_parts(self)
-        tensors = parts.tensors()
+        tensors = find_parts(self).tensors()
         about = runtime.describe(self.world)
         facts = {"state": dataclasses.asdict(self.state), "config": self.config, "about": about}
-        self.checkpoints.save(
-            tensors, facts, step=self.state.step, rank_dependent=parts.rank_dependent(tensors), keep=keep
-        )
+        self.checkpoints.save(tensors, facts, step=self.state.step, keep=keep)
         self.saved = self.state.step, self.state.epoch
 
     def weights_fault(self) -> str:

@@ -34,7 +34,7 @@ def test_a_save_contains_the_state_at_its_beginning_even_if_tensors_change_befor
     may_continue, real = threading.Event(), shards.write
     monkeypatch.setattr(shards, "write", lambda *args: (may_continue.wait(30), real(*args))[1])
     checkpoints, live, now = new_checkpoints(tmp_path), saves.state(3), saves.state(3)
-    checkpoints.save(live, saves.facts(3), step=3, rank_dependent={"model.bias"})
+    checkpoints.save(live, saves.facts(3), step=3)
     for tensor in live.values():
         tensor.zero_()
     checkpoints.poll()
@@ -69,7 +69,7 @@ def test_a_save_starts_no_openmp_threads(tmp_path, monkeypatch):
     checkpoints = new_checkpoints(tmp_path)
     wide = {"model.weight": torch.ones(1 << 20)}
     count = len([*threads.iterdir()])
-    checkpoints.save(wide, {}, step=1, rank_dependent=set())
+    checkpoints.save(wide, {}, step=1)
     checkpoints.close()
     assert found == [count + 1]
 
@@ -91,7 +91,7 @@ def test_at_most_one_save_is_in_progress_and_the_next_one_waits_for_it(tmp_path,
     monkeypatch.setattr(shards, "write", write)
     checkpoints = new_checkpoints(tmp_path, keep_last=9)
     for step in range(1, 5):
-        checkpoints.save(saves.state(step), saves.facts(step), step=step, rank_dependent=set())
+        checkpoints.save(saves.state(step), saves.facts(step), step=step)
         events.append("begun")
         may_continue.release()
     checkpoints.close()
@@ -104,7 +104,7 @@ def test_shapes_may_change_from_one_save_to_the_next(tmp_path):
     for step in (1, 2):
         save(checkpoints, step)
     tensors = {"model.weight": torch.arange(6.0).reshape(2, 3).t(), "model.on": torch.tensor([True, False])}
-    checkpoints.save(tensors, {}, step=3, rank_dependent=set())
+    checkpoints.save(tensors, {}, step=3)
     checkpoints.close()
     saved = saves.tensors(tmp_path / "checkpoints" / "000003_step_3")
     assert same_tensors(saved, tensors)
@@ -254,7 +254,7 @@ def test_only_the_last_best_weights_before_a_save_are_written_with_it(tmp_path, 
 
     monkeypatch.setattr(manager.weights, "write", write)
     checkpoints.set_best({"a": 1})
-    checkpoints.save(saves.state(1), saves.facts(1), step=1, rank_dependent=set())
+    checkpoints.save(saves.state(1), saves.facts(1), step=1)
     assert begun.wait(60)
     for number in (2, 3, 4):
         checkpoints.set_best({"a": number})

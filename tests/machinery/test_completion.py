@@ -1,9 +1,8 @@
-"""-list shows the plugins, and bash and zsh complete flags and plugin names with the TAB key."""
+"""bash and zsh complete flags and plugin names with the TAB key."""
 
 import contextlib
 import os
 import pty
-import re
 import shutil
 import subprocess
 import sys
@@ -13,8 +12,6 @@ import pytest
 from cluster import require
 from processes import until
 
-import train
-from lib import config
 from lib.config import plugins
 from scripts import completion
 
@@ -73,21 +70,6 @@ def zsh_completions(folder: Path, lines: list[str]) -> list[str]:
 
 def _lines(file):
     return file.read_text().splitlines() if file.exists() else []
-
-
-def test_list_shows_every_plugin_with_its_summary(capsys):
-    with pytest.raises(SystemExit) as end:
-        train.main(["-list"])
-    message = capsys.readouterr().out
-    assert end.value.code == 0
-    shown = dict(re.findall(r"^  (\w+) +(\S.*)$", message, re.M))
-    assert set(shown) == {name for kind in config.BUILDERS for name in plugins.names(kind)}
-    assert shown["mlp"] == "A multilayer perceptron over flattened inputs."
-    assert [line.split()[0] for line in message.splitlines() if not line.startswith(" ")] == [
-        "-arch",
-        "-dataset",
-        "-trainer",
-    ]
 
 
 def test_bash_completes_flags_and_plugin_names(script):

@@ -33,7 +33,7 @@ class Case:
 
     def save(self, folder, step):
         checkpoints = saves.new_checkpoints(folder, **self.options)
-        checkpoints.save(saves.state(step), saves.facts(step), step=step % 5, rank_dependent=set(), keep=self.keep)
+        checkpoints.save(saves.state(step), saves.facts(step), step=step % 5, keep=self.keep)
         checkpoints.close()
 
     def wrong_after(self, cut, folder):

@@ -239,7 +239,7 @@ def test_training_continues_while_the_disk_is_slow(tmp_path, monkeypatch):
     checkpoints = saves.new_checkpoints(tmp_path)
     saves.save(checkpoints, 1)
     monkeypatch.setattr(os, "fsync", lambda fd: (may_continue.wait(30), real(fd)))
-    checkpoints.save(saves.state(2), saves.facts(2), step=2, rank_dependent=set())
+    checkpoints.save(saves.state(2), saves.facts(2), step=2)
     for _ in range(1000):  # steps
         checkpoints.poll()
     assert checkpoints.saving and saves.steps(tmp_path) == [1] and not may_continue.is_set()

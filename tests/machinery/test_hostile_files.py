@@ -24,7 +24,7 @@ from scripts import export, plot, reading, status
 pytestmark = pytest.mark.usefixtures("small_plugins")
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder to another user")
 ESCAPE = "\x1b[2J\x1b]0;owned\x07\u202e"
-MANIFEST, SHARD = "manifest.json", "shard_0001.safetensors"
+MANIFEST, SHARD = "manifest.json", "shard_0000.safetensors"
 
 
 ODD = {  # what may stand in the place of a file; `there` is a file that must not change

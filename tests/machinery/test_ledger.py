@@ -128,7 +128,7 @@ def test_the_distance_of_two_runs_is_that_of_their_newest_checkpoints(tmp_path):
         for name, how in (("one", dict), ("other", change)):
             checkpoints = saves.new_checkpoints(here / name)
             for step, state in ((3, saves.state(3)), (4, how(saves.state(4)))):
-                checkpoints.save(state, {}, step=step, rank_dependent=set())
+                checkpoints.save(state, {}, step=step)
             checkpoints.close()
         return ledger.distance(here / "one" / "checkpoints", here / "other" / "checkpoints")
 

@@ -119,7 +119,7 @@ def test_every_train_py_command_of_the_pages_can_be_parsed(tmp_path):
         if len(parts) == 2 and not command.startswith("kubectl"):
             for shape, instead in shapes.items():
                 parts[1] = re.sub(shape, instead, parts[1])
-            if not {"-h", "-list"} & {*shlex.split(parts[1])}:
+            if "-h" not in shlex.split(parts[1]):
                 config.parse_args(shlex.split(parts[1]))
             understood += 1
     assert understood >= 40

@@ -84,7 +84,7 @@ def _replace_with(make):
     return replace
 
 
-SHARD, MANIFEST = "shard_0001.safetensors", "manifest.json"
+SHARD, MANIFEST = "shard_0000.safetensors", "manifest.json"
 DAMAGE = {
     **{f"{part} of a shard": _truncate(part) for part in (0, 0.001, 0.25, 0.5, 0.75, 0.99, 0.9999)},
     "no bytes of the manifest": lambda folder: os.truncate(folder / MANIFEST, 0),

@@ -69,9 +69,7 @@ class Checkpoints:
         if free < size:
             raise UsageError(f"-out {out}: a checkpoint takes {size:,} bytes, and {free:,} are free; make room")
 
-    def save(
-        self, tensors: dict[str, Tensor], facts: dict, *, step: int, rank_dependent: set, keep: bool = False
-    ) -> None:
+    def save(self, tensors: dict[str, Tensor], facts: dict, *, step: int, keep: bool = False) -> None:
         """Begin a checkpoint: copy the tensors, and write the copies in the background.
 
         The tensors may change as soon as this returns. A save that is still in flight is waited for.
@@ -80,7 +78,6 @@ class Checkpoints:
             tensors: the live tensors by name.
             facts: entries of the manifest (JSON), which must not change later.
             step: the optimizer step, for the name.
-            rank_dependent: names of tensors that may differ between ranks: the first rank's are saved.
             keep: spare it from removal.
 
         Raises:
@@ -93,7 +90,7 @@ class Checkpoints:
         name = f"{self.number:06d}_step_{step}"
         partial = self.folder / f"{name}.partial"
         facts = {**facts, "tensors": shards.schema(tensors)}
-        pieces = shards.pieces(tensors, self.world, rank_dependent)
+        pieces = shards.pieces(tensors, self.world)
         copies = [piece._replace(values=copy_to_cpu(piece.values)) for piece in pieces]
         copied = torch.cuda.Event(blocking=True) if self.world.device.type == "cuda" else None
         if copied:

@@ -54,7 +54,9 @@ def read_start(args: "Args", world: World) -> dict:
     """
     path = run_folder.path_of(args) / "start.json"
     answers = world.on_writers(lambda: {} if run_folder.is_reset_due(args, world) else run_folder.read_json(path))
-    return next(filter(None, answers), {})
+    start = next(filter(None, answers), {})
+    numbers = [start.get(name, 1) for name in ("batch_size", "micro_batch", "threads")]
+    return start if all(type(one) is int and one > 0 for one in numbers) else {}
 
 
 def start_facts(args: "Args", plan: Plan, past: Past | None) -> dict:

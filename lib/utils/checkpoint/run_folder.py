@@ -196,7 +196,7 @@ class RunFolder:
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             check_owner(self.path)
-            for folder in (self.path / name for name in FOLDERS):
+            for folder in (self.path / name for name in (*FOLDERS, "metrics.jsonl")):
                 if folder.is_symlink():
                     raise OSError(errno.ELOOP, "a link, which is not followed", str(folder))
             file = files.open_regular(self.path / ".lock", "a+")

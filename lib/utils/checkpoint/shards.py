@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -109,19 +109,11 @@ def file_name(rank: int) -> str:
     return f"shard_{rank:04d}.safetensors"
 
 
-def pieces(tensors: dict[str, Tensor], world: World, rank_dependent: Collection[str] = ()) -> list[Piece]:
-    """Return this rank's share of the tensors: its own blocks of sharded ones, and some of those that all ranks have.
-
-    The latter are dealt out in turn, the largest first; those named in `rank_dependent` are the writer's. Next to
-    sharded tensors they are few and small, and all the writer's: a reader then needs its own file and that one.
-    """
-    whole = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
-    mine = [Piece(name, *_local_and_offset(tensor)) for name, tensor in tensors.items() if is_sharded(tensor)]
-    mine = [piece for piece in mine if piece.values.numel()]  # the last ranks may have none of a small tensor
-    given = whole.keys() if len(whole) < len(tensors) else whole.keys() & rank_dependent
-    shared = sorted(whole.keys() - given, key=lambda name: (-whole[name].nbytes, name))
-    names = world.share(shared) + (sorted(given) if world.is_writer else [])
-    return mine + [Piece(name, whole[name].detach(), (0,) * whole[name].ndim) for name in names]
+def pieces(tensors: dict[str, Tensor], world: World) -> list[Piece]:
+    """Return what this rank writes of the tensors: its own blocks of sharded ones; a writer also all whole ones."""
+    mine = [tensor for tensor in tensors.items() if world.is_writer or is_sharded(tensor[1])]
+    pieces = [Piece(name, *_local_and_offset(tensor)) for name, tensor in mine]
+    return [piece for piece in pieces if piece.values.numel()]  # the last ranks may have none of a small tensor
 
 
 def write_pieces(path: Path, pieces: list[Piece]) -> dict:

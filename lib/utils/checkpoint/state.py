@@ -1,5 +1,6 @@
 """What a checkpoint holds: how far a run is, and its tensors."""
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lib.utils.checkpoint import shards
 from lib.utils.data.plan import Plan
 from lib.utils.errors import UsageError
+
+MOST_THREADS = 1 << 12  # of a process
 
 
 @dataclass
@@ -36,10 +39,13 @@ def read_manifest(folder: Path) -> dict:
         state, config = State(**manifest["state"]), manifest["config"]
         plan = Plan(config["samples"], config["batch_size"], config["micro_batch"], config["drop_last"])
         counts = [state.step, state.epoch, state.samples, plan.samples - 1, plan.batch - 1, plan.micro - 1]
-        counts += [file["bytes"] for file in manifest["shards"].values()]
+        counts += [file["bytes"] for file in manifest["shards"].values()] + [len(manifest["shards"]) - 1]
+        counts += [config.get("threads", 1) - 1, MOST_THREADS - config.get("threads", 1)]
+        sums = [*state.unlogged.values(), state.sums.values(), [(state.best or {"score": 0.0})["score"]]]
         shards.make_empty(manifest["tensors"], "meta")
         if not (
             min(counts) >= 0
+            and len([math.fsum(terms) for terms in sums]) > 1  # which raises where one is no number
             and plan.step_in_epoch(state) in range(plan.steps + 1)
             and _types(manifest["state"]) == _types(vars(State()))
             and (state.best is None or state.best.keys() >= {"metric", "value", "score", "epoch"})
@@ -90,14 +96,6 @@ class Parts:
             memory = optimizer.state.get(parameter, {}).items()
             tensors |= {f"{name}.{key}": value for key, value in memory if torch.is_tensor(value)}
         return tensors
-
-    def rank_dependent(self, tensors: dict[str, Tensor]) -> set[str]:
-        """Return the names of tensors that may differ between ranks, so that the first rank's are saved.
-
-        They are buffers (a counter has its value from the rank's last micro-batch), and tensors of the trainer.
-        """
-        buffers = {f"model.{name}" for name, _ in self.modules["model"].named_buffers()}
-        return buffers | {name for name in tensors if name.startswith("trainer.")}
 
     def trained_parameters(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter, str]]:
         """Yield each optimizer, each of its parameters, and the prefix of that parameter's state: optim.head.weight.

@@ -81,7 +81,7 @@ def read(path: Path) -> dict[str, Tensor]:
         if (shard := re.search(r"-\d{5}-of-(\d{5})\.", path.name)) and int(shard[1]) > 1:
             raise ValueError(f"it is one of {int(shard[1])} shards: give their folder")
         return _read_file(path)
-    tensors, places = {}, json.loads(path.read_text())["weight_map"]  # an index of Hugging Face
+    tensors, places = {}, json.loads(files.read_bytes(path, follow=True))["weight_map"]  # an index of Hugging Face
     for file in sorted({Path(place).name for place in places.values()}):  # none outside the folder
         tensors |= _read_file(path.parent / file)
     return tensors

@@ -45,11 +45,7 @@ class LogFileHandler(logging.FileHandler):
 
 
 class TerminalHandler(logging.StreamHandler):
-    """Messages on stdout, above the progress bar if there is one. Records marked `in_bar` are left out."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the terminal shows this record."""
-        return not getattr(record, "in_bar", False)
+    """Messages on stdout, above the progress bar if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the message alone: Python prints the traceback that ends a run."""

@@ -1,7 +1,6 @@
 """What a run reports of itself: to the terminal and the logs, metrics.jsonl, TensorBoard, a tracker."""
 
 import logging
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,6 @@ class Logger:
         # Without torch's list of flags and metrics, which holds for one run, TensorBoard shows those of all runs.
         self.board.file_writer.add_summary(summary.hparams(hparams, {})[1])
         self.bar = console.progress_bar(total_steps, start_step)
-        self.bar_on_stdout = not self.bar.disable and sys.stdout.isatty()  # whose readers see the bar, too
         self.tracker = self.server = None
         if world.is_main and args.track != "none":
             self.tracker = trackers.Tracker(args.track, folder)
@@ -67,7 +65,7 @@ class Logger:
         epoch = f"epoch {state.epoch + 1}/{self.args.epochs}"
         text = console.format_training({**figures, **speed}, others)
         place = f"{epoch}  step {state.step}/{self.total_steps}"
-        log.info("%s  %s  left %s", place, text, left, extra={"in_bar": self.bar_on_stdout})
+        log.info("%s  %s  left %s", place, text, left)
         self.bar.set_description_str(f"{epoch}  {text}")
         tagged = {f"train/{name}": value for name, value in {**figures, **others}.items()}
         self._write(state, tagged | {f"perf/{name}": value for name, value in speed.items()})

@@ -45,17 +45,11 @@ def main(runs: str, parent: int, user: str) -> None:
     # Its fast loader would be a second server.
     board.configure(argv=["tensorboard", "--logdir", runs, "--host", "127.0.0.1", "--load_fast", "false"])
     address = board.launch()
-    show(f"TensorBoard: {address}")
+    print(f"TensorBoard: {address}", flush=True)  # noqa: T201  # a process of its own
     if user:
-        show(f"TensorBoard for others: {open_tunnel(address, user)}")
+        print(f"TensorBoard for others: {open_tunnel(address, user)}", flush=True)  # noqa: T201
     while os.getppid() == parent:
         time.sleep(0.5)
-
-
-def show(text: str) -> None:
-    """Print a line; on a terminal over the progress bar, which then comes again."""
-    sys.stdout.write(f"\r\x1b[K{text}\n" if sys.stdout.isatty() else f"{text}\n")
-    sys.stdout.flush()
 
 
 def open_tunnel(address: str, user: str) -> str:
