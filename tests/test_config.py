@@ -95,7 +95,7 @@ def test_abbreviated_flags_are_refused_and_the_full_flag_is_suggested(arch):
 def test_a_misspelt_flag_is_refused_and_the_closest_is_suggested(flag, at, letter):
     at %= len(flag)
     wrong = f"-{flag[:at]}{letter}{flag[at + 1 :]}".rstrip("-")
-    if wrong.lstrip("-") not in {*shared(), "h", "help", "list", ""}:
+    if wrong.lstrip("-") not in {*shared(), "h", "help", ""}:
         message = refusal([wrong, "3"])
         assert message.startswith(f"unknown flag {wrong}")
         others = any(other.startswith(wrong[1:]) for other in shared())  # it is the beginning of another flag
@@ -240,4 +240,4 @@ def test_every_flag_has_one_name_and_says_which_values_it_takes():
         assert action.metavar or action.choices or action.type is types.yes_no
     plain = argparse.ArgumentParser(add_help=False)
     flags.add_shared(plain)
-    assert {action.dest for action in plain._actions} == {*shared(), "h", "list"}
+    assert {action.dest for action in plain._actions} == {*shared(), "h"}

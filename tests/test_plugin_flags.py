@@ -180,6 +180,13 @@ def test_describe_with_an_unknown_flag_is_refused(monkeypatch, tmp_path):
     )
 
 
+def test_describe_that_calls_exit_does_not_end_the_program_as_if_it_were_finished(monkeypatch, tmp_path):
+    text = "import sys\ndef describe(args): sys.exit(0)\nget_dataset = print\n"
+    plugin_file(monkeypatch, tmp_path, "dataset", "leaves", text)
+    with pytest.raises(RuntimeError, match="the run is not finished"):
+        parsed("-dataset leaves")
+
+
 def test_the_folder_dataset_counts_its_classes(tmp_path):
     tiny_data.make_folder(tmp_path)
     args = parsed(["-dataset", "folder", "-data", str(tmp_path)])

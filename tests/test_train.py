@@ -325,8 +325,10 @@ def test_a_run_that_ends_between_an_evaluation_and_its_save_logs_the_metrics_onl
             assert [picture.step for picture in board.Images(f"{name}/confusion")] == drawn
 
 
-def test_a_stop_on_the_very_last_step_finishes_the_run(tmp_path, monkeypatch, uninterrupted):
-    saves.stop_at(monkeypatch, 12)
+def test_a_stop_on_the_very_last_step_leaves_its_evaluation_to_the_next_start(tmp_path, monkeypatch, uninterrupted):
+    with monkeypatch.context() as patch:
+        saves.stop_at(patch, 12)
+        run(tmp_path, f"{SMALL} -cpu 2 -model last", wanted=75)
     assert distance(run(tmp_path, f"{SMALL} -cpu 2 -model last"), uninterrupted[2]) == 0.0
 
 

@@ -47,8 +47,9 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
     words = parser.to_arguments(entries, cfg) + command_line
     for module in modules:
         if describe and hasattr(module, "describe"):  # defaults that follow from a dataset's files
+            found = _parse(parser, words)  # which -h ends
             with no_exit():
-                parser.set_plugin_defaults(module.describe(_parse(parser, words)), module)
+                parser.set_plugin_defaults(module.describe(found), module)
     args = _parse(parser, words)
     check_combinations(args, given | set(entries))
     return args

@@ -27,13 +27,12 @@ folder, rank = sys.argv[1], int(sys.argv[2])
 console.setup_logging(folder, rank)
 log = logging.getLogger("lib.trainer")
 bar = console.progress_bar(200, 100)
-on_stdout = not bar.disable and sys.stdout.isatty()
 for step in range(101, 201):
     bar.update()
     if step % 10 == 0:
         text = f"loss {step / 1000:.3f}  data 25 %"
         if rank == 0:
-            logging.getLogger("lib.logger").info("step %d/200  %s", step, text, extra={"in_bar": on_stdout})
+            logging.getLogger("lib.logger").info("step %d/200  %s", step, text)
         bar.set_description_str(f"{text}  a_figure_with_a_name_that_is_far_too_long_for_the_rest_of_the_line 7")
     if step == 150:
         log.info("saved step_%08d", step)

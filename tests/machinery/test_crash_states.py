@@ -19,7 +19,7 @@ OLD, NEW, NEWER = 8, 9, 10  # sorted as strings, the last is the first
 class Case:
     """A save, and the state before it."""
 
-    def __init__(self, old=OLD, new=NEW, keep_last=1, keep=False, codes=crash.ERRORS[:1], least=60):
+    def __init__(self, old=OLD, new=NEW, keep_last=1, keep=False, codes=crash.ERRORS[:1], least=55):
         self.old, self.new, self.options, self.keep = old, new, {"keep_last": keep_last}, keep
         self.codes, self.least = codes, least  # the errors to try, the smallest number of states
 
@@ -53,7 +53,7 @@ class Case:
 
 
 CASES = {
-    "the old one is removed": Case(codes=crash.ERRORS, least=190),
+    "the old one is removed": Case(codes=crash.ERRORS, least=170),
     "the same step again": Case(OLD, OLD + 5),
     "the first save": Case(None),
     "a milestone next to the old one": Case(keep_last=2, keep=True),

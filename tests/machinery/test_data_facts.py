@@ -14,6 +14,7 @@ from saves import SMALL, log_of, names, refused, stop_at
 from torch.utils.data import Dataset, Subset
 
 from lib.trainer import trainer
+from lib.utils import distributed
 from lib.utils.checkpoint import resume, run_folder
 from lib.utils.data import fingerprint
 from lib.utils.data.tensors import Tensors
@@ -268,3 +269,22 @@ class Graphs(torch.utils.data.Dataset):
 @pytest.mark.parametrize("form", [Graph, lambda value: {f"{value}", "b"}], ids=["object", "set"])
 def test_objects_and_sets_are_known_by_what_they_hold(form):
     assert describe(Graphs(1, form)) == describe(Graphs(1, form)) != describe(Graphs(2, form))
+
+
+def summed(args):
+    """Data that depend on the number of threads which `get_dataset` computes with."""
+    parts = few(args)
+    scale = torch.rand(1 << 20, generator=torch.Generator().manual_seed(3)).sum() * (1 + torch.get_num_threads())
+    return {split: Tensors(part.tensors[0] * scale.log(), part.tensors[1]) for split, part in parts.items()}
+
+
+def test_what_get_dataset_computes_has_one_thread_on_any_number_of_processes(tmp_path):
+    with plugins(dataset={"odd": summed}):
+        run(tmp_path, f"{ODD} -cpu 3 -threads 2 -limit_steps 4", wanted=75)  # this process keeps one thread
+        run(tmp_path, f"{ODD} -cpu 2 -threads 2")
+
+
+@pytest.mark.parametrize("name", ["MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
+def test_variables_that_choose_instructions_are_a_fact_of_the_run(name, monkeypatch):
+    monkeypatch.setenv(name, "SSE41")
+    assert distributed.kernel_variables() == [f"{name}=SSE41"]

@@ -152,6 +152,8 @@ def test_slurm_tasks_use_only_the_fast_network_for_the_rendezvous(bare, monkeypa
         ({"RANK": "", "WORLD_SIZE": ""}, "RANK is ''"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT is ''|MASTER_ADDR is ''"),
         ({"SLURM_STEP_NUM_TASKS": ""}, "SLURM_STEP_NUM_TASKS is ''"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}, "MASTER_PORT is '99999'"),
         ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "one"}, "SLURM_PROCID is 'one'"),
     ],
 )

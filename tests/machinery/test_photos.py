@@ -312,3 +312,18 @@ def test_a_link_to_nothing_and_a_pipe_are_bad_files(tmp_path, make, capsys):
     assert check_data.check(config.parse_args([*FLAGS.split(), "-data", str(tmp_path)])) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "\\x1b[31mx.jpg: not a readable image" in lines[0] and lines[-1].startswith("-check_data: 1 of ")
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", "about: 5", "x: [", "about: {skipped: 5}", "about: {skipped: [1]}", "a: !b c"]
+)
+def test_a_list_of_skipped_files_that_is_none_is_one_line(text, tmp_path):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UsageError, match=r"config\.yaml"):
+        check_data.read_list(tmp_path / "config.yaml")
+
+
+def test_a_pipe_in_place_of_config_yaml_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.yaml")
+    with pytest.raises(UsageError, match="cannot be read"):
+        check_data.read_list(tmp_path / "config.yaml")

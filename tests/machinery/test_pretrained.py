@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 
 import pytest
@@ -249,9 +250,8 @@ def test_a_folder_in_which_nothing_or_too_much_may_be_meant_is_refused(tmp_path)
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8])
 def test_quantized_weights_are_refused(tmp_path, kind):
     tensors = {name: value.to(kind) for name, value in tensors_of(Tied()).items()}
-    assert f"lacks embed.weight ({kind} (7, 4) there, torch.float32 (7, 4) here)" in refusal(
-        save(tensors, tmp_path / "w.pt")
-    )
+    there = f"embed.weight ({kind} (7, 4) there, torch.float32 (7, 4) here): save quantized weights as floats first"
+    assert there in refusal(save(tensors, tmp_path / "w.pt"))
 
 
 def test_a_file_of_which_only_a_counter_fits_is_refused(tmp_path):
@@ -265,3 +265,8 @@ def test_the_only_shard_of_one_is_read(tmp_path):
     save(tensors, tmp_path / "model-00001-of-00001.safetensors")
     for path in (tmp_path, tmp_path / "model-00001-of-00001.safetensors"):
         load_into(str(path), Tied(), whole=True)
+
+
+def test_an_index_that_is_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    assert "not a regular file" in refusal(tmp_path)

@@ -40,7 +40,7 @@ def is_undamaged(folder: Path) -> bool:
 def test_every_one_of_2000_flipped_bits_and_100_truncations_is_detected(copy):
     folder, draw = copy / "checkpoints" / names(copy)[0], random.Random(0)
     files = {path: path.read_bytes() for path in folder.iterdir()}
-    assert is_undamaged(folder) and len(files) == 3
+    assert is_undamaged(folder) and len(files) == 2
     for number in range(2100):
         path = draw.choice([*files])
         data = bytearray(files[path])
@@ -242,14 +242,14 @@ def fail_writes(monkeypatch, when, error=FULL):
 )
 def test_a_save_that_fails_on_one_rank_loses_only_this_checkpoint(tmp_path, monkeypatch, cpu, code):
     error = OSError(code, os.strerror(code))
-    fail_writes(monkeypatch, lambda rank, step: step in (4, 8) and rank == cpu - 1, error)
+    fail_writes(monkeypatch, lambda rank, step: step in (4, 8) and rank == 0, error)
     folder = run(tmp_path, f"{SMALL} -cpu {cpu} -keep_last 9 -save_every 2steps")
     assert saves.steps(folder) == [12, 12, 10, 6, 2]
     assert all_entries(folder) == sorted(names(folder))
     for rank in range(cpu):
         message = [line for line in log_of(folder, rank).splitlines() if "could not be saved" in line]
         assert len(message) == 2 and "WARNING" in message[0] and "training continues" in message[0]
-        assert f"000002_step_4 could not be saved (rank {cpu - 1}: OSError: [Errno {code}]" in message[0]
+        assert f"000002_step_4 could not be saved (rank 0: OSError: [Errno {code}]" in message[0]
 
 
 @pytest.mark.parametrize("cpu", [1, 2])
@@ -257,7 +257,7 @@ def test_three_failed_saves_in_a_row_end_the_run_and_the_older_checkpoint_is_goo
     tmp_path, monkeypatch, finished_run, cpu
 ):
     with monkeypatch.context() as patch:
-        fail_writes(patch, lambda rank, step: step > 5 and rank == cpu - 1)
+        fail_writes(patch, lambda rank, step: step > 5 and rank == 0)
         _check_run_fails(tmp_path, f"{SMALL} -cpu {cpu} -save_every 1steps", cpu, "nor could the 2 before it")
     folder = tmp_path / finished_run.name
     assert saves.steps(folder) == [5, 4] and len(all_entries(folder)) == 2

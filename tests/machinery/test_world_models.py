@@ -87,7 +87,7 @@ def test_a_run_from_imagenet_weights_has_a_new_head_and_needs_the_file_only_once
     flags += f"-image_size 64 -batch_size 2 -epochs 2 -lr_start 1e-30 -lr_end 0 -weight_decay 0 {more} -model photos"
     folder = runs.run(tmp_path / "out", f"{flags} -limit_steps 1", wanted=75)
     log = (folder / "logs" / "rank_0.log").read_text()
-    assert "120 tensors loaded; not loaded, as missing or of another shape: fc.bias, fc.weight" in log
+    assert "120 tensors loaded; not loaded, as missing or of another shape: fc.bias (" in log
     pretrained = torch.load(imagenet, weights_only=True)
     imagenet.unlink()
     final = runs.weights(runs.run(tmp_path / "out", flags))

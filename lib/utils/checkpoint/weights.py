@@ -142,6 +142,8 @@ def load_into(
         fitting = [value for value in there if _fits(value, tensor)]
         if not fitting:
             missing.append(aliases[0] + (f" ({_form(there[0])} there, {_form(tensor)} here)" if there else ""))
+            if isinstance(tensor, nn.Parameter) and any(one.shape == tensor.shape for one in there):
+                raise UsageError(f"-weights {path}: {missing[-1]}: save quantized weights as floats first")
             continue
         if any((fitting[0] != value).any() for value in fitting[1:]):
             raise UsageError(f"-weights {path}: {' and '.join(aliases)} are one tensor here, and differ in the file")

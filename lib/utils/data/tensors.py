@@ -31,13 +31,13 @@ class Tensors(TensorDataset):
 
 @contextlib.contextmanager
 def add_shapes_to_errors(batch: Any, args: Namespace) -> Iterator[None]:
-    """Add the shapes of the batch, and the flags that a model is built by, to an error in the block."""
+    """Add the shapes of the batch, and the flags that a model is built by, to an error in the block. Python 3.10 does not show them."""
     try:
         yield
     except Exception as error:
         shapes = ", ".join(f"{name}: {tuple(one.shape)} {one.dtype}" for name, one in named_tensors(batch))
         flags = " ".join(f"-{name} {getattr(args, name)}" for name in ("channels", "image_size", "num_classes"))
-        error.add_note(f"In a batch of -dataset {args.dataset} with {shapes}; the flags are {flags}")
+        error.__notes__ = [f"In a batch of -dataset {args.dataset} with {shapes}; the flags are {flags}"]
         raise
 
 
