@@ -104,9 +104,7 @@ def test_the_splits_and_items_of_a_dataset_are_consistent(name, tmp_path, monkey
         copy = pickle.loads(pickle.dumps(part))  # as loader processes receive it if there is no fork
         assert len(copy) == len(part) and same(first, seeded_item(copy, 0))
         if hasattr(part, "__getitems__") and name in SHIPPED["dataset"]:
-            check_batch(
-                part.__getitems__([len(part) - 1, 0]), default_collate([last, first]), option(part, "fixed")
-            )
+            check_batch(part.__getitems__([len(part) - 1, 0]), default_collate([last, first]), option(part, "fixed"))
 
 
 def check_item(first, last, args):
