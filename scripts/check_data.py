@@ -10,10 +10,11 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
 from lib.config import plugins
-from lib.utils import distributed, files, runtime
+from lib.utils import distributed, files, runtime, watchdog
 from lib.utils.checkpoint import run_folder
 from lib.utils.checkpoint.resume import Past
 from lib.utils.data import loader
+from lib.utils.data.fetch import stop_signals_blocked
 from lib.utils.data.options import MapDataset
 from lib.utils.distributed import World
 from lib.utils.errors import FAILED, FINISHED, UsageError, no_exit, printable
@@ -100,7 +101,11 @@ def find_faults(splits: dict[str, MapDataset], world: World) -> Faults:
         )
         pause = 0.1 if sys.stderr.isatty() else QUIET_S
         title, quiet = f"checking {split}", not world.is_main
-        for fault in tqdm(results, title, len(share), disable=quiet, mininterval=pause, maxinterval=pause):
+        watchdog.begin(f"checking the samples of {split}")
+        with stop_signals_blocked():  # in the worker processes
+            answers = iter(results)
+        for fault in tqdm(answers, title, len(share), disable=quiet, mininterval=pause, maxinterval=pause):
+            watchdog.moved()
             if fault:
                 index, number, text = fault
                 name = name_of(split, part, index)

@@ -136,7 +136,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-limit_steps", COUNT, "stop, with the state saved, once N optimizer steps are done", on_resume="forget")
     add("-check_resume", SWITCH, "kill and resume this run a few times, and compare the weights", on_resume="forget")
     add("-check_data", SWITCH, "open all samples, and list those that cannot be read", on_resume="forget")
-    add("-hang_minutes", PERIOD, "end a run in which nothing moves for X minutes, from its second step on", 10.0)
+    add("-hang_minutes", PERIOD, "end a run in which nothing moves for X minutes", 10.0)
 
     group("machine", "allow")
     add("-gpus", value(types.gpu_list, "LIST"), "GPUs to use, as 0,1,2 (all visible ones)", per_node=True)

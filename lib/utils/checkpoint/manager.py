@@ -164,7 +164,7 @@ class Checkpoints:
             torch.cuda.set_device(self.world.device)  # a thread begins with GPU 0, and would take memory there
             copied.synchronize()
         weights.write(self.folder.parent / "best", best)
-        for folder in (self.folder, partial):  # without parents: a run's folder that is gone is not made again
+        for folder in (self.folder, partial) if pieces else ():  # no parents: a run's folder that is gone stays gone
             folder.mkdir(exist_ok=True)
         file = shards.file_name(self.world.rank)
         return {file: shards.write_pieces(partial / file, pieces)} if pieces else {}

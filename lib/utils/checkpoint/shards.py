@@ -111,9 +111,9 @@ def file_name(rank: int) -> str:
 
 def pieces(tensors: dict[str, Tensor], world: World) -> list[Piece]:
     """Return what this rank writes of the tensors: its own blocks of sharded ones; a writer also all whole ones."""
-    mine = [tensor for tensor in tensors.items() if world.is_writer or is_sharded(tensor[1])]
-    pieces = [Piece(name, *_local_and_offset(tensor)) for name, tensor in mine]
-    return [piece for piece in pieces if piece.values.numel()]  # the last ranks may have none of a small tensor
+    own = {name: tensor for name, tensor in tensors.items() if world.is_writer or is_sharded(tensor)}
+    mine = [Piece(name, *_local_and_offset(tensor)) for name, tensor in own.items()]
+    return [piece for piece in mine if piece.values.numel()]  # the last ranks may have none of a small tensor
 
 
 def write_pieces(path: Path, pieces: list[Piece]) -> dict:

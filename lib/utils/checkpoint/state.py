@@ -14,8 +14,6 @@ from lib.utils.checkpoint import shards
 from lib.utils.data.plan import Plan
 from lib.utils.errors import UsageError
 
-MOST_THREADS = 1 << 12  # of a process
-
 
 @dataclass
 class State:
@@ -40,7 +38,7 @@ def read_manifest(folder: Path) -> dict:
         plan = Plan(config["samples"], config["batch_size"], config["micro_batch"], config["drop_last"])
         counts = [state.step, state.epoch, state.samples, plan.samples - 1, plan.batch - 1, plan.micro - 1]
         counts += [file["bytes"] for file in manifest["shards"].values()] + [len(manifest["shards"]) - 1]
-        counts += [config.get("threads", 1) - 1, MOST_THREADS - config.get("threads", 1)]
+        counts += [config.get("threads", 1) - 1, 4096 - config.get("threads", 1)]  # no machine has more
         sums = [*state.unlogged.values(), state.sums.values(), [(state.best or {"score": 0.0})["score"]]]
         shards.make_empty(manifest["tensors"], "meta")
         if not (

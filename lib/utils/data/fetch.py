@@ -47,7 +47,7 @@ class Fetcher:
         requests = ((epoch, micro_batch) for micro_batch in micro_batches)
         if self.loader is not None:
             self.requests.keys = requests
-            with _stop_signals_blocked():
+            with stop_signals_blocked():
                 answers = iter(self.loader)
         else:
             answers = map(self.fetch.__getitem__, requests)
@@ -124,7 +124,7 @@ class Requests:
 
 
 @contextlib.contextmanager
-def _stop_signals_blocked() -> Iterator[None]:
+def stop_signals_blocked() -> Iterator[None]:
     """Let child processes that start in the block never get the signals that stop a run; `close` ends them.
 
     If not all can start, all are killed: at its exit, Python would wait for them for ever.

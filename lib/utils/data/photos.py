@@ -88,7 +88,7 @@ def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box
         image.load()  # a TIFF turns itself then, and a PNG's EXIF may follow its pixels
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except (SyntaxError, ValueError, struct.error):  # damaged EXIF, whose pixels may be good
+    except (SyntaxError, ValueError, TypeError, KeyError, struct.error):  # damaged EXIF, whose pixels may be good
         orientation = None
     width, height = image.size[::-1] if orientation in SIDEWAYS else image.size
     left, top, right, bottom = box(width, height) if box else (0, 0, width, height)
@@ -98,6 +98,7 @@ def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box
         scale = 1  # no JPEG, or one that was read before
     image.load()
     if orientation:
+        image.info.pop("exif", None)  # which would be written anew, and may be damaged
         ImageOps.exif_transpose(image, in_place=True)
     image = _to_8_bits(image)
     part = (left / scale, top / scale, right / scale, bottom / scale)

@@ -31,7 +31,7 @@ class Tensors(TensorDataset):
 
 @contextlib.contextmanager
 def add_shapes_to_errors(batch: Any, args: Namespace) -> Iterator[None]:
-    """Add the shapes of the batch, and the flags that a model is built by, to an error in the block. Python 3.10 does not show them."""
+    """Add a batch's shapes, and the flags that build a model, to an error (shown from Python 3.11 on)."""
     try:
         yield
     except Exception as error:
