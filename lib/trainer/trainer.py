@@ -246,13 +246,14 @@ class Trainer:
     def read_losses(self) -> None:
         """Count the losses and gradient norms since the last call, and check the targets. Waits for the device."""
         losses.check_probabilities(self.loss)
-        for norm in map(float, self.pending_norms):
+        for norm in torch.stack(self.pending_norms).tolist() if self.pending_norms else ():
             self.last_norm = norm
             self.state.bad_row = 0 if math.isfinite(norm) else self.state.bad_row + 1
             self.state.bad_steps += not math.isfinite(norm)
-        for loss, count in self.pending_losses:
-            if math.isfinite(loss):
-                self.metrics.update({"loss": float(loss) * count, "samples": count})
+        means = torch.stack([loss for loss, _ in self.pending_losses]).tolist() if self.pending_losses else []
+        for mean, (_, count) in zip(means, self.pending_losses, strict=True):
+            if math.isfinite(mean):
+                self.metrics.update({"loss": mean * count, "samples": count})
         self.pending_losses, self.pending_norms = [], []
 
     def end_epoch(self) -> bool:
