@@ -141,7 +141,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-cpu", COUNT, "train with N processes on the CPU", per_node=True)
     add("-workers", COUNT_OR_0, "loader processes of each process (by the data and the cores)", per_node=True)
     add("-val_workers", COUNT_OR_0, "loader processes for evaluation (as -workers)", per_node=True)
-    add("-threads", COUNT, "threads of each process (by the work in a pass, and the cores)", on_resume="refuse")
+    add("-threads", COUNT, "threads of each process (its share of the cores)", on_resume="refuse")
     add("-fp16", SWITCH, "mixed precision with float16 and a gradient scaler", on_resume="refuse")
     add("-bf16", SWITCH, "mixed precision with bfloat16", on_resume="refuse")
     add("-cache_dir", DIR, "folder for the caches of torch and others (in $SCRATCH, if set)", per_node=True)

@@ -23,6 +23,7 @@ from lib.utils.monitoring import tensorboard_server, trackers
 
 def prepare(args: Args) -> None:
     """Say what starts, set what torch reads when it is imported, and import the plugins. Raises UsageError."""
+    environment.check_variables()
     if sys.stderr.isatty() and not is_launched():
         print(f"starting:    {args.model} (-dataset {args.dataset} -arch {args.arch})", file=sys.stderr, flush=True)
     environment.export(args.cache_dir, args.debug_dist)
@@ -40,6 +41,12 @@ def launch(args: Args, target: str) -> int:
 
     tensorboard_server.check_password(args.ngrok)
     trackers.check_installed(args.track)
+    if is_launched() and os.environ["WORLD_SIZE"] != "1":
+        environment.check_variables(environment.RENDEZVOUS)
+    if is_launched() and "TORCHELASTIC_RUN_ID" not in os.environ:  # neither torchrun nor one of ours
+        place = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+        hint = f"{f'-cpu {args.cpu} is not used; ' if args.cpu else ''}unset RANK if no launcher set it"
+        print(f"train.py: RANK and WORLD_SIZE make this {place}: {hint}", file=sys.stderr, flush=True)
     if is_launched() or slurm_task.is_task():
         with environment.override(environment.visible_devices(args.gpus, args.cpu)):
             code = local.call_target(target, args) if is_launched() else slurm_task.run_task(args, target)

@@ -36,6 +36,11 @@ DEBUG = {
 # How often a thread on the CPU checks whether the others are done before it sleeps: for some microseconds. GNU's
 # OpenMP checks 300,000 times by default, which keeps cores from the threads it waits for (docs/benchmarks.md).
 OPENMP_SPIN = {"GOMP_SPINCOUNT": "3000"}
+# Variables of launchers: numbers, and those that a process needs to find the others.
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+NUMBERS += ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_GTIDS", "SLURM_STEP_NODELIST")
 MESH_UP_TO = 256  # ranks that gloo connects each with each other at the start: as many sockets in every process
 
 
@@ -73,6 +78,15 @@ def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | 
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             variables["GLOO_SOCKET_IFNAME"] = interface
     return {name: str(value) for name, value in variables.items()}
+
+
+def check_variables(needed: tuple[str, ...] = ()) -> None:
+    """Raise UsageError for a launcher's variable that is no number, or for a needed one that is not set."""
+    for name in NUMBERS + needed:
+        text = os.environ.get(name, "" if name in needed else "0")
+        if not text or (name in NUMBERS and not text.isdecimal()):
+            hint = "unset RANK, WORLD_SIZE and SLURM_STEP_NUM_TASKS if no launcher started this process"
+            raise UsageError(f"{name} is {text!r} in the environment: {hint}")
 
 
 def for_run(args: Args) -> dict[str, str]:

@@ -77,6 +77,11 @@ def start_processes(args: Args, target: str, count: int) -> int:
     Where it is safe they are forked, with torch imported already; else each imports it again.
     """
     forked = fork_is_safe()
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if forked and others:  # a pool of a plugin's
+        forked = False
+        text = f"threads run already ({', '.join(others[:4])}), which a fork would lose: each process imports anew"
+        print(f"train.py: {text}", file=sys.stderr, flush=True)
     context = multiprocessing.get_context("fork") if forked else multiprocessing.get_context("spawn")
     if forked:
         importlib.import_module("torch._dynamo")  # takes a second, here once for all

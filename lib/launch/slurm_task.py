@@ -78,6 +78,7 @@ def run_task(args: Args, target: str) -> int:
     Only rank 0 exits with 75 for a stopped run: srun kills the other tasks when one does.
     """
     environ = os.environ
+    environment.check_variables(environment.TASK)
     rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
     environment.export(args.cache_dir, args.debug_dist)
     try:

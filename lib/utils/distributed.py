@@ -33,7 +33,7 @@ class World:
     size: int = 1
     local_size: int = 1
     device: torch.device = CPU
-    launch: str = ""  # rank 0's `launch_id`
+    launch: str = ""  # the lowest `launch_id` of all ranks
     groups: tuple[Any, ...] = (None,)  # process groups that a sum passes through: see `sum_groups`
 
     @property
@@ -51,14 +51,8 @@ def join(args: Namespace) -> Iterator[World]:
     Raises:
         UsageError: the device that the flags name is not there, or a flag's value differs between the processes.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    world = World(
-        rank=int(os.environ.get("RANK", 0)),
-        local_rank=local_rank,
-        size=int(os.environ.get("WORLD_SIZE", 1)),
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        device=pick_device(args, local_rank),
-    )
+    world = place()
+    world = dataclasses.replace(world, device=pick_device(args, world.local_rank))
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device.index)
     if world.size > 1:
@@ -70,6 +64,23 @@ def join(args: Namespace) -> Iterator[World]:
     yield check_same_flags(args, world)
     if world.size > 1:  # a rank that fails does not come here: it waits for nobody
         _leave()
+
+
+def place() -> World:
+    """Return this process's place, as the environment says; lib.launch has checked that these are numbers."""
+    return World(
+        rank=int(os.environ.get("RANK", 0)),
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        size=int(os.environ.get("WORLD_SIZE", 1)),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    )
+
+
+def rendezvous() -> str:
+    """Describe whom this process waits for at its start, where, and why."""
+    names = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+    given = " ".join(f"{name}={os.environ[name]}" for name in names)
+    return f"waiting for the other processes of the run, as torchrun or the environment says: {given}"
 
 
 def pick_device(args: Namespace, local_rank: int) -> torch.device:
@@ -93,13 +104,14 @@ def pick_device(args: Namespace, local_rank: int) -> torch.device:
 
 
 def check_same_flags(args: Namespace, world: World) -> World:
-    """Return the World with rank 0's `launch_id`, once all ranks have the same flags.
+    """Return the World with the lowest `launch_id`, once all ranks have the same flags.
 
     torchrun starts each node with arguments of its own. Where they differ, each node would train in its own way.
     Raises UsageError on all ranks, with the flag and both values.
     """
     flags = {name: str(value) for name, value in sorted(vars(args).items()) if name not in args.flag_rules.per_node}
-    launch, first = broadcast_json([launch_id(), flags], world)
+    launch = reduce_json(launch_id(), min, world)
+    first = broadcast_json(flags, world)
 
     def compare() -> None:
         for name in {**first, **flags}:
@@ -137,11 +149,13 @@ def _leave() -> None:
 def launch_id() -> str:
     """Return an id of this launch: restarts and requeues keep it, a new command gets a new one.
 
-    Only launchers set it: in an allocation, one Slurm job runs many commands. Torchrun's agents on several nodes may
-    have different ones, so World.launch is rank 0's.
+    Only launchers set it: in an allocation, one Slurm job runs many commands. A fixed --rdzv_id of torchrun may be in
+    many commands, too, so its agent belongs to the id; but not where agents come and go, or a job is requeued.
+    Torchrun's agents on several nodes have different ids, so World.launch is the lowest one.
     """
     given = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return given if given != "none" else f"{socket.gethostname()}-{os.getppid()}"
+    keeps_id = given != "none" and (not has_agent() or is_elastic() or given == job_id())
+    return given if keeps_id else f"{given}-{socket.gethostname()}-{os.getppid()}"
 
 
 def has_agent() -> bool:
@@ -170,10 +184,16 @@ def job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
+def kernel_variables() -> list[str]:
+    """Return the variables that make oneDNN and MKL choose other instructions, so that sums have other bits."""
+    names = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+    return [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
+
+
 def user_threads() -> int | None:
     """Return the user's OMP_NUM_THREADS. torchrun sets 1 for several processes where the user set nothing."""
     given = os.environ.get("OMP_NUM_THREADS", "")
-    of_torchrun = given == "1" and has_agent() and os.environ["LOCAL_WORLD_SIZE"] != "1"
+    of_torchrun = given == "1" and has_agent() and os.environ.get("LOCAL_WORLD_SIZE") != "1"
     return int(given) if given.isdigit() and not of_torchrun else None
 
 

@@ -143,3 +143,20 @@ def test_slurm_tasks_use_only_the_fast_network_for_the_rendezvous(bare, monkeypa
             assert resolved.pop() == f"{name}{end}"
     bare.setenv("SLURM_STEP_NODELIST", "jwb0001")
     assert slurm_task.rendezvous_address()[0] == "127.0.0.1" and not resolved, "a single node needs no network"
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"RANK": "x"}, "RANK is 'x'"),
+        ({"RANK": "", "WORLD_SIZE": ""}, "RANK is ''"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT is ''|MASTER_ADDR is ''"),
+        ({"SLURM_STEP_NUM_TASKS": ""}, "SLURM_STEP_NUM_TASKS is ''"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "one"}, "SLURM_PROCID is 'one'"),
+    ],
+)
+def test_left_over_variables_of_launchers_are_one_line(given, name, monkeypatch, refused):
+    for variable, value in given.items():
+        monkeypatch.setenv(variable, value)
+    line = refused("-cpu 2 -arch mlp")
+    assert re.search(name, line) and "unset RANK" in line and "\n" not in line.strip()

@@ -160,6 +160,7 @@ def config_to_save(args: "Args", plan: Plan) -> dict:
     """Return all flags as JSON has them, with what the first start settled, and what else the bits depend on."""
     instructions = torch.backends.cpu.get_cpu_capability()
     processor = torch.cuda.get_device_name() if torch.cuda.is_initialized() else instructions
+    processor = " ".join([processor, *distributed.kernel_variables()])
     facts = {"samples": plan.samples, "torch": torch.__version__, "processor": processor}
     return json.loads(json.dumps({**vars(args), **effective_flags(plan), **facts}, default=str))
 
@@ -198,7 +199,8 @@ def describe_changes(args: "Args", plan: Plan, past: Past) -> str:
         shown = ", ".join(map(show, refused))
         allow = " ".join(f"-allow_change {name}" for name in refused)
         keep = "take that run's by -cfg RUN/config.yaml" if args.resume else "keep them"
-        hint = f"{keep}, or add {allow}, or start from scratch with -reset or another -model"
+        scratch = "another -model" if args.reset else "-reset or another -model"  # done once in a launch
+        hint = f"{keep}, or add {allow}, or start from scratch with {scratch}"
         raise UsageError(f"-model {args.model} would resume with other settings: {shown}; {hint}")
     return ", ".join(map(show, changed))
 

@@ -79,6 +79,9 @@ def acquire(args: Args, world: World, disk: Disk, job: str | None = None) -> Ite
     folder = RunFolder(args, world, disk)
     try:
         disk.do(lambda: folder.lock(job))
+        if args.reset and world.is_main and not is_reset_due(args, world):
+            remedy = "a new command needs another --rdzv_id (RUN_ID of elastic.sh)"
+            log.warning("-reset is not repeated: launch %s has begun this run already; %s", world.launch, remedy)
         with no_exit():
             yield folder
     except Exception as error:

@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import reprlib
+import shutil
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -12,12 +13,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lib.utils import runtime, seeding
+from lib.utils import runtime, seeding, watchdog
 from lib.utils.data.options import MapDataset, read_options
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import STOP_SIGNALS, UsageError, no_exit
 
+SHARED_MEMORY, LITTLE_BYTES = "/dev/shm", 1 << 30
 WORKERS = 8  # loader processes at most, without -workers
 
 
@@ -42,7 +44,10 @@ class Fetcher:
         """Yield the micro-batches in order, each with its collated samples."""
         requests = ((epoch, micro_batch) for micro_batch in micro_batches)
         if self.loader is None:
-            yield from map(self.fetch.__getitem__, requests)
+            for request in requests:
+                with runtime.one_thread():  # as in a worker process: sums by another number have other bits
+                    answer = self.fetch[request]
+                yield answer
             return
         self.requests.keys = requests
         with _stop_signals_blocked():
@@ -51,6 +56,12 @@ class Fetcher:
             if isinstance(answer, UsageError):
                 raise answer
             yield answer
+
+    def begin_fetching(self) -> None:
+        """Let the watchdog know that a batch is waited for, and from whom."""
+        name, workers = type(self.fetch.dataset).__name__, 0 if self.loader is None else self.loader.num_workers
+        source = f"{workers} loader processes (-workers)" if workers else "this process"
+        watchdog.begin(f"waiting for a batch of {name} from {source}", shared_memory_hint if workers else str)
 
     def close(self) -> None:
         """End the worker processes: idle ones by themselves, a busy one by force."""
@@ -130,6 +141,16 @@ def _stop_signals_blocked() -> Iterator[None]:
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def shared_memory_hint() -> str:
+    """Return how much of the memory is free in which worker processes hand over batches, "" where it is plenty."""
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        if free < LITTLE_BYTES:
+            remedy = "docker run --shm-size=8g, a smaller -micro_batch, or -workers 0"
+            return f"; they hand it over in {SHARED_MEMORY}, which has {free / 1e6:.0f} MB free: {remedy}"
+    return ""
 
 
 def count_workers(flag: int | None, dataset: MapDataset, world: World) -> int:

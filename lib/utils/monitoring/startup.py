@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 STARTED = time.monotonic()
 
@@ -20,6 +21,9 @@ def run_program(main: Callable[[], int]) -> None:
     would spend half a second on freeing torch's modules, object by object.
     """
     gc.disable()
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by 2>&-: another file would get its number
+            setattr(sys, name, Path(os.devnull).open("r+"))  # noqa: SIM115
     code = main()
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
