@@ -39,7 +39,7 @@ def run(args: config.Args) -> int:
     from lib.core import optimizer as optimizers
     from lib.utils import distributed, runtime, seeding, watchdog
     from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
-    from lib.utils.data import loader, options
+    from lib.utils.data import fingerprint, loader, options
     from lib.utils.monitoring import console
     from lib.utils.monitoring.logger import Logger, Off
 
@@ -60,16 +60,18 @@ def run(args: config.Args) -> int:
             disk = shared_disk.find_disks(Path(args.out), world)
             folder = stack.enter_context(run_folder.acquire(args, world, disk, distributed.job_id()))
 
-        past = resume.find(args, disk)
-        plan = resume.plan(args, len(splits["train"]), world, past)
-        threads = runtime.choose_threads(args, world, saved=past.config.get("threads") if past else None)
-        resume.check_flags(args, plan, past, splits)
+        start = resume.read_start(args, disk)
+        past = resume.find(args, disk, start)
+        plan = resume.plan(args, len(splits["train"]), world, past, start)
+        threads = runtime.choose_threads(args, world, saved=(past.config if past else start).get("threads"))
+        data = fingerprint.describe(splits, args, world, before=(past.manifest if past else start).get("data"))
+        resume.check_flags(args, plan, past, splits, data)
 
         watchdog.begin(f"building -arch {args.arch}, and the parts of its training")
         model = parallel.build(arch, args, world)
         loaded = ""
-        if args.weights and past is None and mode != "eval":
-            loaded = weights.load_into(args.weights, model, imagenet=lambda: arch.get_weights(args), world=world)
+        if past is None and mode != "eval" and (given := args.weights or start.get("weights")):
+            loaded = weights.load_into(given, model, imagenet=lambda: arch.get_weights(args), world=world)
         criterion = loss.get_loss(args).to(world.device)
         model = parallel.wrap(model, args, world, arch=arch)
         optimizer = optimizers.get_optimizer(model, args)
@@ -77,12 +79,15 @@ def run(args: config.Args) -> int:
         stack.enter_context(startup.enable_garbage_collector())
         names = options.read_options(splits["train"]).classes or ()
         about = {**runtime.describe(world), "classes": [str(name) for name in names]}
-        folder.begin(config.to_yaml(args, about, resume.effective_flags(plan)))
+        config_yaml = config.to_yaml(args, about, resume.effective_flags(plan))
+        folder.begin(config_yaml, resume.start_facts(args, plan, past, start, data))
         console.setup_logging(folder.path, world.rank)
         log.info("threads:     %d", threads)
         if loaded:
             log.info("-weights:    %s", loaded)
-        loaders = stack.enter_context(loader.open_loaders(splits, plan, world, args))
+        if past is None and (other := fingerprint.compare(start.get("data", {}), data)):
+            log.warning("other data than at the run's first start: %s", other)
+        loaders = stack.enter_context(loader.open_loaders(splits, plan, world, args, data))
         step, path = resume.restore_state(past, plan).step, folder.path
         logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and disk.is_first else Off()
         stack.callback(logger.close)

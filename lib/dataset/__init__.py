@@ -30,6 +30,8 @@ class Dataset(Protocol):
     fixed: bool = False  # items are the same every time; otherwise generators are seeded for each item
     classes: Sequence[str] | None = None  # names for predictions and the pictures in TensorBoard
 
+    fingerprint: str | None = None  # of all samples, by which a run finds other data; without it, three are read
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int): ...

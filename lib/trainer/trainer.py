@@ -53,6 +53,7 @@ class Trainer:
         self.args, self.world, self.loaders = args, world, loaders
         self.model, self.loss, self.optimizer, self.logger = model, loss, optimizer, logger
         self.folder, self.plan = run_folder.path_of(args), loaders["train"].plan
+        self.data = {split: loader.facts for split, loader in loaders.items() if loader.facts}
         self.state, self.metrics = State(), metrics.Sums()
         self.total_steps = args.epochs * self.plan.steps
         scale = self.plan.batch / (args.lr_batch or self.plan.batch)  # Goyal et al., arXiv:1706.02677
@@ -68,6 +69,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
         self.statistics = batchnorm.RunningStatistics(model, world, round_robin=args.parallel == "fsdp")
+        batchnorm.refuse_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
         shown = loaders.get("val", loaders["train"]).dataset
@@ -119,7 +121,7 @@ class Trainer:
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""
-        if different := resume.describe_changes(self.args, self.plan, past):
+        if different := resume.describe_changes(self.args, self.plan, past, self.data):
             log.warning("resuming with other settings: %s", different)
         resume.load(past, find_parts(self), self.world, self.args.allow_change)
         self.state = resume.restore_state(past, self.plan)
@@ -244,7 +246,8 @@ class Trainer:
             raise BadSteps(f"{bad}, the last of them step {self.state.step - 1}; {HINT}")
 
     def read_losses(self) -> None:
-        """Count the losses and gradient norms since the last call. Waits for the device."""
+        """Count the losses and gradient norms since the last call, and check the targets. Waits for the device."""
+        losses.check_probabilities(self.loss)
         self.state.count_bad(self.pending_norms)
         self.last_norm = float(self.pending_norms[-1]) if self.pending_norms else self.last_norm
         self.metrics.add(metrics.loss_sums(self.pending_losses))
@@ -283,12 +286,14 @@ class Trainer:
         model, totals = self.model.eval(), metrics.Sums()
         self.predictions.reset()
         for micro_batch, batch in self.loaders[split].epoch(0):
+            seeding.seed_evaluation(self.args.seed, micro_batch.number, self.world.device)
             with self.precision, add_shapes_to_errors(batch, self.args):
                 sums = self.evaluation_step(model, batch, micro_batch.count)
             if micro_batch.count:
                 totals.update({**sums, "samples": micro_batch.count})
             if self.votes and self.stop.tick(training=False):
                 return None
+        losses.check_probabilities(self.loss)
         return {**losses.compute_metrics(totals.reduce()), **self.predictions.figures()}
 
     def save(self, keep: bool = False) -> None:
@@ -300,7 +305,8 @@ class Trainer:
         self.state.scaler = self.scaler.state_dict()
         config, parts = resume.config_to_save(self.args, self.plan), find_parts(self)
         tensors = parts.tensors()
-        facts = {"state": dataclasses.asdict(self.state), "config": config, "about": runtime.describe(self.world)}
+        facts = {"state": dataclasses.asdict(self.state), "config": config, "data": self.data}
+        facts["about"] = runtime.describe(self.world)
         self.checkpoints.save(
             tensors, facts, step=self.state.step, rank_dependent=parts.rank_dependent(tensors), keep=keep
         )

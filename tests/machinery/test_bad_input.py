@@ -39,6 +39,7 @@ NO_NUMBERS = [
     "--1",
 ]
 ZERO_FITS = [
+    "ignore_index",
     "workers",
     "val_workers",
     "seed",
@@ -191,7 +192,7 @@ def test_an_invalid_number_is_refused_for_every_numeric_flag(name, error_of):
     bad = NO_NUMBERS + ([] if name in ZERO_FITS else ["0", "-0", "0.0", "0e5"])
     bad += ["0.5", "1e3", "9" * 19, "9" * 5000] if NUMBERS[name].metavar == "N" else []
     bad += ["1e309", "1e-400"] if NUMBERS[name].metavar == "X" and name not in ZERO_FITS else []
-    for value in set(bad) - ({"-1"} if name == "lr_end" else set()):
+    for value in set(bad) - ({"-1"} if name in ("lr_end", "ignore_index") else set()):
         forms = [[f"-{name}={value}"], [f"--{name}={value}"]] + ([] if value == "--1" else [[f"-{name}", value]])
         for flags in forms:
             line = error_of([*flags, *([] if name == "cpu" else ["-cpu", "1"])])

@@ -95,10 +95,10 @@ def test_the_dataset_protocol_lists_all_optional_attributes_and_their_defaults()
 
     plain = options.read_options([1, 2])
     assert plain == options.Options(
-        False, default_collate, lib.dataset.Dataset.fixed, None, lib.dataset.Dataset.classes
+        False, default_collate, lib.dataset.Dataset.fixed, None, lib.dataset.Dataset.classes, None
     )
     whole = Subset(Subset(tensors.Tensors(torch.zeros(4), on_device=len), [0, 1]), [1])
-    assert options.read_options(whole) == options.Options(True, default_collate, True, len, None)
+    assert options.read_options(whole) == options.Options(True, default_collate, True, len, None, None)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

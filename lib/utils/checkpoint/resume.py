@@ -6,12 +6,16 @@ import json
 import logging
 import math
 import os
+import platform
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy
+import PIL
 import torch
 from torch import Tensor
 
@@ -19,6 +23,7 @@ from lib.utils import distributed
 from lib.utils.checkpoint import run_folder, shards, weights
 from lib.utils.checkpoint.shared_disk import Disk
 from lib.utils.checkpoint.state import Parts, State, init_optimizer_state
+from lib.utils.data import fingerprint
 from lib.utils.data.plan import Plan, largest_divisor
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -27,6 +32,9 @@ if TYPE_CHECKING:
     from lib.config import Args
 
 log = logging.getLogger(__name__)
+MAY_DIFFER = ("processor", "python", "torch", "numpy", "pillow", "torchvision")  # facts that may change bits
+# Flags that samples depend on: where one was allowed to change, so were they.
+DATA_FLAGS = {"dataset", "seed", "augment", "shuffle", "overfit", "num_classes", "channels", "image_size"}
 
 
 @dataclass
@@ -38,6 +46,7 @@ class Past:
     damaged: list[str]  # what is wrong with newer ones
     sender: int  # a rank whose disk has it whole
     missing_on: dict[int, str]  # the ranks that lack it or a file of it, where nodes do not share a disk, and why
+    allowed: list[str] = field(default_factory=list)  # -allow_change of a first start that was killed
 
     @property
     def config(self) -> dict:
@@ -45,8 +54,37 @@ class Past:
         return self.manifest["config"]
 
 
-def find(args: "Args", disk: Disk) -> Past | None:
+def read_start(args: "Args", disk: Disk) -> dict:
+    """Return what the run's first start settled (`start_facts`), {} for a new run. All ranks call this.
+
+    A run that is killed before its first save keeps it.
+    """
+
+    def read() -> dict:
+        facts = run_folder.read_json(run_folder.path_of(args) / "start.json")
+        numbers = [facts.get(name) for name in ("batch_size", "micro_batch", "threads")]
+        whole = all(isinstance(one, int) and one > 0 for one in numbers) and isinstance(facts.get("data"), dict)
+        return facts if whole and not run_folder.is_reset_due(args, disk.world) else {}
+
+    return next(filter(None, disk.do(read)), {})
+
+
+def start_facts(args: "Args", plan: Plan, past: Past | None, start: dict, data: dict) -> dict:
+    """Return what this start settles, for start.json: the numbers and data of the run, and where it began."""
+    facts = {**effective_flags(plan), "batch_per_gpu": args.batch_per_gpu, "data": data}
+    if past and past.folder.parent == run_folder.path_of(args) / "checkpoints":
+        return facts  # the run has begun
+    origin = start if not (args.resume or args.weights) else {"resume": args.resume, "weights": args.weights}
+    for name in ("resume", "weights"):
+        path = origin.get(name)
+        facts[name] = str(Path(path).absolute()) if path and path != weights.IMAGENET else path
+    return {**facts, "allow_change": sorted({*args.allow_change, *(past.allowed if past else ())})}
+
+
+def find(args: "Args", disk: Disk, start: dict | None = None) -> Past | None:
     """Return the newest good checkpoint of the run, or else of -resume; None for a new run.
+
+    A run whose first `start` was given -resume, and that has no checkpoint yet, still begins there.
 
     Raises:
         UsageError: -resume names no checkpoint, there are some and none is good, or the newest has another format.
@@ -55,16 +93,19 @@ def find(args: "Args", disk: Disk) -> Past | None:
     if args.eval:
         return None
     own = run_folder.path_of(args) / "checkpoints"
-    other = Path(os.path.realpath(args.resume)) if args.resume else None
+    killed = start or {} if not (args.resume or args.weights) else {}
+    origin = args.resume or killed.get("resume")
+    other = Path(os.path.realpath(origin)) if origin else None
     if other and Path(os.path.realpath(own)) in other.parents:
         hint = "to start from an older one, give the new run another -model"
-        raise UsageError(f"-resume {args.resume}: this run resumes from its newest checkpoint by itself; {hint}")
+        raise UsageError(f"-resume {origin}: this run resumes from its newest checkpoint by itself; {hint}")
     past = find_newest_good(own, disk, resets=lambda: run_folder.is_reset_due(args, disk.world))
     if past is None and other:
         past = find_newest_good(other, disk)
         if past is None:
             hint = "give a run's folder or one of its checkpoints"
-            raise UsageError(f"-resume {args.resume}: there is no checkpoint; {hint}")
+            raise UsageError(f"-resume {origin}: there is no checkpoint; {hint}")
+        past.allowed = killed.get("allow_change", [])
         past.manifest["state"]["best"] = None  # its weights are not here
     return past
 
@@ -124,13 +165,13 @@ def _fault(folder: Path, there: bool, share: World) -> str:
     return ""
 
 
-def plan(args: "Args", samples: int, world: World, past: Past | None) -> Plan:
+def plan(args: "Args", samples: int, world: World, past: Past | None, start: dict | None = None) -> Plan:
     """Return how this run cuts its samples: by the batch and micro-batch of its first start, or by new flags.
 
     Raises:
         UsageError: the batch cannot be shared out.
     """
-    before = past.config if past else {}
+    before = past.config if past else start or {}
     if args.batch_per_gpu and args.batch_per_gpu == before.get("batch_per_gpu"):
         batch = before["batch_size"]
     else:
@@ -161,8 +202,16 @@ def config_to_save(args: "Args", plan: Plan) -> dict:
     instructions = torch.backends.cpu.get_cpu_capability()
     processor = torch.cuda.get_device_name() if torch.cuda.is_initialized() else instructions
     processor = " ".join([processor, *distributed.kernel_variables()])
-    facts = {"samples": plan.samples, "torch": torch.__version__, "processor": processor}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
+    versions |= {"pillow": PIL.__version__, "torchvision": _torchvision()}
+    facts = {"samples": plan.samples, "processor": processor, **versions}
     return json.loads(json.dumps({**vars(args), **effective_flags(plan), **facts}, default=str))
+
+
+@functools.cache
+def _torchvision() -> str:
+    """Return the version of torchvision, which takes long to import."""
+    return metadata.version("torchvision")
 
 
 def effective_flags(plan: Plan) -> dict[str, int]:
@@ -170,19 +219,19 @@ def effective_flags(plan: Plan) -> dict[str, int]:
     return {"batch_size": plan.batch, "micro_batch": plan.micro, "threads": torch.get_num_threads()}
 
 
-def check_flags(args: "Args", plan: Plan, past: Past | None, splits: dict) -> None:
-    """Raise UsageError, before anything is written, for flags that the run may not continue with."""
+def check_flags(args: "Args", plan: Plan, past: Past | None, splits: dict, data: dict | None = None) -> None:
+    """Raise UsageError, before anything is written, for flags or data that the run may not continue with."""
     for flag in ("best", "stop_after"):
         if (value := getattr(args, flag)) and "val" not in splits:
             raise UsageError(f"-{flag} {value}: there is no val split to choose by")
     if past:
-        describe_changes(args, plan, past)
+        describe_changes(args, plan, past, data or {})
 
 
-def describe_changes(args: "Args", plan: Plan, past: Past) -> str:
-    """Describe the allowed differences between the saved and the current flags; "" for none.
+def describe_changes(args: "Args", plan: Plan, past: Past, data: dict) -> str:
+    """Describe the allowed differences between the saved and the current flags, and the data; "" for none.
 
-    A flag that only one side knows, as after a change of the code, is allowed to differ; so are torch and processor.
+    A flag that only one side knows, as after a change of the code, is allowed to differ; so is what MAY_DIFFER.
 
     Raises:
         UsageError: a difference changes the result, and -allow_change does not name it.
@@ -194,15 +243,28 @@ def describe_changes(args: "Args", plan: Plan, past: Past) -> str:
         return f"{flag} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}"
 
     changed = [name for name in sorted({*before, *now} - args.flag_rules.free) if before.get(name) != now.get(name)]
-    refused = sorted({*changed} & {*before} & {*now} - {*args.allow_change, "torch", "processor"})
+    texts = {name: show(name) for name in changed}
+    allowed = {*args.allow_change, *past.allowed, *MAY_DIFFER}
+    allowed |= {"data", "samples"} if allowed & {"data", "samples"} else set()
+    if data and (other := fingerprint.compare(past.manifest.get("data", {}), data)):
+        causes = [texts[name] for name in changed if name in MAY_DIFFER]
+        texts["data"] = f"{other} (maybe as {', '.join(causes)})" if causes else other
+        if any(name in DATA_FLAGS or name.startswith(f"{args.dataset}_") for name in changed):
+            allowed.add("data")  # the samples follow from these flags
+        else:
+            texts.pop("samples", None)  # the data's text has it
+    refused = sorted({*texts} & {*before} & {*now} - allowed)
     if refused:
-        shown = ", ".join(map(show, refused))
+        shown = ", ".join(texts[name] for name in refused)
         allow = " ".join(f"-allow_change {name}" for name in refused)
         keep = "take that run's by -cfg RUN/config.yaml" if args.resume else "keep them"
         scratch = "another -model" if args.reset else "-reset or another -model"  # done once in a launch
         hint = f"{keep}, or add {allow}, or start from scratch with {scratch}"
         raise UsageError(f"-model {args.model} would resume with other settings: {shown}; {hint}")
-    return ", ".join(map(show, changed))
+    unsteady = [split for split, facts in data.items() if facts["digest"] == fingerprint.NEVER_THE_SAME]
+    if unsteady:
+        texts["unsteady"] = f"the samples of {' and '.join(unsteady)} do not follow from their seeds"
+    return ", ".join(texts.values())
 
 
 def restore_state(past: Past | None, plan: Plan) -> State:
@@ -248,7 +310,7 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
         for tensor in tensors.values():
             distributed.broadcast_tensor(tensor, past.sender)
     bad = weights.not_finite(parts.modules["model"], world)
-    if bad and "nan" not in allowed:
+    if bad and "nan" not in {*allowed, *past.allowed}:
         hint = "remove it to resume from an older checkpoint, or take it as it is with -allow_change nan"
         raise UsageError(f"{past.folder}: {bad[0]} and {len(bad) - 1} more are not finite; {hint}")
 

@@ -6,7 +6,7 @@ import reprlib
 import shutil
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ WORKERS = 8  # loader processes at most, without -workers
 class Fetcher:
     """Collated samples of micro-batches, fetched here or in worker processes that live as long as the loader."""
 
-    def __init__(self, dataset: MapDataset, seed: int, workers: int, pin: bool):
-        self.fetch, self.requests, self.loader = Fetch(dataset, seed), _Requests(), None
+    def __init__(self, dataset: MapDataset, seed: int, workers: int, pin: bool, collate_fn: Callable | None = None):
+        self.fetch, self.requests, self.loader = Fetch(dataset, seed, collate_fn), _Requests(), None
         if workers:
             self.loader = DataLoader(
                 self.fetch,
@@ -76,9 +76,10 @@ class Fetcher:
 class Fetch(Dataset):
     """A dataset of collated batches, looked up by (epoch, micro-batch), each drawn under its own seed."""
 
-    def __init__(self, dataset: MapDataset, seed: int):
+    def __init__(self, dataset: MapDataset, seed: int, collate_fn: Callable | None = None):
         self.dataset: Any = dataset  # it may have __getitems__
         self.seed, self.options = seed, read_options(dataset)
+        self.collate_fn = collate_fn or self.options.collate_fn
 
     def __getitem__(self, key: tuple[int, MicroBatch]) -> Any:
         epoch, micro_batch = key
@@ -86,7 +87,7 @@ class Fetch(Dataset):
         try:
             with no_exit():  # it would end a worker without a message
                 batch = self._read(epoch, indices)
-                return micro_batch, self.options.collate_fn(batch) if isinstance(batch, list) else batch
+                return micro_batch, self.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
             collating = self.current is indices and not self.options.whole_batches
             text = f"(while {'collating samples' if collating else 'fetching sample'} {reprlib.repr(self.current)})"

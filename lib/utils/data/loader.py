@@ -5,7 +5,7 @@ import logging
 import math
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
@@ -32,6 +32,7 @@ class Loader:
     shuffle: bool
     workers: int
     round_robin: bool = False
+    facts: dict = field(default_factory=dict)  # what the samples are: fingerprint.describe
 
     def __post_init__(self) -> None:
         self.on_device = read_options(self.dataset).on_device
@@ -97,11 +98,11 @@ def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, Map
 
 @contextlib.contextmanager
 def open_loaders(
-    splits: dict[str, MapDataset], plan: Plan, world: World, args: Namespace
+    splits: dict[str, MapDataset], plan: Plan, world: World, args: Namespace, data: dict[str, dict] | None = None
 ) -> Iterator[dict[str, Loader]]:
     """Yield a Loader for each split; their worker processes end with the block.
 
-    Training follows the plan. Each of the other splits is one step of it, in order.
+    Training follows the plan. Each of the other splits is one step of it, in order. `data`: the facts of each.
     """
     idle = world.size - plan.batch // plan.micro
     if world.is_main and idle > 0:
@@ -120,6 +121,7 @@ def open_loaders(
                 shuffle=args.shuffle and name == "train",
                 workers=fetch.count_workers(0 if args.debug else workers, part, world),
                 round_robin=args.parallel == "fsdp",
+                facts=(data or {}).get(name, {}),
             )
             stack.callback(loaders[name].fetcher.close)
         yield loaders

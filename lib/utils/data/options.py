@@ -24,6 +24,7 @@ class Options:
     fixed: bool
     on_device: Callable | None
     classes: Sequence[str] | None
+    fingerprint: str | None
 
 
 def read_options(dataset: MapDataset) -> Options:
@@ -32,10 +33,12 @@ def read_options(dataset: MapDataset) -> Options:
     while isinstance(whole, Subset):
         whole = whole.dataset
     classes = getattr(whole, "classes", None)  # of other people's datasets: also a number
+    fingerprint = getattr(whole, "fingerprint", None)  # likewise: also a method
     return Options(
         whole_batches=callable(getattr(whole, "__getitems__", None)),
         collate_fn=getattr(whole, "collate_fn", default_collate),
         fixed=bool(getattr(whole, "fixed", False)),
         on_device=getattr(whole, "on_device", None),
         classes=classes if isinstance(classes, Sequence) else None,
+        fingerprint=fingerprint if isinstance(fingerprint, str) else None,
     )
