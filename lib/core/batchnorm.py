@@ -1,7 +1,7 @@
 """Running statistics, as BatchNorm's, that do not depend on which process saw which sample."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lib.core.reduction import TreeSum
 from lib.utils.data.plan import MicroBatch, Plan
@@ -37,66 +37,51 @@ class RunningStatistics:
 
     Every micro-batch of a step starts from the same buffers. The step ends with the mean of what the micro-batches
     made of them, weighted by their samples, over all ranks. A value that no micro-batch changed stays as it is, to
-    the bit. A step that is skipped leaves all of them as they were. With one micro-batch on one process (`alone`) the
-    mean is what the model did itself. Counts (BatchNorm's num_batches_tracked) are what the last micro-batch made of
-    them.
+    the bit. A step that is skipped leaves all of them as they were. Counts (BatchNorm's num_batches_tracked) are what
+    the last micro-batch made of them.
     """
 
     def __init__(self, model: nn.Module, world: World, round_robin: bool = False):
-        self.world = world
-        saved, by_dtype = model.state_dict(keep_vars=True), {}
-        for name, buffer in model.named_buffers():
-            if name in saved:
-                by_dtype.setdefault(buffer.dtype, []).append(buffer.detach())  # the same memory, without a graph
-        needed = any(dtype.is_floating_point for dtype in by_dtype)
-        self.groups = [_Group(buffers, world, round_robin) for buffers in by_dtype.values()] if needed else []
+        saved = model.state_dict(keep_vars=True)
+        buffers = [buffer.detach() for name, buffer in model.named_buffers() if name in saved]
+        self.buffers = buffers if any(buffer.is_floating_point() for buffer in buffers) else []
+        self.world, self.tree = world, TreeSum(world, round_robin)
 
     def before(self, micro_batch: MicroBatch) -> None:
         """Prepare for a micro-batch."""
-        self.alone = self.world.size == micro_batch.step_parts == 1
-        for group in self.groups:
-            if micro_batch.first:
-                torch._foreach_copy_(group.starts, group.buffers)
-                group.sum.begin(micro_batch.step_parts)
-            else:
-                torch._foreach_copy_(group.buffers, group.starts)
+        if micro_batch.first:
+            self.starts = [buffer.clone() for buffer in self.buffers]
+            self.tree.begin(micro_batch.step_parts)
+        elif self.buffers:
+            torch._foreach_copy_(self.buffers, self.starts)
 
     def after(self, micro_batch: MicroBatch) -> None:
         """Add up what the forward pass made of the buffers; nothing of padding.
 
         This comes before the backward pass, which may compute blocks again (-recompute) and count a batch twice.
         """
-        for group in self.groups:
-            if self.alone or not group.is_float:
-                torch._foreach_copy_(group.totals, group.buffers)
-            elif micro_batch.count:
-                torch._foreach_copy_(group.totals, group.buffers)
-                changes = (group.total != group.start).to(group.total.dtype)
-                group.sum.add(
-                    micro_batch.number, [group.total * (micro_batch.count / micro_batch.step_samples), changes]
-                )
+        self.alone = self.world.size == micro_batch.step_parts == 1
+        self.ends = [buffer.clone() for buffer in self.buffers]
+        share, to_sum = micro_batch.count / micro_batch.step_samples, []
+        for start, end in zip(self.starts, self.ends, strict=True):
+            if end.is_floating_point():
+                to_sum += [_exact(end) * share, _exact(end != start)]
+        if micro_batch.count and to_sum and not self.alone:
+            self.tree.add(micro_batch.number, to_sum)
 
-    def finish(self, norm: torch.Tensor) -> None:
+    def finish(self, norm: Tensor) -> None:
         """Average over all ranks at the end of a step. If the norm of its gradient is not finite, it is skipped."""
-        for group in self.groups:
-            if group.is_float and not self.alone:
-                total, changes = group.sum.result()
-                torch.where(changes > 0, total, group.start, out=group.total)
-            torch.where(torch.isfinite(norm), group.total, group.start, out=group.total)
-            torch._foreach_copy_(group.buffers, group.totals)
+        floats = [_exact(start) for start in self.starts if start.is_floating_point()]
+        like = [tensor for start in floats for tensor in (start, start)]
+        sums = iter([] if self.alone or not like else self.tree.result(like))
+        finite = torch.isfinite(norm)
+        for buffer, start, end in zip(self.buffers, self.starts, self.ends, strict=True):
+            if end.is_floating_point() and not self.alone:
+                total, changes = next(sums), next(sums)
+                end = torch.where(changes > 0, total, start)
+            buffer.copy_(torch.where(finite, end, start))
 
 
-class _Group:
-    """The buffers of one dtype. All their values lie in one tensor, which a GPU handles at once; lists are views."""
-
-    def __init__(self, buffers: list[torch.Tensor], world: World, round_robin: bool):
-        first, sizes = buffers[0], [buffer.numel() for buffer in buffers]
-        self.buffers, self.is_float = buffers, first.is_floating_point()
-        exact = torch.promote_types(first.dtype, torch.float32) if self.is_float else first.dtype
-        self.total, self.start = torch.zeros(2 * sum(sizes), dtype=exact, device=first.device).chunk(2)
-        self.sum = TreeSum([self.total, self.total], world, round_robin)  # weighted, and how often each value changed
-
-        def views(whole: torch.Tensor) -> list[torch.Tensor]:
-            return [part.view_as(buffer) for part, buffer in zip(whole.split(sizes), buffers, strict=True)]
-
-        self.totals, self.starts = views(self.total), views(self.start)
+def _exact(values: Tensor) -> Tensor:
+    """Return values in a type that sums are exact enough in: at least 32 bits."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
