@@ -3,11 +3,4 @@
 A file NAME.py is `-arch NAME`. It has get_model(args) -> nn.Module. It may have add_args(parser), for its own flags
 and for defaults of shared flags (they win over a dataset's); get_weights(args) -> dict of tensors by name, for
 `-weights imagenet`; get_blocks(model) -> list of modules, for -parallel fsdp, -recompute and -compile.
-
-    mlp.py          fully connected: the shortest example
-    convnet.py      a small convolutional network
-    resnet.py       ResNet-18, -34, -50, ... of torchvision, also for small images
-    gpt.py          a decoder-only transformer for text
-    torchvision.py  each classification model of torchvision, also vision transformers, with pretrained weights
-    timm.py         each model of timm, with pretrained weights
 """

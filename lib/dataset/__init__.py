@@ -4,12 +4,6 @@ A file NAME.py is `-dataset NAME`. It has get_dataset(args) -> Dataset, or {"tra
 Dataset}. It may have add_args(parser), for its own flags and for defaults of shared flags. It may have describe(args)
 -> dict, for defaults that follow from the data, such as the number of classes. For predictions it may have
 get_transform(args), which returns a function from one PIL image, or one text, to the tensor that the model sees.
-
-    digits.py   1,797 images of 8x8 pixels, in this repository: the default
-    cifar10.py  CIFAR-10 of torchvision
-    folder.py   images in one folder for each class
-    tokens.py   token files of any size, by any tokenizer, or the bytes of texts
-    fake.py     random images, or numbers for a regression, to measure speed
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""Starts the processes of a run: machinery, you need not read it.
-
-    __init__.py     which launcher a command line asks for
-    local.py        processes on this machine: how many, how they start, how their parent watches them
-    environment.py  torchrun's variables (RANK, ...), GPUs, caches, debug switches, fast networks
-    slurm.py        submits a job with Submitit
-    slurm_task.py   a process of a Slurm job
-    requeue.py      whether an interrupted Slurm job is requeued; the script that slurm.py submits asks it at the end
+"""Starts the processes of a run here, or submits them to Slurm; under torchrun they run already.
 
 Only this folder writes the environment: launchers set torchrun's variables and call `run` in train.py, which reads
 them. So one worker serves every launcher.

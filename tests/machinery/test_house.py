@@ -3,7 +3,6 @@
 These tests do not judge what a fork puts into lib/arch, lib/dataset, lib/trainer and tests.
 """
 
-import ast
 import json
 import re
 import shutil
@@ -157,25 +156,15 @@ def test_plugins_of_a_fork_may_import_anything(tmp_path):
     assert imports_are_kept(tmp_path)
 
 
-# The docstrings of folders
-
-MAPPED = [
-    "lib/config",
-    "lib/launch",
-    "lib/core",
-    "lib/utils",
-    *(f"lib/utils/{part}" for part in ("checkpoint", "compat", "data", "monitoring")),
-]
+# The map
 
 
-@pytest.mark.parametrize("folder", MAPPED)
-def test_the_docstring_of_a_folder_lists_its_files(folder):
-    folder = ROOT / folder
-    map_of = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
-    listed = re.findall(r"^ *(\w+\.py|\w+/) ", map_of, re.M)
-    there = [file.name for file in folder.glob("*.py")]
-    there += [f"{part.parent.name}/" for part in folder.glob("*/__init__.py")]
-    assert sorted({*listed, "__init__.py"}) == sorted(there) and len(listed) == len({*listed})
+def test_the_map_lists_each_file_of_the_template_once():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    map_of = page.partition("## The map")[2].partition("```")[2].partition("```")[0]
+    listed = re.findall(r"^ *(?:[\w/]+/)?(\w+\.py) ", map_of, re.M)
+    files = tracked(*MACHINERY, *PLUGINS) - tracked(COMPAT)
+    assert sorted(listed) == sorted(Path(file).name for file in files if not file.endswith("__init__.py"))
 
 
 # Importing does nothing
