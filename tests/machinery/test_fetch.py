@@ -4,14 +4,14 @@ import collections
 import contextlib
 import dataclasses
 import multiprocessing
+import re
 import signal
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import Dataset, Subset
 
-import lib.dataset
 from lib.utils.data import options, tensors
 from lib.utils.data.fetch import Fetcher
 from lib.utils.data.plan import MicroBatch
@@ -84,21 +84,14 @@ def test_a_dataset_may_define_a_collate_fn(workers):
     fetched.close()
 
 
-def test_the_dataset_protocol_lists_all_optional_attributes_and_their_defaults():
-    optional = {
-        name
-        for name in vars(lib.dataset.Dataset) | lib.dataset.Dataset.__annotations__
-        if name[0] != "_" or name == "__getitems__"
-    }
-    names = {field.name for field in dataclasses.fields(options.Options)}
-    assert {name.replace("__getitems__", "whole_batches") for name in optional} == names
-
-    plain = options.read_options([1, 2])
-    assert plain == options.Options(
-        False, default_collate, lib.dataset.Dataset.fixed, None, lib.dataset.Dataset.classes, None
-    )
+def test_the_page_lists_all_optional_attributes_of_a_dataset():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text()
+    table = page.partition("These attributes of a dataset are optional")[2].partition("`draws` holds")[0]
+    listed = {name.replace("__getitems__", "whole_batches") for name in re.findall(r"^\| `(\w+)", table, re.M)}
+    assert listed >= {field.name for field in dataclasses.fields(options.Options)}
     whole = Subset(Subset(tensors.Tensors(torch.zeros(4), on_device=len), [0, 1]), [1])
-    assert options.read_options(whole) == options.Options(True, default_collate, True, len, None, None)
+    found = options.read_options(whole)
+    assert (found.whole_batches, found.fixed, found.on_device) == (True, True, len)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -1,4 +1,4 @@
-"""Reads the optional attributes of a dataset, which lib/dataset/__init__.py describes."""
+"""Reads the optional attributes of a dataset, which docs/extending.md describes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
