@@ -64,14 +64,14 @@ def run(args: config.Args) -> int:
         past = resume.find(args, disk, start)
         plan = resume.plan(args, len(splits["train"]), world, past, start)
         threads = runtime.choose_threads(args, world, saved=(past.config if past else start).get("threads"))
-        data = fingerprint.describe(splits, args, world, before=(past.manifest if past else start).get("data"))
+        data = fingerprint.describe(splits, args, world)
         resume.check_flags(args, plan, past, splits, data)
 
         watchdog.begin(f"building -arch {args.arch}, and the parts of its training")
         model = parallel.build(arch, args, world)
         loaded = ""
-        if past is None and mode != "eval" and (given := args.weights or start.get("weights")):
-            loaded = weights.load_into(given, model, imagenet=lambda: arch.get_weights(args), world=world)
+        if args.weights and past is None and mode != "eval":
+            loaded = weights.load_into(args.weights, model, imagenet=lambda: arch.get_weights(args), world=world)
         criterion = loss.get_loss(args).to(world.device)
         model = parallel.wrap(model, args, world, arch=arch)
         optimizer = optimizers.get_optimizer(model, args)
@@ -80,7 +80,7 @@ def run(args: config.Args) -> int:
         names = options.read_options(splits["train"]).classes or ()
         about = {**runtime.describe(world), "classes": [str(name) for name in names]}
         config_yaml = config.to_yaml(args, about, resume.effective_flags(plan))
-        folder.begin(config_yaml, resume.start_facts(args, plan, past, start, data))
+        folder.begin(config_yaml, resume.start_facts(args, plan, past, data))
         console.setup_logging(folder.path, world.rank)
         log.info("threads:     %d", threads)
         if loaded:

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import platform
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -14,8 +13,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy
-import PIL
 import torch
 from torch import Tensor
 
@@ -32,9 +29,7 @@ if TYPE_CHECKING:
     from lib.config import Args
 
 log = logging.getLogger(__name__)
-MAY_DIFFER = ("processor", "python", "torch", "numpy", "pillow", "torchvision")  # facts that may change bits
-# Flags that samples depend on: where one was allowed to change, so were they.
-DATA_FLAGS = {"dataset", "seed", "augment", "shuffle", "overfit", "num_classes", "channels", "image_size"}
+MAY_DIFFER = ("processor", "torch", "pillow", "torchvision")  # facts that may change bits
 
 
 @dataclass
@@ -59,26 +54,19 @@ def read_start(args: "Args", disk: Disk) -> dict:
 
     A run that is killed before its first save keeps it.
     """
-
-    def read() -> dict:
-        facts = run_folder.read_json(run_folder.path_of(args) / "start.json")
-        numbers = [facts.get(name) for name in ("batch_size", "micro_batch", "threads")]
-        whole = all(isinstance(one, int) and one > 0 for one in numbers) and isinstance(facts.get("data"), dict)
-        return facts if whole and not run_folder.is_reset_due(args, disk.world) else {}
-
-    return next(filter(None, disk.do(read)), {})
+    path = run_folder.path_of(args)
+    answers = disk.do(
+        lambda: {} if run_folder.is_reset_due(args, disk.world) else run_folder.read_json(path / "start.json")
+    )
+    return next(filter(None, answers), {})
 
 
-def start_facts(args: "Args", plan: Plan, past: Past | None, start: dict, data: dict) -> dict:
+def start_facts(args: "Args", plan: Plan, past: Past | None, data: dict) -> dict:
     """Return what this start settles, for start.json: the numbers and data of the run, and where it began."""
     facts = {**effective_flags(plan), "batch_per_gpu": args.batch_per_gpu, "data": data}
-    if past and past.folder.parent == run_folder.path_of(args) / "checkpoints":
-        return facts  # the run has begun
-    origin = start if not (args.resume or args.weights) else {"resume": args.resume, "weights": args.weights}
-    for name in ("resume", "weights"):
-        path = origin.get(name)
-        facts[name] = str(Path(path).absolute()) if path and path != weights.IMAGENET else path
-    return {**facts, "allow_change": sorted({*args.allow_change, *(past.allowed if past else ())})}
+    if past and past.folder.parent != run_folder.path_of(args) / "checkpoints":
+        facts |= {"resume": str(past.folder.absolute()), "allow_change": [*args.allow_change, *past.allowed]}
+    return facts
 
 
 def find(args: "Args", disk: Disk, start: dict | None = None) -> Past | None:
@@ -93,7 +81,7 @@ def find(args: "Args", disk: Disk, start: dict | None = None) -> Past | None:
     if args.eval:
         return None
     own = run_folder.path_of(args) / "checkpoints"
-    killed = start or {} if not (args.resume or args.weights) else {}
+    killed = {} if args.resume else start or {}
     origin = args.resume or killed.get("resume")
     other = Path(os.path.realpath(origin)) if origin else None
     if other and Path(os.path.realpath(own)) in other.parents:
@@ -202,16 +190,14 @@ def config_to_save(args: "Args", plan: Plan) -> dict:
     instructions = torch.backends.cpu.get_cpu_capability()
     processor = torch.cuda.get_device_name() if torch.cuda.is_initialized() else instructions
     processor = " ".join([processor, *distributed.kernel_variables()])
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
-    versions |= {"pillow": PIL.__version__, "torchvision": _torchvision()}
+    versions = {"torch": torch.__version__, "pillow": _version("pillow"), "torchvision": _version("torchvision")}
     facts = {"samples": plan.samples, "processor": processor, **versions}
     return json.loads(json.dumps({**vars(args), **effective_flags(plan), **facts}, default=str))
 
 
 @functools.cache
-def _torchvision() -> str:
-    """Return the version of torchvision, which takes long to import."""
-    return metadata.version("torchvision")
+def _version(package: str) -> str:
+    return metadata.version(package)
 
 
 def effective_flags(plan: Plan) -> dict[str, int]:
@@ -249,10 +235,7 @@ def describe_changes(args: "Args", plan: Plan, past: Past, data: dict) -> str:
     if data and (other := fingerprint.compare(past.manifest.get("data", {}), data)):
         causes = [texts[name] for name in changed if name in MAY_DIFFER]
         texts["data"] = f"{other} (maybe as {', '.join(causes)})" if causes else other
-        if any(name in DATA_FLAGS or name.startswith(f"{args.dataset}_") for name in changed):
-            allowed.add("data")  # the samples follow from these flags
-        else:
-            texts.pop("samples", None)  # the data's text has it
+        texts.pop("samples", None)  # the data's text has it
     refused = sorted({*texts} & {*before} & {*now} - allowed)
     if refused:
         shown = ", ".join(texts[name] for name in refused)

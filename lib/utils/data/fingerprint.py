@@ -5,6 +5,7 @@ A run continues on the same data only. The folder of the data may move, and so p
 
 import hashlib
 import os
+import reprlib
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
 
 from lib.utils import distributed
 from lib.utils.data import fetch
@@ -23,67 +23,50 @@ from lib.utils.distributed import World
 NEVER_THE_SAME = "another one each time"  # as a digest: samples that are not a function of their seeds
 
 
-def describe(
-    splits: dict[str, MapDataset], args: Namespace, world: World, before: dict[str, dict] | None = None
-) -> dict[str, dict]:
+def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> dict[str, dict]:
     """Return what the data are, by split: samples, classes, digest. All ranks call this, and rank 0 reads.
 
     A run with loader processes reads in one of its own: a file that a dataset opens at first use is shared by none.
-    Data that differ from those of `before` are read twice, to find samples that are never the same.
     """
     flags = (0,) if args.debug else (args.workers, args.workers if args.val_workers is None else args.val_workers)
     workers = max(fetch.count_workers(flag, part, world) for flag in flags for part in splits.values())
-
-    def read(times: int) -> dict[str, dict]:
-        return {name: _describe(part, args, min(1, workers), times) for name, part in splits.items()}
-
-    def read_until_known() -> dict[str, dict]:
-        facts = read(1)
-        return read(2) if compare(before or {}, facts) else facts
-
-    return distributed.run_on_main(read_until_known, world)
+    return distributed.run_on_main(
+        lambda: {name: _describe(part, args, min(1, workers)) for name, part in splits.items()}, world
+    )
 
 
 def compare(before: dict[str, dict], now: dict[str, dict]) -> str:
     """Describe how data differ from those that a run began with; "" if they do not, or nothing is known of them."""
     lines = []
     for split in sorted({*before, *now}) if before else ():
-        old, new = ({"samples": 0, "digest": "", **facts.get(split, {})} for facts in (before, now))
-        names = [[*facts.get("classes", ()), None] for facts in (old, new)]
-        renamed = [n for n, (one, other) in enumerate(zip(*names, strict=False)) if one != other]
-        if old["samples"] != new["samples"]:
-            lines.append(f"the number of {split} samples was {old['samples']} and is {new['samples']}")
-        elif renamed:
-            first = renamed[0]
-            lines.append(f"class {first} of {split} was {names[0][first]} and is {names[1][first]}")
-        elif old["digest"] != new["digest"] and NEVER_THE_SAME not in (old["digest"], new["digest"]):
-            lines.append(f"the digest of {split} was {old['digest']} and is {new['digest']}")
-    return ", ".join(lines)
+        old, new = before.get(split, {}), now.get(split, {})
+        for what in ("samples", "classes", "digest"):
+            if old.get(what) != new.get(what) and NEVER_THE_SAME not in (old.get(what), new.get(what)):
+                lines.append(f"{what} of {split}: {_short(old.get(what))} then, {_short(new.get(what))} now")
+                break
+    return "; ".join(lines)
 
 
-def _describe(part: MapDataset, args: Namespace, workers: int, times: int) -> dict[str, Any]:
+def _short(value: object) -> str:
+    return reprlib.repr(value) if isinstance(value, list) else str(value)
+
+
+def _describe(part: MapDataset, args: Namespace, workers: int) -> dict[str, Any]:
     options, count = read_options(part), len(part)
     facts: dict[str, Any] = {"samples": count}
     if options.classes is not None:
         facts["classes"] = [str(name) for name in options.classes]
     if options.fingerprint is not None:
-        return facts | {"digest": _digest([options.fingerprint, *_indices(part)], args.data)}
+        return facts | {"digest": options.fingerprint}
     keys = [MicroBatch(0, n, [n], 1, 1, 1, first=True, last=True) for n in sorted({0, count // 2, count - 1})]
     reader = fetch.Fetcher(part, args.seed, workers, pin=False, collate_fn=lambda items: _digest(items, args.data))
     try:
-        batches = [batch for _, batch in reader(0, keys * times)]
+        batches = [batch for _, batch in reader(0, keys * 2)]
     finally:
         reader.close()
     found = [batch if isinstance(batch, str) else _digest(batch, args.data) for batch in batches]  # some are whole
-    same = found == found[: len(keys)] * times
-    return facts | {"digest": "-".join(found[: len(keys)]) if same else NEVER_THE_SAME}
-
-
-def _indices(part: Any) -> Iterator[list[int]]:
-    """Yield the indices of a Subset, and of what it is a Subset of."""
-    while isinstance(part, Subset):
-        yield [int(index) for index in part.indices]
-        part = part.dataset
+    first, again = found[: len(keys)], found[len(keys) :]
+    return facts | {"digest": "-".join(first) if first == again else NEVER_THE_SAME}
 
 
 def _digest(sample: Any, data: str) -> str:
