@@ -5,7 +5,6 @@ the header, the bytes. Written here, in one pass with its checksum: safetensors'
 thread. Read by the library.
 """
 
-import heapq
 import json
 import os
 import sys
@@ -110,24 +109,18 @@ def file_name(rank: int) -> str:
 def pieces(tensors: dict[str, Tensor], world: World, rank_dependent: Collection[str] = ()) -> list[Piece]:
     """Return this rank's share of the tensors: its own blocks of sharded ones, and some of those that all ranks have.
 
-    Each rank gets about as many bytes of the latter; those named in `rank_dependent` are rank 0's. Next to sharded
+    The latter are dealt out in turn, the largest first; those named in `rank_dependent` are rank 0's. Next to sharded
     tensors they are few and small, and all rank 0's: a reader then needs its own file and that one.
     """
     whole = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
     mine = [Piece(name, *_local_and_offset(tensor)) for name, tensor in tensors.items() if is_sharded(tensor)]
     mine = [piece for piece in mine if piece.values.numel()]  # the last ranks may have none of a small tensor
-    rank_dependent = whole if len(whole) < len(tensors) else rank_dependent
-    given = sum(tensor.nbytes for name, tensor in whole.items() if name in rank_dependent)
-    load = [(given if rank == 0 else 0, rank) for rank in range(world.size)]
-    heapq.heapify(load)
-    for name, tensor in sorted(whole.items(), key=lambda item: (-item[1].numel(), item[0])):
-        rank = 0
-        if name not in rank_dependent:
-            least, rank = load[0]
-            heapq.heapreplace(load, (least + tensor.nbytes, rank))
-        if rank == world.rank:
-            mine.append(Piece(name, tensor.detach(), (0,) * tensor.ndim))
-    return mine
+    given = whole.keys() if len(whole) < len(tensors) else whole.keys() & rank_dependent
+    shared = sorted(whole.keys() - given, key=lambda name: (-whole[name].nbytes, name))
+    names = shared[world.rank :: world.size]
+    if world.rank == 0:
+        names += sorted(given)
+    return mine + [Piece(name, whole[name].detach(), (0,) * whole[name].ndim) for name in names]
 
 
 def write(path: Path, blocks: list[tuple[str, Tensor]], starts: dict[str, list] | None = None) -> dict:
