@@ -79,18 +79,16 @@ class Watchdog:
         who = f"rank {distributed.place().rank} on {socket.gethostname()}, since {since}"
         text = f"nothing moved for {seconds:.0f} s (-hang_minutes {self.minutes:g}) {where}: {who}: "
         text += self.activity + self.hint()
-        text += "; the stacks of its threads follow in its log" if stacks else ""
+        if not stacks:
+            log.warning(text)
+            return
         files = [getattr(one, "baseFilename", "") for one in logging.getLogger().handlers if one.name == "lib.file"]
-        if files:
-            log.log(logging.ERROR if stacks else logging.WARNING, text)
-        else:
-            os.write(2, f"train.py: {text}\n".encode())
-        if stacks:
-            with (
-                contextlib.suppress(OSError),
-                Path(files[0]).open("ab") if files else contextlib.nullcontext(2) as file,
-            ):
-                faulthandler.dump_traceback(file)
+        log.error("%s; the stacks of its threads: %s", text, files[0] if files else "on stderr")
+        if not files:
+            faulthandler.dump_traceback(2)
+            return
+        with contextlib.suppress(OSError), Path(files[0]).open("ab") as file:
+            faulthandler.dump_traceback(file)
 
 
 _watchdog = Watchdog(math.inf)  # of this process

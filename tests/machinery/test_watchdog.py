@@ -88,42 +88,33 @@ def test_a_process_that_hangs_in_a_log_call_is_ended(endings):
     """A dead disk of the log file or an unread terminal causes this. The report must not wait for logging's lock."""
     handler = logging.NullHandler()
     handler.handle = handler.emit = lambda record: handler.acquire() and handler.release()
-    handler.name = "lib.file"
-    logging.getLogger().addHandler(handler)
+    watchdog.log.addHandler(handler)
     handler.acquire()
     try:
         with watchdog.watch(0.1 / 60):
             assert endings.wait(SOON_S)
     finally:
         handler.release()
-        logging.getLogger().removeHandler(handler)
+        watchdog.log.removeHandler(handler)
 
 
-@pytest.fixture
-def shown(monkeypatch):
-    """What the watchdog writes to stderr before there is a log."""
-    texts = []
-    monkeypatch.setattr(watchdog.os, "write", lambda number, data: texts.append(data.decode()))
-    return texts
-
-
-def test_what_a_process_does_is_said_before_it_is_ended_and_movement_prevents_both(endings, shown):
+def test_what_a_process_does_is_said_before_it_is_ended_and_movement_prevents_both(endings, caplog):
     with watchdog.watch(0.6 / 60):
         watchdog.begin("waiting for the mail", hint=lambda: "; it is Sunday")
-        processes.until(lambda: "Sunday" in "".join(shown))
-        assert "(-hang_minutes 0.01) before the first step: rank 0 on " in "".join(shown)
-        assert "waiting for the mail; it is Sunday" in "".join(shown) and not endings.is_set()
+        processes.until(lambda: "Sunday" in caplog.text)
+        assert "(-hang_minutes 0.01) before the first step: rank 0 on " in caplog.text
+        assert "waiting for the mail; it is Sunday" in caplog.text and not endings.is_set()
         watchdog.begin("reading")
         watchdog.moved(step=3)
-        shown.clear()
+        caplog.clear()
         assert endings.wait(SOON_S)
-    assert "at step 3: rank 0 on " in "".join(shown) and "reading; the stacks of its threads" in "".join(shown)
+    assert "at step 3: rank 0 on " in caplog.text and "reading; the stacks of its threads" in caplog.text
 
 
-def test_a_run_that_steps_again_is_not_ended(endings, shown):
+def test_a_run_that_steps_again_is_not_ended(endings, caplog):
     with watchdog.watch(6 / 60):  # it checks every half second
         watchdog.moved(step=3)
-        processes.until(lambda: "nothing moved" in "".join(shown))
+        processes.until(lambda: "nothing moved" in caplog.text)
         watchdog.moved(step=4)
         time.sleep(2)
     assert not endings.is_set()

@@ -59,7 +59,7 @@ class Fetcher:
 
     def begin_fetching(self) -> None:
         """Let the watchdog know that a batch is waited for, and from whom."""
-        name, workers = type(self.fetch.dataset).__name__, 0 if self.loader is None else self.loader.num_workers
+        name, workers = type(self.fetch.dataset).__name__, self.loader.num_workers if self.loader else 0
         source = f"{workers} loader processes (-workers)" if workers else "this process"
         watchdog.begin(f"waiting for a batch of {name} from {source}", shared_memory_hint if workers else str)
 
