@@ -37,7 +37,7 @@ def run(args: config.Args) -> int:
     """Be one process of the run: join the others, find the past, build the parts, train."""
     from lib.core import loss, modes, parallel
     from lib.core import optimizer as optimizers
-    from lib.utils import distributed, runtime, seeding, watchdog
+    from lib.utils import distributed, runtime, seeding
     from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
     from lib.utils.data import fingerprint, loader, options
     from lib.utils.monitoring import console
@@ -45,17 +45,13 @@ def run(args: config.Args) -> int:
 
     mode = "eval" if args.eval else "debug" if args.debug else "train"
     training = mode == "train"
+    seeding.seed_building(args.seed)
+    dataset, arch, trainers = (plugins.load(kind, getattr(args, kind)) for kind in config.BUILDERS)
+    splits = loader.splits(dataset.get_dataset(args), args.dataset, args.overfit)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(watchdog.watch(args.hang_minutes))
-        seeding.seed_building(args.seed)
-        dataset, arch, trainers = (plugins.load(kind, getattr(args, kind)) for kind in config.BUILDERS)
-        watchdog.begin(f"get_dataset of -dataset {args.dataset}")
-        splits = loader.splits(dataset.get_dataset(args), args.dataset, args.overfit)
-        watchdog.begin(distributed.rendezvous())
         world = stack.enter_context(distributed.join(args))
         runtime.configure_kernels(world, args.deterministic)
         folder, disk = run_folder.NoRunFolder(), shared_disk.single_disk(world)
-        watchdog.begin(f"opening the run's folder in {args.out}, and its checkpoints")
         if training:
             disk = shared_disk.find_disks(Path(args.out), world)
             folder = stack.enter_context(run_folder.acquire(args, world, disk, distributed.job_id()))
@@ -67,7 +63,6 @@ def run(args: config.Args) -> int:
         data = fingerprint.describe(splits, args, world)
         resume.check_flags(args, plan, past, splits, data)
 
-        watchdog.begin(f"building -arch {args.arch}, and the parts of its training")
         model = parallel.build(arch, args, world)
         loaded = ""
         if args.weights and past is None and mode != "eval":

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lib.core import batchnorm, parallel, reduction, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
-from lib.utils import distributed, preemption, runtime, seeding, watchdog
+from lib.utils import distributed, preemption, runtime, seeding
 from lib.utils.checkpoint import manager, resume, run_folder, weights
 from lib.utils.checkpoint.resume import Past
 from lib.utils.checkpoint.state import State, find_parts, find_unsaved, model_tensors, tensors_to_save
@@ -25,6 +25,7 @@ from lib.utils.data.tensors import add_shapes_to_errors
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import images, metrics, throughput
 from lib.utils.monitoring.logger import Logger
+from lib.utils.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from lib.config import Args
@@ -101,9 +102,12 @@ class Trainer:
         with self.stop.handle_signals():
             self.resume(past)
             self.rate = throughput.Throughput(self.total_steps, self.state, self.world.device)
-            while not self.is_done() and self.train_epoch() and self.end_epoch():
-                pass
-            return self.finish(self.evaluate_test())
+            watched = self.state, self.stop, self.checkpoints
+            self.watchdog = Watchdog(*watched, self.world, self.args.hang_minutes, self.folder)
+            with self.watchdog.watch():
+                while not self.is_done() and self.train_epoch() and self.end_epoch():
+                    pass
+                return self.finish(self.evaluate_test())
 
     def resume(self, past: Past | None) -> None:
         """Continue from a checkpoint, or start a new run."""
@@ -221,7 +225,6 @@ class Trainer:
     def after_step(self) -> bool:
         """Do what is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
         step = self.state.step
-        watchdog.moved(step)
         if step % self.args.log_every == 0 or step % self.plan.steps == 0:
             self.log()
         stop = self.stop.tick(training=True) or self.stop.limit_reached(step)

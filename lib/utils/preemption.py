@@ -79,6 +79,8 @@ class Stop:
                 self.request_stop("-max_hours is over")
             elif os.path.exists(self.file):  # noqa: PTH110  # Path.exists raises where a network disk fails
                 self.request_stop(FILE_THERE)
+            elif distributed.is_orphan():
+                os.kill(os.getpid(), signal.SIGTERM)  # the agent cannot pass one on
         return self.request is not None and now >= self.not_before
 
     def limit_reached(self, step: int) -> bool:

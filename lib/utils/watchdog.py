@@ -1,7 +1,4 @@
-"""Says what a process waits for, ends it when it hangs, and stops it when its torchrun agent is gone.
-
-It watches from a process's first moment to its last. `begin` and `moved` say how far this process is.
-"""
+"""Ends a run that hangs: each rank logs its step and what it was doing, and exits."""
 
 import contextlib
 import faulthandler
@@ -9,112 +6,63 @@ import logging
 import math
 import multiprocessing
 import os
-import signal
-import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from lib.utils import distributed
+from lib.utils.distributed import World
 from lib.utils.errors import FAILED
 
 log = logging.getLogger(__name__)
-MAX_INTERVAL_S = 1.0  # between two checks
-SAY_AFTER_S = 30.0  # without a movement; then after twice as long, and so on
+MAX_INTERVAL_S = 10.0  # between two checks
 
 
 class Watchdog:
-    """A thread that looks at the progress of this process.
+    """Watches the steps of this rank. Waiting for a save does not count as a hang, however slow the disk is.
 
-    It cannot run while another thread keeps Python's lock, as in a page fault on a dead disk.
+    It is a thread: it cannot run while another one keeps Python's lock, as in a page fault on a dead disk.
     """
 
-    def __init__(self, minutes: float):
-        self.minutes, self.interval_s = minutes, min(MAX_INTERVAL_S, minutes * 60 / 12)
+    def __init__(self, state: Any, stop: Any, checkpoints: Any, world: World, minutes: float, folder: Path):
+        self.state, self.stop, self.checkpoints, self.world = state, stop, checkpoints, world
+        self.timeout_s = minutes * 60
+        self.interval_s = min(MAX_INTERVAL_S, self.timeout_s / 12)
+        self.log_file = folder / "logs" / f"rank_{world.rank}.log"
         self.ended = threading.Event()
-        self.activity = "starting"
-        self.hint: Callable[[], str] = str  # what may be the matter with it; str() is "": nothing
-        self.step: int | None = None  # of the optimizer; None before the first one of this start
-        self.moves = 0
 
-    def run(self) -> None:
-        """Check until the end. While this process is suspended, no time counts."""
-        moves, stalled, since, say_after, signalled = -1, 0, "", SAY_AFTER_S, False
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Watch over the run in the block."""
+        thread = threading.Thread(target=self.run, args=[self.stop.since], name="watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.ended.set()
+            thread.join(self.interval_s)
+
+    def run(self, started: float) -> None:
+        """Report once nothing has moved for too long. While this process is suspended, no time counts."""
+        place, stalled, limit = None, 0, math.ceil(self.timeout_s / self.interval_s)
         while not self.ended.wait(self.interval_s):
-            if distributed.is_orphan() and not signalled:
-                signalled = True
-                os.kill(os.getpid(), signal.SIGTERM)  # the agent can neither pass one on nor end this process
-            if moves != self.moves:
-                moves, stalled, since = self.moves, 0, time.strftime("%H:%M:%S")
-                say_after = SAY_AFTER_S if self.step is None else say_after
             stalled += 1
-            if stalled * self.interval_s >= say_after:
-                say_after *= 2
-                self.start_report(stalled, since)
-            self.end_if_hung(stalled, since)
+            # One of these changes with every step, every batch of an evaluation, and every check of a save.
+            now = self.state.step, self.stop.ticks, self.stop.since, self.checkpoints.polls
+            if now != place or self.stop.since == started:  # before the first step, which a vote follows
+                place, stalled = now, 0
+            if stalled == limit:  # in a separate thread: a dead disk, or a lock of logging, may block it
+                threading.Thread(target=self.report, name="watchdog report", daemon=True).start()
+            at_breakpoint = self.world.size == 1 and sys.stdin and sys.stdin.isatty()
+            if stalled == limit + 3 and not at_breakpoint:  # the end of one rank ends the others: they report first
+                for child in multiprocessing.active_children():  # loader processes: one of them may hang
+                    child.kill()
+                os._exit(FAILED)
 
-    def end_if_hung(self, stalled: int, since: str) -> None:
-        """Report a hang after -hang_minutes, and end the process a little later."""
-        seconds = self.minutes * 60 if self.step is not None else max(self.minutes * 60, SAY_AFTER_S)
-        limit = math.ceil(seconds / self.interval_s)
-        if stalled == limit:
-            self.start_report(stalled, since, stacks=True)
-        at_breakpoint = distributed.place().size == 1 and sys.stdin and sys.stdin.isatty()
-        # The end of one rank ends the others: they report first.
-        if stalled == limit + max(3, limit // 20) and not at_breakpoint:
-            for child in multiprocessing.active_children():  # loader processes: one of them may hang
-                child.kill()
-            os._exit(FAILED)
-
-    def start_report(self, stalled: int, since: str, stacks: bool = False) -> None:
-        """Report in a thread: a dead disk, or a lock of logging, may block it."""
-        arguments = stalled * self.interval_s, since, stacks
-        threading.Thread(target=self.report, args=arguments, name="watchdog report", daemon=True).start()
-
-    def report(self, seconds: float, since: str, stacks: bool) -> None:
-        """Log for how long nothing has moved and where, also with the stacks of all threads."""
-        where = "before the first step" if self.step is None else f"at step {self.step}"
-        who = f"rank {distributed.place().rank} on {socket.gethostname()}, since {since}"
-        text = f"nothing moved for {seconds:.0f} s (-hang_minutes {self.minutes:g}) {where}: {who}: "
-        text += self.activity + self.hint()
-        if not stacks:
-            log.warning(text)
-            return
-        files = [getattr(one, "baseFilename", "") for one in logging.getLogger().handlers if one.name == "lib.file"]
-        log.error("%s; the stacks of its threads: %s", text, files[0] if files else "on stderr")
-        if not files:
-            faulthandler.dump_traceback(2)
-            return
-        with contextlib.suppress(OSError), Path(files[0]).open("ab") as file:
+    def report(self) -> None:
+        """Log the step and the stacks of this rank's threads."""
+        text = "nothing moved for %.0f s (-hang_minutes) at step %d; what this rank was doing: %s"
+        log.error(text, self.timeout_s, self.state.step, self.log_file)
+        with contextlib.suppress(OSError), self.log_file.open("ab") as file:
             faulthandler.dump_traceback(file)
-
-
-_watchdog = Watchdog(math.inf)  # of this process
-
-
-@contextlib.contextmanager
-def watch(minutes: float) -> Iterator[None]:
-    """Watch over this process in the block: end it after so many minutes without a movement."""
-    global _watchdog
-    _watchdog = Watchdog(minutes)
-    thread = threading.Thread(target=_watchdog.run, name="watchdog", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        _watchdog.ended.set()
-        thread.join(_watchdog.interval_s)
-
-
-def begin(activity: str, hint: Callable[[], str] = str) -> None:
-    """Note what this process does from now on; `hint` returns what may be the matter with it."""
-    _watchdog.activity, _watchdog.hint = activity, hint
-    _watchdog.moves += 1
-
-
-def moved(step: int | None = None) -> None:
-    """Note that this process is not stuck, and how many optimizer steps are done."""
-    _watchdog.step = _watchdog.step if step is None else step
-    _watchdog.moves += 1

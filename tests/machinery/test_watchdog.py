@@ -16,17 +16,19 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from runs import plugins
-from torch.utils.data import Dataset
 
-import train
 from lib.config import flags
 from lib.utils import distributed, watchdog
-from lib.utils.data import fetch
+from lib.utils.distributed import World
 
 MINUTES = 0.1
 SOON_S = 30  # seconds after the time limit
 TIMEOUT_S = 0.6  # of the run in a process that steps by itself
+
+
+def new_watchdog(state, minutes, folder):
+    vote, checkpoints = types.SimpleNamespace(ticks=0, since=0.0), types.SimpleNamespace(polls=0)
+    return watchdog.Watchdog(state, vote, checkpoints, World(), minutes, folder)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -41,7 +43,7 @@ def test_a_frozen_rank_fails_the_run_and_all_other_ranks_log_their_stacks(start,
     assert "nothing moved" not in (run.folder / "logs" / f"rank_{rank}.log").read_text()
     for other in {0, 1, 2} - {rank}:
         log = (run.folder / "logs" / f"rank_{other}.log").read_text()
-        assert re.search(r"nothing moved for 6 s \(-hang_minutes 0.1\) at step 4\d: rank \d on ", log)
+        assert re.search(r"nothing moved for 6 s \(-hang_minutes\) at step 4\d", log)
         assert re.search(r"Thread 0x.*(reduction|batchnorm|distributed)\.py", log, re.S), (
             "no stacks in the rank's own log"
         )
@@ -66,7 +68,7 @@ def test_a_single_process_that_hangs_is_ended_and_logs_its_stack(start):
         "terminal", "-hang_minutes", MINUTES, fault={"do": "pause", "step": 45}, cpu=1, terminal=("stdin",)
     )
     assert run.wait() == 1, run.text()
-    message = "nothing moved for 6 s (-hang_minutes 0.1) at step 45: rank 0 on "
+    message = "nothing moved for 6 s (-hang_minutes) at step 45; what this rank was doing: "
     assert message in run.text() and run.outcome()["state"] == "running", "as for a killed process"
     assert "in pause" in (run.folder / "logs" / "rank_0.log").read_text()
     processes.until(lambda: "nothing moved for" in on_terminal.log.read_text())
@@ -74,50 +76,50 @@ def test_a_single_process_that_hangs_is_ended_and_logs_its_stack(start):
     assert on_terminal.wait() == 0, on_terminal.text()
 
 
-@pytest.fixture
-def endings(monkeypatch):
-    """The exit codes with which the watchdog would end this process; an event is set with the first one."""
+def test_the_first_step_of_a_single_process_may_take_longer(tmp_path, monkeypatch, caplog):
     ended = threading.Event()
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
     monkeypatch.setattr(watchdog.sys, "stdin", None)
-    monkeypatch.setattr(watchdog, "SAY_AFTER_S", 0.2)
-    return ended
+    (tmp_path / "logs").mkdir()
+    state = types.SimpleNamespace(step=3)
+    watch = new_watchdog(state, 0.1 / 60, tmp_path)
+    with watch.watch():
+        watch.stop.ticks += 1  # this rank is done, others are not
+        assert not ended.wait(0.3), "the first step may take longer"
+        watch.stop.since += 1
+        assert ended.wait(SOON_S)
+    assert "at step 3" in caplog.text
 
 
-def test_a_process_that_hangs_in_a_log_call_is_ended(endings):
+def test_a_process_that_hangs_in_a_log_call_is_ended(tmp_path, monkeypatch):
     """A dead disk of the log file or an unread terminal causes this. The report must not wait for logging's lock."""
-    handler = logging.NullHandler()
+    ended, handler = threading.Event(), logging.NullHandler()
     handler.handle = handler.emit = lambda record: handler.acquire() and handler.release()
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(watchdog.sys, "stdin", None)
     watchdog.log.addHandler(handler)
+    watch = new_watchdog(types.SimpleNamespace(step=3), 0.1 / 60, tmp_path)
     handler.acquire()
     try:
-        with watchdog.watch(0.1 / 60):
-            assert endings.wait(SOON_S)
+        with watch.watch():
+            watch.stop.since += 1
+            assert ended.wait(SOON_S)
     finally:
         handler.release()
         watchdog.log.removeHandler(handler)
 
 
-def test_what_a_process_does_is_said_before_it_is_ended_and_movement_prevents_both(endings, caplog):
-    with watchdog.watch(0.6 / 60):
-        watchdog.begin("waiting for the mail", hint=lambda: "; it is Sunday")
-        processes.until(lambda: "Sunday" in caplog.text)
-        assert "(-hang_minutes 0.01) before the first step: rank 0 on " in caplog.text
-        assert "waiting for the mail; it is Sunday" in caplog.text and not endings.is_set()
-        watchdog.begin("reading")
-        watchdog.moved(step=3)
-        caplog.clear()
-        assert endings.wait(SOON_S)
-    assert "at step 3: rank 0 on " in caplog.text and "reading; the stacks of its threads" in caplog.text
-
-
-def test_a_run_that_steps_again_is_not_ended(endings, caplog):
-    with watchdog.watch(6 / 60):  # it checks every half second
-        watchdog.moved(step=3)
+def test_a_run_that_steps_again_is_not_ended(tmp_path, monkeypatch, caplog):
+    codes, state = [], types.SimpleNamespace(step=3)
+    monkeypatch.setattr(watchdog.os, "_exit", codes.append)
+    (tmp_path / "logs").mkdir()
+    watch = new_watchdog(state, 6 / 60, tmp_path)  # it checks every half second
+    with watch.watch():
+        watch.stop.since += 1
         processes.until(lambda: "nothing moved" in caplog.text)
-        watchdog.moved(step=4)
-        time.sleep(2)
-    assert not endings.is_set()
+        state.step += 1
+        time.sleep(4 * watch.interval_s)
+    assert codes == []
 
 
 def test_a_suspended_process_does_not_count_as_hanging(tmp_path):
@@ -139,64 +141,23 @@ def test_a_suspended_process_does_not_count_as_hanging(tmp_path):
 
 def step_until_message(folder, reader):
     """A run whose steps take a third of the limit."""
-    with watchdog.watch(TIMEOUT_S / 60):
-        watchdog.moved(step=3)
+    watch = new_watchdog(types.SimpleNamespace(step=3), TIMEOUT_S / 60, folder)
+    with watch.watch():
+        watch.stop.since += 1
         (folder / "started").touch()
         while not reader.poll():
             for _ in range(10):  # a single sleep would be over as soon as the process continues
                 time.sleep(TIMEOUT_S / 30)
-            watchdog.moved(step=3)
+            watch.stop.ticks += 1
 
 
-class Waits(Dataset):
-    """Waits for ever at its first sample."""
-
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        threading.Event().wait()
-
-
-class WaitsInForward(torch.nn.Linear):
-    """Waits for ever in its first pass."""
-
-    def forward(self, inputs):
-        threading.Event().wait()
-
-
-class Zeros(Waits):
-    def __getitem__(self, index):
-        return torch.zeros(64), index % 4
-
-
-@pytest.mark.parametrize(
-    ("dataset", "model", "flags", "message"),
-    [
-        (lambda args: threading.Event().wait(), None, "", "get_dataset of -dataset waits"),
-        (lambda args: Waits(), None, "-workers 0", "waiting for a batch of Waits from this process"),
-        (
-            lambda args: Waits(),
-            None,
-            "-workers 2",
-            "waiting for a batch of Waits from 2 loader processes (-workers); they hand it over in /dev/shm, which "
-            "has 8 MB free: docker run --shm-size=8g, a smaller -micro_batch, or -workers 0",
-        ),
-        (lambda args: Zeros(), lambda args: threading.Event().wait(), "", "building -arch waits"),
-        (lambda args: Zeros(), lambda args: WaitsInForward(64, 4), "-workers 2", "computing a batch"),
-    ],
-    ids=["get_dataset", "sample", "loader", "get_model", "forward"],
-)
-def test_a_start_that_hangs_says_where_and_is_ended(dataset, model, flags, message, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(watchdog, "SAY_AFTER_S", 2.0)
-    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=8_000_000))
-    model = model or (lambda args: torch.nn.Linear(64, 4))
-    with plugins(dataset={"waits": dataset}, arch={"waits": model}):
-        small = "-dataset waits -arch waits -cpu 2 -batch_size 4 -num_classes 4 -hang_minutes 0.04"
-        assert train.main([*f"{small} {flags}".split(), "-out", str(tmp_path)]) == 1
-    shown = capfd.readouterr()
-    logs = [file.read_text() for file in tmp_path.glob("*/logs/*.log")]
-    assert message in "".join([shown.out, shown.err, *logs])
+def test_the_first_step_may_take_longer_than_hang_minutes(start, uninterrupted):
+    run = start("slow", "-hang_minutes", 0.05, fault={"do": "pause", "step": 0, "rank": 1})
+    paused = run.wait_for_notes(1)[0]["time"]
+    processes.until(lambda: time.monotonic() - paused > 5)
+    run.release()
+    assert run.wait() == 0, run.text()
+    assert run.weights() == uninterrupted.weights()
 
 
 def test_process_groups_are_destroyed_only_with_the_process(tmp_path):

@@ -17,7 +17,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lib.utils import watchdog
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -154,7 +153,6 @@ def verify(path: Path, wanted: dict) -> None:
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
-            watchdog.moved()
         found = {"bytes": file.tell(), "crc32": crc}
     if found != wanted:
         raise Damaged(f"{path}: size or checksum is wrong: {found} instead of {wanted}")

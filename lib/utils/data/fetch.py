@@ -3,7 +3,6 @@
 import contextlib
 import multiprocessing
 import reprlib
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -13,13 +12,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lib.utils import runtime, seeding, watchdog
+from lib.utils import runtime, seeding
 from lib.utils.data.options import MapDataset, read_options
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import STOP_SIGNALS, UsageError, no_exit
 
-SHARED_MEMORY, LITTLE_BYTES = "/dev/shm", 1 << 30
 WORKERS = 8  # loader processes at most, without -workers
 
 
@@ -56,12 +54,6 @@ class Fetcher:
             if isinstance(answer, UsageError):
                 raise answer
             yield answer
-
-    def begin_fetching(self) -> None:
-        """Let the watchdog know that a batch is waited for, and from whom."""
-        name, workers = type(self.fetch.dataset).__name__, self.loader.num_workers if self.loader else 0
-        source = f"{workers} loader processes (-workers)" if workers else "this process"
-        watchdog.begin(f"waiting for a batch of {name} from {source}", shared_memory_hint if workers else str)
 
     def close(self) -> None:
         """End the worker processes: idle ones by themselves, a busy one by force."""
@@ -142,16 +134,6 @@ def _stop_signals_blocked() -> Iterator[None]:
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def shared_memory_hint() -> str:
-    """Return how much of the memory is free in which worker processes hand over batches, "" where it is plenty."""
-    with contextlib.suppress(OSError):
-        free = shutil.disk_usage(SHARED_MEMORY).free
-        if free < LITTLE_BYTES:
-            remedy = "docker run --shm-size=8g, a smaller -micro_batch, or -workers 0"
-            return f"; they hand it over in {SHARED_MEMORY}, which has {free / 1e6:.0f} MB free: {remedy}"
-    return ""
 
 
 def count_workers(flag: int | None, dataset: MapDataset, world: World) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
 
-from lib.utils import seeding, watchdog
+from lib.utils import seeding
 from lib.utils.data import fetch, permutation, tensors
 from lib.utils.data.options import MapDataset, read_options
 from lib.utils.data.plan import MicroBatch, Plan, largest_divisor, rank_share
@@ -18,7 +18,6 @@ from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
-COMPUTING = "computing a batch, summing over the processes, or compiling"
 
 
 @dataclass
@@ -40,16 +39,12 @@ class Loader:
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's micro-batches of an epoch, in order, each with its batch on the device."""
-        self.fetcher.begin_fetching()
         for micro_batch, batch in self.fetcher(epoch, self.micro_batches(epoch, first_step)):
-            watchdog.begin(COMPUTING)
             batch = tensors.to_device(batch, self.world.device)
             if self.on_device:
                 draws = seeding.uniform(self.seed, epoch, micro_batch.indices)
                 batch = self.on_device(batch, tensors.to_device(draws, self.world.device))
             yield micro_batch, tensors.to_device(batch, self.world.device)
-            self.fetcher.begin_fetching()
-        watchdog.begin(COMPUTING)
 
     def micro_batches(self, epoch: int, first_step: int = 0) -> Iterator[MicroBatch]:
         """Yield what `epoch` will fetch, without fetching it."""
