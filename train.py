@@ -44,7 +44,6 @@ def run(args: config.Args) -> int:
     from lib.utils.monitoring.logger import Logger, Off
 
     mode = "eval" if args.eval else "debug" if args.debug else "train"
-    training = mode == "train"
     seeding.seed_building(args.seed)
     dataset, arch, trainers = (plugins.load(kind, getattr(args, kind)) for kind in config.BUILDERS)
     splits = loader.splits(dataset.get_dataset(args), args.dataset, args.overfit)
@@ -52,7 +51,7 @@ def run(args: config.Args) -> int:
         world = stack.enter_context(distributed.join(args))
         runtime.configure_kernels(world, args.deterministic)
         folder, disk = run_folder.NoRunFolder(), shared_disk.single_disk(world)
-        if training:
+        if mode == "train":
             disk = shared_disk.find_disks(Path(args.out), world)
             folder = stack.enter_context(run_folder.acquire(args, world, disk, distributed.job_id()))
 

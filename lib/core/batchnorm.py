@@ -16,16 +16,13 @@ def refuse_single_samples(model: nn.Module, plan: Plan) -> None:
     """
     if plan.least > 1:
         return
-    if plan.micro == 1:
-        cause, advice = f"-batch_size {plan.batch} -micro_batch 1", "-micro_batch 2 or more makes larger ones"
-    else:
-        cause = f"{plan.samples} training samples, -batch_size {plan.batch} -micro_batch {plan.micro}"
-        advice = "-drop_last leaves out an epoch's short last batch; another -batch_size cuts otherwise"
+    cut = f"{plan.samples} training samples, -batch_size {plan.batch} -micro_batch {plan.micro}"
+    advice = "a larger -micro_batch, another -batch_size, or -drop_last for an epoch's short last batch"
 
     def check(module: nn.Module, inputs: tuple) -> None:
         values = inputs[0]
         if module.training and values.numel() == values.shape[0] * values.shape[1]:
-            raise UsageError(f"{cause}: a micro-batch has one sample, and BatchNorm cannot train on one: {advice}")
+            raise UsageError(f"{cut}: a micro-batch has one sample, and BatchNorm cannot train on one: {advice}")
 
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):

@@ -161,8 +161,13 @@ class CrossEntropy(nn.CrossEntropyLoss):
             return self._mean(outputs, targets)
         try:
             return self._mean(outputs, targets.long())
-        except IndexError as error:  # on a GPU the kernel stops the process, see RunFolder.fail
-            raise self._out_of_range(outputs, targets) or error from None
+        except IndexError:  # on a GPU the kernel stops the process, see RunFolder.fail
+            counted, most = targets[targets != self.ignore_index], outputs.shape[1] - 1
+            label = int(counted[(counted < 0) | (counted > most)][0])
+            raise UsageError(
+                f"a label is {label}: labels are 0 to {most}, as the model has {most + 1} outputs (-num_classes); "
+                f"-ignore_index {label} leaves such targets out of the loss"
+            ) from None
 
     def _check_shapes(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise UsageError where torch would stop with an error of its own, or the loss would always be 0."""
@@ -178,20 +183,11 @@ class CrossEntropy(nn.CrossEntropyLoss):
                 "-num_classes 2 for yes or no, and -loss mse for one number"
             )
 
-    def _out_of_range(self, outputs: Tensor, targets: Tensor) -> UsageError | None:
-        classes = outputs.shape[1]
-        odd = targets[((targets < 0) | (targets >= classes)) & (targets != self.ignore_index)]
-        if not len(odd):
-            return None
-        label = int(odd[0])
-        text = f"a label is {label}: labels are 0 to {classes - 1}, as the model has {classes} outputs (-num_classes)"
-        return UsageError(f"{text}; -ignore_index {label} leaves such targets out of the loss")
-
     def _mean(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.weight is None:
             return super().forward(outputs, targets)
-        weight, smoothing = self.weight, self.label_smoothing
-        total = functional.cross_entropy(outputs, targets, weight, reduction="sum", label_smoothing=smoothing)
+        options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
+        total = functional.cross_entropy(outputs, targets, self.weight, reduction="sum", **options)
         rows = targets[:, 0].numel() if targets.is_floating_point() else (targets != self.ignore_index).sum()
         return total / rows
 

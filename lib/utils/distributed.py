@@ -74,13 +74,6 @@ def place() -> World:
     )
 
 
-def rendezvous() -> str:
-    """Describe whom this process waits for at its start, where, and why."""
-    names = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
-    given = " ".join(f"{name}={os.environ[name]}" for name in names)
-    return f"waiting for the other processes of the run, as torchrun or the environment says: {given}"
-
-
 def pick_device(args: Namespace, local_rank: int) -> torch.device:
     """Return the accelerator of this local rank, or the CPU if there is none or -cpu asks for it.
 

@@ -23,14 +23,13 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 ODD = SMALL.replace("-dataset few", "-dataset odd")
 
 
-def describe(part, flags="", before=None):
-    return fingerprint.describe({"train": part}, parsed(f"-cpu 1 {flags}"), World(), before)
+def describe(part, flags=""):
+    return fingerprint.describe({"train": part}, parsed(f"-cpu 1 {flags}"), World())
 
 
 def changed(part, other, flags=""):
     """How the data changed from one dataset to another."""
-    before = describe(part, flags)
-    return fingerprint.compare(before, describe(other, flags, before["train"] and before))
+    return fingerprint.compare(describe(part, flags), describe(other, flags))
 
 
 class Items(Dataset):
@@ -65,27 +64,26 @@ def test_another_first_middle_or_last_sample_is_other_data(kind):
     assert changed(Items(items), Items([kind(number) for number in range(9)])) == ""
     for place in (0, 4, 8):
         other = [kind(7) if number == place else one for number, one in enumerate(items)]
-        assert changed(Items(items), Items(other)).startswith("the digest of train was ")
-    assert changed(Items(items), Items(items[:8])) == "the number of train samples was 9 and is 8"
+        assert changed(Items(items), Items(other)).startswith("digest of train: ")
+    assert changed(Items(items), Items(items[:8])) == "samples of train: 9 then, 8 now"
 
 
 def test_other_classes_and_splits_are_other_data():
     items, names = [1, 2, 3], ["cat", "dog", "eel"]
     assert changed(Items(items, classes=names), Items(items, classes=["dog", "eel", "zebra"])) == (
-        "class 0 of train was cat and is dog"
+        "classes of train: ['cat', 'dog', 'eel'] then, ['dog', 'eel', 'zebra'] now"
     )
-    assert changed(Items(items, classes=names), Items(items, classes=[*names, "fly"])).endswith("was None and is fly")
+    assert "'fly'] now" in changed(Items(items, classes=names), Items(items, classes=[*names, "fly"]))
     facts = describe(Items(items))
-    assert "number of val samples was 0 and is 3" in fingerprint.compare(facts, {**facts, "val": facts["train"]})
+    assert "samples of val: None then, 3 now" in fingerprint.compare(facts, {**facts, "val": facts["train"]})
     assert fingerprint.compare({}, facts) == ""
 
 
-def test_a_fingerprint_of_its_own_and_the_indices_of_a_subset_count_in_place_of_samples():
+def test_a_fingerprint_of_its_own_counts_in_place_of_samples():
     one, same, other = (Items([1, None, 3], fingerprint=name) for name in ("a", "a", "b"))
     same.items = ["never read"] * 3
     assert changed(one, same) == "" and "digest" in changed(one, other)
     assert changed(Subset(one, [0, 2]), Subset(same, [0, 2])) == ""
-    assert "digest" in changed(Subset(one, [0, 2]), Subset(one, [0, 1]))
     assert changed(Items([1, 2], fingerprint=len), Items([1, 2], fingerprint=len)) == "", "a method is none"
 
 
@@ -115,7 +113,7 @@ def test_samples_that_are_never_the_same_are_not_compared(workers):
     part = Items([numbers.random] * 5)
     before = describe(part, f"-workers {workers}")
     numbers.random()
-    now = describe(part, f"-workers {workers}", before)
+    now = describe(part, f"-workers {workers}")
     assert fingerprint.compare(before, now) == "" and now["train"]["digest"] == fingerprint.NEVER_THE_SAME
 
 
@@ -152,11 +150,11 @@ def named(*classes):
 
 
 CHANGES = {
-    "labels": (few, other_labels, "the digest of train was "),
-    "val": (few, other_val, "the number of val samples was 13 and is 50"),
-    "count": (few, lambda args: few(args, 60), "the number of train samples was 50 and is 60"),
-    "classes": (named("a", "b", "c", "d"), named("a", "c", "b", "d"), "class 1 of test was b and is c"),
-    "no val": (few, lambda args: {"train": few(args)["train"]}, "the number of val samples was 13 and is 0"),
+    "labels": (few, other_labels, "digest of train: "),
+    "val": (few, other_val, "samples of val: 13 then, 50 now"),
+    "count": (few, lambda args: few(args, 60), "samples of train: 50 then, 60 now"),
+    "classes": (named("a", "b", "c", "d"), named("a", "c", "b", "d"), "classes of test: ['a', 'b', 'c', 'd'] then"),
+    "no val": (few, lambda args: {"train": few(args)["train"]}, "samples of val: 13 then, None now"),
 }
 
 
@@ -176,7 +174,7 @@ def test_a_run_on_other_data_is_refused_like_a_changed_flag(first, then, message
 def test_another_version_of_a_library_is_named_as_what_may_have_changed_the_samples(tmp_path, capfd, monkeypatch):
     with plugins(dataset={"odd": few}):
         folder = run(tmp_path, f"{ODD} -limit_steps 4", wanted=75)
-    monkeypatch.setattr(resume.PIL, "__version__", "99.0")
+    monkeypatch.setattr(resume.metadata, "version", lambda name: "99.0")
     with plugins(dataset={"odd": other_labels}):
         assert "(maybe as pillow was " in refused(tmp_path, ODD, capfd)
     with plugins(dataset={"odd": few}):
@@ -184,10 +182,11 @@ def test_another_version_of_a_library_is_named_as_what_may_have_changed_the_samp
         assert "and is 99.0" in log_of(folder), "the same pixels: said, and continued"
 
 
-def test_data_that_follow_from_an_allowed_flag_need_no_word_of_their_own(tmp_path):
+def test_data_that_follow_from_an_allowed_flag_are_to_be_allowed_too(tmp_path, capfd):
     with plugins(dataset={"odd": lambda args: {"train": Items([(torch.rand(64) + args.seed, 1)] * 40)}}):
         run(tmp_path, f"{ODD} -limit_steps 2", wanted=75)
-        run(tmp_path, f"{ODD} -seed 3 -allow_change seed")
+        assert "-allow_change data" in refused(tmp_path, f"{ODD} -seed 3 -allow_change seed", capfd)
+        run(tmp_path, f"{ODD} -seed 3 -allow_change seed -allow_change data")
 
 
 def test_an_evaluation_on_other_data_says_so(tmp_path, capfd):
@@ -197,7 +196,7 @@ def test_an_evaluation_on_other_data_says_so(tmp_path, capfd):
         assert "other data" not in capfd.readouterr().out
     with plugins(dataset={"odd": other_labels}):
         run(tmp_path, f"{ODD} -eval")
-        assert "other data than at the run's first start: the digest of train was" in capfd.readouterr().out
+        assert "other data than at the run's first start: digest of train: " in capfd.readouterr().out
 
 
 # A first start that is killed before its first save
@@ -251,15 +250,7 @@ def test_the_origin_of_a_killed_first_start_is_kept_until_there_is_a_checkpoint(
     assert "resume" not in json.loads((folder / "start.json").read_text()), "its own checkpoints count from now on"
 
 
-def test_weights_of_a_killed_first_start_are_kept(killed, finished_run, tmp_path):
-    folder = killed(tmp_path, f"{SMALL} -weights {finished_run} -model from")
-    run(tmp_path, f"{SMALL} -model from")
-    assert log_of(folder).count("tensors loaded") == 2
-    whole = run(tmp_path, f"{SMALL} -weights {finished_run} -model whole")
-    assert same_tensors(weights(folder), weights(whole))
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"batch_size": "x", "micro_batch": 4, "threads": 1, "data": {}}'])
+@pytest.mark.parametrize("text", ["", "[]", "{"])
 def test_a_file_of_the_first_start_that_is_none_counts_as_missing(text, tmp_path):
     folder = run_folder.path_of(parsed(f"{SMALL} -out {tmp_path}"))
     folder.mkdir(parents=True)
@@ -272,4 +263,4 @@ def test_other_data_before_the_first_save_are_said_and_taken(killed, tmp_path):
         folder = killed(tmp_path, ODD)
     with plugins(dataset={"odd": other_labels}):
         run(tmp_path, ODD)
-    assert "other data than at the run's first start: the digest of train was" in log_of(folder)
+    assert "other data than at the run's first start: digest of train: " in log_of(folder)

@@ -190,14 +190,9 @@ def config_to_save(args: "Args", plan: Plan) -> dict:
     instructions = torch.backends.cpu.get_cpu_capability()
     processor = torch.cuda.get_device_name() if torch.cuda.is_initialized() else instructions
     processor = " ".join([processor, *distributed.kernel_variables()])
-    versions = {"torch": torch.__version__, "pillow": _version("pillow"), "torchvision": _version("torchvision")}
-    facts = {"samples": plan.samples, "processor": processor, **versions}
+    images = {name: metadata.version(name) for name in ("pillow", "torchvision")}
+    facts = {"samples": plan.samples, "processor": processor, "torch": torch.__version__, **images}
     return json.loads(json.dumps({**vars(args), **effective_flags(plan), **facts}, default=str))
-
-
-@functools.cache
-def _version(package: str) -> str:
-    return metadata.version(package)
 
 
 def effective_flags(plan: Plan) -> dict[str, int]:
@@ -244,9 +239,6 @@ def describe_changes(args: "Args", plan: Plan, past: Past, data: dict) -> str:
         scratch = "another -model" if args.reset else "-reset or another -model"  # done once in a launch
         hint = f"{keep}, or add {allow}, or start from scratch with {scratch}"
         raise UsageError(f"-model {args.model} would resume with other settings: {shown}; {hint}")
-    unsteady = [split for split, facts in data.items() if facts["digest"] == fingerprint.NEVER_THE_SAME]
-    if unsteady:
-        texts["unsteady"] = f"the samples of {' and '.join(unsteady)} do not follow from their seeds"
     return ", ".join(texts.values())
 
 

@@ -42,13 +42,10 @@ def compare(before: dict[str, dict], now: dict[str, dict]) -> str:
         old, new = before.get(split, {}), now.get(split, {})
         for what in ("samples", "classes", "digest"):
             if old.get(what) != new.get(what) and NEVER_THE_SAME not in (old.get(what), new.get(what)):
-                lines.append(f"{what} of {split}: {_short(old.get(what))} then, {_short(new.get(what))} now")
+                was, now_is = (reprlib.repr(facts.get(what)) for facts in (old, new))
+                lines.append(f"{what} of {split}: {was} then, {now_is} now")
                 break
     return "; ".join(lines)
-
-
-def _short(value: object) -> str:
-    return reprlib.repr(value) if isinstance(value, list) else str(value)
 
 
 def _describe(part: MapDataset, args: Namespace, workers: int) -> dict[str, Any]:
