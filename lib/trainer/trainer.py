@@ -115,9 +115,7 @@ class Trainer:
         for name in find_unsaved(self):
             log.warning("trainer.%s: modules and optimizers in it are in no checkpoint: make each an attribute", name)
         parts = find_parts(self)
-        tensors = tensors_to_save(parts)
-        self.checkpoints.make_room(tensors, parts.rank_dependent(tensors))
-        del tensors  # else an optimizer's state is there twice while a checkpoint is loaded
+        self.checkpoints.check(tensors_to_save(parts))
         if past:
             self.load(past)
             if past.missing_on:  # each node has a checkpoint at once

@@ -68,7 +68,6 @@ def test_a_save_has_low_priority_and_starts_no_openmp_threads(tmp_path, monkeypa
     monkeypatch.setattr(shards, "write", write)
     checkpoints, before = new_checkpoints(tmp_path), os.getpriority(os.PRIO_PROCESS, 0)
     wide = {"model.weight": torch.ones(1 << 20)}
-    checkpoints.make_room(wide, set())
     count = len([*threads.iterdir()])
     checkpoints.save(wide, {}, step=1, rank_dependent=set())
     checkpoints.close()
@@ -100,13 +99,10 @@ def test_at_most_one_save_is_in_progress_and_the_next_one_waits_for_it(tmp_path,
     assert saves.steps(tmp_path) == [4, 3, 2, 1]
 
 
-def test_buffers_for_copies_are_allocated_once_and_shapes_may_change(tmp_path):
+def test_shapes_may_change_from_one_save_to_the_next(tmp_path):
     checkpoints = new_checkpoints(tmp_path)
-    checkpoints.make_room(saves.state(0), set())
-    before = {name: copy.data_ptr() for name, copy in checkpoints.copies.values.items() if copy.numel()}
     for step in (1, 2):
         save(checkpoints, step)
-        assert before == {name: copy.data_ptr() for name, copy in checkpoints.copies.values.items() if copy.numel()}
     tensors = {"model.weight": torch.arange(6.0).reshape(2, 3).t(), "model.on": torch.tensor([True, False])}
     checkpoints.save(tensors, {}, step=3, rank_dependent=set())
     checkpoints.close()

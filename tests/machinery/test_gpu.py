@@ -47,20 +47,21 @@ for batches in seen[1:]:
 COPIES = """
 import sys
 import torch
-from lib.utils.checkpoint.staging import Copies
+from lib.utils.checkpoint import staging
 from lib.utils.checkpoint.shards import Piece
 
-copies, cuda = Copies(), torch.device("cuda", 0)
+cuda = torch.device("cuda", 0)
 kinds = [torch.float32, torch.int64] * 20
 host = [torch.full((n % 3, 2) if n % 4 else (), n, dtype=kind) for n, kind in enumerate(kinds)]
 saves = [host, host]
 live = [[Piece(str(n), one.to(cuda), (0,) * one.ndim) for n, one in enumerate(values)] for values in saves]
 for values, pieces in zip(saves, live, strict=True):
     print("next", file=sys.stderr, flush=True)
-    made = copies.make(pieces)
-    copies.wait()
+    made, copied = staging.copy(pieces)
+    copied.synchronize()
     assert [name for name, _ in made] == [str(n) for n in range(len(values))]
     assert all(torch.equal(one, copy) for one, (_, copy) in zip(values, made, strict=True))
+    del made
 """
 
 REPLICATED = """

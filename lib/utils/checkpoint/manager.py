@@ -52,7 +52,6 @@ class Checkpoints:
     def __init__(self, folder: Path, world: World, *, keep_last: int = 2):
         self.folder, self.world, self.disk, self.keep_last = folder, world, shared_disk.single_disk(world), keep_last
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint", _lower_priority, (world.device,))
-        self.copies = staging.Copies()
         self.number = 0  # of the last save
         self.polls = 0  # how often `poll` was called
         self.damaged = range(0)  # numbers of checkpoints that were passed over: they are the first to be removed
@@ -65,8 +64,8 @@ class Checkpoints:
         self.disk = shared_disk.find_disks(self.folder, self.world)
         self.number = max(self.disk.do(self._sweep))
 
-    def make_room(self, tensors: dict[str, Tensor], rank_dependent: set[str]) -> None:
-        """Take the memory that saves of these tensors need. Raises UsageError if they could never be written."""
+    def check(self, tensors: dict[str, Tensor]) -> None:
+        """Raise UsageError if saves of these tensors could never be written."""
         shards.schema(tensors)
         out, size = self.folder.parent.parent, sum(tensor.nbytes for tensor in tensors.values())
         if len(self.disk.groups) > 1 and any(map(shards.is_sharded, tensors.values())):
@@ -74,7 +73,6 @@ class Checkpoints:
         free = min(self.disk.do(lambda: shutil.disk_usage(self.folder).free))
         if free < size:
             raise UsageError(f"-out {out}: a checkpoint takes {size:,} bytes, and {free:,} are free; make room")
-        self.copies.make_room(shards.pieces(tensors, self.disk.share, rank_dependent))
 
     def save(
         self, tensors: dict[str, Tensor], facts: dict, *, step: int, rank_dependent: set, keep: bool = False
@@ -101,7 +99,7 @@ class Checkpoints:
         mine = shards.pieces(tensors, self.disk.share, rank_dependent)
         starts = {piece.name: list(piece.start) for piece in mine if any(piece.start)}
         best, self.best = self.best, {}
-        job = self.thread.submit(self._write, partial, self.copies.make(mine), starts, best)
+        job = self.thread.submit(self._write, partial, staging.copy(mine), starts, best)
         self.saving = Save(self.folder / name, partial, facts, keep, best, job)
 
     def set_best(self, tensors: dict[str, Tensor]) -> None:
@@ -166,14 +164,15 @@ class Checkpoints:
             (run_folder.checkpoint_number(one.name) for one in run_folder.list_checkpoints(self.folder)), default=0
         )
 
-    def _write(self, partial: Path, blocks: list, starts: dict[str, list[int]], best: dict[str, Tensor]) -> dict:
-        self.copies.wait()
+    def _write(self, partial: Path, copies: staging.Copies, starts: dict[str, list], best: dict[str, Tensor]) -> dict:
+        if copies.copied:
+            copies.copied.synchronize()
         if best:
             weights.write(self.folder.parent / "best", best)
         for folder in (self.folder, partial):  # without parents: a run's folder that is gone is not made again
             folder.mkdir(exist_ok=True)
         file = shards.file_name(self.world.rank)
-        return {file: shards.write(partial / file, blocks, starts)}
+        return {file: shards.write(partial / file, copies.blocks, starts)}
 
     def _publish(self, save: Save, answers: list[dict]) -> None:
         if not self.disk.is_first:

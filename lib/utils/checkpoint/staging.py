@@ -1,4 +1,6 @@
-"""Copies on the CPU of tensors that training goes on changing; every save uses the same memory."""
+"""Copies on the CPU of tensors that training goes on changing."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -6,34 +8,23 @@ from torch import Tensor
 from lib.utils.checkpoint.shards import Piece
 
 
-class Copies:
-    """Copies of pieces, by name."""
+class Copies(NamedTuple):
+    """Copies by name, and for those from a GPU the event after which they may be read."""
 
-    def __init__(self):
-        self.values: dict[str, Tensor] = {}
-        self.copied: torch.cuda.Event | None = None
+    blocks: list[tuple[str, Tensor]]
+    copied: torch.cuda.Event | None
 
-    def make_room(self, pieces: list[Piece]) -> None:
-        """Allocate memory for these pieces, unless they have some. The first write to it takes longer than a copy."""
-        for name, values, _ in pieces:
-            there = self.values.get(name)
-            if there is None or (there.shape, there.dtype) != (values.shape, values.dtype):
-                self.values[name] = torch.zeros(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
 
-    def make(self, pieces: list[Piece]) -> list[tuple[str, Tensor]]:
-        """Return name and copy of each piece. The pieces may change as soon as this returns.
+def copy(pieces: list[Piece]) -> Copies:
+    """Return copies of the pieces, which may change as soon as this returns.
 
-        Copies from a GPU are then in its queue, before all that follows; call `wait` before you read them.
-        """
-        self.make_room(pieces)
-        for name, values, _ in pieces:
-            self.values[name].copy_(values, non_blocking=values.is_cuda)
-        if any(piece.values.is_cuda for piece in pieces):
-            self.copied = torch.cuda.Event(blocking=True)
-            self.copied.record()
-        return [(piece.name, self.values[piece.name]) for piece in pieces]
-
-    def wait(self) -> None:
-        """Return once the copies are made; any thread may wait."""
-        if self.copied is not None:
-            self.copied.synchronize()
+    Those from a GPU are then in its queue, before all that follows, into pinned memory, which torch keeps for later.
+    """
+    copied = torch.cuda.Event(blocking=True) if any(piece.values.is_cuda for piece in pieces) else None
+    blocks = []
+    for name, values, _ in pieces:
+        block = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        blocks.append((name, block.copy_(values, non_blocking=values.is_cuda)))
+    if copied:
+        copied.record()
+    return Copies(blocks, copied)
