@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from PIL import Image
+import numpy as np
+from PIL import Image, ImageOps
 from torch.utils.data import Dataset
 from torchvision import transforms
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
@@ -11,6 +12,7 @@ from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError
 
 COLOUR, GREY = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.449,), (0.226,))  # mean, deviation (ImageNet's)
+DEBRIS = {"__MACOSX", "@eaDir", ".ipynb_checkpoints"}  # folders that systems make
 NEEDED = "-dataset folder reads DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg, and DATA/test if it is there"
 
 
@@ -42,15 +44,17 @@ def get_dataset(args) -> dict[str, Dataset]:
 def get_transform(args):
     """Return a function from an image of any size to the floats (channels, image_size, image_size) of evaluation."""
     still = Images([], [], args, drawn=False)
-    return lambda image: still.on_device.normalize(still.transform(image.convert(still.mode)))
+    return lambda image: still.on_device.normalize(still.transform(still.upright(image)))
 
 
 def class_names(data: str, part: str = "train") -> list[str]:
-    """Return the class folders in DATA/PART, sorted, no hidden ones. Raises UsageError if there are none."""
+    """Return the class folders in DATA/PART, sorted, no hidden ones. Raises UsageError if there are not two or more."""
     folder = Path(data) / part
-    names = sorted(one.name for one in folder.glob("[!.]*") if one.is_dir())
+    names = sorted(one.name for one in folder.glob("[!.]*") if one.is_dir() and one.name not in DEBRIS)
     if not names:
         raise UsageError(f"-data {data}: no class folders in {folder}; {NEEDED}")
+    if part == "train" and len(names) == 1:
+        raise UsageError(f"-data {data}: {names[0]} is the only class folder in {folder}: two or more are needed")
     return names
 
 
@@ -59,6 +63,8 @@ class Images(Dataset):
 
     def __init__(self, files: list[tuple[str, int]], classes: list[str], args, drawn: bool):
         self.files, self.classes, self.fixed = files, classes, not drawn
+        # The least side of a JPEG as it is decoded: a crop at random has 8 % of its area at least.
+        self.least = args.image_size * 4 if drawn else round(args.image_size * 8 / 7)
         self.mode, (mean, deviation) = ("L", GREY) if args.channels == 1 else ("RGB", COLOUR)
         centre_view = [transforms.Resize(round(args.image_size * 8 / 7)), transforms.CenterCrop(args.image_size)]
         steps = [transforms.RandomResizedCrop(args.image_size)] if drawn else centre_view
@@ -73,10 +79,25 @@ class Images(Dataset):
         file, label = self.files[index]
         try:
             with Image.open(file) as opened:
-                image = opened.convert(self.mode)
-        except Exception as error:  # noqa: BLE001  # Pillow raises many kinds
+                image = self.upright(opened)
+        except Exception as error:  # Pillow raises many kinds for bad content, none with a number
+            if isinstance(error, OSError) and error.errno:
+                raise
             raise UsageError(f"{file}: not a readable image ({error}); fix or remove it") from None
         return self.transform(image), label
+
+    def upright(self, image: Image.Image) -> Image.Image:
+        """Return an image as its EXIF says that it is held, in 8 bits. A JPEG is decoded no larger than needed.
+
+        Raises ValueError for values whose range from black to white is not known.
+        """
+        image.draft(self.mode, (self.least, self.least))
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I;16"):
+            image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+        if image.mode in ("I", "F"):
+            raise ValueError(f"mode {image.mode} has no known range: save it with 8 or 16 bits")
+        return image.convert(self.mode)
 
 
 def _images(args, part, names):
@@ -88,4 +109,5 @@ def _images(args, part, names):
         files = make_dataset(str(folder), {name: names.index(name) for name in classes}, IMG_EXTENSIONS)
     except FileNotFoundError as error:  # a class without images
         raise UsageError(f"-data {args.data}: {folder}: {error}") from None
+    files = [one for one in files if Path(one[0]).name[0] != "." and DEBRIS.isdisjoint(Path(one[0]).parts)]
     return Images(files, names, args, drawn=part == "train" and args.augment)

@@ -77,7 +77,8 @@ def start_processes(args: Args, target: str, count: int) -> int:
     Where it is safe they are forked, with torch imported already; else each imports it again.
     """
     forked = fork_is_safe()
-    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    ours = ("MainThread", "checkpoint_0")  # the latter of a run that ended in this process
+    others = [thread.name for thread in threading.enumerate() if thread.name not in ours]
     if forked and others:  # a pool of a plugin's
         forked = False
         text = f"threads run already ({', '.join(others[:4])}), which a fork would lose: each process imports anew"

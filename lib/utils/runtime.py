@@ -59,24 +59,12 @@ def one_thread() -> Iterator[None]:
 
 
 def cores_per_process(world: World) -> int:
-    """Return this machine's cores for each of its processes; in a container, of those that it may use.
-
-    Two hardware threads of one core count as one, as in torch's own number of threads.
-    """
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = len({_hardware_threads(number) for number in usable})
+    """Return this machine's cores for each of its processes; in a container, of those that it may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max"
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, math.ceil(int(quota) / int(period)))
     return max(1, cores // world.local_size)
-
-
-def _hardware_threads(number: int) -> str:
-    """Return the numbers of the hardware threads that share a core with this one, as Linux writes them."""
-    try:
-        return Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list").read_text()
-    except OSError:
-        return str(number)
 
 
 def describe(world: World) -> dict[str, Any]:

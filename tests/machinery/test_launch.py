@@ -314,7 +314,7 @@ def test_gpus_are_numbered_among_the_visible_ones_and_exported_only_to_the_run(
 @pytest.mark.parametrize(
     "task",
     [
-        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
         {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2"},
     ],
 )

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import types
 from pathlib import Path
 
@@ -79,35 +78,11 @@ def test_garbage_of_a_dataset_or_trainer_is_collected_even_with_short_epochs(wor
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
-@pytest.mark.parametrize(
-    ("limit", "siblings", "cores"),
-    [
-        ("max 100000", None, 8),
-        ("250000 100000", None, 3),
-        ("1600000 100000", lambda cpu: cpu, 8),
-        ("max 100000", lambda cpu: cpu % 4, 4),  # two hardware threads a core, as torch counts them
-        (None, lambda cpu: cpu // 2, 4),
-    ],
-)
-def test_a_process_has_as_many_cores_as_torch_would_use_and_its_container_allows(limit, siblings, cores, monkeypatch):
-    def read(path):
-        text = (
-            limit
-            if path.name == "cpu.max"
-            else siblings and str(siblings(int(re.findall(r"cpu(\d+)/", str(path))[0])))
-        )
-        if text is None:
-            raise FileNotFoundError(path)
-        return text
-
+@pytest.mark.parametrize(("limit", "cores"), [("max 100000", 8), ("250000 100000", 3), ("1600000 100000", 8)])
+def test_a_container_has_as_many_cores_as_its_cpu_limit(limit, cores, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
-    monkeypatch.setattr(Path, "read_text", read)
-    assert [runtime.cores_per_process(World(local_size=size)) for size in (1, 2, 3, 16)] == [
-        cores,
-        cores // 2,
-        max(1, cores // 3),
-        1,
-    ]
+    monkeypatch.setattr(Path, "read_text", lambda path: limit)
+    assert runtime.cores_per_process(World()) == cores
 
 
 @pytest.mark.parametrize(

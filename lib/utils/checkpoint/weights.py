@@ -40,7 +40,7 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write folder/weights.safetensors from whole tensors on the CPU, in place of an older one. Raises OSError."""
     folder.mkdir(exist_ok=True)
     with atomic.new_version(folder / "weights.safetensors") as partial:
-        shards.write(partial, list(tensors.items()))
+        shards.write(partial, sorted(tensors.items()))  # one order on each disk: one checksum
 
 
 def find(run: Path) -> Path | None:

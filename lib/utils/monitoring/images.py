@@ -54,7 +54,7 @@ class Predictions:
         if self.samples is None and is_image_batch(inputs):
             self.samples = [part[:SAMPLES].clone() for part in (inputs, targets, answers)]
         counted = (targets >= 0) & (targets < self.classes)  # the loss ignores others, as -100 and 255
-        place = targets.clamp(0, self.classes - 1) * self.classes + answers
+        place = targets.long().clamp(0, self.classes - 1) * self.classes + answers  # uint8 has no room for it
         self.counts.view(-1).index_add_(0, place, counted.long())
 
     def figures(self) -> dict[str, float]:
