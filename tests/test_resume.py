@@ -166,7 +166,7 @@ CHANGES = {
     "-epochs 4": "-epochs was 3 and is 4",
     "-optimizer sgd": "-optimizer was adamw and is sgd",
     "-bf16": "-bf16 was False and is True",
-    "-dataset more": "samples was 50 and is 60",
+    "-dataset more": "samples of train: 50 then, 60 now",
     "-arch mlp": "-arch was norm_net and is mlp",
     "-threads 3": "-threads was 1 and is 3",
 }

@@ -235,7 +235,7 @@ def test_numbers_that_a_killed_first_start_settled_are_kept(flags, settled, kill
     assert (start["batch_size"], start["micro_batch"], start["threads"]) == (*settled, 1)
     whole = run(tmp_path, f"{FREE} -cpu 1 -threads 1 -batch_size {settled[0]} -micro_batch {settled[1]} -model whole")
     assert same_tensors(weights(folder), weights(whole))
-    run(tmp_path, f"{FREE} -cpu 1 -reset -limit_steps 1", wanted=75)
+    run(tmp_path, f"{FREE} -cpu 1 -threads 1 -reset -limit_steps 1", wanted=75)
     assert json.loads((folder / "start.json").read_text())["micro_batch"] == 16
 
 

@@ -1,11 +1,14 @@
 """Nothing calls a model or reads a sample before training does, and items have the same bits in every process."""
 
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from runs import plugins, run, same_tensors, weights
+from processes import in_a_child
+from runs import plugins, same_tensors, weights
+from runs import run as run_here
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -20,6 +23,12 @@ def two_threads(monkeypatch):
     """Each process has two cores, and nobody sets the number of threads."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(runtime, "cores_per_process", lambda world: 2)
+
+
+def run(out, flags):
+    """Run in a child: threads of OpenMP that stay in this process would be lost in a later fork."""
+    in_a_child(run_here, out=out, flags=flags)
+    return out / (re.findall(r"-model (\S+)", flags) or ["first_first"])[-1]
 
 
 class KeepsMask(nn.Module):
