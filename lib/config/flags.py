@@ -130,7 +130,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-stop_after", COUNT, "early stopping after N evaluations without a better -best; -epochs sets the schedule")
     add("-resume", PATH, "continue from another run's folder or checkpoint", on_resume="forget")
     add("-weights", FILE, "start from these weights: safetensors, a torch file, a run's folder, or imagenet")
-    allowed = "flag that may differ from the checkpoint, or samples, or nan (weights that are not finite); repeatable"
+    allowed = "flag that may differ from the checkpoint, or data, or nan (weights that are not finite); repeatable"
     add("-allow_change", value(text, "FLAG", **REPEATABLE), allowed, on_resume="forget")
     add("-max_hours", POSITIVE, "stop, with the state saved, after X hours")
     add("-grace_s", PERIOD, "seconds until a stop that does not finish ends the process", 60.0)
