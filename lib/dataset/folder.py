@@ -109,5 +109,5 @@ def _images(args, part, names):
         files = make_dataset(str(folder), {name: names.index(name) for name in classes}, IMG_EXTENSIONS)
     except FileNotFoundError as error:  # a class without images
         raise UsageError(f"-data {args.data}: {folder}: {error}") from None
-    files = [one for one in files if Path(one[0]).name[0] != "." and DEBRIS.isdisjoint(Path(one[0]).parts)]
+    files = [one for one in files if Path(one[0]).name[0] != "." and not DEBRIS & {*Path(one[0]).parts}]
     return Images(files, names, args, drawn=part == "train" and args.augment)
