@@ -12,7 +12,7 @@ from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError
 
 COLOUR, GREY = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.449,), (0.226,))  # mean, deviation (ImageNet's)
-DEBRIS = {"__MACOSX", "@eaDir", ".ipynb_checkpoints"}  # folders that systems make
+DEBRIS = "__MACOSX @eaDir .ipynb_checkpoints"  # folders that systems make; a string, which -h reads without torch
 NEEDED = "-dataset folder reads DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg, and DATA/test if it is there"
 
 
@@ -50,7 +50,7 @@ def get_transform(args):
 def class_names(data: str, part: str = "train") -> list[str]:
     """Return the class folders in DATA/PART, sorted, no hidden ones. Raises UsageError if there are not two or more."""
     folder = Path(data) / part
-    names = sorted(one.name for one in folder.glob("[!.]*") if one.is_dir() and one.name not in DEBRIS)
+    names = sorted(one.name for one in folder.glob("[!.]*") if one.is_dir() and one.name not in DEBRIS.split())
     if not names:
         raise UsageError(f"-data {data}: no class folders in {folder}; {NEEDED}")
     if part == "train" and len(names) == 1:
@@ -109,5 +109,6 @@ def _images(args, part, names):
         files = make_dataset(str(folder), {name: names.index(name) for name in classes}, IMG_EXTENSIONS)
     except FileNotFoundError as error:  # a class without images
         raise UsageError(f"-data {args.data}: {folder}: {error}") from None
-    files = [one for one in files if Path(one[0]).name[0] != "." and not DEBRIS & {*Path(one[0]).parts}]
+    debris = {*DEBRIS.split()}
+    files = [one for one in files if Path(one[0]).name[0] != "." and debris.isdisjoint(Path(one[0]).parts)]
     return Images(files, names, args, drawn=part == "train" and args.augment)
