@@ -48,7 +48,7 @@ def get_transform(args):
 
 
 def class_names(data: str, part: str = "train") -> list[str]:
-    """Return the class folders in DATA/PART, sorted, no hidden ones. Raises UsageError if there are not two or more."""
+    """Return the class folders in DATA/PART, sorted, no hidden ones. Raises UsageError for none, or one in train."""
     folder = Path(data) / part
     names = sorted(one.name for one in folder.glob("[!.]*") if one.is_dir() and one.name not in DEBRIS.split())
     if not names:
