@@ -1,6 +1,7 @@
 """Trains a model: the whole run on one page."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from pathlib import Path
@@ -52,7 +53,7 @@ def run(args: config.Args) -> int:
     splits = loader.splits(dataset.get_dataset(args), args.dataset, args.overfit)
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(distributed.join(args))
-        runtime.configure_kernels(world, args.deterministic)
+        runtime.configure_kernels(world, bool(args.deterministic))
         folder, disk = run_folder.NoRunFolder(), shared_disk.single_disk(world)
         if training:
             disk = shared_disk.find_disks(Path(args.out), world)
@@ -60,6 +61,8 @@ def run(args: config.Args) -> int:
 
         past = resume.find(args, disk)
         plan = resume.plan(args, len(splits["train"]), world, past)
+        engine = parallel.choose_engine(args, world, past.config.get("engine") if past else None)
+        plan = dataclasses.replace(plan, engine=engine)
         saved_threads = past.config.get("threads") if past else None
         runtime.set_threads(args, saved_threads)
         resume.check_flags(args, plan, past, splits)
@@ -71,7 +74,7 @@ def run(args: config.Args) -> int:
         sample = functools.partial(loader.first_batch, splits["train"], plan, world, args)
         threads = runtime.choose_threads(args, world, saved_threads, model, sample)
         criterion = loss.get_loss(args).to(world.device)
-        model = parallel.wrap(model, args, world, arch=arch)
+        model = parallel.wrap(model, args, world, engine, arch=arch)
         optimizer = optimizers.get_optimizer(model, args)
 
         stack.enter_context(startup.enable_garbage_collector())

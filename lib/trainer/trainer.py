@@ -1,17 +1,15 @@
 """The usual way of training: epochs of steps, evaluation, checkpoints. For another, override `training_step`."""
 
 import dataclasses
-import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lib.core import batchnorm, parallel, reduction, scheduler
+from lib.core import parallel, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding
@@ -64,11 +62,11 @@ class Trainer:
             "start": args.lr_start * scale,
             "end": args.lr_end * scale,
         }
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
-        self.statistics = batchnorm.RunningStatistics(model, world, round_robin=args.parallel == "fsdp")
+        may_be_sharded = args.clip_grad > 0 or args.deterministic or args.parallel == "fsdp"
+        self.norm_by_rows = self.plan.engine == "exact" and may_be_sharded
         self.pending_losses, self.pending_norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
         shown = loaders.get("val", loaders["train"]).dataset
@@ -120,6 +118,12 @@ class Trainer:
             self.load(past)
             if past.missing_on:  # each node has a checkpoint at once
                 self.save()
+        self.begin()
+
+    def begin(self) -> None:
+        """Make the engine, once all modules of the trainer are there."""
+        modules = [value for value in vars(self).values() if isinstance(value, nn.Module)]
+        self.engine = parallel.engine(self.plan.engine)(modules, self.world, self.args)
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""
@@ -155,7 +159,9 @@ class Trainer:
         """Train the rest of the epoch. False if the run is to stop first."""
         if self.stop.limit_reached(self.state.step):
             return False
-        for _ in self.steps(self.rate.time_data_loading(self.batches())):  # noqa: SIM110  # a loop that does much
+        batches = self.rate.time_data_loading(self.batches())
+        for micro_batches in self.steps(batches):
+            self.train_step(micro_batches)
             if self.after_step():
                 return False
         return True
@@ -164,23 +170,29 @@ class Trainer:
         """Return the rest of the epoch's micro-batches of this rank."""
         return self.loaders["train"].epoch(self.state.epoch, self.plan.step_in_epoch(self.state))
 
-    def steps(self, batches: Iterable[tuple[MicroBatch, Any]]) -> Iterator[Tensor]:
-        """Train on these micro-batches; yield this rank's last loss after each optimizer step."""
-        self.model.train()
-        gradients = self.gradients  # made before the first pass
-        for micro_batch, batch in batches:
-            self.train_micro_batch(micro_batch, batch)
-            self.logger.first_batch(batch)
-            if micro_batch.last:
-                gradients.finish()
-                self.step(micro_batch.step_samples)
-                self.logger.step(self.pending_losses[-1][0])
-                yield self.pending_losses[-1][0]
+    def steps(self, batches: Iterator[tuple[MicroBatch, Any]]) -> Iterator[Iterator[tuple[MicroBatch, Any]]]:
+        """Yield the micro-batches of each step in turn."""
+        for first in batches:
+            yield one_step(first, batches)
 
-    def train_micro_batch(self, micro_batch: MicroBatch, batch: Any) -> None:
-        """Compute the gradients of one micro-batch under its own seed; they add up to the step's mean."""
-        seeding.seed_micro_batch(self.args.seed, self.state.step, micro_batch.number, self.world.device)
-        self.statistics.before(micro_batch)
+    def train_step(self, micro_batches: Iterator[tuple[MicroBatch, Any]]) -> None:
+        """Take one optimizer step: a pass for each of this rank's micro-batches, the sum over all ranks, the update."""
+        self.model.train()
+        for micro_batch, batch in micro_batches:
+            with self.engine.forward(micro_batch, self.state.step, parameters_of(self.find_optimizers())):
+                loss = self.compute_loss(batch, micro_batch)
+            self.backward(loss, micro_batch)
+            self.logger.first_batch(batch)
+        self.engine.sum_gradients()
+        seeding.seed_step(self.args.seed, self.state.step, self.world.device)  # the same draws on every rank
+        norm = self.optimizer_step()
+        self.pending_norms.append(norm)
+        self.state.step += 1
+        self.state.samples += micro_batch.step_samples
+        self.logger.step(self.pending_losses[-1][0])
+
+    def compute_loss(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
+        """Return what `training_step` returns, in the precision of the run."""
         counted = self.metrics
         self.metrics = counted if micro_batch.count else metrics.Sums()  # padding counts nothing
         with self.precision, add_shapes_to_errors(batch, self.args):
@@ -188,37 +200,50 @@ class Trainer:
         self.metrics = counted
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UsageError(f"training_step returns {loss!r:.40}: it must return the mean loss, a 0-d tensor")
-        self.statistics.after(micro_batch)
-        weight = micro_batch.count / micro_batch.step_samples
-        self.gradients.before(micro_batch)
-        self.scaler.scale(loss if weight == 1 else loss * weight).backward()
-        self.gradients.after()
         self.pending_losses.append((loss.detach(), micro_batch.count))
+        return loss
 
-    def step(self, samples: int) -> None:
-        """Take the optimizer's step on the gradients of `samples` samples; skip it if they are not finite."""
-        self.scaler.unscale_(self.optimizer)
-        norm = optimizers.clip(self.parameters, self.args.clip_grad)
+    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Add the gradients of a micro-batch to those of the step, by its share of the step's samples."""
+        share = micro_batch.count / micro_batch.step_samples
+        self.engine.backward(self.scaler.scale(loss if share == 1 else loss * share), micro_batch)
+
+    def optimizer_step(self) -> Tensor:
+        """Update the parameters by the step's gradients, and return the norm of the whole gradient (0-d).
+
+        If it is not finite, no optimizer takes a step, on any rank.
+        """
+        due = self.due_optimizers()
+        norm = self.clip_gradients(due)
+        self.set_learning_rate()
+        for optimizer in due:
+            optimizers.step(optimizer, self.scaler, norm)
+        self.scaler.update()
+        self.engine.finish_step(norm)
+        for parameter in parameters_of(due):
+            parameter.grad = None  # as zero_grad, which takes 20 us longer
+        return norm
+
+    def due_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that take this step. The gradients of the others add up until they do."""
+        return self.find_optimizers()
+
+    def clip_gradients(self, due: list[torch.optim.Optimizer]) -> Tensor:
+        """Return the norm of the gradient of these optimizers' parameters (0-d); cut a longer one to -clip_grad."""
+        for optimizer in due if self.scaler.is_enabled() else ():
+            self.scaler.unscale_(optimizer)
+        return optimizers.clip(parameters_of(due), self.args.clip_grad, self.norm_by_rows)
+
+    def set_learning_rate(self) -> None:
+        """Give the model's optimizer the learning rate of this step; a group's "lr_scale" multiplies it."""
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-        optimizers.step(self.optimizer, self.scaler, norm)
-        for parameter in self.parameters:
-            parameter.grad = None  # as zero_grad, which takes 20 us longer
-        self.statistics.finish(norm)
-        self.pending_norms.append(norm)
-        self.state.step += 1
-        self.state.samples += samples
 
-    @functools.cached_property
-    def gradients(self) -> reduction.GradientReducer:
-        """The reducer of the gradients of all parameters that this trainer's optimizers train."""
-        for value in vars(self).values():
-            if isinstance(value, DistributedDataParallel):
-                value.require_backward_grad_sync = False  # or they would be summed twice
-        groups = [group for one in find_parts(self).optimizers.values() for group in one.param_groups]
-        trained = dict.fromkeys(parameter for group in groups for parameter in group["params"])
-        return reduction.GradientReducer([*trained], self.model, self.world, self.args)
+    def find_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that are attributes of this trainer, each once."""
+        found = [value for value in vars(self).values() if isinstance(value, torch.optim.Optimizer)]
+        return [*dict.fromkeys(found)]
 
     def after_step(self) -> bool:
         """Do what is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
@@ -355,3 +380,19 @@ class Trainer:
                 self.stop.file.unlink(missing_ok=True)  # it stops a run once
         self.logger.log_outcome(outcome)
         return "failed" if self.stop.only_other_nodes_leave() and not finished else outcome["state"]
+
+
+def parameters_of(optimizers: list[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    """Return the parameters that these optimizers train as of now, each once."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [*dict.fromkeys(parameter for group in groups for parameter in group["params"])]
+
+
+def one_step(first: tuple[MicroBatch, Any], batches: Iterator[tuple[MicroBatch, Any]]) -> Iterator:
+    """Yield the first micro-batch of a step, and the step's others from `batches`."""
+    yield first
+    if not first[0].last:
+        for micro_batch, batch in batches:
+            yield micro_batch, batch
+            if micro_batch.last:
+                return

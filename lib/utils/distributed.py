@@ -34,7 +34,6 @@ class World:
     local_size: int = 1
     device: torch.device = CPU
     launch: str = ""  # rank 0's `launch_id`
-    groups: tuple[Any, ...] = (None,)  # process groups that a sum passes through: see `sum_groups`
 
     @property
     def is_main(self) -> bool:
@@ -66,7 +65,6 @@ def join(args: Namespace) -> Iterator[World]:
         backend = own if own == "gloo" else f"cpu:gloo,{world.device.type}:{own}"
         timeout = datetime.timedelta(minutes=max(LEAST_MINUTES, 2 * args.hang_minutes))  # the watchdog comes first
         dist.init_process_group(backend, timeout=timeout)
-        world = dataclasses.replace(world, groups=sum_groups(world, timeout))
     yield check_same_flags(args, world)
     if world.size > 1:  # a rank that fails does not come here: it waits for nobody
         _leave()
@@ -109,20 +107,6 @@ def check_same_flags(args: Namespace, world: World) -> World:
 
     attempt(compare, world)
     return dataclasses.replace(world, launch=launch)
-
-
-def sum_groups(world: World, timeout: datetime.timedelta) -> tuple[Any, ...]:
-    """Return the process groups that a sum passes through, in order: usually one, of all processes.
-
-    Where several machines have the same number of consecutive ranks, more than one, there are two: first those of the
-    machine, then those with the same local rank.
-    """
-    local, first = world.local_size, world.rank - world.local_rank
-    most, least, uneven = all_reduce_max([local, -local, first % local], world)
-    if uneven or most != -least or local in (1, world.size):
-        return (None,)
-    machine, between = range(first, first + local), range(world.local_rank, world.size, local)
-    return tuple(dist.new_group([*ranks], timeout, use_local_synchronization=True) for ranks in (machine, between))
 
 
 def _leave() -> None:

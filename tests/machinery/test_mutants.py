@@ -16,7 +16,7 @@ import torch
 from runs import few, norm_net, plugins, run
 
 import train
-from lib.core import reduction, scheduler
+from lib.core import exact, scheduler
 from lib.utils import seeding
 from lib.utils.checkpoint import atomic, manager, run_folder, shards
 from lib.utils.compat import samplers
@@ -209,10 +209,10 @@ def add_in_order(nodes):
 
 def in_rank_order(monkeypatch):
     """Break the order of sums: add the ranks one after the other."""
-    monkeypatch.setattr(reduction, "add_leaf", add_to_one_sum)
-    monkeypatch.setattr(reduction, "sum_nodes", add_in_order)
-    reduction.nodes_by_rank.cache_clear()
-    monkeypatch.setattr(reduction, "nodes_by_rank", reduction.nodes_by_rank.__wrapped__)
+    monkeypatch.setattr(exact, "add_leaf", add_to_one_sum)
+    monkeypatch.setattr(exact, "sum_nodes", add_in_order)
+    exact.nodes_by_rank.cache_clear()
+    monkeypatch.setattr(exact, "nodes_by_rank", exact.nodes_by_rank.__wrapped__)
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -43,11 +43,14 @@ class WithCritic(trainer.Trainer):
         outputs = self.model(batch[0])
         return self.loss(outputs, batch[1]) + self.critic(outputs.detach() - self.notes.center).square().mean()
 
-    def step(self, samples):
-        super().step(samples)
-        self.critic_optimizer.step() if self.state.step > 1 else None
+    def due_optimizers(self):
+        return self.find_optimizers() if self.state.step else [self.optimizer]
+
+    def optimizer_step(self):
+        norm = super().optimizer_step()
         self.critic_optimizer.zero_grad()
         self.notes.center = self.notes.center + self.head.bias.detach()
+        return norm
 
 
 class TrainsHeadTwice(trainer.Trainer):
@@ -192,11 +195,6 @@ class OwnModules(trainer.Trainer):
         self.metrics.update({"spread": outputs.detach().std() * len(outputs)})
         own = self.plain(outputs.detach()).square().mean() + (self.norm(outputs.detach()) - 1).square().mean()
         return self.loss(outputs, batch[1]) + own
-
-    def step(self, samples):
-        super().step(samples)
-        self.plain_optimizer.step()
-        self.plain_optimizer.zero_grad()
 
 
 def test_where_values_differ_between_processes_those_of_rank_0_are_saved(tmp_path):

@@ -44,9 +44,7 @@ def test_a_frozen_rank_fails_the_run_and_all_other_ranks_log_their_stacks(start,
     for other in {0, 1, 2} - {rank}:
         log = (run.folder / "logs" / f"rank_{other}.log").read_text()
         assert re.search(r"nothing moved for 6 s \(-hang_minutes\) at step 4\d", log)
-        assert re.search(r"Thread 0x.*(reduction|batchnorm|distributed)\.py", log, re.S), (
-            "no stacks in the rank's own log"
-        )
+        assert re.search(r"Thread 0x.*(exact|distributed)\.py", log, re.S), "no stacks in the rank's own log"
     run.wait_until_gone()
 
 
@@ -192,7 +190,6 @@ def test_a_failing_rank_does_not_wait_for_the_others(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **more: None)
     monkeypatch.setattr(distributed, "_leave", lambda: left.append(True))
     monkeypatch.setattr(distributed, "check_same_flags", lambda args, world: world)
-    monkeypatch.setattr(distributed, "sum_groups", lambda world, timeout: (None,))
     args = types.SimpleNamespace(cpu=None, hang_minutes=1)
     with distributed.join(args):
         pass

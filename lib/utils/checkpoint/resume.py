@@ -160,7 +160,7 @@ def config_to_save(args: "Args", plan: Plan) -> dict:
     """Return all flags as JSON has them, with what the first start settled, and what else the bits depend on."""
     instructions = torch.backends.cpu.get_cpu_capability()
     processor = torch.cuda.get_device_name() if torch.cuda.is_initialized() else instructions
-    facts = {"samples": plan.samples, "torch": torch.__version__, "processor": processor}
+    facts = {"samples": plan.samples, "engine": plan.engine, "torch": torch.__version__, "processor": processor}
     return json.loads(json.dumps({**vars(args), **effective_flags(plan), **facts}, default=str))
 
 

@@ -17,6 +17,7 @@ class Plan:
     batch: int
     micro: int
     drop_last: bool = False
+    engine: str = "exact"  # which one sums the micro-batches: a module of lib/core
 
     @property
     def steps(self) -> int:

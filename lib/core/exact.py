@@ -1,0 +1,278 @@
+"""The exact engine: sums over a step's micro-batches whose bits do not depend on how many processes share them.
+
+Micro-batch m is leaf m of one binary tree. A node is the sum of 2^k leaves from a multiple of 2^k on; leaves past the
+last one are left out. Each rank adds up its own leaves as far as they make whole nodes. After the last pass of a step
+the ranks exchange their nodes, chunk by chunk: each rank gets one slice of all nodes (all_to_all), adds them in the
+tree's order, and gives the sum to all (all_gather). Of a small chunk each rank gets all nodes.
+"""
+
+import contextlib
+import functools
+import itertools
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lib.core.buffers import OtherBuffers, RunningStatistics
+from lib.utils import seeding
+from lib.utils.checkpoint.shards import is_sharded
+from lib.utils.data.plan import MicroBatch, rank_share
+from lib.utils.distributed import World
+
+CHUNK = 8 << 20  # bytes of gradients that travel together
+SMALL = 1 << 20  # bytes of a chunk times the number of ranks up to which each rank gets all nodes
+ALIGNED = 64  # values: NCCL is slower where a part does not begin at a multiple of 16 bytes (its issue 413)
+
+
+class Engine:
+    """Computes the gradients of a step: `forward` and `backward` of each micro-batch, then `sum_gradients`.
+
+    Sharded parameters (FSDP) are summed in each backward pass, by `TreeReduceScatter`; all others after the last one.
+    A parameter that no micro-batch uses gets no gradient. Running statistics (BatchNorm's) follow the tree, too.
+    """
+
+    def __init__(self, modules: list[nn.Module], world: World, args: Namespace):
+        self.world, self.seed = world, args.seed
+        self.tree = TreeSum(world, round_robin=args.parallel == "fsdp")
+        self.statistics = RunningStatistics(modules)
+        self.others = OtherBuffers(modules, world)
+        parts: Any = [part for module in modules for part in module.modules()]
+        groups = [part for part in parts if hasattr(part, "set_custom_reduce_scatter")]
+        self.scatters = [TreeReduceScatter() for _ in groups]
+        for group, scatter in zip(groups, self.scatters, strict=True):
+            group.set_custom_reduce_scatter(scatter)
+        for module in modules:
+            if isinstance(module, DistributedDataParallel):
+                module.require_backward_grad_sync = False  # or they would be summed twice
+
+    @contextlib.contextmanager
+    def forward(self, micro_batch: MicroBatch, step: int, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Run the forward pass of a micro-batch in the block, under its own seed. `parameters`: what is summed."""
+        if micro_batch.first:
+            self.alone = self.world.size == micro_batch.step_parts == 1
+            self.parameters = [one for one in parameters if not is_sharded(one)]
+            self.sharded = [one for one in parameters if is_sharded(one)]
+            self.unused = {*range(len(self.parameters))}  # by all micro-batches of this rank
+            self.tree.begin(micro_batch.step_parts)
+            if micro_batch.number:  # what a trainer keeps from the step before counts once, in the first micro-batch
+                _clear(parameters)
+        for scatter in self.scatters:
+            scatter.begin(micro_batch)
+        seeding.seed_micro_batch(self.seed, step, micro_batch.number, self.world.device)
+        self.statistics.before(micro_batch)
+        self.others.before()
+        yield
+        self.averages = self.statistics.after(micro_batch)  # before a backward pass that computes blocks again
+
+    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Compute the gradients of a micro-batch's share of the loss, and add them to the sum; none of padding."""
+        loss.backward()
+        if self.alone:  # the only micro-batch: its gradients are the sum
+            return
+        gradients = [parameter.grad for parameter in self.parameters]
+        _clear(self.parameters)
+        if not micro_batch.last:
+            _clear(self.sharded)  # what is whole comes with the last pass
+        if micro_batch.count:
+            used = [gradient is not None for gradient in gradients]
+            self.unused &= {number for number, is_used in enumerate(used) if not is_used}
+            flags = torch.tensor([*used, *self.others.changed()], dtype=torch.float32, device=self.world.device)
+            dense = [_as_dense(*pair) for pair in zip(gradients, self.parameters, strict=True)]
+            self.tree.add(micro_batch.number, [*dense, flags, *self.averages])
+
+    def sum_gradients(self) -> None:
+        """Set each parameter's gradient to the sum over the step's micro-batches, of all ranks."""
+        if self.alone:
+            self.averages = []
+            return
+        count, others = len(self.parameters), len(self.others.buffers.places)
+        flags = torch.empty(count + others, device=self.world.device)
+        sums = self.tree.result([*self.parameters, flags, *self.statistics.like()])
+        gradients, flags, self.averages = sums[:count], sums[count], sums[count + 1 :]
+        wanted = [flag > 0 for flag in flags.tolist()] if self.unused or others else [True] * count
+        for parameter, gradient, is_used in zip(self.parameters, gradients, wanted, strict=False):
+            parameter.grad = gradient if is_used else None
+        if self.world.size > 1:
+            self.others.share(wanted[count:])
+
+    def finish_step(self, norm: Tensor) -> None:
+        """End a step, which was skipped if the norm of its gradient (0-d) is not finite."""
+        self.statistics.finish(self.averages, norm)
+
+
+def _clear(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _as_dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    """Return a gradient, zeros for None, laid out in memory as autograd does it."""
+    strides = _dense_strides(parameter.shape, parameter.stride())
+    if gradient is not None and gradient.stride() == strides:
+        return gradient
+    dense = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
+    return dense.zero_() if gradient is None else dense.copy_(gradient)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of the gradient of a parameter: those of the parameter, or row by row where it has gaps."""
+    parameter = torch.empty_strided(shape, strides, device="meta")
+    like = torch.empty_like(parameter)
+    return strides if like.stride() == strides else like.contiguous().stride()
+
+
+# The tree
+
+
+class TreeSum:
+    """The sum of lists of tensors over a step: `begin`, `add` each own micro-batch's list, get the `result`.
+
+    All ranks call `begin` and `result` in the same order. `round_robin` is that of `rank_share`.
+    """
+
+    def __init__(self, world: World, round_robin: bool = False):
+        self.world, self.round_robin = world, round_robin
+
+    def begin(self, leaves: int) -> None:
+        """Begin a step of so many micro-batches over all ranks."""
+        self.leaves, self.nodes = leaves, {}
+
+    def add(self, leaf: int, values: list[Tensor]) -> None:
+        """Add what this rank's next micro-batch made; the tensors become this sum's."""
+        add_leaf(self.nodes, leaf, values)
+
+    def result(self, like: list[Tensor]) -> list[Tensor]:
+        """Return the sums, each laid out in memory like its tensor in `like`."""
+        if self.world.size == 1:
+            return sum_nodes(self.nodes)
+        sums = {}
+        for chunk in _chunks(like):
+            nodes = {leaf: [values[number] for number in chunk] for leaf, values in self.nodes.items()}
+            for values in self.nodes.values():
+                for number in chunk:
+                    values[number] = like[number]  # its memory is free once it has been sent
+            sums |= zip(chunk, self._exchange(nodes, [like[number] for number in chunk]), strict=True)
+        return [sums[number] for number in range(len(like))]
+
+    def _exchange(self, nodes: dict[int, list[Tensor]], like: list[Tensor]) -> list[Tensor]:
+        """Return the sums of tensors of one type and device over the nodes of all ranks."""
+        size, width = self.world.size, sum(tensor.numel() for tensor in like)
+        slices = 1 if width * like[0].element_size() * size <= SMALL else size
+        part = -(-width // (slices * ALIGNED)) * ALIGNED  # values of a slice
+        count = len(nodes)
+        rows = like[0].new_empty(count, slices * part, requires_grad=False)
+        for row, values in zip(rows, nodes.values(), strict=True):
+            torch.cat([value.as_strided((value.numel(),), (1,)) for value in values], out=row[:width])
+        nodes.clear()
+        by_rank = nodes_by_rank(self.leaves, size, self.round_robin)
+        sent = rows.view(count, slices, part).transpose(0, 1).expand(size, -1, -1).contiguous()
+        received = rows.new_empty(sum(map(len, by_rank)), part)
+        counts = [len(firsts) * part for firsts in by_rank], [count * part] * size
+        dist.all_to_all_single(received.view(-1), sent.view(-1), *counts)
+        firsts = itertools.chain(*by_rank)
+        [total] = sum_nodes({first: [row] for first, row in zip(firsts, received, strict=True)})
+        if slices > 1:
+            whole = rows.new_empty(slices * part)
+            dist.all_gather_into_tensor(whole, total)
+            total = whole
+        return _split_like(total, like)
+
+
+def add_leaf(nodes: dict[int, list[Tensor]], leaf: int, values: list[Tensor]) -> None:
+    """Add a leaf to nodes, named by their first leaf. Leaves come in order; the values become the node's."""
+    size = 1
+    while leaf & size and leaf - size in nodes:
+        left = nodes.pop(leaf - size)
+        torch._foreach_add_(left, values)
+        leaf, values = leaf - size, left
+        size *= 2
+    nodes[leaf] = values
+
+
+def sum_nodes(nodes: dict[int, list[Tensor]]) -> list[Tensor]:
+    """Return the sum of nodes that cover all leaves; it takes their memory."""
+    size = 1
+    while len(nodes) > 1:
+        for first in [first for first in nodes if first & size]:
+            torch._foreach_add_(nodes[first - size], nodes.pop(first))
+        size *= 2
+    [total] = nodes.values()
+    return total
+
+
+@functools.lru_cache(maxsize=64)
+def nodes_by_rank(leaves: int, size: int, round_robin: bool) -> list[list[int]]:
+    """Return the nodes that each rank makes of its share of the leaves."""
+    by_rank, nothing = [], torch.empty(0)
+    for rank in range(size):
+        nodes = {}
+        for leaf in rank_share(leaves, rank, size, round_robin):
+            add_leaf(nodes, leaf, [nothing])
+        by_rank.append(list(nodes))
+    return by_rank
+
+
+def _chunks(tensors: list[Tensor]) -> list[list[int]]:
+    """Return the numbers of these tensors in groups of one type and device, of about CHUNK bytes or one tensor."""
+    full, open_chunks = [], {}
+    for number, tensor in enumerate(tensors):
+        chunk, filled = open_chunks.pop((tensor.dtype, tensor.device), ([], 0))
+        if filled and filled + tensor.nbytes > CHUNK:
+            full.append(chunk)
+            chunk, filled = [], 0
+        open_chunks[tensor.dtype, tensor.device] = [*chunk, number], filled + tensor.nbytes
+    return full + [chunk for chunk, _ in open_chunks.values()]
+
+
+def _split_like(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Return parts of a row of values, each in the shape and layout of a tensor's gradient."""
+    parts, start = [], flat.storage_offset()
+    for tensor in like:
+        parts.append(flat.as_strided(tensor.shape, _dense_strides(tensor.shape, tensor.stride()), start))
+        start += tensor.numel()
+    return parts
+
+
+class TreeReduceScatter:
+    """FSDP2's reduce-scatter for one group of parameters.
+
+    In turn t rank r has micro-batch t x ranks + r. The leaves of a turn move to the owners of their shards, who add
+    them up as far as they make nodes. What it returns is whole in the step's last turn. A block that is called
+    several times in a pass may be reduced several times: each time has nodes of its own, and FSDP adds up the sums.
+    """
+
+    def __init__(self):
+        self.nodes: dict[int, dict[int, list[Tensor]]] = {}  # of each call within a turn
+        self.turn = self.calls = self.leaves = 0
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Prepare for the backward pass of a turn."""
+        self.turn, self.calls = 0 if micro_batch.first else self.turn + 1, 0
+        self.leaves = micro_batch.step_parts
+        self.nodes = {} if micro_batch.first else self.nodes
+
+    def allocate(self, size: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for what FSDP sends or receives."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Put the sum of this rank's shard into the output. Returns None: there is no work to wait for."""
+        size, nodes = group.size(), self.nodes.setdefault(self.calls, {})
+        self.calls += 1
+        received, first = torch.empty_like(input_tensor), self.turn * size
+        dist.all_to_all_single(received, input_tensor, group=group)
+        for leaf, part in enumerate(received.view(size, -1)[: self.leaves - first], first):
+            add_leaf(nodes, leaf, [part])
+        if first + size >= self.leaves:
+            output_tensor.copy_(sum_nodes(nodes)[0])
+            del self.nodes[self.calls - 1]
+        else:  # keep nothing but the nodes
+            nodes.update({leaf: [part.clone()] for leaf, [part] in nodes.items() if leaf >= first})
