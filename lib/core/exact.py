@@ -36,6 +36,8 @@ class Engine:
     A parameter that no micro-batch uses gets no gradient. Running statistics (BatchNorm's) follow the tree, too.
     """
 
+    same_buffers = True  # on all ranks, after each step
+
     def __init__(self, modules: list[nn.Module], world: World, args: Namespace):
         self.world, self.seed = world, args.seed
         self.tree = TreeSum(world, round_robin=args.parallel == "fsdp")

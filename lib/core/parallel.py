@@ -78,6 +78,7 @@ def wrap(
     -recompute of a model without blocks.
     """
     sharded = _is_sharded(args, world)
+    model.train()  # pretrained ones come in evaluation mode
     if args.channels_last and world.device.type == "cuda" and not sharded:
         model = nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
     parts = getattr(arch, "get_blocks", blocks)(model)

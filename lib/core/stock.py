@@ -19,9 +19,11 @@ from lib.utils.errors import UsageError
 class Engine:
     """Computes the gradients of a step: `forward` and `backward` of each micro-batch, then `sum_gradients`.
 
-    Modules that are not inside DDP or FSDP, and parameters that needed no gradient when DDP was built, are summed here
+    Modules outside of DDP and FSDP, and parameters that needed no gradient when DDP was built, are summed here
     after the last pass. Buffers are DDP's: rank 0's, from the next forward pass on.
     """
+
+    same_buffers = False
 
     def __init__(self, modules: list[nn.Module], world: World, args: Namespace):
         self.world, self.seed, self.find_unused = world, args.seed, args.find_unused

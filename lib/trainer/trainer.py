@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lib.core import parallel, scheduler
+from lib.core import parallel, replicas, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding
 from lib.utils.checkpoint import manager, resume, run_folder, weights
 from lib.utils.checkpoint.resume import Past
-from lib.utils.checkpoint.state import State, find_parts, find_unsaved, model_tensors, tensors_to_save
+from lib.utils.checkpoint.state import State, attributes, find_parts, model_tensors, tensors_to_save
 from lib.utils.data.loader import Loader
 from lib.utils.data.options import read_options
 from lib.utils.data.plan import MicroBatch
@@ -108,9 +108,8 @@ class Trainer:
     def resume(self, past: Past | None) -> None:
         """Continue from a checkpoint, or start a new run."""
         self.checkpoints.open()
-        for name in find_unsaved(self):
-            log.warning("trainer.%s: modules and optimizers in it are in no checkpoint: make each an attribute", name)
         parts = find_parts(self)
+        parts.values()  # names now what no checkpoint could hold
         tensors = tensors_to_save(parts)
         self.checkpoints.make_room(tensors, parts.rank_dependent(tensors))
         del tensors  # else an optimizer's state is there twice while a checkpoint is loaded
@@ -122,8 +121,24 @@ class Trainer:
 
     def begin(self) -> None:
         """Make the engine, once all modules of the trainer are there."""
+        self.parts = find_parts(self)
+        self.replicas = replicas.Replicas(self.world)
+        for name, tensor in self.parts.tensors().items() if self.world.size > 1 else ():
+            if name.startswith("trainer."):  # wrap gave the model rank 0's values
+                distributed.broadcast_tensor(tensor, 0)
         modules = [value for value in vars(self).values() if isinstance(value, nn.Module)]
+        modules += [module for module in self.parts.modules.values() if module not in modules]
         self.engine = parallel.engine(self.plan.engine)(modules, self.world, self.args)
+
+    def check_replicas(self) -> None:
+        """Compare the ranks' copies of all weights, and of the buffers that the engine keeps the same."""
+        tensors = {
+            f"{part}.{name}": tensor
+            for part, module in self.parts.modules.items()
+            for name, tensor in model_tensors(module).items()
+            if self.engine.same_buffers or isinstance(tensor, nn.Parameter)
+        }
+        self.replicas.check(tensors, self.state.step)
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""
@@ -133,8 +148,6 @@ class Trainer:
         self.state = resume.restore_state(past, self.plan)
         if self.world.is_main:
             self.metrics.add(self.state.unlogged)
-        if self.state.scaler:
-            self.scaler.load_state_dict(self.state.scaler)
         if past.missing_on and self.state.best:
             self.checkpoints.set_best(resume.best_weights(past, self.folder, self.world))
         own = past.folder.parent == self.checkpoints.folder
@@ -177,7 +190,6 @@ class Trainer:
 
     def train_step(self, micro_batches: Iterator[tuple[MicroBatch, Any]]) -> None:
         """Take one optimizer step: a pass for each of this rank's micro-batches, the sum over all ranks, the update."""
-        self.model.train()
         for micro_batch, batch in micro_batches:
             with self.engine.forward(micro_batch, self.state.step, parameters_of(self.find_optimizers())):
                 loss = self.compute_loss(batch, micro_batch)
@@ -241,8 +253,8 @@ class Trainer:
             group["lr"] = lr * group.get("lr_scale", 1.0)
 
     def find_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that are attributes of this trainer, each once."""
-        found = [value for value in vars(self).values() if isinstance(value, torch.optim.Optimizer)]
+        """Return the optimizers that this trainer has now, in attributes or in lists and dicts of them, each once."""
+        found = [value for _, value in attributes(self) if isinstance(value, torch.optim.Optimizer)]
         return [*dict.fromkeys(found)]
 
     def after_step(self) -> bool:
@@ -284,6 +296,7 @@ class Trainer:
         The log comes before the save: a run that continues from an older checkpoint logs again; after the save, a
         kill would lose it.
         """
+        self.check_replicas()
         figures = self.evaluate("val") if "val" in self.loaders else {}
         if figures is None:
             return False
@@ -323,12 +336,13 @@ class Trainer:
         """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
         if self.saved == (self.state.step, self.state.epoch) and not self.checkpoints.failures:
             return
+        self.check_replicas()
         self.read_losses()
         self.state.unlogged = self.metrics.pending()
-        self.state.scaler = self.scaler.state_dict()
         config, parts = resume.config_to_save(self.args, self.plan), find_parts(self)
         tensors = parts.tensors()
         facts = {"state": dataclasses.asdict(self.state), "config": config, "about": runtime.describe(self.world)}
+        facts["values"] = parts.values()
         self.checkpoints.save(
             tensors, facts, step=self.state.step, rank_dependent=parts.rank_dependent(tensors), keep=keep
         )

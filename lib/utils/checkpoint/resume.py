@@ -227,10 +227,14 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
     """
     for fault in past.damaged:
         log.warning("%s; an older checkpoint is taken", fault)
-    saved = past.manifest["tensors"]
+    saved: dict = past.manifest["tensors"]
+    values = past.manifest["values"]
+    parts.load_groups(values, allowed)
     init_optimizer_state(parts, saved)
     tensors = parts.tensors()
-    here = shards.schema(tensors)
+    here: dict = shards.schema(tensors)
+    for name in {*values} ^ {*parts.values()}:  # as of a scheduler that only one of them has
+        (saved if name in values else here)[name] = "a state"
     odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
     if odd:
         shown = ", ".join(f"{name} was {saved.get(name)} and is {here.get(name)}" for name in odd[:4])
@@ -245,6 +249,7 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
         log.warning("rank %d: %s; rank %d sends it", rank, why, past.sender)
         for tensor in tensors.values():
             distributed.broadcast_tensor(tensor, past.sender)
+    parts.load_others(values, tensors)
     bad = weights.not_finite(parts.modules["model"], world)
     if bad and "nan" not in allowed:
         hint = "remove it to resume from an older checkpoint, or take it as it is with -allow_change nan"

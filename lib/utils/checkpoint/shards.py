@@ -24,7 +24,7 @@ from lib.utils.errors import UsageError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-FORMAT = 3
+FORMAT = 4
 # The end of every manifest, whatever its format: the checksum of all before it.
 CHECKSUM_LINE = b',\n"crc32": %d\n}\n'
 CHUNK = 1 << 20  # bytes

@@ -19,6 +19,8 @@ class Off:
     """What is switched off: each method does nothing. As the logger of -debug and -eval, and of most ranks."""
 
     def __getattr__(self, method: str) -> Callable[..., None]:
+        if method.endswith("state_dict"):
+            raise AttributeError(method)
         return lambda *_: None
 
 
