@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import logging
 from pathlib import Path
 
@@ -47,7 +46,6 @@ def run(args: config.Args) -> int:
 
     mode = "eval" if args.eval else "debug" if args.debug else "train"
     training = mode == "train"
-    runtime.set_threads(args)
     seeding.seed_building(args.seed)
     dataset, arch, trainers = (plugins.load(kind, getattr(args, kind)) for kind in config.BUILDERS)
     splits = loader.splits(dataset.get_dataset(args), args.dataset, args.overfit)
@@ -63,16 +61,13 @@ def run(args: config.Args) -> int:
         plan = resume.plan(args, len(splits["train"]), world, past)
         engine = parallel.choose_engine(args, world, past.config.get("engine") if past else None)
         plan = dataclasses.replace(plan, engine=engine)
-        saved_threads = past.config.get("threads") if past else None
-        runtime.set_threads(args, saved_threads)
+        threads = runtime.choose_threads(args, world, saved=past.config.get("threads") if past else None)
         resume.check_flags(args, plan, past, splits)
 
         model = parallel.build(arch, args, world)
         loaded = ""
         if args.weights and past is None and mode != "eval":
             loaded = weights.load_into(args.weights, model, imagenet=lambda: arch.get_weights(args), world=world)
-        sample = functools.partial(loader.first_batch, splits["train"], plan, world, args)
-        threads = runtime.choose_threads(args, world, saved_threads, model, sample)
         criterion = loss.get_loss(args).to(world.device)
         model = parallel.wrap(model, args, world, engine, arch=arch)
         optimizer = optimizers.get_optimizer(model, args)

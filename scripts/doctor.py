@@ -155,7 +155,7 @@ def data(args) -> Findings:
     past = resume.find(args, shared_disk.single_disk(World()))
     count = (args.cpu or args.slurm_ngpus) * args.slurm_nnodes if args.slurm else local.count_processes(args)
     plan = resume.plan(args, len(splits["train"]), World(size=count, local_size=count), past)
-    runtime.set_threads(args, past.config.get("threads") if past else None)
+    runtime.choose_threads(args, World(local_size=count), past.config.get("threads") if past else None)
     resume.check_flags(args, plan, past, splits)
     begins = f"resumes from {past.folder}" if past else "is a new run"
     yield OK, f"-model {args.model} {begins}: {plan.steps} steps an epoch, micro-batches of {plan.micro} samples"

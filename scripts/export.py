@@ -134,7 +134,8 @@ def example(options) -> Tensor:
         part = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset)["train"]
     except UsageError as error:
         raise UsageError(f"{error}; -shape gives the shape of one input without the data") from None
-    batch = loader.first_batch(part, Plan(len(part), 2, 2), World(), args)
+    samples = loader.Loader(part, Plan(len(part), 2, 2), World(), seed=args.seed, shuffle=False, workers=0)
+    _, batch = next(samples.epoch(0))
     inputs = loss.split_batch(batch)[0]
     if isinstance(inputs, dict) and len(inputs) == 1:
         inputs = next(iter(inputs.values()))

@@ -132,7 +132,10 @@ def test_an_arch_of_a_fork_trains_a_step_on_digits_or_is_skipped(arch, tmp_path)
 @pytest.mark.parametrize("arch", SHIPPED["arch"])
 def test_a_shipped_arch_learns_from_a_dataset_or_refuses_it_in_one_line(arch, name, tmp_path, monkeypatch):
     args, parts = make_splits(name, tmp_path, monkeypatch)
-    inputs, targets = loader.first_batch(parts["train"], Plan(len(parts["train"]), 2, 2), World(), args)
+    samples = loader.Loader(
+        parts["train"], Plan(len(parts["train"]), 2, 2), World(), seed=args.seed, shuffle=args.shuffle, workers=0
+    )
+    _, (inputs, targets) = next(samples.epoch(0))
     if inputs.ndim != 4 and arch != args.arch:
         return  # data that are no images only work with the dataset's own arch
     own, args = args.arch, config.parse_args([*flags_for(name, tmp_path), "-arch", arch])

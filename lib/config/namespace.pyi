@@ -37,6 +37,7 @@ class Args(argparse.Namespace):
     loss: str
     label_smoothing: float
     class_weights: str | None
+    ignore_index: int
     train_metrics: bool
     log_every: int
     max_bad_steps: int

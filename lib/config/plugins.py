@@ -32,6 +32,10 @@ def summary(kind: str, name: str) -> str:
 
 def load(kind: str, name: str) -> ModuleType:
     """Import lib/KIND/NAME.py. Raises UsageError if it lacks its builder, or needs a package that is missing."""
+    import torch
+
+    # What a plugin computes at its import then leaves no threads, which forked processes would wait for.
+    torch.set_num_threads(1)
     try:
         with no_exit():
             module = importlib.import_module(f"lib.{kind}.{name}")

@@ -7,11 +7,35 @@ import torch
 from torch import Tensor, nn
 
 from lib.utils import distributed
-from lib.utils.data.plan import MicroBatch
+from lib.utils.data.plan import MicroBatch, Plan
 from lib.utils.distributed import World
+from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # the buffers of torch's norm layers
+
+
+def refuse_single_samples(model: nn.Module, plan: Plan) -> None:
+    """Let BatchNorm refuse, in the first pass, a plan with a micro-batch of one sample that it could not train on.
+
+    It needs two values for each channel. A sample has several if it has places, as an image: only a pass shows that.
+    """
+    if plan.least > 1:
+        return
+    if plan.micro == 1:
+        cause, advice = f"-batch_size {plan.batch} -micro_batch 1", "-micro_batch 2 or more makes larger ones"
+    else:
+        cause = f"{plan.samples} training samples, -batch_size {plan.batch} -micro_batch {plan.micro}"
+        advice = "-drop_last leaves out an epoch's short last batch; another -batch_size cuts otherwise"
+
+    def check(module: nn.Module, inputs: tuple) -> None:
+        values = inputs[0]
+        if module.training and values.numel() == values.shape[0] * values.shape[1]:
+            raise UsageError(f"{cause}: a micro-batch has one sample, and BatchNorm cannot train on one: {advice}")
+
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            module.register_forward_pre_hook(check)
 
 
 def is_statistic(name: str) -> bool:

@@ -102,6 +102,9 @@ class Engine:
         if self.world.size > 1:
             self.others.share(wanted[count:])
 
+    def share_buffers(self) -> None:
+        """Do nothing: all ranks have the same buffers."""
+
     def finish_step(self, norm: Tensor) -> None:
         """End a step, which was skipped if the norm of its gradient (0-d) is not finite."""
         self.statistics.finish(self.averages, norm)

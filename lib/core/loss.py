@@ -59,6 +59,8 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     if isinstance(criterion, REGRESSION) and outputs.shape != targets.shape:  # torch would stretch one of them
         shapes = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
         raise UsageError(f"{shapes}: this -loss needs the same shape, as (samples, 1) for -num_classes 1")
+    if isinstance(criterion, nn.HuberLoss):  # torch's other ones take numbers of any type
+        return ForwardResult(criterion(outputs, targets.to(outputs.dtype)), inputs, targets, outputs)
     return ForwardResult(criterion(outputs, targets), inputs, targets, outputs)
 
 
@@ -130,7 +132,7 @@ def get_loss(args: Namespace) -> nn.Module:
     weights = torch.tensor([float(one) for one in args.class_weights.split(",")]) if args.class_weights else None
     if weights is not None and len(weights) != args.num_classes:
         raise UsageError(f"-class_weights {args.class_weights}: give one for each of -num_classes {args.num_classes}")
-    return CrossEntropy(weights, label_smoothing=args.label_smoothing)
+    return CrossEntropy(weights, ignore_index=args.ignore_index, label_smoothing=args.label_smoothing)
 
 
 class CrossEntropy(nn.CrossEntropyLoss):
@@ -140,15 +142,52 @@ class CrossEntropy(nn.CrossEntropyLoss):
     divides by the sum of the weights.)
     """
 
-    checked = False  # the targets, once
+    no_probabilities: Tensor | None = None  # bool, 0-d: whether a batch had floats that are none
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss, 0-d, of outputs (B, classes, ...) or (B, length, classes)."""
+        """Return the mean loss, 0-d, of outputs (B, classes, ...) or (B, length, classes).
+
+        Raises UsageError for targets that are neither class numbers nor probabilities; for floats on a GPU, whose
+        values are still in the queue, `check_probabilities` does so later.
+        """
         if _classes_last(outputs, targets):
             outputs, targets = outputs.flatten(0, -2), targets.flatten()
-        if targets.is_floating_point() and not self.checked:
-            _check_probabilities(outputs, targets)
-        self.checked = True
+        self._check_shapes(outputs, targets)
+        if targets.is_floating_point():
+            odd = (targets.min() < 0) | ((targets.sum(1) - 1).abs().max() > 0.01)
+            self.no_probabilities = odd if self.no_probabilities is None else odd | self.no_probabilities
+            if targets.device.type == "cpu":
+                check_probabilities(self)
+            return self._mean(outputs, targets)
+        try:
+            return self._mean(outputs, targets.long())
+        except IndexError as error:  # on a GPU the kernel stops the process, see RunFolder.fail
+            raise self._out_of_range(outputs, targets) or error from None
+
+    def _check_shapes(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise UsageError where torch would stop with an error of its own, or the loss would always be 0."""
+        classes = None if targets.is_floating_point() else (outputs.shape[0], *outputs.shape[2:])
+        if outputs.ndim < 2 or targets.shape != (classes or outputs.shape):
+            raise UsageError(
+                f"-loss cross_entropy takes class numbers or probabilities. For outputs {tuple(outputs.shape)} these "
+                f"targets, {targets.dtype} {tuple(targets.shape)}, are neither; for a regression: -loss mse"
+            )
+        if classes and outputs.shape[1] == 1:
+            raise UsageError(
+                "-loss cross_entropy takes class numbers or probabilities, and with one output it is always 0: "
+                "-num_classes 2 for yes or no, and -loss mse for one number"
+            )
+
+    def _out_of_range(self, outputs: Tensor, targets: Tensor) -> UsageError | None:
+        classes = outputs.shape[1]
+        odd = targets[((targets < 0) | (targets >= classes)) & (targets != self.ignore_index)]
+        if not len(odd):
+            return None
+        label = int(odd[0])
+        text = f"a label is {label}: labels are 0 to {classes - 1}, as the model has {classes} outputs (-num_classes)"
+        return UsageError(f"{text}; -ignore_index {label} leaves such targets out of the loss")
+
+    def _mean(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.weight is None:
             return super().forward(outputs, targets)
         weight, smoothing = self.weight, self.label_smoothing
@@ -162,12 +201,16 @@ def _classes_last(outputs: Tensor, targets: Tensor) -> bool:
     return outputs.ndim < 4 and outputs.shape[:-1] == targets.shape
 
 
-def _check_probabilities(outputs: Tensor, targets: Tensor) -> None:
-    """Raise UsageError for floats that are no probabilities: torch would compute a loss from them all the same."""
-    if targets.shape != outputs.shape or targets.min() < 0 or (targets.sum(1) - 1).abs().max() > 0.01:
+def check_probabilities(criterion: nn.Module) -> None:
+    """Raise UsageError if a batch since the last call had floats as targets that are no probabilities.
+
+    torch would compute a loss from them all the same. Waits for the device.
+    """
+    odd = criterion.no_probabilities if isinstance(criterion, CrossEntropy) else None
+    if odd is not None and odd:
         raise UsageError(
-            "-loss cross_entropy takes class numbers or probabilities, and these targets are floats "
-            f"{tuple(targets.shape)} that are neither; for a regression: -loss mse"
+            "-loss cross_entropy takes class numbers or probabilities, and these floats are neither: "
+            "rows that do not sum to 1, as several labels a sample, or are negative; for a regression: -loss mse"
         )
 
 
@@ -203,7 +246,8 @@ def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = F
         if outputs.shape[1] > 10:
             sums["top5"] = (outputs.topk(5).indices == targets[:, None]).sum()
         return sums
-    nats = functional.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
+    ignored = criterion.ignore_index
+    nats = functional.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten().long(), ignore_index=ignored)
     return {"bits_per_token": nats * (len(targets) / math.log(2))}
 
 

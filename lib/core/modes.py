@@ -40,6 +40,7 @@ def evaluate(trainer: "Trainer", past: Past | None) -> str:
     if not splits:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
     log.info("weights:     %s", weights.load_into(str(path), trainer.model, whole=True))
+    trainer.begin()
     figures = {split: trainer.evaluate(split) or {} for split in splits}
     for split in splits:
         log.info("%s  %s", split, "  ".join(f"{name} {value:.4f}" for name, value in figures[split].items()))

@@ -1,5 +1,6 @@
 """The usual way of training: epochs of steps, evaluation, checkpoints. For another, override `training_step`."""
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lib.core import parallel, replicas, scheduler
+from lib.core import buffers, parallel, replicas, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding
@@ -67,6 +68,7 @@ class Trainer:
         self.precision = parallel.autocast(args, world.device)
         may_be_sharded = args.clip_grad > 0 or args.deterministic or args.parallel == "fsdp"
         self.norm_by_rows = self.plan.engine == "exact" and may_be_sharded
+        buffers.refuse_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
         shown = loaders.get("val", loaders["train"]).dataset
@@ -284,7 +286,8 @@ class Trainer:
             raise BadSteps(f"{bad}, the last of them step {self.state.step - 1}; {HINT}")
 
     def read_losses(self) -> None:
-        """Count the losses and gradient norms since the last call. Waits for the device."""
+        """Count the losses and gradient norms since the last call, and check the targets. Waits for the device."""
+        losses.check_probabilities(self.loss)
         self.state.count_bad(self.pending_norms)
         self.last_norm = float(self.pending_norms[-1]) if self.pending_norms else self.last_norm
         self.metrics.add(metrics.loss_sums(self.pending_losses))
@@ -321,16 +324,32 @@ class Trainer:
     def evaluate(self, split: str) -> dict[str, float] | None:
         """Return the metrics of a split over the samples of all ranks. None if all ranks agree to stop."""
         self.stop.begin_evaluation(last=self.state.step == self.total_steps or self.is_done())
-        model, totals = self.model.eval(), metrics.Sums()
+        totals = metrics.Sums()
         self.predictions.reset()
-        for micro_batch, batch in self.loaders[split].epoch(0):
-            with self.precision, add_shapes_to_errors(batch, self.args):
-                sums = self.evaluation_step(model, batch, micro_batch.count)
-            if micro_batch.count:
-                totals.update({**sums, "samples": micro_batch.count})
-            if self.votes and self.stop.tick(training=False):
-                return None
+        with self.evaluating(), seeding.keep_generators(self.world.device):
+            for micro_batch, batch in self.loaders[split].epoch(0):
+                seeding.seed_evaluation(self.args.seed, micro_batch.number, self.world.device)
+                with self.precision, add_shapes_to_errors(batch, self.args):
+                    sums = self.evaluation_step(self.model, batch, micro_batch.count)
+                if micro_batch.count:
+                    totals.update({**sums, "samples": micro_batch.count})
+                if self.votes and self.stop.tick(training=False):
+                    return None
+        losses.check_probabilities(self.loss)
         return {**losses.compute_metrics(totals.reduce()), **self.predictions.figures()}
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Set all modules of this trainer to evaluation mode for the block; then each has its own mode again."""
+        self.engine.share_buffers()
+        modules = {part: part.training for root in self.parts.modules.values() for part in root.modules()}
+        for root in self.parts.modules.values():
+            root.eval()
+        try:
+            yield
+        finally:
+            for module, training in modules.items():
+                module.training = training
 
     def save(self, keep: bool = False) -> None:
         """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 import math
 import os
 import platform
@@ -11,19 +10,15 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from lib.utils import distributed
 from lib.utils.distributed import World
 
-log = logging.getLogger(__name__)
-WORK = 1.25e8  # floating-point operations of a forward pass for each further thread: docs/benchmarks.md
 FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, next to the plain one
 
 
@@ -40,64 +35,48 @@ def configure_kernels(world: World, deterministic: bool) -> None:
             getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
 
 
-def set_threads(args: Namespace, saved: int | None = None) -> None:
-    """Set the number of threads: -threads, else that of the run's first start, else OMP_NUM_THREADS, else 1.
+def choose_threads(args: Namespace, world: World, saved: int | None) -> int:
+    """Set the number of torch's threads, the same on all ranks, and return it.
 
-    1 is for the code before `choose_threads`: data and weights then have the same bits on any machine.
+    It is -threads; else that of the run's first start (`saved`), because sums by another number have other bits; else
+    the user's OMP_NUM_THREADS; else a process's share of the cores.
     """
-    torch.set_num_threads(args.threads or saved or distributed.user_threads() or 1)
-
-
-def choose_threads(args: Namespace, world: World, saved: int | None, model: nn.Module, sample: Callable) -> int:
-    """Set the run's number of threads, the same on all ranks, and return it.
-
-    Sums by another number of threads have other bits. So it is computed and not measured, and a run keeps the number
-    of its first start (`saved`). `sample` returns a micro-batch of the run.
-    """
-    share = -int(distributed.all_reduce_max([-cores_per_process(world)], world)[0])
-
-    def choose() -> int:
-        wanted = args.threads or saved or distributed.user_threads()
-        if wanted or share == 1 or world.device.type != "cpu":
-            return wanted or share
-        return threads_for(count_flops(model, sample()), share)
-
-    count = distributed.run_on_main(choose, world)
+    wanted = args.threads or saved or distributed.user_threads() or cores_per_process(world)
+    count = -int(distributed.all_reduce_max([-wanted], world)[0])  # machines may have different numbers of cores
     torch.set_num_threads(count)
     return count
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread in the block, as torch's loader processes do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def cores_per_process(world: World) -> int:
-    """Return this machine's cores for each of its processes; in a container, of those that it may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return this machine's cores for each of its processes; in a container, of those that it may use.
+
+    Two hardware threads of one core count as one, as in torch's own number of threads.
+    """
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = len({_hardware_threads(number) for number in usable})
     with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max"
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, math.ceil(int(quota) / int(period)))
     return max(1, cores // world.local_size)
 
 
-def threads_for(work: float, share: int) -> int:
-    """Return the number of threads for a pass of so many floating-point operations, at most a share of the cores."""
-    return int(min(share, 1 + work / WORK))
-
-
-def count_flops(model: nn.Module, batch: Any) -> float:
-    """Return the floating-point operations of a forward pass, on the meta device: it computes and changes no values.
-
-    A model that does not take the first part of a batch, or reads values, counts as infinitely large.
-    """
-    inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
-    named = [*model.named_parameters(), *model.named_buffers()]
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in named}
+def _hardware_threads(number: int) -> str:
+    """Return the numbers of the hardware threads that share a core with this one, as Linux writes them."""
     try:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            torch.func.functional_call(model.eval(), shapes, (inputs.to("meta"),))
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
-        log.debug("the work of a pass is not known: %r", error)
-        return math.inf
-    finally:
-        model.train()
-    return counter.get_total_flops()
+        return Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(number)
 
 
 def describe(world: World) -> dict[str, Any]:

@@ -25,6 +25,7 @@ FLAGS = {
     "parallel": "ddp",
     "deterministic": False,
     "class_weights": None,
+    "ignore_index": -100,
 }
 
 

@@ -53,7 +53,7 @@ def test_two_processes_import_torch_once_and_share_the_cores(start, uninterrupte
     for name in ("torch", "torch.distributed", "torch._dynamo.eval_frame", "numpy"):
         assert imported.count(name) == 1, name
     threads = yaml.safe_load((run.folder / "config.yaml").read_text())["threads"]
-    assert threads <= max(1, len(os.sched_getaffinity(0)) // 2)
+    assert threads == max(1, len(os.sched_getaffinity(0)) // 2) or threads < 3  # of two hardware threads a core
     assert threads > 1 or run.weights() == uninterrupted.weights()
 
 

@@ -1,11 +1,15 @@
 """-debug, -eval and -overfit do their work and do not change the run."""
 
 import json
+import random
 
+import numpy as np
 import pytest
 import torch
 from runs import few, lines, norm_net, outcome, plugins, run
 from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset
 
 import train
 from lib.core import modes
@@ -154,3 +158,53 @@ def test_overfit_trains_and_evaluates_on_the_same_samples(parts, tmp_path):
     assert lines(folder)[-1]["samples"] == 30 * 12
     assert [line["val/accuracy"] for line in lines(folder) if "val/accuracy" in line][-1] == 1.0
     assert train.main([*f"{flags} -overfit 13 -out {tmp_path}".split()]) == 2, "it cannot resume with other samples"
+
+
+class Dice(nn.Module):
+    """A network whose answers are drawn, also in evaluation: dropout that stays on, and noise of every generator."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.net = norm_net(args)
+
+    def forward(self, inputs):
+        outputs = functional.dropout(self.net(inputs), 0.3, training=True)
+        return outputs + torch.randn_like(outputs) + random.random() + np.random.random()
+
+
+class Draws(Dataset):
+    """Draws from the generators each time that it is read, in this process or another one."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def __len__(self):
+        return len(self.part)
+
+    def __getitem__(self, index):
+        inputs, label = self.part[index]
+        return inputs + torch.rand(()), label
+
+
+def drawing(args):
+    return {name: Draws(part) for name, part in few(args).items()}
+
+
+@pytest.mark.parametrize("dataset", ["few", "drawing"])
+def test_a_model_that_draws_in_evaluation_has_the_same_figures_everywhere(dataset, tmp_path, monkeypatch):
+    """On any number of processes, with loader processes, after a stop at an epoch's last step, and in -eval."""
+    flags = f"{FLAGS.removesuffix(' -model run')} -dataset {dataset} -micro_batch 4 -best loss -lr_schedule constant"
+    with plugins(arch={"norm_net": Dice}, dataset={"few": few, "drawing": drawing}):
+        one = run(tmp_path, f"{flags} -cpu 1 -model one")
+        two = run(tmp_path, f"{flags} -cpu 2 -workers 1 -model two")
+        for limit in (4, 8):
+            run(tmp_path, f"{flags} -cpu 3 -model stopped -limit_steps {limit}", wanted=75)
+        stopped = run(tmp_path, f"{flags} -cpu 1 -model stopped")
+        figures = [[line for line in lines(folder) if "val/loss" in line] for folder in (one, two, stopped)]
+        assert figures[0] == figures[1] == figures[2] and len(figures[0]) == 3
+        assert outcome(one)["test"] == outcome(two)["test"] == outcome(stopped)["test"]
+        assert len({line["val/loss"] for line in figures[0]}) == 3
+        for folder, cpu in ((one, 2), (two, 1)):
+            train.main([*f"{flags} -eval -cpu {cpu} -model {folder.name} -out {tmp_path}".split()])
+            found = json.loads((folder / "eval.json").read_text())["val"]["loss"]
+            assert found == outcome(folder)["best"]["value"]

@@ -1,15 +1,14 @@
 """Settings that make a run faster are applied, restored afterwards, and do not override the user's."""
 
 import gc
-import math
 import os
+import re
 import types
 from pathlib import Path
 
 import pytest
 import torch
 from runs import plugins, run
-from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from lib.trainer import trainer
@@ -80,52 +79,53 @@ def test_garbage_of_a_dataset_or_trainer_is_collected_even_with_short_epochs(wor
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
-def test_the_number_of_threads_depends_only_on_the_work_of_a_pass_and_the_cores():
-    chosen = [runtime.threads_for(work, share) for share in (1, 2, 16) for work in (1e6, 2e8, 1e9, 1e12, math.inf)]
-    assert chosen == [1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 1, 2, 9, 16, 16]
+@pytest.mark.parametrize(
+    ("limit", "siblings", "cores"),
+    [
+        ("max 100000", None, 8),
+        ("250000 100000", None, 3),
+        ("1600000 100000", lambda cpu: cpu, 8),
+        ("max 100000", lambda cpu: cpu % 4, 4),  # two hardware threads a core, as torch counts them
+        (None, lambda cpu: cpu // 2, 4),
+    ],
+)
+def test_a_process_has_as_many_cores_as_torch_would_use_and_its_container_allows(limit, siblings, cores, monkeypatch):
+    def read(path):
+        text = (
+            limit
+            if path.name == "cpu.max"
+            else siblings and str(siblings(int(re.findall(r"cpu(\d+)/", str(path))[0])))
+        )
+        if text is None:
+            raise FileNotFoundError(path)
+        return text
 
-
-def test_counting_the_work_of_a_pass_does_not_change_the_model():
-    model, images = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4, bias=False)), torch.randn(3, 8)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert runtime.count_flops(model, (images, None)) == runtime.count_flops(model, images) == 2 * 3 * 8 * 4
-    assert runtime.count_flops(model, {"images": images}) == math.inf, "the model does not take a dict: unknown"
-    assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_counting_the_work_of_a_pass_restores_a_buffer_that_the_pass_changes():
-    class Counts(torch.nn.Linear):
-        def __init__(self):
-            super().__init__(4, 4)
-            self.register_buffer("passes", torch.zeros(()))
-
-        def forward(self, inputs):
-            self.passes += 1
-            return super().forward(inputs)
-
-    model = Counts()
-    assert runtime.count_flops(model, torch.zeros(3, 4)) == 2 * 3 * 4 * 4
-    assert model.passes == 0
-
-
-@pytest.mark.parametrize(("limit", "cores"), [("max 100000", 8), ("250000 100000", 3), ("1600000 100000", 8)])
-def test_a_container_has_as_many_cores_as_its_cpu_limit(limit, cores, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
-    monkeypatch.setattr(Path, "read_text", lambda path: limit)
-    assert runtime.cores_per_process(World()) == cores
+    monkeypatch.setattr(Path, "read_text", read)
+    assert [runtime.cores_per_process(World(local_size=size)) for size in (1, 2, 3, 16)] == [
+        cores,
+        cores // 2,
+        max(1, cores // 3),
+        1,
+    ]
 
 
-def test_a_new_run_chooses_its_number_of_threads_by_its_model(monkeypatch):
+@pytest.mark.parametrize(
+    ("flag", "saved", "user", "threads"),
+    [(None, None, None, 4), (None, None, "3", 3), (None, 2, "3", 2), (1, 2, "3", 1), (6, None, None, 6)],
+)
+def test_threads_are_the_flags_the_first_starts_the_users_or_a_share_of_the_cores(
+    flag, saved, user, threads, monkeypatch
+):
+    monkeypatch.setattr(runtime, "cores_per_process", lambda world: 8 // world.local_size)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(runtime, "cores_per_process", lambda world: 2)
-    before, model = torch.get_num_threads(), nn.Linear(1000, 1000, bias=False)
+    if user:
+        monkeypatch.setenv("OMP_NUM_THREADS", user)
     try:
-        for rows, wanted in ((50, 1), (300, 2)):
-            args = types.SimpleNamespace(threads=None)
-            threads = runtime.choose_threads(args, World(), None, model, lambda rows=rows: torch.rand(rows, 1000))
-            assert threads == wanted == torch.get_num_threads()
+        args = types.SimpleNamespace(threads=flag)
+        assert runtime.choose_threads(args, World(local_size=2), saved) == threads == torch.get_num_threads()
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(

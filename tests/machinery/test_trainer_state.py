@@ -288,7 +288,6 @@ class Draws(trainer.Trainer):
 
 
 def test_random_numbers_in_a_trainers_init_are_the_same_on_all_ranks_and_at_every_start(tmp_path):
-    """Rank 0 has fetched a sample, with seeds of its own, to choose the number of threads."""
     with plugins(trainer={"draws": Draws}):
         folder = run(tmp_path, f"{SMALL} -trainer draws -cpu 2 -limit_steps 3", wanted=75)
         run(tmp_path, f"{SMALL} -trainer draws -cpu 1")

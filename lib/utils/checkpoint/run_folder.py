@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"(\d{6,})_step_\d+|step_\d+\w*")  # the latter of format 1: they are found, and refused
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)  # there is no such file
 LESS_MEMORY = "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp"
+OUT_OF_RANGE = "an index is too large, or negative: labels are 0 to -num_classes - 1, or -ignore_index"  # on a GPU
 WAIT_S = 120.0  # for another process with the lock, which may be saving; NFS keeps the lock of a lost host for 90 s
 
 
@@ -168,6 +169,8 @@ class RunFolder:
         """Write why the run failed, unless the start was refused or the folder is still the old run's."""
         if type(error).__name__ == "OutOfMemoryError":
             error.args = (f"{error} ({LESS_MEMORY})",)
+        if "device-side assert" in str(error):
+            error.args = (f"{error} ({OUT_OF_RANGE})",)
         if self.begun:
             log.critical("failed", exc_info=error)
         elif isinstance(error, UsageError) or is_reset_due(self.args, self.world):

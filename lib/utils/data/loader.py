@@ -67,12 +67,6 @@ class Loader:
                 )
 
 
-def first_batch(dataset: MapDataset, plan: Plan, world: World, args: Namespace) -> Any:
-    """Return the first micro-batch of a run, as its model sees it."""
-    first = Loader(dataset, plan, world, seed=args.seed, shuffle=args.shuffle, workers=0)
-    return next(first.epoch(0))[1]
-
-
 def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, MapDataset]:
     """Return what get_dataset gave as {"train": ..., "val": ..., "test": ...}.
 

@@ -24,6 +24,12 @@ class Plan:
         """Optimizer steps in an epoch."""
         return self.samples // self.batch if self.drop_last else math.ceil(self.samples / self.batch)
 
+    @property
+    def least(self) -> int:
+        """Samples in the smallest micro-batch of an epoch."""
+        cuts = [self.cut(0), self.cut(self.steps - 1)]
+        return min(len(cut.samples) // cut.parts for cut in cuts)
+
     def step_in_epoch(self, state: Any) -> int:
         """Return how many steps of its epoch a run has done; `state` holds its epoch and step."""
         return state.step - state.epoch * self.steps
@@ -31,8 +37,9 @@ class Plan:
     def cut(self, step: int) -> "Cut":
         """Return how an epoch's step is cut into micro-batches, of all ranks.
 
-        A short last batch is spread over as many micro-batches as leave two samples in each, as BatchNorm needs two;
-        none holds more than `micro`, what a device has memory for.
+        A short last batch is spread over as many micro-batches as leave two samples in each, as BatchNorm needs two.
+        None holds more than `micro`, what a device has memory for: so one sample stays alone where there are no
+        others, and where an odd number of samples is cut by two.
         """
         start = step * self.batch
         samples = range(start, min(start + self.batch, self.samples))

@@ -1,0 +1,142 @@
+"""Nothing calls a model or reads a sample before training does, and items have the same bits in every process."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from runs import plugins, run, same_tensors, weights
+from torch import nn
+from torch.utils.data import Dataset
+
+from lib.utils import runtime
+
+FLAGS = "-arch first -dataset first -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 2 -cpu 2"
+ROWS = 32
+
+
+@pytest.fixture(autouse=True)
+def two_threads(monkeypatch):
+    """Each process has two cores, and nobody sets the number of threads."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(runtime, "cores_per_process", lambda world: 2)
+
+
+class KeepsMask(nn.Module):
+    """Keeps a tensor of its first forward pass in an attribute."""
+
+    def __init__(self, keep: bool):
+        super().__init__()
+        self.keep, self.mask, self.linear = keep, None, nn.Linear(64, 4)
+
+    def forward(self, inputs):
+        if self.mask is None or not self.keep:
+            self.mask = torch.ones_like(inputs).tril()
+        return self.linear(inputs * self.mask)
+
+
+class KeepsCalls(nn.Linear):
+    """Scales by the number of its calls, which it keeps in a plain number."""
+
+    calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        assert self.calls < 20 or not self.training  # 2 epochs of 2 steps of 2 micro-batches, and evaluations
+        return super().forward(inputs) / self.calls
+
+
+class Rows(Dataset):
+    """Rows of random numbers in 4 classes."""
+
+    def __init__(self, folder=None):
+        self.folder = folder
+        self.rows = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        return self.rows[index], index % 4
+
+
+class LazyFile(Rows):
+    """Opens a file at the first sample; two processes that shared it would move each other's place in it."""
+
+    file = opener = None
+
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file, self.opener = (self.folder / "rows").open("rb", buffering=0), os.getpid()
+        assert self.opener == os.getpid(), "another process reads this file"
+        self.file.seek(index * 256)
+        row = torch.frombuffer(bytearray(self.file.read(256)), dtype=torch.float32)
+        assert row.equal(self.rows[index]), "a piece of another row"
+        return row, index % 4
+
+
+class LazyPool(Rows):
+    """Makes a pool of threads at the first sample; a process that is forked later has none of its threads."""
+
+    pool = None
+
+    def __getitem__(self, index):
+        self.pool = self.pool or ThreadPoolExecutor(1)
+        return self.pool.submit(super().__getitem__, index).result()
+
+
+class LargeSums(Rows):
+    """Items whose last bits depend on the number of threads that sum a large tensor."""
+
+    def __getitem__(self, index):
+        large = torch.rand(1 << 18, generator=torch.Generator().manual_seed(index))
+        return self.rows[index] + large.sum() / 1e5, index % 4
+
+
+class LargeBatches(LargeSums):
+    """The same, a whole batch at once."""
+
+    def __getitems__(self, indices):
+        rows, labels = zip(*map(self.__getitem__, indices), strict=True)
+        return torch.stack(rows), torch.tensor(labels)
+
+
+class LargeCollate(Rows):
+    """The same in collate_fn."""
+
+    @staticmethod
+    def collate_fn(items):
+        rows, labels = zip(*items, strict=True)
+        large = torch.rand(1 << 18, generator=torch.Generator().manual_seed(labels[0]))
+        return torch.stack(rows) + large.sum() / 1e5, torch.tensor(labels)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(lambda: KeepsMask(True), lambda: KeepsMask(False)), (lambda: KeepsCalls(64, 4), lambda: KeepsCalls(64, 4))],
+    ids=["mask", "calls"],
+)
+def test_a_model_that_keeps_something_of_its_first_pass_trains_as_if_threads_were_given(one, other, tmp_path):
+    finals = []
+    for name, model, threads in (("one", one, ""), ("other", other, "-threads 2")):
+        with plugins(arch={"first": lambda args, model=model: model()}, dataset={"first": lambda args: Rows()}):
+            finals.append(weights(run(tmp_path, f"{FLAGS} {threads} -model {name}")))
+    assert same_tensors(*finals)
+
+
+@pytest.mark.parametrize("kind", [LazyFile, LazyPool])
+def test_what_a_dataset_makes_at_its_first_sample_is_made_in_each_loader_process(kind, tmp_path):
+    (tmp_path / "rows").write_bytes(Rows().rows.numpy().tobytes())
+    model, data = {"first": lambda args: nn.Linear(64, 4)}, {"train": kind(tmp_path), "val": kind(tmp_path)}
+    with plugins(arch=model, dataset={"first": lambda args: data}):
+        run(tmp_path, f"{FLAGS} -workers 2 -hang_minutes 0.5")
+
+
+@pytest.mark.parametrize("kind", [LargeSums, LargeBatches, LargeCollate])
+def test_items_have_the_same_bits_in_loader_processes_and_in_the_rank(kind, tmp_path):
+    model = {"first": lambda args: nn.Linear(64, 4)}
+    with plugins(arch=model, dataset={"first": lambda args: kind()}):
+        here, there = [run(tmp_path, f"{FLAGS} -workers {number} -model run_{number}") for number in (0, 1)]
+    assert "threads:     2\n" in (here / "logs" / "rank_0.log").read_text()
+    assert same_tensors(weights(here), weights(there))
+    assert os.environ.get("OMP_NUM_THREADS") is None and torch.get_num_threads() == 1

@@ -1,0 +1,174 @@
+"""Targets that a loss cannot take, in any batch, and batches that BatchNorm cannot train on: one line each."""
+
+import re
+
+import pytest
+import torch
+from command_line import parsed
+from runs import few, norm_net, outcome, plugins, run
+from torch import nn
+from torch.nn import functional
+
+from lib.core import batchnorm
+from lib.core import loss as losses
+from lib.utils.data.plan import Plan
+from lib.utils.data.tensors import Tensors
+from lib.utils.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("small_plugins")
+ROWS = torch.randn(60, 64, generator=torch.Generator().manual_seed(1))
+FLAGS = "-dataset odd -arch norm_net -num_classes 4 -batch_size 16 -epochs 1 -cpu 1 -shuffle no"
+
+
+def criterion(flags: str = ""):
+    return losses.get_loss(parsed(f"-label_smoothing 0 {flags}"))
+
+
+def with_targets(targets):
+    """A dataset of these targets."""
+    return {"odd": lambda args: {"train": Tensors(ROWS[: len(targets)], targets), "val": few(args)["val"]}}
+
+
+def soft(*changed):
+    """Probabilities of 4 classes for 60 samples; `changed`: a row and its values."""
+    rows = torch.eye(4)[torch.arange(60) % 4]
+    for row, values in changed:
+        rows[row] = torch.tensor(values)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("label", "place"), [(-1, 3), (4, 55), (255, 59), (1 << 40, 20)], ids=["minus", "count", "mask", "large"]
+)
+def test_a_label_out_of_range_in_any_batch_is_one_line_that_names_the_range_and_the_flag(label, place, refused):
+    labels = torch.arange(60) % 4
+    labels[place] = label
+    with plugins(dataset=with_targets(labels)):
+        line = refused(FLAGS)
+    assert f"a label is {label}: labels are 0 to 3" in line and f"-ignore_index {label}" in line
+
+
+@pytest.mark.parametrize("values", [[1.0, 1, 0, 0], [0.0, 0, 0, 0], [2.0, -1, 0, 0]], ids=["two", "none", "negative"])
+def test_rows_that_are_no_probabilities_are_refused_after_batches_with_one_label_a_sample(values, refused):
+    with plugins(dataset=with_targets(soft((57, values)))):
+        line = refused(FLAGS)
+    assert "rows that do not sum to 1, as several labels a sample, or are negative" in line
+
+
+def test_floats_that_are_no_probabilities_are_found_later_where_values_are_in_the_queue_of_a_device():
+    """As on a GPU, where reading them in each batch would wait for it."""
+    loss = criterion("-num_classes 4")
+    outputs = torch.zeros(60, 4)
+    loss.no_probabilities = torch.tensor(False)
+    loss(outputs, soft())
+    losses.check_probabilities(loss)
+    losses.check_probabilities(nn.MSELoss())
+    loss.no_probabilities = torch.tensor(True)
+    with pytest.raises(UsageError, match="several labels a sample"):
+        losses.check_probabilities(loss)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.bool])
+def test_labels_of_any_whole_type_give_the_loss_of_int64(kind):
+    labels, outputs = torch.arange(8) % 2, torch.randn(8, 2)
+    assert torch.equal(criterion()(outputs, labels.to(kind)), functional.cross_entropy(outputs, labels))
+    places = torch.arange(24).view(2, 12) % 2
+    rows = torch.randn(2, 12, 2)
+    assert torch.equal(
+        criterion()(rows, places.to(kind)), functional.cross_entropy(rows.flatten(0, 1), places.flatten())
+    )
+    assert losses.metric_sums(criterion(), rows, places.to(kind)).keys() == {"bits_per_token"}
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.int64])
+@pytest.mark.parametrize("name", ["mse", "l1", "huber"])
+def test_numbers_of_another_type_are_a_regressions_targets(name, kind):
+    model, targets = nn.Linear(3, 1), torch.arange(6).view(6, 1)
+    done = losses.forward(model, (torch.randn(6, 3), targets.to(kind)), criterion(f"-loss {name}"))
+    done.loss.backward()
+    same = losses.BY_NAME[name]()(done.outputs, targets.float())
+    assert torch.allclose(done.loss.float(), same) and model.weight.grad.isfinite().all()
+
+
+SHAPES = {
+    "several labels": ((8, 4), torch.ones(8, 4, dtype=torch.int64)),
+    "a column": ((8, 4), torch.ones(8, 1, dtype=torch.int64)),
+    "a mask with a channel": ((2, 3, 5, 5), torch.ones(2, 1, 5, 5, dtype=torch.uint8)),
+    "another number": ((8, 4), torch.ones(7, dtype=torch.int64)),
+    "no classes": ((8,), torch.ones(8, dtype=torch.int64)),
+    "one output": ((8, 1), torch.zeros(8, dtype=torch.int64)),
+    "float numbers": ((8, 4), torch.ones(8)),
+}
+
+
+@pytest.mark.parametrize(("shape", "targets"), SHAPES.values(), ids=SHAPES)
+def test_targets_of_another_shape_are_one_line(shape, targets):
+    with pytest.raises(UsageError, match=r"-loss cross_entropy takes class numbers or probabilities.*-loss mse"):
+        criterion()(torch.randn(shape), targets)
+
+
+@pytest.mark.parametrize("ignored", [-1, 255, 0])
+def test_ignored_labels_are_left_out_of_the_loss_and_of_bits_per_token(ignored):
+    loss = criterion(f"-ignore_index {ignored} -num_classes 3")
+    masks, images = torch.randint(1, 3, (2, 5, 5)), torch.randn(2, 3, 5, 5)
+    masks[0, 2:] = ignored
+    assert torch.equal(loss(images, masks), functional.cross_entropy(images, masks, ignore_index=ignored))
+    tokens, rows = masks.flatten(1), images.flatten(2).transpose(1, 2)
+    assert torch.allclose(loss(rows, tokens), loss(images, masks))
+    nats = losses.metric_sums(loss, rows, tokens)["bits_per_token"] / 2 * torch.tensor(2.0).log()
+    assert torch.allclose(nats, loss(images, masks))
+
+
+def test_labels_that_the_flag_names_train(tmp_path):
+    labels = torch.arange(60) % 4
+    labels[[3, 57]] = -1
+    with plugins(dataset=with_targets(labels)):
+        folder = run(tmp_path, f"{FLAGS} -ignore_index -1")
+    assert outcome(folder)["state"] == "finished"
+
+
+# BatchNorm
+
+
+class Norms(nn.Sequential):
+    """BatchNorm over rows, or over places."""
+
+    def __init__(self, args):
+        super().__init__(nn.Unflatten(1, (4, 16)), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(64, args.num_classes))
+
+
+ALONE = {  # samples and flags: what is said
+    "the last sample": (33, "", r"33 training samples, -batch_size 16 -micro_batch 16: .*-drop_last"),
+    "three by two": (19, "-micro_batch 2", r"-batch_size 16 -micro_batch 2: .*-drop_last"),
+    "micro-batches of one": (32, "-micro_batch 1", r"-batch_size 16 -micro_batch 1: .*-micro_batch 2 or more"),
+    "two processes": (33, "-cpu 2", r"33 training samples.*-drop_last"),
+}
+
+
+@pytest.mark.parametrize(("samples", "flags", "message"), ALONE.values(), ids=ALONE)
+def test_a_batch_of_one_that_batchnorm_cannot_train_on_is_said_in_the_first_pass(
+    samples, flags, message, tmp_path, capfd
+):
+    with plugins(dataset={"odd": lambda args: few(args, samples)}, arch={"places": Norms}):
+        folder = run(tmp_path, f"{FLAGS} {flags} -model rows", wanted=2)
+        assert "step" not in outcome(folder) and not list(folder.glob("checkpoints/*"))
+        assert re.search(message, outcome(folder)["reason"])
+        run(tmp_path, f"{FLAGS} {flags} -arch places -model places")
+        if "drop_last" in message:
+            run(tmp_path, f"{FLAGS} {flags} -drop_last -model dropped")
+
+
+def test_only_plans_with_a_sample_alone_are_looked_at():
+    for plan, wanted in (
+        (Plan(33, 16, 8), 1),
+        (Plan(34, 16, 8), 2),
+        (Plan(19, 16, 2), 1),
+        (Plan(19, 16, 4), 3),
+        (Plan(33, 16, 8, drop_last=True), 8),
+        (Plan(5, 4, 1), 1),
+    ):
+        model = norm_net(parsed("-num_classes 4"))
+        batchnorm.refuse_single_samples(model, plan)
+        assert plan.least == wanted
+        assert bool(model[2]._forward_pre_hooks) == (wanted == 1)
+        model.eval()(torch.randn(1, 64))
