@@ -16,6 +16,7 @@ from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding
 from lib.utils.checkpoint import manager, resume, run_folder, weights
 from lib.utils.checkpoint.resume import Past
+from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.checkpoint.state import State, attributes, find_parts, model_tensors, tensors_to_save
 from lib.utils.data.loader import Loader
 from lib.utils.data.options import read_options
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 HINT = "-debug names the first bad tensor; try a lower -lr_start, -clip_grad, or -bf16 in place of -fp16"
+
+SCALAR, CALLS = "scalar/", "calls/"  # of log_scalar, among the sums
 
 
 class BadSteps(RuntimeError):
@@ -77,6 +80,7 @@ class Trainer:
         self.stop = preemption.Stop(
             self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s, limit_steps=limit
         )
+        self.in_pass = False  # whether a micro-batch is being computed
         self.votes = False  # whether `evaluate` votes on a stop: only in `fit`
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
         self.saved = None  # the (step, epoch) of the last checkpoint
@@ -126,7 +130,7 @@ class Trainer:
         self.parts = find_parts(self)
         self.replicas = replicas.Replicas(self.world)
         for name, tensor in self.parts.tensors().items() if self.world.size > 1 else ():
-            if name.startswith("trainer."):  # wrap gave the model rank 0's values
+            if name.startswith("trainer.") and not is_sharded(tensor):  # wrap gave the model rank 0's values
                 distributed.broadcast_tensor(tensor, 0)
         modules = [value for value in vars(self).values() if isinstance(value, nn.Module)]
         modules += [module for module in self.parts.modules.values() if module not in modules]
@@ -207,11 +211,11 @@ class Trainer:
 
     def compute_loss(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
-        counted = self.metrics
+        counted, self.in_pass = self.metrics, True
         self.metrics = counted if micro_batch.count else metrics.Sums()  # padding counts nothing
         with self.precision, add_shapes_to_errors(batch, self.args):
             loss = self.training_step(batch)
-        self.metrics = counted
+        self.metrics, self.in_pass = counted, False
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UsageError(f"training_step returns {loss!r:.40}: it must return the mean loss, a 0-d tensor")
         self.pending_losses.append((loss.detach(), micro_batch.count))
@@ -273,12 +277,22 @@ class Trainer:
             self.save()
         return False
 
+    def log_scalar(self, name: str, value: Any) -> None:
+        """Log a number (or 0-d tensor) as train/NAME: the mean over all calls since the log line before.
+
+        In `training_step` each micro-batch counts its own. Elsewhere all ranks call it, and rank 0's value counts.
+        """
+        if self.in_pass or self.world.is_main:
+            self.metrics.update({f"{SCALAR}{name}": value, f"{CALLS}{name}": 1})
+
     def log(self) -> None:
         """Log the interval since the last line; end the run after too many bad steps in a row."""
         self.read_losses()
         interval = self.metrics.reduce()
+        scalars = [name.removeprefix(SCALAR) for name in interval if name.startswith(SCALAR)]
+        means = {name: interval.pop(f"{SCALAR}{name}") / interval.pop(f"{CALLS}{name}") for name in scalars}
         metrics.add(self.state.sums, interval)
-        figures = {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self.last_norm}
+        figures = {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self.last_norm, **means}
         self.logger.log_training(self.state, interval, figures, self.rate.interval(self.state))
         if self.state.bad_row >= self.args.max_bad_steps:
             self.checkpoints.finish()

@@ -51,7 +51,8 @@ class Parts:
 
     modules: dict[str, nn.Module]  # "model", and trainer.NAME of others
     optimizers: dict[str, torch.optim.Optimizer]  # "optim", and trainer.NAME of others
-    others: dict[str, Any]  # trainer.NAME: a scheduler, a scaler: whatever has state_dict and load_state_dict
+    # trainer.NAME: a scheduler, a scaler, whatever else has state_dict and load_state_dict
+    others: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors by name: model.head.weight, optim.head.weight.exp_avg, trainer.teacher.bias.
@@ -167,7 +168,7 @@ def find_parts(trainer: Any) -> Parts:
     It has one if it has `state_dict` and `load_state_dict`. So may the trainer itself.
     """
     named = {"model": trainer.model, "optim": trainer.optimizer, **dict(attributes(trainer)), "trainer": trainer}
-    parts, seen = Parts({}, {}, {}), set()
+    parts, seen = Parts({}, {}), set()
     for name, value in named.items():
         value = unwrap(value)
         if id(value) in seen or not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
