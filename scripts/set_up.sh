@@ -9,16 +9,35 @@ set_up() {
     wanted="$(cat pyproject.toml) ${UV_TORCH_BACKEND:-}"
     if [ -x .venv/bin/python ] && [ "$(cat "$mark" 2>/dev/null)" = "$wanted" ]; then return; fi
 
-    [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
-    uv="$(command -v uv || true)"
+    python="${PYTHON:-python3}"
+    if ! .venv/bin/python -c "" 2>/dev/null; then # none yet, or its Python was removed
+        if ! "$python" -c "import sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null; then
+            found="$("$python" -V 2>/dev/null || true)"
+            echo "baton: $python is ${found:-missing}, and 3.10 or newer is needed: PYTHON=python3.12, for example" >&2
+            return 1
+        fi
+        "$python" -m venv --clear .venv
+    fi
+    uv="$(command -v uv || command -v .venv/bin/uv || true)"
     if [ -z "$uv" ]; then
+        echo "baton: installing uv into .venv (about 25 MB)" >&2
+        .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv .venv # an interrupted set-up has no pip
         .venv/bin/python -m pip install --quiet --disable-pip-version-check uv
         uv=.venv/bin/uv
     fi
-    echo "baton: installing into .venv (the first time a few GB, unless UV_TORCH_BACKEND=cpu)" >&2
+    echo "baton: installing the packages of pyproject.toml${group:+ and its group $group} into .venv" >&2
+    if [ -z "${UV_TORCH_BACKEND:-}" ] && ! compgen -G ".venv/.installed*" >/dev/null && ! may_have_gpu; then
+        echo "baton: there is no GPU here, and PyTorch without CUDA is some GB smaller:" \
+            "stop this (Ctrl-C), then type: export UV_TORCH_BACKEND=cpu" >&2
+    fi
     # Compiled now: importing torch takes twice as long where Python may not keep what it compiled.
-    "$uv" pip install --quiet --python .venv/bin/python --compile-bytecode -r pyproject.toml ${group:+--group "$group"}
+    "$uv" pip install --python .venv/bin/python --compile-bytecode -r pyproject.toml ${group:+--group "$group"}
     printf '%s' "$wanted" > "$mark"
+}
+
+# On other systems than Linux the package index has no other build.
+may_have_gpu() {
+    [ "$(uname)" != Linux ] || command -v nvidia-smi >/dev/null || [ -e /dev/nvidia0 ] || [ -e /dev/kfd ]
 }
 
 set_up "${1:-}"

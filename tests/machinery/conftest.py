@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 from processes import fork_server, serve, start, uninterrupted  # noqa: F401
 
-from scripts import check_resume
-
 # Only in ./scripts/test.sh --all: files whose tests take long or need Slurm, etcd, Chromium or zsh; tests that start
-# runs as processes of their own, or make a fork; and single tests of other files.
+# runs as processes of their own, or make a fork; and single tests of other files, which take long or need a compiler
+# or an optional package. .ci/run runs all others before it installs these.
 SLOW_FILES = """bench browser chaos check_resume cluster_scripts completion doctor elastic export failing_disks gpu
-    kubernetes machines multinode mutants plot slurm status stops sweep tensorboard trackers transformers
+    kubernetes machines multinode plot slurm status stops sweep tensorboard trackers transformers
     tunnel""".split()
+# Begun first, as each file is run by one process: those that take longest.
+LONGEST = """slurm elastic readme stops chaos gpu launch new sweep check_resume bench machines parallel reduction
+    storage_faults config trainer_state train""".split()
 SLOW_FIXTURES = {"start", "uninterrupted", "fork"}
 SLOW_TESTS = """
     test_a_terminal_that_was_closed_does_not_stop_the_run
@@ -22,17 +24,26 @@ SLOW_TESTS = """
     test_every_permutation_of_a_few_is_drawn_equally_often
     test_the_benchmark_of_the_samplers_runs_in_new_processes
     test_samples_that_loader_processes_prefetch_do_not_count_as_progress
+    test_timm_models_take_the_images_and_have_one_output_for_each_class
+    test_timm_weights_are_read_from_a_file_and_the_file_is_named_if_there_is_no_network
+    test_a_tokenizer_is_trained_and_can_be_used_for_other_texts
+    test_a_compiled_run_keeps_its_parameter_names_and_resumes_uncompiled
 """.split()
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONGEST.index(name) if (name := file_of(item)) in LONGEST else len(LONGEST))
     for item in items:
         if item.path.parent == Path(__file__).parent and is_slow(item):
             item.add_marker(pytest.mark.slow)
 
 
+def file_of(item) -> str:
+    return item.path.stem.removeprefix("test_")
+
+
 def is_slow(item) -> bool:
-    file, test = item.path.stem.removeprefix("test_"), item.name.partition("[")[0]
+    file, test = file_of(item), item.name.partition("[")[0]
     return file in SLOW_FILES or test in SLOW_TESTS or bool(SLOW_FIXTURES & set(item.fixturenames))
 
 
@@ -40,10 +51,3 @@ def is_slow(item) -> bool:
 def no_fsync(monkeypatch):
     """Do not wait for the disk: the effect of fsync is tested on a model of a disk."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-@pytest.fixture
-def compare_kills_only(monkeypatch):
-    """Limit -check_resume to the kills on the same number of processes."""
-    real = check_resume.Check.planned
-    monkeypatch.setattr(check_resume.Check, "planned", lambda self, facts: real(self, facts)[:1])

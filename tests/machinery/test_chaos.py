@@ -17,7 +17,7 @@ def storm(tmp_path):
 
     def run_storm(kills, sizes, **options):
         tally = chaos.Tally()
-        chaos.storm(tmp_path, tally, kills, sizes, **options)
+        chaos.storm(tmp_path, tally, kills, sizes, base=f"{chaos.RUN} -epochs 2", **options)
         message = "\n".join(tally.lines())
         assert tally.faults == 0, f"{message}\nthe differing runs are in {tmp_path}, named bad_N"
         assert tally.total == kills, message
@@ -26,11 +26,11 @@ def storm(tmp_path):
     return run_storm
 
 
-@pytest.mark.timeout(1200)
-def test_two_hundred_kills_with_changing_numbers_of_ranks_change_no_bit_and_no_sample(storm):
-    tally = storm(200, [1, 2, 3], switch=DDP_OR_FSDP, seed=1, base=f"{chaos.RUN} -epochs 2")
-    assert set(tally.kills) == set(chaos.SIGNALS) and tally.switches > 100
-    assert tally.early + tally.late < 160, "many kills must hit a run during training, even on a busy machine"
+@pytest.mark.timeout(600)
+def test_fifty_kills_with_changing_numbers_of_ranks_change_no_bit_and_no_sample(storm):
+    tally = storm(50, [1, 2, 3], switch=DDP_OR_FSDP, seed=1)
+    assert set(tally.kills) == set(chaos.SIGNALS) and tally.switches > 25
+    assert tally.early + tally.late < 40, "many kills must hit a run during training, even on a busy machine"
 
 
 @pytest.mark.timeout(600)

@@ -48,13 +48,15 @@ def bash(folder: Path, command: str, **variables) -> str:
 
 def test_set_up_on_a_login_node_loads_modules_and_installs_packages(project):
     fake_program(
-        project, "python", '[ "$2" = venv ] && mkdir -p "$3/bin" && touch "$3/bin/python" && chmod +x "$3/bin/python"'
+        project,
+        "python",
+        '[ "$2" != venv ] || (mkdir -p .venv/bin && touch .venv/bin/python && chmod +x .venv/bin/python)',
     )
     fake_program(project, "uv", 'echo "uv $*"')
     output = bash(project, f"{MODULE} ./scripts/slurm/set_up.sh", SYSTEMNAME="juwelsbooster", PYTHON="python")
     loads = [line for line in output.splitlines() if line.startswith("module")]
     assert loads == [f"module load {name}" for name in ("Stages", "GCC", "CUDA", "Python")]
-    assert "uv pip install --quiet --python .venv/bin/python --compile-bytecode -r pyproject.toml" in output
+    assert "uv pip install --python .venv/bin/python --compile-bytecode -r pyproject.toml" in output
     assert "ready: . .venv/bin/activate; python train.py -slurm" in output
     again = bash(project, f"{MODULE} ./scripts/slurm/set_up.sh", BATON_MODULES="CUDA/12.8", PYTHON="python")
     assert again.startswith("module load CUDA/12.8\nready:"), "the second call installs nothing"

@@ -4,8 +4,10 @@ import itertools
 import math
 import multiprocessing
 import os
+import shutil
 import types
 
+import cluster
 import pytest
 import torch
 import torchvision
@@ -139,6 +141,7 @@ def test_recomputing_changes_no_bit_and_updates_batchnorm_once(tmp_path):
     assert same_tensors(plain, again)
 
 
+@cluster.require("" if shutil.which("g++") else "needs a C++ compiler: apt-get install g++")
 @pytest.mark.parametrize("how", ["blocks", "model"])
 def test_a_compiled_run_keeps_its_parameter_names_and_resumes_uncompiled(tmp_path, how):
     """Without dropout, for which a compiler may draw other masks."""

@@ -528,13 +528,21 @@ def test_the_config_yaml_of_a_run_repeats_it(fork, output):
     assert _weights(fork, "stripes_tiny") == _weights(fork, "again")
 
 
-def test_missing_gpus_and_a_missing_slurm_are_reported_in_one_line(capsys):
+def test_missing_gpus_and_a_missing_slurm_are_reported_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))  # as where there is no Slurm
+    shown, refused = 0, 0
     for command in sorted(set(COMMANDS)):
-        absent = (" -gpus" in command and _gpus() < 3) or (" -slurm" in command and not shutil.which("sbatch"))
-        if absent and command.startswith("python train.py"):
-            assert train.main(shlex.split(command)[2:]) == 2
+        flags = shlex.split(command)[2:] if command.startswith("python train.py") else []
+        if "-slurm_dry" in flags and "my_data" not in flags:
+            assert train.main([*flags, "-out", str(tmp_path / "out")]) == 0
+            assert "#SBATCH --partition=general\n" in capsys.readouterr().out
+            shown += 1
+        elif "-slurm_dry" not in flags and ("-slurm" in flags or ("-gpus" in flags and _gpus() < 3)):
+            assert train.main(flags) == 2
             output = capsys.readouterr().err
             assert len(output.splitlines()) == 1 and output.startswith("train.py: -"), command
+            refused += 1
+    assert shown and refused
 
 
 def test_every_flag_named_in_the_pages_exists():
