@@ -119,11 +119,11 @@ class Trainer:
         tensors = tensors_to_save(parts)
         self.checkpoints.make_room(tensors, parts.rank_dependent(tensors))
         del tensors  # else an optimizer's state is there twice while a checkpoint is loaded
+        self.begin()
         if past:
             self.load(past)
             if past.missing_on:  # each node has a checkpoint at once
                 self.save()
-        self.begin()
 
     def begin(self) -> None:
         """Make the engine, once all modules of the trainer are there."""
