@@ -42,7 +42,7 @@ def run(args: config.Args) -> int:
     from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
     from lib.utils.data import loader, options
     from lib.utils.monitoring import console
-    from lib.utils.monitoring.logger import Logger, Off
+    from lib.utils.monitoring.logger import Logger, NoLogger
 
     mode = "eval" if args.eval else "debug" if args.debug else "train"
     training = mode == "train"
@@ -82,7 +82,7 @@ def run(args: config.Args) -> int:
             log.info("-weights:    %s", loaded)
         loaders = stack.enter_context(loader.open_loaders(splits, plan, world, args))
         step, path = resume.restore_state(past, plan).step, folder.path
-        logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and disk.is_first else Off()
+        logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and disk.is_first else NoLogger()
         stack.callback(logger.close)
         seeding.seed_building(args.seed, seeding.TRAINER)
         trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)

@@ -3,7 +3,6 @@
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,33 @@ from lib.utils.monitoring import console, images, metrics, startup, tensorboard,
 log = logging.getLogger(__name__)
 
 
-class Off:
-    """What is switched off: each method does nothing. As the logger of -debug and -eval, and of most ranks."""
+class NoLogger:
+    """The methods of Logger, which do nothing: for -debug, for -eval, and for most ranks of a run."""
 
-    def __getattr__(self, method: str) -> Callable[..., None]:
-        if method.endswith("state_dict"):
-            raise AttributeError(method)
-        return lambda *_: None
+    def __init__(self):
+        self.board = tensorboard.NoEventWriter()
+
+    def first_batch(self, batch: Any) -> None:
+        """Do nothing."""
+
+    def step(self, loss: Tensor) -> None:
+        """Do nothing."""
+
+    def log_training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
+        """Do nothing."""
+
+    def log_evaluation(self, state: Any, split: str, figures: dict, predictions: images.Predictions) -> None:
+        """Do nothing."""
+
+    def log_outcome(self, outcome: dict) -> None:
+        """Do nothing."""
+
+    def close(self, finished: bool = False) -> None:
+        """Do nothing."""
 
 
 class Logger:
-    """The logger of a run, on the first rank of each disk."""
+    """The logger of a run, on the first rank of each disk. A public name is one of NoLogger, too."""
 
     def __init__(self, folder: Path, world: World, args: Namespace, start_step: int, total_steps: int):
         self.folder, self.args, self.start_step, self.total_steps = folder, args, start_step, total_steps
@@ -36,7 +51,7 @@ class Logger:
         hparams = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
         self.board = tensorboard.EventWriter(folder, start_step + 1, hparams)
         self.bar = console.Progress(total_steps, start_step)
-        self.tracker = self.server = Off()
+        self.tracker = self.server = None
         if world.is_main and args.track != "none":
             self.tracker = trackers.Tracker(args.track, folder)
         if world.is_main and (args.tb or args.ngrok):
@@ -107,9 +122,11 @@ class Logger:
         """Close the files, and end the progress bar and TensorBoard's server."""
         self.bar.close()
         self.board.close()
-        self.tracker.close(finished)
-        self.tracker = Off()  # closed once
-        self.server.terminate()
+        if self.tracker:
+            self.tracker.close(finished)
+            self.tracker = None  # closed once
+        if self.server:
+            self.server.terminate()
 
     def _write(self, state: Any, tagged: dict) -> None:
         self.board.scalars(state.step, tagged)  # first: TensorBoard has every line of metrics.jsonl

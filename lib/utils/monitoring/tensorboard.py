@@ -10,6 +10,19 @@ import numpy as np
 log = logging.getLogger(__name__)
 
 
+class NoEventWriter:
+    """The methods of EventWriter, which do nothing."""
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Do nothing."""
+
+    def image(self, tag: str, image: np.ndarray, step: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class EventWriter:
     """The event file of a run, in its folder.
 
