@@ -39,7 +39,7 @@ def run(args: config.Args) -> int:
     from lib.core import optimizer as optimizers
     from lib.utils import distributed, runtime, seeding
     from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
-    from lib.utils.data import fingerprint, loader, options
+    from lib.utils.data import fingerprint, loader
     from lib.utils.monitoring import console
     from lib.utils.monitoring.logger import Logger, Off
 
@@ -71,8 +71,7 @@ def run(args: config.Args) -> int:
         optimizer = optimizers.get_optimizer(model, args)
 
         stack.enter_context(startup.enable_garbage_collector())
-        names = options.read_options(splits["train"]).classes or ()
-        about = {**runtime.describe(world), "classes": [str(name) for name in names]}
+        about = {**runtime.describe(world), "classes": data["train"].get("classes", [])}
         config_yaml = config.to_yaml(args, about, resume.effective_flags(plan))
         folder.begin(config_yaml, resume.start_facts(args, plan, past, data))
         console.setup_logging(folder.path, world.rank)

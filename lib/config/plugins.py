@@ -33,10 +33,6 @@ def summary(kind: str, name: str) -> str:
 
 def load(kind: str, name: str) -> ModuleType:
     """Import lib/KIND/NAME.py. Raises UsageError if it lacks its builder, or needs a package that is missing."""
-    import torch
-
-    # What a plugin computes at its import then leaves no threads, which forked processes would wait for.
-    torch.set_num_threads(1)
     try:
         with no_exit():
             module = importlib.import_module(f"lib.{kind}.{name}")
@@ -59,9 +55,9 @@ def load_flags(kind: str, name: str) -> ModuleType:
         assert spec and spec.origin
         module, tree = importlib.util.module_from_spec(spec), ast.parse(Path(spec.origin).read_bytes())
         tree.body = needed_statements(tree.body)
-        exec(compile(tree, spec.origin, "exec"), vars(module))
         if "torch" in sys.modules:  # `describe` may compute, as an import in `load`
             sys.modules["torch"].set_num_threads(1)
+        exec(compile(tree, spec.origin, "exec"), vars(module))
         return module
     return load(kind, name)  # whose message says what is wrong
 

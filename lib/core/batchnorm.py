@@ -20,8 +20,8 @@ def refuse_single_samples(model: nn.Module, plan: Plan) -> None:
     advice = "a larger -micro_batch, another -batch_size, or -drop_last for an epoch's short last batch"
 
     def check(module: nn.Module, inputs: tuple) -> None:
-        values = inputs[0]
-        if module.training and values.numel() == values.shape[0] * values.shape[1]:
+        values = inputs[0] if inputs else torch.empty(0, 0)
+        if module.training and len(values) <= plan.micro and values.numel() == len(values) * values.shape[1] > 0:
             raise UsageError(f"{cut}: a micro-batch has one sample, and BatchNorm cannot train on one: {advice}")
 
     for module in model.modules():

@@ -198,10 +198,7 @@ def _classes_last(outputs: Tensor, targets: Tensor) -> bool:
 
 
 def check_probabilities(criterion: nn.Module) -> None:
-    """Raise UsageError if a batch since the last call had floats as targets that are no probabilities.
-
-    torch would compute a loss from them all the same. Waits for the device.
-    """
+    """Raise UsageError if a batch so far had floats as targets that are no probabilities. Waits for the device."""
     odd = criterion.no_probabilities if isinstance(criterion, CrossEntropy) else None
     if odd is not None and odd:
         raise UsageError(

@@ -1,5 +1,6 @@
 """Images in class folders: DATA/train/CLASS/*.jpg, DATA/val/CLASS/*.jpg and, if there, DATA/test/CLASS/*.jpg."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from lib.utils.data.transforms import Pixels
 from lib.utils.errors import UsageError
 
 COLOUR, GREY = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.449,), (0.226,))  # mean, deviation (ImageNet's)
-DEBRIS = "__MACOSX @eaDir .ipynb_checkpoints"  # folders that systems make; a string, which -h reads without torch
+DEBRIS = r"/(\.|__MACOSX/|@eaDir/)"  # in a path: hidden names, and folders that systems make
 NEEDED = "-dataset folder reads DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg, and DATA/test if it is there"
 
 
@@ -50,7 +51,9 @@ def get_transform(args):
 def class_names(data: str, part: str = "train") -> list[str]:
     """Return the class folders in DATA/PART, sorted, no hidden ones. Raises UsageError for none, or one in train."""
     folder = Path(data) / part
-    names = sorted(one.name for one in folder.glob("[!.]*") if one.is_dir() and one.name not in DEBRIS.split())
+    names = sorted(
+        one.name for one in folder.glob("[!.]*") if one.is_dir() and not re.search(DEBRIS, f"/{one.name}/")
+    )
     if not names:
         raise UsageError(f"-data {data}: no class folders in {folder}; {NEEDED}")
     if part == "train" and len(names) == 1:
@@ -63,8 +66,7 @@ class Images(Dataset):
 
     def __init__(self, files: list[tuple[str, int]], classes: list[str], args, drawn: bool):
         self.files, self.classes, self.fixed = files, classes, not drawn
-        # The least side of a JPEG as it is decoded: a crop at random has 8 % of its area at least.
-        self.least = args.image_size * 4 if drawn else round(args.image_size * 8 / 7)
+        self.least = args.image_size * 4 if drawn else round(args.image_size * 8 / 7)  # pixels of a JPEG's sides
         self.mode, (mean, deviation) = ("L", GREY) if args.channels == 1 else ("RGB", COLOUR)
         centre_view = [transforms.Resize(round(args.image_size * 8 / 7)), transforms.CenterCrop(args.image_size)]
         steps = [transforms.RandomResizedCrop(args.image_size)] if drawn else centre_view
@@ -81,13 +83,13 @@ class Images(Dataset):
             with Image.open(file) as opened:
                 image = self.upright(opened)
         except Exception as error:  # Pillow raises many kinds for bad content, none with a number
-            if isinstance(error, OSError) and error.errno:
+            if isinstance(error, MemoryError) or getattr(error, "errno", None):
                 raise
             raise UsageError(f"{file}: not a readable image ({error}); fix or remove it") from None
         return self.transform(image), label
 
     def upright(self, image: Image.Image) -> Image.Image:
-        """Return an image as its EXIF says that it is held, in 8 bits. A JPEG is decoded no larger than needed.
+        """Return an image as its EXIF says that it is held, in 8 bits; a JPEG no larger than crops of 8 % need.
 
         Raises ValueError for values whose range from black to white is not known.
         """
@@ -105,10 +107,12 @@ def _images(args, part, names):
     unknown = sorted(set(classes) - set(names))
     if unknown:
         raise UsageError(f"-data {args.data}: {folder / unknown[0]} is not a class in train")
+
+    def is_photo(file: str) -> bool:
+        return file.lower().endswith(IMG_EXTENSIONS) and not re.search(DEBRIS, file.removeprefix(str(folder)))
+
     try:
-        files = make_dataset(str(folder), {name: names.index(name) for name in classes}, IMG_EXTENSIONS)
+        files = make_dataset(str(folder), {name: names.index(name) for name in classes}, is_valid_file=is_photo)
     except FileNotFoundError as error:  # a class without images
         raise UsageError(f"-data {args.data}: {folder}: {error}") from None
-    debris = {*DEBRIS.split()}
-    files = [one for one in files if Path(one[0]).name[0] != "." and debris.isdisjoint(Path(one[0]).parts)]
     return Images(files, names, args, drawn=part == "train" and args.augment)

@@ -20,6 +20,9 @@ def prepare(args: Args) -> None:
     if sys.stderr.isatty() and not is_launched():
         print(f"starting:    {args.model} (-dataset {args.dataset} -arch {args.arch})", file=sys.stderr, flush=True)
     environment.export(args.cache_dir, args.debug_dist)
+    import torch
+
+    torch.set_num_threads(1)  # or what plugins compute leaves threads, which forked processes would wait for
     with environment.override(environment.visible_devices(None, args.cpu)):  # a plugin may ask for CUDA
         for kind in BUILDERS:
             plugins.load(kind, getattr(args, kind))

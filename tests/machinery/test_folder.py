@@ -103,3 +103,13 @@ def test_a_large_jpeg_is_decoded_in_part_and_keeps_the_pixels_that_a_sample_has(
     torch.manual_seed(0)
     dataset(tmp_path, part=part)[0]
     assert decoded[0][0] < 1600 and min(decoded[0]) >= least
+
+
+def test_a_class_with_nothing_but_debris_has_no_images(tmp_path):
+    make_folder(tmp_path)
+    for file in (tmp_path / "val" / "ant").iterdir():
+        file.rename(file.with_name(f"._{file.name}"))
+    with pytest.raises(UsageError, match="ant"):
+        dataset(tmp_path)
+    make_folder(tmp_path / "@eaDir" / "photos")
+    assert len(dataset(tmp_path / "@eaDir" / "photos")) == 2

@@ -223,13 +223,12 @@ def describe_changes(args: "Args", plan: Plan, past: Past, data: dict) -> str:
         flag = f"-{name}" if name in vars(args) else name  # or a fact: samples, torch, processor
         return f"{flag} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}"
 
-    changed = [name for name in sorted({*before, *now} - args.flag_rules.free) if before.get(name) != now.get(name)]
-    texts = {name: show(name) for name in changed}
+    names = sorted({*before, *now} - args.flag_rules.free)
+    texts = {name: show(name) for name in names if before.get(name) != now.get(name)}
     allowed = {*args.allow_change, *past.allowed, *MAY_DIFFER}
     allowed |= {"data", "samples"} if allowed & {"data", "samples"} else set()
     if data and (other := fingerprint.compare(past.manifest.get("data", {}), data)):
-        causes = [texts[name] for name in changed if name in MAY_DIFFER]
-        texts["data"] = f"{other} (maybe as {', '.join(causes)})" if causes else other
+        texts["data"] = f"{other} (maybe as {', '.join(texts.values())})" if texts else other
         texts.pop("samples", None)  # the data's text has it
     refused = sorted({*texts} & {*before} & {*now} - allowed)
     if refused:

@@ -3,6 +3,8 @@
 A run continues on the same data only. The folder of the data may move, and so paths in samples count from there.
 """
 
+import contextlib
+import functools
 import hashlib
 import os
 import reprlib
@@ -56,11 +58,9 @@ def _describe(part: MapDataset, args: Namespace, workers: int) -> dict[str, Any]
     if options.fingerprint is not None:
         return facts | {"digest": options.fingerprint}
     keys = [MicroBatch(0, n, [n], 1, 1, 1, first=True, last=True) for n in sorted({0, count // 2, count - 1})]
-    reader = fetch.Fetcher(part, args.seed, workers, pin=False, collate_fn=lambda items: _digest(items, args.data))
-    try:
+    digest = functools.partial(_digest, data=args.data)
+    with contextlib.closing(fetch.Fetcher(part, args.seed, workers, pin=False, collate_fn=digest)) as reader:
         batches = [batch for _, batch in reader(0, keys * 2)]
-    finally:
-        reader.close()
     found = [batch if isinstance(batch, str) else _digest(batch, args.data) for batch in batches]  # some are whole
     first, again = found[: len(keys)], found[len(keys) :]
     return facts | {"digest": "-".join(first) if first == again else NEVER_THE_SAME}
