@@ -62,9 +62,11 @@ class GradientReducer:
         if self.scatters and not self.micro_batch.last:
             _clear(self.sharded)  # what is whole comes with the last pass
         if self.micro_batch.count and self.parameters:
-            used = [gradient is not None for gradient in gradients]
-            self.unused &= {number for number, is_used in enumerate(used) if not is_used}
-            flags = torch.tensor(used, dtype=torch.float32, device=self.world.device)
+            missing = {number for number, gradient in enumerate(gradients) if gradient is None}
+            self.unused &= missing
+            flags = torch.ones(len(gradients), device=self.world.device)
+            for number in missing:
+                flags[number] = 0  # nobody waits for the device, as for a copy of a list
             dense = [_as_dense(*pair) for pair in zip(gradients, self.parameters, strict=True)]
             self.tree.add(self.micro_batch.number, [*dense, flags])
 
