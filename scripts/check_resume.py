@@ -105,6 +105,7 @@ class Check:
             track="none",
             check_resume=False,
             max_hours=None,
+            allow_change=[*args.allow_change, "data"],  # the rows show samples that differ
             deterministic=args.deterministic or not self.cpu,  # without, even two equal runs on a GPU would differ
         )
         self.seconds, self.batch = 0.0, None  # seconds of the first run; samples of a step

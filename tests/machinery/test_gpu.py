@@ -185,7 +185,7 @@ def test_a_run_on_the_cpu_leaves_the_gpu_alone(card, place, tmp_path):
     flags = f"-cpu 1 -arch probe -epochs 1 -limit_steps 2 -out {tmp_path}"
     program = PROBE.format(folder=str(tmp_path), flags=flags)
     code, output = python("-W", "ignore", "-c", program, env={**card, **place})
-    assert code == 0 and output.splitlines()[-1] == "75 False", output
+    assert code == 0 and "75 False" in output.splitlines(), output
 
 
 @pytest.mark.parametrize(("function", "safe"), [("device_count", "True"), ("is_available", "False")])

@@ -15,7 +15,7 @@ from runs import distance, outcome
 
 pytestmark = cluster.require(cluster.ENABLED_BY)
 SHORT = "-cpu 1 -epochs 1 -slow_s 0.01"
-LONG = "-slow_s 0.15"  # 60 steps in 9 s
+LONG = "-slow_s 0.15 -threads 1"  # 60 steps in 9 s
 
 
 @pytest.fixture(scope="module")
