@@ -56,7 +56,7 @@ def run(args: config.Args) -> int:
         splits = loader.splits(dataset.get_dataset(args), args.dataset, args.overfit)
         watchdog.begin(distributed.rendezvous())
         world = stack.enter_context(distributed.join(args))
-        runtime.configure_kernels(world, args.deterministic)
+        runtime.configure_kernels(world, bool(args.deterministic))
         folder, disk = run_folder.NoRunFolder(), shared_disk.single_disk(world)
         watchdog.begin(f"opening the run's folder in {args.out}, and its checkpoints")
         if mode == "train":
@@ -79,7 +79,7 @@ def run(args: config.Args) -> int:
             else ""
         )
         criterion = loss.get_loss(args).to(world.device)
-        model = parallel.wrap(model, args, world, arch=arch)
+        model = parallel.wrap(model, args, world, plan.engine, arch=arch)
         optimizer = optimizers.get_optimizer(model, args)
 
         stack.enter_context(startup.enable_garbage_collector())

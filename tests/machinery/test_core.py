@@ -143,8 +143,9 @@ def test_biases_and_norms_have_no_weight_decay_and_frozen_parameters_are_left_ou
     limit=st.floats(0, 9),
     scale=st.sampled_from([0.0, 1e-3, 1.0, 1e4]),
     without=st.booleans(),
+    by_rows=st.booleans(),
 )
-def test_gradients_are_clipped_as_by_torch(shapes, limit, scale, without):
+def test_gradients_are_clipped_as_by_torch(shapes, limit, scale, without, by_rows):
     ours = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     for parameter in ours:
         parameter.grad = scale * torch.randn(parameter.shape)
@@ -152,7 +153,7 @@ def test_gradients_are_clipped_as_by_torch(shapes, limit, scale, without):
     theirs = copy.deepcopy(ours)
     for mine, other in zip(ours, theirs, strict=True):
         other.grad = None if mine.grad is None else mine.grad.clone()
-    norm = optimizers.clip(ours, limit)
+    norm = optimizers.clip(ours, limit, by_rows)
     wanted = torch.nn.utils.clip_grad_norm_(theirs, limit or math.inf)
     assert norm.ndim == 0
     torch.testing.assert_close(norm, wanted)  # ours is a sum over rows, which is the same for shards
@@ -182,7 +183,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(bad):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         model.weight.grad[0, 0] = 1.0 if good else bad
-        optimizers.step(optimizer, scaler, optimizers.clip(list(model.parameters()), 1.0))
+        optimizers.step(optimizer, scaler, optimizers.clip(list(model.parameters()), 1.0, by_rows=False))
         after = (model.state_dict(), optimizer.state_dict()["state"])
         assert repr(before) != repr(after) if good else repr(before) == repr(after)
 
@@ -204,8 +205,9 @@ def test_a_skipped_first_step_on_a_gpu_or_by_the_scaler_leaves_no_trace(name, sw
                 optimizer.zero_grad()
                 scaler.scale(value * model(torch.ones(1, 3)).sum()).backward()
                 scaler.unscale_(optimizer)
-                norm = optimizers.clip(list(model.parameters()), 0)
+                norm = optimizers.clip(list(model.parameters()), 0, by_rows=False)
                 optimizers.step_if_finite(optimizer, norm) if switch else optimizers.step(optimizer, scaler, norm)
+                scaler.update()
     finally:
         torch.use_deterministic_algorithms(False)
     for mine, other in zip(*(model.parameters() for model in models), strict=True):

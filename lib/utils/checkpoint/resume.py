@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import importlib.util
 import json
 import logging
 import math
@@ -181,7 +182,8 @@ def plan(args: "Args", data: dict, world: World, before: dict) -> Plan:
         raise UsageError(f"{fault}: try -batch_size {max(micro, batch - batch % micro)}")
     if args.drop_last and data["samples"] < batch:
         raise UsageError(f"-batch_size {batch} with -drop_last leaves nothing of {data['samples']} training samples")
-    return Plan(data["samples"], batch, micro, args.drop_last, data)
+    engine = choose_engine(args, world, before.get("engine"))
+    return Plan(data["samples"], batch, micro, args.drop_last, data, engine)
 
 
 def _micro_batch_size(args: "Args", batch: int, world: World, saved: int | None) -> int:
@@ -193,11 +195,24 @@ def _micro_batch_size(args: "Args", batch: int, world: World, saved: int | None)
     return largest_divisor(batch, math.ceil(batch / distributed.max_world_size(world)))
 
 
+def choose_engine(args: "Args", world: World, saved: str | None = None) -> str:
+    """Return "exact" or "stock": by -deterministic, else the run's first one, else exact on the CPU.
+
+    Without the file exact.py it is always stock.
+    """
+    if importlib.util.find_spec("lib.core.exact") is None:
+        return "stock"
+    if args.deterministic is None:
+        return saved or ("exact" if world.device.type == "cpu" else "stock")
+    return "exact" if args.deterministic else "stock"
+
+
 def config_to_save(args: "Args", plan: Plan) -> dict:
     """Return all flags as JSON has them, what the first start settled, the data, and what else bits depend on."""
     instructions = torch.backends.cpu.get_cpu_capability()
     processor = torch.cuda.get_device_name() if torch.cuda.is_initialized() else instructions
-    facts = {"samples": plan.samples, "processor": " ".join([processor, *distributed.kernel_variables()])}
+    facts = {"samples": plan.samples, "engine": plan.engine}
+    facts |= {"processor": " ".join([processor, *distributed.kernel_variables()])}
     facts |= {"torch": torch.__version__} | {name: metadata.version(name) for name in ("pillow", "torchvision")}
     return json.loads(json.dumps({**vars(args), **effective_flags(plan), **facts, **plan.data}, default=str))
 
@@ -265,10 +280,14 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
     """
     for fault in past.damaged:
         log.warning("%s; an older checkpoint is taken", fault)
-    saved = past.manifest["tensors"]
+    saved: dict = past.manifest["tensors"]
+    values = past.manifest["values"]
+    parts.load_groups(values, allowed)
     init_optimizer_state(parts, saved)
     tensors = parts.tensors()
-    here = shards.schema(tensors)
+    here: dict = shards.schema(tensors)
+    for name in {*values} ^ {*parts.values()}:  # as of a scheduler that only one of them has
+        (saved if name in values else here)[name] = "a state"
     odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
     if odd:
         shown = ", ".join(f"{name} was {saved.get(name)} and is {here.get(name)}" for name in odd[:4])
@@ -283,6 +302,7 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
         log.warning("rank %d: %s; rank %d sends it", rank, why, past.sender)
         for tensor in tensors.values():
             distributed.broadcast_tensor(tensor, past.sender)
+    parts.load_others(values, tensors)
     bad = weights.not_finite(parts.modules["model"], world)
     if bad and "nan" not in {*allowed, *past.allowed}:
         hint = "remove it to resume from an older checkpoint, or take it as it is with -allow_change nan"

@@ -1,4 +1,4 @@
-"""Sums over the micro-batches of a step whose bits do not depend on how many processes share them.
+"""The exact engine: sums over a step's micro-batches whose bits do not depend on how many processes share them.
 
 Micro-batch m is leaf m of one binary tree. A node is the sum of 2^k leaves from a multiple of 2^k on; leaves past the
 last one are left out. Each rank adds up its own leaves as far as they make whole nodes. After the last pass of a step
@@ -6,16 +6,20 @@ the ranks exchange their nodes, chunk by chunk: each rank gets one slice of all 
 tree's order, and gives the sum to all (all_gather). Of a small chunk each rank gets all nodes.
 """
 
+import contextlib
 import functools
 import itertools
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from lib.core.buffers import OtherBuffers, RunningStatistics
+from lib.utils import seeding
 from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.data.plan import MicroBatch, rank_share
 from lib.utils.distributed import World
@@ -25,60 +29,88 @@ SMALL = 1 << 20  # bytes of a chunk times the number of ranks up to which each r
 ALIGNED = 64  # values: NCCL is slower where a part does not begin at a multiple of 16 bytes (its issue 413)
 
 
-class GradientReducer:
-    """Sums the gradients of a step's micro-batches over all ranks: `before` and `after` each pass, then `finish`.
+class Engine:
+    """Computes the gradients of a step: `forward` and `backward` of each micro-batch, then `sum_gradients`.
 
     Sharded parameters (FSDP) are summed in each backward pass, by `TreeReduceScatter`; all others after the last one.
-    A parameter that no micro-batch uses gets no gradient.
+    A parameter that no micro-batch uses gets no gradient. Running statistics (BatchNorm's) follow the tree, too.
     """
 
-    def __init__(self, parameters: list, model: nn.Module, world: World, args: Namespace):
-        self.world = world
-        self.sharded = [parameter for parameter in parameters if is_sharded(parameter)]
-        self.parameters = [parameter for parameter in parameters if not is_sharded(parameter)]
-        self.tree = TreeSum(world, args.parallel == "fsdp", by_library=args.reduction == "allreduce")
-        groups: Any = [module for module in model.modules() if hasattr(module, "set_custom_reduce_scatter")]
-        self.scatters = [TreeReduceScatter() for _ in groups if args.reduction == "tree"]
-        for group, scatter in zip(groups, self.scatters, strict=False):
-            group.set_custom_reduce_scatter(scatter)
+    same_buffers = True  # on all ranks, after each step
 
-    def before(self, micro_batch: MicroBatch) -> None:
-        """Prepare for the backward pass of a micro-batch."""
-        self.micro_batch, self.alone = micro_batch, self.world.size == micro_batch.step_parts == 1
+    def __init__(self, modules: list[nn.Module], world: World, args: Namespace):
+        self.world, self.seed = world, args.seed
+        self.tree = TreeSum(world, round_robin=args.parallel == "fsdp")
+        self.statistics = RunningStatistics(modules)
+        self.others = OtherBuffers(modules, world)
+        parts: Any = [part for module in modules for part in module.modules()]
+        groups = [part for part in parts if hasattr(part, "set_custom_reduce_scatter")]
+        self.scatters = [TreeReduceScatter() for _ in groups]
+        for group, scatter in zip(groups, self.scatters, strict=True):
+            group.set_custom_reduce_scatter(scatter)
+        for module in modules:
+            if isinstance(module, DistributedDataParallel):
+                module.require_backward_grad_sync = False  # or they would be summed twice
+
+    @contextlib.contextmanager
+    def forward(self, micro_batch: MicroBatch, step: int, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Run the forward pass of a micro-batch in the block, under its own seed. `parameters`: what is summed."""
         if micro_batch.first:
+            self.alone = self.world.size == micro_batch.step_parts == 1
+            self.parameters = [one for one in parameters if not is_sharded(one)]
+            self.sharded = [one for one in parameters if is_sharded(one)]
             self.unused = {*range(len(self.parameters))}  # by all micro-batches of this rank
             self.tree.begin(micro_batch.step_parts)
             if micro_batch.number:  # what a trainer keeps from the step before counts once, in the first micro-batch
-                _clear(self.parameters)
+                _clear(parameters)
         for scatter in self.scatters:
             scatter.begin(micro_batch)
+        seeding.seed_micro_batch(self.seed, step, micro_batch.number, self.world.device)
+        self.statistics.before(micro_batch)
+        self.others.before()
+        yield
+        self.averages = self.statistics.after(micro_batch)  # before a backward pass that computes blocks again
 
-    def after(self) -> None:
-        """Add the gradients of the micro-batch to the sum, none of padding; of a step's only one they are the sum."""
-        if self.alone:
+    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Compute the gradients of a micro-batch's share of the loss, and add them to the sum; none of padding."""
+        loss.backward()
+        if self.alone:  # the only micro-batch: its gradients are the sum
             return
         gradients = [parameter.grad for parameter in self.parameters]
         _clear(self.parameters)
-        if self.scatters and not self.micro_batch.last:
+        if not micro_batch.last:
             _clear(self.sharded)  # what is whole comes with the last pass
-        if self.micro_batch.count and self.parameters:
-            missing = {number for number, gradient in enumerate(gradients) if gradient is None}
-            self.unused &= missing
-            flags = torch.ones(len(gradients), device=self.world.device)
-            for number in missing:
-                flags[number] = 0  # nobody waits for the device, as for a copy of a list
+        if micro_batch.count:
+            used = [gradient is not None for gradient in gradients]
+            self.unused &= {number for number, is_used in enumerate(used) if not is_used}
+            flags = torch.ones(len(used) + len(self.others.buffers.places), device=self.world.device)
+            for number, flag in enumerate([*used, *self.others.changed()]):
+                if not flag:
+                    flags[number] = 0  # nobody waits for the device, as for a copy of a list
             dense = [_as_dense(*pair) for pair in zip(gradients, self.parameters, strict=True)]
-            self.tree.add(self.micro_batch.number, [*dense, flags])
+            self.tree.add(micro_batch.number, [*dense, flags, *self.averages])
 
-    def finish(self) -> None:
-        """Set each parameter's gradient to the sum over the step's micro-batches."""
-        if self.alone or not self.parameters:
+    def sum_gradients(self) -> None:
+        """Set each parameter's gradient to the sum over the step's micro-batches, of all ranks."""
+        if self.alone:
+            self.averages = []
             return
-        flags = torch.empty(len(self.parameters), device=self.world.device)
-        *gradients, flags = self.tree.result([*self.parameters, flags])
-        used = [flag > 0 for flag in flags.tolist()] if self.unused else [True] * len(gradients)
-        for parameter, gradient, is_used in zip(self.parameters, gradients, used, strict=True):
+        count, others = len(self.parameters), len(self.others.buffers.places)
+        flags = torch.empty(count + others, device=self.world.device)
+        sums = self.tree.result([*self.parameters, flags, *self.statistics.like()])
+        gradients, flags, self.averages = sums[:count], sums[count], sums[count + 1 :]
+        wanted = [flag > 0 for flag in flags.tolist()] if self.unused or others else [True] * count
+        for parameter, gradient, is_used in zip(self.parameters, gradients, wanted, strict=False):
             parameter.grad = gradient if is_used else None
+        if self.world.size > 1:
+            self.others.share(wanted[count:])
+
+    def share_buffers(self) -> None:
+        """Do nothing: all ranks have the same buffers."""
+
+    def finish_step(self, norm: Tensor) -> None:
+        """End a step, which was skipped if the norm of its gradient (0-d) is not finite."""
+        self.statistics.finish(self.averages, norm)
 
 
 def _clear(parameters: Iterable[Tensor]) -> None:
@@ -109,12 +141,11 @@ def _dense_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ..
 class TreeSum:
     """The sum of lists of tensors over a step: `begin`, `add` each own micro-batch's list, get the `result`.
 
-    All ranks call `begin` and `result` in the same order. `round_robin` is that of `rank_share`. With `by_library`
-    the communication library chooses the order of additions, which depends on the number of ranks.
+    All ranks call `begin` and `result` in the same order. `round_robin` is that of `rank_share`.
     """
 
-    def __init__(self, world: World, round_robin: bool = False, by_library: bool = False):
-        self.world, self.round_robin, self.by_library = world, round_robin, by_library
+    def __init__(self, world: World, round_robin: bool = False):
+        self.world, self.round_robin = world, round_robin
 
     def begin(self, leaves: int) -> None:
         """Begin a step of so many micro-batches over all ranks."""
@@ -147,10 +178,6 @@ class TreeSum:
         for row, values in zip(rows, nodes.values(), strict=True):
             torch.cat([value.as_strided((value.numel(),), (1,)) for value in values], out=row[:width])
         nodes.clear()
-        if self.by_library:
-            total = rows.sum(0)
-            dist.all_reduce(total)
-            return _split_like(total, like)
         by_rank = nodes_by_rank(self.leaves, size, self.round_robin)
         sent = rows.view(count, slices, part).transpose(0, 1).expand(size, -1, -1).contiguous()
         received = rows.new_empty(sum(map(len, by_rank)), part)
