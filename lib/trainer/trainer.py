@@ -17,7 +17,7 @@ from lib.utils import distributed, preemption, runtime, seeding, watchdog
 from lib.utils.checkpoint import manager, resume, run_folder, shards, weights
 from lib.utils.checkpoint.resume import Past
 from lib.utils.checkpoint.shards import is_sharded
-from lib.utils.checkpoint.state import State, attributes, find_parts, model_tensors, tensors_to_save
+from lib.utils.checkpoint.state import State, attributes, find_parts, model_tensors
 from lib.utils.data.loader import Loader
 from lib.utils.data.options import read_options
 from lib.utils.data.plan import MicroBatch
@@ -111,10 +111,10 @@ class Trainer:
     def resume(self, past: Past | None) -> None:
         """Continue from a checkpoint, or start a new run."""
         self.checkpoints.open()
-        parts = find_parts(self)
-        parts.values()  # names now what no checkpoint could hold
-        self.checkpoints.check(tensors_to_save(parts))
         self.begin()
+        tensors = self.parts.weights()
+        self.parts.states(tensors)  # names now what no checkpoint could hold
+        self.checkpoints.check(tensors)
         if past:
             self.load(past)
             if past.missing_on:  # each node has a checkpoint at once
@@ -124,7 +124,7 @@ class Trainer:
         """Make the engine, once all modules of the trainer are there."""
         self.parts = find_parts(self)
         self.replicas = replicas.Replicas(self.world)
-        for name, tensor in self.parts.tensors().items() if self.world.size > 1 else ():
+        for name, tensor in self.parts.weights().items() if self.world.size > 1 else ():
             if name.startswith("trainer.") and not is_sharded(tensor):  # wrap gave the model rank 0's values
                 distributed.broadcast_tensor(tensor, 0)
         modules = [value for value in vars(self).values() if isinstance(value, nn.Module)]
@@ -368,10 +368,9 @@ class Trainer:
         self.read_losses()
         self.state.unlogged = self.metrics.pending()
         parts = find_parts(self)
-        tensors = parts.tensors()
-        about = runtime.describe(self.world)
-        facts = {"state": dataclasses.asdict(self.state), "config": self.config, "about": about}
-        facts["values"] = parts.values()
+        tensors = parts.weights()
+        facts = {"state": dataclasses.asdict(self.state), "config": self.config, "states": parts.states(tensors)}
+        facts["about"] = runtime.describe(self.world)
         self.checkpoints.save(
             tensors, facts, step=self.state.step, rank_dependent=parts.rank_dependent(tensors), keep=keep
         )

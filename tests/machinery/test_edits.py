@@ -76,13 +76,16 @@ class TorchSchedule(trainer.Trainer):
 
 
 class CountsInGroup(torch.optim.AdamW):
-    """Keeps a number in its groups, as optimizers with a schedule of their own do."""
+    """Keeps numbers in its groups and its state, as optimizers with a schedule of their own do."""
 
     def step(self, closure=None):
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
             group["lr"] = 0.01 / group["k"]
-        return super().step(closure)
+        super().step(closure)
+        for memory in self.state.values():
+            memory["calls"] = memory.get("calls", 0) + 1
+            assert memory["calls"] == self.param_groups[0]["k"]
 
 
 class OwnSchedule(trainer.Trainer):

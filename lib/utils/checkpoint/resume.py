@@ -20,7 +20,7 @@ from torch import Tensor
 from lib.utils import distributed, files
 from lib.utils.checkpoint import run_folder, shards, state, weights
 from lib.utils.checkpoint.shared_disk import Disk
-from lib.utils.checkpoint.state import Parts, State, init_optimizer_state
+from lib.utils.checkpoint.state import Parts, State
 from lib.utils.data.plan import Plan, largest_divisor
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -280,14 +280,11 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
     """
     for fault in past.damaged:
         log.warning("%s; an older checkpoint is taken", fault)
-    saved: dict = past.manifest["tensors"]
-    values = past.manifest["values"]
-    parts.load_groups(values, allowed)
-    init_optimizer_state(parts, saved)
-    tensors = parts.tensors()
+    saved, states = past.manifest["tensors"], past.manifest["states"]
+    tensors = {**parts.weights(), **parts.make_empty(saved)}
     here: dict = shards.schema(tensors)
-    for name in {*values} ^ {*parts.values()}:  # as of a scheduler that only one of them has
-        (saved if name in values else here)[name] = "a state"
+    for name in {*states} ^ {*parts.states({})}:  # as of a scheduler that only one of them has
+        (saved if name in states else here)[name] = "a state"
     odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
     if odd:
         shown = ", ".join(f"{name} was {saved.get(name)} and is {here.get(name)}" for name in odd[:4])
@@ -302,7 +299,7 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
         log.warning("rank %d: %s; rank %d sends it", rank, why, past.sender)
         for tensor in tensors.values():
             distributed.broadcast_tensor(tensor, past.sender)
-    parts.load_others(values, tensors)
+    parts.load(states, tensors, allowed)
     bad = weights.not_finite(parts.modules["model"], world)
     if bad and "nan" not in {*allowed, *past.allowed}:
         hint = "remove it to resume from an older checkpoint, or take it as it is with -allow_change nan"

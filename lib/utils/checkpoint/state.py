@@ -1,6 +1,5 @@
 """What a checkpoint holds: how far a run is, its tensors, and what else the parts of a trainer keep."""
 
-import copy
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,65 +82,65 @@ class Parts:
     # trainer.NAME: a scheduler, a scaler, whatever else has state_dict and load_state_dict
     others: dict[str, Any] = field(default_factory=dict)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the live tensors by name: model.head.weight, optim.head.weight.exp_avg, trainer.teacher.bias.
-
-        Raises:
-            UsageError: an optimizer trains parameters that are in none of the modules.
-        """
+    def weights(self) -> dict[str, Tensor]:
+        """Return the live tensors of the modules by name: model.head.weight, trainer.teacher.bias."""
         found = {}
         for part, module in self.modules.items():
             for name, tensor in model_tensors(module).items():
                 found.setdefault(tensor, f"{part}.{name}")
-        tensors = {name: tensor for tensor, name in found.items()}
-        for optimizer, parameter, name in self.trained_parameters():
-            memory = optimizer.state.get(parameter, {}).items()
-            tensors |= {f"{name}.{key}": value for key, value in memory if torch.is_tensor(value)}
-        for part, other in self.others.items():
-            encode(other.state_dict(), part, tensors)
-        return tensors
+        return {name: tensor for tensor, name in found.items()}
 
-    def values(self) -> dict[str, Any]:
-        """Return as JSON what is no tensor: the groups of optimizers, the states of others, frozen parameters.
+    def states(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Return the states of optimizers and others as JSON has them, and which parameters are frozen.
+
+        Their tensors go to `tensors`, by name: optim.head.weight.exp_avg, trainer.scheduler.rates.
 
         Raises:
             UsageError: names what a checkpoint cannot hold.
         """
-        names = self.parameter_names()
-        found = {part: encode(other.state_dict(), part, {}) for part, other in self.others.items()}
+        states = {part: encode(other.state_dict(), part, tensors) for part, other in self.others.items()}
         for part, optimizer in self.optimizers.items():
-            found[part] = [
-                {
-                    "params": [names.get(parameter) for parameter in group["params"]],
-                    "numbers": encode(_numbers(group), f"{part}.param_groups", {}),
-                }
-                for group in optimizer.param_groups
-            ]
-        found["frozen"] = [name for parameter, name in names.items() if not parameter.requires_grad]
-        return found
+            state, names = optimizer.state_dict(), self.trained(part)
+            memory = {names[number]: one for number, one in state["state"].items()}
+            groups = [{**group, "params": [names[one] for one in group["params"]]} for group in state["param_groups"]]
+            states[part] = [encode(memory, part, tensors), encode(groups, f"{part}.groups", tensors)]
+        frozen = [name for name, parameter in self.parameters().items() if not parameter.requires_grad]
+        return {**states, "frozen": frozen}
 
-    def load_groups(self, values: dict[str, Any], allowed: Collection[str]) -> None:
-        """Give the optimizers the groups of a checkpoint, also those that training added, and freeze what was frozen.
+    def load(self, states: dict[str, Any], tensors: dict[str, Tensor], allowed: Collection[str] = ()) -> None:
+        """Give optimizers and others what `states` returned, and freeze what was frozen.
 
-        A number whose name is in `allowed` stays as it is.
+        Groups that training added are added again. A number of a group whose name is in `allowed` stays as it is.
         """
-        by_name = {name: parameter for parameter, name in self.parameter_names().items()}
-        for name, parameter in by_name.items():
-            parameter.requires_grad_(name not in values["frozen"])
-        for part, optimizer in self.optimizers.items():
-            for number, saved in enumerate(values.get(part, [])):
-                numbers = decode(saved["numbers"], {})
-                if number == len(optimizer.param_groups) and by_name.keys() >= {*saved["params"]}:
-                    optimizer.add_param_group({"params": [by_name[name] for name in saved["params"]], **numbers})
-                for key in numbers.keys() - allowed:
-                    now = optimizer.param_groups[number].get(key)
-                    same = torch.full_like(now, numbers[key]) if torch.is_tensor(now) else numbers[key]
-                    optimizer.param_groups[number][key] = same
-
-    def load_others(self, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Give the others their states: `tensors` by name, and what else `values` holds."""
+        parameters = self.parameters()
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name not in states["frozen"])
         for part, other in self.others.items():
-            other.load_state_dict(decode(values[part], tensors))
+            if state := decode(states[part], tensors):  # that of a scaler which is off is empty
+                other.load_state_dict(state)
+        for part, optimizer in self.optimizers.items():
+            memory, groups = (decode(one, tensors) for one in states[part])
+            for group in groups[len(optimizer.param_groups) :]:
+                optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
+            now, names = optimizer.state_dict()["param_groups"], self.trained(part)
+            for group, saved in zip(now, groups, strict=False):
+                group |= {key: value for key, value in saved.items() if key not in {"params", *allowed}}
+            if strange := sorted(memory.keys() - {*names}):
+                raise UsageError(f"{part} does not train {strange[0]}, for which the checkpoint has its state")
+            state = {names.index(name): one for name, one in memory.items()}
+            optimizer.load_state_dict({"state": state, "param_groups": now})
+
+    def make_empty(self, schema: dict[str, list]) -> dict[str, Tensor]:
+        """Return tensors for the states in a checkpoint with this schema, sharded like their parameters."""
+        prefixes = tuple(f"{part}." for part in [*self.optimizers, *self.others])
+        empty = shards.make_empty({name: about for name, about in schema.items() if name.startswith(prefixes)})
+        sharded = {name: one for name, one in self.parameters().items() if shards.is_sharded(one)}
+        for part in self.optimizers if sharded else ():
+            for name, tensor in empty.items():
+                parameter = sharded.get(name.removeprefix(f"{part}.").rpartition(".")[0])
+                if parameter is not None and parameter.shape == tensor.shape:
+                    empty[name] = torch.empty_like(parameter, dtype=tensor.dtype)
+        return empty
 
     def rank_dependent(self, tensors: dict[str, Tensor]) -> set[str]:
         """Return the names of tensors that may differ between ranks, so that the first rank's are saved.
@@ -151,33 +150,27 @@ class Parts:
         buffers = {f"model.{name}" for name, _ in self.modules["model"].named_buffers()}
         return buffers | {name for name in tensors if name.startswith("trainer.")}
 
-    def parameter_names(self) -> dict[nn.Parameter, str]:
-        """Return the name of each parameter: that in the model, or else trainer.NAME and that in a module."""
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return each parameter by its name: that in the model, or else trainer.NAME and that in a module."""
         names = {}
         for part, module in reversed(self.modules.items()):
             prefix = "" if part == "model" else f"{part}."
             names |= {parameter: f"{prefix}{name}" for name, parameter in module.named_parameters()}
-        return names
+        return {name: parameter for parameter, name in names.items()}
 
-    def trained_parameters(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter, str]]:
-        """Yield each optimizer, each of its parameters, and the prefix of that parameter's state: optim.head.weight.
+    def trained(self, part: str) -> list[str]:
+        """Return the names of an optimizer's parameters, in the order in which torch numbers them.
 
         Raises:
-            UsageError: the parameter is in none of the modules.
+            UsageError: a parameter is in none of the modules.
         """
-        names = self.parameter_names()
-        for part, optimizer in self.optimizers.items():
-            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-                if parameter not in names:
-                    stray = "trains a parameter that neither the model nor a module of the trainer has"
-                    raise UsageError(f"{part} ({type(optimizer).__name__}) {stray}: no checkpoint would hold it")
-                yield optimizer, parameter, f"{part}.{names[parameter]}"
-
-
-def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what an optimizer's group holds next to its parameters; of a tensor (a learning rate) its number."""
-    numbers = {key: value for key, value in group.items() if key != "params"}
-    return {key: value.item() if torch.is_tensor(value) else value for key, value in numbers.items()}
+        names = {parameter: name for name, parameter in self.parameters().items()}
+        groups = self.optimizers[part].param_groups
+        trained = [names.get(parameter) for group in groups for parameter in group["params"]]
+        if None in trained:
+            stray = "trains a parameter that neither the model nor a module of the trainer has"
+            raise UsageError(f"{part} ({type(self.optimizers[part]).__name__}) {stray}: no checkpoint would hold it")
+        return trained
 
 
 def attributes(trainer: Any) -> Iterator[tuple[str, Any]]:
@@ -196,7 +189,7 @@ def find_parts(trainer: Any) -> Parts:
 
     It has one if it has `state_dict` and `load_state_dict`. So may the trainer itself.
     """
-    named = {"model": trainer.model, "optim": trainer.optimizer, **dict(attributes(trainer)), "trainer": trainer}
+    named = {"model": trainer.model, "optim": trainer.optimizer, **dict(attributes(trainer)), "self": trainer}
     parts, seen = Parts({}, {}), set()
     for name, value in named.items():
         value = unwrap(value)
@@ -241,53 +234,3 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
         return {decode(key, tensors): decode(one, tensors) for key, one in content}
     entries = [decode(one, tensors) for one in content]
     return entries if kind == "list" else tuple(entries)
-
-
-def init_optimizer_state(parts: Parts, saved: Collection[str] | None = None) -> list[torch.optim.Optimizer]:
-    """Let new optimizers make their state, by a step with gradients and a learning rate of zero; return them.
-
-    As in torch.distributed.checkpoint.state_dict: the state then has the right shapes, devices and sharding, and a
-    checkpoint fills it. With the names of `saved` tensors, only parameters that have saved state get one.
-
-    Raises:
-        UsageError: an optimizer has state that is not a tensor, which no checkpoint would hold.
-    """
-    fresh = [optimizer for optimizer in parts.optimizers.values() if not optimizer.state]
-    known = {name.rpartition(".")[0] for name in saved or ()}
-    for optimizer in fresh:
-        trained = [(parameter, name) for one, parameter, name in parts.trained_parameters() if one is optimizer]
-        _take_zero_step(optimizer, [parameter for parameter, name in trained if saved is None or name in known])
-    for optimizer in parts.optimizers.values():
-        memory = [item for one in optimizer.state.values() for item in one.items()]
-        odd = [name for name, value in memory if not isinstance(value, Tensor | None)]
-        if odd:
-            fault = f"keeps {odd[0]!r}, which is not a tensor, in its state"
-            raise UsageError(f"{type(optimizer).__name__} {fault}: a checkpoint cannot hold it")
-    return fresh
-
-
-@torch.no_grad()
-def _take_zero_step(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
-    """Take a step that changes nothing but the optimizer's state: not its groups, where some count their steps."""
-    before = [
-        {key: copy.deepcopy(group[key]) for key in group if key != "params"} for group in optimizer.param_groups
-    ]
-    for parameter in trained:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, numbers in zip(optimizer.param_groups, before, strict=True):
-        for key in group.keys() - numbers.keys() - {"params"}:
-            del group[key]
-        group.update(numbers)
-
-
-def tensors_to_save(parts: Parts) -> dict[str, Tensor]:
-    """Return all tensors that a checkpoint will hold after the first step. The optimizers are left as they were."""
-    fresh = init_optimizer_state(parts)
-    tensors = parts.tensors()
-    for optimizer in fresh:
-        optimizer.state.clear()
-    return tensors
