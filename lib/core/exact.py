@@ -6,11 +6,10 @@ the ranks exchange their nodes, chunk by chunk: each rank gets one slice of all 
 tree's order, and gives the sum to all (all_gather). Of a small chunk each rank gets all nodes.
 """
 
-import contextlib
 import functools
 import itertools
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.core.buffers import OtherBuffers, RunningStatistics
-from lib.utils import seeding
+from lib.core.buffers import Buffers
 from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.data.plan import MicroBatch, rank_share
 from lib.utils.distributed import World
@@ -30,19 +28,15 @@ ALIGNED = 64  # values: NCCL is slower where a part does not begin at a multiple
 
 
 class Engine:
-    """Computes the gradients of a step: `forward` and `backward` of each micro-batch, then `sum_gradients`.
+    """Computes the gradients of a step: `begin_pass` and `backward` of each micro-batch, then `sum_gradients`.
 
     Sharded parameters (FSDP) are summed in each backward pass, by `TreeReduceScatter`; all others after the last one.
     A parameter that no micro-batch uses gets no gradient. Running statistics (BatchNorm's) follow the tree, too.
     """
 
-    same_buffers = True  # on all ranks, after each step
-
     def __init__(self, modules: list[nn.Module], world: World, args: Namespace):
-        self.world, self.seed = world, args.seed
+        self.world, self.buffers = world, Buffers(modules, world)
         self.tree = TreeSum(world, round_robin=args.parallel == "fsdp")
-        self.statistics = RunningStatistics(modules)
-        self.others = OtherBuffers(modules, world)
         parts: Any = [part for module in modules for part in module.modules()]
         groups = [part for part in parts if hasattr(part, "set_custom_reduce_scatter")]
         self.scatters = [TreeReduceScatter() for _ in groups]
@@ -52,9 +46,8 @@ class Engine:
             if isinstance(module, DistributedDataParallel):
                 module.require_backward_grad_sync = False  # or they would be summed twice
 
-    @contextlib.contextmanager
-    def forward(self, micro_batch: MicroBatch, step: int, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Run the forward pass of a micro-batch in the block, under its own seed. `parameters`: what is summed."""
+    def begin_pass(self, micro_batch: MicroBatch, parameters: list[nn.Parameter]) -> None:
+        """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""
         if micro_batch.first:
             self.alone = self.world.size == micro_batch.step_parts == 1
             self.parameters = [one for one in parameters if not is_sharded(one)]
@@ -65,14 +58,11 @@ class Engine:
                 _clear(parameters)
         for scatter in self.scatters:
             scatter.begin(micro_batch)
-        seeding.seed_micro_batch(self.seed, step, micro_batch.number, self.world.device)
-        self.statistics.before(micro_batch)
-        self.others.before()
-        yield
-        self.averages = self.statistics.after(micro_batch)  # before a backward pass that computes blocks again
+        self.buffers.before(micro_batch)
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Compute the gradients of a micro-batch's share of the loss, and add them to the sum; none of padding."""
+        self.buffers.after()
         loss.backward()
         if self.alone:  # the only micro-batch: its gradients are the sum
             return
@@ -81,58 +71,39 @@ class Engine:
         if not micro_batch.last:
             _clear(self.sharded)  # what is whole comes with the last pass
         if micro_batch.count:
-            used = [gradient is not None for gradient in gradients]
-            self.unused &= {number for number, is_used in enumerate(used) if not is_used}
-            flags = torch.ones(len(used) + len(self.others.buffers.places), device=self.world.device)
-            for number, flag in enumerate([*used, *self.others.changed()]):
-                if not flag:
-                    flags[number] = 0  # nobody waits for the device, as for a copy of a list
-            dense = [_as_dense(*pair) for pair in zip(gradients, self.parameters, strict=True)]
-            self.tree.add(micro_batch.number, [*dense, flags, *self.averages])
+            missing = {number for number, gradient in enumerate(gradients) if gradient is None}
+            self.unused &= missing
+            flags = torch.ones(len(gradients), device=self.world.device)
+            for number in missing:
+                flags[number] = 0  # nobody waits for the device, as for a copy of a list
+            pairs = zip(gradients, self.parameters, strict=True)
+            dense = [torch.zeros_like(parameter) if one is None else one for one, parameter in pairs]
+            self.tree.add(micro_batch.number, [*dense, flags, *self.buffers.shares(micro_batch)])
 
     def sum_gradients(self) -> None:
         """Set each parameter's gradient to the sum over the step's micro-batches, of all ranks."""
+        self.averages: list[Tensor] = []
         if self.alone:
-            self.averages = []
             return
-        count, others = len(self.parameters), len(self.others.buffers.places)
-        flags = torch.empty(count + others, device=self.world.device)
-        sums = self.tree.result([*self.parameters, flags, *self.statistics.like()])
+        count = len(self.parameters)
+        flags = torch.empty(count, device=self.world.device)
+        sums = self.tree.result([*self.parameters, flags, *self.buffers.like()])
         gradients, flags, self.averages = sums[:count], sums[count], sums[count + 1 :]
-        wanted = [flag > 0 for flag in flags.tolist()] if self.unused or others else [True] * count
-        for parameter, gradient, is_used in zip(self.parameters, gradients, wanted, strict=False):
+        used = [flag > 0 for flag in flags.tolist()] if self.unused else [True] * count
+        for parameter, gradient, is_used in zip(self.parameters, gradients, used, strict=True):
             parameter.grad = gradient if is_used else None
-        if self.world.size > 1:
-            self.others.share(wanted[count:])
-
-    def share_buffers(self) -> None:
-        """Do nothing: all ranks have the same buffers."""
 
     def finish_step(self, norm: Tensor) -> None:
         """End a step, which was skipped if the norm of its gradient (0-d) is not finite."""
-        self.statistics.finish(self.averages, norm)
+        self.buffers.finish(self.averages, norm)
+
+    def share_buffers(self) -> None:
+        """Do nothing: all ranks have the same buffers."""
 
 
 def _clear(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None
-
-
-def _as_dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """Return a gradient, zeros for None, laid out in memory as autograd does it."""
-    strides = _dense_strides(parameter.shape, parameter.stride())
-    if gradient is not None and gradient.stride() == strides:
-        return gradient
-    dense = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
-    return dense.zero_() if gradient is None else dense.copy_(gradient)
-
-
-@functools.lru_cache(maxsize=4096)
-def _dense_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of the gradient of a parameter: those of the parameter, or row by row where it has gaps."""
-    parameter = torch.empty_strided(shape, strides, device="meta")
-    like = torch.empty_like(parameter)
-    return strides if like.stride() == strides else like.contiguous().stride()
 
 
 # The tree
@@ -176,7 +147,7 @@ class TreeSum:
         count = len(nodes)
         rows = like[0].new_empty(count, slices * part, requires_grad=False)
         for row, values in zip(rows, nodes.values(), strict=True):
-            torch.cat([value.as_strided((value.numel(),), (1,)) for value in values], out=row[:width])
+            torch.cat([value.reshape(-1) for value in values], out=row[:width])
         nodes.clear()
         by_rank = nodes_by_rank(self.leaves, size, self.round_robin)
         sent = rows.view(count, slices, part).transpose(0, 1).expand(size, -1, -1).contiguous()
@@ -189,7 +160,7 @@ class TreeSum:
             whole = rows.new_empty(slices * part)
             dist.all_gather_into_tensor(whole, total)
             total = whole
-        return _split_like(total, like)
+        return _split_like(total[:width], like)
 
 
 def add_leaf(nodes: dict[int, list[Tensor]], leaf: int, values: list[Tensor]) -> None:
@@ -228,23 +199,25 @@ def nodes_by_rank(leaves: int, size: int, round_robin: bool) -> list[list[int]]:
 
 def _chunks(tensors: list[Tensor]) -> list[list[int]]:
     """Return the numbers of these tensors in groups of one type and device, of about CHUNK bytes or one tensor."""
-    full, open_chunks = [], {}
+    chunks, open_chunks, filled = [], {}, {}
     for number, tensor in enumerate(tensors):
-        chunk, filled = open_chunks.pop((tensor.dtype, tensor.device), ([], 0))
-        if filled and filled + tensor.nbytes > CHUNK:
-            full.append(chunk)
-            chunk, filled = [], 0
-        open_chunks[tensor.dtype, tensor.device] = [*chunk, number], filled + tensor.nbytes
-    return full + [chunk for chunk, _ in open_chunks.values()]
+        kind = tensor.dtype, tensor.device
+        if kind not in filled or filled[kind] + tensor.nbytes > CHUNK:
+            open_chunks[kind], filled[kind] = [], 0
+            chunks.append(open_chunks[kind])
+        open_chunks[kind].append(number)
+        filled[kind] += tensor.nbytes
+    return chunks
 
 
-def _split_like(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Return parts of a row of values, each in the shape and layout of a tensor's gradient."""
-    parts, start = [], flat.storage_offset()
-    for tensor in like:
-        parts.append(flat.as_strided(tensor.shape, _dense_strides(tensor.shape, tensor.stride()), start))
-        start += tensor.numel()
-    return parts
+def _split_like(row: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Return parts of a row of values, each in the shape of a tensor, and laid out in memory as it is."""
+    parts = row.split([tensor.numel() for tensor in like])
+    shaped = [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+    return [
+        part if tensor.is_contiguous() else torch.empty_like(tensor).copy_(part)
+        for part, tensor in zip(shaped, like, strict=True)
+    ]
 
 
 class TreeReduceScatter:

@@ -1,7 +1,5 @@
 """Checks that what every rank holds a copy of is the same on all: weights that part train two models."""
 
-import zlib
-
 import torch
 from torch import Tensor
 
@@ -9,39 +7,30 @@ from lib.utils import distributed
 from lib.utils.checkpoint import shards
 from lib.utils.distributed import World
 
-WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes
+WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-class Replicas:
-    """Compares the ranks' copies of tensors, and remembers when they agreed."""
+def check(tensors: dict[str, Tensor], world: World, step: int, agreed: int) -> None:
+    """Compare a digest of each tensor that is not sharded. All ranks call this at the same step.
 
-    def __init__(self, world: World):
-        self.world, self.agreed = world, "the start"
-
-    def check(self, tensors: dict[str, Tensor], step: int) -> None:
-        """Compare a digest of each tensor that is not sharded. All ranks call this at the same step.
-
-        Raises RuntimeError on all ranks; it names the first tensor that differs, the ranks, and the last step at
-        which all were the same.
-        """
-        if self.world.size == 1:
-            return
-        mine = {name: digest(tensor) for name, tensor in tensors.items() if not shards.is_sharded(tensor)}
-        first = distributed.broadcast_json(mine, self.world)
-        odd = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
-        parted = [(rank, names[0]) for rank, names in enumerate(distributed.gather_json(odd, self.world)) if names]
-        if parted:
-            name, ranks = parted[0][1], ", ".join(str(rank) for rank, _ in parted)
-            raise RuntimeError(
-                f"the copies of {name} differ: rank {ranks} and rank 0 have other values at step {step}; at "
-                f"{self.agreed} all were the same. Each process must change weights and buffers in the same way"
-            )
-        self.agreed = f"step {step}"
+    Raises RuntimeError on all ranks; it names the first tensor that differs, the ranks, and the step at which all
+    `agreed`.
+    """
+    if world.size == 1:
+        return
+    mine = {name: digest(tensor) for name, tensor in tensors.items() if not shards.is_sharded(tensor)}
+    first = distributed.broadcast_json(mine, world)
+    odd = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
+    parted = [(rank, names[0]) for rank, names in enumerate(distributed.gather_json(odd, world)) if names]
+    if parted:
+        name, ranks = parted[0][1], ", ".join(str(rank) for rank, _ in parted)
+        raise RuntimeError(
+            f"the copies of {name} differ: rank {ranks} and rank 0 have other values at step {step}; at step "
+            f"{agreed} all were the same. Each process must change weights and buffers in the same way"
+        )
 
 
 def digest(tensor: Tensor) -> int:
-    """Return a checksum of a tensor's bytes; on a GPU, where a CRC would need a copy, their sum as whole numbers."""
+    """Return the sum of a tensor's values, their bits read as whole numbers."""
     values = tensor.detach().contiguous().reshape(-1)
-    if values.device.type == "cpu":
-        return zlib.crc32(shards.as_bytes(values))
     return int(values.view(WHOLE_NUMBERS[values.element_size()]).sum(dtype=torch.int64))

@@ -1,15 +1,13 @@
 """The stock engine: gradients as DistributedDataParallel or FSDP2 sum them, and checks of what they do not notice."""
 
-import contextlib
 from argparse import Namespace
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.utils import distributed, seeding
+from lib.utils import distributed
 from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
@@ -17,17 +15,14 @@ from lib.utils.errors import UsageError
 
 
 class Engine:
-    """Computes the gradients of a step: `forward` and `backward` of each micro-batch, then `sum_gradients`.
+    """Computes the gradients of a step: `begin_pass` and `backward` of each micro-batch, then `sum_gradients`.
 
     Modules outside of DDP and FSDP, and parameters that needed no gradient when DDP was built, are summed here
     after the last pass. Buffers are DDP's: rank 0's, from the next forward pass on.
     """
 
-    same_buffers = False
-
     def __init__(self, modules: list[nn.Module], world: World, args: Namespace):
-        self.world, self.seed, self.find_unused = world, args.seed, args.find_unused
-        self.modules = modules
+        self.world, self.modules, self.find_unused = world, modules, args.find_unused
         self.wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self.by_ddp = {p for module in self.wrapped for p in module.parameters() if p.requires_grad}
         self.called: set[nn.Module] = set()  # those of `wrapped` that this pass called
@@ -36,15 +31,12 @@ class Engine:
         # DDP divides by the number of ranks; FSDP, as parallel.wrap sets it up, does not.
         self.loss_scale = world.size if self.wrapped else 1
 
-    @contextlib.contextmanager
-    def forward(self, micro_batch: MicroBatch, step: int, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Run the forward pass of a micro-batch in the block, under its own seed. `parameters`: what is summed."""
+    def begin_pass(self, micro_batch: MicroBatch, parameters: list[nn.Parameter]) -> None:
+        """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""
         self.parameters = parameters
         self.called.clear()
         for module in self.wrapped:
             module.require_backward_grad_sync = micro_batch.last  # as no_sync() sets it
-        seeding.seed_micro_batch(self.seed, step, micro_batch.number, self.world.device)
-        yield
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Compute the gradients of a micro-batch's share of the loss. In the last pass DDP sums them over all ranks.

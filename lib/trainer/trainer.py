@@ -16,7 +16,6 @@ from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding, watchdog
 from lib.utils.checkpoint import manager, resume, run_folder, shards, weights
 from lib.utils.checkpoint.resume import Past
-from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.checkpoint.state import State, attributes, find_parts, model_tensors
 from lib.utils.data.loader import Loader
 from lib.utils.data.options import read_options
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 HINT = "-debug names the first bad tensor; try a lower -lr_start, -clip_grad, or -bf16 in place of -fp16"
-
 SCALAR, CALLS = "scalar/", "calls/"  # of log_scalar, among the sums
 
 
@@ -69,8 +67,6 @@ class Trainer:
         # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
-        may_be_sharded = args.clip_grad > 0 or args.deterministic or args.parallel == "fsdp"
-        self.norm_by_rows = self.plan.engine == "exact" and may_be_sharded
         buffers.refuse_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
@@ -81,6 +77,7 @@ class Trainer:
             self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s, limit_steps=limit
         )
         self.in_pass = False  # whether a micro-batch is being computed
+        self.agreed = 0  # the last step at which the ranks had the same weights
         self.votes = False  # whether `evaluate` votes on a stop: only in `fit`
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
         self.saved = None  # the (step, epoch) of the last checkpoint
@@ -111,35 +108,23 @@ class Trainer:
     def resume(self, past: Past | None) -> None:
         """Continue from a checkpoint, or start a new run."""
         self.checkpoints.open()
-        self.begin()
-        tensors = self.parts.weights()
-        self.parts.states(tensors)  # names now what no checkpoint could hold
+        parts = find_parts(self)
+        tensors = parts.weights()
+        parts.states(tensors)  # names now what no checkpoint could hold
         self.checkpoints.check(tensors)
+        self.make_engine()
         if past:
             self.load(past)
             if past.missing_on:  # each node has a checkpoint at once
                 self.save()
 
-    def begin(self) -> None:
-        """Make the engine, once all modules of the trainer are there."""
-        self.parts = find_parts(self)
-        self.replicas = replicas.Replicas(self.world)
-        for name, tensor in self.parts.weights().items() if self.world.size > 1 else ():
-            if name.startswith("trainer.") and not is_sharded(tensor):  # wrap gave the model rank 0's values
+    def make_engine(self) -> None:
+        """Make what sums gradients, once all modules are there. Those of the trainer take rank 0's values."""
+        for name, tensor in find_parts(self).weights().items() if self.world.size > 1 else ():
+            if name.startswith("trainer.") and not shards.is_sharded(tensor):
                 distributed.broadcast_tensor(tensor, 0)
-        modules = [value for value in vars(self).values() if isinstance(value, nn.Module)]
-        modules += [module for module in self.parts.modules.values() if module not in modules]
-        self.engine = parallel.engine(self.plan.engine)(modules, self.world, self.args)
-
-    def check_replicas(self) -> None:
-        """Compare the ranks' copies of all weights, and of the buffers that the engine keeps the same."""
-        tensors = {
-            f"{part}.{name}": tensor
-            for part, module in self.parts.modules.items()
-            for name, tensor in model_tensors(module).items()
-            if self.engine.same_buffers or isinstance(tensor, nn.Parameter)
-        }
-        self.replicas.check(tensors, self.state.step)
+        modules = dict.fromkeys(value for _, value in attributes(self) if isinstance(value, nn.Module))
+        self.engine = parallel.engine(self.plan.engine)([*modules], self.world, self.args)
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""
@@ -172,8 +157,8 @@ class Trainer:
         if self.stop.limit_reached(self.state.step):
             return False
         batches = self.rate.time_data_loading(self.batches())
-        for micro_batches in self.steps(batches):
-            self.train_step(micro_batches)
+        for _ in range(self.plan.step_in_epoch(self.state), self.plan.steps):
+            self.train_step(batches)
             if self.after_step():
                 return False
         return True
@@ -182,33 +167,32 @@ class Trainer:
         """Return the rest of the epoch's micro-batches of this rank."""
         return self.loaders["train"].epoch(self.state.epoch, self.plan.step_in_epoch(self.state))
 
-    def steps(self, batches: Iterator[tuple[MicroBatch, Any]]) -> Iterator[Iterator[tuple[MicroBatch, Any]]]:
-        """Yield the micro-batches of each step in turn."""
-        for first in batches:
-            yield one_step(first, batches)
-
-    def train_step(self, micro_batches: Iterator[tuple[MicroBatch, Any]]) -> None:
+    def train_step(self, batches: Iterator[tuple[MicroBatch, Any]]) -> None:
         """Take one optimizer step: a pass for each of this rank's micro-batches, the sum over all ranks, the update."""
-        for micro_batch, batch in micro_batches:
-            with self.engine.forward(micro_batch, self.state.step, parameters_of(self.find_optimizers())):
-                loss = self.compute_loss(batch, micro_batch)
+        trained = parameters_of(self.find_optimizers())
+        for micro_batch, batch in batches:
+            seeding.seed_micro_batch(self.args.seed, self.state.step, micro_batch.number, self.world.device)
+            self.engine.begin_pass(micro_batch, trained)
+            loss = self.compute_loss(batch, micro_batch)
             self.backward(loss, micro_batch)
             self.logger.first_batch(batch)
+            if micro_batch.last:
+                break
         self.engine.sum_gradients()
         seeding.seed_step(self.args.seed, self.state.step, self.world.device)  # the same draws on every rank
         norm = self.optimizer_step()
         self.pending_norms.append(norm)
         self.state.step += 1
         self.state.samples += micro_batch.step_samples
-        self.logger.step(self.pending_losses[-1][0])
+        self.logger.step(loss.detach())
 
     def compute_loss(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
-        counted, self.in_pass = self.metrics, True
-        self.metrics = counted if micro_batch.count else metrics.Sums()  # padding counts nothing
-        with self.precision, add_shapes_to_errors(batch, self.args):
+        self.in_pass = True
+        counts = self.metrics.counting(micro_batch.count > 0)
+        with counts, self.precision, add_shapes_to_errors(batch, self.args):
             loss = self.training_step(batch)
-        self.metrics, self.in_pass = counted, False
+        self.in_pass = False
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UsageError(f"training_step returns {loss!r:.40}: it must return the mean loss, a 0-d tensor")
         self.pending_losses.append((loss.detach(), micro_batch.count))
@@ -243,7 +227,9 @@ class Trainer:
         """Return the norm of the gradient of these optimizers' parameters (0-d); cut a longer one to -clip_grad."""
         for optimizer in due if self.scaler.is_enabled() else ():
             self.scaler.unscale_(optimizer)
-        return optimizers.clip(parameters_of(due), self.args.clip_grad, self.norm_by_rows)
+        may_be_sharded = self.args.parallel == "fsdp" or self.args.deterministic or self.args.clip_grad > 0
+        by_rows = self.plan.engine == "exact" and bool(may_be_sharded)
+        return optimizers.clip(parameters_of(due), self.args.clip_grad, by_rows)
 
     def set_learning_rate(self) -> None:
         """Give the model's optimizer the learning rate of this step; a group's "lr_scale" multiplies it."""
@@ -308,7 +294,6 @@ class Trainer:
         The log comes before the save: a run that continues from an older checkpoint logs again; after the save, a
         kill would lose it.
         """
-        self.check_replicas()
         figures = self.evaluate("val") if "val" in self.loaders else {}
         if figures is None:
             return False
@@ -335,7 +320,7 @@ class Trainer:
         self.stop.begin_evaluation(last=self.state.step == self.total_steps or self.is_done())
         totals = metrics.Sums()
         self.predictions.reset()
-        with self.evaluating(), seeding.keep_generators(self.world.device):
+        with self.evaluating():
             for micro_batch, batch in self.loaders[split].epoch(0):
                 seeding.seed_evaluation(self.args.seed, micro_batch.number, self.world.device)
                 with self.precision, add_shapes_to_errors(batch, self.args):
@@ -344,21 +329,29 @@ class Trainer:
                     totals.update({**sums, "samples": micro_batch.count})
                 if self.votes and self.stop.tick(training=False):
                     return None
+        seeding.seed_step(self.args.seed, self.state.step, self.world.device)  # as if there had been no evaluation
         losses.check_probabilities(self.loss)
         return {**losses.compute_metrics(totals.reduce()), **self.predictions.figures()}
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Set all modules of this trainer to evaluation mode for the block; then each has its own mode again."""
-        self.engine.share_buffers()
-        modules = {part: part.training for root in self.parts.modules.values() for part in root.modules()}
-        for root in self.parts.modules.values():
+        self.check_replicas()
+        roots = find_parts(self).modules.values()
+        modes = [(module, module.training) for root in roots for module in root.modules()]
+        for root in roots:
             root.eval()
         try:
             yield
         finally:
-            for module, training in modules.items():
+            for module, training in modes:
                 module.training = training
+
+    def check_replicas(self) -> None:
+        """Compare the ranks' copies of all weights and buffers."""
+        self.engine.share_buffers()
+        replicas.check(find_parts(self).weights(), self.world, self.state.step, self.agreed)
+        self.agreed = self.state.step
 
     def save(self, keep: bool = False) -> None:
         """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
@@ -459,13 +452,3 @@ def parameters_of(optimizers: list[torch.optim.Optimizer]) -> list[nn.Parameter]
     """Return the parameters that these optimizers train as of now, each once."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return [*dict.fromkeys(parameter for group in groups for parameter in group["params"])]
-
-
-def one_step(first: tuple[MicroBatch, Any], batches: Iterator[tuple[MicroBatch, Any]]) -> Iterator:
-    """Yield the first micro-batch of a step, and the step's others from `batches`."""
-    yield first
-    if not first[0].last:
-        for micro_batch, batch in batches:
-            yield micro_batch, batch
-            if micro_batch.last:
-                return

@@ -4,9 +4,7 @@ The mixing function is SplitMix64's finalizer (Steele, Lea and Flood, Fast split
 OOPSLA 2014).
 """
 
-import contextlib
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -61,18 +59,6 @@ def seed_step(seed: int, step: int, device: torch.device) -> None:
 def seed_evaluation(seed: int, micro: int, device: torch.device) -> None:
     """Seed Python, NumPy and torch for micro-batch `micro` of an evaluation, at any step, and in -eval."""
     _seed_all(hash_ints(EVALUATION, seed, micro), device)
-
-
-@contextlib.contextmanager
-def keep_generators(device: torch.device) -> Iterator[None]:
-    """Leave the generators of Python, NumPy and torch after the block as they were before it."""
-    of_python, of_numpy, devices = random.getstate(), np.random.get_state(), [device] if device.type != "cpu" else []
-    try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 def _seed_all(value: int, device: torch.device) -> None:

@@ -57,15 +57,16 @@ class Statistics:
     """Running statistics as the exact engine sums them on one process."""
 
     def __init__(self, model):
-        self.tree, self.statistics = exact.TreeSum(World()), model_buffers.RunningStatistics([model])
+        self.tree, self.statistics = exact.TreeSum(World()), model_buffers.Buffers([model], World())
 
     def step(self, keys, passes, norm=1.0):
         self.tree.begin(len(keys))
         for key, forward in zip(keys, passes, strict=True):
             self.statistics.before(key)
             forward()
+            self.statistics.after()
             if key.count:
-                self.tree.add(key.number, self.statistics.after(key))
+                self.tree.add(key.number, self.statistics.shares(key))
         sums = self.tree.result(self.statistics.like()) if len(keys) > 1 else []
         self.statistics.finish(sums, torch.tensor(norm))
 

@@ -124,8 +124,8 @@ def gradients(world: World, parallel: str = "ddp") -> list[list[torch.Tensor | N
         for key in Loader(
             range(count), cut, world, seed=0, shuffle=False, workers=0, round_robin=parallel == "fsdp"
         ).micro_batches(0):
-            with engine.forward(key, 0, parameters):
-                loss = model(key.number) * key.count
+            engine.begin_pass(key, parameters)
+            loss = model(key.number) * key.count
             engine.backward(loss, key)
         engine.sum_gradients()
         found.append([None if one.grad is None else one.grad.clone() for one in model.parameters()])
