@@ -39,8 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: config.Args) -> int:
     """Be one process of the run: join the others, find the past, build the parts, train."""
-    from lib.core import loss, modes, parallel
-    from lib.core import optimizer as optimizers
+    from lib.core import loss, modes, optimizer, parallel
     from lib.utils import distributed, runtime, seeding, watchdog
     from lib.utils.checkpoint import resume, run_folder, shared_disk, weights
     from lib.utils.data import fingerprint, loader
@@ -80,12 +79,10 @@ def run(args: config.Args) -> int:
         )
         criterion = loss.get_loss(args).to(world.device)
         model = parallel.wrap(model, args, world, plan.engine, arch=arch)
-        optimizer = optimizers.get_optimizer(model, args)
 
         stack.enter_context(startup.enable_garbage_collector())
         about = {**runtime.describe(world), "classes": plan.data["classes"], **skipped}
-        config_yaml = config.to_yaml(args, about, resume.effective_flags(plan))
-        folder.begin(config_yaml, resume.start_facts(args, plan, past))
+        folder.begin(config.to_yaml(args, about, resume.effective_flags(plan)), resume.start_facts(args, plan, past))
         console.setup_logging(folder.path, world.rank)
         log.info("threads:     %d", threads)
         if loaded:
@@ -97,7 +94,9 @@ def run(args: config.Args) -> int:
         logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and disk.is_first else NoLogger()
         stack.callback(logger.close)
         seeding.seed_building(args.seed, seeding.TRAINER)
-        trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)
+        trainer = trainers.Trainer(
+            args, world, loaders, model, criterion, optimizer.get_optimizer(model, args), logger
+        )
         return EXIT_CODES[modes.RUN[mode](trainer, past)]
 
 

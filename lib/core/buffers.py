@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lib.utils import distributed
+from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.data.plan import MicroBatch, Plan
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -104,8 +105,14 @@ class Buffers:
                 total, changes = next(parts), next(parts)
                 end = torch.where(changes > 0, total, start)
             buffer.copy_(torch.where(finite, end, start))
-        for buffer in _read(self.others):
-            distributed.broadcast_tensor(buffer, 0)
+        take_first(_read(self.others))
+
+
+def take_first(tensors: Iterable[Tensor]) -> None:
+    """Give those of these tensors that are not sharded the values of rank 0. All ranks call this alike."""
+    for tensor in tensors:
+        if not is_sharded(tensor):
+            distributed.broadcast_tensor(tensor, 0)
 
 
 def _read(places: Iterable[tuple[nn.Module, str]]) -> list[Tensor]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.utils import distributed
+from lib.core.buffers import take_first
 from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
@@ -79,5 +79,4 @@ class Engine:
     def share_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, before an evaluation."""
         for module in self.modules if self.world.size > 1 else ():
-            for buffer in module.buffers():
-                distributed.broadcast_tensor(buffer, 0)
+            take_first(module.buffers())

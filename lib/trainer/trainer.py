@@ -120,9 +120,8 @@ class Trainer:
 
     def make_engine(self) -> None:
         """Make what sums gradients, once all modules are there. Those of the trainer take rank 0's values."""
-        for name, tensor in find_parts(self).weights().items() if self.world.size > 1 else ():
-            if name.startswith("trainer.") and not shards.is_sharded(tensor):
-                distributed.broadcast_tensor(tensor, 0)
+        own = [one for name, one in find_parts(self).weights().items() if name.startswith("trainer.")]
+        buffers.take_first(own if self.world.size > 1 else ())
         modules = dict.fromkeys(value for _, value in attributes(self) if isinstance(value, nn.Module))
         self.engine = parallel.engine(self.plan.engine)([*modules], self.world, self.args)
 
@@ -188,11 +187,10 @@ class Trainer:
 
     def compute_loss(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
-        self.in_pass = True
-        counts = self.metrics.counting(micro_batch.count > 0)
-        with counts, self.precision, add_shapes_to_errors(batch, self.args):
+        self.in_pass, self.metrics.counts = True, micro_batch.count > 0
+        with self.precision, add_shapes_to_errors(batch, self.args):
             loss = self.training_step(batch)
-        self.in_pass = False
+        self.in_pass, self.metrics.counts = False, True
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UsageError(f"training_step returns {loss!r:.40}: it must return the mean loss, a 0-d tensor")
         self.pending_losses.append((loss.detach(), micro_batch.count))

@@ -196,15 +196,12 @@ def _micro_batch_size(args: "Args", batch: int, world: World, saved: int | None)
 
 
 def choose_engine(args: "Args", world: World, saved: str | None = None) -> str:
-    """Return "exact" or "stock": by -deterministic, else the run's first one, else exact on the CPU.
-
-    Without the file exact.py it is always stock.
-    """
+    """Return "exact" or "stock": by -deterministic, else the run's first one, else exact on the CPU."""
     if importlib.util.find_spec("lib.core.exact") is None:
         return "stock"
-    if args.deterministic is None:
-        return saved or ("exact" if world.device.type == "cpu" else "stock")
-    return "exact" if args.deterministic else "stock"
+    if args.deterministic is not None:
+        return "exact" if args.deterministic else "stock"
+    return saved or ("exact" if world.device.type == "cpu" else "stock")
 
 
 def config_to_save(args: "Args", plan: Plan) -> dict:

@@ -143,12 +143,11 @@ class Parts:
         return empty
 
     def rank_dependent(self, tensors: dict[str, Tensor]) -> set[str]:
-        """Return the names of tensors that may differ between ranks, so that the first rank's are saved.
-
-        They are buffers (a counter has its value from the rank's last micro-batch), and tensors of the trainer.
-        """
-        buffers = {f"model.{name}" for name, _ in self.modules["model"].named_buffers()}
-        return buffers | {name for name in tensors if name.startswith("trainer.")}
+        """Return the names of tensors that may differ between ranks, as buffers: the first rank's are saved."""
+        trained = {
+            name for name, one in tensors.items() if isinstance(one, nn.Parameter) or name.startswith("optim.")
+        }
+        return {name for name in tensors if name not in trained or name.startswith("trainer.")}
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return each parameter by its name: that in the model, or else trainer.NAME and that in a module."""

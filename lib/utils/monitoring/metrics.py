@@ -1,10 +1,8 @@
 """Figures of a run: sums over micro-batches and processes, the best evaluation, and metrics.jsonl."""
 
-import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,18 +26,11 @@ class Sums:
 
     def __init__(self):
         self._local: dict[str, list] = {}
-        self._counts = True
-
-    @contextlib.contextmanager
-    def counting(self, counts: bool) -> Iterator[None]:
-        """Let `update` do nothing in the block unless this `counts`: padding does not."""
-        self._counts = counts
-        yield
-        self._counts = True
+        self.counts = True  # whether `update` does anything: not for padding
 
     def update(self, values: dict[str, Any]) -> Any:
         """Add numbers or 0-d tensors, and return these sums. Waits for the device once in many calls."""
-        for name, value in values.items() if self._counts else ():
+        for name, value in values.items() if self.counts else ():
             if isinstance(value, Tensor):
                 if value.ndim:
                     raise ValueError(f"metric {name!r} has the shape {tuple(value.shape)}: it must be one value")
