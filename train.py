@@ -95,7 +95,7 @@ def run(args: config.Args) -> int:
         stack.callback(logger.close)
         seeding.seed_building(args.seed, seeding.TRAINER)
         trainer = trainers.Trainer(
-            args, world, loaders, model, criterion, optimizer.get_optimizer(model, args), logger
+            args, world, loaders, model, criterion, optimizer.get_optimizer(model, criterion, args), logger
         )
         return EXIT_CODES[modes.RUN[mode](trainer, past)]
 

@@ -13,9 +13,11 @@ from lib.utils.checkpoint.shards import is_sharded, local_part
 BY_NAME = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
-def get_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """Return the optimizer of a model that `parallel.wrap` returned. Each step sets its learning rate."""
+def get_optimizer(model: nn.Module, loss: nn.Module, args: Namespace) -> torch.optim.Optimizer:
+    """Return the optimizer of a model that `parallel.wrap` returned, and of a loss that has parameters."""
     groups = decay_groups(model, args.weight_decay)
+    if own := [parameter for parameter in loss.parameters() if parameter.requires_grad]:
+        groups.append({"params": own, "weight_decay": 0.0})
     parameters = [parameter for group in groups for parameter in group["params"]]
     options = {"lr": args.lr_start, **({"momentum": args.momentum} if args.optimizer == "sgd" else {})}
     try:

@@ -122,7 +122,7 @@ def test_an_optimizer_is_fused_where_torch_has_a_kernel_that_can_skip_steps(name
 @pytest.mark.parametrize("name", optimizers.BY_NAME)
 def test_biases_and_norms_have_no_weight_decay_and_frozen_parameters_are_left_out(name):
     model = Mixed()
-    optimizer = optimizers.get_optimizer(model, flags(optimizer=name))
+    optimizer = optimizers.get_optimizer(model, nn.Identity(), flags(optimizer=name))
     names = {parameter: name for name, parameter in model.named_parameters()}
     decay_of = [(names[p], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]]
     trained = [name for name in names.values() if not name.startswith("frozen")]
@@ -177,7 +177,10 @@ def test_a_row_has_the_same_norm_by_itself_and_among_others_with_two_threads():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(bad):
     model = nn.Linear(3, 2)
-    optimizer, scaler = optimizers.get_optimizer(model, flags()), torch.amp.GradScaler("cpu", enabled=False)
+    optimizer, scaler = (
+        optimizers.get_optimizer(model, nn.Identity(), flags()),
+        torch.amp.GradScaler("cpu", enabled=False),
+    )
     for good in (True, False):
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
         for parameter in model.parameters():
@@ -198,7 +201,7 @@ def test_a_skipped_first_step_on_a_gpu_or_by_the_scaler_leaves_no_trace(name, sw
     torch.use_deterministic_algorithms(True)
     try:
         for model, values in zip(models, ([math.inf, 1.0, 2.0], [1.0, 2.0]), strict=True):
-            optimizer = optimizers.get_optimizer(model, flags(optimizer=name))
+            optimizer = optimizers.get_optimizer(model, nn.Identity(), flags(optimizer=name))
             if switch and not getattr(optimizer, "_step_supports_amp_scaling", False):
                 pytest.skip(f"this torch has no such switch in {name}")
             for value in values:

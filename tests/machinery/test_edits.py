@@ -3,11 +3,11 @@
 import pytest
 import torch
 from runs import few, norm_net, outcome, plugins, run, same_tensors, weights
-from saves import SMALL, bits
+from saves import SMALL, bits, names, tensors
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from lib.core import parallel
+from lib.core import loss, parallel
 from lib.trainer import trainer
 
 FLAGS = f"{SMALL} -micro_batch 4 -log_every 1"
@@ -129,6 +129,37 @@ def test_an_edit_gives_the_same_bits_on_1_2_and_3_processes_and_after_stops(edit
         for limit, processes in ((3, 2), (6, 3), (9, 1)):
             run(tmp_path, f"{flags} -cpu {processes} -model moved -limit_steps {limit}", wanted=75)
         assert bits(run(tmp_path, f"{flags} -cpu 2 -model moved")) == bits(alone)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs * self.scale, targets)
+
+
+def test_a_loss_with_parameters_is_trained_summed_and_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(loss, "get_loss", lambda args: Scaled())
+    alone = run(tmp_path, f"{FLAGS} -cpu 1 -model alone")
+    run(tmp_path, f"{FLAGS} -cpu 3 -model moved -limit_steps 5", wanted=75)
+    assert bits(run(tmp_path, f"{FLAGS} -cpu 2 -model moved")) == bits(alone)
+    saved = tensors(alone / "checkpoints" / names(alone)[0])
+    assert not torch.equal(saved["trainer.loss.scale"], torch.ones(4))
+    assert saved["optim.trainer.loss.scale.exp_avg"].abs().sum() > 0
+    with plugins(arch={"plain": plain_net}):
+        both, one = (run(tmp_path, f"{STOCK} -arch plain -cpu {n} -model stock_{n}") for n in (2, 1))
+    assert close(both, one)
+
+
+def test_class_weights_may_change_at_a_resume(tmp_path):
+    flags = f"{FLAGS} -cpu 1 -class_weights"
+    run(tmp_path, f"{flags} 1,1,1,1 -model moved -limit_steps 5", wanted=75)
+    folder = run(tmp_path, f"{flags} 1,2,3,4 -allow_change class_weights -model moved")
+    assert "trainer.loss.weight" not in tensors(folder / "checkpoints" / names(folder)[0])
 
 
 def test_an_evaluation_in_between_changes_nothing(tmp_path):
