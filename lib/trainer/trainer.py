@@ -120,7 +120,9 @@ class Trainer:
 
     def make_engine(self) -> None:
         """Make what sums gradients, once all modules are there. Those of the trainer take rank 0's values."""
-        own = [one for name, one in find_parts(self).weights().items() if name.startswith("trainer.")]
+        parts = find_parts(self)
+        self.all_optimizers = [*parts.optimizers.values()]
+        own = [one for name, one in parts.weights().items() if name.startswith("trainer.")]
         buffers.take_first(own if self.world.size > 1 else ())
         modules = dict.fromkeys(value for _, value in attributes(self) if isinstance(value, nn.Module))
         self.engine = parallel.engine(self.plan.engine)([*modules], self.world, self.args)
@@ -168,7 +170,7 @@ class Trainer:
 
     def train_step(self, batches: Iterator[tuple[MicroBatch, Any]]) -> None:
         """Take one optimizer step: a pass for each of this rank's micro-batches, the sum over all ranks, the update."""
-        trained = parameters_of(self.find_optimizers())
+        trained = parameters_of(self.all_optimizers)
         for micro_batch, batch in batches:
             seeding.seed_micro_batch(self.args.seed, self.state.step, micro_batch.number, self.world.device)
             self.engine.begin_pass(micro_batch, trained)
@@ -219,7 +221,7 @@ class Trainer:
 
     def due_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that take this step. The gradients of the others add up until they do."""
-        return self.find_optimizers()
+        return self.all_optimizers
 
     def clip_gradients(self, due: list[torch.optim.Optimizer]) -> Tensor:
         """Return the norm of the gradient of these optimizers' parameters (0-d); cut a longer one to -clip_grad."""
@@ -234,11 +236,6 @@ class Trainer:
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-
-    def find_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that this trainer has now, in attributes or in lists and dicts of them, each once."""
-        found = [value for _, value in attributes(self) if isinstance(value, torch.optim.Optimizer)]
-        return [*dict.fromkeys(found)]
 
     def after_step(self) -> bool:
         """Do what is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
@@ -346,9 +343,12 @@ class Trainer:
                 module.training = training
 
     def check_replicas(self) -> None:
-        """Compare the ranks' copies of all weights and buffers."""
+        """Compare the ranks' copies of all weights and buffers, and the optimizers with those at the start."""
+        parts = find_parts(self)
+        if [*parts.optimizers.values()] != self.all_optimizers:
+            raise UsageError("the trainer made or replaced an optimizer after the start: its __init__ must make all")
         self.engine.share_buffers()
-        replicas.check(find_parts(self).weights(), self.world, self.state.step, self.agreed)
+        replicas.check(parts.weights(), self.world, self.state.step, self.agreed)
         self.agreed = self.state.step
 
     def save(self, keep: bool = False) -> None:

@@ -189,6 +189,20 @@ def test_replicas_that_part_are_an_error_that_names_tensor_ranks_and_step(engine
     assert "at step 8; at step 4 all were the same" in reason
 
 
+class Late(trainer.Trainer):
+    """Makes an optimizer in the second epoch."""
+
+    def train_epoch(self):
+        if self.state.epoch == 1:
+            self.late = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return super().train_epoch()
+
+
+def test_an_optimizer_that_is_made_after_the_start_is_refused(tmp_path, refused):
+    with plugins(trainer={"late": Late}):
+        assert "made or replaced an optimizer after the start" in refused(f"{FLAGS} -trainer late -cpu 1")
+
+
 # Stock DDP on the CPU: what it does not notice by itself
 
 

@@ -306,7 +306,7 @@ class Guided(trainer.Trainer):
         return self.loss(self.guide(self.model(batch[0])), batch[1])
 
     def due_optimizers(self):
-        return self.find_optimizers() if self.state.step % 2 else [self.optimizer]
+        return self.all_optimizers if self.state.step % 2 else [self.optimizer]
 
 
 def test_two_optimizers_and_rare_metrics_give_the_same_bits_on_any_number_of_processes(tmp_path):
@@ -348,7 +348,7 @@ class Extra(trainer.Trainer):
         return self.loss(self.wrapped(self.model(batch[0])), batch[1])
 
     def due_optimizers(self):
-        return self.find_optimizers() if self.state.step % 2 else [self.optimizer]
+        return self.all_optimizers if self.state.step % 2 else [self.optimizer]
 
     def optimizer_step(self):
         norm = super().optimizer_step()

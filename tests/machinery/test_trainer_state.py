@@ -43,7 +43,7 @@ class WithCritic(trainer.Trainer):
         return self.loss(outputs, batch[1]) + self.critic(outputs.detach() - self.notes.center).square().mean()
 
     def due_optimizers(self):
-        return self.find_optimizers() if self.state.step else [self.optimizer]
+        return self.all_optimizers if self.state.step else [self.optimizer]
 
     def optimizer_step(self):
         norm = super().optimizer_step()
