@@ -164,12 +164,11 @@ class Parts:
             UsageError: a parameter is in none of the modules.
         """
         names = {parameter: name for name, parameter in self.parameters().items()}
-        groups = self.optimizers[part].param_groups
-        trained = [names.get(parameter) for group in groups for parameter in group["params"]]
-        if None in trained:
+        parameters = [one for group in self.optimizers[part].param_groups for one in group["params"]]
+        if not names.keys() >= {*parameters}:
             stray = "trains a parameter that neither the model nor a module of the trainer has"
             raise UsageError(f"{part} ({type(self.optimizers[part]).__name__}) {stray}: no checkpoint would hold it")
-        return trained
+        return [names[parameter] for parameter in parameters]
 
 
 def attributes(trainer: Any) -> Iterator[tuple[str, Any]]:
