@@ -482,7 +482,7 @@ def test_best_and_final_weights_are_both_tested_and_the_final_ones_stay(tmp_path
         assert same_tensors({key: saved[f"model.{key}"] for key in weights(folder)}, weights(folder))
     (folder / "best" / "weights.safetensors").unlink()
     run(tmp_path, f"{SMALL} -cpu {size} -trainer {name}")
-    assert "the best weights are not tested: " in saves.log_of(folder) and "test_best" not in outcome(folder)
+    assert "the best weights are lost: " in saves.log_of(folder) and "test_best" not in outcome(folder)
     assert outcome(folder)["test"] == found["test"]
 
 

@@ -65,8 +65,8 @@ def clip(parameters: list[nn.Parameter], limit: float, by_rows: bool) -> Tensor:
         norm = torch.linalg.vector_norm(torch.cat(_row_norms(gradients)))
     else:
         norm = torch.nn.utils.get_total_norm(gradients)
-    if limit:
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    for sharded in (True, False) if limit else ():  # torch takes no mixture
+        torch.nn.utils.clip_grads_with_norm_([p for p in parameters if is_sharded(p) == sharded], limit, norm)
     return norm
 
 

@@ -408,11 +408,8 @@ class Trainer:
             return {}
         found: dict[str, dict[str, float] | None] = {}
         if self.state.best and self.state.best["epoch"] < self.state.epoch:
-            try:
-                with self.best_weights():
-                    found["test_best"] = self.evaluate("test")
-            except UsageError as error:
-                log.warning("the best weights are not tested: %s", error)
+            with self.best_weights():
+                found["test_best"] = self.evaluate("test")
         if None not in found.values():
             found["test"] = self.evaluate("test")
         return None if None in found.values() else {split: one for split, one in found.items() if one}
