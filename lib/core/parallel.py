@@ -57,7 +57,7 @@ def engine(name: str) -> type:
 
 
 def wrap(
-    model: nn.Module, args: Namespace, world: World, engine: str, *, arch: ModuleType | None = None
+    model: nn.Module, args: Namespace, world: World, engine: str = "exact", *, arch: ModuleType | None = None
 ) -> nn.Module:
     """Return the model on its device, with rank 0's values; for the stock engine inside DDP; or sharded (FSDP2).
 

@@ -124,6 +124,8 @@ class Parts:
                 optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
             now, names = optimizer.state_dict()["param_groups"], self.trained(part)
             for group, saved in zip(now, groups, strict=False):
+                if other := sorted(optimizer.defaults.keys() - saved.keys()):
+                    raise UsageError(f"the checkpoint is of another optimizer: its {part} has no {other[0]}")
                 group |= {key: value for key, value in saved.items() if key not in {"params", *allowed}}
             if strange := sorted(memory.keys() - {*names}):
                 raise UsageError(f"{part} does not train {strange[0]}, for which the checkpoint has its state")
