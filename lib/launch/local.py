@@ -78,7 +78,8 @@ def start_processes(args: Args, target: str, count: int) -> int:
     import torch.multiprocessing
 
     method = "fork" if fork_is_safe() else "spawn"
-    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    ours = ("MainThread", "checkpoint_0")  # the latter of a run that ended in this process
+    others = [thread.name for thread in threading.enumerate() if thread.name not in ours]
     if method == "fork" and others:  # a pool of a plugin's
         method = "spawn"
         text = f"threads run already ({', '.join(others[:4])}), which a fork would lose: each process imports anew"

@@ -198,7 +198,7 @@ def test_a_read_only_disk_is_refused_and_its_checkpoints_can_be_resumed_elsewher
         saves.stop_at(patch, 6)
         run(tmp_path / "out", SMALL, wanted=75)
     disk = mount(of=tmp_path / "out")
-    assert "cannot be written (Read-only file system)" in saves.refused(disk, SMALL, capfd)
+    assert "cannot be written (Read-only file system" in saves.refused(disk, SMALL, capfd)
     assert "cannot be written (" in saves.refused(disk, f"{SMALL} -model new", capfd)
     folder = run(tmp_path, f"{SMALL} -resume {disk / finished_run.name}")
     assert f"resuming from {disk}/{finished_run.name}/checkpoints/000002_step_6:" in log_of(folder)

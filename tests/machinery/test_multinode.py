@@ -221,9 +221,11 @@ def test_a_file_stop_on_the_disk_of_any_node_stops_all_nodes_once(tmp_path, monk
     _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
     assert not [node for node in (one, two) if (node / "STOP").exists()]
     _run_on_nodes(tmp_path, f"{SMALL} -cpu 2")
-    (one / "STOP").touch()
+    (one / "STOP").touch()  # while a finished run is evaluated again
+    _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
+    assert not (one / "STOP").exists()
     _run_on_nodes(tmp_path, f"{SMALL} -cpu 2")
-    assert outcome(one)["state"] == "finished" and not (one / "STOP").exists(), "the run had finished already"
+    assert outcome(one)["state"] == "finished"
 
 
 def test_a_shared_disk_is_detected(tmp_path, monkeypatch):
@@ -233,7 +235,7 @@ def test_a_shared_disk_is_detected(tmp_path, monkeypatch):
     (tmp_path / "node0").mkdir()
     folder = _run_on_nodes(tmp_path, f"{SMALL} -cpu 3")[0]
     newest = folder / "checkpoints" / names(folder)[0]
-    assert len(list(newest.glob("shard_*"))) == 3
+    assert len(list(newest.glob("shard_*"))) == 1, "rank 0 writes what all ranks have"
     assert not list(folder.rglob("*.partial")) and not list((tmp_path / "node0").glob("*.partial"))
 
 

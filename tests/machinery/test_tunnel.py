@@ -89,7 +89,7 @@ def test_on_a_terminal_the_addresses_are_shown_and_the_agent_ends_with_the_run(a
         fault={"do": "pause", "step": 25},
     )
     run.wait_for_output("TensorBoard for others: http://127.0.0.1:")
-    assert "\r\x1b[KTensorBoard: http://127.0.0.1:" in run.text() and PASSWORD not in run.text()
+    assert "TensorBoard: http://127.0.0.1:" in run.text() and PASSWORD not in run.text()
     run.release()
     assert run.wait() == 0 and run.outcome()["state"] == "finished"
     until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the end of the agent")

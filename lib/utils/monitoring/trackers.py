@@ -24,8 +24,7 @@ class Tracker:
 
     def __init__(self, name: str, folder: Path):
         command = [sys.executable, str(SCRIPT), name, str(folder), "-parent", str(os.getpid())]
-        # In a session of its own: Ctrl-C is for the run.
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C is the run's
 
     def close(self, finished: bool) -> None:
         """Say how the run ended, and wait a moment until the rest is sent."""
