@@ -78,8 +78,7 @@ def start_processes(args: Args, target: str, count: int) -> int:
     import torch.multiprocessing
 
     method = "fork" if fork_is_safe() else "spawn"
-    ours = ("MainThread", "checkpoint_0")  # the latter of a run that ended in this process
-    others = [thread.name for thread in threading.enumerate() if thread.name not in ours]
+    others = [thread.name for thread in threading.enumerate() if thread.name not in ("MainThread", "checkpoint_0")]
     if method == "fork" and others:  # a pool of a plugin's
         method = "spawn"
         text = f"threads run already ({', '.join(others[:4])}), which a fork would lose: each process imports anew"

@@ -30,9 +30,8 @@ def start(runs: Path, user: str = "") -> subprocess.Popen:
     With a user's name, open a tunnel, too, that asks for it and for the password in NGROK_PASSWORD.
     """
     command = [sys.executable, "-m", __name__, str(runs.resolve()), str(os.getpid()), user]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True
-    )  # Ctrl-C is the run's
+    # In a session of its own: Ctrl-C is for the run.
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def main(runs: str, parent: int, user: str) -> None:
