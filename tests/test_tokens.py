@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runs
+import tiny_data
 import torch
 from torch.nn import functional
 
@@ -35,10 +36,7 @@ def texts(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Token files as nanoGPT writes them: numbers of two bytes below 50, nothing else."""
-    for split, count in (("train", 1000), ("val", 100)):
-        np.random.default_rng(count).integers(0, 50, count).astype(np.uint16).tofile(tmp_path / f"{split}.bin")
-    return tmp_path
+    return tiny_data.make_tokens(tmp_path)
 
 
 def splits_of(data, *flags):

@@ -47,3 +47,10 @@ def make_tokens(root, _monkeypatch=None):
 def image(file):
     pixels = np.random.default_rng(len(str(file))).integers(0, 256, (40, 30, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(file)
+
+
+def make_tokens(root):
+    """Token files as nanoGPT writes them: numbers of two bytes below 50, nothing else. Returns the folder."""
+    for split, count in (("train", 1000), ("val", 100)):
+        np.random.default_rng(count).integers(0, 50, count).astype(np.uint16).tofile(root / f"{split}.bin")
+    return root

@@ -140,7 +140,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
     found_odd: Tensor | bool = False  # whether a batch had floats as targets that are no probabilities, 0-d
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss, 0-d, of outputs (B, classes, ...) or (B, length, classes).
+        """Return the mean loss, 0-d, of outputs (B, classes, ...) or (B, length, classes); 0 if all are ignored.
 
         Raises UsageError for targets that are neither class numbers nor probabilities. For the values of floats,
         which may still be in a GPU's queue, `check_probabilities` does so.
@@ -153,7 +153,6 @@ class CrossEntropy(nn.CrossEntropyLoss):
             return self._sum(outputs, targets) / max(1, targets[:, 0].numel())
         targets = targets.long()
         try:
-            # A batch of which all targets are ignored has the loss 0.
             return self._sum(outputs, targets) / (targets != self.ignore_index).sum().clamp_min(1)
         except IndexError:  # on a GPU the kernel stops the process, see RunFolder.fail
             found, count = f"the labels of a batch are {targets.min()} to {targets.max()}", outputs.shape[1]

@@ -167,6 +167,7 @@ class Trainer:
             self.train_micro_batch(micro_batch, batch)
             if micro_batch.last:
                 gradients.finish()
+                seeding.seed_micro_batch(self.args.seed, self.state.step, -1, self.world.device)  # the same on all ranks
                 self.step(micro_batch.step_samples)
                 self.logger.step()
                 yield self.pending_losses[-1][0]

@@ -284,7 +284,7 @@ def test_skipped_files_are_kept_with_the_run_and_all_starts_and_ranks_agree(dama
     made = run(tmp_path / "out", f"{flags} -cpu 2 -limit_steps 1", wanted=75)
     skipped = lambda: yaml.safe_load((made / "config.yaml").read_text())["about"]["skipped"]  # noqa: E731
     assert skipped() == names
-    tiny_data.image(files[0])  # mended since; the run keeps its list, on any number of processes
+    tiny_data.image(files[0])  # good now; the run keeps its list, on any number of processes
     (data / "val" / "bee" / "0.jpg").rename(data / "val" / "bee" / "z.jpg")
     run(tmp_path / "out", f"{flags} -cpu 1")
     assert skipped() == names

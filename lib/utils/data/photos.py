@@ -98,7 +98,7 @@ def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box
         scale = 1  # no JPEG, or one that was read before
     image.load()
     if orientation:
-        image.info.pop("exif", None)  # which would be written anew, and may be damaged
+        image.info.pop("exif", None)  # exif_transpose rewrites it, and it may be damaged
         ImageOps.exif_transpose(image, in_place=True)
     image = _to_8_bits(image)
     part = (left / scale, top / scale, right / scale, bottom / scale)
