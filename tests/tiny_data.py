@@ -38,19 +38,12 @@ def make_folder(root, _monkeypatch=None):
 
 
 def make_tokens(root, _monkeypatch=None):
-    """Files of random tokens of a vocabulary of 50."""
-    for split, count in (("train", 700), ("val", 90)):
-        np.random.default_rng(count).integers(0, 50, count, dtype=np.uint16).tofile(root / f"{split}.bin")
-    (root / "meta.json").write_text('{"vocabulary": 50}')
+    """Token files as nanoGPT writes them: numbers of two bytes below 50, nothing else. Returns the folder."""
+    for split, count in (("train", 1000), ("val", 100)):
+        np.random.default_rng(count).integers(0, 50, count).astype(np.uint16).tofile(root / f"{split}.bin")
+    return root
 
 
 def image(file):
     pixels = np.random.default_rng(len(str(file))).integers(0, 256, (40, 30, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(file)
-
-
-def make_tokens(root):
-    """Token files as nanoGPT writes them: numbers of two bytes below 50, nothing else. Returns the folder."""
-    for split, count in (("train", 1000), ("val", 100)):
-        np.random.default_rng(count).integers(0, 50, count).astype(np.uint16).tofile(root / f"{split}.bin")
-    return root
