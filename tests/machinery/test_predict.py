@@ -151,7 +151,8 @@ def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys):
 
 def test_a_text_is_tokenized_by_the_tokenizer_json_of_the_data(tmp_path, capsys, monkeypatch):
     tiny_data.make_tokens(tmp_path)
-    flags = f"-dataset tokens -data {tmp_path} -tokens_length 16 -gpt_depth 1 -gpt_width 16 -gpt_heads 2 -model x"
+    flags = f"-dataset tokens -data {tmp_path} -num_classes 50 -tokens_length 16"
+    flags += " -gpt_depth 1 -gpt_width 16 -gpt_heads 2 -model x"
     folder = run(tmp_path, f"{flags} -cpu 1 -epochs 1")
     assert f"-data {tmp_path}: no tokenizer.json there" in refused(capsys, folder, "-text", "1 2")
 
