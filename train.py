@@ -38,8 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: config.Args) -> int:
     """Be one process of the run: join the others, find the past, build the parts, train."""
-    from lib.core import loss, modes, parallel
-    from lib.core import optimizer as optimizers
+    from lib.core import loss, modes, optimizer, parallel
     from lib.utils import distributed, runtime, seeding, watchdog
     from lib.utils.checkpoint import resume, run_folder, weights
     from lib.utils.data import fingerprint, loader
@@ -55,7 +54,7 @@ def run(args: config.Args) -> int:
         splits = loader.splits(dataset.get_dataset(args), args.dataset, args.overfit)
         watchdog.begin(distributed.rendezvous())
         world = stack.enter_context(distributed.join(args))
-        runtime.configure_kernels(world, args.deterministic)
+        runtime.configure_kernels(world, bool(args.deterministic))
         watchdog.begin(f"opening the run's folder in {args.out}, and its checkpoints")
         opened = run_folder.acquire(args, world, distributed.job_id()) if mode == "train" else None
         folder = stack.enter_context(opened) if opened else run_folder.NoRunFolder(world)
@@ -77,8 +76,7 @@ def run(args: config.Args) -> int:
             else ""
         )
         criterion = loss.get_loss(args).to(world.device)
-        model = parallel.wrap(model, args, world, arch=arch)
-        optimizer = optimizers.get_optimizer(model, args)
+        model = parallel.wrap(model, args, world, plan.engine, arch=arch)
 
         stack.enter_context(startup.enable_garbage_collector())
         about = {**runtime.describe(world), "classes": plan.data["classes"], **skipped}
@@ -94,7 +92,9 @@ def run(args: config.Args) -> int:
         logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and world.is_writer else NoLogger()
         stack.callback(logger.close)
         seeding.seed_building(args.seed, seeding.TRAINER)
-        trainer = trainers.Trainer(args, world, loaders, model, criterion, optimizer, logger)
+        trainer = trainers.Trainer(
+            args, world, loaders, model, criterion, optimizer.get_optimizer(model, criterion, args), logger
+        )
         return EXIT_CODES[modes.RUN[mode](trainer, past)]
 
 

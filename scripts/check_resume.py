@@ -137,10 +137,8 @@ class Check:
         """Return the rows: killed; then on as many other numbers of processes as micro-batches and devices allow."""
         kills = min(KILLS, self.steps - 1)
         killed = Row(f"killed {kills} times and resumed", "killed", [self.size] * (kills + 1))
-        if self.args.reduction == "allreduce":
-            print(
-                "other numbers of processes are not compared: with -reduction allreduce they agree to rounding only"
-            )
+        if facts["engine"] == "stock":
+            print("other numbers of processes are not compared: without -deterministic they agree to rounding only")
             return [killed]
         batch, micro = facts["batch"], facts["micro"]
         cut = micro if micro < batch else largest_divisor(batch, math.ceil(batch / 4))

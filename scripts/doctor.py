@@ -25,10 +25,9 @@ try:
 
     from lib import config
     from lib.config import plugins
-    from lib.core import optimizer as optimizers
     from lib.launch import environment, local
     from lib.utils import distributed, runtime
-    from lib.utils.checkpoint import resume, run_folder, state, weights
+    from lib.utils.checkpoint import manager, resume, run_folder, state, weights
     from lib.utils.data import loader, options
     from lib.utils.distributed import World
     from lib.utils.errors import UsageError, printable
@@ -176,8 +175,7 @@ def room(args) -> Findings:
     model = arch.get_model(args)
     if args.weights and resume.find(args, World()) is None:  # a resume does not read them
         yield OK, f"-weights {weights.load_into(args.weights, model, imagenet=lambda: arch.get_weights(args))}"
-    parts = state.Parts({"model": model}, {"optim": optimizers.get_optimizer(model, args)})
-    size = sum(tensor.nbytes for tensor in state.tensors_to_save(parts).values())
+    size = manager.about_bytes(state.model_tensors(model))
     yield OK, f"-arch {args.arch}: {sum(p.numel() for p in model.parameters()):,} parameters"
     folder = run_folder.path_of(args)
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -191,7 +189,7 @@ def room(args) -> Findings:
     yield (
         level,
         (
-            f"-out {args.out}: {free / 1e9:.1f} GB free; a checkpoint takes {size / 1e6:.1f} MB, of which "
+            f"-out {args.out}: {free / 1e9:.1f} GB free; a checkpoint takes about {size / 1e6:.1f} MB, of which "
             f"-keep_last {args.keep_last} and one being written"
         ),
     )

@@ -95,27 +95,29 @@ def recording_trainer(chosen: type, folder: Path) -> type:
         def fit(self, past=None):
             named = model_tensors(self.model)
             self.weights = {name: one for name, one in named.items() if one.is_floating_point()}
-            facts = {"size": self.world.size, "batch": self.plan.batch, "micro": self.plan.micro}
+            facts = {
+                "size": self.world.size,
+                "batch": self.plan.batch,
+                "micro": self.plan.micro,
+                "engine": self.plan.engine,
+            }
             facts |= {"threads": torch.get_num_threads(), "names": [*self.weights]}
             self.ledger = Ledger(folder, self.world.rank, **facts)
             self.pause = float((folder / PAUSE).read_text()) if (folder / PAUSE).exists() else math.inf
             return super().fit(past)
 
-        def training_step(self, batch):
-            loss = super().training_step(batch)
-            self.last_loss = loss.detach()
-            return loss
-
-        def train_micro_batch(self, micro_batch, batch):
+        def compute_loss(self, batch, micro_batch):
             while self.state.step >= self.pause:
                 time.sleep(0.01)
-            super().train_micro_batch(micro_batch, batch)
+            loss = super().compute_loss(batch, micro_batch)
             if micro_batch.count:
-                self.ledger.micro_batch(self.state, micro_batch, batch, self.last_loss)
+                self.ledger.micro_batch(self.state, micro_batch, batch, loss.detach())
+            return loss
 
-        def step(self, samples):
-            super().step(samples)
-            self.ledger.step(self.state.step - 1, [*self.weights.values()], self.world)
+        def optimizer_step(self):
+            norm = super().optimizer_step()
+            self.ledger.step(self.state.step, [*self.weights.values()], self.world)
+            return norm
 
     return Keeper
 

@@ -20,7 +20,7 @@ OTHERS = {
     "gpus": "0,1",
     "track": "mlflow",
 }
-OTHERS |= {"compile": "model", "parallel": "fsdp", "reduction": "allreduce"}
+OTHERS |= {"compile": "model", "parallel": "fsdp"}
 OTHERS |= {"dataset": "fake", "arch": "mlp", "micro_batch": "16", "lr_end": "1e-5", "momentum": "0.5"}
 OTHERS |= {"label_smoothing": "0.5", "class_weights": "1,2", "trainer": "ema"}
 

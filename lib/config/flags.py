@@ -148,12 +148,12 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-bf16", SWITCH, "mixed precision with bfloat16", on_resume="refuse")
     add("-cache_dir", DIR, "folder for the caches of torch and others (in $SCRATCH, if set)", per_node=True)
     add("-parallel", {"choices": ("ddp", "fsdp")}, "ddp: every process has the whole model; fsdp: a shard", "ddp")
-    reduction = "sum gradients in one order for any number of processes, or leave it to the communication library"
-    add("-reduction", {"choices": ("tree", "allreduce")}, reduction, "tree", on_resume="refuse")
+    add("-find_unused", SWITCH, "let DDP look for parameters that a pass does not use; not under -deterministic")
     add("-recompute", SWITCH, "gradient checkpointing: compute a block's activations again in the backward pass")
     add("-compile", COMPILE, "torch.compile, block by block or the whole model")
     add("-channels_last", SWITCH, "keep channels last in a GPU's memory: faster for convolutions; not under fsdp")
-    add("-deterministic", SWITCH, "use deterministic algorithms on a GPU, too, at some cost of speed")
+    exact = "the same bits on any number of processes, by deterministic algorithms; no: sums as torch makes them"
+    add("-deterministic", {**SWITCH, "default": None}, f"{exact} (on the CPU the sums only)")
 
     group("debugging", "forget")
     add("-debug", SWITCH, "train -limit_steps (10) in one process and name the first bad tensor; write nothing")

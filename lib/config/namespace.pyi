@@ -74,11 +74,11 @@ class Args(argparse.Namespace):
     bf16: bool
     cache_dir: str | None
     parallel: str
-    reduction: str
+    find_unused: bool
     recompute: bool
     compile: str | None
     channels_last: bool
-    deterministic: bool
+    deterministic: bool | None
     debug: bool
     eval: bool
     overfit: int | None

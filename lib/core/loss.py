@@ -127,7 +127,9 @@ def get_loss(args: Namespace) -> nn.Module:
     weights = torch.tensor([float(one) for one in args.class_weights.split(",")]) if args.class_weights else None
     if weights is not None and len(weights) != args.num_classes:
         raise UsageError(f"-class_weights {args.class_weights}: give one for each of -num_classes {args.num_classes}")
-    return CrossEntropy(weights, ignore_index=args.ignore_index, label_smoothing=args.label_smoothing)
+    criterion = CrossEntropy(weights, ignore_index=args.ignore_index, label_smoothing=args.label_smoothing)
+    criterion.register_buffer("weight", weights, persistent=False)  # no checkpoint brings back those of an old flag
+    return criterion
 
 
 class CrossEntropy(nn.CrossEntropyLoss):

@@ -1,6 +1,5 @@
 """What a start does with its trainer: train, or -debug and -eval, which leave the run as it is."""
 
-import itertools
 import json
 import logging
 import time
@@ -36,6 +35,7 @@ def evaluate(trainer: "Trainer", past: Past | None) -> str:
     if not splits:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
     log.info("weights:     %s", weights.load_into(str(path), trainer.model, whole=True))
+    trainer.make_engine()
     figures = {split: trainer.evaluate(split) or {} for split in splits}
     for split in splits:
         log.info("%s  %s", split, console.format_metrics(figures[split]))
@@ -64,9 +64,13 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
     for name, module in model.named_modules():
         what = f"the output of {name or 'the model'} ({type(module).__name__}), tensor"
         module.register_forward_hook(lambda module, inputs, output, what=what: _check(what, named_tensors(output)))
-    steps = trainer.steps(_check_batches(trainer.batches()))
+    trainer.make_engine()
+    batches = _check_batches(trainer.batches())
+    steps = trainer.args.limit_steps or DEBUG_STEPS
     with torch.autograd.set_detect_anomaly(True, check_nan=True):
-        for loss in itertools.islice(steps, trainer.args.limit_steps or DEBUG_STEPS):
+        for _ in range(min(steps, trainer.plan.steps - trainer.plan.step_in_epoch(trainer.state))):
+            trainer.train_step(batches)
+            loss = trainer.pending_losses[-1][0]
             trainer.read_losses()
             log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss.item(), trainer.last_norm)
             _check("after a step, the parameter", model.named_parameters())

@@ -6,15 +6,18 @@ from argparse import Namespace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
+
+from lib.utils.checkpoint.shards import is_sharded, local_part
 
 BY_NAME = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
-def get_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """Return the optimizer of a model that `parallel.wrap` returned. Each step sets its learning rate."""
+def get_optimizer(model: nn.Module, loss: nn.Module, args: Namespace) -> torch.optim.Optimizer:
+    """Return the optimizer of a model that `parallel.wrap` returned, and of a loss that has parameters."""
     groups = decay_groups(model, args.weight_decay)
+    if own := [parameter for parameter in loss.parameters() if parameter.requires_grad]:
+        groups.append({"params": own, "weight_decay": 0.0})
     parameters = [parameter for group in groups for parameter in group["params"]]
     options = {"lr": args.lr_start, **({"momentum": args.momentum} if args.optimizer == "sgd" else {})}
     try:
@@ -52,19 +55,26 @@ def _may_fuse(parameters: list[Tensor], args: Namespace) -> bool:
     return devices == {"cuda"} and (args.optimizer in ("adam", "adamw") or args.parallel != "fsdp")
 
 
-def clip(parameters: list[Tensor], limit: float) -> Tensor:
-    """Return the norm of the whole gradient, 0-d, the same on all ranks; cut a longer one to `limit` (0: never)."""
-    norm = torch.linalg.vector_norm(torch.cat(_row_norms([p.grad for p in parameters if p.grad is not None])))
-    if limit:
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+def clip(parameters: list[nn.Parameter], limit: float, by_rows: bool) -> Tensor:
+    """Return the norm of the whole gradient, 0-d, the same on all ranks; cut a longer one to `limit` (0: never).
+
+    `by_rows`: it is the norm of the norms of all rows, which has the same bits sharded or not.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if by_rows or any(map(is_sharded, gradients)):
+        norm = torch.linalg.vector_norm(torch.cat(_row_norms(gradients)))
+    else:
+        norm = torch.nn.utils.get_total_norm(gradients)
+    for sharded in (True, False) if limit else ():  # torch takes no mixture
+        torch.nn.utils.clip_grads_with_norm_([p for p in parameters if is_sharded(p) == sharded], limit, norm)
     return norm
 
 
 def _row_norms(gradients: list[Tensor]) -> list[Tensor]:
     """Return the norm of each row of each gradient, of all ranks' shards: the same bits, sharded or not."""
-    local = [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
+    local = [local_part(gradient) for gradient in gradients]
     norms = [g.reshape(-1) if g.ndim < 2 else torch.linalg.vector_norm(_aligned(g).flatten(1), dim=1) for g in local]
-    sharded = {number: gradient for number, gradient in enumerate(gradients) if isinstance(gradient, DTensor)}
+    sharded = {number: gradient for number, gradient in enumerate(gradients) if is_sharded(gradient)}
     if not sharded:
         return norms
     group = next(iter(sharded.values())).device_mesh.get_group()
@@ -84,7 +94,7 @@ def _aligned(gradient: Tensor) -> Tensor:
 
 
 def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> None:
-    """Take one step, or none if the gradient is not finite.
+    """Take one step, or none if the norm of the gradient is not finite.
 
     On a GPU the fused kernels decide, and nobody waits for the answer. Other optimizers wait for it.
     """
@@ -93,4 +103,3 @@ def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: T
         optimizer.step()
     elif math.isfinite(norm.item()):
         scaler.step(optimizer)
-    scaler.update()

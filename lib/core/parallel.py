@@ -6,11 +6,10 @@ import importlib
 from argparse import Namespace
 from collections import Counter
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import fsdp
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +18,9 @@ from lib.utils import distributed, seeding
 from lib.utils.checkpoint import shards
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed import fsdp
 
 
 def build(arch: ModuleType, args: Namespace, world: World) -> nn.Module:
@@ -49,18 +51,26 @@ def _make_on_meta(arch: ModuleType, args: Namespace) -> nn.Module:
     return _make(arch, args)
 
 
-def wrap(model: nn.Module, args: Namespace, world: World, *, arch: ModuleType | None = None) -> nn.Module:
-    """Return the model on its device, with rank 0's values, and sharded if -parallel fsdp asks for it.
+def engine(name: str) -> type:
+    """Return the class of the engine of this name, "exact" or "stock"."""
+    return importlib.import_module(f"lib.core.{name}").Engine
+
+
+def wrap(
+    model: nn.Module, args: Namespace, world: World, engine: str = "exact", *, arch: ModuleType | None = None
+) -> nn.Module:
+    """Return the model on its device, with rank 0's values; for the stock engine inside DDP; or sharded (FSDP2).
 
     Blocks are what the `arch` module's get_blocks(model) returns, else `blocks(model)`. Raises UsageError for
     -recompute of a model without blocks.
     """
     sharded = _is_sharded(args, world)
+    model.train()  # pretrained ones come in evaluation mode
     if args.channels_last and world.device.type == "cuda" and not sharded:
         model = nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
     parts = getattr(arch, "get_blocks", blocks)(model)
     if args.compile:
-        _compile([model] if args.compile == "model" else parts or [model])
+        _compile([model] if args.compile == "model" else parts or [model], engine)
     if args.recompute:
         if not parts:
             raise UsageError(f"-recompute: -arch {args.arch} has no blocks to recompute; give it a get_blocks(model)")
@@ -68,9 +78,17 @@ def wrap(model: nn.Module, args: Namespace, world: World, *, arch: ModuleType | 
     if sharded:
         return _shard(model, parts, args, world)
     model = model.to(world.device)
-    # DDP compares the models of all ranks and gives them rank 0's values. Its buckets, as large as all gradients, end
-    # with it: reduction.GradientReducer sums the gradients, and batchnorm.RunningStatistics keeps buffers alike.
-    return DistributedDataParallel(model).module if world.size > 1 else model
+    if world.size == 1:
+        return model
+    # It compares the models of all ranks, and gives them rank 0's values.
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=None if world.device.type == "cpu" else [world.device],
+        find_unused_parameters=args.find_unused,
+        gradient_as_bucket_view=engine == "stock",
+    )
+    # The exact engine sums gradients itself: DDP's buckets, as large as all gradients, would lie there unused.
+    return wrapped if engine == "stock" else wrapped.module
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -87,6 +105,8 @@ def _is_sharded(args: Namespace, world: World) -> bool:
 
 def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: World) -> nn.Module:
     """Make every block a group of its own, and the rest the root's; then give all ranks rank 0's values."""
+    from torch.distributed import fsdp  # takes most of a second
+
     mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
     shard = functools.partial(fsdp.fully_shard, mesh=mesh, reshard_after_forward=True)
     values = {name: tensor.detach() for name, tensor in _named_tensors(model)}
@@ -131,22 +151,25 @@ def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContex
     return torch.autocast(device.type, dtype=torch.float16 if args.fp16 else torch.bfloat16)
 
 
-def _precision_policy(part: nn.Module, args: Namespace) -> fsdp.MixedPrecisionPolicy:
+def _precision_policy(part: nn.Module, args: Namespace) -> "fsdp.MixedPrecisionPolicy":
     """Half precision also between the processes, where autocast computes in it; BatchNorm needs whole weights.
 
     Inputs keep their dtype, as under DDP, where autocast alone decides.
     """
+    from torch.distributed import fsdp
+
     if not (args.fp16 or args.bf16) or any(isinstance(module, _NormBase) for module in part.modules()):
         return fsdp.MixedPrecisionPolicy()
     half = torch.float16 if args.fp16 else torch.bfloat16
     return fsdp.MixedPrecisionPolicy(half, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def _compile(parts: list[nn.Module]) -> None:
+def _compile(parts: list[nn.Module], engine: str) -> None:
     # Parts of the same class share one store of compiled code, which by default is too small for many of them.
     settings: Any = importlib.import_module("torch._dynamo.config")
     settings.recompile_limit = max(settings.recompile_limit, 64)
-    settings.optimize_ddp = False  # it cuts graphs where a trainer wraps a module in DDP: not on one process
+    if engine == "exact":
+        settings.optimize_ddp = False  # it cuts graphs where a trainer wraps a module in DDP: not on one process
     if hasattr(settings, "automatic_dynamic_exclusion_guard"):  # not in every torch
         settings.automatic_dynamic_exclusion_guard = True  # a short batch leaves the code for whole ones in use
     for part in parts:

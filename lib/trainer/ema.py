@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lib.config.types import real
+from lib.core.buffers import is_statistic
 from lib.trainer import trainer
 from lib.utils.checkpoint.shards import local_part
 from lib.utils.checkpoint.state import model_tensors
@@ -29,15 +30,15 @@ class Trainer(trainer.Trainer):
     def __init__(self, *parts: Any):
         super().__init__(*parts)
         self.average = nn.Module()  # its buffers are in every checkpoint
-        for name, tensor in model_tensors(self.model).items():
-            if tensor.is_floating_point():  # a counter has no average
-                self.average.register_buffer(name.replace(".", "/"), tensor.detach().clone())
+        for name, tensor in self.averaged_tensors().items():
+            self.average.register_buffer(name.replace(".", "/"), tensor.detach().clone())
 
-    def step(self, samples: int) -> None:
+    def optimizer_step(self) -> Tensor:
         """Include the weights after the step, also a skipped one. After n steps the decay is n / (n + 9) at most."""
-        before = self.state.step
-        super().step(samples)
-        torch._foreach_lerp_(*self.local_tensors(), 1 - min(self.args.ema_decay, before / (before + 9)))
+        norm = super().optimizer_step()
+        done = self.state.step
+        torch._foreach_lerp_(*self.local_tensors(), 1 - min(self.args.ema_decay, done / (done + 9)))
+        return norm
 
     def evaluate(self, split: str) -> dict[str, float] | None:
         with self.averaged():
@@ -70,5 +71,10 @@ class Trainer(trainer.Trainer):
 
     def local_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the averages and their tensors; of sharded ones, what this rank has."""
-        tensors = [one for one in model_tensors(self.model).values() if one.is_floating_point()]
+        tensors = self.averaged_tensors().values()
         return [*map(local_part, self.average.buffers())], [*map(local_part, tensors)]
+
+    def averaged_tensors(self) -> dict[str, Tensor]:
+        """Return what is averaged, by name: parameters and running statistics. Other buffers are the model's own."""
+        floats = {name: one for name, one in model_tensors(self.model).items() if one.is_floating_point()}
+        return {name: one for name, one in floats.items() if isinstance(one, nn.Parameter) or is_statistic(name)}

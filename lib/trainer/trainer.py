@@ -2,23 +2,21 @@
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lib.core import batchnorm, parallel, reduction, scheduler
+from lib.core import buffers, parallel, replicas, scheduler
 from lib.core import loss as losses
 from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding, watchdog
 from lib.utils.checkpoint import manager, resume, run_folder, shards, weights
 from lib.utils.checkpoint.resume import Past
-from lib.utils.checkpoint.state import State, find_parts, find_unsaved, model_tensors, tensors_to_save
+from lib.utils.checkpoint.state import State, attributes, find_parts, model_tensors
 from lib.utils.data.loader import Loader
 from lib.utils.data.options import class_names
 from lib.utils.data.plan import MicroBatch
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 HINT = "-debug names the first bad tensor; try a lower -lr_start, -clip_grad, or -bf16 in place of -fp16"
+SCALAR, CALLS = "scalar/", "calls/"  # of log_scalar, among the sums
 
 
 class BadSteps(RuntimeError):
@@ -65,12 +64,10 @@ class Trainer:
             "start": args.lr_start * scale,
             "end": args.lr_end * scale,
         }
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # -debug looks for what is not finite, and a scaled gradient may be that without a fault.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=args.fp16 and not args.debug)
         self.precision = parallel.autocast(args, world.device)
-        self.statistics = batchnorm.RunningStatistics(model, world, round_robin=args.parallel == "fsdp")
-        batchnorm.refuse_single_samples(model, self.plan)
+        buffers.refuse_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
         shown = loaders.get("val", loaders["train"]).dataset
@@ -79,6 +76,8 @@ class Trainer:
         self.stop = preemption.Stop(
             self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s, limit_steps=limit
         )
+        self.in_pass = False  # whether a micro-batch is being computed
+        self.agreed = 0  # the last step at which the ranks had the same weights
         self.votes = False  # whether `evaluate` votes on a stop: only in `fit`
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
         self.saved = None  # the (step, epoch) of the last checkpoint
@@ -109,14 +108,24 @@ class Trainer:
     def resume(self, past: Past | None) -> None:
         """Continue from a checkpoint, or start a new run."""
         self.checkpoints.open()
-        for name in find_unsaved(self):
-            log.warning("trainer.%s: modules and optimizers in it are in no checkpoint: make each an attribute", name)
         parts = find_parts(self)
-        self.checkpoints.check(tensors_to_save(parts))
+        tensors = parts.weights()
+        parts.states(tensors)  # names now what no checkpoint could hold
+        self.checkpoints.check(tensors)
+        self.make_engine()
         if past:
             self.load(past)
             if past.missing_on:  # each node has a checkpoint at once
                 self.save()
+
+    def make_engine(self) -> None:
+        """Make what sums gradients, once all modules are there. Those of the trainer take rank 0's values."""
+        parts = find_parts(self)
+        self.all_optimizers = [*parts.optimizers.values()]
+        own = [one for name, one in parts.weights().items() if name.startswith("trainer.")]
+        buffers.take_first(own if self.world.size > 1 else ())
+        modules = dict.fromkeys(value for _, value in attributes(self) if isinstance(value, nn.Module))
+        self.engine = parallel.engine(self.plan.engine)([*modules], self.world, self.args)
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""
@@ -126,8 +135,6 @@ class Trainer:
         self.state = resume.restore_state(past, self.plan)
         if self.world.is_main:
             self.metrics.add(self.state.unlogged)
-        if self.state.scaler:
-            self.scaler.load_state_dict(self.state.scaler)
         own = past.folder.parent == self.checkpoints.folder
         for flag in ("resume", "weights"):
             if own and (given := getattr(self.args, flag)):
@@ -150,7 +157,9 @@ class Trainer:
         """Train the rest of the epoch. False if the run is to stop first."""
         if self.stop.limit_reached(self.state.step):
             return False
-        for _ in self.steps(self.rate.time_data_loading(self.batches())):  # noqa: SIM110  # a loop that does much
+        batches = self.rate.time_data_loading(self.batches())
+        for _ in range(self.plan.step_in_epoch(self.state), self.plan.steps):
+            self.train_step(batches)
             if self.after_step():
                 return False
         return True
@@ -159,61 +168,73 @@ class Trainer:
         """Return the rest of the epoch's micro-batches of this rank."""
         return self.loaders["train"].epoch(self.state.epoch, self.plan.step_in_epoch(self.state))
 
-    def steps(self, batches: Iterable[tuple[MicroBatch, Any]]) -> Iterator[Tensor]:
-        """Train on these micro-batches; yield this rank's last loss after each optimizer step."""
-        self.model.train()
-        gradients = self.gradients  # made before the first pass
+    def train_step(self, batches: Iterator[tuple[MicroBatch, Any]]) -> None:
+        """Take one optimizer step: a pass for each of this rank's micro-batches, the sum of all ranks, the update."""
+        trained = parameters_of(self.all_optimizers)
         for micro_batch, batch in batches:
-            self.train_micro_batch(micro_batch, batch)
+            seeding.seed_micro_batch(self.args.seed, self.state.step, micro_batch.number, self.world.device)
+            self.engine.begin_pass(micro_batch, trained)
+            loss = self.compute_loss(batch, micro_batch)
+            self.backward(loss, micro_batch)
             if micro_batch.last:
-                gradients.finish()
-                seeding.seed_micro_batch(self.args.seed, self.state.step, -1, self.world.device)  # the same on all ranks
-                self.step(micro_batch.step_samples)
-                self.logger.step()
-                yield self.pending_losses[-1][0]
+                break
+        self.engine.sum_gradients()
+        seeding.seed_step(self.args.seed, self.state.step, self.world.device)  # the same draws on every rank
+        norm = self.optimizer_step()
+        self.pending_norms.append(norm)
+        self.state.step += 1
+        self.state.samples += micro_batch.step_samples
+        self.logger.step()
 
-    def train_micro_batch(self, micro_batch: MicroBatch, batch: Any) -> None:
-        """Compute the gradients of one micro-batch under its own seed; they add up to the step's mean."""
-        seeding.seed_micro_batch(self.args.seed, self.state.step, micro_batch.number, self.world.device)
-        self.statistics.before(micro_batch)
-        counted = self.metrics
-        self.metrics = counted if micro_batch.count else metrics.Sums()  # padding counts nothing
+    def compute_loss(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
+        """Return what `training_step` returns, in the precision of the run."""
+        self.in_pass, self.metrics.counts = True, micro_batch.count > 0
         with self.precision, add_shapes_to_errors(batch, self.args):
             loss = self.training_step(batch)
-        self.metrics = counted
+        self.in_pass, self.metrics.counts = False, True
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UsageError(f"training_step returns {loss!r:.40}: it must return the mean loss, a 0-d tensor")
-        self.statistics.after(micro_batch)
-        weight = micro_batch.count / micro_batch.step_samples
-        self.gradients.before(micro_batch)
-        self.scaler.scale(loss if weight == 1 else loss * weight).backward()
-        self.gradients.after()
         self.pending_losses.append((loss.detach(), micro_batch.count))
+        return loss
 
-    def step(self, samples: int) -> None:
-        """Take the optimizer's step on the gradients of `samples` samples; skip it if they are not finite."""
-        self.scaler.unscale_(self.optimizer)
-        norm = optimizers.clip(self.parameters, self.args.clip_grad)
+    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Add the gradients of a micro-batch to those of the step, by its share of the step's samples."""
+        share = micro_batch.count / micro_batch.step_samples
+        self.engine.backward(self.scaler.scale(loss if share == 1 else loss * share), micro_batch)
+
+    def optimizer_step(self) -> Tensor:
+        """Update the parameters by the step's gradients, and return the norm of the whole gradient (0-d).
+
+        If it is not finite, no optimizer takes a step, on any rank.
+        """
+        due = self.due_optimizers()
+        norm = self.clip_gradients(due)
+        self.set_learning_rate()
+        for optimizer in due:
+            optimizers.step(optimizer, self.scaler, norm)
+        self.scaler.update()
+        self.engine.finish_step(norm)
+        for parameter in parameters_of(due):
+            parameter.grad = None  # as zero_grad, which takes 20 us longer
+        return norm
+
+    def due_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that take this step. The gradients of the others add up until they do."""
+        return self.all_optimizers
+
+    def clip_gradients(self, due: list[torch.optim.Optimizer]) -> Tensor:
+        """Return the norm of the gradient of these optimizers' parameters (0-d); cut a longer one to -clip_grad."""
+        for optimizer in due if self.scaler.is_enabled() else ():
+            self.scaler.unscale_(optimizer)
+        may_be_sharded = self.args.parallel == "fsdp" or self.args.deterministic or self.args.clip_grad > 0
+        by_rows = self.plan.engine == "exact" and bool(may_be_sharded)
+        return optimizers.clip(parameters_of(due), self.args.clip_grad, by_rows)
+
+    def set_learning_rate(self) -> None:
+        """Give the model's optimizer the learning rate of this step; a group's "lr_scale" multiplies it."""
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-        optimizers.step(self.optimizer, self.scaler, norm)
-        for parameter in self.parameters:
-            parameter.grad = None  # as zero_grad, which takes 20 us longer
-        self.statistics.finish(norm)
-        self.pending_norms.append(norm)
-        self.state.step += 1
-        self.state.samples += samples
-
-    @functools.cached_property
-    def gradients(self) -> reduction.GradientReducer:
-        """The reducer of the gradients of all parameters that this trainer's optimizers train."""
-        for value in vars(self).values():
-            if isinstance(value, DistributedDataParallel):
-                value.require_backward_grad_sync = False  # or they would be summed twice
-        groups = [group for one in find_parts(self).optimizers.values() for group in one.param_groups]
-        trained = dict.fromkeys(parameter for group in groups for parameter in group["params"])
-        return reduction.GradientReducer([*trained], self.model, self.world, self.args)
 
     def after_step(self) -> bool:
         """Do what is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
@@ -230,14 +251,24 @@ class Trainer:
             self.save()
         return False
 
+    def log_scalar(self, name: str, value: Any) -> None:
+        """Log a number (or 0-d tensor) as train/NAME: the mean over all calls since the log line before.
+
+        In `training_step` each micro-batch counts its own. Elsewhere all ranks call it, and rank 0's value counts.
+        """
+        if self.in_pass or self.world.is_main:
+            self.metrics.update({f"{SCALAR}{name}": value, f"{CALLS}{name}": 1})
+
     def log(self) -> None:
         """Log the interval since the last line; end the run after too many bad steps in a row."""
         run_folder.check_lock(self.folder)
         self.read_losses()
         interval = self.metrics.reduce()
+        scalars = [name.removeprefix(SCALAR) for name in interval if name.startswith(SCALAR)]
+        means = {name: interval.pop(f"{SCALAR}{name}") / interval.pop(f"{CALLS}{name}") for name in scalars}
         for name, value in interval.items():
             self.state.sums[name] = self.state.sums.get(name, 0.0) + value
-        figures = {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self.last_norm}
+        figures = {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self.last_norm, **means}
         self.logger.log_training(self.state, interval, figures, self.rate.interval(self.state))
         if self.state.bad_row >= self.args.max_bad_steps:
             self.checkpoints.finish()
@@ -286,29 +317,55 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, split: str) -> dict[str, float] | None:
         """Return the metrics of a split over the samples of all ranks. None if all ranks agree to stop."""
-        model, totals = self.model.eval(), metrics.Sums()
+        totals = metrics.Sums()
         self.predictions.reset()
-        for micro_batch, batch in self.loaders[split].epoch(0):
-            seeding.seed_evaluation(self.args.seed, micro_batch.number, self.world.device)
-            with self.precision, add_shapes_to_errors(batch, self.args):
-                sums = self.evaluation_step(model, batch, micro_batch.count)
-            if micro_batch.count:
-                totals.update({**sums, "samples": micro_batch.count})
-            if self.votes and self.stop.tick(training=False):
-                return None
+        with self.evaluating():
+            for micro_batch, batch in self.loaders[split].epoch(0):
+                seeding.seed_evaluation(self.args.seed, micro_batch.number, self.world.device)
+                with self.precision, add_shapes_to_errors(batch, self.args):
+                    sums = self.evaluation_step(self.model, batch, micro_batch.count)
+                if micro_batch.count:
+                    totals.update({**sums, "samples": micro_batch.count})
+                if self.votes and self.stop.tick(training=False):
+                    return None
+        seeding.seed_step(self.args.seed, self.state.step, self.world.device)  # as if there had been no evaluation
         losses.check_probabilities(self.loss)
         return {**losses.compute_metrics(totals.reduce()), **self.predictions.figures()}
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Set all modules of this trainer to evaluation mode for the block; then each has its own mode again."""
+        self.check_replicas()
+        roots = find_parts(self).modules.values()
+        modes = [(module, module.training) for root in roots for module in root.modules()]
+        for root in roots:
+            root.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def check_replicas(self) -> None:
+        """Compare the ranks' copies of all weights and buffers, and the optimizers with those at the start."""
+        parts = find_parts(self)
+        if [*parts.optimizers.values()] != self.all_optimizers:
+            raise UsageError("the trainer made or replaced an optimizer after the start: its __init__ must make all")
+        self.engine.share_buffers()
+        replicas.check(parts.weights(), self.world, self.state.step, self.agreed)
+        self.agreed = self.state.step
 
     def save(self, keep: bool = False) -> None:
         """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
         if self.saved == (self.state.step, self.state.epoch) and not self.checkpoints.failures:
             return
+        self.check_replicas()
         self.read_losses()
         self.state.unlogged = self.metrics.pending()
-        self.state.scaler = self.scaler.state_dict()
-        tensors = find_parts(self).tensors()
-        about = runtime.describe(self.world)
-        facts = {"state": dataclasses.asdict(self.state), "config": self.config, "about": about}
+        parts = find_parts(self)
+        tensors = parts.weights()
+        facts = {"state": dataclasses.asdict(self.state), "config": self.config, "states": parts.states(tensors)}
+        facts["about"] = runtime.describe(self.world)
         self.checkpoints.save(tensors, facts, step=self.state.step, keep=keep)
         self.saved = self.state.step, self.state.epoch
 
@@ -386,3 +443,9 @@ class Trainer:
                 self.stop.file.unlink(missing_ok=True)  # it stops a run once
         self.logger.close(outcome)
         return "failed" if self.stop.only_other_nodes_leave() and not finished else outcome["state"]
+
+
+def parameters_of(optimizers: list[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    """Return the parameters that these optimizers train as of now, each once."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [*dict.fromkeys(parameter for group in groups for parameter in group["params"])]

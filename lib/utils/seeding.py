@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
-SAMPLE, MICRO_BATCH, MODEL, DRAWS, TRAINER, EVALUATION = 1, 2, 3, 4, 5, 6  # one stream each
+SAMPLE, MICRO_BATCH, MODEL, DRAWS, TRAINER, EVALUATION, STEP = 1, 2, 3, 4, 5, 6, 7  # one stream each
 
 
 def hash_ints(*numbers: int) -> int:
@@ -49,6 +49,11 @@ def seed_sample(seed: int, epoch: int, index: int) -> None:
 def seed_micro_batch(seed: int, step: int, micro: int, device: torch.device) -> None:
     """Seed Python, NumPy and torch for the forward and backward pass of micro-batch `micro` of step `step`."""
     _seed(hash_ints(MICRO_BATCH, seed, step, micro), device)
+
+
+def seed_step(seed: int, step: int, device: torch.device) -> None:
+    """Seed Python, NumPy and torch, the same on every rank, for what follows the passes of a step."""
+    _seed(hash_ints(STEP, seed, step), device)
 
 
 def seed_evaluation(seed: int, micro: int, device: torch.device) -> None:

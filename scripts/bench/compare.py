@@ -39,7 +39,7 @@ PEERS = Path("scripts", "bench", "peers")
 BATON, ALLREDUCE, PLAIN, LIMIT = "Baton", "allreduce", "plain", "limit"
 SCRIPTS = {
     BATON: Path("train.py"),
-    ALLREDUCE: Path("train.py"),  # with -reduction allreduce: the communication library sums the gradients
+    ALLREDUCE: Path("train.py"),  # with -deterministic no: DDP sums the gradients
     PLAIN: PEERS / "plain.py",
     LIMIT: PEERS / "limit.py",
     "fabric": PEERS / "with_fabric.py",
@@ -217,7 +217,7 @@ def run(name: str, flags: str, out: Path, options: Options) -> Run:
     out.mkdir(parents=True, exist_ok=True)
     device = ["-cpu", str(options.procs)] if options.procs else ["-gpus", "0"]
     command = [*launcher(name, options), str(SCRIPTS[name]), *flags.split(), *device, "-out", str(out)]
-    command += ["-reduction", "allreduce"] if name == ALLREDUCE else []
+    command += ["-deterministic", "no"] if name == ALLREDUCE else []
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
         pipes = {"stdout": output, "stderr": subprocess.STDOUT}

@@ -207,7 +207,7 @@ def test_config_yaml_repeats_any_command_line(tmp_path, data):
     args = parsed(
         [
             "-parallel=fsdp",
-            "-reduction=allreduce",
+            "-deterministic=no",
             "-lr_end=0",
             *(f"-{name}={value}" for name, value in chosen.items()),
         ]

@@ -122,7 +122,7 @@ def test_an_optimizer_is_fused_where_torch_has_a_kernel_that_can_skip_steps(name
 @pytest.mark.parametrize("name", optimizers.BY_NAME)
 def test_biases_and_norms_have_no_weight_decay_and_frozen_parameters_are_left_out(name):
     model = Mixed()
-    optimizer = optimizers.get_optimizer(model, flags(optimizer=name))
+    optimizer = optimizers.get_optimizer(model, nn.Identity(), flags(optimizer=name))
     names = {parameter: name for name, parameter in model.named_parameters()}
     decay_of = [(names[p], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]]
     trained = [name for name in names.values() if not name.startswith("frozen")]
@@ -143,8 +143,9 @@ def test_biases_and_norms_have_no_weight_decay_and_frozen_parameters_are_left_ou
     limit=st.floats(0, 9),
     scale=st.sampled_from([0.0, 1e-3, 1.0, 1e4]),
     without=st.booleans(),
+    by_rows=st.booleans(),
 )
-def test_gradients_are_clipped_as_by_torch(shapes, limit, scale, without):
+def test_gradients_are_clipped_as_by_torch(shapes, limit, scale, without, by_rows):
     ours = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     for parameter in ours:
         parameter.grad = scale * torch.randn(parameter.shape)
@@ -152,7 +153,7 @@ def test_gradients_are_clipped_as_by_torch(shapes, limit, scale, without):
     theirs = copy.deepcopy(ours)
     for mine, other in zip(ours, theirs, strict=True):
         other.grad = None if mine.grad is None else mine.grad.clone()
-    norm = optimizers.clip(ours, limit)
+    norm = optimizers.clip(ours, limit, by_rows)
     wanted = torch.nn.utils.clip_grad_norm_(theirs, limit or math.inf)
     assert norm.ndim == 0
     torch.testing.assert_close(norm, wanted)  # ours is a sum over rows, which is the same for shards
@@ -176,13 +177,16 @@ def test_a_row_has_the_same_norm_by_itself_and_among_others_with_two_threads():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(bad):
     model = nn.Linear(3, 2)
-    optimizer, scaler = optimizers.get_optimizer(model, flags()), torch.amp.GradScaler("cpu", enabled=False)
+    optimizer, scaler = (
+        optimizers.get_optimizer(model, nn.Identity(), flags()),
+        torch.amp.GradScaler("cpu", enabled=False),
+    )
     for good in (True, False):
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         model.weight.grad[0, 0] = 1.0 if good else bad
-        optimizers.step(optimizer, scaler, optimizers.clip(list(model.parameters()), 1.0))
+        optimizers.step(optimizer, scaler, optimizers.clip(list(model.parameters()), 1.0, by_rows=False))
         after = (model.state_dict(), optimizer.state_dict()["state"])
         assert repr(before) != repr(after) if good else repr(before) == repr(after)
 
@@ -203,15 +207,16 @@ def test_a_skipped_first_step_on_a_gpu_or_by_the_scaler_leaves_no_trace(name, sw
     torch.use_deterministic_algorithms(True)
     try:
         for model, values in zip(models, ([math.inf, 1.0, 2.0], [1.0, 2.0]), strict=True):
-            optimizer = optimizers.get_optimizer(model, flags(optimizer=name))
+            optimizer = optimizers.get_optimizer(model, nn.Identity(), flags(optimizer=name))
             if switch and not getattr(optimizer, "_step_supports_amp_scaling", False):
                 pytest.skip(f"this torch has no such switch in {name}")
             for value in values:
                 optimizer.zero_grad()
                 scaler.scale(value * model(torch.ones(1, 3)).sum()).backward()
                 scaler.unscale_(optimizer)
-                norm = optimizers.clip(list(model.parameters()), 0)
+                norm = optimizers.clip(list(model.parameters()), 0, by_rows=False)
                 optimizers.step(optimizer, scaler, norm.as_subclass(OfGpu) if switch else norm)
+                scaler.update()
     finally:
         torch.use_deterministic_algorithms(False)
     for mine, other in zip(*(model.parameters() for model in models), strict=True):

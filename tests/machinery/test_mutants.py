@@ -5,7 +5,7 @@ import saves
 import torch
 from runs import plugins, run
 
-from lib.core import reduction
+from lib.core import exact
 
 
 def add_to_one_sum(nodes, leaf, values):
@@ -25,10 +25,10 @@ def add_in_order(nodes):
 
 def in_rank_order(monkeypatch):
     """Break the order of sums: add the ranks one after the other."""
-    monkeypatch.setattr(reduction, "add_leaf", add_to_one_sum)
-    monkeypatch.setattr(reduction, "sum_nodes", add_in_order)
-    reduction.nodes_by_rank.cache_clear()
-    monkeypatch.setattr(reduction, "nodes_by_rank", reduction.nodes_by_rank.__wrapped__)
+    monkeypatch.setattr(exact, "add_leaf", add_to_one_sum)
+    monkeypatch.setattr(exact, "sum_nodes", add_in_order)
+    exact.nodes_by_rank.cache_clear()
+    monkeypatch.setattr(exact, "nodes_by_rank", exact.nodes_by_rank.__wrapped__)
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -9,7 +9,7 @@ from runs import few, norm_net, outcome, plugins, run
 from torch import nn
 from torch.nn import functional
 
-from lib.core import batchnorm
+from lib.core import buffers
 from lib.core import loss as losses
 from lib.utils.data.plan import Plan
 from lib.utils.data.tensors import Tensors
@@ -166,7 +166,7 @@ def test_only_plans_with_a_sample_alone_are_looked_at():
         (Plan(5, 4, 1), 1),
     ):
         model = norm_net(parsed("-num_classes 4"))
-        batchnorm.refuse_single_samples(model, plan)
+        buffers.refuse_single_samples(model, plan)
         assert plan.least == wanted
         assert bool(model[2]._forward_pre_hooks) == (wanted == 1)
         model.eval()(torch.randn(1, 64))

@@ -4,7 +4,6 @@ import json
 import logging
 import re
 import time
-import weakref
 
 import pytest
 import saves
@@ -12,7 +11,7 @@ import torch
 from command_line import refusal
 from runs import distance, lines, outcome, plugins, run, same_tensors, weights
 from safetensors.torch import load_file
-from saves import SMALL, bits, log_of, names
+from saves import SMALL, bits, names
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,11 +42,14 @@ class WithCritic(trainer.Trainer):
         outputs = self.model(batch[0])
         return self.loss(outputs, batch[1]) + self.critic(outputs.detach() - self.notes.center).square().mean()
 
-    def step(self, samples):
-        super().step(samples)
-        self.critic_optimizer.step() if self.state.step > 1 else None
+    def due_optimizers(self):
+        return self.all_optimizers if self.state.step else [self.optimizer]
+
+    def optimizer_step(self):
+        norm = super().optimizer_step()
         self.critic_optimizer.zero_grad()
         self.notes.center = self.notes.center + self.head.bias.detach()
+        return norm
 
 
 class TrainsHeadTwice(trainer.Trainer):
@@ -150,26 +152,6 @@ def test_an_optimizer_whose_parameters_cannot_be_saved_is_refused(tmp_path, capf
     assert message in capfd.readouterr().err.splitlines()[-1]
 
 
-def test_optimizer_state_is_in_memory_only_once_while_a_checkpoint_is_loaded(tmp_path, monkeypatch):
-    """Two copies need more memory than a training step: a run that fits could not resume."""
-    run(tmp_path, f"{SMALL} -cpu 1 -limit_steps 3", wanted=75)
-    made, alive, to_save, load = [], [], trainer.tensors_to_save, trainer.resume.load
-
-    def note_tensors(parts):
-        tensors = to_save(parts)
-        made.extend(weakref.ref(value) for name, value in tensors.items() if name.startswith("optim."))
-        return tensors
-
-    def count_alive(*args):
-        alive.append(sum(one() is not None for one in made))
-        return load(*args)
-
-    monkeypatch.setattr(trainer, "tensors_to_save", note_tensors)
-    monkeypatch.setattr(trainer.resume, "load", count_alive)
-    run(tmp_path, f"{SMALL} -cpu 1")
-    assert made and alive == [0]
-
-
 def test_an_ema_decay_outside_0_to_1_is_refused():
     for decay in ("-0.1", "1", "x"):
         assert f"-ema_decay: {decay!r} is not a number from 0 to below 1" in refusal(
@@ -193,11 +175,6 @@ class OwnModules(trainer.Trainer):
         own = self.plain(outputs.detach()).square().mean() + (self.norm(outputs.detach()) - 1).square().mean()
         return self.loss(outputs, batch[1]) + own
 
-    def step(self, samples):
-        super().step(samples)
-        self.plain_optimizer.step()
-        self.plain_optimizer.zero_grad()
-
 
 def test_where_values_differ_between_processes_those_of_rank_0_are_saved(tmp_path):
     flags = f"{SLOW} -trainer own -cpu 2 -model"
@@ -215,22 +192,55 @@ def test_where_values_differ_between_processes_those_of_rank_0_are_saved(tmp_pat
 
 
 class InLists(trainer.Trainer):
+    """Has modules and optimizers in a list and a dict, a scheduler, and an object with a state of its own."""
+
     def __init__(self, *parts):
         super().__init__(*parts)
-        self.heads = [nn.Linear(2, 2)]
-        self.optimizers = {"heads": torch.optim.SGD(self.heads[0].parameters())}
-        self.names = ["heads"]
-        self.saved_elsewhere = [*self.model.children(), self.optimizer]
-        self.without_state = (nn.MSELoss(), nn.ReLU())
+        self.heads = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        self.other_optimizers = {
+            str(number): torch.optim.Adam(head.parameters()) for number, head in enumerate(self.heads)
+        }
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.other_optimizers["0"], [4, 8])
+        self.own, self.saved_elsewhere = Own(), [*self.model.children(), self.optimizer]
+
+    def training_step(self, batch):
+        outputs = self.model(batch[0])
+        return self.loss(self.heads[0](outputs) + self.heads[1](outputs) * self.own.scale, batch[1])
+
+    def optimizer_step(self):
+        norm = super().optimizer_step()
+        self.scheduler.step()
+        self.own.count(self.state.step)
+        return norm
 
 
-def test_a_warning_names_modules_and_optimizers_in_lists_because_they_are_not_saved(tmp_path):
+class Own:
+    """Keeps tensors, numbers and lists, by the field's protocol."""
+
+    def __init__(self):
+        self.scale, self.steps, self.odd = torch.ones(1, 1), [], {3: (1.5, None), "x": True}
+
+    def count(self, step):
+        self.scale, self.steps = self.scale * 1.01, [*self.steps, step]
+
+    def state_dict(self):
+        return {"scale": self.scale, "steps": self.steps, "odd": self.odd}
+
+    def load_state_dict(self, state):
+        assert state["odd"] == self.odd
+        vars(self).update(state)
+
+
+def test_whatever_has_a_state_resumes_exactly(tmp_path):
+    flags = f"{SLOW} -trainer lists -cpu 2 -model"
     with plugins(trainer={"lists": InLists}):
-        text = log_of(run(tmp_path, f"{SMALL} -trainer lists -limit_steps 1", wanted=75))
-    assert re.findall(r"trainer\.(\w+): modules and optimizers in it are in no checkpoint", text) == [
-        "heads",
-        "optimizers",
-    ]
+        whole = run(tmp_path, f"{flags} whole")
+        part = run_with_stops(tmp_path, f"{flags} part", 5, 7)
+    one, other = (
+        shards.read_manifest(folder / "checkpoints" / names(folder)[0])["states"] for folder in (whole, part)
+    )
+    assert one == other and same_tensors(saved(whole), saved(part)) and bits(whole) == bits(part)
+    assert {"trainer.scheduler", "trainer.own", "trainer.other_optimizers.1", "optim"} < one.keys()
 
 
 class Counting(trainer.Trainer):

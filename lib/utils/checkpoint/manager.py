@@ -60,14 +60,14 @@ class Checkpoints:
         self.number = max(self.world.on_writers(self._sweep))
 
     def check(self, tensors: dict[str, Tensor]) -> None:
-        """Raise UsageError if saves of these tensors could never be written."""
+        """Raise UsageError if saves with these tensors, those of all modules, could never be written."""
         shards.schema(tensors)
-        out, size = self.folder.parent.parent, sum(tensor.nbytes for tensor in tensors.values())
+        out, size = self.folder.parent.parent, about_bytes(tensors)
         if not self.world.shares_disk and any(map(shards.is_sharded, tensors.values())):
             raise UsageError(f"-out {out}: a sharded model needs a folder that all nodes share")
         free = min(self.world.on_writers(lambda: shutil.disk_usage(self.folder).free))
         if free < size:
-            raise UsageError(f"-out {out}: a checkpoint takes {size:,} bytes, and {free:,} are free; make room")
+            raise UsageError(f"-out {out}: a checkpoint takes about {size:,} bytes, and {free:,} are free; make room")
 
     def save(self, tensors: dict[str, Tensor], facts: dict, *, step: int, keep: bool = False) -> None:
         """Begin a checkpoint: copy the tensors, and write the copies in the background.
@@ -194,6 +194,11 @@ class Checkpoints:
             self.thread.shutdown()
             raise SaveError(f"{text}, nor could the {FAILURES - 1} before it")
         log.warning("%s: training continues; the checkpoint before it is good, and the next save tries again", text)
+
+
+def about_bytes(weights: dict[str, Tensor]) -> int:
+    """Return how many bytes a checkpoint with these weights takes, if the optimizer keeps two numbers for each."""
+    return 3 * sum(tensor.nbytes for tensor in weights.values())
 
 
 def is_due(save_every: str, unit: str, done: int) -> bool:

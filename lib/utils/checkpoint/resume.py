@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import importlib.util
 import json
 import logging
 import math
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from lib.utils import distributed, files
 from lib.utils.checkpoint import run_folder, shards, state, weights
-from lib.utils.checkpoint.state import Parts, State, init_optimizer_state
+from lib.utils.checkpoint.state import Parts, State
 from lib.utils.data.plan import Plan, largest_divisor
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -182,14 +183,25 @@ def plan(args: "Args", data: dict, world: World, before: dict) -> Plan:
         raise UsageError(f"{fault}: try -batch_size {max(micro, batch - batch % micro)}")
     if args.drop_last and data["samples"] < batch:
         raise UsageError(f"-batch_size {batch} with -drop_last leaves nothing of {data['samples']} training samples")
-    return Plan(data["samples"], batch, micro, args.drop_last, data)
+    engine = choose_engine(args, world, before.get("engine"))
+    return Plan(data["samples"], batch, micro, args.drop_last, data, engine)
+
+
+def choose_engine(args: "Args", world: World, saved: str | None = None) -> str:
+    """Return "exact" or "stock": by -deterministic, else the run's first one, else exact on the CPU."""
+    if importlib.util.find_spec("lib.core.exact") is None:
+        return "stock"
+    if args.deterministic is not None:
+        return "exact" if args.deterministic else "stock"
+    return saved or ("exact" if world.device.type == "cpu" else "stock")
 
 
 def config_to_save(args: "Args", plan: Plan) -> dict:
     """Return all flags as JSON has them, what the first start settled, the data, and what else bits depend on."""
     instructions = torch.backends.cpu.get_cpu_capability()
     processor = torch.cuda.get_device_name() if torch.cuda.is_initialized() else instructions
-    facts = {"samples": plan.samples, "processor": " ".join([processor, *distributed.kernel_variables()])}
+    facts = {"samples": plan.samples, "engine": plan.engine}
+    facts |= {"processor": " ".join([processor, *distributed.kernel_variables()])}
     facts |= {"torch": torch.__version__} | {name: metadata.version(name) for name in ("pillow", "torchvision")}
     return json.loads(json.dumps({**vars(args), **effective_flags(plan), **facts, **plan.data}, default=str))
 
@@ -257,10 +269,11 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
     """
     for fault in past.damaged:
         log.warning("%s; an older checkpoint is taken", fault)
-    saved = past.manifest["tensors"]
-    init_optimizer_state(parts, saved)
-    tensors = parts.tensors()
-    here = shards.schema(tensors)
+    saved, states = past.manifest["tensors"], past.manifest["states"]
+    tensors = {**parts.weights(), **parts.make_empty(saved)}
+    here: dict = shards.schema(tensors)
+    for name in {*states} ^ {*parts.states({})}:  # as of a scheduler that only one of them has
+        (saved if name in states else here)[name] = "a state"
     odd = sorted(name for name in {**saved, **here} if saved.get(name) != here.get(name))
     if odd:
         shown = ", ".join(f"{name} was {saved.get(name)} and is {here.get(name)}" for name in odd[:4])
@@ -275,6 +288,7 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
         log.warning("rank %d: %s; rank %d sends it", rank, why, past.sender)
         for tensor in tensors.values():
             distributed.broadcast_tensor(tensor, past.sender)
+    parts.load(states, tensors, allowed)
     bad = weights.not_finite(parts.modules["model"], world)
     if bad and "nan" not in {*allowed, *past.allowed}:
         hint = "remove it to resume from an older checkpoint, or take it as it is with -allow_change nan"

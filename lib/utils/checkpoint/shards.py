@@ -25,7 +25,7 @@ from lib.utils.errors import UsageError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-FORMAT = 3
+FORMAT = 4
 # The end of every manifest, whatever its format: the checksum of all before it.
 CHECKSUM_LINE = b',\n"crc32": %d\n}\n'
 FILE_NAME = re.compile(r"shard_\d{4,}\.safetensors")  # of a rank's file

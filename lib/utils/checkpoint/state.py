@@ -1,4 +1,4 @@
-"""What a checkpoint holds: how far a run is, and its tensors."""
+"""What a checkpoint holds: how far a run is, its tensors, and what else the parts of a trainer keep."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -27,7 +27,6 @@ class State:
     best: dict | None = None  # metric, value and epoch of the weights in best/
     sums: dict[str, float] = field(default_factory=dict)  # the epoch's training metrics up to its last log line
     unlogged: dict[str, list[float]] = field(default_factory=dict)  # since then, as exact terms; as of the last save
-    scaler: dict = field(default_factory=dict)  # of -fp16's gradients; as of the last save
 
 
 def read_manifest(folder: Path) -> dict:
@@ -67,117 +66,162 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if name in saved}
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module that the user wrote, with its own names."""
+def unwrap(module: Any) -> Any:
+    """Return the module that the user wrote, with its own names; anything else as it is."""
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules and optimizers of a run, by the prefix of their tensors' names."""
+    """What has a state among the attributes of a trainer, by the prefix of its names in a checkpoint."""
 
-    modules: dict[str, nn.Module]  # "model", and trainer.NAME of others that a trainer keeps
-    optimizers: dict[str, torch.optim.Optimizer]  # "optim", and trainer.NAME likewise
+    modules: dict[str, nn.Module]  # "model", and trainer.NAME of others
+    optimizers: dict[str, torch.optim.Optimizer]  # "optim", and trainer.NAME of others
+    # trainer.NAME: a scheduler, a scaler, whatever else has state_dict and load_state_dict
+    others: dict[str, Any] = field(default_factory=dict)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the live tensors by name: model.head.weight, optim.head.weight.exp_avg, trainer.teacher.bias.
-
-        Raises:
-            UsageError: an optimizer trains parameters that are in none of the modules.
-        """
+    def weights(self) -> dict[str, Tensor]:
+        """Return the live tensors of the modules by name: model.head.weight, trainer.teacher.bias."""
         found = {}
         for part, module in self.modules.items():
             for name, tensor in model_tensors(module).items():
                 found.setdefault(tensor, f"{part}.{name}")
-        tensors = {name: tensor for tensor, name in found.items()}
-        for optimizer, parameter, name in self.trained_parameters():
-            memory = optimizer.state.get(parameter, {}).items()
-            tensors |= {f"{name}.{key}": value for key, value in memory if torch.is_tensor(value)}
-        return tensors
+        return {name: tensor for tensor, name in found.items()}
 
-    def trained_parameters(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter, str]]:
-        """Yield each optimizer, each of its parameters, and the prefix of that parameter's state: optim.head.weight.
+    def states(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Return the states of optimizers and others as JSON has them, and which parameters are frozen.
+
+        Their tensors go to `tensors`, by name: optim.head.weight.exp_avg, trainer.scheduler.rates.
 
         Raises:
-            UsageError: the parameter is in none of the modules.
+            UsageError: names what a checkpoint cannot hold.
         """
+        states = {part: encode(other.state_dict(), part, tensors) for part, other in self.others.items()}
+        for part, optimizer in self.optimizers.items():
+            state, names = optimizer.state_dict(), self.trained(part)
+            memory = {names[number]: one for number, one in state["state"].items()}
+            groups = [{**group, "params": [names[one] for one in group["params"]]} for group in state["param_groups"]]
+            states[part] = [encode(memory, part, tensors), encode(groups, f"{part}.groups", tensors)]
+        frozen = [name for name, parameter in self.parameters().items() if not parameter.requires_grad]
+        return {**states, "frozen": frozen}
+
+    def load(self, states: dict[str, Any], tensors: dict[str, Tensor], allowed: Collection[str] = ()) -> None:
+        """Give optimizers and others what `states` returned, and freeze what was frozen.
+
+        Groups that training added are added again. A number of a group whose name is in `allowed` stays as it is.
+        """
+        parameters = self.parameters()
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name not in states["frozen"])
+        for part, other in self.others.items():
+            if state := decode(states[part], tensors):  # that of a scaler which is off is empty
+                other.load_state_dict(state)
+        for part, optimizer in self.optimizers.items():
+            memory, groups = (decode(one, tensors) for one in states[part])
+            for group in groups[len(optimizer.param_groups) :]:
+                optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
+            now, names = optimizer.state_dict()["param_groups"], self.trained(part)
+            for group, saved in zip(now, groups, strict=False):
+                if other := sorted(optimizer.defaults.keys() - saved.keys()):
+                    raise UsageError(f"the checkpoint is of another optimizer: its {part} has no {other[0]}")
+                group |= {key: value for key, value in saved.items() if key not in {"params", *allowed}}
+            if strange := sorted(memory.keys() - {*names}):
+                raise UsageError(f"{part} does not train {strange[0]}, for which the checkpoint has its state")
+            state = {names.index(name): one for name, one in memory.items()}
+            optimizer.load_state_dict({"state": state, "param_groups": now})
+
+    def make_empty(self, schema: dict[str, list]) -> dict[str, Tensor]:
+        """Return tensors for the states in a checkpoint with this schema, sharded like their parameters."""
+        prefixes = tuple(f"{part}." for part in [*self.optimizers, *self.others])
+        empty = shards.make_empty({name: about for name, about in schema.items() if name.startswith(prefixes)})
+        sharded = {name: one for name, one in self.parameters().items() if shards.is_sharded(one)}
+        for part in self.optimizers if sharded else ():
+            for name, tensor in empty.items():
+                parameter = sharded.get(name.removeprefix(f"{part}.").rpartition(".")[0])
+                if parameter is not None and parameter.shape == tensor.shape:
+                    empty[name] = torch.empty_like(parameter, dtype=tensor.dtype)
+        return empty
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return each parameter by its name: that in the model, or else trainer.NAME and that in a module."""
         names = {}
         for part, module in reversed(self.modules.items()):
             prefix = "" if part == "model" else f"{part}."
             names |= {parameter: f"{prefix}{name}" for name, parameter in module.named_parameters()}
-        for part, optimizer in self.optimizers.items():
-            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-                if parameter not in names:
-                    stray = "trains a parameter that neither the model nor a module of the trainer has"
-                    raise UsageError(f"{part} ({type(optimizer).__name__}) {stray}: no checkpoint would hold it")
-                yield optimizer, parameter, f"{part}.{names[parameter]}"
+        return {name: parameter for parameter, name in names.items()}
+
+    def trained(self, part: str) -> list[str]:
+        """Return the names of an optimizer's parameters, in the order in which torch numbers them.
+
+        Raises:
+            UsageError: a parameter is in none of the modules.
+        """
+        names = {parameter: name for name, parameter in self.parameters().items()}
+        parameters = [one for group in self.optimizers[part].param_groups for one in group["params"]]
+        if not names.keys() >= {*parameters}:
+            stray = "trains a parameter that neither the model nor a module of the trainer has"
+            raise UsageError(f"{part} ({type(self.optimizers[part]).__name__}) {stray}: no checkpoint would hold it")
+        return [names[parameter] for parameter in parameters]
+
+
+def attributes(trainer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a trainer's attributes as trainer.NAME; of lists, tuples and dicts the entries, as trainer.NAME.KEY."""
+    for name, value in vars(trainer).items():
+        if isinstance(value, dict):
+            yield from ((f"trainer.{name}.{key}", entry) for key, entry in value.items())
+        elif isinstance(value, list | tuple):
+            yield from ((f"trainer.{name}.{number}", entry) for number, entry in enumerate(value))
+        else:
+            yield f"trainer.{name}", value
 
 
 def find_parts(trainer: Any) -> Parts:
-    """Return the model and the optimizer of a trainer, and all modules and optimizers that are attributes of it."""
-    given = (trainer.model, trainer.loss, trainer.optimizer)  # a loss follows from the flags: it is not saved
-    own = {
-        f"trainer.{name}": value for name, value in vars(trainer).items() if not any(value is one for one in given)
-    }
-    modules = {name: unwrap(value) for name, value in own.items() if isinstance(value, nn.Module)}
-    optimizers = {name: value for name, value in own.items() if isinstance(value, torch.optim.Optimizer)}
-    return Parts({"model": unwrap(trainer.model), **modules}, {"optim": trainer.optimizer, **optimizers})
+    """Return what has a state among a trainer's attributes, also in its lists, tuples and dicts, each thing once.
+
+    It has one if it has `state_dict` and `load_state_dict`. So may the trainer itself.
+    """
+    named = {"model": trainer.model, "optim": trainer.optimizer, **dict(attributes(trainer)), "self": trainer}
+    parts, seen = Parts({}, {}), set()
+    for name, value in named.items():
+        value = unwrap(value)
+        if id(value) in seen or not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            continue
+        seen.add(id(value))
+        is_module, is_optimizer = isinstance(value, nn.Module), isinstance(value, torch.optim.Optimizer)
+        (parts.modules if is_module else parts.optimizers if is_optimizer else parts.others)[name] = value
+    return parts
 
 
-def find_unsaved(trainer: Any) -> list[str]:
-    """Return the attributes of a trainer that are lists, tuples or dicts and hold what `find_parts` does not find."""
-    parts = find_parts(trainer)
-    saved = {tensor for module in parts.modules.values() for tensor in model_tensors(module).values()}
-
-    def is_lost(part: Any) -> bool:
-        if isinstance(part, nn.Module):
-            return not saved.issuperset(model_tensors(part).values())
-        return isinstance(part, torch.optim.Optimizer) and part not in parts.optimizers.values()
-
-    values = {name: [*one.values()] if isinstance(one, dict) else one for name, one in vars(trainer).items()}
-    return [name for name, one in values.items() if isinstance(one, list | tuple) and any(map(is_lost, one))]
-
-
-def init_optimizer_state(parts: Parts, saved: Collection[str] | None = None) -> list[torch.optim.Optimizer]:
-    """Let new optimizers make their state, by a step with gradients and a learning rate of zero; return them.
-
-    As in torch.distributed.checkpoint.state_dict: the state then has the right shapes, devices and sharding, and a
-    checkpoint fills it. With the names of `saved` tensors, only parameters that have saved state get one.
+def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return a state as JSON has it; its tensors go to `tensors`, under names that begin with this one.
 
     Raises:
-        UsageError: an optimizer has state that is not a tensor, which no checkpoint would hold.
+        UsageError: the state holds something else than tensors, numbers, strings, lists, tuples and dicts of them.
     """
-    fresh = [optimizer for optimizer in parts.optimizers.values() if not optimizer.state]
-    known = {name.rpartition(".")[0] for name in saved or ()}
-    for optimizer in fresh:
-        trained = [(parameter, name) for one, parameter, name in parts.trained_parameters() if one is optimizer]
-        _take_zero_step(optimizer, [parameter for parameter, name in trained if saved is None or name in known])
-    for optimizer in parts.optimizers.values():
-        memory = [item for one in optimizer.state.values() for item in one.items()]
-        odd = [name for name, value in memory if not isinstance(value, Tensor | None)]
-        if odd:
-            fault = f"keeps {odd[0]!r}, which is not a tensor, in its state"
-            raise UsageError(f"{type(optimizer).__name__} {fault}: a checkpoint cannot hold it")
-    return fresh
+    if torch.is_tensor(value):
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, dict):
+        return {
+            "dict": [[encode(key, name, {}), encode(one, f"{name}.{key}", tensors)] for key, one in value.items()]
+        }
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [encode(one, f"{name}.{number}", tensors) for number, one in enumerate(value)]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    wanted = "a checkpoint holds tensors, numbers, strings, lists and dicts"
+    raise UsageError(f"{name} is a {type(value).__name__}, {value!r:.60}: {wanted}; leave it out of state_dict()")
 
 
-@torch.no_grad()
-def _take_zero_step(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
-    for parameter in trained:
-        parameter.grad = torch.zeros_like(parameter)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
-def tensors_to_save(parts: Parts) -> dict[str, Tensor]:
-    """Return all tensors that a checkpoint will hold after the first step. The optimizers are left as they were."""
-    fresh = init_optimizer_state(parts)
-    tensors = parts.tensors()
-    for optimizer in fresh:
-        optimizer.state.clear()
-    return tensors
+def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return the state that `encode` returned as JSON."""
+    if not isinstance(value, dict):
+        return value
+    [(kind, content)] = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {decode(key, tensors): decode(one, tensors) for key, one in content}
+    entries = [decode(one, tensors) for one in content]
+    return entries if kind == "list" else tuple(entries)

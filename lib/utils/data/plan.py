@@ -32,6 +32,7 @@ class Plan:
     micro: int
     drop_last: bool = False
     data: dict = field(default_factory=dict)  # what the samples are: fingerprint.describe
+    engine: str = "exact"  # which one sums the micro-batches: a module of lib/core
 
     @property
     def steps(self) -> int:

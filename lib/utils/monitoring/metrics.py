@@ -27,10 +27,11 @@ class Sums:
 
     def __init__(self):
         self._local: dict[str, list] = {}
+        self.counts = True  # whether `update` does anything: not for padding
 
     def update(self, values: dict[str, Any]) -> Any:
         """Add numbers or 0-d tensors, and return these sums. Waits for the device once in many calls."""
-        for name, value in values.items():
+        for name, value in values.items() if self.counts else ():
             if isinstance(value, Tensor) and value.ndim:
                 raise ValueError(f"metric {name!r} has the shape {tuple(value.shape)}: it must be one value")
             terms = self._local.setdefault(name, [])

@@ -19,7 +19,7 @@ from test_parallel import NET, BlocksNet
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.core import reduction
+from lib.core import exact
 from lib.trainer import trainer
 from lib.utils.data.loader import Loader
 from lib.utils.data.plan import Plan, rank_share
@@ -41,13 +41,13 @@ def _plugins():
 def tree_sum(leaves: list[torch.Tensor], size: int, round_robin: bool) -> torch.Tensor:
     """The sum of all leaves over `size` ranks."""
     nodes, count = {}, len(leaves)
-    for rank, names in enumerate(reduction.nodes_by_rank(count, size, round_robin)):
+    for rank, names in enumerate(exact.nodes_by_rank(count, size, round_robin)):
         own = {}
         for leaf in rank_share(count, rank, size, round_robin):
-            reduction.add_leaf(own, leaf, [leaves[leaf].clone()])
+            exact.add_leaf(own, leaf, [leaves[leaf].clone()])
         assert list(own) == names, "every rank knows what the others send"
         nodes |= own
-    return reduction.sum_nodes(nodes)[0]
+    return exact.sum_nodes(nodes)[0]
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
@@ -61,7 +61,7 @@ def test_a_sum_has_the_same_bits_for_any_distribution_of_the_leaves(count, size,
 
 @given(st.integers(1, 4096), st.integers(1, 12))
 def test_a_rank_sends_only_few_nodes(count, size):
-    for rank, nodes in enumerate(reduction.nodes_by_rank(count, size, round_robin=False)):
+    for rank, nodes in enumerate(exact.nodes_by_rank(count, size, round_robin=False)):
         own = len(rank_share(count, rank, size))
         assert len(nodes) <= max(1, 2 * (own.bit_length() - 1)) if own else not nodes
 
@@ -72,7 +72,7 @@ def test_a_rank_sends_only_few_nodes(count, size):
 )
 def test_a_rank_sends_as_much_as_docs_resume_says(ranks, leaves, sent):
     """In units of one gradient: its nodes to all others, and the sum of its slice."""
-    nodes = max(map(len, reduction.nodes_by_rank(leaves, ranks, round_robin=False)))
+    nodes = max(map(len, exact.nodes_by_rank(leaves, ranks, round_robin=False)))
     ring = 2 * (ranks - 1) / ranks
     assert f"{(nodes + 1) * ring / 2:.2f}" == f"{sent:.2f}"
     page = (Path(__file__).resolve().parents[2] / "docs" / "resume.md").read_text()
@@ -83,7 +83,7 @@ def test_a_sum_on_one_rank_keeps_memory_format_and_values():
     like = [torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.empty(7), torch.empty(())]
     leaves = [[torch.randn_like(one) for one in like] for _ in range(3)]
     wanted = [(a + b) + c for a, b, c in zip(*leaves, strict=True)]
-    one = reduction.TreeSum(World())
+    one = exact.TreeSum(World())
     one.begin(3)
     for number, values in enumerate(leaves):
         one.add(number, values)
@@ -117,17 +117,17 @@ class Wide(nn.Module):
 def gradients(world: World, parallel: str = "ddp") -> list[list[torch.Tensor | None]]:
     """The gradients of one step for each of COUNTS, from this rank's share of its micro-batches."""
     model, found = Wide(), []
-    args = types.SimpleNamespace(reduction="tree", parallel=parallel)
-    sums = reduction.GradientReducer([*model.parameters()], model, world, args)
+    args, parameters = types.SimpleNamespace(seed=0, parallel=parallel), [*model.parameters()]
+    engine = exact.Engine([model], world, args)
     for count in COUNTS:
         cut = Plan(count, count, 1)
         for key in Loader(
             range(count), cut, world, seed=0, shuffle=False, workers=0, round_robin=parallel == "fsdp"
         ).micro_batches(0):
-            sums.before(key)
-            (model(key.number) * key.count).backward()
-            sums.after()
-        sums.finish()
+            engine.begin_pass(key, parameters)
+            loss = model(key.number) * key.count
+            engine.backward(loss, key)
+        engine.sum_gradients()
         found.append([None if one.grad is None else one.grad.clone() for one in model.parameters()])
         model.zero_grad()
     return found
@@ -142,8 +142,8 @@ def same_gradients(ours: list[list], theirs: list[list]) -> bool:
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Treat no sum as small, and exchange the gradients in several chunks."""
-    monkeypatch.setattr(reduction, "SMALL", 0)
-    monkeypatch.setattr(reduction, "CHUNK", 700)
+    monkeypatch.setattr(exact, "SMALL", 0)
+    monkeypatch.setattr(exact, "CHUNK", 700)
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -158,7 +158,7 @@ def test_gradients_have_the_same_bits_on_any_number_of_ranks(ranks, broken, tmp_
         world = World(rank=rank, local_rank=rank, size=ranks, local_size=ranks)
         for parallel in ("ddp", "fsdp"):
             assert same_gradients(gradients(world, parallel), truth) != broken
-        reduction.SMALL = 1 << 20  # only in this process
+        exact.SMALL = 1 << 20  # only in this process
         assert same_gradients(gradients(world), truth) != broken, "small sums"
 
     torch.set_num_threads(1)
@@ -167,7 +167,7 @@ def test_gradients_have_the_same_bits_on_any_number_of_ranks(ranks, broken, tmp_
 
 def test_an_exchange_moves_as_many_bytes_as_docs_resume_says(tmp_path, monkeypatch):
     """With nothing treated as small: each node to all others, and the sum of a slice; parts suit NCCL."""
-    monkeypatch.setattr(reduction, "SMALL", 0)
+    monkeypatch.setattr(exact, "SMALL", 0)
 
     def check(rank):
         sent, real = [], (dist.all_to_all_single, dist.all_gather_into_tensor)
@@ -184,7 +184,7 @@ def test_an_exchange_moves_as_many_bytes_as_docs_resume_says(tmp_path, monkeypat
         monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
         monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather)
         values = [torch.ones(64 * 30)]
-        tree = reduction.TreeSum(World(rank=rank, size=3, local_size=3))
+        tree = exact.TreeSum(World(rank=rank, size=3, local_size=3))
         tree.begin(8)
         for leaf in rank_share(8, rank, 3):
             tree.add(leaf, [values[0].clone()])
@@ -239,7 +239,7 @@ def test_runs_have_the_same_bits_on_any_number_of_processes(flags, sizes, tmp_pa
 def test_several_chunks_of_gradients_give_the_same_bits_on_any_number_of_processes(tmp_path, monkeypatch):
     flags = f"{NET} -epochs 2 -batch_size 12"
     truth = bits(run(tmp_path, f"{flags} -cpu 1 -model alone"))
-    monkeypatch.setattr(reduction, "CHUNK", 20_000)
+    monkeypatch.setattr(exact, "CHUNK", 20_000)
     for size in (2, 3, 5):
         assert bits(run(tmp_path, f"{flags} -cpu {size} -model on_{size}")) == truth
 
@@ -272,12 +272,12 @@ def test_eight_processes_give_the_same_bits_as_one(more, other, tmp_path):
     assert bits_after_starts(tmp_path, flags, "-cpu 8", f"-cpu {other}", "-cpu 8") == truth
 
 
-@pytest.mark.parametrize("more", ["-cpu 1", "-cpu 3", "-cpu 2 -parallel fsdp"])
-def test_a_run_with_reduction_allreduce_resumes_with_the_same_bits(more, tmp_path):
-    flags = f"{NET} -epochs 3 -reduction allreduce {more}"
+@pytest.mark.parametrize("more", ["-cpu 1", "-cpu 2", "-cpu 3 -find_unused", "-cpu 2 -parallel fsdp"])
+def test_a_run_of_the_stock_engine_resumes_with_the_same_bits(more, tmp_path):
+    flags = f"{NET} -epochs 3 -deterministic no {more}"
     truth = bits(run(tmp_path, f"{flags} -model whole"))
     assert bits_after_starts(tmp_path, flags, "", "") == truth
-    run(tmp_path, f"{NET} -epochs 4 -model moved {more}", wanted=2)
+    run(tmp_path, f"{NET} -epochs 3 -deterministic -model moved {more}", wanted=2)
 
 
 class NotContiguous(nn.Module):
@@ -305,11 +305,8 @@ class Guided(trainer.Trainer):
             self.metrics.update({f"above_{int(batch[0][0, 0])}": batch[0].sum()})
         return self.loss(self.guide(self.model(batch[0])), batch[1])
 
-    def step(self, samples):
-        super().step(samples)
-        if self.state.step % 2 == 0:
-            self.guide_optimizer.step()
-            self.guide_optimizer.zero_grad()
+    def due_optimizers(self):
+        return self.all_optimizers if self.state.step % 2 else [self.optimizer]
 
 
 def test_two_optimizers_and_rare_metrics_give_the_same_bits_on_any_number_of_processes(tmp_path):
@@ -324,10 +321,10 @@ def test_two_optimizers_and_rare_metrics_give_the_same_bits_on_any_number_of_pro
 class ReadsGradients(trainer.Trainer):
     """Reads the gradients before the optimizer's step."""
 
-    def step(self, samples):
-        norm = torch.linalg.vector_norm(torch.cat([parameter.grad.flatten() for parameter in self.parameters]))
+    def optimizer_step(self):
+        norm = torch.linalg.vector_norm(torch.cat([one.grad.flatten() for one in self.model.parameters()]))
         logging.getLogger("lib.trainer").info("gradient %s", norm.item().hex())
-        super().step(samples)
+        return super().optimizer_step()
 
 
 def test_a_trainers_step_sees_the_gradient_of_the_whole_batch(tmp_path):
@@ -350,12 +347,14 @@ class Extra(trainer.Trainer):
     def training_step(self, batch):
         return self.loss(self.wrapped(self.model(batch[0])), batch[1])
 
-    def step(self, samples):
-        super().step(samples)
-        if self.state.step % 2 == 0:
-            self.slow.step()
-            self.slow.zero_grad()
+    def due_optimizers(self):
+        return self.all_optimizers if self.state.step % 2 else [self.optimizer]
+
+    def optimizer_step(self):
+        norm = super().optimizer_step()
+        if self.state.step % 2:
             logging.getLogger("lib.trainer").info("extra %s", self.extra.weight.flatten().tolist())
+        return norm
 
 
 def test_gradients_of_a_module_that_the_trainer_wraps_in_ddp_are_counted_once(tmp_path):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lib.core import batchnorm
+from lib.core import buffers as model_buffers
+from lib.core import exact
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 
@@ -52,19 +53,33 @@ def micro_batch(number, count, of, parts):
     )
 
 
+class Statistics:
+    """Running statistics as the exact engine sums them on one process."""
+
+    def __init__(self, model):
+        self.tree, self.statistics = exact.TreeSum(World()), model_buffers.Buffers([model], World())
+
+    def step(self, keys, passes, norm=1.0):
+        self.tree.begin(len(keys))
+        for key, forward in zip(keys, passes, strict=True):
+            self.statistics.before(key)
+            forward()
+            self.statistics.after()
+            if key.count:
+                self.tree.add(key.number, self.statistics.shares(key))
+        sums = self.tree.result(self.statistics.like()) if len(keys) > 1 else []
+        self.statistics.finish(sums, torch.tensor(norm))
+
+
 def step(model, statistics, parts, of, norm=1.0):
-    for number, part in enumerate(parts):
-        key = micro_batch(number, len(part), of, len(parts))
-        statistics.before(key)
-        model(part)
-        statistics.after(key)
-    statistics.finish(torch.tensor(norm))
+    keys = [micro_batch(number, len(part), of, len(parts)) for number, part in enumerate(parts)]
+    statistics.step(keys, [lambda part=part: model(part) for part in parts], norm)
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
 def test_running_statistics_are_the_mean_over_the_micro_batches(momentum):
     model = norm_model(momentum).train()
-    statistics = batchnorm.RunningStatistics(model, World())
+    statistics = Statistics(model)
     for sizes in ([8], [4, 4], [5, 3, 2], [2, 9]):
         parts = [2 + 3 * torch.randn(size, 4) for size in sizes]
         wanted = mean_buffers(model, parts)
@@ -74,7 +89,7 @@ def test_running_statistics_are_the_mean_over_the_micro_batches(momentum):
 
 def test_running_statistics_of_one_micro_batch_are_those_of_batchnorm_to_the_bit():
     model = norm_model().train()
-    statistics = batchnorm.RunningStatistics(model, World())
+    statistics = Statistics(model)
     for _ in range(4):
         part = torch.randn(6, 4)
         wanted = buffers_after(model, part)
@@ -84,7 +99,7 @@ def test_running_statistics_of_one_micro_batch_are_those_of_batchnorm_to_the_bit
 
 def test_running_statistics_in_double_precision_keep_that_precision():
     model = norm_model().double().train()
-    statistics = batchnorm.RunningStatistics(model, World())
+    statistics = Statistics(model)
     parts = [torch.randn(size, 4, dtype=torch.float64) for size in (5, 3)]
     wanted = mean_buffers(model, parts)
     step(model, statistics, parts, 8)
@@ -95,7 +110,7 @@ def test_running_statistics_in_double_precision_keep_that_precision():
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_a_skipped_step_does_not_change_the_running_statistics(parts, norm):
     model = norm_model().train()
-    statistics = batchnorm.RunningStatistics(model, World())
+    statistics = Statistics(model)
     before = buffers(model)
     step(model, statistics, [torch.full((4, 4), math.nan)] * parts, 4 * parts, norm)
     assert all(torch.equal(value, before[name]) for name, value in buffers(model).items())
@@ -106,13 +121,13 @@ class Notes(nn.Module):
 
     def __init__(self, *values):
         super().__init__()
-        self.register_buffer("note", torch.tensor(values))
+        self.register_buffer("running_mean", torch.tensor(values))
         self.coming = []
 
     def forward(self, inputs):
         if self.coming:
             for place, value in self.coming.pop(0).items():
-                self.note[place] = value
+                self.running_mean[place] = value
 
 
 PARTS = [torch.zeros(size, 4) for size in (3, 5, 2)]
@@ -120,36 +135,34 @@ PARTS = [torch.zeros(size, 4) for size in (3, 5, 2)]
 
 def test_a_buffer_of_infinity_stays_as_it_is():
     model = Notes(-math.inf, math.nan, 0.1, 1e-45, 0.7)
-    statistics = batchnorm.RunningStatistics(model, World())
-    before = model.note.clone()
+    statistics = Statistics(model)
+    before = model.running_mean.clone()
     for _ in range(1000):
         step(model, statistics, PARTS, 10)
-    assert torch.equal(model.note.view(torch.int32), before.view(torch.int32)), "not the same bits"
+    assert torch.equal(model.running_mean.view(torch.int32), before.view(torch.int32)), "not the same bits"
 
 
 def test_a_padding_micro_batch_changes_no_buffer():
     model = Notes(-math.inf, 1.0)
-    statistics = batchnorm.RunningStatistics(model, World())
+    statistics = Statistics(model)
     model.coming = [{1: 5.0}, {0: 7.0, 1: math.nan}]
-    for key in (micro_batch(0, 3, 3, 2), micro_batch(1, 0, 3, 2)):
-        statistics.before(key)
-        model(None)
-        statistics.after(key)
-    statistics.finish(torch.tensor(1.0))
-    assert model.note.tolist() == [-math.inf, 5.0]
+    statistics.step([micro_batch(0, 3, 3, 2), micro_batch(1, 0, 3, 2)], [lambda: model(None)] * 2)
+    assert model.running_mean.tolist() == [-math.inf, 5.0]
 
 
 def test_buffer_values_that_some_micro_batches_change_become_the_mean_and_others_stay():
     model = Notes(2.0, 0.1, math.inf)
-    statistics = batchnorm.RunningStatistics(model, World())
+    statistics = Statistics(model)
     model.coming = [{0: 4.0, 2: 1.0}, {2: 3.0}, {2: 2.0}]
     step(model, statistics, PARTS, 10)  # an infinite value may become finite, such as a running minimum
-    assert model.note.tolist() == pytest.approx([2.6, 0.1, 2.2]) and model.note[1] == torch.tensor(0.1)
+    assert model.running_mean.tolist() == pytest.approx([2.6, 0.1, 2.2]) and model.running_mean[1] == torch.tensor(
+        0.1
+    )
 
 
 def test_a_model_without_running_statistics_does_not_change():
     model = nn.Linear(4, 2)
-    statistics = batchnorm.RunningStatistics(model, World())
+    statistics = Statistics(model)
     before = copy.deepcopy(model.state_dict())
     step(model, statistics, [torch.randn(3, 4)], 3)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

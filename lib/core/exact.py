@@ -1,4 +1,4 @@
-"""Sums over the micro-batches of a step whose bits do not depend on how many processes share them.
+"""The exact engine: sums over a step's micro-batches whose bits do not depend on how many processes share them.
 
 Micro-batch m is leaf m of one binary tree. A node is the sum of 2^k leaves from a multiple of 2^k on; leaves past the
 last one are left out. Each rank adds up its own leaves as far as they make whole nodes. After the last pass of a step
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from lib.core.buffers import Buffers
 from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.data.plan import MicroBatch, rank_share
 from lib.utils.distributed import World
@@ -25,82 +27,83 @@ SMALL = 1 << 20  # bytes of a chunk times the number of ranks up to which each r
 ALIGNED = 64  # values: NCCL is slower where a part does not begin at a multiple of 16 bytes (its issue 413)
 
 
-class GradientReducer:
-    """Sums the gradients of a step's micro-batches over all ranks: `before` and `after` each pass, then `finish`.
+class Engine:
+    """Computes the gradients of a step: `begin_pass` and `backward` of each micro-batch, then `sum_gradients`.
 
     Sharded parameters (FSDP) are summed in each backward pass, by `TreeReduceScatter`; all others after the last one.
-    A parameter that no micro-batch uses gets no gradient.
+    A parameter that no micro-batch uses gets no gradient. Running statistics (BatchNorm's) follow the tree, too.
     """
 
-    def __init__(self, parameters: list, model: nn.Module, world: World, args: Namespace):
-        self.world = world
-        self.sharded = [parameter for parameter in parameters if is_sharded(parameter)]
-        self.parameters = [parameter for parameter in parameters if not is_sharded(parameter)]
-        self.tree = TreeSum(world, args.parallel == "fsdp", by_library=args.reduction == "allreduce")
-        groups: Any = [module for module in model.modules() if hasattr(module, "set_custom_reduce_scatter")]
-        self.scatters = [TreeReduceScatter() for _ in groups if args.reduction == "tree"]
-        for group, scatter in zip(groups, self.scatters, strict=False):
+    def __init__(self, modules: list[nn.Module], world: World, args: Namespace):
+        self.world, self.buffers = world, Buffers(modules, world)
+        self.tree = TreeSum(world, round_robin=args.parallel == "fsdp")
+        parts: Any = [part for module in modules for part in module.modules()]
+        groups = [part for part in parts if hasattr(part, "set_custom_reduce_scatter")]
+        self.scatters = [TreeReduceScatter() for _ in groups]
+        for group, scatter in zip(groups, self.scatters, strict=True):
             group.set_custom_reduce_scatter(scatter)
+        for module in modules:
+            if isinstance(module, DistributedDataParallel):
+                module.require_backward_grad_sync = False  # or they would be summed twice
 
-    def before(self, micro_batch: MicroBatch) -> None:
-        """Prepare for the backward pass of a micro-batch."""
-        self.micro_batch, self.alone = micro_batch, self.world.size == micro_batch.step_parts == 1
+    def begin_pass(self, micro_batch: MicroBatch, parameters: list[nn.Parameter]) -> None:
+        """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""
         if micro_batch.first:
+            self.alone = self.world.size == micro_batch.step_parts == 1
+            self.parameters = [one for one in parameters if not is_sharded(one)]
+            self.sharded = [one for one in parameters if is_sharded(one)]
             self.unused = {*range(len(self.parameters))}  # by all micro-batches of this rank
             self.tree.begin(micro_batch.step_parts)
             if micro_batch.number:  # what a trainer keeps from the step before counts once, in the first micro-batch
-                _clear(self.parameters)
+                _clear(parameters)
         for scatter in self.scatters:
             scatter.begin(micro_batch)
+        self.buffers.before(micro_batch)
 
-    def after(self) -> None:
-        """Add the gradients of the micro-batch to the sum, none of padding; of a step's only one they are the sum."""
-        if self.alone:
+    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Compute the gradients of a micro-batch's share of the loss, and add them to the sum; none of padding."""
+        self.buffers.after()
+        loss.backward()
+        if self.alone:  # the only micro-batch: its gradients are the sum
             return
         gradients = [parameter.grad for parameter in self.parameters]
         _clear(self.parameters)
-        if self.scatters and not self.micro_batch.last:
+        if not micro_batch.last:
             _clear(self.sharded)  # what is whole comes with the last pass
-        if self.micro_batch.count and self.parameters:
+        if micro_batch.count:
             missing = {number for number, gradient in enumerate(gradients) if gradient is None}
             self.unused &= missing
             flags = torch.ones(len(gradients), device=self.world.device)
             for number in missing:
                 flags[number] = 0  # nobody waits for the device, as for a copy of a list
-            dense = [_as_dense(*pair) for pair in zip(gradients, self.parameters, strict=True)]
-            self.tree.add(self.micro_batch.number, [*dense, flags])
+            pairs = zip(gradients, self.parameters, strict=True)
+            dense = [torch.zeros_like(parameter) if one is None else one for one, parameter in pairs]
+            self.tree.add(micro_batch.number, [*dense, flags, *self.buffers.shares(micro_batch)])
 
-    def finish(self) -> None:
-        """Set each parameter's gradient to the sum over the step's micro-batches."""
-        if self.alone or not self.parameters:
+    def sum_gradients(self) -> None:
+        """Set each parameter's gradient to the sum over the step's micro-batches, of all ranks."""
+        self.averages: list[Tensor] = []
+        if self.alone:
             return
-        flags = torch.empty(len(self.parameters), device=self.world.device)
-        *gradients, flags = self.tree.result([*self.parameters, flags])
-        used = [flag > 0 for flag in flags.tolist()] if self.unused else [True] * len(gradients)
+        count = len(self.parameters)
+        flags = torch.empty(count, device=self.world.device)
+        sums = self.tree.result([*self.parameters, flags, *self.buffers.like()])
+        gradients, flags, self.averages = sums[:count], sums[count], sums[count + 1 :]
+        used = [flag > 0 for flag in flags.tolist()] if self.unused else [True] * count
         for parameter, gradient, is_used in zip(self.parameters, gradients, used, strict=True):
             parameter.grad = gradient if is_used else None
+
+    def finish_step(self, norm: Tensor) -> None:
+        """End a step, which was skipped if the norm of its gradient (0-d) is not finite."""
+        self.buffers.finish(self.averages, norm)
+
+    def share_buffers(self) -> None:
+        """Do nothing: all ranks have the same buffers."""
 
 
 def _clear(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None
-
-
-def _as_dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """Return a gradient, zeros for None, laid out in memory as autograd does it."""
-    strides = _dense_strides(parameter.shape, parameter.stride())
-    if gradient is not None and gradient.stride() == strides:
-        return gradient
-    dense = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
-    return dense.zero_() if gradient is None else dense.copy_(gradient)
-
-
-@functools.lru_cache(maxsize=4096)
-def _dense_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of the gradient of a parameter: those of the parameter, or row by row where it has gaps."""
-    parameter = torch.empty_strided(shape, strides, device="meta")
-    like = torch.empty_like(parameter)
-    return strides if like.stride() == strides else like.contiguous().stride()
 
 
 # The tree
@@ -109,12 +112,11 @@ def _dense_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ..
 class TreeSum:
     """The sum of lists of tensors over a step: `begin`, `add` each own micro-batch's list, get the `result`.
 
-    All ranks call `begin` and `result` in the same order. `round_robin` is that of `rank_share`. With `by_library`
-    the communication library chooses the order of additions, which depends on the number of ranks.
+    All ranks call `begin` and `result` in the same order. `round_robin` is that of `rank_share`.
     """
 
-    def __init__(self, world: World, round_robin: bool = False, by_library: bool = False):
-        self.world, self.round_robin, self.by_library = world, round_robin, by_library
+    def __init__(self, world: World, round_robin: bool = False):
+        self.world, self.round_robin = world, round_robin
 
     def begin(self, leaves: int) -> None:
         """Begin a step of so many micro-batches over all ranks."""
@@ -145,12 +147,8 @@ class TreeSum:
         count = len(nodes)
         rows = like[0].new_empty(count, slices * part, requires_grad=False)
         for row, values in zip(rows, nodes.values(), strict=True):
-            torch.cat([value.as_strided((value.numel(),), (1,)) for value in values], out=row[:width])
+            torch.cat([value.reshape(-1) for value in values], out=row[:width])
         nodes.clear()
-        if self.by_library:
-            total = rows.sum(0)
-            dist.all_reduce(total)
-            return _split_like(total, like)
         by_rank = nodes_by_rank(self.leaves, size, self.round_robin)
         sent = rows.view(count, slices, part).transpose(0, 1).expand(size, -1, -1).contiguous()
         received = rows.new_empty(sum(map(len, by_rank)), part)
@@ -162,7 +160,7 @@ class TreeSum:
             whole = rows.new_empty(slices * part)
             dist.all_gather_into_tensor(whole, total)
             total = whole
-        return _split_like(total, like)
+        return _split_like(total[:width], like)
 
 
 def add_leaf(nodes: dict[int, list[Tensor]], leaf: int, values: list[Tensor]) -> None:
@@ -201,23 +199,25 @@ def nodes_by_rank(leaves: int, size: int, round_robin: bool) -> list[list[int]]:
 
 def _chunks(tensors: list[Tensor]) -> list[list[int]]:
     """Return the numbers of these tensors in groups of one type and device, of about CHUNK bytes or one tensor."""
-    full, open_chunks = [], {}
+    chunks, open_chunks, filled = [], {}, {}
     for number, tensor in enumerate(tensors):
-        chunk, filled = open_chunks.pop((tensor.dtype, tensor.device), ([], 0))
-        if filled and filled + tensor.nbytes > CHUNK:
-            full.append(chunk)
-            chunk, filled = [], 0
-        open_chunks[tensor.dtype, tensor.device] = [*chunk, number], filled + tensor.nbytes
-    return full + [chunk for chunk, _ in open_chunks.values()]
+        kind = tensor.dtype, tensor.device
+        if kind not in filled or filled[kind] + tensor.nbytes > CHUNK:
+            open_chunks[kind], filled[kind] = [], 0
+            chunks.append(open_chunks[kind])
+        open_chunks[kind].append(number)
+        filled[kind] += tensor.nbytes
+    return chunks
 
 
-def _split_like(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Return parts of a row of values, each in the shape and layout of a tensor's gradient."""
-    parts, start = [], flat.storage_offset()
-    for tensor in like:
-        parts.append(flat.as_strided(tensor.shape, _dense_strides(tensor.shape, tensor.stride()), start))
-        start += tensor.numel()
-    return parts
+def _split_like(row: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Return parts of a row of values, each in the shape of a tensor, and laid out in memory as it is."""
+    parts = row.split([tensor.numel() for tensor in like])
+    shaped = [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+    return [
+        part if tensor.is_contiguous() else torch.empty_like(tensor).copy_(part)
+        for part, tensor in zip(shaped, like, strict=True)
+    ]
 
 
 class TreeReduceScatter:

@@ -1,0 +1,125 @@
+"""Buffers that training changes: running statistics, as BatchNorm's, and all others, as counters and queues."""
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from lib.utils import distributed
+from lib.utils.checkpoint.shards import is_sharded
+from lib.utils.data.plan import MicroBatch, Plan
+from lib.utils.distributed import World
+from lib.utils.errors import UsageError
+
+log = logging.getLogger(__name__)
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # the buffers of torch's norm layers
+
+
+def refuse_single_samples(model: nn.Module, plan: Plan) -> None:
+    """Let BatchNorm refuse, in the first pass, a plan with a micro-batch of one sample that it could not train on.
+
+    It needs two values for each channel. A sample has several if it has places, as an image: only a pass shows that.
+    """
+    if plan.least > 1:
+        return
+    if plan.micro == 1:
+        cause, advice = f"-batch_size {plan.batch} -micro_batch 1", "-micro_batch 2 or more makes larger ones"
+    else:
+        cause = f"{plan.samples} training samples, -batch_size {plan.batch} -micro_batch {plan.micro}"
+        advice = "-drop_last leaves out an epoch's short last batch; another -batch_size cuts otherwise"
+
+    def check(module: nn.Module, inputs: tuple) -> None:
+        values = inputs[0] if inputs else torch.empty(0, 0)
+        if module.training and len(values) <= plan.micro and values.numel() == len(values) * values.shape[1] > 0:
+            raise UsageError(f"{cause}: a micro-batch has one sample, and BatchNorm cannot train on one: {advice}")
+
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            module.register_forward_pre_hook(check)
+
+
+def is_statistic(name: str) -> bool:
+    """Return whether a buffer of this name belongs to a norm layer's running statistics."""
+    return name.rpartition(".")[2] in STATISTICS
+
+
+class Buffers:
+    """The saved buffers of some modules, through the passes of a step.
+
+    Running statistics: every micro-batch of a step starts from the same ones. The step ends with the mean of what the
+    micro-batches made of them, weighted by their samples, over all ranks. A value that no micro-batch changed stays
+    as it is, to the bit. A step that is skipped leaves all of them as they were. Counts (num_batches_tracked) are
+    what the last micro-batch made of them.
+
+    All others, as counters and queues: each rank's passes change its own, as in plain PyTorch. After a step on
+    several ranks they take rank 0's values, as under DDP.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], world: World):
+        found: dict[tuple[nn.Module, str], str] = {}  # a module may put another tensor in the place of one
+        for root in modules:
+            saved = root.state_dict(keep_vars=True)
+            for prefix, module in root.named_modules():
+                names = {key: f"{prefix}.{key}" if prefix else key for key in module._buffers}
+                found |= {(module, key): name for key, name in names.items() if name in saved}
+        self.statistics = [place for place, name in found.items() if is_statistic(name)]
+        self.others = [place for place, name in found.items() if not is_statistic(name)] if world.size > 1 else []
+        if self.others:
+            shown = ", ".join(found[place] for place in self.others[:5])
+            log.info("buffers:     after each step all processes take rank 0's %s (%d)", shown, len(self.others))
+
+    def before(self, micro_batch: MicroBatch) -> None:
+        """Prepare for the forward pass of a micro-batch."""
+        if micro_batch.first:
+            self.starts = [buffer.clone() for buffer in _read(self.statistics)]
+        else:
+            for buffer, start in zip(_read(self.statistics), self.starts, strict=True):
+                buffer.copy_(start)
+
+    def after(self) -> None:
+        """Note what the forward pass made of the statistics: a backward pass may compute blocks again."""
+        self.ends = [buffer.clone() for buffer in _read(self.statistics)]
+
+    def shares(self, micro_batch: MicroBatch) -> list[Tensor]:
+        """Return what is to be summed over the micro-batches: of each float its share, and whether it changed."""
+        share, to_sum = micro_batch.count / micro_batch.step_samples, []
+        for start, end in zip(self.starts, self.ends, strict=True):
+            if end.is_floating_point():
+                to_sum += [_exact(end) * share, _exact(end != start)]
+        return to_sum
+
+    def like(self) -> list[Tensor]:
+        """Return tensors of the types and shapes of what `shares` returns."""
+        floats = [_exact(start) for start in self.starts if start.is_floating_point()]
+        return [like for start in floats for like in (start, start)]
+
+    def finish(self, sums: list[Tensor], norm: Tensor) -> None:
+        """End a step with the sums of `shares`; [] if there was one micro-batch, on one process.
+
+        If the norm of the step's gradient (0-d) is not finite, the step is skipped.
+        """
+        finite, parts = torch.isfinite(norm), iter(sums)
+        for buffer, start, end in zip(_read(self.statistics), self.starts, self.ends, strict=True):
+            if sums and end.is_floating_point():
+                total, changes = next(parts), next(parts)
+                end = torch.where(changes > 0, total, start)
+            buffer.copy_(torch.where(finite, end, start))
+        take_first(_read(self.others))
+
+
+def take_first(tensors: Iterable[Tensor]) -> None:
+    """Give those of these tensors that are not sharded the values of rank 0. All ranks call this alike."""
+    for tensor in tensors:
+        if not is_sharded(tensor):
+            distributed.broadcast_tensor(tensor, 0)
+
+
+def _read(places: Iterable[tuple[nn.Module, str]]) -> list[Tensor]:
+    """Return the buffers in these places as they are now."""
+    return [module._buffers[key].detach() for module, key in places]  # type: ignore[union-attr]
+
+
+def _exact(values: Tensor) -> Tensor:
+    """Return values in a type that sums are exact enough in: at least 32 bits."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,0 +1,36 @@
+"""Checks that what every rank holds a copy of is the same on all: weights that part train two models."""
+
+import torch
+from torch import Tensor
+
+from lib.utils import distributed
+from lib.utils.checkpoint import shards
+from lib.utils.distributed import World
+
+WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+def check(tensors: dict[str, Tensor], world: World, step: int, agreed: int) -> None:
+    """Compare a digest of each tensor that is not sharded. All ranks call this at the same step.
+
+    Raises RuntimeError on all ranks; it names the first tensor that differs, the ranks, and the step at which all
+    `agreed`.
+    """
+    if world.size == 1:
+        return
+    mine = {name: digest(tensor) for name, tensor in tensors.items() if not shards.is_sharded(tensor)}
+    first = distributed.broadcast(mine, world)
+    odd = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
+    parted = [(rank, names[0]) for rank, names in enumerate(distributed.gather(odd, world)) if names]
+    if parted:
+        name, ranks = parted[0][1], ", ".join(str(rank) for rank, _ in parted)
+        raise RuntimeError(
+            f"the copies of {name} differ: rank {ranks} and rank 0 have other values at step {step}; at step "
+            f"{agreed} all were the same. Each process must change weights and buffers in the same way"
+        )
+
+
+def digest(tensor: Tensor) -> int:
+    """Return the sum of a tensor's values, their bits read as whole numbers."""
+    values = tensor.detach().contiguous().reshape(-1)
+    return int(values.view(WHOLE_NUMBERS[values.element_size()]).sum(dtype=torch.int64))

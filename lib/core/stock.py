@@ -1,0 +1,82 @@
+"""The stock engine: gradients as DistributedDataParallel or FSDP2 sum them, and checks of what they do not notice."""
+
+from argparse import Namespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lib.core.buffers import take_first
+from lib.utils.checkpoint.shards import is_sharded
+from lib.utils.data.plan import MicroBatch
+from lib.utils.distributed import World
+from lib.utils.errors import UsageError
+
+
+class Engine:
+    """Computes the gradients of a step: `begin_pass` and `backward` of each micro-batch, then `sum_gradients`.
+
+    Modules outside of DDP and FSDP, and parameters that needed no gradient when DDP was built, are summed here
+    after the last pass. Buffers are DDP's: rank 0's, from the next forward pass on.
+    """
+
+    def __init__(self, modules: list[nn.Module], world: World, args: Namespace):
+        self.world, self.modules, self.find_unused = world, modules, args.find_unused
+        self.wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        self.by_ddp = {p for module in self.wrapped for p in module.parameters() if p.requires_grad}
+        self.called: set[nn.Module] = set()  # those of `wrapped` that this pass called
+        for module in self.wrapped:
+            module.register_forward_pre_hook(lambda module, inputs: self.called.add(module))
+        # DDP divides by the number of ranks; FSDP, as parallel.wrap sets it up, does not.
+        self.loss_scale = world.size if self.wrapped else 1
+
+    def begin_pass(self, micro_batch: MicroBatch, parameters: list[nn.Parameter]) -> None:
+        """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""
+        self.parameters = parameters
+        self.called.clear()
+        for module in self.wrapped:
+            module.require_backward_grad_sync = micro_batch.last  # as no_sync() sets it
+
+    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Compute the gradients of a micro-batch's share of the loss. In the last pass DDP sums them over all ranks.
+
+        Raises UsageError in that pass if DDP could not see all parameters: replicas would part without a word.
+        """
+        (loss * self.loss_scale).backward()
+        for module in self.wrapped if micro_batch.last else ():
+            self._check(module)
+
+    def _check(self, module: DistributedDataParallel) -> None:
+        named = [(name, p) for name, p in module.module.named_parameters() if p in self.by_ddp]
+        if module not in self.called and any(p.grad is not None for _, p in named):
+            raise UsageError(
+                "training_step computes gradients of a model without calling it: DistributedDataParallel sums only "
+                "those of self.model(...); call the whole model, or take -deterministic"
+            )
+        unused = [name for name, p in named if p.requires_grad and p.grad is None]
+        if module in self.called and unused and not self.find_unused:
+            fault = f"no backward pass reached the parameter {unused[0]} ({len(unused)} in all)"
+            raise UsageError(f"{fault}: add -find_unused, freeze them (requires_grad), or take -deterministic")
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Sum the gradients of parameters that neither DDP nor FSDP knows, over all ranks."""
+        own = [p for p in self.parameters if p not in self.by_ddp and not is_sharded(p)]
+        if self.world.size == 1 or not own:
+            return
+        used = torch.tensor([float(p.grad is not None) for p in own], device=self.world.device)
+        dist.all_reduce(used)
+        for parameter, count in zip(own, used.tolist(), strict=True):
+            if count:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+                dist.all_reduce(gradient)
+                parameter.grad = gradient / self.loss_scale
+
+    def finish_step(self, norm: Tensor) -> None:
+        """End a step, which was skipped if the norm of its gradient (0-d) is not finite."""
+
+    def share_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0, before an evaluation."""
+        for module in self.modules if self.world.size > 1 else ():
+            take_first(module.buffers())

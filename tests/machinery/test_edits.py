@@ -1,0 +1,310 @@
+"""Edits that people make to a trainer, model or wrapper: the same bits on 1, 2 and 3 processes, or one clear line."""
+
+import pytest
+import torch
+from runs import few, norm_net, outcome, plugins, run, same_tensors, weights
+from saves import SMALL, bits, names, tensors
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+from lib.core import loss, parallel
+from lib.trainer import trainer
+
+FLAGS = f"{SMALL} -micro_batch 4 -log_every 1"
+
+
+@pytest.fixture(autouse=True)
+def _data():
+    with plugins(arch={"norm_net": norm_net}, dataset={"few": few}):
+        yield
+
+
+class GradientNoise(trainer.Trainer):
+    """Adds noise to the gradients before they are clipped."""
+
+    def optimizer_step(self):
+        for parameter in self.model.parameters():
+            parameter.grad += 0.01 * torch.randn_like(parameter)
+        return super().optimizer_step()
+
+
+class TwoOptimizers(trainer.Trainer):
+    """Moves matrices from the shared optimizer to one of their own."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        matrices = [one for one in self.model.parameters() if one.ndim == 2]
+        rest = [one for one in self.model.parameters() if one.ndim != 2]
+        self.matrices = torch.optim.Muon(matrices, lr=0.02)
+        self.optimizer = torch.optim.AdamW(rest, lr=self.args.lr_start)
+
+
+class Thaws(trainer.Trainer):
+    """Trains the head alone at first, and the rest from the second epoch on, as a group of its own."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.model[1].requires_grad_(False)
+        self.optimizer = torch.optim.AdamW(self.model[5].parameters(), lr=1e-2)
+
+    def train_epoch(self):
+        if self.state.epoch >= 1 and len(self.optimizer.param_groups) == 1:
+            self.model[1].requires_grad_(True)
+            self.optimizer.add_param_group({"params": self.model[1].parameters(), "lr_scale": 0.1})
+        return super().train_epoch()
+
+
+class EvaluatesInBetween(trainer.Trainer):
+    """Validates every second step."""
+
+    def optimizer_step(self):
+        norm = super().optimizer_step()
+        if self.state.step % 2:
+            self.log_scalar("between", self.evaluate("val")["loss"])
+        return norm
+
+
+class TorchSchedule(trainer.Trainer):
+    """Uses one of torch's schedules."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.scheduler = OneCycleLR(self.optimizer, max_lr=0.01, total_steps=self.total_steps + 1)
+
+    def set_learning_rate(self):
+        self.scheduler.step()
+
+
+class CountsInGroup(torch.optim.AdamW):
+    """Keeps numbers in its groups and its state, as optimizers with a schedule of their own do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.01 / group["k"]
+        super().step(closure)
+        for memory in self.state.values():
+            memory["calls"] = memory.get("calls", 0) + 1
+            assert memory["calls"] == self.param_groups[0]["k"]
+
+
+class OwnSchedule(trainer.Trainer):
+    """Takes an optimizer that keeps its own schedule."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.optimizer = CountsInGroup(self.model.parameters())
+
+    def set_learning_rate(self):
+        pass
+
+
+class FrozenNorm(trainer.Trainer):
+    """Keeps BatchNorm in evaluation mode."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.model[2].eval()
+
+
+EDITS = {
+    "noise": GradientNoise,
+    "optimizers": TwoOptimizers,
+    "thaws": Thaws,
+    "between": EvaluatesInBetween,
+    "schedule": TorchSchedule,
+    "own": OwnSchedule,
+    "frozen": FrozenNorm,
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_gives_the_same_bits_on_1_2_and_3_processes_and_after_stops(edit, tmp_path):
+    with plugins(trainer={edit: EDITS[edit]}):
+        flags = f"{FLAGS} -trainer {edit}"
+        plain = weights(run(tmp_path, f"{FLAGS} -cpu 1 -model plain"))
+        alone = run(tmp_path, f"{flags} -cpu 1 -model alone")
+        assert edit == "between" or not same_tensors(weights(alone), plain), "the edit has an effect"
+        assert bits(run(tmp_path, f"{flags} -cpu 3 -model three")) == bits(alone)
+        for limit, processes in ((3, 2), (6, 3), (9, 1)):
+            run(tmp_path, f"{flags} -cpu {processes} -model moved -limit_steps {limit}", wanted=75)
+        assert bits(run(tmp_path, f"{flags} -cpu 2 -model moved")) == bits(alone)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs * self.scale, targets)
+
+
+def test_a_loss_with_parameters_is_trained_summed_and_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(loss, "get_loss", lambda args: Scaled())
+    alone = run(tmp_path, f"{FLAGS} -cpu 1 -model alone")
+    run(tmp_path, f"{FLAGS} -cpu 3 -model moved -limit_steps 5", wanted=75)
+    assert bits(run(tmp_path, f"{FLAGS} -cpu 2 -model moved")) == bits(alone)
+    saved = tensors(alone / "checkpoints" / names(alone)[0])
+    assert not torch.equal(saved["trainer.loss.scale"], torch.ones(4))
+    assert saved["optim.trainer.loss.scale.exp_avg"].abs().sum() > 0
+    with plugins(arch={"plain": plain_net}):
+        for more in ("-deterministic no", "-parallel fsdp -clip_grad 0.5"):
+            both, one = (run(tmp_path, f"{FLAGS} {more} -arch plain -cpu {n} -model {more[1]}{n}") for n in (2, 1))
+            assert close(both, one)
+
+
+def test_class_weights_may_change_at_a_resume(tmp_path):
+    flags = f"{FLAGS} -cpu 1 -class_weights"
+    run(tmp_path, f"{flags} 1,1,1,1 -model moved -limit_steps 5", wanted=75)
+    folder = run(tmp_path, f"{flags} 1,2,3,4 -allow_change class_weights -model moved")
+    assert "trainer.loss.weight" not in tensors(folder / "checkpoints" / names(folder)[0])
+
+
+def test_an_evaluation_in_between_changes_nothing(tmp_path):
+    with plugins(trainer={"between": EvaluatesInBetween}):
+        plain = run(tmp_path, f"{FLAGS} -cpu 1 -model plain")
+        between = run(tmp_path, f"{FLAGS} -cpu 1 -model between -trainer between")
+    assert same_tensors(weights(plain), weights(between))
+
+
+class Parts(trainer.Trainer):
+    """Draws from the rank's own generator, so that the ranks part."""
+
+    def optimizer_step(self):
+        norm = super().optimizer_step()
+        if self.state.step == 5:
+            with torch.no_grad():
+                next(iter(self.model.parameters())).add_(self.world.rank)
+        return norm
+
+
+@pytest.mark.parametrize("engine", ["", "-deterministic no"])
+def test_replicas_that_part_are_an_error_that_names_tensor_ranks_and_step(engine, tmp_path, capfd):
+    with plugins(trainer={"parts": Parts}):
+        folder = run(tmp_path, f"{FLAGS} -trainer parts -cpu 3 {engine}", wanted=1)
+    reason = outcome(folder)["reason"]
+    assert "the copies of model.1.weight differ: rank 1, 2 and rank 0" in reason
+    assert "at step 8; at step 4 all were the same" in reason
+
+
+class Late(trainer.Trainer):
+    """Makes an optimizer in the second epoch."""
+
+    def train_epoch(self):
+        if self.state.epoch == 1:
+            self.late = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return super().train_epoch()
+
+
+def test_an_optimizer_that_is_made_after_the_start_is_refused(tmp_path, refused):
+    with plugins(trainer={"late": Late}):
+        assert "made or replaced an optimizer after the start" in refused(f"{FLAGS} -trainer late -cpu 1")
+
+
+# Stock DDP on the CPU: what it does not notice by itself
+
+
+class PartCall(trainer.Trainer):
+    def training_step(self, batch):
+        model = parallel_free(self.model)
+        return self.loss(model[5](model[:5](batch[0])), batch[1])
+
+
+def parallel_free(model):
+    return getattr(model, "module", model)
+
+
+class SecondModule(trainer.Trainer):
+    """Has a module that is not inside DDP."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.scale = nn.Linear(4, 4)
+        self.second = torch.optim.SGD(self.scale.parameters(), lr=0.1)
+
+    def training_step(self, batch):
+        return self.loss(self.scale(self.model(batch[0])), batch[1])
+
+
+class ThawsUnderDDP(trainer.Trainer):
+    """Adds a layer that was frozen when DDP was built."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.layer = parallel_free(self.model)[1]
+        self.thawed = torch.optim.SGD(self.layer.parameters(), lr=0.1)
+
+    def train_epoch(self):
+        self.layer.requires_grad_(True)
+        return super().train_epoch()
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.idle = plain_net(), nn.Linear(2, 2)
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+
+def plain_net(args=None):
+    """A network without BatchNorm, whose statistics would be rank 0's under DDP."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 4))
+
+
+def frozen_net(args):
+    model = plain_net()
+    model[1].requires_grad_(False)
+    return model
+
+
+STOCK = f"{FLAGS} -deterministic no -cpu 2"
+
+
+def test_a_part_call_and_an_unused_parameter_under_ddp_are_one_line(tmp_path, refused):
+    with plugins(trainer={"part": PartCall}, arch={"unused": lambda args: Unused()}):
+        assert "call the whole model, or take -deterministic" in refused(f"{STOCK} -trainer part -model part")
+        assert "the parameter idle.weight (2 in all): add -find_unused" in refused(
+            f"{STOCK} -arch unused -model idle"
+        )
+        found = run(tmp_path, f"{STOCK} -arch unused -find_unused -model found")
+        alone = run(tmp_path, f"{STOCK} -cpu 1 -arch unused -model alone")
+    assert close(found, alone)
+
+
+def close(one, other) -> bool:
+    pairs = zip(weights(one).values(), weights(other).values(), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
+
+
+@pytest.mark.parametrize("edit", [SecondModule, ThawsUnderDDP])
+def test_modules_and_layers_that_ddp_does_not_know_are_summed(edit, tmp_path):
+    with plugins(trainer={"edit": edit}, arch={"frozen": frozen_net, "plain": plain_net}):
+        flags = f"{STOCK} -trainer edit -arch {'frozen' if edit is ThawsUnderDDP else 'plain'}"
+        both = run(tmp_path, f"{flags} -model both")
+        alone = run(tmp_path, f"{flags} -cpu 1 -model alone")
+    assert close(both, alone)
+
+
+def test_options_of_ddp_in_wrap_take_effect(tmp_path, monkeypatch):
+    """As a communication hook does, which here takes the place of the sum."""
+    real = parallel.wrap
+
+    def no_sum(*args, **options):
+        wrapped = real(*args, **options)
+        wrapped.register_comm_hook(None, lambda state, bucket: done(bucket.buffer()))
+        return wrapped
+
+    monkeypatch.setattr(parallel, "wrap", no_sum)
+    folder = run(tmp_path, f"{STOCK} -model hooked", wanted=1)
+    assert "the copies of model.1.weight differ: rank 1 and rank 0" in outcome(folder)["reason"]
+
+
+def done(buffer):
+    future = torch.futures.Future()
+    future.set_result(buffer)
+    return future
