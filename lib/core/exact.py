@@ -9,6 +9,7 @@ tree's order, and gives the sum to all (all_gather). Of a small chunk each rank 
 import functools
 import itertools
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lib.core.buffers import Buffers
+from lib.core.parallel import SKIPPED
 from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.data.plan import MicroBatch, rank_share
 from lib.utils.distributed import World
+from lib.utils.errors import UsageError
 
 CHUNK = 8 << 20  # bytes of gradients that travel together
 SMALL = 1 << 20  # bytes of a chunk times the number of ranks up to which each rank gets all nodes
@@ -37,12 +40,13 @@ class Engine:
     def __init__(self, modules: list[nn.Module], world: World, args: Namespace):
         self.world, self.buffers = world, Buffers(modules, world)
         self.tree = TreeSum(world, round_robin=args.parallel == "fsdp")
-        parts: Any = [part for module in modules for part in module.modules()]
-        groups = [part for part in parts if hasattr(part, "set_custom_reduce_scatter")]
-        self.scatters = [TreeReduceScatter() for _ in groups]
-        for group, scatter in zip(groups, self.scatters, strict=True):
-            group.set_custom_reduce_scatter(scatter)
+        self.scatters = []
         for module in modules:
+            parts: Any = module.named_modules()
+            for name, group in parts:
+                if hasattr(group, "set_custom_reduce_scatter"):
+                    self.scatters.append(TreeReduceScatter(name))
+                    group.set_custom_reduce_scatter(self.scatters[-1])
             if isinstance(module, DistributedDataParallel):
                 module.require_backward_grad_sync = False  # or they would be summed twice
 
@@ -83,6 +87,8 @@ class Engine:
     def sum_gradients(self) -> None:
         """Set each parameter's gradient to the sum over the step's micro-batches, of all ranks."""
         self.averages: list[Tensor] = []
+        for scatter in self.scatters:
+            scatter.finish()
         if self.alone:
             return
         count = len(self.parameters)
@@ -228,15 +234,23 @@ class TreeReduceScatter:
     several times in a pass may be reduced several times: each time has nodes of its own, and FSDP adds up the sums.
     """
 
-    def __init__(self):
+    def __init__(self, name: str):
+        self.name = name  # of the block
         self.nodes: dict[int, dict[int, list[Tensor]]] = {}  # of each call within a turn
         self.turn = self.calls = self.leaves = 0
+        self.turns: Counter[int] = Counter()  # in which there was each of the calls
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Prepare for the backward pass of a turn."""
         self.turn, self.calls = 0 if micro_batch.first else self.turn + 1, 0
         self.leaves = micro_batch.step_parts
-        self.nodes = {} if micro_batch.first else self.nodes
+        if micro_batch.first:
+            self.nodes, self.turns = {}, Counter()
+
+    def finish(self) -> None:
+        """Raise UsageError if the step ends before a sum is whole: the last micro-batches skipped the block."""
+        if self.nodes:
+            raise UsageError(SKIPPED.format(self.name))
 
     def allocate(self, size: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for what FSDP sends or receives."""
@@ -246,6 +260,9 @@ class TreeReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """Put the sum of this rank's shard into the output. Returns None: there is no work to wait for."""
+        if self.turns[self.calls] != self.turn:
+            raise UsageError(SKIPPED.format(self.name))
+        self.turns[self.calls] += 1
         size, nodes = group.size(), self.nodes.setdefault(self.calls, {})
         self.calls += 1
         received, first = torch.empty_like(input_tensor), self.turn * size

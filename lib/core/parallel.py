@@ -22,6 +22,11 @@ from lib.utils.errors import UsageError
 if TYPE_CHECKING:
     from torch.distributed import fsdp
 
+SKIPPED = (
+    "-parallel fsdp: a micro-batch skips a block that another one calls ({}): its gradients cannot be summed; "
+    "take -parallel ddp"
+)
+
 
 def build(arch: ModuleType, args: Namespace, world: World) -> nn.Module:
     """Return the model of an architecture's module, seeded by -seed.
@@ -118,6 +123,7 @@ def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: Wor
     for part in sharded:
         part.set_gradient_divide_factor(1.0)  # a sum: each micro-batch counts by its samples already
         part.set_force_sum_reduction_for_comms(True)
+    _refuse_skipped_blocks(model, groups, world)
     if not world.is_main:
         model._apply(lambda tensor: torch.empty_like(tensor, device=world.device))
     for name, tensor in _named_tensors(model):
@@ -127,6 +133,25 @@ def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: Wor
         distributed.broadcast_tensor(whole, 0)
         shards.copy_whole(tensor, whole)
     return model
+
+
+def _refuse_skipped_blocks(model: nn.Module, groups: list[nn.Module], world: World) -> None:
+    """Let all ranks agree on each block that they call, before FSDP brings its weights, and on the end of a pass.
+
+    Where one rank's micro-batch skips a block (a mixture of experts, layer drop), FSDP would take another block's.
+    """
+
+    names = [name for name, part in model.named_modules() if part in groups]
+
+    def agree(number: int) -> None:
+        most, least = distributed.all_reduce_max([number, -number], world)
+        if most != -least:
+            raise UsageError(SKIPPED.format(names[int(most)]))
+
+    for number, name in enumerate(names):
+        here = functools.partial(agree, number)
+        model.get_submodule(name).register_forward_pre_hook(lambda *_, here=here: here(), prepend=True)
+    model.register_forward_hook(lambda *_: agree(-1))
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

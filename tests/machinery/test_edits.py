@@ -204,6 +204,37 @@ def test_an_optimizer_that_is_made_after_the_start_is_refused(tmp_path, refused)
         assert "made or replaced an optimizer after the start" in refused(f"{FLAGS} -trainer late -cpu 1")
 
 
+class Experts(nn.Module):
+    """Gives a micro-batch to one of two experts, which its own data choose."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(64, 24), nn.Linear(24, 4)
+        self.experts = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
+
+    def forward(self, inputs):
+        hidden = self.inner(inputs.flatten(1))
+        return self.head(self.experts[int(inputs.mean() > inputs.flatten()[0])](hidden))
+
+
+class LayerDrop(Experts):
+    """Leaves out its second block by a draw, while it trains."""
+
+    def forward(self, inputs):
+        hidden = self.experts[0](self.inner(inputs.flatten(1)))
+        return self.head(hidden if self.training and torch.rand(()) < 0.5 else self.experts[1](hidden))
+
+
+@pytest.mark.parametrize("model", [Experts, LayerDrop])
+def test_blocks_that_a_micro_batch_skips_are_right_under_ddp_and_one_line_under_fsdp(model, tmp_path, refused):
+    with plugins(arch={"skips": lambda args: model()}):
+        alone = run(tmp_path, f"{FLAGS} -arch skips -cpu 1 -model alone")
+        assert bits(run(tmp_path, f"{FLAGS} -arch skips -cpu 3 -model three")) == bits(alone)
+        for more in ("", "-deterministic no"):
+            said = refused(f"{FLAGS} -arch skips -cpu 2 -parallel fsdp -model sharded {more}")
+            assert "a micro-batch skips a block that another one calls (experts." in said
+
+
 # Stock DDP on the CPU: what it does not notice by itself
 
 

@@ -313,22 +313,3 @@ def test_evaluations_use_the_averaged_weights(averaged, tmp_path):
     run(averaged.parent, f"{EMA} -cpu 1 -eval -weights {averaged / 'final' / 'weights.safetensors'}")
     message = json.loads((averaged / "eval.json").read_text())
     assert message["test"]["loss"] == pytest.approx(outcome(averaged)["test"]["loss"], rel=1e-5)
-
-
-class NoisyGradients(trainer.Trainer):
-    """Adds noise to the gradients of each step, drawn from torch's own generator."""
-
-    def step(self, samples):
-        for parameter in self.parameters:
-            parameter.grad += 0.1 * torch.randn_like(parameter.grad)
-        super().step(samples)
-
-
-def test_what_a_step_draws_is_the_same_on_any_number_of_processes_and_after_a_stop(tmp_path, monkeypatch):
-    with plugins(trainer={"noisy": NoisyGradients}):
-        flags = f"{SMALL} -trainer noisy"
-        one = run(tmp_path, f"{flags} -cpu 1 -model one")
-        assert distance(run(tmp_path, f"{flags} -cpu 3 -model three"), one) == 0.0
-        run(tmp_path, f"{flags} -cpu 2 -model two -limit_steps 7", wanted=75)
-        assert distance(run(tmp_path, f"{flags} -cpu 2 -model two"), one) == 0.0
-        assert distance(run(tmp_path, f"{SMALL} -cpu 2 -model plain"), one) > 0.01
