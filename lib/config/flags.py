@@ -105,7 +105,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-label_smoothing", SHARE, "label smoothing of cross_entropy, 0 to 1", 0.0)
     add("-class_weights", value(types.weights, "X,X,..."), "weights of the classes in cross_entropy (all 1)")
     ignored = value(whole(-(10**9)), "N")
-    add("-ignore_index", ignored, "label that the loss leaves out, as 255; accuracy counts it as wrong", -100)
+    add("-ignore_index", ignored, "label that the loss and metrics leave out, as 255", -100)
     add("-train_metrics", SWITCH, "also log accuracy and other metrics of the training samples", on_resume="allow")
     add("-log_every", COUNT, "steps between log lines", 50, on_resume="allow")
     add("-max_bad_steps", COUNT, "fail after N steps in a row whose gradients are not finite", 10, on_resume="allow")

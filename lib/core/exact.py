@@ -58,14 +58,15 @@ class Engine:
             self.sharded = [one for one in parameters if is_sharded(one)]
             self.unused = {*range(len(self.parameters))}  # by all micro-batches of this rank
             self.tree.begin(micro_batch.step_parts)
-            if micro_batch.number:  # what a trainer keeps from the step before counts once, in the first micro-batch
-                _clear(parameters)
         for scatter in self.scatters:
             scatter.begin(micro_batch)
         self.buffers.before(micro_batch)
 
-    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Compute the gradients of a micro-batch's share of the loss, and add them to the sum; none of padding."""
+    def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
+        """Compute the gradients of a micro-batch's share of the loss, and add them to the sum; none of padding.
+
+        `count` (0-d) is added up, too.
+        """
         self.buffers.after()
         loss.backward()
         if self.alone:  # the only micro-batch: its gradients are the sum
@@ -77,27 +78,32 @@ class Engine:
         if micro_batch.count:
             missing = {number for number, gradient in enumerate(gradients) if gradient is None}
             self.unused &= missing
-            flags = torch.ones(len(gradients), device=self.world.device)
+            flags = torch.ones(len(gradients) + 1, device=self.world.device)
+            flags[-1] = count
             for number in missing:
                 flags[number] = 0  # nobody waits for the device, as for a copy of a list
             pairs = zip(gradients, self.parameters, strict=True)
             dense = [torch.zeros_like(parameter) if one is None else one for one, parameter in pairs]
             self.tree.add(micro_batch.number, [*dense, flags, *self.buffers.shares(micro_batch)])
 
-    def sum_gradients(self) -> None:
-        """Set each parameter's gradient to the sum over the step's micro-batches, of all ranks."""
+    def sum_gradients(self) -> Tensor:
+        """Set each parameter's gradient to the sum over the step's micro-batches, of all ranks.
+
+        Returns the sum of the counts (0-d); 1 if there is one micro-batch on one process.
+        """
         self.averages: list[Tensor] = []
         for scatter in self.scatters:
             scatter.finish()
         if self.alone:
-            return
+            return torch.ones(())
         count = len(self.parameters)
-        flags = torch.empty(count, device=self.world.device)
+        flags = torch.empty(count + 1, device=self.world.device)
         sums = self.tree.result([*self.parameters, flags, *self.buffers.like()])
         gradients, flags, self.averages = sums[:count], sums[count], sums[count + 1 :]
-        used = [flag > 0 for flag in flags.tolist()] if self.unused else [True] * count
+        used = [flag > 0 for flag in flags[:-1].tolist()] if self.unused else [True] * count
         for parameter, gradient, is_used in zip(self.parameters, gradients, used, strict=True):
             parameter.grad = gradient if is_used else None
+        return flags[-1]
 
     def finish_step(self, norm: Tensor) -> None:
         """End a step, which was skipped if the norm of its gradient (0-d) is not finite."""

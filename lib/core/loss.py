@@ -89,6 +89,20 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     return inputs, targets
 
 
+def count_targets(criterion: Callable, batch: Any, samples: int) -> Tensor | int:
+    """Return how many targets the loss of a batch is a mean over: not the ignored ones; `samples` if it has none.
+
+    Of class numbers with `ignore_index` they are a 0-d tensor, for which nobody waits.
+    """
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+    targets = split_batch(batch)[1] if is_pair or isinstance(batch, Mapping) else None
+    if not samples or not isinstance(targets, (Tensor, tuple, list)):
+        return samples
+    if isinstance(criterion, CrossEntropy) and isinstance(targets, Tensor) and not targets.is_floating_point():
+        return (targets != criterion.ignore_index).sum()
+    return len(targets)
+
+
 def _wrong_batch(batch: Any, more: str = "") -> UsageError:
     shapes = ", ".join(f"{name}: {tuple(one.shape)}" for name, one in named_tensors(batch)) or "no tensors"
     return UsageError(
@@ -199,10 +213,10 @@ REGRESSION = (nn.MSELoss, nn.L1Loss, nn.HuberLoss)
 
 
 def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = False) -> dict[str, Tensor]:
-    """Return what a batch adds to each metric but the loss: sums over its samples, so that shares of any size add up.
+    """Return what a batch adds to each metric but the loss: sums over its targets, so that shares of any size add up.
 
-    One class a sample: accuracy, and top5 of more than 10 classes. A class at each place (tokens): bits_per_token,
-    the mean over a sample's places of the code length in bits, without label smoothing. Numbers: mae, and for one
+    Ignored targets add nothing. One class a sample: accuracy, and top5 of more than 10 classes. A class at each place
+    (tokens): bits_per_token, the code length in bits, without label smoothing. Numbers: mae, and for one
     number a sample what r2 needs, unless only `means` are wanted.
     """
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
@@ -220,15 +234,16 @@ def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = F
     if not isinstance(criterion, CrossEntropy) or targets.is_floating_point() or not _classes_last(outputs, targets):
         return {}
     targets = targets.long()
+    counted = targets != criterion.ignore_index
     if targets.ndim == 1:
         if outputs.shape[1] == 1:  # one number a sample, as of a binary loss: its largest says nothing
             return {}
-        sums = {"accuracy": (outputs.argmax(1) == targets).sum()}
+        sums = {"accuracy": (counted & (outputs.argmax(1) == targets)).sum()}
         if outputs.shape[1] > 10:
-            sums["top5"] = (outputs.topk(5).indices == targets[:, None]).sum()
+            sums["top5"] = (counted & (outputs.topk(5).indices == targets[:, None]).any(1)).sum()
         return sums
     nats = CrossEntropy(ignore_index=criterion.ignore_index)(outputs.float(), targets)
-    return {"bits_per_token": nats * (len(targets) / math.log(2))}
+    return {"bits_per_token": nats * counted.sum() / math.log(2)}
 
 
 def compute_metrics(sums: dict[str, float]) -> dict[str, float]:

@@ -140,7 +140,6 @@ def _refuse_skipped_blocks(model: nn.Module, groups: list[nn.Module], world: Wor
 
     Where one rank's micro-batch skips a block (a mixture of experts, layer drop), FSDP would take another block's.
     """
-
     names = [name for name, part in model.named_modules() if part in groups]
 
     def agree(number: int) -> None:

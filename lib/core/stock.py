@@ -34,16 +34,20 @@ class Engine:
     def begin_pass(self, micro_batch: MicroBatch, parameters: list[nn.Parameter]) -> None:
         """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""
         self.parameters = parameters
+        self.total = torch.zeros((), device=self.world.device) if micro_batch.first else self.total
         self.called.clear()
         for module in self.wrapped:
             module.require_backward_grad_sync = micro_batch.last  # as no_sync() sets it
 
-    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+    def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
         """Compute the gradients of a micro-batch's share of the loss. In the last pass DDP sums them over all ranks.
+
+        `count` (0-d) is added up, too.
 
         Raises UsageError in that pass if DDP could not see all parameters: replicas would part without a word.
         """
         (loss * self.loss_scale).backward()
+        self.total += count
         for module in self.wrapped if micro_batch.last else ():
             self._check(module)
 
@@ -60,11 +64,17 @@ class Engine:
             raise UsageError(f"{fault}: add -find_unused, freeze them (requires_grad), or take -deterministic")
 
     @torch.no_grad()
-    def sum_gradients(self) -> None:
-        """Sum the gradients of parameters that neither DDP nor FSDP knows, over all ranks."""
+    def sum_gradients(self) -> Tensor:
+        """Sum the gradients of parameters that neither DDP nor FSDP knows, over all ranks.
+
+        Returns the sum of the counts (0-d).
+        """
+        if self.world.size == 1:
+            return self.total
+        dist.all_reduce(self.total)
         own = [p for p in self.parameters if p not in self.by_ddp and not is_sharded(p)]
-        if self.world.size == 1 or not own:
-            return
+        if not own:
+            return self.total
         used = torch.tensor([float(p.grad is not None) for p in own], device=self.world.device)
         dist.all_reduce(used)
         for parameter, count in zip(own, used.tolist(), strict=True):
@@ -72,6 +82,7 @@ class Engine:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
                 dist.all_reduce(gradient)
                 parameter.grad = gradient / self.loss_scale
+        return self.total
 
     def finish_step(self, norm: Tensor) -> None:
         """End a step, which was skipped if the norm of its gradient (0-d) is not finite."""

@@ -70,6 +70,7 @@ class Trainer:
         buffers.refuse_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
+        self.targets_per_sample: int | None = None  # about, see expected_targets
         shown = loaders.get("val", loaders["train"]).dataset
         self.predictions = images.Predictions(loss, args.num_classes, class_names(shown), world)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
@@ -89,11 +90,15 @@ class Trainer:
             self.metrics.update(losses.metric_sums(self.loss, done.outputs, done.targets, means=True))
         return done.loss
 
-    def evaluation_step(self, model: nn.Module, batch: Any, count: int) -> dict[str, Tensor]:
-        """Return what a batch of `count` samples adds to each metric: sums over its samples, 0-d tensors."""
+    def evaluation_step(self, model: nn.Module, batch: Any, count: Any) -> dict[str, Tensor]:
+        """Return what a batch of `count` targets (see count_targets) adds to each metric: sums, 0-d tensors."""
         done = losses.forward(model, batch, self.loss)
         self.predictions.add(done.inputs, done.targets, done.outputs, count)
         return {"loss": done.loss * count, **losses.metric_sums(self.loss, done.outputs, done.targets)}
+
+    def count_targets(self, batch: Any, samples: int) -> Tensor | int:
+        """Return how many targets the mean loss of a batch is a mean over: its weight. 0 for padding (0 samples)."""
+        return losses.count_targets(self.loss, batch, samples)
 
     def fit(self, past: Past | None = None) -> str:
         """Train from `past` (resume.find), or from step 0, to the end or to a stop. Returns what `finish` returns."""
@@ -171,14 +176,22 @@ class Trainer:
     def train_step(self, batches: Iterator[tuple[MicroBatch, Any]]) -> None:
         """Take one optimizer step: a pass for each of this rank's micro-batches, the sum of all ranks, the update."""
         trained = parameters_of(self.all_optimizers)
+        kept = [(one, one.grad) for one in trained if one.grad is not None]  # of optimizers that were not due
+        for parameter, _ in kept:
+            parameter.grad = None
         for micro_batch, batch in batches:
             seeding.seed_micro_batch(self.args.seed, self.state.step, micro_batch.number, self.world.device)
             self.engine.begin_pass(micro_batch, trained)
+            count = self.count_targets(batch, micro_batch.count)
             loss = self.compute_loss(batch, micro_batch)
-            self.backward(loss, micro_batch)
+            self.pending_losses.append((loss.detach(), count))
+            self.backward(loss, micro_batch, count)
             if micro_batch.last:
                 break
-        self.engine.sum_gradients()
+        total = self.engine.sum_gradients()
+        self.divide_gradients(total, micro_batch)
+        for parameter, gradient in kept:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         seeding.seed_step(self.args.seed, self.state.step, self.world.device)  # the same draws on every rank
         norm = self.optimizer_step()
         self.pending_norms.append(norm)
@@ -194,13 +207,33 @@ class Trainer:
         self.in_pass, self.metrics.counts = False, True
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UsageError(f"training_step returns {loss!r:.40}: it must return the mean loss, a 0-d tensor")
-        self.pending_losses.append((loss.detach(), micro_batch.count))
         return loss
 
-    def backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Add the gradients of a micro-batch to those of the step, by its share of the step's samples."""
-        share = micro_batch.count / micro_batch.step_samples
-        self.engine.backward(self.scaler.scale(loss if share == 1 else loss * share), micro_batch)
+    def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
+        """Add the gradients of a micro-batch of `count` targets to those of the step, by about its share of them."""
+        expected = self.expected_targets(micro_batch, count)
+        if micro_batch.step_parts > 1 or not micro_batch.count:
+            loss = loss * (count / expected)
+        self.engine.backward(self.scaler.scale(loss), micro_batch, count)
+
+    def expected_targets(self, micro_batch: MicroBatch, count: Tensor | int = 0) -> int:
+        """Return how many targets a step is taken to have: as many a sample as the first micro-batch had.
+
+        That is a power of two, by which a division loses nothing, so it may be another one after a resume.
+        """
+        if self.targets_per_sample is None:
+            [most] = distributed.all_reduce_max([float(count) / max(1, micro_batch.count)], self.world)
+            self.targets_per_sample = 2 ** round(math.log2(max(1.0, most)))
+        return micro_batch.step_samples * self.targets_per_sample
+
+    def divide_gradients(self, total: Tensor, micro_batch: MicroBatch) -> None:
+        """Make the sums of gradients those of the mean over all `total` (0-d) targets of the step."""
+        if micro_batch.step_parts == 1:
+            return
+        factor = self.expected_targets(micro_batch) / total.clamp_min(1)
+        if factor.device.type != "cpu" or factor != 1:
+            gradients = [shards.local_part(p.grad) for p in parameters_of(self.all_optimizers) if p.grad is not None]
+            torch._foreach_mul_(gradients, factor)
 
     def optimizer_step(self) -> Tensor:
         """Update the parameters by the step's gradients, and return the norm of the whole gradient (0-d).
@@ -285,7 +318,7 @@ class Trainer:
         means = torch.stack([loss for loss, _ in self.pending_losses]).tolist() if self.pending_losses else []
         for mean, (_, count) in zip(means, self.pending_losses, strict=True):
             if math.isfinite(mean):
-                self.metrics.update({"loss": mean * count, "samples": count})
+                self.metrics.update({"loss": mean * int(count), "samples": int(count)})
         self.pending_losses, self.pending_norms = [], []
 
     def end_epoch(self) -> bool:
@@ -322,10 +355,11 @@ class Trainer:
         with self.evaluating():
             for micro_batch, batch in self.loaders[split].epoch(0):
                 seeding.seed_evaluation(self.args.seed, micro_batch.number, self.world.device)
+                count = self.count_targets(batch, micro_batch.count)
                 with self.precision, add_shapes_to_errors(batch, self.args):
-                    sums = self.evaluation_step(self.model, batch, micro_batch.count)
+                    sums = self.evaluation_step(self.model, batch, count)
                 if micro_batch.count:
-                    totals.update({**sums, "samples": micro_batch.count})
+                    totals.update({**sums, "samples": count})
                 if self.votes and self.stop.tick(training=False):
                     return None
         seeding.seed_step(self.args.seed, self.state.step, self.world.device)  # as if there had been no evaluation

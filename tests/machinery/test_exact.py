@@ -126,7 +126,7 @@ def gradients(world: World, parallel: str = "ddp") -> list[list[torch.Tensor | N
         ).micro_batches(0):
             engine.begin_pass(key, parameters)
             loss = model(key.number) * key.count
-            engine.backward(loss, key)
+            engine.backward(loss, key, key.count)
         engine.sum_gradients()
         found.append([None if one.grad is None else one.grad.clone() for one in model.parameters()])
         model.zero_grad()

@@ -1,0 +1,125 @@
+"""What counts: means are over the targets that are there, for any micro-batch and any number of processes."""
+
+import copy
+
+import pytest
+import torch
+from runs import lines, outcome, plugins, run, weights
+from saves import bits
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset, default_collate
+
+from lib.utils.data import plan
+from lib.utils.data.tensors import Tensors
+
+FLAGS = "-num_classes 4 -batch_size 16 -epochs 2 -optimizer sgd -lr_start 0.1 -lr_schedule constant -log_every 1"
+SEED = torch.Generator().manual_seed(3)
+INPUTS, LABELS = torch.randn(48, 6, generator=SEED), torch.randint(4, (48,), generator=SEED)
+TOKENS = torch.randint(4, (48, 5), generator=SEED)
+LABELS[torch.randperm(48, generator=SEED)[:20]] = -100
+LABELS[:16] = -100  # a whole batch, where samples are not shuffled
+TOKENS[torch.rand(48, 5, generator=SEED) < torch.rand(48, 1, generator=SEED)] = -100
+LEARNABLE = torch.eye(4).repeat(25, 1)
+
+
+def linear(args):
+    torch.manual_seed(0)
+    return nn.Linear(6, 4)
+
+
+def per_token(args):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 20), nn.Unflatten(1, (5, 4)))
+
+
+def labelled(args):
+    return {"train": Tensors(INPUTS, LABELS), "val": Tensors(INPUTS[:21], LABELS[10:31])}
+
+
+def sentences(args):
+    return {"train": Tensors(INPUTS, TOKENS), "val": Tensors(INPUTS[:21], TOKENS[10:31])}
+
+
+CASES = {"labels": (linear, labelled, LABELS), "tokens": (per_token, sentences, TOKENS)}
+
+
+def plain(model: nn.Module, inputs, targets, order) -> nn.Module:
+    """The model after two epochs of torch's own steps on whole batches."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(2):
+        for chosen in order(epoch).split(16):
+            optimizer.zero_grad()
+            wanted = targets[chosen]
+            if (wanted != -100).any():
+                functional.cross_entropy(model(inputs[chosen]).flatten(0, -2), wanted.flatten()).backward()
+            else:
+                (model(inputs[chosen]) * 0).sum().backward()
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ignored_targets_weigh_nothing_for_any_micro_batch_engine_and_number_of_processes(case, tmp_path):
+    arch, dataset, targets = CASES[case]
+    with plugins(arch={"net": arch}, dataset={"gaps": dataset}):
+        flags = f"-dataset gaps -arch net {FLAGS} -momentum 0.9 -weight_decay 0"
+        whole = run(tmp_path, f"{flags} -cpu 1 -micro_batch 16 -model whole")
+        exact = f"{flags} -deterministic -micro_batch 2"
+        cut = run(tmp_path, f"{exact} -cpu 1 -model cut")
+        for more in ("-cpu 3", "-cpu 2 -parallel fsdp"):
+            assert bits(run(tmp_path, f"{exact} {more} -model bits{more[-1]}")) == bits(cut)
+        stock = run(tmp_path, f"{flags} -cpu 2 -micro_batch 2 -deterministic no -model stock")
+    truth = plain(arch(None), INPUTS, targets, lambda epoch: plan.order(48, 0, epoch)).state_dict()
+    for folder in (whole, cut, stock):
+        for name, value in weights(folder).items():
+            assert torch.allclose(value, truth[name], atol=1e-5), folder
+
+
+def test_an_evaluation_is_one_pass_over_the_targets_that_are_there(tmp_path):
+    with plugins(arch={"net": linear}, dataset={"gaps": labelled}):
+        folder = run(
+            tmp_path, f"-dataset gaps -arch net {FLAGS} -cpu 2 -micro_batch 2 -best loss:min -model evaluated"
+        )
+    model = linear(None)
+    model.load_state_dict(weights(folder))
+    last = [one for one in lines(folder) if "val/loss" in one][-1]
+    outputs, wanted = model(INPUTS[:21]), LABELS[10:31]
+    there = wanted != -100
+    assert last["val/loss"] == pytest.approx(functional.cross_entropy(outputs, wanted).item(), abs=1e-5)
+    assert last["val/accuracy"] == pytest.approx((outputs.argmax(1) == wanted)[there].float().mean().item())
+
+
+class Collated(TensorDataset):
+    def __init__(self, collate):
+        super().__init__(LEARNABLE, LEARNABLE.argmax(1))
+        self.collate_fn = collate
+
+
+def drops(samples):
+    """Leaves out the samples of one class."""
+    return default_collate([one for one in samples if one[1] != 3] or samples[:1])
+
+
+def joins(samples):
+    """Gives each sample twice."""
+    return default_collate([*samples, *samples])
+
+
+@pytest.mark.parametrize("collate", [drops, joins])
+def test_a_collate_fn_that_drops_or_joins_samples_leaves_a_perfect_model_perfect(collate, tmp_path):
+    class Perfect(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(9.0))
+
+        def forward(self, inputs):
+            return inputs * self.scale
+
+    made = {"train": Collated(collate), "val": Collated(collate)}
+    with plugins(arch={"perfect": lambda args: Perfect()}, dataset={"collated": lambda args: made}):
+        folder = run(
+            tmp_path, f"-dataset collated -arch perfect {FLAGS} -train_metrics -cpu 2 -micro_batch 4 -model x"
+        )
+    assert outcome(folder)["best"]["value"] == 1.0
