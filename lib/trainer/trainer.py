@@ -70,7 +70,6 @@ class Trainer:
         buffers.refuse_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
-        self.targets_per_sample: int | None = None  # about, see expected_targets
         shown = loaders.get("val", loaders["train"]).dataset
         self.predictions = images.Predictions(loss, args.num_classes, class_names(shown), world)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
@@ -210,28 +209,15 @@ class Trainer:
         return loss
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
-        """Add the gradients of a micro-batch of `count` targets to those of the step, by about its share of them."""
-        expected = self.expected_targets(micro_batch, count)
+        """Add the gradients of a micro-batch of `count` targets, times their number, to those of the step."""
         if micro_batch.step_parts > 1 or not micro_batch.count:
-            loss = loss * (count / expected)
+            loss = loss * (count / micro_batch.step_samples)  # so that numbers stay small, see divide_gradients
         self.engine.backward(self.scaler.scale(loss), micro_batch, count)
 
-    def expected_targets(self, micro_batch: MicroBatch, count: Tensor | int = 0) -> int:
-        """Return how many targets a step is taken to have: as many a sample as the first micro-batch had.
-
-        That is a power of two, by which a division loses nothing, so it may be another one after a resume.
-        """
-        if self.targets_per_sample is None:
-            [most] = distributed.all_reduce_max([float(count) / max(1, micro_batch.count)], self.world)
-            self.targets_per_sample = 2 ** round(math.log2(max(1.0, most)))
-        return micro_batch.step_samples * self.targets_per_sample
-
     def divide_gradients(self, total: Tensor, micro_batch: MicroBatch) -> None:
-        """Make the sums of gradients those of the mean over all `total` (0-d) targets of the step."""
-        if micro_batch.step_parts == 1:
-            return
-        factor = self.expected_targets(micro_batch) / total.clamp_min(1)
-        if factor.device.type != "cpu" or factor != 1:
+        """Make the step's sums of gradients those of the mean over all its targets, `total` (0-d)."""
+        factor = micro_batch.step_samples / total.clamp_min(1)
+        if micro_batch.step_parts > 1 and (factor.device.type != "cpu" or factor != 1):
             gradients = [shards.local_part(p.grad) for p in parameters_of(self.all_optimizers) if p.grad is not None]
             torch._foreach_mul_(gradients, factor)
 

@@ -36,10 +36,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = Path("scripts", "bench", "peers")
-BATON, ALLREDUCE, PLAIN, LIMIT = "Baton", "allreduce", "plain", "limit"
+BATON, STOCK, PLAIN, LIMIT = "Baton", "stock", "plain", "limit"
 SCRIPTS = {
     BATON: Path("train.py"),
-    ALLREDUCE: Path("train.py"),  # with -deterministic no: DDP sums the gradients
+    STOCK: Path("train.py"),  # with -deterministic no: DDP sums the gradients
     PLAIN: PEERS / "plain.py",
     LIMIT: PEERS / "limit.py",
     "fabric": PEERS / "with_fabric.py",
@@ -217,7 +217,7 @@ def run(name: str, flags: str, out: Path, options: Options) -> Run:
     out.mkdir(parents=True, exist_ok=True)
     device = ["-cpu", str(options.procs)] if options.procs else ["-gpus", "0"]
     command = [*launcher(name, options), str(SCRIPTS[name]), *flags.split(), *device, "-out", str(out)]
-    command += ["-deterministic", "no"] if name == ALLREDUCE else []
+    command += ["-deterministic", "no"] if name == STOCK else []
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
         pipes = {"stdout": output, "stderr": subprocess.STDOUT}
@@ -232,7 +232,7 @@ def run(name: str, flags: str, out: Path, options: Options) -> Run:
             output.seek(0)
             last = output.read().decode(errors="replace")[-3000:]
             raise RuntimeError(f"{shlex.join(command)} ended with {process.returncode}:\n{last}")
-    step, figures = read_train_py(out) if name in (BATON, ALLREDUCE) else read_script(out)
+    step, figures = read_train_py(out) if name in (BATON, STOCK) else read_script(out)
     return Run(seconds, cpu, step, figures)
 
 
