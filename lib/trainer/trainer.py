@@ -78,6 +78,7 @@ class Trainer:
         )
         self.in_pass = False  # whether a micro-batch is being computed
         self.agreed = 0  # the last step at which the ranks had the same weights
+        self.warned = False  # of parameters that nobody trains
         self.votes = False  # whether `evaluate` votes on a stop: only in `fit`
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
         self.saved = None  # the (step, epoch) of the last checkpoint
@@ -188,6 +189,7 @@ class Trainer:
             if micro_batch.last:
                 break
         total = self.engine.sum_gradients()
+        self.warn_of_untrained()
         self.divide_gradients(total, micro_batch)
         for parameter, gradient in kept:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -210,6 +212,8 @@ class Trainer:
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
         """Add the gradients of a micro-batch of `count` targets, times their number, to those of the step."""
+        if micro_batch.first and any(one.grad is not None for one in parameters_of(self.all_optimizers)):
+            raise UsageError("training_step calls backward by itself: let it return the whole loss, for one pass back")
         if micro_batch.step_parts > 1 or not micro_batch.count:
             loss = loss * (count / micro_batch.step_samples)  # so that numbers stay small, see divide_gradients
         self.engine.backward(self.scaler.scale(loss), micro_batch, count)
@@ -220,6 +224,14 @@ class Trainer:
         if micro_batch.step_parts > 1 and (factor.device.type != "cpu" or factor != 1):
             gradients = [shards.local_part(p.grad) for p in parameters_of(self.all_optimizers) if p.grad is not None]
             torch._foreach_mul_(gradients, factor)
+
+    def warn_of_untrained(self) -> None:
+        """Name, once, the parameters for which the first step made gradients, and that no optimizer trains."""
+        if not self.warned:
+            self.warned, trained = True, {*parameters_of(self.all_optimizers)}
+            named = find_parts(self).parameters().items()
+            if odd := [name for name, one in named if one.grad is not None and one not in trained]:
+                log.warning("no optimizer trains %s (%d in all), which has a gradient", odd[0], len(odd))
 
     def optimizer_step(self) -> Tensor:
         """Update the parameters by the step's gradients, and return the norm of the whole gradient (0-d).
@@ -325,6 +337,7 @@ class Trainer:
         self.state.epoch += 1
         self.state.sums = {}
         self.logger.log_evaluation(self.state, "val", figures, self.predictions)
+        self.on_evaluation(figures)
         if best and not self.weights_fault():
             self.checkpoints.set_best(self.whole_weights())
             self.state.best = best
@@ -332,6 +345,12 @@ class Trainer:
         if milestone or manager.is_due(self.args.save_every, "epoch", self.state.epoch) or self.is_done():
             self.save(keep=bool(milestone))
         return True
+
+    def on_evaluation(self, figures: dict[str, float]) -> None:
+        """Do nothing: override it for what a validation decides, as ReduceLROnPlateau does. The save comes later.
+
+        `figures` are the same on all ranks; {} if there is no val split.
+        """
 
     @torch.no_grad()
     def evaluate(self, split: str) -> dict[str, float] | None:

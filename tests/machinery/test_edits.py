@@ -5,7 +5,7 @@ import torch
 from runs import few, norm_net, outcome, plugins, run, same_tensors, weights
 from saves import SMALL, bits, names, tensors
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from lib.core import loss, parallel
 from lib.trainer import trainer
@@ -107,12 +107,27 @@ class FrozenNorm(trainer.Trainer):
         self.model[2].eval()
 
 
+class Plateau(trainer.Trainer):
+    """Lowers the rate when the validation does not get better."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.scheduler = ReduceLROnPlateau(self.optimizer, factor=0.1, patience=0, threshold=9.0)
+
+    def on_evaluation(self, figures):
+        self.scheduler.step(figures["loss"])
+
+    def set_learning_rate(self):
+        pass
+
+
 EDITS = {
     "noise": GradientNoise,
     "optimizers": TwoOptimizers,
     "thaws": Thaws,
     "between": EvaluatesInBetween,
     "schedule": TorchSchedule,
+    "plateau": Plateau,
     "own": OwnSchedule,
     "frozen": FrozenNorm,
 }
@@ -168,6 +183,35 @@ def test_an_evaluation_in_between_changes_nothing(tmp_path):
         plain = run(tmp_path, f"{FLAGS} -cpu 1 -model plain")
         between = run(tmp_path, f"{FLAGS} -cpu 1 -model between -trainer between")
     assert same_tensors(weights(plain), weights(between))
+
+
+class OwnBackward(trainer.Trainer):
+    """Calls backward for a part of its loss."""
+
+    def training_step(self, batch):
+        outputs = self.model(batch[0])
+        outputs.square().mean().backward(retain_graph=True)
+        return self.loss(outputs, batch[1])
+
+
+class Forgotten(trainer.Trainer):
+    """Has a layer that no optimizer trains."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.layer = nn.Linear(4, 4)
+
+    def training_step(self, batch):
+        return self.loss(self.layer(self.model(batch[0])), batch[1])
+
+
+@pytest.mark.parametrize("engine", ["", "-deterministic no"])
+def test_a_backward_in_training_step_is_refused_and_an_untrained_layer_is_named(engine, tmp_path, refused, caplog):
+    with plugins(trainer={"back": OwnBackward, "forgotten": Forgotten}, arch={"plain": plain_net}):
+        line = refused(f"{FLAGS} -arch plain -trainer back -cpu 2 {engine}")
+        assert "training_step calls backward by itself" in line
+        run(tmp_path, f"{FLAGS} -arch plain -trainer forgotten -cpu 1 -model forgotten {engine}")
+    assert "no optimizer trains trainer.layer.weight (2 in all), which has a gradient" in caplog.text
 
 
 class Parts(trainer.Trainer):
