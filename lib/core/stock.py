@@ -34,7 +34,8 @@ class Engine:
     def begin_pass(self, micro_batch: MicroBatch, parameters: list[nn.Parameter]) -> None:
         """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""
         self.parameters = parameters
-        self.total = torch.zeros((), device=self.world.device) if micro_batch.first else self.total
+        if micro_batch.first:
+            self.total = torch.zeros((), device=self.world.device)
         self.called.clear()
         for module in self.wrapped:
             module.require_backward_grad_sync = micro_batch.last  # as no_sync() sets it

@@ -213,7 +213,7 @@ class Trainer:
     def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
         """Add the gradients of a micro-batch of `count` targets, times their number, to those of the step."""
         if micro_batch.first and any(one.grad is not None for one in parameters_of(self.all_optimizers)):
-            raise UsageError("training_step calls backward by itself: let it return the whole loss, for one pass back")
+            raise UsageError("training_step calls backward by itself: let it return the whole loss")
         if micro_batch.step_parts > 1 or not micro_batch.count:
             loss = loss * (count / micro_batch.step_samples)  # so that numbers stay small, see divide_gradients
         self.engine.backward(self.scaler.scale(loss), micro_batch, count)
