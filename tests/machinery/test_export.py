@@ -75,13 +75,12 @@ def test_an_fsdp_run_is_exported_with_whole_tensors(tmp_path):
 
 def test_tensors_split_over_shards_are_joined_and_the_optimizer_is_not_read(tmp_path, monkeypatch):
     whole = {"model.a": torch.randn(5, 3), "model.b": torch.tensor(7), "optim.a.exp_avg": torch.randn(5, 3)}
-    halves = [
-        [shards.Piece("model.a", whole["model.a"][:2], (0, 0))],
-        [shards.Piece("model.a", whole["model.a"][2:], (2, 0))],
-    ]
-    halves[1] += [shards.Piece(name, whole[name], (0, 0)) for name in ("model.b", "optim.a.exp_avg")]
-    names = ["shard_0000.safetensors", "shard_0001.safetensors"]
-    files = {name: shards.write_pieces(tmp_path / name, part) for name, part in zip(names, halves)}
+    halves = {
+        "shard_0000.safetensors": {"model.a": whole["model.a"][:2]},
+        "shard_0001.safetensors": {**whole, "model.a": whole["model.a"][2:]},
+    }
+    starts = [{}, {"starts": '{"model.a": [2, 0]}'}]
+    files = {name: shards.write(tmp_path / name, *half) for (name, *half) in zip(halves, halves.values(), starts)}
     facts = {"format": shards.FORMAT, **saves.facts(1), "tensors": shards.schema(whole), "shards": files}
     (tmp_path / "manifest.json").write_bytes(shards.encode_manifest(facts))
     names_read, real = [], shards.read

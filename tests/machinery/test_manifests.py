@@ -1,5 +1,7 @@
 """Manifests of other versions of the code or of an attacker are refused, and nothing in them is executed."""
 
+import json
+
 import pytest
 import saves
 import torch
@@ -98,9 +100,9 @@ def test_files_with_a_valid_checksum_and_wrong_content_are_refused_and_no_code_i
 def test_a_reader_opens_only_the_files_that_it_needs_and_puts_parts_in_their_place(tmp_path, monkeypatch):
     rows, count = torch.arange(12.0).reshape(6, 2), torch.tensor(7)
     for rank in range(3):
-        pieces = [shards.Piece("rows", rows[2 * rank : 2 * rank + 2], (2 * rank, 0))]
-        pieces += [shards.Piece("count", count, ())] * (rank == 0)
-        shards.write_pieces(tmp_path / shards.file_name(rank), pieces)
+        blocks = {"rows": rows[2 * rank : 2 * rank + 2], **({} if rank else {"count": count})}
+        starts = json.dumps({"rows": [2 * rank, 0]})
+        shards.write(tmp_path / shards.file_name(rank), blocks, {"starts": starts})
     opened, real = [], shards.safe_open
     monkeypatch.setattr(
         shards, "safe_open", lambda path, **options: (opened.append(path.name), real(path, **options))[1]

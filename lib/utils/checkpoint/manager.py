@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lib.utils import distributed, watchdog
 from lib.utils.checkpoint import atomic, run_folder, shards, weights
-from lib.utils.checkpoint.shards import Piece
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -90,13 +89,13 @@ class Checkpoints:
         name = f"{self.number:06d}_step_{step}"
         partial = self.folder / f"{name}.partial"
         facts = {**facts, "tensors": shards.schema(tensors)}
-        pieces = shards.pieces(tensors, self.world)
-        copies = [piece._replace(values=copy_to_cpu(piece.values)) for piece in pieces]
+        blocks, metadata = shards.blocks_of_rank(tensors, self.world)
+        copies = {name: copy_to_cpu(block) for name, block in blocks.items()}
         copied = torch.cuda.Event(blocking=True) if self.world.device.type == "cuda" else None
         if copied:
             copied.record()
         best, self.best = self.best, {}
-        job = self.thread.submit(self._write, partial, copies, copied, best)
+        job = self.thread.submit(self._write, partial, copies, metadata, copied, best)
         self.saving = Save(self.folder / name, partial, facts, keep, best, job)
 
     def set_best(self, tensors: dict[str, Tensor]) -> None:
@@ -158,16 +157,16 @@ class Checkpoints:
         return run_folder.checkpoint_number(checkpoints[0].name) if checkpoints else 0
 
     def _write(
-        self, partial: Path, pieces: list[Piece], copied: torch.cuda.Event | None, best: dict[str, Tensor]
+        self, partial: Path, blocks: dict, metadata: dict, copied: torch.cuda.Event | None, best: dict[str, Tensor]
     ) -> dict:
         if copied:
             torch.cuda.set_device(self.world.device)  # a thread begins with GPU 0, and would take memory there
             copied.synchronize()
         weights.write(self.folder.parent / "best", best)
-        for folder in (self.folder, partial) if pieces else ():  # no parents: a run's folder that is gone stays gone
+        for folder in (self.folder, partial) if blocks else ():  # no parents: a run's folder that is gone stays gone
             folder.mkdir(exist_ok=True)
         file = shards.file_name(self.world.rank)
-        return {file: shards.write_pieces(partial / file, pieces)} if pieces else {}
+        return {file: shards.write(partial / file, blocks, metadata)} if blocks else {}
 
     def _publish(self, save: Save, answers: list[dict]) -> None:
         if not self.world.is_writer:

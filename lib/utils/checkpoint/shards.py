@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -96,30 +96,19 @@ def schema(tensors: dict[str, Tensor]) -> dict[str, list]:
 # The tensors
 
 
-class Piece(NamedTuple):
-    """A block of a tensor that one rank holds and writes: its values, and where in the whole it begins."""
-
-    name: str
-    values: Tensor
-    start: tuple[int, ...]
-
-
 def file_name(rank: int) -> str:
     """Return the name of a rank's file."""
     return f"shard_{rank:04d}.safetensors"
 
 
-def pieces(tensors: dict[str, Tensor], world: World) -> list[Piece]:
-    """Return what this rank writes of the tensors: its own blocks of sharded ones; a writer also all whole ones."""
-    own = {name: tensor for name, tensor in tensors.items() if world.is_writer or is_sharded(tensor)}
-    mine = [Piece(name, *_local_and_offset(tensor)) for name, tensor in own.items()]
-    return [piece for piece in mine if piece.values.numel()]  # the last ranks may have none of a small tensor
+def blocks_of_rank(tensors: dict[str, Tensor], world: World) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return what this rank writes: its own blocks of sharded tensors; a writer also all whole ones.
 
-
-def write_pieces(path: Path, pieces: list[Piece]) -> dict:
-    """Write a rank's pieces; `starts` in the metadata says where they begin in their tensors, if not at 0 (JSON)."""
-    starts = {piece.name: piece.start for piece in pieces if any(piece.start)}
-    return write(path, {piece.name: piece.values for piece in pieces}, {"starts": json.dumps(starts)})
+    The metadata for its file, the second, says where they begin in their tensors, if not at 0 (JSON).
+    """
+    own = {name: _local_and_offset(one) for name, one in tensors.items() if world.is_writer or is_sharded(one)}
+    blocks = {name: block for name, (block, _) in own.items() if block.numel()}  # the last ranks may have none
+    return blocks, {"starts": json.dumps({name: start for name, (_, start) in own.items() if any(start)})}
 
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> dict:
