@@ -48,7 +48,7 @@ def run(args: config.Args) -> int:
 
     mode = "eval" if args.eval else "debug" if args.debug else "train"
     with watchdog.watch(args.hang_minutes), contextlib.ExitStack() as stack:
-        seeding.seed_building(args.seed)
+        seeding.seed(seeding.MODEL, args.seed)
         dataset, arch, trainers = (plugins.load(kind, getattr(args, kind)) for kind in config.BUILDERS)
         watchdog.begin(f"get_dataset of -dataset {args.dataset}")
         splits = loader.splits(dataset.get_dataset(args), args.dataset, args.overfit)
@@ -91,10 +91,9 @@ def run(args: config.Args) -> int:
         step, path = resume.restore_state(past, plan).step, folder.path
         logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and world.is_writer else NoLogger()
         stack.callback(logger.close)
-        seeding.seed_building(args.seed, seeding.TRAINER)
-        trainer = trainers.Trainer(
-            args, world, loaders, model, criterion, optimizer.get_optimizer(model, criterion, args), logger
-        )
+        seeding.seed(seeding.TRAINER, args.seed)
+        own = optimizer.get_optimizer(model, criterion, args)
+        trainer = trainers.Trainer(args, world, loaders, model, criterion, own, logger)
         return EXIT_CODES[modes.RUN[mode](trainer, past)]
 
 

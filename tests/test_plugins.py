@@ -214,7 +214,7 @@ def check_batch(batch, items, fixed):
 
 
 def seeded_item(dataset, index, seed=0):
-    seeding.seed_sample(seed, 0, index)
+    seeding.seed(seeding.SAMPLE, seed, 0, index)
     return dataset[index]
 
 

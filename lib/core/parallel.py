@@ -34,7 +34,7 @@ def build(arch: ModuleType, args: Namespace, world: World) -> nn.Module:
     If the model is to be sharded, only rank 0 builds it with values. The other ranks build it on the meta device, and
     `wrap` gives them rank 0's values.
     """
-    seeding.seed_building(args.seed)
+    seeding.seed(seeding.MODEL, args.seed)
     on_meta = _is_sharded(args, world) and not world.is_main
     return _make_on_meta(arch, args) if on_meta else _make(arch, args)
 
@@ -52,7 +52,7 @@ def _make_on_meta(arch: ModuleType, args: Namespace) -> nn.Module:
         model = _make(arch, args)
         if not any(isinstance(value, Tensor) for module in model.modules() for value in vars(module).values()):
             return model
-    seeding.seed_building(args.seed)
+    seeding.seed(seeding.MODEL, args.seed)
     return _make(arch, args)
 
 

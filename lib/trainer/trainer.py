@@ -180,7 +180,7 @@ class Trainer:
         for parameter, _ in kept:
             parameter.grad = None
         for micro_batch, batch in batches:
-            seeding.seed_micro_batch(self.args.seed, self.state.step, micro_batch.number, self.world.device)
+            seeding.seed(seeding.PASS, self.args.seed, self.state.step, micro_batch.number, device=self.world.device)
             self.engine.begin_pass(micro_batch, trained)
             count = self.count_targets(batch, micro_batch.count)
             loss = self.compute_loss(batch, micro_batch)
@@ -193,7 +193,7 @@ class Trainer:
         self.divide_gradients(total, micro_batch)
         for parameter, gradient in kept:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        seeding.seed_step(self.args.seed, self.state.step, self.world.device)  # the same draws on every rank
+        seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)  # the same draws on every rank
         norm = self.optimizer_step()
         self.pending_norms.append(norm)
         self.state.step += 1
@@ -359,7 +359,7 @@ class Trainer:
         self.predictions.reset()
         with self.evaluating():
             for micro_batch, batch in self.loaders[split].epoch(0):
-                seeding.seed_evaluation(self.args.seed, micro_batch.number, self.world.device)
+                seeding.seed(seeding.EVALUATION, self.args.seed, micro_batch.number, device=self.world.device)
                 count = self.count_targets(batch, micro_batch.count)
                 with self.precision, add_shapes_to_errors(batch, self.args):
                     sums = self.evaluation_step(self.model, batch, count)
@@ -367,7 +367,7 @@ class Trainer:
                     totals.update({**sums, "samples": count})
                 if self.votes and self.stop.tick(training=False):
                     return None
-        seeding.seed_step(self.args.seed, self.state.step, self.world.device)  # as if there had been no evaluation
+        seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)  # as if there had been no evaluation
         losses.check_probabilities(self.loss)
         return {**losses.compute_metrics(totals.reduce()), **self.predictions.figures()}
 

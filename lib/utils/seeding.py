@@ -11,7 +11,13 @@ import numpy as np
 import torch
 
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
-SAMPLE, MICRO_BATCH, MODEL, DRAWS, TRAINER, EVALUATION, STEP = 1, 2, 3, 4, 5, 6, 7  # one stream each
+# The streams of draws, and the numbers that make a place in each: the same on every rank and at every start.
+SAMPLE = 1  # seed, epoch, index: of a sample, or of the first of a batch that is fetched as one
+PASS = 2  # seed, step, number: the forward and backward pass of a micro-batch
+MODEL, TRAINER = 3, 5  # seed: building them
+DRAWS = 4  # seed, epoch, index: see `uniform`
+EVALUATION = 6  # seed, number: a micro-batch of an evaluation, at any step, and in -eval
+STEP = 7  # seed, step: what follows the passes of a step
 
 
 def hash_ints(*numbers: int) -> int:
@@ -36,32 +42,9 @@ def splitmix64(state: Any) -> Any:
     return state ^ (state >> 31)
 
 
-def seed_building(seed: int, stream: int = MODEL) -> None:
-    """Seed Python, NumPy and torch, the same on every rank and at every start, to build a part of the run."""
-    _seed(hash_ints(stream, seed))
-
-
-def seed_sample(seed: int, epoch: int, index: int) -> None:
-    """Seed Python, NumPy and torch for drawing one sample (or one fetched batch that begins with it)."""
-    _seed(hash_ints(SAMPLE, seed, epoch, index))
-
-
-def seed_micro_batch(seed: int, step: int, micro: int, device: torch.device) -> None:
-    """Seed Python, NumPy and torch for the forward and backward pass of micro-batch `micro` of step `step`."""
-    _seed(hash_ints(MICRO_BATCH, seed, step, micro), device)
-
-
-def seed_step(seed: int, step: int, device: torch.device) -> None:
-    """Seed Python, NumPy and torch, the same on every rank, for what follows the passes of a step."""
-    _seed(hash_ints(STEP, seed, step), device)
-
-
-def seed_evaluation(seed: int, micro: int, device: torch.device) -> None:
-    """Seed Python, NumPy and torch for micro-batch `micro` of an evaluation, at any step, and in -eval."""
-    _seed(hash_ints(EVALUATION, seed, micro), device)
-
-
-def _seed(value: int, device: torch.device | None = None) -> None:
+def seed(stream: int, *place: int, device: torch.device | None = None) -> None:
+    """Seed Python, NumPy and torch, on the CPU and on the device, for a place of a stream (see above)."""
+    value = hash_ints(stream, *place)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     torch.default_generator.manual_seed(value)

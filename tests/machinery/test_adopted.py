@@ -156,12 +156,12 @@ def test_a_model_that_computes_its_own_loss_trains_as_in_a_plain_loop(tmp_path):
     with plugins(arch={"own": OwnLoss}, dataset=DATASETS):
         folder = run(tmp_path, flags)
         args = parsed(flags)
-    seeding.seed_building(args.seed)
+    seeding.seed(seeding.MODEL, args.seed)
     model, part = OwnLoss(args), few(args)["train"].tensors
     step = 0
     for _ in range(args.epochs):
         for rows in torch.arange(50).split(16):
-            seeding.seed_micro_batch(args.seed, step, 0, torch.device("cpu"))  # dropout
+            seeding.seed(seeding.PASS, args.seed, step, 0)  # dropout
             loss = model(input_values=part[0][rows], labels=part[1][rows]).loss
             gradients = torch.autograd.grad(loss, [*model.parameters()])
             with torch.no_grad():
@@ -482,7 +482,7 @@ def test_train_metrics_are_those_of_a_plain_loop(tmp_path):
     assert bits(one) == bits(two)
     losses_of, part = [line for line in lines(one) if "train/accuracy" in line], few(None)["train"]
     assert len(losses_of) == 4 and all(line["train/accuracy"] * 16 % 1 == 0 for line in losses_of[:3])
-    seeding.seed_building(0)
+    seeding.seed(seeding.MODEL, 0)
     args = parsed(flags + " x")
     model = mlp.get_model(args)
     rows = plan.order(50, args.seed, 0, True)[:16]

@@ -111,7 +111,7 @@ class Fetch(Dataset):
 
     def _seed(self, epoch: int, index: int) -> None:
         if not self.fixed:
-            seeding.seed_sample(self.seed, epoch, index)
+            seeding.seed(seeding.SAMPLE, self.seed, epoch, index)
 
 
 class Requests:

@@ -80,7 +80,7 @@ def _finished(finish, batch: tuple) -> tuple:
 
 def model(args) -> nn.Module:
     """Return the network, with the first weights that train.py gives it."""
-    seeding.seed_building(args.seed)
+    seeding.seed(seeding.MODEL, args.seed)
     return _plugin("arch", args.arch).get_model(args)
 
 
