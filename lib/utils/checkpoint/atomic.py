@@ -30,12 +30,10 @@ def new_version(path: Path) -> Iterator[Path]:
     partial = _unique(path, "partial")
     try:
         yield partial
-        fsync(partial)
-        partial.replace(path)
+        publish(partial, path)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()  # there still if anything failed
-    fsync(path.parent)
 
 
 def _unique(path: Path, ending: str) -> Path:
@@ -55,9 +53,9 @@ def fsync(path: Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a finished folder its name; OSError if that is taken. Its writers have synced its files."""
+    """Give a finished file, or a folder of synced files, its name. Raises OSError if a folder has that name."""
     fsync(partial)
-    partial.rename(final)
+    partial.replace(final)
     fsync(final.parent)
 
 
