@@ -303,15 +303,23 @@ def test_a_restart_of_nodes_with_different_launch_ids_does_not_apply_reset_again
 
 
 def test_the_error_of_a_failed_rank_is_kept_whether_it_or_a_lost_peer_writes_first(tmp_path):
-    ours, failed = World(launch="one"), run_folder.record_failure
+
+    def fail(world, error):
+        folder = run_folder.RunFolder(
+            config.parse_args(["-out", str(tmp_path.parent), "-model", tmp_path.name]), world
+        )
+        folder.begun = True
+        folder.fail(error)
+
+    ours = World(launch="one")
     lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
     true = ValueError("a broken sample")
     for first, second in ((lost, true), (true, lost)):
         run_folder.write_outcome(tmp_path, ours, "running")
-        failed(tmp_path, ours, first)
-        failed(tmp_path, ours, second)
+        fail(ours, first)
+        fail(ours, second)
         assert "a broken sample" in outcome(tmp_path)["reason"] and not outcome(tmp_path)["lost_peer"]
-    failed(tmp_path, World(launch="two"), lost)
+    fail(World(launch="two"), lost)
     assert outcome(tmp_path)["lost_peer"], "of the next launch"
 
 

@@ -219,7 +219,10 @@ class RunFolder:
                 self.path.rmdir()
 
     def fail(self, error: Exception) -> None:
-        """Write why the run failed, unless the start was refused or the folder is still the old run's."""
+        """Write the outcome "failed" and why, unless the start was refused or the folder is still the old run's.
+
+        A rank that fails because another is gone does not replace that one's reason, in whatever order they write.
+        """
         for sign, hint in HINTS.items():
             if sign in f"{type(error).__name__} {error}":
                 error.args = (f"{error} ({hint})",)
@@ -227,8 +230,14 @@ class RunFolder:
             log.critical("failed", exc_info=error)
         elif isinstance(error, UsageError) or is_reset_due(self.args, self.world):
             return
-        with contextlib.suppress(OSError):  # the first error is the cause
-            record_failure(self.path, self.world, error)
+        before, lost = read_outcome(self.path), is_lost_peer(error)
+        known = before.get("state") == "failed" and before.get("launch") == self.world.launch
+        if not known or (before.get("lost_peer") and not lost):
+            text = f"{type(error).__name__}: {error}"
+            text = text.strip().splitlines()[-1] if "\nOriginal Traceback" in text else text  # a loader process's
+            reason = f"rank {self.world.rank}: " + (f"lost another process ({text})" if lost else text)
+            with contextlib.suppress(OSError):  # the first error is the cause
+                write_outcome(self.path, self.world, "failed", reason=reason, lost_peer=lost)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -262,20 +271,6 @@ def write_outcome(folder: Path, world: World, state: str, **facts: Any) -> None:
     check_lock(folder)
     who = {"launch": world.launch, "host": socket.gethostname(), "pid": os.getpid(), "written": time.time_ns()}
     atomic.write_file(folder / "outcome.json", json.dumps({"state": state, **facts, **who}, indent=2) + "\n")
-
-
-def record_failure(folder: Path, world: World, error: Exception) -> None:
-    """Write the outcome "failed" and the first rank's reason.
-
-    A rank that fails because another is gone does not replace it, in whatever order they write.
-    """
-    before, lost = read_outcome(folder), is_lost_peer(error)
-    known = before.get("state") == "failed" and before.get("launch") == world.launch
-    if not known or (before.get("lost_peer") and not lost):
-        text = f"{type(error).__name__}: {error}"
-        text = text.strip().splitlines()[-1] if "\nOriginal Traceback" in text else text  # a loader process's
-        text = f"lost another process ({text})" if lost else text
-        write_outcome(folder, world, "failed", reason=f"rank {world.rank}: {text}", lost_peer=lost)
 
 
 def is_lost_peer(error: BaseException) -> bool:
