@@ -186,7 +186,7 @@ def compare_with_truth(truth: Way, story: list[str], tally: Tally):
     tally.first = tally.first or first
     tally.differing += bool(first or distance.names)
     count(starts, truth.args, tally)
-    tally.left += sum(file.suffix in (".partial", ".removed") for file in (out / "run").rglob("*"))
+    tally.left += sum(file.suffix == ".partial" for file in (out / "run").rglob("*"))
     if tally.faults > bad:
         tally.story = tally.story or story
     for folder in (out / "run", book(truth, "run")):

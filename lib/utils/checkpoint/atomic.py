@@ -27,17 +27,13 @@ def write_file(path: Path, data: bytes | str) -> None:
 @contextlib.contextmanager
 def new_version(path: Path) -> Iterator[Path]:
     """Give a new name in path's folder; the file or link there, synced in the end, takes path's place at once."""
-    partial = _unique(path, "partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         yield partial
         publish(partial, path)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()  # there still if anything failed
-
-
-def _unique(path: Path, ending: str) -> Path:
-    return path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.{ending}")
 
 
 def fsync(path: Path) -> None:
@@ -64,16 +60,15 @@ def remove_folder(path: Path) -> None:
 
     What cannot be deleted is left to `sweep`.
     """
-    removed = _unique(path, "removed")
-    path.rename(removed)
+    partial = path.rename(path.with_name(f"{path.name}.partial"))
     fsync(path.parent)
-    shutil.rmtree(removed, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def sweep(folder: Path, start: str | tuple[str, ...] = "") -> None:
-    """Remove what crashes left in a folder where nobody writes: START*.partial and START*.removed."""
+    """Remove what crashes left in a folder where nobody writes: START*.partial."""
     for entry in sorted(folder.glob("*")):
-        if entry.name.startswith(start) and entry.name.endswith((".partial", ".removed")):
+        if entry.name.startswith(start) and entry.name.endswith(".partial"):
             shutil.rmtree(entry, ignore_errors=True)
             with contextlib.suppress(OSError):
                 entry.unlink()  # it was no folder
