@@ -16,7 +16,7 @@ from lib.core import optimizer as optimizers
 from lib.utils import distributed, preemption, runtime, seeding, watchdog
 from lib.utils.checkpoint import manager, resume, run_folder, shards, weights
 from lib.utils.checkpoint.resume import Past
-from lib.utils.checkpoint.state import State, attributes, find_parts, model_tensors
+from lib.utils.checkpoint.state import State, find_parts, model_tensors
 from lib.utils.data.loader import Loader
 from lib.utils.data.options import class_names
 from lib.utils.data.plan import MicroBatch
@@ -129,8 +129,7 @@ class Trainer:
         self.all_optimizers = [*parts.optimizers.values()]
         own = [one for name, one in parts.weights().items() if name.startswith("trainer.")]
         buffers.take_first(own if self.world.size > 1 else ())
-        modules = dict.fromkeys(value for _, value in attributes(self) if isinstance(value, nn.Module))
-        self.engine = parallel.engine(self.plan.engine)([*modules], self.world, self.args)
+        self.engine = parallel.engine(self.plan.engine)([*parts.modules.values()], self.world, self.args)
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""

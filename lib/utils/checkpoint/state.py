@@ -1,7 +1,7 @@
 """What a checkpoint holds: how far a run is, its tensors, and what else the parts of a trainer keep."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,7 @@ class Parts:
         names = {}
         for part, module in reversed(self.modules.items()):
             prefix = "" if part == "model" else f"{part}."
-            names |= {parameter: f"{prefix}{name}" for name, parameter in module.named_parameters()}
+            names |= {parameter: f"{prefix}{name}" for name, parameter in unwrap(module).named_parameters()}
         return {name: parameter for parameter, name in names.items()}
 
     def trained(self, part: str) -> list[str]:
@@ -164,26 +164,21 @@ class Parts:
         return [names[parameter] for parameter in parameters]
 
 
-def attributes(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a trainer's attributes as trainer.NAME; of lists, tuples and dicts the entries, as trainer.NAME.KEY."""
-    for name, value in vars(trainer).items():
-        if isinstance(value, dict):
-            yield from ((f"trainer.{name}.{key}", entry) for key, entry in value.items())
-        elif isinstance(value, list | tuple):
-            yield from ((f"trainer.{name}.{number}", entry) for number, entry in enumerate(value))
-        else:
-            yield f"trainer.{name}", value
-
-
 def find_parts(trainer: Any) -> Parts:
     """Return what has a state among a trainer's attributes, also in its lists, tuples and dicts, each thing once.
 
     It has one if it has `state_dict` and `load_state_dict`. So may the trainer itself.
     """
-    named = {"model": trainer.model, "optim": trainer.optimizer, **dict(attributes(trainer)), "self": trainer}
+    named = {"model": trainer.model, "optim": trainer.optimizer}
+    for name, value in vars(trainer).items():
+        if isinstance(value, list | tuple):
+            value = dict(enumerate(value))
+        if isinstance(value, dict):
+            named |= {f"trainer.{name}.{key}": entry for key, entry in value.items()}
+        else:
+            named[f"trainer.{name}"] = value
     parts, seen = Parts({}, {}), set()
-    for name, value in named.items():
-        value = unwrap(value)
+    for name, value in {**named, "self": trainer}.items():
         if id(value) in seen or not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             continue
         seen.add(id(value))
