@@ -135,7 +135,7 @@ class Trainer:
         """Take the state and the tensors of a checkpoint."""
         resume.load(past, find_parts(self), self.world, self.args.allow_change)
         if past.manifest["state"]["best"]:
-            self.checkpoints.set_best(resume.best_weights(past, self.world))
+            self.checkpoints.best = resume.best_weights(past, self.world)
         self.state = resume.restore_state(past, self.plan)
         if self.world.is_main:
             self.metrics.add(self.state.unlogged)
@@ -340,7 +340,7 @@ class Trainer:
         self.logger.log_evaluation(self.state, "val", figures, self.predictions)
         self.on_evaluation(figures)
         if best and not self.weights_fault():
-            self.checkpoints.set_best(self.whole_weights())
+            self.checkpoints.best = self.whole_weights()
             self.state.best = best
         milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
         if milestone or manager.is_due(self.args.save_every, "epoch", self.state.epoch) or self.is_done():

@@ -228,7 +228,7 @@ def test_a_checkpoint_is_not_written_before_the_best_weights_that_it_names(tmp_p
     checkpoints = saves.new_checkpoints(tmp_path)
     save(checkpoints, 1)
     (tmp_path / "best").touch()  # a file in place of the folder: the weights cannot be written
-    checkpoints.set_best({"a": torch.ones(2)})
+    checkpoints.best = {"a": torch.ones(2)}
     save(checkpoints, 2)
     assert f"{tmp_path / 'best'}" in caplog.text and saves.newest(tmp_path) == 1
     (tmp_path / "best").unlink()
@@ -253,11 +253,11 @@ def test_only_the_last_best_weights_before_a_save_are_written_with_it(tmp_path, 
             raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(manager.weights, "write", write)
-    checkpoints.set_best({"a": 1})
+    checkpoints.best = {"a": 1}
     checkpoints.save(saves.state(1), saves.facts(1), step=1)
     assert begun.wait(60)
     for number in (2, 3, 4):
-        checkpoints.set_best({"a": number})
+        checkpoints.best = {"a": number}
     may_continue.set()
     save(checkpoints, 2)
     save(checkpoints, 3)
@@ -267,13 +267,13 @@ def test_only_the_last_best_weights_before_a_save_are_written_with_it(tmp_path, 
 
 def test_a_kill_while_best_weights_are_written_keeps_the_older_ones_and_their_checkpoint(tmp_path):
     checkpoints = saves.new_checkpoints(tmp_path)
-    checkpoints.set_best({"a": torch.ones(2)})
+    checkpoints.best = {"a": torch.ones(2)}
     save(checkpoints, 1)
     child = os.fork()
     if not child:
         shards.as_bytes = lambda values: os.kill(os.getpid(), signal.SIGKILL)  # while the file is written
         again = saves.new_checkpoints(tmp_path)
-        again.set_best({"a": torch.zeros(2)})
+        again.best = {"a": torch.zeros(2)}
         save(again, 2)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

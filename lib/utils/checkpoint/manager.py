@@ -52,7 +52,8 @@ class Checkpoints:
         self.damaged = range(0)  # numbers of checkpoints that were passed over: they are the first to be removed
         self.saving: Save | None = None
         self.failures = 0  # in a row
-        self.best: dict[str, Tensor] = {}  # the best weights, for the next save
+        # The best weights, of `weights.gather`, for the next save: no checkpoint that names them comes before them.
+        self.best: dict[str, Tensor] = {}
 
     def open(self) -> None:
         """Remove what crashes left in the run's folder. Call it before all else."""
@@ -97,13 +98,6 @@ class Checkpoints:
         best, self.best = self.best, {}
         job = self.thread.submit(self._write, partial, copies, metadata, copied, best)
         self.saving = Save(self.folder / name, partial, facts, keep, best, job)
-
-    def set_best(self, tensors: dict[str, Tensor]) -> None:
-        """Write best/weights.safetensors with the next save, from tensors that `weights.gather` gave.
-
-        No checkpoint that names them is published before they are written.
-        """
-        self.best = tensors
 
     def poll(self) -> None:
         """Move the save in flight on, once every rank is ready. Raises SaveError when saving fails for good."""
