@@ -192,9 +192,8 @@ class Trainer:
         self.divide_gradients(total, micro_batch)
         for parameter, gradient in kept:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        seeding.seed(
-            seeding.STEP, self.args.seed, self.state.step, device=self.world.device
-        )  # the same draws on every rank
+        # From here to the next pass all ranks draw the same.
+        seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         norm = self.optimizer_step()
         self.pending_norms.append(norm)
         self.state.step += 1
@@ -368,9 +367,8 @@ class Trainer:
                     totals.update({**sums, "samples": count})
                 if self.votes and self.stop.tick(training=False):
                     return None
-        seeding.seed(
-            seeding.STEP, self.args.seed, self.state.step, device=self.world.device
-        )  # as if there had been no evaluation
+        # As if there had been no evaluation.
+        seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         losses.check_probabilities(self.loss)
         return {**losses.compute_metrics(totals.reduce()), **self.predictions.figures()}
 

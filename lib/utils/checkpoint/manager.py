@@ -125,12 +125,8 @@ class Checkpoints:
             self.poll()
 
     def write_final(self, tensors: dict[str, Tensor]) -> None:
-        """Write final/weights.safetensors from tensors that `weights.gather` gave, and wait for it."""
-        job = self.thread.submit(weights.write, self.folder.parent / "final", tensors)
-        while distributed.all_reduce_max([not job.done()], self.world)[0]:
-            concurrent.futures.wait([job], WAIT_S)
-            watchdog.moved()
-        distributed.attempt(job.result, self.world)
+        """Write final/weights.safetensors from tensors that `weights.gather` gave."""
+        distributed.attempt(lambda: weights.write(self.folder.parent / "final", tensors), self.world)
 
     def close(self) -> None:
         """Wait for what is in flight and end the writing thread. Raises SaveError if the last save failed."""
