@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ def find_newest_good(path: Path, world: World, leave_out: bool = False) -> Past 
     damaged = []
     names = {name for listing in listed for name in listing or ()}
     for name in sorted(names, key=lambda name: (run_folder.checkpoint_number(name.name), name), reverse=True):
-        look = functools.partial(_fault, path / name, world, name in (here or ()))
+        look = functools.partial(_fault_of, _verify, path / name, world, name in (here or ()))
         faults = distributed.gather_results(None if here is None else look, world)
         good = [rank for rank, fault in enumerate(faults) if fault == ""]
         missing_on = {rank: fault for rank, fault in enumerate(faults) if fault}
@@ -133,27 +133,23 @@ def _names(path: Path) -> list[Path]:
     return [entry.relative_to(path) for entry in found]
 
 
-def _fault(folder: Path, world: World, there: bool) -> str:
-    """Return what is damaged in this rank's share of a checkpoint's files, "" if nothing is."""
-
-    def verify() -> None:
-        if folder.is_symlink():
-            raise shards.Damaged(f"{folder} is a link")
-        manifest = state.read_manifest(folder)
-        for file in world.share(sorted(manifest["shards"])):
-            shards.verify(folder / file, manifest["shards"][file])
-
+def _verify(folder: Path, world: World, there: bool) -> None:
+    """Raise Damaged or OSError for what is wrong in this rank's share of a checkpoint's files."""
     if not there:
-        return f"{folder} is not there"
+        raise shards.Damaged(f"{folder} is not there")
     if folder not in folder.parent.iterdir():  # a network disk shows it later; a listing does not come from memory
         raise OSError(errno.ESTALE, "another process on the same disk sees it, this one does not", str(folder))
-    return _fault_of(verify)
+    if folder.is_symlink():
+        raise shards.Damaged(f"{folder} is a link")
+    manifest = state.read_manifest(folder)
+    for file in world.share(sorted(manifest["shards"])):
+        shards.verify(folder / file, manifest["shards"][file])
 
 
-def _fault_of(verify: Callable[[], object]) -> str:
+def _fault_of(verify: Callable, *arguments: Any) -> str:
     """Return why `verify` finds a file missing or damaged, "" if it does not."""
     try:
-        verify()
+        verify(*arguments)
     except shards.Damaged as error:
         return str(error)
     except OSError as error:
@@ -300,17 +296,16 @@ def best_weights(past: Past, world: World) -> dict[str, Tensor]:
 
     If they are lost, they are forgotten: the next evaluation counts as the best.
     """
-    tensors: dict[str, Tensor] = {}
     file = past.folder.parents[1] / "best" / "weights.safetensors"
 
-    def read() -> str:
-        return _fault_of(lambda: tensors.update(weights.read(file)))
+    def read() -> tuple[str, dict[str, Tensor]]:
+        tensors: dict[str, Tensor] = {}
+        fault = _fault_of(lambda: tensors.update(weights.read(file)))
+        return fault, tensors if past.missing_on else {}
 
-    fault = distributed.gather_results(read if world.rank == past.sender else None, world)[past.sender]
+    answer = distributed.attempt(read if world.rank == past.sender else None, world)
+    fault, tensors = distributed.broadcast(answer, world, past.sender)
     if fault:
         log.warning("%s; the best weights are lost: the next evaluation counts as the best", fault)
         past.manifest["state"]["best"] = None
-    if fault or not past.missing_on:
-        return {}
-    tensors = distributed.broadcast(tensors, world, past.sender)
     return tensors if world.is_writer else {}
