@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,6 @@ class Past:
     damaged: list[str]  # what is wrong with newer ones
     sender: int  # a rank whose disk has it whole
     missing_on: dict[int, str]  # where nodes share no disk: writers that lack it or a file of it, and why
-    allowed: list[str] = field(default_factory=list)  # -allow_change of a first start that was killed
 
     @property
     def config(self) -> dict:
@@ -55,16 +54,14 @@ def read_start(args: "Args", world: World) -> dict:
     """
     path = run_folder.path_of(args) / "start.json"
     answers = world.on_writers(lambda: {} if run_folder.is_reset_due(args, world) else run_folder.read_json(path))
-    start = next(filter(None, answers), {})
-    numbers = [start.get(name, 1) for name in ("batch_size", "micro_batch", "threads")]
-    return start if all(type(one) is int and one > 0 for one in numbers) else {}
+    return next(filter(None, answers), {})
 
 
 def start_facts(args: "Args", plan: Plan, past: Past | None) -> dict:
     """Return what this start settles, for start.json: the flags and data of the run, and where it began."""
     facts = config_to_save(args, plan)
     if past and past.folder.parent != run_folder.path_of(args) / "checkpoints":
-        facts |= {"resume": str(past.folder.absolute()), "allow_change": [*args.allow_change, *past.allowed]}
+        facts["resume"] = str(past.folder.absolute())
     return facts
 
 
@@ -80,8 +77,7 @@ def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
     if args.eval:
         return None
     own = run_folder.path_of(args) / "checkpoints"
-    killed = {} if args.resume else start or {}
-    origin = args.resume or killed.get("resume")
+    origin = args.resume or (start or {}).get("resume")
     other = Path(os.path.realpath(origin)) if origin else None
     if other and Path(os.path.realpath(own)) in other.parents:
         hint = "to start from an older one, give the new run another -model"
@@ -92,7 +88,6 @@ def find(args: "Args", world: World, start: dict | None = None) -> Past | None:
         if past is None:
             hint = "give a run's folder or one of its checkpoints"
             raise UsageError(f"-resume {origin}: there is no checkpoint; {hint}")
-        past.allowed = killed.get("allow_change", [])
         past.manifest["state"]["best"] = None  # its weights are not here
     return past
 
@@ -228,7 +223,7 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
     text = ", ".join(texts.values())
     if past is None:
         return text
-    allowed = {*args.allow_change, *past.allowed, *MAY_DIFFER}
+    allowed = {*args.allow_change, *MAY_DIFFER}
     if allowed & {"data", "samples"}:
         allowed |= {*plan.data}
     if refused := {*texts} & {*before} & {*now} - allowed:
@@ -286,7 +281,7 @@ def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) 
             distributed.broadcast_tensor(tensor, past.sender)
     parts.load(states, tensors, allowed)
     bad = weights.not_finite(parts.modules["model"], world)
-    if bad and "nan" not in {*allowed, *past.allowed}:
+    if bad and "nan" not in allowed:
         hint = "remove it to resume from an older checkpoint, or take it as it is with -allow_change nan"
         raise UsageError(f"{past.folder}: {bad[0]} and {len(bad) - 1} more are not finite; {hint}")
 
