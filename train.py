@@ -63,7 +63,7 @@ def run(args: config.Args) -> int:
         start = resume.read_start(args, world)
         past = resume.find(args, world, start)
         splits, skipped = check_data.skip(splits, args, world, past)
-        before = past.config if past else start
+        before = past.manifest["config"] if past else start
         plan = resume.plan(args, fingerprint.describe(splits, args, world), world, before)
         threads = runtime.choose_threads(args, world, saved=before.get("threads"))
         changes = resume.check_flags(args, plan, past, before, splits)

@@ -156,7 +156,7 @@ def data(args) -> Findings:
     yield OK, f"-dataset {args.dataset}: {', '.join(f'{len(part):,} {name}' for name, part in splits.items())}"
     past = resume.find(args, World())
     count = (args.cpu or args.slurm_ngpus) * args.slurm_nnodes if args.slurm else local.count_processes(args)
-    before = past.config if past else {}
+    before = past.manifest["config"] if past else {}
     plan = resume.plan(args, {"samples": len(splits["train"])}, World(size=count, local_size=count), before)
     runtime.choose_threads(args, World(local_size=count), before.get("threads"))
     resume.check_flags(args, plan, past, before, splits)

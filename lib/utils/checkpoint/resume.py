@@ -41,11 +41,6 @@ class Past:
     sender: int  # a rank whose disk has it whole
     missing_on: dict[int, str]  # where nodes share no disk: writers that lack it or a file of it, and why
 
-    @property
-    def config(self) -> dict:
-        """The flags of the run, with the numbers that its first start settled."""
-        return self.manifest["config"]
-
 
 def read_start(args: "Args", world: World) -> dict:
     """Return what the run's first start settled (`start_facts`), {} for a new run. All ranks call this.
@@ -243,7 +238,7 @@ def restore_state(past: Past | None, plan: Plan) -> State:
     """
     if past is None:
         return State()
-    saved, before = State(**past.manifest["state"]), past.config
+    saved, before = State(**past.manifest["state"]), past.manifest["config"]
     old = Plan(before["samples"], before["batch_size"], before["micro_batch"], before["drop_last"])
     if (old.batch, old.steps) != (plan.batch, plan.steps):
         done = old.step_in_epoch(saved)
