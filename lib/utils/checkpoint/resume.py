@@ -150,7 +150,7 @@ def _fault_of(verify: Callable, *arguments: Any) -> str:
 
 
 def plan(args: "Args", data: dict, world: World, before: dict) -> Plan:
-    """Return how this run cuts its samples: by the batch and micro-batch of its first start, or by new flags.
+    """Return how this run cuts its samples, and which engine sums them: as its first start did, or by new flags.
 
     `data` is what `fingerprint.describe` returns, and `before` what the first start settled, {} for a new run. Raises
     UsageError for a batch that cannot be shared out.
@@ -169,17 +169,12 @@ def plan(args: "Args", data: dict, world: World, before: dict) -> Plan:
         raise UsageError(f"{fault}: try -batch_size {max(micro, batch - batch % micro)}")
     if args.drop_last and data["samples"] < batch:
         raise UsageError(f"-batch_size {batch} with -drop_last leaves nothing of {data['samples']} training samples")
-    engine = choose_engine(args, world, before.get("engine"))
-    return Plan(data["samples"], batch, micro, args.drop_last, data, engine)
-
-
-def choose_engine(args: "Args", world: World, saved: str | None = None) -> str:
-    """Return "exact" or "stock": by -deterministic, else the run's first one, else exact on the CPU."""
-    if importlib.util.find_spec("lib.core.exact") is None:
-        return "stock"
+    engine = before.get("engine", "exact" if world.device.type == "cpu" else "stock")
     if args.deterministic is not None:
-        return "exact" if args.deterministic else "stock"
-    return saved or ("exact" if world.device.type == "cpu" else "stock")
+        engine = "exact" if args.deterministic else "stock"
+    if importlib.util.find_spec("lib.core.exact") is None:
+        engine = "stock"
+    return Plan(data["samples"], batch, micro, args.drop_last, data, engine)
 
 
 def config_to_save(args: "Args", plan: Plan) -> dict:
