@@ -10,7 +10,6 @@ import functools
 import itertools
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,9 +71,8 @@ class Engine:
         if self.alone:  # the only micro-batch: its gradients are the sum
             return
         gradients = [parameter.grad for parameter in self.parameters]
-        _clear(self.parameters)
-        if not micro_batch.last:
-            _clear(self.sharded)  # what is whole comes with the last pass
+        for parameter in [*self.parameters, *(() if micro_batch.last else self.sharded)]:
+            parameter.grad = None  # of sharded ones, what is whole comes with the last pass
         if micro_batch.count:
             missing = {number for number, gradient in enumerate(gradients) if gradient is None}
             self.unused &= missing
@@ -111,11 +109,6 @@ class Engine:
 
     def share_buffers(self) -> None:
         """Do nothing: all ranks have the same buffers."""
-
-
-def _clear(parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
 
 
 # The tree
@@ -211,25 +204,21 @@ def nodes_by_rank(leaves: int, size: int, round_robin: bool) -> list[list[int]]:
 
 def _chunks(tensors: list[Tensor]) -> list[list[int]]:
     """Return the numbers of these tensors in groups of one type and device, of about CHUNK bytes or one tensor."""
-    chunks, open_chunks, filled = [], {}, {}
+    chunks, filled, kind = [], 0, None
     for number, tensor in enumerate(tensors):
-        kind = tensor.dtype, tensor.device
-        if kind not in filled or filled[kind] + tensor.nbytes > CHUNK:
-            open_chunks[kind], filled[kind] = [], 0
-            chunks.append(open_chunks[kind])
-        open_chunks[kind].append(number)
-        filled[kind] += tensor.nbytes
+        if kind != (tensor.dtype, tensor.device) or filled + tensor.nbytes > CHUNK:
+            filled, kind = 0, (tensor.dtype, tensor.device)
+            chunks.append([])
+        chunks[-1].append(number)
+        filled += tensor.nbytes
     return chunks
 
 
 def _split_like(row: Tensor, like: list[Tensor]) -> list[Tensor]:
     """Return parts of a row of values, each in the shape of a tensor, and laid out in memory as it is."""
     parts = row.split([tensor.numel() for tensor in like])
-    shaped = [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
-    return [
-        part if tensor.is_contiguous() else torch.empty_like(tensor).copy_(part)
-        for part, tensor in zip(shaped, like, strict=True)
-    ]
+    shaped = [(part.view(tensor.shape), tensor) for part, tensor in zip(parts, like, strict=True)]
+    return [part if one.is_contiguous() else torch.empty_like(one).copy_(part) for part, one in shaped]
 
 
 class TreeReduceScatter:
