@@ -32,28 +32,22 @@ def build(arch: ModuleType, args: Namespace, world: World) -> nn.Module:
     """Return the model of an architecture's module, seeded by -seed.
 
     If the model is to be sharded, only rank 0 builds it with values. The other ranks build it on the meta device, and
-    `wrap` gives them rank 0's values.
+    `wrap` gives them rank 0's values; not if its constructor reads some, or keeps a plain tensor.
     """
-    seeding.seed(seeding.MODEL, args.seed)
-    on_meta = _is_sharded(args, world) and not world.is_main
-    return _make_on_meta(arch, args) if on_meta else _make(arch, args)
+    if _is_sharded(args, world) and not world.is_main:
+        with contextlib.suppress(RuntimeError, TypeError, ValueError), torch.device("meta"):  # as .item() raises
+            model = _make(arch, args)
+            if not any(isinstance(value, Tensor) for module in model.modules() for value in vars(module).values()):
+                return model
+    return _make(arch, args)
 
 
 def _make(arch: ModuleType, args: Namespace) -> nn.Module:
+    seeding.seed(seeding.MODEL, args.seed)
     model = arch.get_model(args)
     if not isinstance(model, nn.Module):
         raise UsageError(f"-arch {args.arch}: get_model returns {model!r}; it must return a model, an nn.Module")
     return model
-
-
-def _make_on_meta(arch: ModuleType, args: Namespace) -> nn.Module:
-    """Return the model on the meta device; with values if its constructor reads some, or keeps a plain tensor."""
-    with contextlib.suppress(RuntimeError, TypeError, ValueError), torch.device("meta"):  # as .item() raises
-        model = _make(arch, args)
-        if not any(isinstance(value, Tensor) for module in model.modules() for value in vars(module).values()):
-            return model
-    seeding.seed(seeding.MODEL, args.seed)
-    return _make(arch, args)
 
 
 def engine(name: str) -> type:
