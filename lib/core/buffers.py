@@ -23,11 +23,8 @@ def refuse_single_samples(model: nn.Module, plan: Plan) -> None:
     """
     if plan.least > 1:
         return
-    if plan.micro == 1:
-        cause, advice = f"-batch_size {plan.batch} -micro_batch 1", "-micro_batch 2 or more makes larger ones"
-    else:
-        cause = f"{plan.samples} training samples, -batch_size {plan.batch} -micro_batch {plan.micro}"
-        advice = "-drop_last leaves out an epoch's short last batch; another -batch_size cuts otherwise"
+    cause = f"{plan.samples} training samples, -batch_size {plan.batch} -micro_batch {plan.micro}"
+    advice = "-micro_batch 2 or more, -drop_last or another -batch_size makes larger ones"
 
     def check(module: nn.Module, inputs: tuple) -> None:
         values = inputs[0] if inputs else torch.empty(0, 0)

@@ -72,8 +72,11 @@ def clip(parameters: list[nn.Parameter], limit: float, by_rows: bool) -> Tensor:
 
 def _row_norms(gradients: list[Tensor]) -> list[Tensor]:
     """Return the norm of each row of each gradient, of all ranks' shards: the same bits, sharded or not."""
-    local = [local_part(gradient) for gradient in gradients]
-    norms = [g.reshape(-1) if g.ndim < 2 else torch.linalg.vector_norm(_aligned(g).flatten(1), dim=1) for g in local]
+    norms = []
+    for local in map(local_part, gradients):
+        if local.is_cuda and local.data_ptr() % 16:  # the bits of a row's norm depend on where it begins
+            local = local.clone()
+        norms.append(local.reshape(-1) if local.ndim < 2 else torch.linalg.vector_norm(local.flatten(1), dim=1))
     sharded = {number: gradient for number, gradient in enumerate(gradients) if is_sharded(gradient)}
     if not sharded:
         return norms
@@ -86,11 +89,6 @@ def _row_norms(gradients: list[Tensor]) -> list[Tensor]:
     for (number, gradient), part in zip(sharded.items(), whole.split(rows, 1), strict=True):
         norms[number] = part.reshape(-1)[: len(gradient)]
     return norms
-
-
-def _aligned(gradient: Tensor) -> Tensor:
-    """Return a gradient that begins at a multiple of 16 bytes on a GPU: the bits of a row's norm depend on that."""
-    return gradient.clone() if gradient.is_cuda and gradient.data_ptr() % 16 else gradient
 
 
 def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> None:
