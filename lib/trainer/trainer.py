@@ -78,7 +78,6 @@ class Trainer:
         )
         self.in_pass = False  # whether a micro-batch is being computed
         self.agreed = 0  # the last step at which the ranks had the same weights
-        self.warned = False  # of parameters that nobody trains
         self.votes = False  # whether `evaluate` votes on a stop: only in `fit`
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
         self.saved = None  # the (step, epoch) of the last checkpoint
@@ -188,7 +187,6 @@ class Trainer:
             if micro_batch.last:
                 break
         total = self.engine.sum_gradients()
-        self.warn_of_untrained()
         self.divide_gradients(total, micro_batch)
         for parameter, gradient in kept:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -224,14 +222,6 @@ class Trainer:
         if micro_batch.step_parts > 1 and (factor.device.type != "cpu" or factor != 1):
             gradients = [shards.local_part(p.grad) for p in parameters_of(self.all_optimizers) if p.grad is not None]
             torch._foreach_mul_(gradients, factor)
-
-    def warn_of_untrained(self) -> None:
-        """Name, once, the parameters for which the first step made gradients, and that no optimizer trains."""
-        if not self.warned:
-            self.warned, trained = True, {*parameters_of(self.all_optimizers)}
-            named = find_parts(self).parameters().items()
-            if odd := [name for name, one in named if one.grad is not None and one not in trained]:
-                log.warning("no optimizer trains %s (%d in all), which has a gradient", odd[0], len(odd))
 
     def optimizer_step(self) -> Tensor:
         """Update the parameters by the step's gradients, and return the norm of the whole gradient (0-d).
@@ -387,10 +377,16 @@ class Trainer:
                 module.training = training
 
     def check_replicas(self) -> None:
-        """Compare the ranks' copies of all weights and buffers, and the optimizers with those at the start."""
+        """Compare the ranks' copies of all weights and buffers, and the optimizers with those at the start.
+
+        Name what has a gradient, which training never takes away, and is trained by no optimizer.
+        """
         parts = find_parts(self)
         if [*parts.optimizers.values()] != self.all_optimizers:
             raise UsageError("the trainer made or replaced an optimizer after the start: its __init__ must make all")
+        named, trained = parts.parameters().items(), {*parameters_of(self.all_optimizers)}
+        if odd := [name for name, one in named if one.grad is not None and one not in trained]:
+            log.warning("no optimizer trains %s (%d in all), which has a gradient", odd[0], len(odd))
         self.engine.share_buffers()
         replicas.check(parts.weights(), self.world, self.state.step, self.agreed)
         self.agreed = self.state.step
