@@ -167,7 +167,8 @@ class Trainer:
             self.train_micro_batch(micro_batch, batch)
             if micro_batch.last:
                 gradients.finish()
-                seeding.seed_micro_batch(self.args.seed, self.state.step, -1, self.world.device)  # the same on all ranks
+                # Not a micro-batch's: what `step` draws is the same on all ranks.
+                seeding.seed_micro_batch(self.args.seed, self.state.step, -1, self.world.device)
                 self.step(micro_batch.step_samples)
                 self.logger.step()
                 yield self.pending_losses[-1][0]
