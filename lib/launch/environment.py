@@ -95,7 +95,7 @@ def choose_gpus(args: Args) -> None:
     if args.gpus and visible:
         names = visible.replace(" ", "").split(",")
         if any(int(gpu) >= len(names) for gpu in args.gpus.split(",")):
-            raise UsageError(f"-gpus {args.gpus}: only GPUs 0 to {len(names) - 1} are visible here ({visible})")
+            raise UsageError(f"-gpus {args.gpus}: {len(names)} GPUs are visible here ({visible}), numbered from 0")
         chosen = ",".join(names[int(gpu)] for gpu in args.gpus.split(","))
     if args.gpus or args.cpu:
         os.environ.update(dict.fromkeys(VISIBLE, chosen))

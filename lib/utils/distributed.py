@@ -110,8 +110,7 @@ def pick_device(args: Namespace, local_rank: int) -> torch.device:
             raise UsageError(f"{place}: see nvidia-smi or rocm-smi; -cpu N trains on the CPU")
         return CPU
     count = torch.accelerator.device_count()
-    # Under torchrun all processes see the same ones; a task of Slurm sees its own.
-    if count != len(args.gpus.split(",")) if chosen else has_agent() and local_rank >= count:
+    if (chosen or has_agent()) and local_rank >= count:  # where all see the same ones; a task of Slurm sees its own
         wanted = "start fewer processes, or -cpu N"
         raise UsageError(f"{chosen}local rank {local_rank} has no device: {count} are visible; {wanted}")
     return torch.device(accelerator.type, local_rank % count)

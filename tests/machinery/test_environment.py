@@ -106,7 +106,7 @@ def test_gpus_are_numbered_among_the_visible_ones(visible, flags, chosen, bare):
 
 def test_a_gpu_beyond_the_visible_ones_is_refused(bare):
     bare.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with pytest.raises(UsageError, match="-gpus 1,2: only GPUs 0 to 1 are visible here"):
+    with pytest.raises(UsageError, match="-gpus 1,2: 2 GPUs are visible here"):
         environment.choose_gpus(parsed("-gpus 1,2"))
 
 

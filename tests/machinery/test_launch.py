@@ -287,15 +287,14 @@ def test_there_are_as_many_processes_as_the_flags_say_or_one_for_each_gpu(monkey
         assert local.count_processes(args) == check_resume.Check(args, tmp_path).size == count
 
 
-@pytest.mark.parametrize(("gpus", "visible", "has_agent"), [("0,1", 1, False), ("0,1", 4, False), (None, 1, True)])
-def test_a_process_without_the_gpu_that_it_was_promised_is_refused(gpus, visible, has_agent, monkeypatch):
-    """There are fewer, or CUDA was started before -gpus could choose."""
+@pytest.mark.parametrize(("flags", "has_agent"), [("-gpus 0,1", False), ("", True)])
+def test_a_process_without_the_gpu_that_it_was_promised_is_refused(flags, has_agent, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(distributed, "has_agent", lambda: has_agent)
-    with pytest.raises(UsageError, match=f"local rank 1 has no device: {visible} are visible"):
-        distributed.pick_device(parsed(f"-gpus {gpus}" if gpus else ""), 1)
+    with pytest.raises(UsageError, match=f"{flags}.*local rank 1 has no device: 1 are visible"):
+        distributed.pick_device(parsed(flags), 1)
 
 
 @pytest.mark.parametrize(
