@@ -97,9 +97,8 @@ def rendezvous_address() -> tuple[str, int]:
     from submitit.slurm.slurm import SlurmJobEnvironment
 
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
-    port = (
-        10_000 + (job + 97 * step + 997 * requeue.restart_count()) % 20_000
-    )  # below those that the system hands out
+    start = job + 97 * step + 997 * requeue.restart_count()
+    port = 10_000 + start % 20_000  # below those that the system hands out
     os.environ["SLURM_JOB_NODELIST"] = os.environ["SLURM_STEP_NODELIST"]  # Submitit's; the job may have more
     names = SlurmJobEnvironment().hostnames
     return environment.infiniband_name(names[0]) if len(names) > 1 else "127.0.0.1", port
