@@ -74,8 +74,8 @@ def start_processes(args: Args, target: str, count: int) -> int:
     os.register_at_fork(after_in_child=server.close)  # else it would still accept connections after our end
     print_lock = torch.multiprocessing.get_context(method).Lock()
     host, port = server.getsockname()
-    place = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    variables = environment.rank_variables(place, uuid.uuid4().hex, (host, port))
+    sizes = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    variables = environment.rank_variables(sizes, uuid.uuid4().hex, (host, port))
     variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}  # this process has it
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there are children to forward them to
     arguments = (variables, target, args, print_lock)
