@@ -30,9 +30,11 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def reset_logging():
-    """Close the log files of runs: a run leaves them open, and would log the messages of later tests too."""
+def reset():
+    """Close the log files of runs, which would log the messages of later tests too, and show all GPUs again."""
     yield
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        os.environ.pop(name, None)
     console.setup_logging(None, rank=1)  # no file, no terminal
     logging.captureWarnings(False)
     logging.getLogger("lib").setLevel(logging.WARNING)

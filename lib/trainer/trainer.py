@@ -193,7 +193,8 @@ class Trainer:
         self.divide_gradients(total, micro_batch)
         for parameter, gradient in kept:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)  # the same draws on every rank
+        # From here on what is drawn is the same on every rank.
+        seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         norm = self.optimizer_step()
         self.pending_norms.append(norm)
         self.state.step += 1

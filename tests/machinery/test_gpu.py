@@ -93,8 +93,6 @@ parameter.grad = bucket[201:329].view(1, 128)
 optimizer.clip([parameter], 1.0)
 """
 
-FORK = "from lib.launch import local; print(local.fork_is_safe())"
-
 
 def python(*args, env=None):
     command = [sys.executable, *args]
@@ -183,13 +181,6 @@ def test_a_run_on_the_cpu_leaves_the_gpu_alone(card, place, tmp_path):
     program = PROBE.format(folder=str(tmp_path), flags=flags)
     code, output = python("-W", "ignore", "-c", program, env={**card, **place})
     assert code == 0 and "75 False" in output.splitlines(), output
-
-
-@pytest.mark.parametrize(("function", "safe"), [("device_count", "True"), ("is_available", "False")])
-def test_a_plugin_may_initialize_cuda_when_it_is_imported(card, function, safe):
-    """Children are then not forked: torch would refuse CUDA to them, and -gpus would choose too late."""
-    code, output = python("-c", f"import torch; torch.cuda.{function}(); {FORK}", env=card)
-    assert code == 0 and output.split() == [safe], output
 
 
 def test_a_replica_takes_the_memory_of_its_weights_alone(card):

@@ -1,5 +1,6 @@
 """How the processes of a run are started, get their ranks, are watched, and are ended when one of them fails."""
 
+import concurrent.futures
 import multiprocessing
 import os
 import re
@@ -19,8 +20,8 @@ from command_line import parsed
 from processes import until
 
 from lib import launch
-from lib.launch import local, slurm_task
-from lib.utils import signals
+from lib.launch import local
+from lib.utils import distributed, signals
 from lib.utils.errors import FAILED, STOPPED, UsageError
 from scripts import check_resume
 
@@ -137,12 +138,15 @@ def test_an_abort_that_follows_another_ranks_failure_does_not_hide_it():
     assert local.failed_rank([-signal.SIGABRT, 1]) == 1
     assert local.failed_rank([None, -signal.SIGABRT]) == 1
     assert local.failed_rank([None, 75, 0]) is None
-    assert local.explain(1, 1, []) == (FAILED, "rank 1 failed with exit code 1; the others are ended")
 
 
-def test_a_rank_that_a_signal_ends_before_its_handler_is_installed_is_no_failure():
-    assert local.explain(0, -signal.SIGTERM, [signal.SIGTERM])[0] == STOPPED
-    assert local.explain(0, -signal.SIGTERM, [])[0] == FAILED
+@pytest.mark.parametrize(("forwarded", "code"), [([signal.SIGTERM], STOPPED), ([], FAILED)])
+def test_a_rank_that_a_signal_ends_before_its_handler_is_installed_is_no_failure(forwarded, code):
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=signal.pause)
+    process.start()
+    process.terminate()
+    assert local.watch([process], forwarded, context.Lock()) == code
 
 
 def test_a_rank_that_lost_its_peer_lets_the_peer_report_its_error(monkeypatch, tmp_path):
@@ -162,7 +166,7 @@ def test_a_rank_that_lost_its_peer_lets_the_peer_report_its_error(monkeypatch, t
         (ValueError("a broken sample"), 0.3),
     ]
     processes = [
-        context.Process(target=local.run_child, args=(rank, 2, ("127.0.0.1", 1), "run", "train:run", error, first))
+        context.Process(target=local.run_child, args=(rank, {}, "train:run", error, first))
         for rank, error in enumerate(errors)
     ]
     for process in processes:
@@ -267,73 +271,30 @@ def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, uninterrupt
     run.wait_until_gone(SOON_S)
 
 
-@pytest.mark.parametrize(("gpus", "initialized", "safe"), [(2, False, True), (2, True, False), (0, True, True)])
-def test_children_are_forked_only_if_counting_gpus_does_not_initialize_cuda(gpus, initialized, safe, monkeypatch):
-    """Once a process has asked CUDA itself, as without the driver's library, no fork of it can use CUDA."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: initialized)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    assert local.fork_is_safe() is safe
+@pytest.mark.parametrize(("gpus", "threads", "safe"), [(False, 0, True), (True, 0, False), (False, 1, False)])
+def test_children_are_forked_where_there_are_neither_gpus_nor_threads_of_a_plugin(gpus, threads, safe, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpus)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for _ in range(threads):
+            pool.submit(time.sleep, 0).result()
+        assert local.fork_is_safe() is safe
 
 
-@pytest.mark.parametrize(
-    ("visible", "wanted", "exported"),
-    [
-        (None, "0,1", "0,1"),
-        (None, "1", "1"),
-        ("4,5", "0,1", "4,5"),
-        ("4, 5", "1,0", "5,4"),
-        ("4,5", "1", "5"),
-        ("GPU-aa,GPU-bb", "1", "GPU-bb"),
-    ],
-)
-def test_gpus_are_numbered_among_the_visible_ones_and_exported_only_to_the_run(
-    visible, wanted, exported, monkeypatch, tmp_path
-):
-    name, seen = "CUDA_VISIBLE_DEVICES", []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(local, "start_processes", lambda *args: seen.append(os.environ[name]) or 0)
-    monkeypatch.setattr(local, "call_target", local.start_processes)
-    monkeypatch.delenv(name, raising=False)
-    if visible:
-        monkeypatch.setenv(name, visible)
-    args, before = parsed(["-gpus", wanted]), dict(os.environ)
-    again = check_resume.Check(args, tmp_path)  # counts the processes, and starts the run in a child
-    assert local.count_processes(args) == again.size == len(wanted.split(","))
-    assert launch.launch(again.args, "train:run") == launch.launch(args, "train:run") == 0
-    assert seen == [exported] * 2 and os.environ == before
+def test_there_are_as_many_processes_as_the_flags_say_or_one_for_each_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    for flags, count in (("", 4), ("-gpus 2,3", 2), ("-cpu 3", 3)):
+        args = parsed(flags)
+        assert local.count_processes(args) == check_resume.Check(args, tmp_path).size == count
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
-        {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2"},
-    ],
-)
-def test_a_process_of_torchrun_or_srun_numbers_its_local_rank_among_the_chosen_gpus(task, monkeypatch):
-    seen, args = [], parsed("-gpus 2,3")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(local, "call_target", lambda *args: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 0)
-    monkeypatch.setattr(slurm_task, "run_task", local.call_target)
-    for name, value in {**task, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}.items():
-        monkeypatch.setenv(name, value)
-    assert launch.launch(args, "train:run") == 0
-    assert seen == ["6,7"] and os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
-    with pytest.raises(UsageError, match="-gpus 4: 4 is not one of the GPUs here: 0,1,2,3"):
-        launch.launch(parsed("-gpus 4"), "train:run")
-
-
-@pytest.mark.parametrize("safe", [True, False])
-def test_a_single_process_is_a_child_only_if_its_gpu_can_no_longer_be_chosen_in_the_parent(safe, monkeypatch):
-    """Once the driver has counted its GPUs it does not read the variable again."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(local, "fork_is_safe", lambda: safe)
-    monkeypatch.setattr(local, "start_processes", lambda args, target, count: ("a child", count))
-    monkeypatch.setattr(local, "call_target", lambda target, args: "here")
-    assert launch.launch(parsed(["-gpus", "1"]), "train:run") == ("here" if safe else ("a child", 1))
-    assert launch.launch(parsed(["-gpus", "0,1", "-debug"]), "train:run") == ("here" if safe else ("a child", 1))
-    assert launch.launch(parsed(["-cpu", "1"]), "train:run") == "here"
+@pytest.mark.parametrize(("flags", "has_agent"), [("-gpus 0,1", False), ("", True)])
+def test_a_process_without_the_gpu_that_it_was_promised_is_refused(flags, has_agent, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(distributed, "has_agent", lambda: has_agent)
+    with pytest.raises(UsageError, match=f"{flags}.*local rank 1 has no device: 1 are visible"):
+        distributed.pick_device(parsed(flags), 1)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ lost theirs; a launch has one id even if nodes have others; all nodes need the s
 
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -329,15 +328,3 @@ def test_a_flag_that_differs_between_nodes_is_refused_with_both_values(tmp_path,
     message = refused(f"{SMALL} -cpu 3")
     assert message == "train.py: -lr_start is 0.5 on rank 1 and 0.001 on rank 0: give all processes the same"
     assert not list(tmp_path.iterdir()), "something was written"
-
-
-def test_the_store_allows_two_connections_from_each_of_many_processes():
-    probe = """
-import resource, socket
-from lib.launch import local
-hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-store = local.open_store(socket.create_server(("127.0.0.1", 0)), 1000)
-assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2512, hard)
-"""
-    subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True, timeout=120)

@@ -209,7 +209,7 @@ def test_slurm_dry_prints_the_script_and_writes_nothing(slurm, out):
         "requeue",
         "open-mode=append",
         "job-name=dry",
-        """comment='a'"'"'b'""",
+        """#SBATCH '--comment=a'"'"'b'""",
     }
     assert "--kill-on-bad-exit=1" in output
     assert "Job " in output and " to start at " in output
