@@ -25,7 +25,6 @@ class ForwardResult:
     """What a forward pass gives: the mean loss of the batch, and what metrics are computed from."""
 
     loss: Tensor
-    inputs: Any
     targets: Any
     outputs: Tensor | None
 
@@ -51,13 +50,13 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
         # targets, a model may shift them against the outputs, as for the next token.
         are_answers = got_targets and isinstance(targets, Tensor) and targets.ndim == 1
         exact = loss if loss.dtype == torch.float64 else loss.float()  # bfloat16 has no room for sums over samples
-        return ForwardResult(exact, inputs, targets, outputs if are_answers else None)
+        return ForwardResult(exact, targets, outputs if are_answers else None)
     if outputs is None or targets is None:
         raise _wrong_batch(batch, f", and the model returns a {type(answer).__name__} without a loss")
     if isinstance(criterion, REGRESSION) and outputs.shape != targets.shape:  # torch would stretch one of them
         shapes = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
         raise UsageError(f"{shapes}: this -loss needs the same shape, as (samples, 1) for -num_classes 1")
-    return ForwardResult(criterion(outputs, targets), inputs, targets, outputs)
+    return ForwardResult(criterion(outputs, targets), targets, outputs)
 
 
 def _call(model: nn.Module, batch: Any, inputs: Any, targets: Any) -> tuple[Any, bool]:

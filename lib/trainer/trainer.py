@@ -93,7 +93,7 @@ class Trainer:
     def evaluation_step(self, model: nn.Module, batch: Any, count: int) -> dict[str, Tensor]:
         """Return what a batch of `count` samples adds to each metric: sums over its samples, 0-d tensors."""
         done = losses.forward(model, batch, self.loss)
-        self.predictions.add(done.inputs, done.targets, done.outputs, count)
+        self.predictions.add(done.targets, done.outputs, count)
         return {"loss": done.loss * count, **losses.metric_sums(self.loss, done.outputs, done.targets)}
 
     def fit(self, past: Past | None = None) -> str:

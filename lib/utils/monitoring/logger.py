@@ -71,7 +71,7 @@ class Logger:
         self._write(state, tagged | {f"perf/{name}": value for name, value in speed.items()})
 
     def log_evaluation(self, state: Any, split: str, figures: dict, predictions: images.Predictions) -> None:
-        """Log the metrics of a split and pictures of the model's answers."""
+        """Log the metrics of a split, and the confusion matrix if there is one."""
         if not figures:
             return
         log.info("epoch %d/%d  %s  %s", state.epoch, self.args.epochs, split, console.format_metrics(figures))
@@ -80,7 +80,7 @@ class Logger:
             return
         # Drawing takes as long as a small evaluation.
         drawn = split == "test" or state.epoch in (1, self.args.epochs) or state.epoch % 10 == 0
-        pictures = {f"{split}/{name}": one for name, one in predictions.draw().items()} if drawn else {}
+        pictures = {f"{split}/confusion": predictions.draw()} if drawn and predictions.counts.any() else {}
         self._write(state, tagged, pictures)
 
     def close(self, outcome: dict | None = None) -> None:
@@ -122,7 +122,7 @@ class Logger:
                 for tag, value in tagged.items():
                     self.board.add_scalar(tag, value, state.step)
                 for tag, picture in (pictures or {}).items():
-                    self.board.add_image(tag, picture, state.step, dataformats="HWC")
+                    self.board.add_image(tag, picture, state.step, dataformats="HW")
                 self.board.flush()
             except OSError as error:
                 self.board = None
