@@ -195,25 +195,17 @@ BY_NAME = {"cross_entropy": CrossEntropy, "mse": nn.MSELoss, "l1": nn.L1Loss, "h
 REGRESSION = (nn.MSELoss, nn.L1Loss, nn.HuberLoss)
 
 
-def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = False) -> dict[str, Tensor]:
+def metric_sums(criterion: Callable, outputs: Any, targets: Any) -> dict[str, Tensor]:
     """Return what a batch adds to each metric but the loss: sums over its samples, so that shares of any size add up.
 
     One class a sample: accuracy, and top5 of more than 10 classes. A class at each place (tokens): bits_per_token,
-    the mean over a sample's places of the code length in bits, without label smoothing. Numbers: mae, and for one
-    number a sample what r2 needs, unless only `means` are wanted.
+    the mean over a sample's places of the code length in bits, without label smoothing. Numbers: mae.
     """
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
         return {}
     outputs = outputs.detach()
     if isinstance(criterion, REGRESSION) and outputs.shape == targets.shape:
-        exact = torch.float32 if outputs.device.type == "mps" else torch.float64
-        outputs, targets = outputs.to(exact), targets.to(exact)
-        error = outputs - targets
-        sums = {"mae": error.abs().mean() * len(targets)}
-        if targets.numel() == len(targets) and not means:
-            terms = {"_error": error.square(), "_targets": targets, "_squares": targets.square()}
-            sums |= {name: one.sum() for name, one in terms.items()}
-        return sums
+        return {"mae": (outputs.float() - targets.float()).abs().mean() * len(targets)}
     if not isinstance(criterion, CrossEntropy) or targets.is_floating_point() or not _classes_last(outputs, targets):
         return {}
     targets = targets.long()
@@ -229,9 +221,5 @@ def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = F
 
 
 def compute_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of an evaluation from its sums over all samples: their means, and r2 from those with a _."""
-    found = {name: metrics.mean(sums, name) for name in sums if name[0] != "_" and name != "samples"}
-    if "_error" in sums:
-        spread = sums["_squares"] - sums["_targets"] ** 2 / sums["samples"]
-        found["r2"] = 1 - sums["_error"] / spread if spread else math.nan
-    return found
+    """Return the metrics of an evaluation from its sums over all samples: their means."""
+    return {name: metrics.mean(sums, name) for name in sums if name != "samples"}

@@ -87,7 +87,7 @@ class Trainer:
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
         done = losses.forward(self.model, batch, self.loss)
         if self.args.train_metrics:
-            self.metrics.update(losses.metric_sums(self.loss, done.outputs, done.targets, means=True))
+            self.metrics.update(losses.metric_sums(self.loss, done.outputs, done.targets))
         return done.loss
 
     def evaluation_step(self, model: nn.Module, batch: Any, count: int) -> dict[str, Tensor]:
