@@ -68,7 +68,7 @@ def test_an_event_file_has_scalars_hparams_and_images(tmp_path):
     first, second = events.Scalars("val/loss")
     assert (first.step, first.value, second.step) == (10, 0.5, 11) and math.isnan(second.value)
     (picture,) = events.Images("val/confusion")
-    assert (picture.width, picture.height) == (60 + 3 * 24, 3 * 24)
+    assert (picture.width, picture.height) == (60 + 3 * 12, 3 * 12)
 
     events = read_events(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2

@@ -78,10 +78,7 @@ class Logger:
         tagged = {f"{split}/{name}": value for name, value in figures.items()}
         if state.step == self.start_step and self.logged & tagged.keys():
             return
-        # Drawing takes as long as a small evaluation.
-        drawn = split == "test" or state.epoch in (1, self.args.epochs) or state.epoch % 10 == 0
-        pictures = {f"{split}/confusion": predictions.draw()} if drawn and predictions.counts.any() else {}
-        self._write(state, tagged, pictures)
+        self._write(state, tagged, {f"{split}/confusion": predictions.draw()} if predictions.counts.any() else {})
 
     def close(self, outcome: dict | None = None) -> None:
         """Close all. A run that ends well says how (as in outcome.json), where its files are, and what to do next."""
