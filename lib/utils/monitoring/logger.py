@@ -5,6 +5,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from lib.utils import files
 from lib.utils.distributed import World
 from lib.utils.monitoring import console, images, metrics, tensorboard_server, trackers
@@ -44,7 +46,8 @@ class Logger:
         hparams = {name: value if type(value) in (int, float) else str(value) for name, value in flags.items()}
         # Without torch's list of flags and metrics, which holds for one run, TensorBoard shows those of all runs.
         self.board.file_writer.add_summary(summary.hparams(hparams, {})[1])
-        self.bar = console.progress_bar(total_steps, start_step)
+        # disable=None: no bar unless stderr is a terminal.
+        self.bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=None)
         self.tracker = self.server = None
         if world.is_main and args.track != "none":
             self.tracker = trackers.Tracker(args.track, folder)
@@ -61,12 +64,9 @@ class Logger:
         others = {name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")}
         if state.bad_steps:
             others["bad_steps"] = state.bad_steps
-        left = self.bar.format_interval(round(speed.pop("left_s")))
-        epoch = f"epoch {state.epoch + 1}/{self.args.epochs}"
-        text = console.format_training({**figures, **speed}, others)
-        place = f"{epoch}  step {state.step}/{self.total_steps}"
-        log.info("%s  %s  left %s", place, text, left)
-        self.bar.set_description_str(f"{epoch}  {text}")
+        left = tqdm.format_interval(round(speed.pop("left_s")))
+        place = f"epoch {state.epoch + 1}/{self.args.epochs}  step {state.step}/{self.total_steps}"
+        log.info("%s  %s  left %s", place, console.format_training({**figures, **speed}, others), left)
         tagged = {f"train/{name}": value for name, value in {**figures, **others}.items()}
         self._write(state, tagged | {f"perf/{name}": value for name, value in speed.items()})
 
