@@ -22,7 +22,6 @@ from lib.utils.checkpoint.state import State, find_parts, find_unsaved, model_te
 from lib.utils.data.loader import Loader
 from lib.utils.data.options import class_names
 from lib.utils.data.plan import MicroBatch
-from lib.utils.data.tensors import add_shapes_to_errors
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import images, metrics, throughput
 from lib.utils.monitoring.logger import Logger
@@ -179,7 +178,7 @@ class Trainer:
         self.statistics.before(micro_batch)
         counted = self.metrics
         self.metrics = counted if micro_batch.count else metrics.Sums()  # padding counts nothing
-        with self.precision, add_shapes_to_errors(batch, self.args):
+        with self.precision:
             loss = self.training_step(batch)
         self.metrics = counted
         if not isinstance(loss, Tensor) or loss.ndim:
@@ -291,7 +290,7 @@ class Trainer:
         self.predictions.reset()
         for micro_batch, batch in self.loaders[split].epoch(0):
             seeding.seed_evaluation(self.args.seed, micro_batch.number, self.world.device)
-            with self.precision, add_shapes_to_errors(batch, self.args):
+            with self.precision:
                 sums = self.evaluation_step(model, batch, micro_batch.count)
             if micro_batch.count:
                 totals.update({**sums, "samples": micro_batch.count})

@@ -301,13 +301,6 @@ class Three(Tensors):
         super().__init__(*part.tensors, part.tensors[1])
 
 
-class Texts(Rows):
-    """Gives texts and no labels."""
-
-    def __getitem__(self, index):
-        return {"text": "a text"}
-
-
 class Unlabelled(Rows):
     """Gives no labels."""
 
@@ -329,15 +322,6 @@ def test_a_batch_that_the_default_trainer_cannot_use_is_refused_in_one_line(kind
     with plugins(dataset={"odd": lambda args: kind(few(args)["train"])}):
         line = refused(f"{SMALL} -dataset odd -cpu 1")
     assert "the default trainer takes (inputs, targets) or a dict with labels" in line and message in line
-
-
-@pytest.mark.parametrize("kind", [Texts, Rows])
-def test_an_error_of_the_model_on_a_batch_names_shapes_and_flags(kind, tmp_path):
-    with plugins(dataset={"odd": lambda args: kind(few(args)["train"])}), pytest.raises(Exception) as caught:
-        run(tmp_path, f"{SMALL} -dataset odd -cpu 1")
-    [note] = caught.value.__notes__
-    assert note.startswith("In a batch of -dataset odd with ")
-    assert note.endswith("; the flags are -channels 1 -image_size 8 -num_classes 4")
 
 
 class Halves(trainer.Trainer):
