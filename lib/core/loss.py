@@ -15,7 +15,6 @@ from torch.nn import functional
 from lib.utils.checkpoint.state import unwrap
 from lib.utils.data.tensors import named_tensors
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import metrics
 
 TARGETS = ("labels", "targets", "label", "target")  # names of them, in a batch and as a parameter of a forward
 
@@ -218,8 +217,3 @@ def metric_sums(criterion: Callable, outputs: Any, targets: Any) -> dict[str, Te
         return sums
     nats = CrossEntropy(ignore_index=criterion.ignore_index)(outputs.float(), targets)
     return {"bits_per_token": nats * (len(targets) / math.log(2))}
-
-
-def compute_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of an evaluation from its sums over all samples: their means."""
-    return {name: metrics.mean(sums, name) for name in sums if name != "samples"}

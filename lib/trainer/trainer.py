@@ -297,7 +297,9 @@ class Trainer:
             if self.votes and self.stop.tick(training=False):
                 return None
         losses.check_probabilities(self.loss)
-        return {**losses.compute_metrics(totals.reduce()), **self.predictions.figures()}
+        sums = totals.reduce()
+        figures = {name: metrics.mean(sums, name) for name in sums if name != "samples"}
+        return {**figures, **self.predictions.figures()}
 
     def save(self, keep: bool = False) -> None:
         """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""

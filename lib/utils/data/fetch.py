@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lib.utils import runtime, seeding, watchdog
 from lib.utils.data.options import MapDataset, has_whole_batches, option
@@ -65,7 +64,7 @@ class Fetcher:
     def close(self) -> None:
         """End the worker processes: idle ones by themselves, a busy one by force."""
         running = getattr(self.loader, "_iterator", None)
-        if isinstance(running, _MultiProcessingDataLoaderIter):
+        if running is not None:
             running._shutdown_workers()
             for worker in running._workers:
                 worker.kill()  # SIGTERM is blocked
