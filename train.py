@@ -80,7 +80,7 @@ def run(args: config.Args) -> int:
         model = parallel.wrap(model, args, world, arch=arch)
         optimizer = optimizers.get_optimizer(model, args)
 
-        stack.enter_context(startup.enable_garbage_collector())
+        startup.enable_garbage_collector()
         about = {**runtime.describe(world), "classes": plan.data["classes"], **skipped}
         folder.begin(config.to_yaml(args, about, resume.effective_flags(plan)), resume.start_facts(args, plan, past))
         console.setup_logging(folder.path, world.rank)

@@ -90,15 +90,13 @@ def start_processes(args: Args, target: str, count: int) -> int:
     print_lock = torch.multiprocessing.get_context(method).Lock()
     arguments = (count, listener.getsockname(), uuid.uuid4().hex, target, args, print_lock)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there are children to forward them to
-    with startup.enable_garbage_collector():
-        started: Any = torch.multiprocessing.start_processes(
-            run_child, arguments, count, join=False, start_method=method
-        )
-        with forward_signals(started.processes) as forwarded:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            store = open_store(listener, count)
-            code = watch(started.processes, forwarded, print_lock)
-            del store  # the children need it until here
+    startup.enable_garbage_collector()
+    started: Any = torch.multiprocessing.start_processes(run_child, arguments, count, join=False, start_method=method)
+    with forward_signals(started.processes) as forwarded:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        store = open_store(listener, count)
+        code = watch(started.processes, forwarded, print_lock)
+        del store  # the children need it until here
     return code
 
 
