@@ -169,7 +169,6 @@ class Trainer:
                 # Not a micro-batch's: what `step` draws is the same on all ranks.
                 seeding.seed_micro_batch(self.args.seed, self.state.step, -1, self.world.device)
                 self.step(micro_batch.step_samples)
-                self.logger.step()
                 yield self.pending_losses[-1][0]
 
     def train_micro_batch(self, micro_batch: MicroBatch, batch: Any) -> None:
