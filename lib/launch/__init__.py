@@ -11,7 +11,7 @@ from lib.config import BUILDERS, Args, plugins
 from lib.launch import environment, local
 from lib.utils import signals
 from lib.utils.errors import FINISHED, STOPPED
-from lib.utils.monitoring import tensorboard_server, trackers
+from lib.utils.monitoring import tensorboard_server
 
 
 def prepare(args: Args) -> None:
@@ -36,7 +36,6 @@ def launch(args: Args, target: str) -> int:
     from lib.launch import slurm, slurm_task  # `python -m lib.launch.slurm_task` imports this file first
 
     tensorboard_server.check_password(args.ngrok)
-    trackers.check_installed(args.track)
     if is_launched() and "TORCHELASTIC_RUN_ID" not in os.environ:  # neither torchrun nor one of ours
         place = "RANK and WORLD_SIZE make this rank {RANK} of {WORLD_SIZE}".format(**os.environ)
         hint = "no -cpu or -gpus starts others; unset RANK if no launcher set it"

@@ -185,9 +185,7 @@ def colour_images(count, size=8, classes=4):
 
 
 ODD = {
-    "colour": lambda args: colour_images(20),
     "late": lambda args: {"train": colour_images(20, classes=2), "val": colour_images(90, classes=9)},
-    "floats": lambda args: Tensors(torch.randn(9, 5), torch.randn(9, 2)),
 }
 
 
@@ -204,23 +202,6 @@ def test_flags_that_contradict_the_data_are_refused(flags, message, tmp_path, ca
     with runs.plugins(dataset=ODD):
         assert train.main(flags) == 2
     assert message in capfd.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "parts"),
-    [
-        ("digits -channels 3", ["(64, 1, 8, 8)", "-channels 3"]),
-        ("colour", ["-dataset colour", "0: (20, 3, 8, 8) torch.float32, 1: (20,) torch.int64", "-channels 1"]),
-        ("colour -arch mlp -channels 3 -image_size 6", ["(20, 3, 8, 8)", "-image_size 6"]),
-        ("floats -arch mlp -loss mse", ["(9, 5)", "-channels 1 -image_size 8 -num_classes 10"]),
-    ],
-)
-def test_an_error_on_a_batch_names_its_shapes_and_the_flags(flags, parts, tmp_path):
-    flags = [*FAST, "-dataset", *flags.split(), "-data", str(config.ROOT / "data"), "-out", str(tmp_path)]
-    with runs.plugins(dataset=ODD), pytest.raises((RuntimeError, IndexError)) as caught:
-        train.main(flags)
-    notes = "".join(caught.value.__notes__)  # which Python shows below the traceback
-    assert all(part in notes for part in parts), notes
 
 
 def test_a_model_whose_sizes_differ_from_the_flags_is_trained(tmp_path):

@@ -1,15 +1,10 @@
-"""Output of a run: a progress bar on a terminal, plain lines elsewhere, and the log files."""
+"""Output of a run: plain lines, and the log files."""
 
-import fcntl
 import math
 import os
 import pty
-import re
-import struct
 import subprocess
 import sys
-import termios
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -26,19 +21,15 @@ from lib.utils.monitoring import console
 folder, rank = sys.argv[1], int(sys.argv[2])
 console.setup_logging(folder, rank)
 log = logging.getLogger("lib.trainer")
-bar = console.progress_bar(200, 100)
 for step in range(101, 201):
-    bar.update()
     if step % 10 == 0:
         text = f"loss {step / 1000:.3f}  data 25 %"
         if rank == 0:
             logging.getLogger("lib.logger").info("step %d/200  %s", step, text)
-        bar.set_description_str(f"{text}  a_figure_with_a_name_that_is_far_too_long_for_the_rest_of_the_line 7")
     if step == 150:
         log.info("saved step_%08d", step)
         warnings.warn("careful", stacklevel=1)
         logging.getLogger("somebody").info("chatter")
-bar.close()
 log.info("finished")
 print("last words")
 """
@@ -48,49 +39,7 @@ def run_code(code, *args, **streams):
     return subprocess.run([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, timeout=240, **streams)
 
 
-def on_a_terminal(code, *args, stdout=None, bytes_read=1 << 20):
-    """The lines of a terminal of 80 columns, and its raw output. The terminal is closed after `bytes_read` bytes."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
-    command = [sys.executable, "-c", code, *map(str, args)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=stdout or theirs, stderr=theirs)
-    os.close(theirs)
-    written = b""
-    with suppress(OSError):  # on Linux the error means that the other end is closed
-        while len(written) < bytes_read:
-            written += os.read(ours, 65536)
-    os.close(ours)
-    assert process.wait() == 0
-    text = written.decode(errors="replace")
-    return [_shown(line) for line in text.replace("\r\n", "\n").split("\n")], text
-
-
-def _shown(line):
-    shown = ""
-    for piece in line.split("\r"):  # a carriage return overwrites the line from its start
-        shown = piece + shown[len(piece) :]
-    return shown.rstrip()
-
-
-def test_a_terminal_shows_a_bar_with_the_figures_and_log_lines_do_not_break_it(tmp_path):
-    screen, written = on_a_terminal(RUN, tmp_path, 0)
-    assert "saved step_00000150" in screen and "finished" in screen and "chatter" not in written
-    bars = [line for line in screen if "|" in line]
-    assert len(bars) == 1, "one bar that is updated in place"
-    assert re.match(r" +00:0\d left \|█{10}\| step 200/200  loss 0.200  data 25 %  a_figure", bars[0]), bars[0]
-    assert "for_the_rest_of_the_line" not in written, "a line is cut off where the terminal ends"
-    assert "loss 0.110" in (tmp_path / "logs/rank_0.log").read_text()
-
-
-def test_a_redirected_stdout_gets_every_line_while_stderr_shows_a_bar(tmp_path):
-    with (tmp_path / "out.txt").open("w") as stdout:
-        screen, _ = on_a_terminal(RUN, tmp_path, 0, stdout=stdout)
-    assert "step 200/200" in screen[0] and "saved" not in "".join(screen)
-    lines = (tmp_path / "out.txt").read_text().splitlines()
-    assert len([line for line in lines if line.startswith("step")]) == 10 and "saved step_00000150" in lines
-
-
-def test_without_a_terminal_lines_are_plain_and_each_rank_has_a_log_file(tmp_path):
+def test_lines_are_plain_and_each_rank_has_a_log_file(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     main, other = (run_code(RUN, tmp_path, rank, **pipes) for rank in range(2))
     lines = main.stdout.splitlines()
@@ -116,9 +65,15 @@ def test_a_traceback_is_in_the_log_file_and_not_on_the_terminal(tmp_path):
 
 
 def test_a_terminal_that_was_closed_does_not_stop_the_run(tmp_path):
+    ours, theirs = pty.openpty()
     slow = RUN.replace("    if step", "    time.sleep(0.003)\n    if step", 1).replace('print("last words")', "")
-    on_a_terminal(slow, tmp_path / "hung up", 0, bytes_read=1)
-    assert "INFO finished" in (tmp_path / "hung up/logs/rank_0.log").read_text()
+    command = [sys.executable, "-c", slow, str(tmp_path), "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    os.read(ours, 1)
+    os.close(ours)
+    assert process.wait() == 0
+    assert "INFO finished" in (tmp_path / "logs/rank_0.log").read_text()
 
 
 def test_a_closed_reader_of_stdout_is_no_error(tmp_path):

@@ -282,7 +282,7 @@ def test_the_files_in_the_pages_train(fork, output):
     }
     for run, least in {"stripes_tiny": 0.9, "rings_planar": 0.9}.items():
         assert [line["val/accuracy"] for line in _lines(fork / "out" / run) if "val/accuracy" in line][-1] > least
-    assert [line["val/r2"] for line in _lines(fork / "out" / "saddle_planar") if "val/r2" in line][-1] > 0.9
+    assert [line["val/mae"] for line in _lines(fork / "out" / "saddle_planar") if "val/mae" in line][-1] < 0.05
     assert any("val/sure" in line for line in _lines(fork / "out" / "rings_planar"))
     assert all("train/critic" in line for line in _lines(fork / "out" / "gan") if "train/loss" in line)
     assert _weights(fork, "gan") == _weights(fork, "gan_2"), "both networks' gradients are sums over the processes"

@@ -77,7 +77,7 @@ def test_garbage_of_a_dataset_or_trainer_is_collected_even_with_short_epochs(wor
             "-dataset littered -trainer litters -arch mlp -mlp_width 8 -image_size 8 -num_classes 4 -cpu 1 "
             f"-batch_size 50 -epochs 60 -save_every 60epochs -workers {workers}",
         )
-    assert gc.isenabled() and gc.get_freeze_count() == 0
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(

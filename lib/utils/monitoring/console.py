@@ -1,11 +1,8 @@
-"""The terminal and the log files: the progress bar, and the format of a log line."""
+"""The terminal and the log files: where log lines go, and their format."""
 
 import logging
 import sys
-import threading
 from pathlib import Path
-
-from tqdm import tqdm
 
 from lib.utils import files
 from lib.utils.errors import printable
@@ -16,7 +13,6 @@ def setup_logging(folder: Path | None, rank: int) -> None:
 
     stdout gets the messages alone. Ours count from INFO on, others' from WARNING on. A second call replaces all.
     """
-    tqdm.set_lock(threading.RLock())  # the default is a lock between processes: a semaphore and a tracker process
     root = logging.getLogger()
     for handler in [one for one in root.handlers if isinstance(one, (LogFileHandler, TerminalHandler))]:
         root.removeHandler(handler)
@@ -45,34 +41,16 @@ class LogFileHandler(logging.FileHandler):
 
 
 class TerminalHandler(logging.StreamHandler):
-    """Messages on stdout, above the progress bar if there is one."""
+    """Messages on stdout."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the message alone: Python prints the traceback that ends a run."""
         return printable(record.getMessage())
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a record."""
-        with tqdm.external_write_mode(file=self.stream):
-            super().emit(record)
-
     def handleError(self, record: logging.LogRecord) -> None:
         """Say what went wrong with a record, unless nobody reads any more, as in `train.py | head`."""
         if not isinstance(sys.exc_info()[1], BrokenPipeError):
             super().handleError(record)
-
-
-def progress_bar(total_steps: int, start_step: int) -> tqdm:
-    """Return a progress bar on stderr. It does nothing unless that is a terminal."""
-    tqdm.monitor_interval = 0  # no thread that redraws
-    return tqdm(
-        total=total_steps,
-        initial=start_step,
-        bar_format=f"{{remaining:>7}} left |{{bar:10}}| step {{n:{len(f'{total_steps}')}}}/{total_steps}  {{desc}}",
-        dynamic_ncols=True,
-        smoothing=0,  # the time left follows from all steps of this start
-        disable=None,  # unless stderr is a terminal
-    )
 
 
 def format_metrics(figures: dict[str, float]) -> str:
