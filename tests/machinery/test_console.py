@@ -1,10 +1,15 @@
-"""Output of a run: plain lines, and the log files."""
+"""Output of a run: a progress bar on a terminal, plain lines elsewhere, and the log files."""
 
+import fcntl
 import math
 import os
 import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -17,11 +22,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 RUN = """
 import logging, sys, time, warnings
+from tqdm import tqdm
 from lib.utils.monitoring import console
 folder, rank = sys.argv[1], int(sys.argv[2])
 console.setup_logging(folder, rank)
 log = logging.getLogger("lib.trainer")
+bar = tqdm(total=200, initial=100, unit="step", dynamic_ncols=True, disable=None)  # as the logger's
 for step in range(101, 201):
+    bar.update()
     if step % 10 == 0:
         text = f"loss {step / 1000:.3f}  data 25 %"
         if rank == 0:
@@ -30,6 +38,7 @@ for step in range(101, 201):
         log.info("saved step_%08d", step)
         warnings.warn("careful", stacklevel=1)
         logging.getLogger("somebody").info("chatter")
+bar.close()
 log.info("finished")
 print("last words")
 """
@@ -39,7 +48,48 @@ def run_code(code, *args, **streams):
     return subprocess.run([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, timeout=240, **streams)
 
 
-def test_lines_are_plain_and_each_rank_has_a_log_file(tmp_path):
+def on_a_terminal(code, *args, stdout=None, bytes_read=1 << 20):
+    """The lines of a terminal of 80 columns, and its raw output. The terminal is closed after `bytes_read` bytes."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    command = [sys.executable, "-c", code, *map(str, args)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=stdout or theirs, stderr=theirs)
+    os.close(theirs)
+    written = b""
+    with suppress(OSError):  # on Linux the error means that the other end is closed
+        while len(written) < bytes_read:
+            written += os.read(ours, 65536)
+    os.close(ours)
+    assert process.wait() == 0
+    text = written.decode(errors="replace")
+    return [_shown(line) for line in text.replace("\r\n", "\n").split("\n")], text
+
+
+def _shown(line):
+    shown = ""
+    for piece in line.split("\r"):  # a carriage return overwrites the line from its start
+        shown = piece + shown[len(piece) :]
+    return shown.rstrip()
+
+
+def test_a_terminal_shows_a_bar_and_log_lines_do_not_break_it(tmp_path):
+    screen, written = on_a_terminal(RUN, tmp_path, 0)
+    assert "saved step_00000150" in screen and "finished" in screen and "chatter" not in written
+    bars = [line for line in screen if "|" in line]
+    assert len(bars) == 1, "one bar that is updated in place"
+    assert re.match(r"100%\|█+\| 200/200 \[00:0\d<00:0\d, ", bars[0]), bars[0]
+    assert "loss 0.110" in (tmp_path / "logs/rank_0.log").read_text()
+
+
+def test_a_redirected_stdout_gets_every_line_while_stderr_shows_a_bar(tmp_path):
+    with (tmp_path / "out.txt").open("w") as stdout:
+        screen, _ = on_a_terminal(RUN, tmp_path, 0, stdout=stdout)
+    assert " 200/200 [" in screen[0] and "saved" not in "".join(screen)
+    lines = (tmp_path / "out.txt").read_text().splitlines()
+    assert len([line for line in lines if line.startswith("step")]) == 10 and "saved step_00000150" in lines
+
+
+def test_without_a_terminal_lines_are_plain_and_each_rank_has_a_log_file(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     main, other = (run_code(RUN, tmp_path, rank, **pipes) for rank in range(2))
     lines = main.stdout.splitlines()
@@ -65,15 +115,9 @@ def test_a_traceback_is_in_the_log_file_and_not_on_the_terminal(tmp_path):
 
 
 def test_a_terminal_that_was_closed_does_not_stop_the_run(tmp_path):
-    ours, theirs = pty.openpty()
     slow = RUN.replace("    if step", "    time.sleep(0.003)\n    if step", 1).replace('print("last words")', "")
-    command = [sys.executable, "-c", slow, str(tmp_path), "0"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    os.read(ours, 1)
-    os.close(ours)
-    assert process.wait() == 0
-    assert "INFO finished" in (tmp_path / "logs/rank_0.log").read_text()
+    on_a_terminal(slow, tmp_path / "hung up", 0, bytes_read=1)
+    assert "INFO finished" in (tmp_path / "hung up/logs/rank_0.log").read_text()
 
 
 def test_a_closed_reader_of_stdout_is_no_error(tmp_path):

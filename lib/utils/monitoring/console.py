@@ -2,7 +2,10 @@
 
 import logging
 import sys
+import threading
 from pathlib import Path
+
+from tqdm import tqdm
 
 from lib.utils import files
 from lib.utils.errors import printable
@@ -13,6 +16,8 @@ def setup_logging(folder: Path | None, rank: int) -> None:
 
     stdout gets the messages alone. Ours count from INFO on, others' from WARNING on. A second call replaces all.
     """
+    tqdm.set_lock(threading.RLock())  # the default is a lock between processes: a semaphore and a tracker process
+    tqdm.monitor_interval = 0  # no thread that redraws
     root = logging.getLogger()
     for handler in [one for one in root.handlers if isinstance(one, (LogFileHandler, TerminalHandler))]:
         root.removeHandler(handler)
@@ -41,11 +46,16 @@ class LogFileHandler(logging.FileHandler):
 
 
 class TerminalHandler(logging.StreamHandler):
-    """Messages on stdout."""
+    """Messages on stdout, above the progress bar if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the message alone: Python prints the traceback that ends a run."""
         return printable(record.getMessage())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Say what went wrong with a record, unless nobody reads any more, as in `train.py | head`."""

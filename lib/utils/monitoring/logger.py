@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 class NoLogger:
     """The methods of Logger, which do nothing: for -debug, for -eval, and for most ranks of a run."""
 
+    def step(self) -> None:
+        """Do nothing."""
+
     def log_training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
         """Do nothing."""
 
@@ -43,11 +46,17 @@ class Logger:
         hparams = {name: value if type(value) in (int, float) else str(value) for name, value in flags.items()}
         # Without torch's list of flags and metrics, which holds for one run, TensorBoard shows those of all runs.
         self.board.file_writer.add_summary(summary.hparams(hparams, {})[1])
+        # disable=None: no bar unless stderr is a terminal.
+        self.bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=None)
         self.tracker = self.server = None
         if world.is_main and args.track != "none":
             self.tracker = trackers.Tracker(args.track, folder)
         if world.is_main and (args.tb or args.ngrok):
             self.server = tensorboard_server.start(folder.parent, args.ngrok_auth if args.ngrok else "")
+
+    def step(self) -> None:
+        """Move the progress bar on, after each optimizer step."""
+        self.bar.update()
 
     def log_training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
         """Log an interval of training: its sums over samples, the figures of its last step, and its speed."""
@@ -73,6 +82,7 @@ class Logger:
 
     def close(self, outcome: dict | None = None) -> None:
         """Close all. A run that ends well says how (as in outcome.json), where its files are, and what to do next."""
+        self.bar.close()
         if self.board:
             self.board.close()
         if self.tracker:
