@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from processes import fork_server, serve, start, uninterrupted  # noqa: F401
 
-# Only in ./scripts/test.sh --all: files whose tests take long or need Slurm, etcd, Chromium or zsh; tests that start
+# Only in ./scripts/test.sh --all: files whose tests take long or need Slurm, etcd or zsh; tests that start
 # runs as processes of their own, or make a fork; and single tests of other files, which take long or need a compiler
 # or an optional package. .ci/run runs all others before it installs these.
-SLOW_FILES = """bench browser chaos check_resume cluster_scripts completion doctor elastic export failing_disks gpu
+SLOW_FILES = """bench chaos check_resume cluster_scripts completion doctor elastic export failing_disks gpu
     kubernetes machines multinode plot slurm status stops sweep tensorboard trackers transformers
     tunnel""".split()
 # Begun first, as each file is run by one process: those that take longest.
@@ -20,7 +20,7 @@ SLOW_TESTS = """
     test_a_terminal_that_was_closed_does_not_stop_the_run
     test_any_call_of_a_save_may_fail_once_or_from_then_on
     test_variables_for_debugging_and_caches_are_set_before_torch_is_imported
-    test_each_torchvision_classification_model_has_one_output_for_each_class
+    test_a_torchvision_classifier_of_each_family_has_one_output_for_each_class
     test_the_benchmark_of_the_samplers_runs_in_new_processes
     test_samples_that_loader_processes_prefetch_do_not_count_as_progress
     test_a_tokenizer_is_trained_and_can_be_used_for_other_texts
