@@ -62,16 +62,12 @@ def test_openmp_threads_spin_as_the_user_says_or_only_briefly(bare):
 def test_variables_for_debugging_and_caches_are_set_before_torch_is_imported(bare, tmp_path):
     """In a real run of two processes torch's C++ code and the process group log, inductor's cache is in -cache_dir,
     and the user's own setting is kept."""
-    command = [sys.executable, "train.py", "-arch", "mlp", "-epochs", "1", "-cpu", "2", "-out", str(tmp_path)]
-    env = {**os.environ, "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
     code = "import os, sys, train; code = train.main(sys.argv[1:]); print(dict(os.environ)); sys.exit(code)"
-    command[1:2] = ["-c", code]
-    quiet, loud = (
-        subprocess.run([*command, *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-        for more in (["-model", "quiet"], ["-model", "loud", "-debug_dist", "-cache_dir", str(tmp_path)])
-    )
-    assert quiet.returncode == loud.returncode == 0, quiet.stderr + loud.stderr
-    assert not re.search(r"\[I\d", quiet.stderr) and "TORCH_DISTRIBUTED_DEBUG" not in quiet.stdout
+    flags = f"-arch mlp -epochs 1 -limit_steps 2 -cpu 2 -debug_dist -cache_dir {tmp_path} -out {tmp_path}".split()
+    env = {**os.environ, "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *flags]
+    loud = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert loud.returncode == 75, loud.stderr
     for message in ("TCPStore", "Reducer"):
         assert any(message in line and "[I" in line for line in loud.stderr.splitlines()), message
     caches = {name: f"{tmp_path}/{part}" for name, part in environment.CACHES.items()}
@@ -79,9 +75,11 @@ def test_variables_for_debugging_and_caches_are_set_before_torch_is_imported(bar
         assert f"'{name}': '{value}'" in loud.stdout
 
 
-def test_deterministic_runs_set_the_cublas_workspace():
+def test_a_deterministic_run_sets_the_cublas_workspace_and_many_ranks_use_gloos_lazy_connections(monkeypatch):
     assert environment.for_run(parsed("")) == {}
     assert environment.for_run(parsed("-deterministic")) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    monkeypatch.setenv("WORLD_SIZE", "4096")
+    assert environment.for_run(parsed("")) == {"TORCH_GLOO_LAZY_INIT": "1"}
 
 
 @pytest.mark.parametrize(("hip", "wanted"), [("6.3", "HIP"), (None, "CUDA")])
@@ -96,20 +94,13 @@ def test_on_rocm_gpus_are_chosen_by_its_own_variable_if_it_is_set(hip, wanted, b
     assert environment.visible_devices("1,2") == {"CUDA_VISIBLE_DEVICES": "5,6"}
 
 
-def test_many_ranks_use_gloos_lazy_connections(monkeypatch):
-    for size, variables in ((8, {}), (4096, {"TORCH_GLOO_LAZY_INIT": "1"})):
-        monkeypatch.setenv("WORLD_SIZE", str(size))
-        assert environment.for_run(parsed("")) == variables
-
-
-@pytest.mark.parametrize("system", ["juwels", "juwelsbooster", "jurecadc", "jusuf"])
-def test_some_clusters_have_another_host_name_on_their_fast_network(bare, system):
-    bare.setenv("SYSTEMNAME", system)
+def test_some_clusters_have_another_host_name_on_their_fast_network(bare):
+    bare.setenv("SYSTEMNAME", "juwelsbooster")
     assert environment.infiniband_name("jwb0001") == "jwb0001i"
     assert environment.infiniband_name("jwb0001.juwels") == "jwb0001i.juwels"
     assert environment.infiniband_name("jwb0001i.juwels") == "jwb0001i.juwels"
-    assert environment.infiniband_name("10.13.23.64") == "10.13.23.64"
-    assert environment.infiniband_name("fe80::1") == "fe80::1"
+    for address in ("10.13.23.64", "fe80::1"):
+        assert environment.infiniband_name(address) == address
     assert agent.interface_of("10.13.23.64") == "ib0"
     variables = environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
     assert variables["GLOO_SOCKET_IFNAME"] == "ib0"
@@ -148,10 +139,8 @@ def test_slurm_tasks_use_only_the_fast_network_for_the_rendezvous(bare, monkeypa
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        ({"RANK": "x"}, "RANK is 'x'"),
         ({"RANK": "", "WORLD_SIZE": ""}, "RANK is ''"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT is ''|MASTER_ADDR is ''"),
-        ({"SLURM_STEP_NUM_TASKS": ""}, "SLURM_STEP_NUM_TASKS is ''"),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}, "MASTER_PORT is '99999'"),
         ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "one"}, "SLURM_PROCID is 'one'"),
