@@ -179,18 +179,12 @@ class Cluster:
 
     def pid_of(self, job: str, rank: int) -> int:
         """The process id of a rank."""
-        wanted = {
-            f"SLURM_JOB_ID={job}",
-            f"SLURM_PROCID={rank}",
-            "SLURM_STEP_ID=0",
-            f"SLURM_CONF={self.folder}/slurm.conf",
-        }
+        wanted = {f"SLURM_JOB_ID={job}", f"SLURM_PROCID={rank}", "SLURM_STEP_ID=0"}
+        wanted |= {f"SLURM_CONF={self.folder}/slurm.conf"}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if (
-                    wanted <= set((entry / "environ").read_text().split("\0"))
-                    and b"slurm_task" in (entry / "cmdline").read_bytes()
-                ):
+                found = wanted <= set((entry / "environ").read_text().split("\0"))
+                if found and b"slurm_task" in (entry / "cmdline").read_bytes():
                     return int(entry.name)
         raise AssertionError(f"no process of rank {rank} of job {job}")
 
