@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from lib.utils.checkpoint import resume, run_folder
 from lib.utils.distributed import World
 
+pytestmark = pytest.mark.timeout(600)  # 4,000 steps take minutes on a machine with other work
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = "-cpu 1 -threads 1 -micro_batch 16 -epochs 200 -save_every 500epochs -log_every 10 -model elastic "
 FLAGS += "-arch mlp -mlp_depth 0 -optimizer sgd -lr_start 0.05"
@@ -93,7 +94,7 @@ def test_a_run_continues_when_nodes_join_and_are_lost(tmp_path, nodes, single):
     assert smaller["stopped"] == smaller["resumed"] > replaced["resumed"]
     assert "signal SIGTERM" in log.read_text()
 
-    assert first.agent.wait(120) == 0
+    assert first.agent.wait(400) == 0
     _check_same_end(tmp_path / "out" / "elastic", single)
     print({"joined_s": joined["took"], "worker_s": replaced["took"], "agent_s": smaller["took"]})
 
@@ -108,11 +109,10 @@ def test_losing_the_head_node_ends_the_others_and_a_new_start_resumes(tmp_path, 
     os.kill(worker, signal.SIGKILL)
     assert other.agent.wait(60) != 0
     again = nodes(**{**env, "HEAD": f"127.0.0.1:{ports.free()}", "NODES": "1:1", "IS_HOST": "1"})
-    assert again.agent.wait(120) == 0
+    assert again.agent.wait(400) == 0
     _check_same_end(tmp_path / "out" / "elastic", single)
 
 
-@pytest.mark.timeout(600)
 def test_without_a_shared_disk_nodes_send_the_checkpoint_to_nodes_that_join(tmp_path, nodes, single):
     """A node joins without a checkpoint; later it joins again with an old and a damaged one.
 
@@ -164,7 +164,6 @@ def etcd(tmp_path):
 
 
 @require("" if shutil.which("etcd") else "needs etcd: apt-get install etcd-server, pip install python-etcd")
-@pytest.mark.timeout(600)
 def test_a_node_that_gets_sigterm_saves_and_its_replacement_continues_by_etcd(tmp_path, nodes, etcd, single):
     """An eviction sends SIGTERM to the agent, which passes it to its own workers only. The other node waits. Where
     the number may change, it continues alone: the test above."""
