@@ -151,9 +151,8 @@ FIGURES |= {"samples_per_s": 12345.4, "data_share": 0.03, "memory": 1.2e9}
 def test_a_log_line_has_short_names_and_units():
     usual = "loss 0.1234  mean 0.15  lr 1.0e-03  grad 0.52  12,345 samples/s  data 3 %  mem 1.20 GB"
     assert console.format_training(FIGURES, {}) == usual
-    assert console.format_training(FIGURES, {"accuracy": 0.98512, "bad_steps": 2}) == (
-        f"{usual}  accuracy 0.9851  bad_steps 2"
-    )
+    more = {"accuracy": 0.98512, "bad_steps": 2}
+    assert console.format_training(FIGURES, more) == f"{usual}  accuracy 0.9851  bad_steps 2"
     slow = console.format_training({**FIGURES, "loss": math.nan, "samples_per_s": 0.123}, {})
     assert slow.startswith("loss nan  ") and "  0.12 samples/s  " in slow
 
@@ -179,16 +178,6 @@ def test_speed_data_share_and_time_left_are_computed_from_the_clock(monkeypatch)
         figures.append(rate.interval(state))
         clock[0] += 3  # an evaluation
     assert seen == [*range(4)] * 2
-    assert figures[0] | {"memory": 0} == {"samples_per_s": 4.5, "data_share": 0.25, "memory": 0, "left_s": 16 * 8 / 4}
-    assert figures[1] | {"memory": 0} == {
-        "samples_per_s": 4.0,
-        "data_share": 0.25,
-        "memory": 0,
-        "left_s": 12 * 19 / 8,
-    }
-
-
-def test_memory_is_measured_in_bytes():
-    before = throughput.memory(torch.device("cpu"))
-    tensor = torch.ones(50_000_000 // 4)
-    assert 1e7 < before <= throughput.memory(torch.device("cpu")) < 1e12 and tensor.sum() > 0
+    first, second = ({name: figure for name, figure in one.items() if name != "memory"} for one in figures)
+    assert first == {"samples_per_s": 4.5, "data_share": 0.25, "left_s": 16 * 8 / 4}
+    assert second == {"samples_per_s": 4.0, "data_share": 0.25, "left_s": 12 * 19 / 8}

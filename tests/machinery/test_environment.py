@@ -61,16 +61,12 @@ def test_openmp_threads_spin_as_the_user_says_or_only_briefly(bare):
 def test_variables_for_debugging_and_caches_are_set_before_torch_is_imported(bare, tmp_path):
     """In a real run of two processes torch's C++ code and the process group log, inductor's cache is in -cache_dir,
     and the user's own setting is kept."""
-    command = [sys.executable, "train.py", "-arch", "mlp", "-epochs", "1", "-cpu", "2", "-out", str(tmp_path)]
-    env = {**os.environ, "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
     code = "import os, sys, train; code = train.main(sys.argv[1:]); print(dict(os.environ)); sys.exit(code)"
-    command[1:2] = ["-c", code]
-    quiet, loud = (
-        subprocess.run([*command, *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-        for more in (["-model", "quiet"], ["-model", "loud", "-debug_dist", "-cache_dir", str(tmp_path)])
-    )
-    assert quiet.returncode == loud.returncode == 0, quiet.stderr + loud.stderr
-    assert not re.search(r"\[I\d", quiet.stderr) and "TORCH_DISTRIBUTED_DEBUG" not in quiet.stdout
+    flags = f"-arch mlp -epochs 1 -limit_steps 2 -cpu 2 -debug_dist -cache_dir {tmp_path} -out {tmp_path}".split()
+    env = {**os.environ, "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *flags]
+    loud = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert loud.returncode == 75, loud.stderr
     for message in ("TCPStore", "Reducer"):
         assert any(message in line and "[I" in line for line in loud.stderr.splitlines()), message
     caches = {name: f"{tmp_path}/{part}" for name, part in environment.CACHES.items()}
@@ -116,8 +112,8 @@ def test_some_clusters_have_another_host_name_on_their_fast_network(bare, system
     assert environment.infiniband_name("jwb0001") == "jwb0001i"
     assert environment.infiniband_name("jwb0001.juwels") == "jwb0001i.juwels"
     assert environment.infiniband_name("jwb0001i.juwels") == "jwb0001i.juwels"
-    assert environment.infiniband_name("10.13.23.64") == "10.13.23.64"
-    assert environment.infiniband_name("fe80::1") == "fe80::1"
+    for address in ("10.13.23.64", "fe80::1"):
+        assert environment.infiniband_name(address) == address
     assert agent.interface_of("10.13.23.64") == "ib0"
     variables = environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
     assert variables["GLOO_SOCKET_IFNAME"] == "ib0"
@@ -146,7 +142,6 @@ def test_slurm_tasks_meet_at_the_steps_first_node_by_its_name_on_the_fast_networ
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        ({"RANK": "x"}, "RANK is 'x'"),
         ({"RANK": "", "WORLD_SIZE": ""}, "RANK is ''"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR or MASTER_PORT is not"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1234"}, "MASTER_ADDR or MASTER_PORT is not"),

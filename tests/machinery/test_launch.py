@@ -17,7 +17,6 @@ import pytest
 import torch
 import yaml
 from command_line import parsed
-from processes import until
 
 from lib import launch
 from lib.launch import local
@@ -28,6 +27,7 @@ from scripts import check_resume
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60  # of three epochs
+STRAY = {"RANK": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}  # left over from another program
 SOON_S = 30  # seconds until a failed run has ended, on a machine with other work
 
 
@@ -45,9 +45,8 @@ def test_a_single_process_runs_in_the_parent_so_that_breakpoint_works(start):
 
 
 def test_two_processes_import_torch_once_and_share_the_cores(start, uninterrupted):
-    run = start(
-        "real", "-arch", "mlp", "-epochs", 3, command=["-X", "importtime", "train.py"], env={"OMP_NUM_THREADS": None}
-    )
+    command, env = ["-X", "importtime", "train.py"], {"OMP_NUM_THREADS": None}
+    run = start("real", "-arch", "mlp", "-epochs", 3, command=command, env=env)
     assert run.wait() == 0, run.text()
     imported = re.findall(r"^import time:.*\| +(\S+)$", run.text(), re.MULTILINE)
     for name in ("torch", "torch.distributed", "torch._dynamo.eval_frame", "numpy"):
@@ -58,7 +57,7 @@ def test_two_processes_import_torch_once_and_share_the_cores(start, uninterrupte
 
 
 def test_children_get_their_ranks_and_listen_on_this_machine_only(start):
-    run = start("place", fault={"do": "pause", "step": 5}, env={"OMP_NUM_THREADS": "3"})
+    run = start("place", fault={"do": "pause", "step": 5}, env={"OMP_NUM_THREADS": "3", **STRAY})
     notes = run.wait_for_notes(2)
     for rank, note in enumerate(notes):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
@@ -76,7 +75,7 @@ def test_children_get_their_ranks_and_listen_on_this_machine_only(start):
 
 
 def test_runs_started_at_the_same_moment_never_collide(start):
-    runs = [start(f"run_{number}", "-epochs", 1) for number in range(6)]
+    runs = [start(f"run_{number}", "-epochs", 1) for number in range(4)]
     for run in runs:
         assert run.wait() == 0, run.text()
 
@@ -181,13 +180,7 @@ def test_an_error_that_all_ranks_raise_is_printed_in_one_line(start):
     run = start("refused", "-batch_size", 1)
     assert run.wait() == 2, run.text()
     assert len(run.text().splitlines()) == 1
-    assert run.text().startswith(
-        "train.py: -batch_size 1 has not a sample for each of 2 processes: try -batch_size 2, or fewer"
-    )
-    run = start("late", fault={"do": "refuse", "step": 5})
-    assert run.wait() == 2, run.text()
-    assert run.text().count("not today") == 1
-    assert "Traceback" not in run.text()
+    assert run.text().startswith("train.py: -batch_size 1 has not a sample for each of 2 processes")
 
 
 def test_a_failed_rank_that_does_not_exit_is_killed(start):
@@ -238,20 +231,6 @@ def test_a_signal_while_a_rank_is_reaped_loses_no_exit_code(monkeypatch):
     assert signalled and passed == [signal.SIGTERM]
 
 
-def test_all_workers_end_after_their_parent_is_killed(start, uninterrupted):
-    run = start("orphans", "-workers", 1, fault={"do": "pause", "step": 5})
-    run.wait_for_notes(2)
-    os.kill(run.pid, signal.SIGKILL)
-    logs = run.folder / "logs"  # wait for the signal: a fast run would end before it checks for its parent
-    until(lambda: any("signal SIGINT: stopping" in log.read_text() for log in logs.glob("rank_*.log")))
-    run.release()
-    run.wait_until_gone(SOON_S)
-    assert run.outcome()["state"] == "stopped", "it saved what it could"
-    run = start("orphans", "-workers", 1)
-    assert run.wait() == 0, run.text()
-    assert run.weights() == uninterrupted.weights()
-
-
 def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, uninterrupted):
     script = tmp_path / "spawned.py"
     script.write_text(
@@ -298,15 +277,7 @@ def test_a_process_without_the_gpu_that_it_was_promised_is_refused(flags, has_ag
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "is_one"),
-    [
-        ("0", "1", True),
-        ("1", "2", True),
-        ("1", None, False),
-        ("0", None, False),
-        (None, "2", False),
-        ("2", "2", False),
-    ],
+    ("rank", "size", "is_one"), [("1", "2", True), ("0", None, False), (None, "2", False), ("2", "2", False)]
 )
 def test_a_process_counts_as_launched_if_its_rank_fits_its_world_size(rank, size, is_one, monkeypatch):
     for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
@@ -361,17 +332,10 @@ startup.run_program(main)
 
 
 def test_a_program_whose_stdout_a_plugin_closed_keeps_its_exit_code():
-    text = (
-        "import sys\nfrom lib.utils.monitoring import startup\nstartup.run_program(lambda: sys.stdout.close() or 75)"
-    )
+    text = "import sys; from lib.utils.monitoring import startup; "
+    text += "startup.run_program(lambda: sys.stdout.close() or 75)"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stderr) == (75, "")
-
-
-def test_a_stray_rank_variable_is_ignored(start, uninterrupted):
-    run = start("leaked", env={"RANK": "1", "TORCHELASTIC_MAX_RESTARTS": "3"})
-    assert run.wait() == 0, run.text()
-    assert run.weights() == uninterrupted.weights()
 
 
 def test_torchrun_starts_the_same_run(start, uninterrupted):

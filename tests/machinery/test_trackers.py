@@ -64,20 +64,12 @@ class Server:
         self.start()
 
     def start(self):
-        flags = [
-            sys.executable,
-            "-m",
-            "mlflow",
-            "server",
-            "--backend-store-uri",
-            f"sqlite:///{self.folder / 'store.db'}",
-        ]
-        flags += ["--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder / 'store.db'}"]
         env = {**os.environ, "MLFLOW_TELEMETRY_ENABLED": "false", "DO_NOT_TRACK": "true"}
         with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                flags, cwd=self.folder, env=env, stdout=log, stderr=log, start_new_session=True
-            )
+            streams = {"stdout": log, "stderr": log, "start_new_session": True}
+            self.process = subprocess.Popen(command, cwd=self.folder, env=env, **streams)
         until(self.is_ready, 250, what=lambda: (self.folder / "server.log").read_text())
 
     def is_ready(self) -> bool:
@@ -121,17 +113,12 @@ def server(tmp_path_factory):
 def test_mlflow_has_each_step_of_a_killed_run_once(server, start):
     flags = ("-track", "mlflow", "-log_every", 1, "-save_every", "7steps")
     env = {"MLFLOW_TRACKING_URI": server.uri.replace("//", f"//somebody:{SECRET}@")}
-    run_killed_at(
-        start,
-        "run",
-        flags,
-        env,
-        33,
-        lambda folder: (
-            server.tracked()
-            and server.tracked()[-1].data.metrics.get("train/loss") == logged_points(folder)["train/loss"][-1][1]
-        ),
-    )
+
+    def sent(folder) -> bool:
+        last = logged_points(folder)["train/loss"][-1][1]
+        return server.tracked() and server.tracked()[-1].data.metrics.get("train/loss") == last
+
+    run_killed_at(start, "run", flags, env, 33, sent)
     run = start("run", *flags, cpu=1, env=env)
     assert run.wait() == 0
     until(lambda: server.tracked()[0].info.status == "FINISHED", what=run.text)  # it may end in the background
