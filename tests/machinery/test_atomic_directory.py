@@ -4,15 +4,14 @@ import errno
 import math
 import os
 import shutil
-import signal
 import time
-import traceback
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 
 from lib.utils import distributed
 from lib.utils.checkpoint import atomic
@@ -80,11 +79,6 @@ def test_checkpoint_folders_are_recognized_by_name_and_number(tmp_path):
     }
 
 
-def test_atomic_torch_save_passes_on_its_keywords(tmp_path):
-    atomic_torch_save({"a": 1}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    assert not zipfile.is_zipfile(tmp_path / "old.pt") and torch.load(tmp_path / "old.pt") == {"a": 1}
-
-
 def test_incomplete_checkpoints_are_removed(tmp_path):
     saver = AtomicDirectory(tmp_path, is_master=True)
     for _ in range(2):
@@ -137,45 +131,13 @@ def test_wrong_arguments_and_missing_folders_are_errors(tmp_path):
         saver.prepare_checkpoint_directory()
 
 
-def test_a_failing_atomic_torch_save_keeps_the_old_file(tmp_path):
+def test_a_failing_atomic_torch_save_keeps_the_old_file_and_keywords_are_passed_on(tmp_path):
     path = tmp_path / "model.pt"
-    atomic_torch_save({"a": torch.ones(3)}, str(path))
+    atomic_torch_save({"a": torch.ones(3)}, str(path), _use_new_zipfile_serialization=False)
+    assert not zipfile.is_zipfile(path)
     with pytest.raises((AttributeError, TypeError, RuntimeError)):
         atomic_torch_save({"a": lambda: None}, path)
     assert torch.load(path)["a"].tolist() == [1, 1, 1] and list(tmp_path.iterdir()) == [path]
-
-
-def on_ranks(size, function, folder):
-    """Run function(rank) on forked ranks of a gloo group; fails if one of them raises an error or hangs."""
-    children = {}
-    for rank in range(size):
-        pid = os.fork()
-        if pid == 0:
-            _run_rank(rank, size, function, folder)
-        children[pid] = rank
-    end = time.monotonic() + 60
-    while children and time.monotonic() < end:
-        children = {pid: rank for pid, rank in children.items() if os.waitpid(pid, os.WNOHANG)[0] == 0}
-        time.sleep(0.01)
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    message = {file.stem: file.read_text() for file in folder.glob("rank_*.txt")}
-    assert message == {f"rank_{rank}": "done" for rank in range(size)}, "\n".join(message.values())
-
-
-def _run_rank(rank, size, function, folder):
-    try:
-        store = dist.FileStore(str(folder / "store"), size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        function(rank)
-        text = "done"
-    except BaseException:
-        text = traceback.format_exc()
-        raise
-    finally:
-        (folder / f"rank_{rank}.txt").write_text(text)
-        os._exit(0)
 
 
 def raise_no_space(*_, **__):
@@ -183,15 +145,17 @@ def raise_no_space(*_, **__):
 
 
 def test_two_ranks_share_folders_and_an_error_on_one_is_raised_on_both(tmp_path):
+    checks = [
+        _check_collectives,
+        _check_masters,
+        _check_forced_saves,
+        _check_failing_saves,
+        _check_async,
+        _check_mono,
+    ]
+
     def run(rank):
-        for check in (
-            _check_collectives,
-            _check_masters,
-            _check_forced_saves,
-            _check_failing_saves,
-            _check_async,
-            _check_mono,
-        ):
+        for check in checks:
             check(rank, tmp_path / check.__name__)
 
     torch.set_num_threads(1)
