@@ -27,9 +27,9 @@ def test_samples_of_any_size_are_drawn_in_their_place_and_legible_at_350_pixels(
 
 def test_answers_are_counted_by_class_and_drawn_next_to_the_samples():
     answers = pictures.Predictions(nn.CrossEntropyLoss(), 3, ["cat", "dog", "owl"], World())
-    targets, given = torch.tensor([0, 1, 2, 1, -100]), torch.tensor([0, 2, 2, 1, 1])
-    for count in (5, 0):  # a batch of padding counts nothing
-        answers.add(torch.rand(5, 1, 8, 8), targets, nn.functional.one_hot(given, 3).float(), count)
+    targets, given = torch.tensor([0, 1, 2, 1, -100, 255]), torch.tensor([0, 2, 2, 1, 1, 1])
+    for count in (6, 0):  # a batch of padding counts nothing, nor does a target out of range
+        answers.add(torch.rand(6, 1, 8, 8), targets, nn.functional.one_hot(given, 3).float(), count)
     assert answers.counts.tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
     shown = answers.draw()
     assert list(shown) == ["confusion", "answers"]
@@ -89,14 +89,6 @@ def test_other_losses_many_classes_and_unusual_shapes_are_ignored():
     assert answers.draw() == {}
     answers.add({"image": images}, targets, torch.rand(2, 2), 2)
     assert list(answers.draw()) == ["confusion"], "without images only the confusion matrix is drawn"
-
-
-def test_classes_out_of_range_are_ignored():
-    """Such as 255 for CrossEntropyLoss(ignore_index=255)."""
-    answers = pictures.Predictions(nn.CrossEntropyLoss(ignore_index=255), 3, None, World())
-    answers.add(torch.rand(2, 1, 8, 8), torch.tensor([255, 1]), torch.eye(3)[:2], 2)
-    assert answers.counts.tolist() == [[0, 0, 0], [0, 1, 0], [0, 0, 0]]
-    assert list(answers.draw()) == ["confusion", "answers"]
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int64])
