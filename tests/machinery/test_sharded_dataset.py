@@ -37,7 +37,7 @@ def load(data, rank, world_size, pct, **options):
     return DistributedShardedDataset(data / "train", rank, world_size, pct, **options)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, COUNT])
+@pytest.mark.parametrize("world_size", [1, 4, COUNT])
 def test_with_a_share_of_one_over_world_size_every_sample_is_on_exactly_one_rank(data, world_size):
     shards = [load(data, rank, world_size, 1 / world_size) for rank in range(world_size)]
     assert sorted(number for shard in shards for number in numbers(shard.samples)) == list(range(COUNT))
@@ -46,19 +46,13 @@ def test_with_a_share_of_one_over_world_size_every_sample_is_on_exactly_one_rank
         assert all((number >= 9) == int(target) for number, target in zip(numbers(shard.samples), shard.targets))
 
 
-@pytest.mark.parametrize(("world_size", "pct"), [(2, 0.8), (3, 0.5), (4, 0.99), (4, 0.1), (5, 1.0), (1, 0.3)])
-def test_larger_shares_overlap_and_contain_no_sample_twice(data, world_size, pct):
-    shards = [numbers(load(data, rank, world_size, pct).samples) for rank in range(world_size)]
-    assert {len(shard) for shard in shards} == {len(set(shard)) for shard in shards} == {-(-COUNT * pct // 1)}
-    assert pct * world_size < 1 or set().union(*shards) == set(range(COUNT))
-
-
 def test_shares_of_every_size_are_distinct_and_together_complete():
     for n in range(1, 40):
         for world_size in range(1, n + 1):
             for pct in {1 / world_size, min(1.0, 1.5 / world_size), 1.0}:
                 shares = [shard_places(n, rank, world_size, pct=pct).tolist() for rank in range(world_size)]
                 assert all(len(set(share)) == len(share) for share in shares)
+                assert len({len(share) for share in shares}) == 1 or pct == 1 / world_size
                 assert set().union(*shares) == set(range(n))
                 assert pct > 1 / world_size or sum(map(len, shares)) == n
 
@@ -110,8 +104,7 @@ def test_an_impossible_share_is_refused(data, rank, world_size, pct):
         load(data, rank, world_size, pct)
 
 
-@pytest.mark.parametrize("device_id", ["cpu", None])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("device_id", "workers"), [("cpu", 1), (None, 0)])
 def test_a_plain_loader_over_a_shard_stops_and_resumes(data, device_id, workers):
     shard = load(data, 1, 2, 0.5, device_id=device_id)
 
