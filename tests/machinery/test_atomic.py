@@ -87,9 +87,7 @@ def test_a_save_that_is_killed_at_any_call_or_loses_power_leaves_the_old_or_new_
 @KINDS
 def test_any_call_of_a_save_may_fail_once_or_from_then_on(kind, tmp_path):
     folder, save = prepare(kind, tmp_path)
-    once = crash.failures(save, folder, (errno.EIO,))
-    lasting = crash.failures(save, folder, (errno.ENOSPC,), lasting=True)
-    cuts = itertools.chain(once, lasting)
+    cuts = itertools.chain(crash.failures(save, folder), crash.failures(save, folder, lasting=True))
     assert not [wrong for cut in cuts if (wrong := wrong_after(cut, kind, folder))]
 
 
