@@ -37,14 +37,14 @@ def is_undamaged(folder: Path) -> bool:
     return True
 
 
-def test_every_one_of_2000_flipped_bits_and_100_truncations_is_detected(copy):
+def test_every_one_of_500_flipped_bits_and_50_truncations_is_detected(copy):
     folder, draw = copy / "checkpoints" / names(copy)[0], random.Random(0)
     files = {path: path.read_bytes() for path in folder.iterdir()}
     assert is_undamaged(folder) and len(files) == 2
-    for number in range(2100):
+    for number in range(550):
         path = draw.choice([*files])
         data = bytearray(files[path])
-        if number < 2000:
+        if number < 500:
             data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         else:
             del data[draw.randrange(len(data)) :]
@@ -84,6 +84,14 @@ def _replace_with(make):
     return replace
 
 
+def _put_instead_of(name, make):
+    def replace(folder):
+        (folder / name).unlink()
+        make(folder / name)
+
+    return replace
+
+
 SHARD, MANIFEST = "shard_0000.safetensors", "manifest.json"
 DAMAGE = {
     **{f"{part} of a shard": _truncate(part) for part in (0, 0.001, 0.25, 0.5, 0.75, 0.99, 0.9999)},
@@ -99,7 +107,14 @@ DAMAGE = {
     "a file": _replace_with(Path.touch),
     "a dangling link": _replace_with(lambda folder: folder.symlink_to("nowhere")),
     "a looping link": _replace_with(lambda folder: folder.symlink_to(folder)),
-    "a folder for a shard": lambda folder: ((folder / SHARD).unlink(), (folder / SHARD).mkdir()),
+    "a link to another good one": _replace_with(lambda folder: folder.symlink_to(folder.parent.parent / "kept")),
+    "a folder for a shard": _put_instead_of(SHARD, Path.mkdir),
+    "a link for a shard": _put_instead_of(SHARD, lambda path: path.symlink_to(f"../../kept/{SHARD}")),
+    "a pipe for a shard": _put_instead_of(SHARD, os.mkfifo),
+    "a pipe for the manifest": _put_instead_of(MANIFEST, os.mkfifo),
+    "a device for the manifest": _put_instead_of(MANIFEST, lambda path: path.symlink_to("/dev/zero")),
+    "a huge shard": lambda folder: os.truncate(folder / SHARD, 1 << 40),  # a hole: it takes no room
+    "a huge manifest": lambda folder: os.truncate(folder / MANIFEST, 1 << 40),
 }
 
 
