@@ -1,5 +1,6 @@
 """Runs that are refused once their parts are built: data sets, models, folders, other runs, checkpoints to resume."""
 
+import argparse
 import errno
 import fcntl
 import signal
@@ -96,53 +97,44 @@ def test_a_training_step_that_does_not_return_a_scalar_tensor_is_refused(loss, r
     assert "training_step returns " in line and "the mean loss" in line
 
 
-QUITS = """import argparse, sys
-from lib.trainer import trainer
+def parse_others(args):
+    argparse.ArgumentParser().parse_args(["arguments", "of", "others"])
 
-class Quits:
+
+class QuitsAtASample(Dataset):
     def __len__(self):
         return 8
+
     def __getitem__(self, index):
         sys.exit()
 
-def get_dataset(args):
-    if args.seed == 1:
-        argparse.ArgumentParser().parse_args(["arguments", "of", "others"])
-    return {"train": Quits()}
 
-def get_model(args):
-    sys.exit(0)
-
-class Trainer(trainer.Trainer):
+class QuitsInAStep(Trainer):
     def training_step(self, batch):
         if self.world.is_main:
             sys.exit(0)
         return super().training_step(batch)
-"""
 
 
 @pytest.mark.parametrize(
-    ("flags", "call", "started"),
+    ("kind", "quits", "flags", "call"),
     [
-        ("-cpu 2 -dataset quits -seed 1", "sys.exit(2)", False),
-        ("-cpu 1 -dataset quits -workers 1", "sys.exit(None)", False),
-        ("-cpu 1 -arch quits", "sys.exit(0)", False),
-        ("-cpu 2 -trainer quits", "sys.exit(0)", True),
+        ("dataset", parse_others, "-cpu 2", "sys.exit(2)"),
+        ("dataset", lambda args: {"train": QuitsAtASample()}, "-cpu 1 -workers 1", "sys.exit(None)"),
+        ("arch", lambda args: sys.exit(0), "-cpu 1", "sys.exit(0)"),
+        ("trainer", QuitsInAStep, "-cpu 2", "sys.exit(0)"),
     ],
+    ids=["dataset", "sample", "arch", "trainer"],
 )
-def test_a_plugin_that_calls_sys_exit_fails_the_run(flags, call, started, tmp_path, capfd):
-    call += " was called"
-    made: dict = {kind: {} for kind in config.BUILDERS}
-    for kind in made:
-        exec(compile(QUITS, f"lib/{kind}/quits.py", "exec"), made[kind])
-    with runs.plugins(**{kind: {"quits": made[kind][name]} for kind, name in config.BUILDERS.items()}):
+def test_a_plugin_that_calls_sys_exit_fails_the_run(kind, quits, flags, call, tmp_path, capfd):
+    with runs.plugins(**{kind: {"quits": quits}}):
         try:
-            code = train.main(f"-arch mlp {flags} -model run -out {tmp_path}".split())
+            code = train.main(f"-arch mlp -{kind} quits {flags} -model run -out {tmp_path}".split())
             message = capfd.readouterr().err
         except RuntimeError as error:  # with one process the error is raised here
             code, message = 1, str(error)
-    assert code == 1 and call in message
-    if started:
+    assert code == 1 and f"{call} was called" in message
+    if kind == "trainer":  # the run had begun
         outcome = run_folder.read_outcome(tmp_path / "run")
         assert outcome["state"] == "failed" and outcome["reason"].startswith("rank 0: ") and call in outcome["reason"]
 
@@ -194,9 +186,7 @@ def test_flags_that_contradict_the_data_are_refused(flags, message, tmp_path, ca
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        ("digits -channels 3", ["(64, 1, 8, 8)", "-channels 3"]),
         ("colour", ["-dataset colour", "0: (20, 3, 8, 8) torch.float32, 1: (20,) torch.int64", "-channels 1"]),
-        ("colour -arch mlp -channels 3 -image_size 6", ["(20, 3, 8, 8)", "-image_size 6"]),
         ("floats -arch mlp -loss mse", ["(9, 5)", "-channels 1 -image_size 8 -num_classes 10"]),
     ],
 )
