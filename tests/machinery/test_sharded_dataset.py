@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
-from lib.utils.compat.samplers import InterruptableSampler, InterruptibleSampler
 from lib.utils.compat.sharded_dataset import DistributedShardedDataset, shard_places
 
 COUNT = 23  # training images; none of the numbers of ranks below divides it
@@ -102,21 +100,3 @@ def test_files_are_chosen_by_extension_or_by_a_function(data, tmp_path):
 def test_an_impossible_share_is_refused(data, rank, world_size, pct):
     with pytest.raises(ValueError, match=f"rank {rank} of {world_size}"):
         load(data, rank, world_size, pct)
-
-
-@pytest.mark.parametrize(("device_id", "workers"), [("cpu", 1), (None, 0)])
-def test_a_plain_loader_over_a_shard_stops_and_resumes(data, device_id, workers):
-    shard = load(data, 1, 2, 0.5, device_id=device_id)
-
-    def batches(sampler):
-        for samples, targets in DataLoader(shard, batch_size=4, sampler=sampler, num_workers=workers):
-            assert samples.shape[1:] == (3, 4, 6) and len(samples) == len(targets)
-            sampler.advance(len(samples))
-            yield numbers(samples)
-
-    first, second = InterruptibleSampler(shard, seed=3), InterruptableSampler(shard, seed=3)
-    seen = next(batches(first))
-    second.load_state_dict(first.state_dict())
-    for batch in batches(second):
-        seen += batch
-    assert len(seen) == 11 and sorted(seen) == sorted(numbers(shard.samples))
