@@ -10,7 +10,7 @@ from pathlib import Path
 import command_line
 import pytest
 import torch
-from command_line import parsed, plugin_folder, shared
+from command_line import parsed, shared
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -115,23 +115,6 @@ def test_an_invalid_interval_is_refused(error_of):
         assert error_of([f"-save_every={value}"]).startswith(wanted)
 
 
-def own_numbers():
-    """The numeric flags of the shipped plugins."""
-    for kind in ("arch", "dataset"):
-        for name in plugins.names(kind):
-            parser = config.new_parser()
-            count = len(parser._actions)
-            parser.add_plugin_flags(plugins.load_flags(kind, name), name)
-            yield from ((kind, name, own.dest) for own in parser._actions[count:] if own.type in (int, float))
-
-
-@pytest.mark.parametrize(("kind", "name", "flag"), list(own_numbers()))
-def test_an_invalid_number_is_refused_for_the_flags_of_plugins(kind, name, flag, error_of, tmp_path):
-    for value in ("", "1,5"):
-        line = error_of([f"-{kind}={name}", f"-{flag}={value}", "-data", str(tmp_path)])
-        assert line.startswith(f"argument -{flag}: invalid ") and repr(value) in line
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -178,17 +161,6 @@ def test_gpus_that_do_not_exist_are_refused_and_the_existing_ones_are_listed(err
     for value in ("", "GPU-1", "0,,1", "-1", "0 1"):
         assert error_of([f"-gpus={value}"]).startswith(f"argument -gpus: {value!r} is not a list of GPUs like 0,1,2")
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
-
-
-def test_slurm_is_refused_on_a_machine_without_sbatch(error_of, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert error_of("-slurm -slurm_ngpus 2").startswith("-slurm: there is no sbatch on this machine")
-
-
-def test_a_plugin_that_cannot_be_imported_is_refused_with_file_and_reason(error_of, monkeypatch, tmp_path):
-    plugin_folder(monkeypatch, tmp_path, "arch", "missing", "import no_such_package.part\n")
-    reason = "lib/arch/missing.py cannot be imported: No module named 'no_such_package'"
-    assert error_of("-arch missing").startswith(f"-arch missing: {reason}")
 
 
 # As a command of the shell
