@@ -24,10 +24,10 @@ NUMBERS = {name: action for name, action in shared().items() if action.metavar i
 NO_NUMBERS = ["", " 1", "1 2", "\u0661", *"nan inf -inf 1e400 1_0 x 1,5 0x10 -1 --1".split()]
 ZERO_FITS = """ignore_index workers val_workers seed lr_end lr_warmup weight_decay momentum clip_grad label_smoothing
     keep_every""".split()
-PLUGINS = "nope ../x /abs/olute lib/arch/mlp lib.arch.mlp mlp.py .. os __init__ MLP import -x".split()
-PLUGINS += ["mlp\n", "mlp\0", "ä", "x" * 300]
-RUNS = "../../x /absolute a/b a\\b .. .hidden é a:b ~ $HOME * -x \u202e".split()
-RUNS += ["", " ", "a b", "a\n", "a\0b", "x" * 101]
+NO_PLUGINS = "nope ../x /abs/olute lib/arch/mlp lib.arch.mlp mlp.py .. os __init__ MLP import -x".split()
+NO_PLUGINS += ["mlp\n", "mlp\0", "ä", "x" * 300]
+NO_RUNS = "../../x /absolute a/b a\\b .. .hidden é a:b ~ $HOME * -x \u202e".split()
+NO_RUNS += ["", " ", "a b", "a\n", "a\0b", "x" * 101]
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def error_of(tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["arch", "dataset", "trainer"])
 def test_an_unknown_plugin_is_refused_and_the_existing_ones_are_listed(kind, error_of):
-    for name in PLUGINS:
+    for name in NO_PLUGINS:
         before = set(sys.modules)
         line = error_of([f"-{kind}", name])
         assert line.startswith(f"-{kind} {name!r}: no such file in lib/{kind}; there are ")
@@ -68,7 +68,7 @@ def test_an_unknown_choice_is_refused_and_the_valid_ones_are_listed(flag, error_
 
 
 def test_a_run_name_with_invalid_characters_is_refused(error_of):
-    for name in RUNS:
+    for name in NO_RUNS:
         line = error_of([f"-model={name}"])
         assert line == f"argument -model: {name!r} is not a name of letters, digits, dots, dashes and underscores"
 
