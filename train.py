@@ -78,7 +78,7 @@ def run(args: config.Args) -> int:
         criterion = loss.get_loss(args).to(world.device)
         model = parallel.wrap(model, args, world, plan.engine, arch=arch)
 
-        stack.enter_context(startup.enable_garbage_collector())
+        startup.enable_garbage_collector()
         about = {**runtime.describe(world), "classes": plan.data["classes"], **skipped}
         folder.begin(config.to_yaml(args, about, resume.effective_flags(plan)), resume.start_facts(args, plan, past))
         console.setup_logging(folder.path, world.rank)

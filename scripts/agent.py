@@ -32,7 +32,7 @@ def main(launcher: str, *arguments: str) -> int:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # -h is not for the shell
             args = config.parse_args(list(arguments))
-        variables = environment.export(args.cache_dir, args.debug_dist)  # the agent reads some of them, too
+        variables = environment.export(args)  # the agent reads some of them, too
         own, more = elastic(args, head) if head else slurm(args)
     except UsageError as error:
         return local.report_usage_error(error)

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import os
 import random
 import shutil
 import signal
@@ -34,7 +35,7 @@ from torch.utils.data import Dataset
 
 from lib import config
 from lib.config import plugins as plugin_files
-from lib.launch import environment, local
+from lib.launch import local
 from lib.utils import preemption
 from lib.utils.errors import FINISHED
 from scripts import check_resume, ledger
@@ -226,9 +227,9 @@ def short_waits() -> Iterator[None]:
     preemption.ASK_EVERY_S, local.SHUTDOWN_S = 0.01, 0.3
     torch.set_num_threads(1)
     gc.freeze()  # otherwise the collector of every child would touch, and so copy, all that it inherits
+    os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        with environment.override({"OMP_NUM_THREADS": "1"}):
-            yield
+        yield
     finally:
         gc.unfreeze()
         preemption.ASK_EVERY_S, local.SHUTDOWN_S = before

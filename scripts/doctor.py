@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         args = config.parse_args(arguments)
+        environment.choose_gpus(args)
     except UsageError as error:
         return local.report_usage_error(error)
     bad = 0
@@ -88,13 +89,10 @@ def numbers(version: str) -> list[int]:
 
 
 def reduction(args) -> Findings:
-    """Add up a tensor on two processes, started like those of a run, before anything here touches a device."""
-    numbers = ",".join(str(number) for number in range(torch.cuda.device_count()))
-    gpus = [] if args.cpu or not numbers else (args.gpus or numbers).split(",")[:2]
-    flags = ["-gpus", "0,1"] if len(gpus) > 1 else ["-cpu", "2"]
-    with environment.override(environment.visible_devices(",".join(gpus))):
-        code = local.start_processes(config.parse_args(flags), "scripts.doctor:add_up", 2)
-    where = "two GPUs by NCCL" if flags[0] == "-gpus" else "two processes on the CPU by gloo"
+    """Add up a tensor on two processes, started like those of a run."""
+    on_gpus = not args.cpu and torch.accelerator.device_count() > 1
+    code = local.start_processes(config.parse_args([] if on_gpus else ["-cpu", "2"]), "scripts.doctor:add_up", 2)
+    where = "two GPUs by NCCL" if on_gpus else "two processes on the CPU by gloo"
     yield (
         (BAD, f"an all-reduce over {where} failed: see above; NCCL_DEBUG=INFO shows more")
         if code
@@ -125,9 +123,9 @@ def devices(args) -> Findings:
             NOTE,
             f"torch is built for CUDA {torch.version.cuda} and sees no GPU: look at nvidia-smi, or train on the CPU",
         )
-    if not args.slurm:
-        environment.visible_devices(args.gpus)  # UsageError if one of them is missing
     processes = args.cpu or 1 if args.slurm else local.count_processes(args)
+    if not args.slurm:
+        distributed.pick_device(args, processes - 1)  # UsageError if a GPU is missing
     yield OK, f"{processes} process{'es' * (processes > 1)} here, {os.cpu_count()} CPU cores"
     have = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     needed = ["gloo", *(["nccl"] if count > 1 and not args.cpu else [])]

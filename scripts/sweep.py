@@ -324,7 +324,7 @@ class Runner:
         # On Linux trials are forked from a process that has imported torch once.
         self.context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
         self.context.set_forkserver_preload(["train", "lib.trainer.trainer", "torch._dynamo"])
-        environment.export(plan.args.cache_dir, plan.args.debug_dist)  # torch reads these when it is imported
+        environment.export(plan.args)  # torch reads these when it is imported
         self.sweep_ended, self.alive = self.context.Pipe(duplex=False)  # closed by the end of this process
 
     def run(self, trials: Iterator[Trial]):

@@ -1,5 +1,6 @@
 """Shared by all tests: one thread, so that runs can be forked from this process, and a clean environment."""
 
+import gc
 import logging
 import os
 import shutil
@@ -30,9 +31,12 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def reset_logging():
-    """Close the log files of runs: a run leaves them open, and would log the messages of later tests too."""
+def reset():
+    """Undo what a run leaves, as its process ends: open log files, hidden GPUs, objects that are not collected."""
     yield
+    gc.unfreeze()
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        os.environ.pop(name, None)
     console.setup_logging(None, rank=1)  # no file, no terminal
     logging.captureWarnings(False)
     logging.getLogger("lib").setLevel(logging.WARNING)

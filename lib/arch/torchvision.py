@@ -18,9 +18,8 @@ def get_model(args, weights=None) -> nn.Module:
     """(B, 3, H, W) to (B, num_classes). Raises UsageError for a name, channels or an image size that do not fit."""
     name, size, names = args.torchvision_name, args.image_size, models.list_models(module=models)
     if name not in names:
-        raise UsageError(
-            f"-torchvision_name {name}: torchvision has no such classifier{suggest(name, names, most=5)}"
-        )
+        hint = suggest(name, names, most=5)
+        raise UsageError(f"-torchvision_name {name}: torchvision has no such classifier{hint}")
     if args.channels != 3:
         raise UsageError(f"-channels {args.channels}: torchvision's models take 3; -arch resnet takes others")
     options = {"weights": weights, "progress": False} if weights else {"num_classes": args.num_classes}

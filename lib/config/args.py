@@ -58,8 +58,7 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
 def check_combinations(args: Args, given: set[str]) -> None:
     """Raise UsageError for flags that are right alone and wrong together. `given`: those of command line and -cfg."""
     for one, other in (*EITHER_OR, ("fp16", "bf16")):
-        is_given = one in given or one != "batch_size"  # which has a default
-        if is_given and getattr(args, one) and getattr(args, other):
+        if {one, other} <= given and getattr(args, one) and getattr(args, other):
             raise UsageError(f"-{one} and -{other} exclude each other: give one of them")
     if args.lr_end > args.lr_start:
         raise UsageError(f"-lr_end {args.lr_end} is above -lr_start {args.lr_start}: the learning rate falls")

@@ -15,7 +15,6 @@ from torch.nn import functional
 from lib.utils.checkpoint.state import unwrap
 from lib.utils.data.tensors import named_tensors
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import metrics
 
 TARGETS = ("labels", "targets", "label", "target")  # names of them, in a batch and as a parameter of a forward
 
@@ -25,7 +24,6 @@ class ForwardResult:
     """What a forward pass gives: the mean loss of the batch, and what metrics are computed from."""
 
     loss: Tensor
-    inputs: Any
     targets: Any
     outputs: Tensor | None
 
@@ -51,13 +49,13 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
         # targets, a model may shift them against the outputs, as for the next token.
         are_answers = got_targets and isinstance(targets, Tensor) and targets.ndim == 1
         exact = loss if loss.dtype == torch.float64 else loss.float()  # bfloat16 has no room for sums over samples
-        return ForwardResult(exact, inputs, targets, outputs if are_answers else None)
+        return ForwardResult(exact, targets, outputs if are_answers else None)
     if outputs is None or targets is None:
         raise _wrong_batch(batch, f", and the model returns a {type(answer).__name__} without a loss")
     if isinstance(criterion, REGRESSION) and outputs.shape != targets.shape:  # torch would stretch one of them
         shapes = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
         raise UsageError(f"{shapes}: this -loss needs the same shape, as (samples, 1) for -num_classes 1")
-    return ForwardResult(criterion(outputs, targets), inputs, targets, outputs)
+    return ForwardResult(criterion(outputs, targets), targets, outputs)
 
 
 def _call(model: nn.Module, batch: Any, inputs: Any, targets: Any) -> tuple[Any, bool]:
@@ -212,25 +210,17 @@ BY_NAME = {"cross_entropy": CrossEntropy, "mse": nn.MSELoss, "l1": nn.L1Loss, "h
 REGRESSION = (nn.MSELoss, nn.L1Loss, nn.HuberLoss)
 
 
-def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = False) -> dict[str, Tensor]:
+def metric_sums(criterion: Callable, outputs: Any, targets: Any) -> dict[str, Tensor]:
     """Return what a batch adds to each metric but the loss: sums over its targets, so that shares of any size add up.
 
     Ignored targets add nothing. One class a sample: accuracy, and top5 of more than 10 classes. A class at each place
-    (tokens): bits_per_token, the code length in bits, without label smoothing. Numbers: mae, and for one
-    number a sample what r2 needs, unless only `means` are wanted.
+    (tokens): bits_per_token, the code length in bits, without label smoothing. Numbers: mae.
     """
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
         return {}
     outputs = outputs.detach()
     if isinstance(criterion, REGRESSION) and outputs.shape == targets.shape:
-        exact = torch.float32 if outputs.device.type == "mps" else torch.float64
-        outputs, targets = outputs.to(exact), targets.to(exact)
-        error = outputs - targets
-        sums = {"mae": error.abs().mean() * len(targets)}
-        if targets.numel() == len(targets) and not means:
-            terms = {"_error": error.square(), "_targets": targets, "_squares": targets.square()}
-            sums |= {name: one.sum() for name, one in terms.items()}
-        return sums
+        return {"mae": (outputs.float() - targets.float()).abs().mean() * len(targets)}
     if not isinstance(criterion, CrossEntropy) or targets.is_floating_point() or not _classes_last(outputs, targets):
         return {}
     targets = targets.long()
@@ -244,12 +234,3 @@ def metric_sums(criterion: Callable, outputs: Any, targets: Any, means: bool = F
         return sums
     nats = CrossEntropy(ignore_index=criterion.ignore_index)(outputs.float(), targets)
     return {"bits_per_token": nats * counted.sum() / math.log(2)}
-
-
-def compute_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of an evaluation from its sums over all samples: their means, and r2 from those with a _."""
-    found = {name: metrics.mean(sums, name) for name in sums if name[0] != "_" and name != "samples"}
-    if "_error" in sums:
-        spread = sums["_squares"] - sums["_targets"] ** 2 / sums["samples"]
-        found["r2"] = 1 - sums["_error"] / spread if spread else math.nan
-    return found

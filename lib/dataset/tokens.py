@@ -60,10 +60,8 @@ def get_dataset(args) -> dict[str, Dataset]:
         parts = dict(zip(("train", "val", "test"), np.split(text, [len(text) - 2 * count, len(text) - count])))
     for split, part in parts.items():
         if len(part) <= args.tokens_length:
-            wanted = f"a sample of -tokens_length {args.tokens_length} and the token behind it"
-            raise UsageError(
-                f"-dataset tokens: its {split} split is empty: {len(part)} tokens are less than {wanted}"
-            )
+            least = f"a sample of -tokens_length {args.tokens_length} and the token behind it"
+            raise UsageError(f"-dataset tokens: its {split} split is empty: {len(part)} tokens are less than {least}")
     train = Windows(parts.pop("train"), args, args.tokens_samples, args.seed if args.shuffle else None)
     few = -(-args.tokens_samples // 16)
     return {"train": train, **{split: Windows(part, args, few) for split, part in parts.items()}}

@@ -11,7 +11,7 @@ from lib.config import BUILDERS, Args, plugins
 from lib.launch import environment, local
 from lib.utils import signals
 from lib.utils.errors import FINISHED, STOPPED
-from lib.utils.monitoring import tensorboard_server, trackers
+from lib.utils.monitoring import tensorboard_server
 
 
 def prepare(args: Args) -> None:
@@ -19,13 +19,13 @@ def prepare(args: Args) -> None:
     environment.check_variables()
     if sys.stderr.isatty() and not is_launched():
         print(f"starting:    {args.model} (-dataset {args.dataset} -arch {args.arch})", file=sys.stderr, flush=True)
-    environment.export(args.cache_dir, args.debug_dist)
+    environment.export(args)
+    environment.choose_gpus(args)  # before a plugin asks for CUDA
     import torch
 
     torch.set_num_threads(1)  # or what plugins compute leaves threads, which forked processes would wait for
-    with environment.override(environment.visible_devices(None, args.cpu)):  # a plugin may ask for CUDA
-        for kind in BUILDERS:
-            plugins.load(kind, getattr(args, kind))
+    for kind in BUILDERS:
+        plugins.load(kind, getattr(args, kind))
 
 
 def launch(args: Args, target: str) -> int:
@@ -36,16 +36,12 @@ def launch(args: Args, target: str) -> int:
     from lib.launch import slurm, slurm_task  # `python -m lib.launch.slurm_task` imports this file first
 
     tensorboard_server.check_password(args.ngrok)
-    trackers.check_installed(args.track)
-    if is_launched() and os.environ["WORLD_SIZE"] != "1":
-        environment.check_variables(environment.RENDEZVOUS)
     if is_launched() and "TORCHELASTIC_RUN_ID" not in os.environ:  # neither torchrun nor one of ours
-        place = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-        hint = f"{f'-cpu {args.cpu} is not used; ' if args.cpu else ''}unset RANK if no launcher set it"
-        print(f"train.py: RANK and WORLD_SIZE make this {place}: {hint}", file=sys.stderr, flush=True)
+        place = "RANK and WORLD_SIZE make this rank {RANK} of {WORLD_SIZE}".format(**os.environ)
+        hint = "no -cpu or -gpus starts others; unset RANK if no launcher set it"
+        print(f"train.py: {place}: {hint}", file=sys.stderr, flush=True)
     if is_launched() or slurm_task.is_task():
-        with environment.override(environment.visible_devices(args.gpus, args.cpu)):
-            code = local.call_target(target, args) if is_launched() else slurm_task.run_task(args, target)
+        code = local.call_target(target, args) if is_launched() else slurm_task.run_task(args, target)
         # torchrun restarts whatever does not exit with 0; outcome.json says whether the run is stopped or finished.
         return FINISHED if code == STOPPED and "TORCHELASTIC_MAX_RESTARTS" in os.environ else code
     if args.slurm or args.slurm_dry:

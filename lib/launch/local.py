@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import os
-import resource
 import signal
 import socket
 import sys
@@ -29,44 +28,35 @@ SHUTDOWN_S = 2.0  # for the other ranks to end after the first failure; a rank t
 
 def start(args: Args, target: str) -> int:
     """Run the processes of this machine. Returns the exit code."""
+    os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no torchrun agent started this process
     count = 1 if args.debug else count_processes(args)
-    with environment.override(environment.visible_devices(args.gpus, args.cpu)):
-        os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no torchrun agent started this process
-        too_late = args.gpus and not fork_is_safe()  # to choose GPUs in this process
-        if count > 1 or too_late:
-            return start_processes(args, target, count)
-        place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-        os.environ.update(environment.rank_variables(place, run_id=uuid.uuid4().hex))
+    if count > 1:
+        return start_processes(args, target, count)
+    before = dict(os.environ)  # another run may start in this process
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    os.environ.update(environment.rank_variables(place, run_id=uuid.uuid4().hex))
+    try:
         return call_target(target, args)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def count_processes(args: Args) -> int:
-    """Return how many processes this machine runs. Touches no device, so that a fork stays safe."""
+    """Return how many processes this machine runs."""
     import torch
 
     if args.gpus:
         return len(args.gpus.split(","))
-    if args.cpu:
-        return args.cpu
-    # The driver's library counts NVIDIA's and AMD's; torch.accelerator would initialize them.
-    return torch.cuda.device_count() or max(1, torch.accelerator.device_count())
+    return args.cpu or max(1, torch.accelerator.device_count())
 
 
 def fork_is_safe() -> bool:
-    """Whether children may be forked: on Linux, while this process has not initialized CUDA.
-
-    Counting GPUs does not, if the driver's library (NVML, AMD's amdsmi) answers. Only a forked process can tell.
-    """
+    """Whether children may be forked: on Linux, without GPUs, and without a pool of threads of a plugin's."""
     import torch
 
-    if sys.platform != "linux":
-        return False
-    if not torch.cuda.device_count():
-        return not torch.accelerator.is_available()
-    child = os.fork()
-    if not child:
-        os._exit(torch.cuda._is_in_bad_fork())
-    return os.waitpid(child, 0)[1] == 0
+    others = {thread.name for thread in threading.enumerate()} - {"MainThread", "checkpoint_0"}
+    return sys.platform == "linux" and not torch.accelerator.is_available() and not others
 
 
 def start_processes(args: Args, target: str, count: int) -> int:
@@ -76,53 +66,35 @@ def start_processes(args: Args, target: str, count: int) -> int:
     Where it is safe they are forked, with torch imported already; else each imports it again.
     """
     import torch.multiprocessing
+    from torch.distributed import TCPStore
 
     method = "fork" if fork_is_safe() else "spawn"
-    others = [thread.name for thread in threading.enumerate() if thread.name not in ("MainThread", "checkpoint_0")]
-    if method == "fork" and others:  # a pool of a plugin's
-        method = "spawn"
-        text = f"threads run already ({', '.join(others[:4])}), which a fork would lose: each process imports anew"
-        print(f"train.py: {text}", file=sys.stderr, flush=True)
     if method == "fork":
         importlib.import_module("torch._dynamo")  # takes a second, here once for all
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)  # no other machine can reach it
-    os.register_at_fork(after_in_child=listener.close)  # else it would still accept connections after our end
+    server = socket.create_server(("127.0.0.1", 0), backlog=1024)  # no other machine can reach it
+    os.register_at_fork(after_in_child=server.close)  # else it would still accept connections after our end
     print_lock = torch.multiprocessing.get_context(method).Lock()
-    arguments = (count, listener.getsockname(), uuid.uuid4().hex, target, args, print_lock)
+    host, port = server.getsockname()
+    sizes = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    variables = environment.rank_variables(sizes, uuid.uuid4().hex, (host, port))
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}  # this process has it
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there are children to forward them to
-    with startup.enable_garbage_collector():
-        started: Any = torch.multiprocessing.start_processes(
-            run_child, arguments, count, join=False, start_method=method
-        )
-        with forward_signals(started.processes) as forwarded:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            store = open_store(listener, count)
-            code = watch(started.processes, forwarded, print_lock)
-            del store  # the children need it until here
+    arguments = (variables, target, args, print_lock)
+    startup.enable_garbage_collector()
+    started: Any = torch.multiprocessing.start_processes(run_child, arguments, count, join=False, start_method=method)
+    with forward_signals(started.processes) as forwarded:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        store = TCPStore(host, port, count, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+        code = watch(started.processes, forwarded, print_lock)
+        del store  # the children need it until here
     return code
 
 
-def open_store(listener: socket.socket, size: int) -> object:
-    """Return the rendezvous store of `size` processes, on a socket that listens already. Keep it while it is used.
-
-    It has up to two connections from each process, so this one may have as many files open as the machine allows.
-    """
-    from torch.distributed import TCPStore
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2 * size + 512, hard)), hard))
-    host, port = listener.getsockname()[:2]
-    return TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def run_child(
-    rank: int, count: int, store: tuple[str, int], run_id: str, target: str, args: Args, print_lock: Lock
-) -> None:
+def run_child(rank: int, variables: dict[str, str], target: str, args: Args, print_lock: Lock) -> None:
     """Run in a child, which ends with its parent. It prints why it failed, unless another one does."""
     signals.set_handlers(signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    os.environ.update(environment.rank_variables(place, run_id, store))
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
     try:
         code, failure = call_target(target, args), None
     except Exception as error:
@@ -147,7 +119,7 @@ def call_target(target: str, args: Args) -> int:
 
     torch.set_num_threads(1)  # until the run sets them: what `get_dataset` computes has the same bits everywhere
     module, _, function = target.partition(":")
-    with environment.override({**environment.for_run(args), **os.environ}), no_exit():
+    with no_exit():
         return getattr(importlib.import_module(module), function)(args)
 
 
@@ -168,26 +140,20 @@ def watch(children: list[BaseProcess], forwarded: list[int], print_lock: Lock) -
     until = time.monotonic() + SHUTDOWN_S
     for child in children:  # they may end by themselves
         child.join(max(0.0, until - time.monotonic()))
-    code, message = explain(rank, codes[rank] or FAILED, forwarded)
+    code = codes[rank] or FAILED
+    how = f"failed with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    message = f"rank {rank} {how}; the others are ended"
+    if -code in forwarded:
+        code, message = STOPPED, signals.OUTSIDE.format(signal.Signals(-code).name)
     if code != USAGE:  # the child has printed what is wrong
         print(f"train.py: {message}", file=sys.stderr, flush=True)
-    return code
+    return code if code > 0 else FAILED
 
 
 def failed_rank(codes: list[int | None]) -> int | None:
     """Return the rank whose failure explains the others, None if there is none."""
     failed = [rank for rank, code in enumerate(codes) if code not in (None, FINISHED, STOPPED)]
     return min(failed, key=lambda rank: codes[rank] == -signal.SIGABRT, default=None)  # so ends one that lost a peer
-
-
-def explain(rank: int, code: int, forwarded: list[int]) -> tuple[int, str]:
-    """Return the run's exit code and what the terminal shows, from how a rank ended."""
-    if code > 0:
-        return code, f"rank {rank} failed with exit code {code}; the others are ended"
-    name = signal.Signals(-code).name
-    if -code in forwarded:
-        return STOPPED, signals.OUTSIDE.format(name)
-    return FAILED, f"rank {rank} was killed by {name}; the others are ended"
 
 
 @contextlib.contextmanager

@@ -61,8 +61,7 @@ def submit(args: Args, target: str) -> int:
 def sbatch(script: str, *options: str) -> subprocess.CompletedProcess:
     """Give the script to sbatch. Raises UsageError with sbatch's own message if it refuses."""
     prefixes = (*NOT_INHERITED, "SBATCH_") if "SLURM_JOB_ID" in os.environ else NOT_INHERITED
-    inherited = [name for name in os.environ if name == "SLURM_CONF" or not name.startswith(prefixes)]
-    env = {name: os.environ[name] for name in inherited}
+    env = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or not name.startswith(prefixes)}
     answer = subprocess.run(["sbatch", *options], input=script, env=env, capture_output=True, text=True)
     if answer.returncode:
         raise UsageError(f"-slurm: sbatch refused the job: {' '.join(answer.stderr.split())}")
@@ -87,15 +86,11 @@ def batch_script(args: Args, folder: Path, code: Path) -> str:
         "signal": f"USR2@{args.slurm_signal_s}",
     }
     given = [f"{name}={value}" for name, value in options.items() if value is not None] + ["requeue", *args.slurm_arg]
-    asked = [
-        f"#SBATCH --{name}{equals}{value and shlex.quote(value)}"
-        for name, equals, value in (one.partition("=") for one in given)
-    ]
     python = f"{shlex.quote(sys.executable)} -u -m lib.launch.slurm_task"
     logs = shlex.quote(f"{folder}/%j_%t_log.out")
     lines = [
         "#!/bin/bash",
-        *asked,
+        *(f"#SBATCH {shlex.quote(f'--{option}')}" for option in given),
         "trap : TERM  # this shell must outlive the signal that stops its tasks",
         f"export PYTHONPATH={shlex.quote(f'{code}:{ROOT}')}${{PYTHONPATH:+:$PYTHONPATH}}",
         # srun does not inherit --cpus-per-task since Slurm 22.05.

@@ -6,7 +6,6 @@ It starts without torch, so that signals are handled from the first moment.
 import os
 import pickle
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from lib.utils.errors import FINISHED, STOP_SIGNALS, STOPPED, UsageError
 from lib.utils.monitoring import startup
 
 PICKLE = "submitted.pkl"  # in the folder of the job's code: args, target and working folder of each start
-PORTS = range(10_000, 30_000)  # below those that the system hands out
 
 
 def main(command: str, *arguments: str) -> int:
@@ -77,45 +75,33 @@ def run_task(args: Args, target: str) -> int:
     Only rank 0 exits with 75 for a stopped run: srun kills the other tasks when one does.
     """
     environ = os.environ
-    environment.check_variables(environment.TASK)
-    rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
-    place = {"RANK": rank, "LOCAL_RANK": int(environ["SLURM_LOCALID"]), "WORLD_SIZE": size}
-    place["LOCAL_WORLD_SIZE"] = len(environ["SLURM_GTIDS"].split(","))
-    environment.export(args.cache_dir, args.debug_dist)
-    host, port = rendezvous_address()
+    place = {"RANK": int(environ["SLURM_PROCID"]), "WORLD_SIZE": int(environ["SLURM_STEP_NUM_TASKS"])}
+    place |= {"LOCAL_RANK": int(environ["SLURM_LOCALID"]), "LOCAL_WORLD_SIZE": len(environ["SLURM_GTIDS"].split(","))}
+    environment.export(args)
     run_id = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
-    environ.update(environment.rank_variables(place, run_id, (host, port)))
-    store = None
-    if rank == 0:  # the others need it until the end
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        store = local.open_store(socket.create_server((host, port), family=family, backlog=1024), size)
+    environ.update(environment.rank_variables(place, run_id, rendezvous_address()))
     code = local.call_target(target, args)
-    del store
-    return FINISHED if code == STOPPED and rank else code
+    return FINISHED if code == STOPPED and place["RANK"] else code
 
 
 def is_task() -> bool:
-    """Whether srun started this process as one of several; in the shell of `srun --pty`, python did not."""
-    typed = os.isatty(0) and os.environ.get("SLURM_TASK_PID") != str(os.getpid())
-    return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and not typed
+    """Whether srun started this process as one of several."""
+    return "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
 
 
 def rendezvous_address() -> tuple[str, int]:
-    """Return address and port of the rendezvous store: rank 0's in the network of the job's nodes, and no other.
+    """Return host and port of the rendezvous store, which torch opens in rank 0.
 
     The port follows from the ids of the job, the step and the start, so that jobs on one node have different ones.
     """
     from submitit.slurm.slurm import SlurmJobEnvironment
 
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
-    port = PORTS[(job + 97 * step + 997 * requeue.restart_count()) % len(PORTS)]
-    with environment.override({"SLURM_JOB_NODELIST": os.environ["SLURM_STEP_NODELIST"]}):  # the job may have more
-        names = [environment.infiniband_name(name) for name in SlurmJobEnvironment().hostnames]
-    if len(names) == 1:
-        return "127.0.0.1", port
-    if os.environ["SLURM_NODEID"] == "0":  # its own name may mean an address that others cannot reach
-        return environment.local_address(names[1]), port
-    return str(socket.getaddrinfo(names[0], port)[0][4][0]), port
+    start = job + 97 * step + 997 * requeue.restart_count()
+    port = 10_000 + start % 20_000  # below those that the system hands out
+    os.environ["SLURM_JOB_NODELIST"] = os.environ["SLURM_STEP_NODELIST"]  # Submitit's; the job may have more
+    names = SlurmJobEnvironment().hostnames
+    return environment.infiniband_name(names[0]) if len(names) > 1 else "127.0.0.1", port
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from lib.utils.checkpoint.state import State, find_parts, model_tensors
 from lib.utils.data.loader import Loader
 from lib.utils.data.options import class_names
 from lib.utils.data.plan import MicroBatch
-from lib.utils.data.tensors import add_shapes_to_errors
 from lib.utils.errors import UsageError
 from lib.utils.monitoring import images, metrics, throughput
 from lib.utils.monitoring.logger import Logger
@@ -86,13 +85,13 @@ class Trainer:
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
         done = losses.forward(self.model, batch, self.loss)
         if self.args.train_metrics:
-            self.metrics.update(losses.metric_sums(self.loss, done.outputs, done.targets, means=True))
+            self.metrics.update(losses.metric_sums(self.loss, done.outputs, done.targets))
         return done.loss
 
     def evaluation_step(self, model: nn.Module, batch: Any, count: Any) -> dict[str, Tensor]:
         """Return what a batch of `count` targets (see count_targets) adds to each metric: sums, 0-d tensors."""
         done = losses.forward(model, batch, self.loss)
-        self.predictions.add(done.inputs, done.targets, done.outputs, count)
+        self.predictions.add(done.targets, done.outputs, count)
         return {"loss": done.loss * count, **losses.metric_sums(self.loss, done.outputs, done.targets)}
 
     def count_targets(self, batch: Any, samples: int) -> Tensor | int:
@@ -190,7 +189,7 @@ class Trainer:
         self.divide_gradients(total, micro_batch)
         for parameter, gradient in kept:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        # From here to the next pass all ranks draw the same.
+        # From here on what is drawn is the same on every rank.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         norm = self.optimizer_step()
         self.pending_norms.append(norm)
@@ -201,7 +200,7 @@ class Trainer:
     def compute_loss(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
         self.in_pass, self.metrics.counts = True, micro_batch.count > 0
-        with self.precision, add_shapes_to_errors(batch, self.args):
+        with self.precision:
             loss = self.training_step(batch)
         self.in_pass, self.metrics.counts = False, True
         if not isinstance(loss, Tensor) or loss.ndim:
@@ -351,16 +350,18 @@ class Trainer:
             for micro_batch, batch in self.loaders[split].epoch(0):
                 seeding.seed(seeding.EVALUATION, self.args.seed, micro_batch.number, device=self.world.device)
                 count = self.count_targets(batch, micro_batch.count)
-                with self.precision, add_shapes_to_errors(batch, self.args):
+                with self.precision:
                     sums = self.evaluation_step(self.model, batch, count)
                 if micro_batch.count:
                     totals.update({**sums, "samples": count})
                 if self.votes and self.stop.tick(training=False):
                     return None
-        # As if there had been no evaluation.
+        # What is drawn from here on is as if there had been no evaluation.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         losses.check_probabilities(self.loss)
-        return {**losses.compute_metrics(totals.reduce()), **self.predictions.figures()}
+        sums = totals.reduce()
+        figures = {name: metrics.mean(sums, name) for name in sums if name != "samples"}
+        return {**figures, **self.predictions.figures()}
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

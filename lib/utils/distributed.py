@@ -17,7 +17,7 @@ from lib.utils.errors import PARENT, UsageError
 CPU = torch.device("cpu")
 FAILURES = (UsageError, OSError, RuntimeError, ValueError)  # that `attempt` shares
 LEAST_MINUTES = 30.0  # that a collective waits: at the start data is fetched, a model compiled, a checkpoint read
-_left_groups = []  # process groups that this process left
+_left_groups = []  # process groups that this process left: `join`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,9 @@ def join(args: Namespace) -> Iterator[World]:
         dist.init_process_group(backend, timeout=timeout)
     yield check_same_flags(args, world)
     if world.size > 1:  # a rank that fails does not come here: it waits for nobody
-        _leave()
+        # Gloo's C++ parts end with the process. Destroying them keeps Python's lock, which their threads may need.
+        _left_groups.extend(dist.distributed_c10d._world.pg_map)
+        dist.destroy_process_group()
 
 
 def place() -> World:
@@ -101,15 +103,16 @@ def pick_device(args: Namespace, local_rank: int) -> torch.device:
     if args.cpu:
         return CPU
     accelerator = torch.accelerator.current_accelerator()
+    chosen = f"-gpus {args.gpus}: " if args.gpus else ""
     if not torch.accelerator.is_available() or accelerator is None:
-        if args.gpus or torch.cuda.device_count() or int(os.environ.get("SLURM_GPUS_ON_NODE") or 0):
-            place = f"torch {torch.__version__} cannot use the GPUs of {socket.gethostname()}"
+        if chosen or torch.cuda.device_count() or int(os.environ.get("SLURM_GPUS_ON_NODE") or 0):
+            place = f"{chosen}torch {torch.__version__} cannot use the GPUs of {socket.gethostname()}"
             raise UsageError(f"{place}: see nvidia-smi or rocm-smi; -cpu N trains on the CPU")
         return CPU
     count = torch.accelerator.device_count()
-    if has_agent() and local_rank >= count:  # all its processes see the same ones; a task of Slurm sees its own
+    if (chosen or has_agent()) and local_rank >= count:  # where all see the same ones; a task of Slurm sees its own
         wanted = "start fewer processes, or -cpu N"
-        raise UsageError(f"local rank {local_rank} has no device: {count} are visible; {wanted}")
+        raise UsageError(f"{chosen}local rank {local_rank} has no device: {count} are visible; {wanted}")
     return torch.device(accelerator.type, local_rank % count)
 
 
@@ -121,22 +124,12 @@ def check_same_flags(args: Namespace, world: World) -> World:
     """
     flags = {name: str(value) for name, value in sorted(vars(args).items()) if name not in args.flag_rules.per_node}
     launches, every_flags = zip(*gather((launch_id(), flags), world), strict=True)
-    first = every_flags[0]
     for rank, theirs in enumerate(every_flags):
-        for name in {**first, **theirs}:
-            if first.get(name) != theirs.get(name):
-                values = f"-{name} is {theirs.get(name)} on rank {rank} and {first.get(name)} on rank 0"
+        for name, value in every_flags[0].items():
+            if theirs.get(name) != value:
+                values = f"-{name} is {theirs.get(name)} on rank {rank} and {value} on rank 0"
                 raise UsageError(f"{values}: give all processes the same")
     return dataclasses.replace(world, launch=min(launches))
-
-
-def _leave() -> None:
-    """Leave all process groups, but keep their C++ parts until this process ends.
-
-    Destroying gloo's keeps Python's lock, and may wait forever for one of its threads that needs it (torch 2.11).
-    """
-    _left_groups.extend(dist.distributed_c10d._world.pg_map)
-    dist.destroy_process_group()
 
 
 def launch_id() -> str:

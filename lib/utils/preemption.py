@@ -118,23 +118,20 @@ class Stop:
     def handle_signals(self) -> Iterator[None]:
         """Let signals request a stop in the block; afterwards they do again what they did before."""
         ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        before_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        thread = threading.Thread(target=self._listen, args=(ours,), name="stop", daemon=True)
-        try:
-            with signals.use_handler(lambda *_: None):  # the pipe has the number already
-                thread.start()
-                os.register_at_fork(after_in_child=functools.partial(_forget_signals, theirs))
-                # A task of a Slurm job blocks them until now.
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        with ours, theirs, signals.use_handler(lambda *_: None):  # the pipe has the number already
+            theirs.setblocking(False)
+            before_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+            thread = threading.Thread(target=self._listen, args=(ours,), name="stop", daemon=True)
+            thread.start()
+            os.register_at_fork(after_in_child=functools.partial(_forget_signals, theirs))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a task of a Slurm job blocks them until now
+            try:
                 yield
-        finally:
-            signal.set_wakeup_fd(before_fd)
-            theirs.shutdown(socket.SHUT_WR)  # the thread reads the end, though loader processes have it open too
-            thread.join()
-            faulthandler.cancel_dump_traceback_later()
-            theirs.close()
-            ours.close()
+            finally:
+                signal.set_wakeup_fd(before_fd)
+                theirs.shutdown(socket.SHUT_WR)  # the thread reads the end, though loader processes have it open too
+                thread.join()
+                faulthandler.cancel_dump_traceback_later()
 
     def _listen(self, pipe: socket.socket) -> None:
         while numbers := pipe.recv(64):

@@ -15,9 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from lib.utils import distributed, files
+from lib.utils import distributed
 from lib.utils.errors import FAILED
 
 log = logging.getLogger(__name__)
@@ -80,17 +79,13 @@ class Watchdog:
         text = f"nothing moved for {seconds:.0f} s (-hang_minutes {self.minutes:g}) {where}: {who}: "
         text += self.activity + self.hint()
         text += "; the stacks of its threads follow in its log" if stacks else ""
-        logs = [getattr(one, "baseFilename", "") for one in logging.getLogger().handlers if one.name == "lib.file"]
-        if logs:
+        streams = [getattr(one, "stream", 2) for one in logging.getLogger().handlers if one.name == "lib.file"]
+        if streams:
             log.log(logging.ERROR if stacks else logging.WARNING, text)
         else:
             os.write(2, f"train.py: {text}\n".encode())
         if stacks:
-            with (
-                contextlib.suppress(OSError),
-                files.open_regular(Path(logs[0]), "ab") if logs else contextlib.nullcontext(2) as file,
-            ):
-                faulthandler.dump_traceback(file)
+            faulthandler.dump_traceback(streams[0] if streams else 2)
 
 
 _watchdog = Watchdog(math.inf)  # of this process

@@ -11,20 +11,8 @@ from pathlib import Path
 
 import safetensors.torch
 
-WATCHED = (
-    "open",
-    "close",
-    "pwrite",
-    "sendfile",
-    "ftruncate",
-    "truncate",
-    "rename",
-    "symlink",
-    "link",
-    "mkdir",
-    "rmdir",
-)
-WATCHED += ("write", "fsync", "unlink")
+WATCHED = tuple("open close write pwrite sendfile ftruncate truncate fsync".split())
+WATCHED += tuple("rename symlink link mkdir rmdir unlink".split())
 TWINS = {"replace": "rename", "remove": "unlink", "fdatasync": "fsync"}
 REAL = {name: getattr(os, name) for name in WATCHED}
 REAL_OPEN = io.open
@@ -48,11 +36,8 @@ class Calls:
 
     def __init__(self, folder, failure):
         self.folder, self.failure, self.failed = Path(folder).resolve(), failure, False
-        self.trace, self.files, self.lock = (
-            [],
-            {},
-            threading.RLock(),
-        )  # files: descriptor -> (number of the open, path)
+        self.trace, self.lock = [], threading.RLock()
+        self.files = {}  # descriptor -> (number of the open, path)
 
     def install(self):
         for name in (*WATCHED, *TWINS):

@@ -9,29 +9,11 @@ import torch
 
 HERE = Path(__file__).parent / "card"
 TORCH = Path(torch.__file__).parent / "lib"
-CALLERS = (
-    "libc10_cuda.so",
-    "libtorch_cuda.so",
-    "libtorch_python.so",
-    "libtorch_cuda_linalg.so",
-    "libtorch_nvshmem.so",
-)
+CALLERS = [f"lib{name}.so" for name in "c10_cuda torch_cuda torch_python torch_cuda_linalg torch_nvshmem".split()]
 PREFIXES = ("cuda", "__cuda", "cublas", "nccl")
-HOST = [
-    f"#define __{attribute}__"
-    for attribute in (
-        "host",
-        "device",
-        "device_builtin",
-        "device_builtin_texture_type",
-        "device_builtin_surface_type",
-        "cudart_builtin",
-    )
-] + [
-    "#define CUDARTAPI",
-    "#define CUDARTAPI_CDECL",
-    *(f"#define __{attribute}__(n) __attribute__((aligned(n)))" for attribute in ("align", "builtin_align")),
-]
+EMPTY = "host device device_builtin device_builtin_texture_type device_builtin_surface_type cudart_builtin".split()
+HOST = [f"#define __{attribute}__" for attribute in EMPTY] + ["#define CUDARTAPI", "#define CUDARTAPI_CDECL"]
+HOST += [f"#define __{attribute}__(n) __attribute__((aligned(n)))" for attribute in ("align", "builtin_align")]
 
 
 def missing() -> str:
@@ -54,12 +36,8 @@ def build(folder: Path) -> dict[str, str]:
     driver = {name for name in _names(TORCH / "libcaffe2_nvrtc.so", "U") if name.startswith("cu")}
     _compile("-shared", _stubs(folder / "driver.c", driver), "-o", folder / "libcuda.so.1")
     (folder / "libnvidia-ml.so.1").symlink_to("libcard.so")
-    variables = {
-        "LD_PRELOAD": folder / "libcard.so",
-        "LD_LIBRARY_PATH": folder,
-        "PYTHONPATH": HERE,
-        "CARD_FOLDER": folder,
-    }
+    variables = {"LD_PRELOAD": folder / "libcard.so", "LD_LIBRARY_PATH": folder, "CARD_FOLDER": folder}
+    variables["PYTHONPATH"] = HERE
     return {**os.environ, **{name: str(path) for name, path in variables.items()}}
 
 
@@ -79,8 +57,6 @@ def _stubs(file, names):
 def _names(file, kind):
     """The symbols that a compiled file defines (T) or needs (U)."""
     command = ["nm", *(["-D"] if file.suffix == ".so" else []), file]
-    rows = [
-        line.split()
-        for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    ]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in listed.splitlines()]
     return {row[-1].partition("@")[0] for row in rows if row[-2] == kind}

@@ -94,11 +94,12 @@ class Cluster:
     def __init__(self, code: Path, out: Path, **options):
         self.code, self.out, self.options = code, out, {name: str(value) for name, value in options.items()}
         self.folder = Path(tempfile.mkdtemp(prefix="baton_slurm_", dir="/tmp"))
+        self.environ = dict(os.environ)  # `run_here` changes it for a moment, in which a thread may read it
         self.over = threading.Event()
         self.starter = threading.Thread(target=self._start_requeued_jobs, daemon=True)
 
     def __enter__(self):
-        subprocess.run([SCRIPT, "start", self.folder], env={**os.environ, **self.options}, check=True, timeout=120)
+        subprocess.run([SCRIPT, "start", self.folder], env={**self.environ, **self.options}, check=True, timeout=120)
         self.starter.start()
         return self
 
@@ -110,8 +111,8 @@ class Cluster:
 
     def env(self, **more) -> dict[str, str]:
         """The environment of a user on the login node."""
-        python = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo"}
-        own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        python = {"PATH": f"{Path(sys.executable).parent}:{self.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo"}
+        own = {name: value for name, value in self.environ.items() if name != "OMP_NUM_THREADS"}
         return {**own, "SLURM_CONF": str(self.folder / "slurm.conf"), **python, **more}
 
     def run(self, *command, wanted: int | None = 0, **more) -> str:
@@ -179,18 +180,12 @@ class Cluster:
 
     def pid_of(self, job: str, rank: int) -> int:
         """The process id of a rank."""
-        wanted = {
-            f"SLURM_JOB_ID={job}",
-            f"SLURM_PROCID={rank}",
-            "SLURM_STEP_ID=0",
-            f"SLURM_CONF={self.folder}/slurm.conf",
-        }
+        wanted = {f"SLURM_JOB_ID={job}", f"SLURM_PROCID={rank}", "SLURM_STEP_ID=0"}
+        wanted |= {f"SLURM_CONF={self.folder}/slurm.conf"}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if (
-                    wanted <= set((entry / "environ").read_text().split("\0"))
-                    and b"slurm_task" in (entry / "cmdline").read_bytes()
-                ):
+                found = wanted <= set((entry / "environ").read_text().split("\0"))
+                if found and b"slurm_task" in (entry / "cmdline").read_bytes():
                     return int(entry.name)
         raise AssertionError(f"no process of rank {rank} of job {job}")
 

@@ -5,7 +5,7 @@ child (before, import what it needs and set torch to one thread) where os, open(
 watched. Each time the folder is first put back to what it was; while the loop's body runs it holds what is left:
 
     for cut in crash.kills(save, folder):              # before each call, and with half of each write done
-    for cut in crash.failures(save, folder):           # each call x ERRORS; of a write, half is done
+    for cut in crash.failures(save, folder):           # each call, with ERRORS in turn; of a write, half is done
     for cut in crash.power_loss_states(save, folder):  # see disk.py
         assert newest(folder) == (new if cut.finished else one_of_both), cut.what
 
@@ -59,10 +59,10 @@ def kills(save: Callable, folder: Path) -> Iterator[Cut]:
     write_tree(tree, folder)
 
 
-def failures(save: Callable, folder: Path, codes=ERRORS, lasting: bool = False) -> Iterator[Cut]:
-    """Each call of the save fails with each error, once or from then on."""
+def failures(save: Callable, folder: Path, lasting: bool = False) -> Iterator[Cut]:
+    """Each call of the save fails, once or from then on: the next one with the next error."""
     tree = read_tree(folder)
-    for (number, line), code in itertools.product(enumerate(points(save, folder)), codes):
+    for (number, line), code in zip(enumerate(points(save, folder)), itertools.cycle(ERRORS)):
         write_tree(tree, folder)
         cut = fail_at(save, folder, number, code, lasting)
         cut.what += f": {line}"

@@ -275,15 +275,8 @@ class Starter:
         if command:
             log.touch()
             with log.open("ab") as file:
-                process = subprocess.Popen(
-                    [sys.executable, *command, *flags],
-                    cwd=ROOT,
-                    env=given,
-                    start_new_session=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                )
+                streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "start_new_session": True}
+                process = subprocess.Popen([sys.executable, *command, *flags], cwd=ROOT, env=given, **streams)
             pid, ended = process.pid, process.poll
         else:
             files = {"stdin": os.devnull, "stdout": str(log), "stderr": str(log)}

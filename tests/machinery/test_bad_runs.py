@@ -1,5 +1,6 @@
 """Runs that are refused once their parts are built: data sets, models, folders, other runs, checkpoints to resume."""
 
+import argparse
 import errno
 import fcntl
 import signal
@@ -56,12 +57,9 @@ WHOLE, EMPTY = Tensors(torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), Tensors(
         (Unsized(), ["train split is a Unsized", "len()"]),
         (EMPTY, ["train split is empty"]),
         (None, ["train split is a NoneType"]),
-        (7, ["train split is a int"]),
-        ({}, ["train is required"]),
         ((WHOLE, WHOLE), ["returns a tuple", "dict of splits"]),
         ({"training": WHOLE}, ["training", "train is required"]),
         ({"train": WHOLE, "dev": WHOLE}, ["dev", "val and test may be there"]),
-        ({"val": WHOLE}, ["val", "train is required"]),
         ({"train": WHOLE, "val": EMPTY}, ["val split is empty"]),
         ({"train": WHOLE, "test": Stream()}, ["test split is a Stream"]),
     ],
@@ -72,12 +70,10 @@ def test_a_dataset_of_the_wrong_type_or_size_is_refused(given, parts, error_of):
     assert line.startswith("-dataset odd: ") and all(part in line for part in parts)
 
 
-@pytest.mark.parametrize(
-    ("made", "shown"), [(None, "None"), (nn.Linear, "<class 'torch.nn.modules.linear.Linear'>"), ((1, 2), "(1, 2)")]
-)
-def test_a_builder_that_returns_no_model_is_refused(made, shown, error_of):
+@pytest.mark.parametrize("made", [None, nn.Linear, (1, 2)])
+def test_a_builder_that_returns_no_model_is_refused(made, error_of):
     with runs.plugins(arch={"odd": lambda args: made}):
-        assert error_of([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model returns {shown}; it must")
+        assert error_of([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model returns {made}; it must")
 
 
 class ReturnsNothing(nn.Linear):
@@ -101,54 +97,44 @@ def test_a_training_step_that_does_not_return_a_scalar_tensor_is_refused(loss, r
     assert "training_step returns " in line and "the mean loss" in line
 
 
-QUITS = """import argparse, sys
-from lib.trainer import trainer
+def parse_others(args):
+    argparse.ArgumentParser().parse_args(["arguments", "of", "others"])
 
-class Quits:
+
+class QuitsAtASample(Dataset):
     def __len__(self):
         return 8
+
     def __getitem__(self, index):
         sys.exit()
 
-def get_dataset(args):
-    if args.seed == 1:
-        argparse.ArgumentParser().parse_args(["arguments", "of", "others"])
-    return {"train": Quits()}
 
-def get_model(args):
-    sys.exit(0)
-
-class Trainer(trainer.Trainer):
+class QuitsInAStep(Trainer):
     def training_step(self, batch):
         if self.world.is_main:
             sys.exit(0)
         return super().training_step(batch)
-"""
 
 
-@pytest.mark.parametrize("cpu", [1, 2])
 @pytest.mark.parametrize(
-    ("flags", "call", "started"),
+    ("kind", "quits", "flags", "call"),
     [
-        ("-dataset quits -seed 1", "sys.exit(2)", False),
-        ("-dataset quits -workers 1", "sys.exit(None)", False),
-        ("-arch quits", "sys.exit(0)", False),
-        ("-trainer quits", "sys.exit(0)", True),
+        ("dataset", parse_others, "-cpu 2", "sys.exit(2)"),
+        ("dataset", lambda args: {"train": QuitsAtASample()}, "-cpu 1 -workers 1", "sys.exit(None)"),
+        ("arch", lambda args: sys.exit(0), "-cpu 1", "sys.exit(0)"),
+        ("trainer", QuitsInAStep, "-cpu 2", "sys.exit(0)"),
     ],
+    ids=["dataset", "sample", "arch", "trainer"],
 )
-def test_a_plugin_that_calls_sys_exit_fails_the_run(flags, call, started, cpu, tmp_path, capfd):
-    call += " was called"
-    made: dict = {kind: {} for kind in config.BUILDERS}
-    for kind in made:
-        exec(compile(QUITS, f"lib/{kind}/quits.py", "exec"), made[kind])
-    with runs.plugins(**{kind: {"quits": made[kind][name]} for kind, name in config.BUILDERS.items()}):
+def test_a_plugin_that_calls_sys_exit_fails_the_run(kind, quits, flags, call, tmp_path, capfd):
+    with runs.plugins(**{kind: {"quits": quits}}):
         try:
-            code = train.main(f"-arch mlp {flags} -cpu {cpu} -model run -out {tmp_path}".split())
+            code = train.main(f"-arch mlp -{kind} quits {flags} -model run -out {tmp_path}".split())
             message = capfd.readouterr().err
         except RuntimeError as error:  # with one process the error is raised here
             code, message = 1, str(error)
-    assert code == 1 and call in message
-    if started:
+    assert code == 1 and f"{call} was called" in message
+    if kind == "trainer":  # the run had begun
         outcome = run_folder.read_outcome(tmp_path / "run")
         assert outcome["state"] == "failed" and outcome["reason"].startswith("rank 0: ") and call in outcome["reason"]
 
@@ -164,19 +150,10 @@ def test_an_out_of_memory_error_suggests_flags_that_need_less(tmp_path):
     assert "a smaller -micro_batch" in runs.outcome(tmp_path / "big")["reason"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "parts"),
-    [
-        ("-resume nowhere", ["-resume nowhere"]),
-        ("-resume README.md", ["-resume README.md"]),
-        ("-weights nowhere", ["-weights nowhere"]),
-        ("-weights README.md", ["-weights README.md"]),
-    ],
-)
-def test_errors_that_need_the_built_run_are_found_before_anything_is_written(flags, parts, error_of, monkeypatch):
+@pytest.mark.parametrize("flags", ["-resume nowhere", "-resume README.md", "-weights nowhere", "-weights README.md"])
+def test_errors_that_need_the_built_run_are_found_before_anything_is_written(flags, error_of, monkeypatch):
     monkeypatch.chdir(config.ROOT)
-    line = error_of([*FAST, *flags.split()])
-    assert all(part in line for part in parts), line
+    assert flags in error_of([*FAST, *flags.split()])
 
 
 def colour_images(count, size=8, classes=4):
@@ -185,9 +162,7 @@ def colour_images(count, size=8, classes=4):
 
 
 ODD = {
-    "colour": lambda args: colour_images(20),
     "late": lambda args: {"train": colour_images(20, classes=2), "val": colour_images(90, classes=9)},
-    "floats": lambda args: Tensors(torch.randn(9, 5), torch.randn(9, 2)),
 }
 
 
@@ -204,23 +179,6 @@ def test_flags_that_contradict_the_data_are_refused(flags, message, tmp_path, ca
     with runs.plugins(dataset=ODD):
         assert train.main(flags) == 2
     assert message in capfd.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "parts"),
-    [
-        ("digits -channels 3", ["(64, 1, 8, 8)", "-channels 3"]),
-        ("colour", ["-dataset colour", "0: (20, 3, 8, 8) torch.float32, 1: (20,) torch.int64", "-channels 1"]),
-        ("colour -arch mlp -channels 3 -image_size 6", ["(20, 3, 8, 8)", "-image_size 6"]),
-        ("floats -arch mlp -loss mse", ["(9, 5)", "-channels 1 -image_size 8 -num_classes 10"]),
-    ],
-)
-def test_an_error_on_a_batch_names_its_shapes_and_the_flags(flags, parts, tmp_path):
-    flags = [*FAST, "-dataset", *flags.split(), "-data", str(config.ROOT / "data"), "-out", str(tmp_path)]
-    with runs.plugins(dataset=ODD), pytest.raises((RuntimeError, IndexError)) as caught:
-        train.main(flags)
-    notes = "".join(caught.value.__notes__)  # which Python shows below the traceback
-    assert all(part in notes for part in parts), notes
 
 
 def test_a_model_whose_sizes_differ_from_the_flags_is_trained(tmp_path):
@@ -264,21 +222,9 @@ def test_a_refused_start_does_not_change_an_existing_run(error_of, tmp_path):
 @pytest.fixture
 def other(tmp_path):
     """Another process that trains in out/same."""
-    flags = [
-        sys.executable,
-        "train.py",
-        "-cpu",
-        "1",
-        "-epochs",
-        "100000",
-        "-save_every",
-        "100000epochs",
-        "-out",
-        str(tmp_path / "out"),
-        "-model",
-        "same",
-    ]
-    process = subprocess.Popen(flags, cwd=config.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    flags = f"-cpu 1 -epochs 100000 -save_every 100000epochs -model same -out {tmp_path / 'out'}"
+    command = [sys.executable, "train.py", *flags.split()]
+    process = subprocess.Popen(command, cwd=config.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     outcome = tmp_path / "out" / "same" / "outcome.json"
     until(lambda: outcome.is_file() or process.poll() is not None)
     assert process.poll() is None

@@ -5,7 +5,7 @@ from operator import itemgetter
 from pathlib import Path
 
 import torch
-from test_atomic_directory import on_ranks
+from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset

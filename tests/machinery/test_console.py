@@ -22,18 +22,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 RUN = """
 import logging, sys, time, warnings
+from tqdm import tqdm
 from lib.utils.monitoring import console
 folder, rank = sys.argv[1], int(sys.argv[2])
 console.setup_logging(folder, rank)
 log = logging.getLogger("lib.trainer")
-bar = console.progress_bar(200, 100)
+bar = tqdm(total=200, initial=100, unit="step", dynamic_ncols=True, disable=None)  # as the logger's
 for step in range(101, 201):
     bar.update()
     if step % 10 == 0:
         text = f"loss {step / 1000:.3f}  data 25 %"
         if rank == 0:
             logging.getLogger("lib.logger").info("step %d/200  %s", step, text)
-        bar.set_description_str(f"{text}  a_figure_with_a_name_that_is_far_too_long_for_the_rest_of_the_line 7")
     if step == 150:
         log.info("saved step_%08d", step)
         warnings.warn("careful", stacklevel=1)
@@ -72,20 +72,19 @@ def _shown(line):
     return shown.rstrip()
 
 
-def test_a_terminal_shows_a_bar_with_the_figures_and_log_lines_do_not_break_it(tmp_path):
+def test_a_terminal_shows_a_bar_and_log_lines_do_not_break_it(tmp_path):
     screen, written = on_a_terminal(RUN, tmp_path, 0)
     assert "saved step_00000150" in screen and "finished" in screen and "chatter" not in written
     bars = [line for line in screen if "|" in line]
     assert len(bars) == 1, "one bar that is updated in place"
-    assert re.match(r" +00:0\d left \|█{10}\| step 200/200  loss 0.200  data 25 %  a_figure", bars[0]), bars[0]
-    assert "for_the_rest_of_the_line" not in written, "a line is cut off where the terminal ends"
+    assert re.match(r"100%\|█+\| 200/200 \[00:0\d<00:0\d, ", bars[0]), bars[0]
     assert "loss 0.110" in (tmp_path / "logs/rank_0.log").read_text()
 
 
 def test_a_redirected_stdout_gets_every_line_while_stderr_shows_a_bar(tmp_path):
     with (tmp_path / "out.txt").open("w") as stdout:
         screen, _ = on_a_terminal(RUN, tmp_path, 0, stdout=stdout)
-    assert "step 200/200" in screen[0] and "saved" not in "".join(screen)
+    assert " 200/200 [" in screen[0] and "saved" not in "".join(screen)
     lines = (tmp_path / "out.txt").read_text().splitlines()
     assert len([line for line in lines if line.startswith("step")]) == 10 and "saved step_00000150" in lines
 
@@ -152,9 +151,8 @@ FIGURES |= {"samples_per_s": 12345.4, "data_share": 0.03, "memory": 1.2e9}
 def test_a_log_line_has_short_names_and_units():
     usual = "loss 0.1234  mean 0.15  lr 1.0e-03  grad 0.52  12,345 samples/s  data 3 %  mem 1.20 GB"
     assert console.format_training(FIGURES, {}) == usual
-    assert console.format_training(FIGURES, {"accuracy": 0.98512, "bad_steps": 2}) == (
-        f"{usual}  accuracy 0.9851  bad_steps 2"
-    )
+    more = {"accuracy": 0.98512, "bad_steps": 2}
+    assert console.format_training(FIGURES, more) == f"{usual}  accuracy 0.9851  bad_steps 2"
     slow = console.format_training({**FIGURES, "loss": math.nan, "samples_per_s": 0.123}, {})
     assert slow.startswith("loss nan  ") and "  0.12 samples/s  " in slow
 
@@ -180,16 +178,6 @@ def test_speed_data_share_and_time_left_are_computed_from_the_clock(monkeypatch)
         figures.append(rate.interval(state))
         clock[0] += 3  # an evaluation
     assert seen == [*range(4)] * 2
-    assert figures[0] | {"memory": 0} == {"samples_per_s": 4.5, "data_share": 0.25, "memory": 0, "left_s": 16 * 8 / 4}
-    assert figures[1] | {"memory": 0} == {
-        "samples_per_s": 4.0,
-        "data_share": 0.25,
-        "memory": 0,
-        "left_s": 12 * 19 / 8,
-    }
-
-
-def test_memory_is_measured_in_bytes():
-    before = throughput.memory(torch.device("cpu"))
-    tensor = torch.ones(50_000_000 // 4)
-    assert 1e7 < before <= throughput.memory(torch.device("cpu")) < 1e12 and tensor.sum() > 0
+    first, second = ({name: figure for name, figure in one.items() if name != "memory"} for one in figures)
+    assert first == {"samples_per_s": 4.5, "data_share": 0.25, "left_s": 16 * 8 / 4}
+    assert second == {"samples_per_s": 4.0, "data_share": 0.25, "left_s": 12 * 19 / 8}

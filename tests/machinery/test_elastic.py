@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from lib.utils.checkpoint import resume, run_folder
 from lib.utils.distributed import World
 
+pytestmark = pytest.mark.timeout(600)  # 4,000 steps take minutes on a machine with other work
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = "-cpu 1 -threads 1 -micro_batch 16 -epochs 200 -save_every 500epochs -log_every 10 -model elastic "
 FLAGS += "-arch mlp -mlp_depth 0 -optimizer sgd -lr_start 0.05"
@@ -31,19 +32,11 @@ class Node:
 
     def __init__(self, out: Path, number: int, env: dict, file: Path):
         self.log = (file.parent / f"node_{number}.log").open("w+")
-        env = {
-            **CLEAN,
-            "NODES": "1:2",
-            "PER_NODE": "1",
-            "OMP_NUM_THREADS": "1",
-            "IS_HOST": str(int(not number)),
-            **env,
-        }
+        usual = {"NODES": "1:2", "PER_NODE": "1", "OMP_NUM_THREADS": "1", "IS_HOST": str(int(not number))}
         command = ["sh", "-c", f'until [ -e "{file}" ]; do sleep 0.1; done; exec ./scripts/elastic.sh "$@"', "sh"]
         command += [*FLAGS.split(), "-out", str(out)]
-        self.agent = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=self.log, stderr=self.log, start_new_session=True
-        )
+        streams = {"stdout": self.log, "stderr": self.log, "start_new_session": True}
+        self.agent = subprocess.Popen(command, cwd=ROOT, env={**CLEAN, **usual, **env}, **streams)
 
     def worker(self) -> int:
         """The process id of the node's worker, as soon as it trains."""
@@ -101,7 +94,7 @@ def test_a_run_continues_when_nodes_join_and_are_lost(tmp_path, nodes, single):
     assert smaller["stopped"] == smaller["resumed"] > replaced["resumed"]
     assert "signal SIGTERM" in log.read_text()
 
-    assert first.agent.wait(120) == 0
+    assert first.agent.wait(400) == 0
     _check_same_end(tmp_path / "out" / "elastic", single)
     print({"joined_s": joined["took"], "worker_s": replaced["took"], "agent_s": smaller["took"]})
 
@@ -116,11 +109,10 @@ def test_losing_the_head_node_ends_the_others_and_a_new_start_resumes(tmp_path, 
     os.kill(worker, signal.SIGKILL)
     assert other.agent.wait(60) != 0
     again = nodes(**{**env, "HEAD": f"127.0.0.1:{ports.free()}", "NODES": "1:1", "IS_HOST": "1"})
-    assert again.agent.wait(120) == 0
+    assert again.agent.wait(400) == 0
     _check_same_end(tmp_path / "out" / "elastic", single)
 
 
-@pytest.mark.timeout(600)
 def test_without_a_shared_disk_nodes_send_the_checkpoint_to_nodes_that_join(tmp_path, nodes, single):
     """A node joins without a checkpoint; later it joins again with an old and a damaged one.
 
@@ -155,10 +147,27 @@ def test_without_a_shared_disk_nodes_send_the_checkpoint_to_nodes_that_join(tmp_
             assert same_tensors(weights, truth), name
 
 
-def test_a_node_that_gets_sigterm_saves_and_its_replacement_continues(tmp_path, nodes, single):
+@pytest.fixture
+def etcd(tmp_path):
+    """The address of an etcd server."""
+    client, peer = (f"127.0.0.1:{ports.free()}" for _ in range(2))
+    options = {"data-dir": tmp_path / "etcd", "log-level": "error", "listen-client-urls": f"http://{client}"}
+    options |= {"advertise-client-urls": f"http://{client}", "listen-peer-urls": f"http://{peer}"}
+    options |= {"initial-advertise-peer-urls": f"http://{peer}", "initial-cluster": f"default=http://{peer}"}
+    command = ["etcd", "--enable-v2", *(f"--{name}={value}" for name, value in options.items())]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with socket.socket() as probe:
+        until(lambda: probe.connect_ex(("127.0.0.1", int(client.partition(":")[2]))) == 0)
+    yield client
+    server.terminate()
+    server.wait()
+
+
+@require("" if shutil.which("etcd") else "needs etcd: apt-get install etcd-server, pip install python-etcd")
+def test_a_node_that_gets_sigterm_saves_and_its_replacement_continues_by_etcd(tmp_path, nodes, etcd, single):
     """An eviction sends SIGTERM to the agent, which passes it to its own workers only. The other node waits. Where
     the number may change, it continues alone: the test above."""
-    env = {"HEAD": f"127.0.0.1:{ports.free()}", "NODES": "2"}
+    env = {"HEAD": etcd, "RENDEZVOUS": "etcd-v2", "NODES": "2"}
     log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
     head, other = nodes(**env), nodes(**env)
     _wait_until_it_trains(log, starts=1)
@@ -168,33 +177,8 @@ def test_a_node_that_gets_sigterm_saves_and_its_replacement_continues(tmp_path, 
     nodes(**env)
     replaced = _wait_for_start(log, 2, limit=120)
     assert replaced["stopped"] == replaced["resumed"] > 0
-    assert head.agent.wait(120) == 0
+    assert head.agent.wait(400) == 0
     _check_same_end(tmp_path / "out" / "elastic", single)
-
-
-@require("" if shutil.which("etcd") else "needs etcd: apt-get install etcd-server, pip install python-etcd")
-@pytest.mark.timeout(600)
-def test_etcd_can_be_used_for_the_rendezvous(tmp_path, nodes, single):
-    client, peer = ports.free(), ports.free()
-    urls = {"client": f"http://127.0.0.1:{client}", "peer": f"http://127.0.0.1:{peer}"}
-    command = ["etcd", "--enable-v2", "--data-dir", str(tmp_path / "etcd"), "--listen-client-urls", urls["client"]]
-    command += ["--advertise-client-urls", urls["client"], "--listen-peer-urls", urls["peer"], "--log-level", "error"]
-    command += ["--initial-advertise-peer-urls", urls["peer"], "--initial-cluster", f"default={urls['peer']}"]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        until(lambda: _answers(client))
-        env = {"HEAD": f"127.0.0.1:{client}", "RENDEZVOUS": "etcd-v2"}
-        log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
-        first = nodes(**env)
-        _wait_until_it_trains(log, starts=1)
-        nodes(**env)
-        joined = _wait_for_start(log, 2, limit=120)
-        assert joined["stopped"] == joined["resumed"] > 0
-        assert first.agent.wait(400) == 0
-        _check_same_end(tmp_path / "out" / "elastic", single)
-    finally:
-        server.terminate()
-        server.wait()
 
 
 def _wait_until_it_trains(log, starts):
@@ -228,14 +212,8 @@ def _check_same_end(folder, single):
     steps = [line["step"] for line in lines(folder) if any(name.startswith("train/") for name in line)]
     assert steps == sorted(set(steps)) and steps[-1] == 4000
     assert distance(folder, single) == 0.0
-    assert [ours[name] for name in ("samples", "best", "test")] == [
-        truth[name] for name in ("samples", "best", "test")
-    ]
-
-
-def _answers(port):
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
+    for name in ("samples", "best", "test"):
+        assert ours[name] == truth[name]
 
 
 def test_a_worker_whose_agent_ends_before_torch_is_imported_detects_that_it_is_an_orphan(tmp_path):

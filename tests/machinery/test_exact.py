@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nets import NET, BlocksNet
+from ranks import on_ranks
 from runs import few, norm_net, plugins, run
 from saves import SMALL, bits, log_of
-from test_atomic_directory import on_ranks
-from test_mutants import in_rank_order
-from test_parallel import NET, BlocksNet
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,6 +35,29 @@ def _plugins():
 
 
 # The tree of sums
+
+
+def add_to_one_sum(nodes, leaf, values):
+    """Add all values of a rank to one sum."""
+    if nodes:
+        torch._foreach_add_(next(iter(nodes.values())), values)
+    else:
+        nodes[leaf] = values
+
+
+def add_in_order(nodes):
+    first, *others = (values for _, values in sorted(nodes.items()))
+    for values in others:
+        torch._foreach_add_(first, values)
+    return first
+
+
+def in_rank_order(monkeypatch):
+    """Break the order of sums: add the ranks one after the other."""
+    monkeypatch.setattr(exact, "add_leaf", add_to_one_sum)
+    monkeypatch.setattr(exact, "sum_nodes", add_in_order)
+    exact.nodes_by_rank.cache_clear()
+    monkeypatch.setattr(exact, "nodes_by_rank", exact.nodes_by_rank.__wrapped__)
 
 
 def tree_sum(leaves: list[torch.Tensor], size: int, round_robin: bool) -> torch.Tensor:

@@ -5,7 +5,6 @@ import sys
 
 import numpy as np
 import pytest
-import saves
 import torch
 from command_line import parsed
 from runs import plugins, run, same_tensors, weights
@@ -20,7 +19,7 @@ from scripts import export
 
 @pytest.fixture(scope="module")
 def trained_run(tmp_path_factory):
-    """A short run on two processes, so that its checkpoints have two shards."""
+    """A short run on two processes."""
     flags = f"-cpu 2 -epochs 2 -convnet_width 8 -model small -data {config.ROOT / 'data'}"
     return run(tmp_path_factory.mktemp("export"), flags)
 
@@ -47,7 +46,6 @@ def model_of(trained_run) -> torch.nn.Module:
 
 def test_every_source_gives_its_weights(trained_run, tmp_path):
     last, first = run_folder.list_checkpoints(trained_run / "checkpoints")
-    assert len(list(last.glob("*.safetensors"))) == 2
     final = load_file(trained_run / "final" / "weights.safetensors")
     for source in ("final", last):
         run_export(trained_run, "-from", source, "-o", tmp_path / "out.safetensors")
@@ -66,27 +64,10 @@ def test_an_fsdp_run_is_exported_with_whole_tensors(tmp_path):
     flags = f"-cpu 2 -parallel fsdp -epochs 1 -convnet_width 8 -model sharded -data {config.ROOT / 'data'}"
     folder = run(tmp_path, flags)
     newest = run_folder.list_checkpoints(folder / "checkpoints")[0]
-    assert all(file.stat().st_size > 10_000 for file in newest.glob("shard_*")), (
-        "its tensors are split over two shards"
-    )
+    sizes = [file.stat().st_size for file in newest.glob("shard_*")]
+    assert len(sizes) == 2 and min(sizes) > 10_000, "its tensors are split over two shards"
     run_export(folder, "-from", newest, "-o", tmp_path / "out.safetensors")
     assert same_tensors(load_file(tmp_path / "out.safetensors"), load_file(folder / "final" / "weights.safetensors"))
-
-
-def test_tensors_split_over_shards_are_joined_and_the_optimizer_is_not_read(tmp_path, monkeypatch):
-    whole = {"model.a": torch.randn(5, 3), "model.b": torch.tensor(7), "optim.a.exp_avg": torch.randn(5, 3)}
-    halves = {
-        "shard_0000.safetensors": {"model.a": whole["model.a"][:2]},
-        "shard_0001.safetensors": {**whole, "model.a": whole["model.a"][2:]},
-    }
-    starts = [{}, {"starts": '{"model.a": [2, 0]}'}]
-    files = {name: shards.write(tmp_path / name, *half) for (name, *half) in zip(halves, halves.values(), starts)}
-    facts = {"format": shards.FORMAT, **saves.facts(1), "tensors": shards.schema(whole), "shards": files}
-    (tmp_path / "manifest.json").write_bytes(shards.encode_manifest(facts))
-    names_read, real = [], shards.read
-    monkeypatch.setattr(shards, "read", lambda *args: (names_read.extend(args[2]), real(*args)))
-    assert same_tensors(export.read(tmp_path), {"a": whole["model.a"], "b": whole["model.b"]})
-    assert names_read == ["model.a", "model.b"]
 
 
 def test_torchexport_gives_the_same_outputs_for_any_batch_size(trained_run):

@@ -35,17 +35,6 @@ class KeepsMask(nn.Module):
         return self.linear(inputs * self.mask)
 
 
-class KeepsCalls(nn.Linear):
-    """Scales by the number of its calls, which it keeps in a plain number."""
-
-    calls = 0
-
-    def forward(self, inputs):
-        self.calls += 1
-        assert self.calls < 20 or not self.training  # 2 epochs of 2 steps of 2 micro-batches, and evaluations
-        return super().forward(inputs) / self.calls
-
-
 class Rows(Dataset):
     """Rows of random numbers in 4 classes."""
 
@@ -93,16 +82,8 @@ class LargeSums(Rows):
         return self.rows[index] + large.sum() / 1e5, index % 4
 
 
-class LargeBatches(LargeSums):
-    """The same, a whole batch at once."""
-
-    def __getitems__(self, indices):
-        rows, labels = zip(*map(self.__getitem__, indices), strict=True)
-        return torch.stack(rows), torch.tensor(labels)
-
-
 class LargeCollate(Rows):
-    """The same in collate_fn."""
+    """The same for what collate_fn computes."""
 
     @staticmethod
     def collate_fn(items):
@@ -111,16 +92,11 @@ class LargeCollate(Rows):
         return torch.stack(rows) + large.sum() / 1e5, torch.tensor(labels)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [(lambda: KeepsMask(True), lambda: KeepsMask(False)), (lambda: KeepsCalls(64, 4), lambda: KeepsCalls(64, 4))],
-    ids=["mask", "calls"],
-)
-def test_a_model_that_keeps_something_of_its_first_pass_trains_as_if_threads_were_given(one, other, tmp_path):
+def test_a_model_that_keeps_something_of_its_first_pass_trains_as_one_that_does_not(tmp_path):
     finals = []
-    for name, model, threads in (("one", one, ""), ("other", other, "-threads 2")):
-        with plugins(arch={"first": lambda args, model=model: model()}, dataset={"first": lambda args: Rows()}):
-            finals.append(weights(run(tmp_path, f"{FLAGS} {threads} -model {name}")))
+    for keep in (True, False):
+        with plugins(arch={"first": lambda args, keep=keep: KeepsMask(keep)}, dataset={"first": lambda args: Rows()}):
+            finals.append(weights(run(tmp_path, f"{FLAGS} -model keeps_{keep}")))
     assert same_tensors(*finals)
 
 
@@ -132,7 +108,7 @@ def test_what_a_dataset_makes_at_its_first_sample_is_made_in_each_loader_process
         run(tmp_path, f"{FLAGS} -workers 2 -hang_minutes 0.5")
 
 
-@pytest.mark.parametrize("kind", [LargeSums, LargeBatches, LargeCollate])
+@pytest.mark.parametrize("kind", [LargeSums, LargeCollate])
 def test_items_have_the_same_bits_in_loader_processes_and_in_the_rank(kind, tmp_path):
     model = {"first": lambda args: nn.Linear(64, 4)}
     with plugins(arch=model, dataset={"first": lambda args: kind()}):

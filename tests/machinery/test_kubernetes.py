@@ -33,45 +33,25 @@ PODS = {  # the pod specs of each job
     "v1": OPERATOR["pytorchReplicaSpecs"]["Worker"]["template"]["spec"],
 }
 STARTS = {"v2": JOB["trainer"], "v1": PODS["v1"]["containers"][0]}  # what the pods start
-# The variables that operators set in a pod: Kubeflow Trainer's torch plugin, the Training Operator for elastic jobs.
+# What operators set in a pod, after PET_: Kubeflow Trainer's torch plugin, the Training Operator for elastic jobs.
 GIVEN = {
-    "v2": {
-        "PET_NNODES": "1",
-        "PET_NPROC_PER_NODE": "2",
-        "PET_NODE_RANK": "0",
-        "PET_MASTER_ADDR": "localhost",
-        "PET_MASTER_PORT": "PORT",
-    },
-    "v1": {
-        "PET_NNODES": "1:4",
-        "PET_NPROC_PER_NODE": "2",
-        "PET_MAX_RESTARTS": "100",
-        "PET_RDZV_BACKEND": "c10d",
-        "PET_RDZV_ENDPOINT": "localhost:PORT",
-    },
+    "v2": "NNODES=1 NPROC_PER_NODE=2 NODE_RANK=0 MASTER_ADDR=localhost MASTER_PORT={port}",
+    "v1": "NNODES=1:4 NPROC_PER_NODE=2 MAX_RESTARTS=100 RDZV_BACKEND=c10d RDZV_ENDPOINT=localhost:{port}",
 }
 
 
-def test_each_file_has_the_api_version_that_the_operators_serve():
-    versions = {name: document["apiVersion"] for (_, name), document in DOCUMENTS.items()}
-    assert versions == {
-        "PersistentVolumeClaim": "v1",
-        "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
-        "TrainJob": "trainer.kubeflow.org/v1alpha1",
-        "PyTorchJob": "kubeflow.org/v1",
-        "Service": "v1",
-        "Deployment": "apps/v1",
-        "NetworkPolicy": "networking.k8s.io/v1",
-    }
+def test_each_file_has_the_names_that_the_operators_search_for_and_a_process_for_each_gpu():
     runtime = DOCUMENTS["trainjob", "TrainingRuntime"]
     assert (JOB["runtimeRef"]["kind"], JOB["runtimeRef"]["name"]) == (runtime["kind"], runtime["metadata"]["name"])
     replicated = RUNTIME["template"]["spec"]["replicatedJobs"][0]
     labels = replicated["template"]["metadata"]["labels"]
     assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    # Names that the operators search for.
     assert replicated["name"] == PODS["v2"]["containers"][0]["name"] == "node"
     assert PODS["v1"]["containers"][0]["name"] == "pytorch"
     assert not any(one["name"].startswith("PET_") for one in JOB["trainer"]["env"]), "reserved for the operator"
+    assert "Master" not in OPERATOR["pytorchReplicaSpecs"], "it would set RANK in the pod"
+    assert JOB["trainer"]["numProcPerNode"] == JOB["trainer"]["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    assert int(OPERATOR["nprocPerNode"]) == STARTS["v1"]["resources"]["limits"]["nvidia.com/gpu"]
 
 
 @pytest.mark.parametrize("kind", ["TrainingRuntime", "TrainJob"])
@@ -115,18 +95,8 @@ def test_a_pod_starts_a_file_of_the_image_with_flags_that_train_py_accepts(kind)
     wanted = DOCUMENTS["runs", "PersistentVolumeClaim"]
     assert claim == wanted["metadata"]["name"] and wanted["spec"]["accessModes"] == ["ReadWriteMany"]
 
-    cut = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-(\d+)", elastic())[1])
+    cut = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-(\d+)", (ROOT / "scripts" / "elastic.sh").read_text())[1])
     assert args.grace_s < cut < pod["terminationGracePeriodSeconds"]
-
-
-def test_numbers_of_processes_pods_and_gpus_are_consistent():
-    gpus = "nvidia.com/gpu"
-    assert JOB["trainer"]["numProcPerNode"] == JOB["trainer"]["resourcesPerNode"]["limits"][gpus]
-    assert int(OPERATOR["nprocPerNode"]) == STARTS["v1"]["resources"]["limits"][gpus]
-    policy = OPERATOR["elasticPolicy"]
-    replicas = OPERATOR["pytorchReplicaSpecs"]["Worker"]["replicas"]
-    assert policy["minReplicas"] <= replicas <= policy["maxReplicas"]
-    assert "Master" not in OPERATOR["pytorchReplicaSpecs"], "it would set RANK in the pod"
 
 
 @pytest.mark.parametrize("pod", [*PODS.values(), DOCUMENTS["etcd", "Deployment"]["spec"]["template"]["spec"]])
@@ -196,19 +166,7 @@ def can_unshare() -> bool:
 
 @pytest.mark.skipif(not can_unshare(), reason="needs root and util-linux' unshare, to be process 1 as in a pod")
 def test_process_1_of_a_pod_stops_with_its_state_saved_and_a_pod_of_the_other_kind_resumes(tmp_path):
-    command = [
-        *STARTS["v2"]["args"],
-        "-epochs",
-        "4000",
-        "-cpu",
-        "2",
-        "-arch",
-        "mlp",
-        "-workers",
-        "0",
-        "-log_every",
-        "5",
-    ]
+    command = [*STARTS["v2"]["args"], *"-epochs 4000 -cpu 2 -arch mlp -workers 0 -log_every 5".split()]
     command[command.index("-out") + 1] = str(tmp_path)
     folder = tmp_path / "digits"
     image = tmp_path / "image"
@@ -232,7 +190,7 @@ class Pod:
 
     def __init__(self, kind, command, image):
         port = ports.free()
-        given = {name: value.replace("PORT", f"{port}") for name, value in GIVEN[kind].items()}
+        given = dict(f"PET_{one}".split("=") for one in GIVEN[kind].format(port=port).split())
         command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *STARTS[kind]["command"], *command]
         env = {**CLEAN, "OMP_NUM_THREADS": "1", **given}
         self.process = subprocess.Popen(command, cwd=image, env=env)
@@ -245,12 +203,7 @@ class Pod:
         self.process.wait()
 
     def first(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return int(children.read_text().split()[0])
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
 
     def wait(self) -> int:
         return self.process.wait(120)
-
-
-def elastic() -> str:
-    return (ROOT / "scripts" / "elastic.sh").read_text()

@@ -1,5 +1,4 @@
-"""A run on several machines, with a torchrun on each: on loopback, and between network namespaces with addresses of
-their own."""
+"""A run on two machines: network namespaces with addresses of their own, and elastic.sh on each."""
 
 import contextlib
 import json
@@ -18,21 +17,6 @@ from processes import CLEAN, until
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
 ROOT = Path(__file__).resolve().parents[2]
 NETWORKS = {"baton_a": "10.77.0.1", "baton_b": "10.77.0.2"}
-
-
-@pytest.fixture
-def machines(start):
-    """A function that starts a run by torchrun on each of two machines with a shared disk. Returns their Runs, that
-    of the rendezvous host first."""
-
-    def start_both(*flags, more=()):
-        meeting = f"--rdzv_backend=c10d --rdzv_endpoint=localhost:{ports.free()}"
-        command = f"-m torch.distributed.run --nnodes=2 --nproc_per_node=1 {meeting} train.py".split()
-        first = start("run", *flags, command=command, cpu=1)
-        until(lambda: first.folder.exists() or any(ports.listens(pid) for pid in first.processes()))
-        return [first, start("run", *flags, *more, command=command, cpu=1)]
-
-    return start_both
 
 
 @pytest.fixture
@@ -58,25 +42,6 @@ def networks():
 
 def ip(command: str) -> int:
     return subprocess.run(["ip", *command.split()], stderr=subprocess.DEVNULL).returncode
-
-
-def test_a_signal_to_one_torchrun_stops_all_machines_with_the_state_saved(machines):
-    runs = machines("-arch", "mlp", "-epochs", 3000, "-save_every", "1000epochs")
-    runs[0].wait_for_output("epoch 1/3000")
-    os.kill(runs[0].pid, signal.SIGTERM)
-    assert [run.wait() for run in runs] == [1, 0], runs[0].text() + runs[1].text()
-    assert runs[0].outcome()["state"] == "stopped" and runs[0].outcome()["step"] > 0
-    assert list((runs[0].folder / "checkpoints").glob(f"*_step_{runs[0].outcome()['step']}"))
-    for run in runs:
-        run.wait_until_gone()
-
-
-def test_machines_with_different_flags_report_the_flag_and_do_not_train(machines):
-    runs = machines("-arch", "mlp", more=("-batch_size", 32))
-    assert [run.wait() for run in runs] == [1, 1]
-    counts = [run.text().count("train.py: -batch_size is 32 on rank ") for run in runs]
-    assert counts == [1, 1], runs[0].text() + runs[1].text()
-    assert not runs[0].folder.exists()
 
 
 def test_machines_with_different_addresses_train_one_run(tmp_path, networks, uninterrupted):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from disks import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_atomic_directory import on_ranks
+from ranks import on_ranks
 
 from lib.utils.compat.metrics_tracker import MetricsTracker
 from lib.utils.monitoring import metrics

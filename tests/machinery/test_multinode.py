@@ -3,18 +3,15 @@ lost theirs; a launch has one id even if nodes have others; all nodes need the s
 
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import saves
-import torch
 from runs import distance, lines, outcome, plugins, run, same_tensors
 from safetensors.torch import load_file
 from saves import SMALL, log_of, names
-from test_atomic_directory import on_ranks
 
 import train
 from lib import config
@@ -50,23 +47,14 @@ def _run_on_nodes(out, flags, wanted=0):
     return [out / f"node{rank}" / "few_norm_net" for rank in range(3)]
 
 
-def test_nodes_without_a_shared_disk_save_everything_and_send_it_to_nodes_that_lost_theirs(
+def test_a_damaged_or_missing_checkpoint_of_a_node_is_sent_by_another_also_to_more_nodes(
     finished_run, tmp_path, monkeypatch
 ):
     _give_each_process_a_disk(monkeypatch)
     with monkeypatch.context() as patch:
-        saves.stop_at(patch, 5)
+        saves.stop_at(patch, 7)
         one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
     assert [outcome(node)["state"] for node in (one, two)] == ["stopped"] * 2
-    saved = [saves.tensors(node / "checkpoints" / names(node)[0]) for node in (one, two)]
-    truth = saves.tensors(finished_run / "checkpoints" / saves.at_step(finished_run, 5))
-    for whole in saved:
-        assert same_tensors(whole, truth)
-    shutil.rmtree(one)
-    with monkeypatch.context() as patch:
-        saves.stop_at(patch, 7)
-        _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
-    assert saves.steps(one)[0] == saves.steps(two)[0] == 7
     shard = next((two / "checkpoints" / names(two)[0]).glob("shard_*"))
     shard.write_bytes(shard.read_bytes()[:-8])
     with monkeypatch.context() as patch:
@@ -128,9 +116,8 @@ def test_a_node_that_joins_gets_a_checkpoint_and_the_best_weights_at_once(finish
     _run_on_nodes(tmp_path, f"{SMALL} -cpu 2")
     assert _tensors_of(one) == _tensors_of(two) == _tensors_of(finished_run)
     truth = saves.bits(finished_run)["figures"]
-    assert [truth[-len(figures) :] for figures in (saves.bits(each)["figures"] for each in (one, two))] == [
-        saves.bits(each)["figures"] for each in (one, two)
-    ]
+    for figures in (saves.bits(each)["figures"] for each in (one, two)):
+        assert figures == truth[-len(figures) :]
 
 
 def test_best_weights_that_no_node_has_are_not_sent(tmp_path):
@@ -169,24 +156,8 @@ def test_the_checkpoint_of_another_run_is_sent_to_nodes_that_lack_it(finished_ru
     monkeypatch.setattr(resume, "_names", lambda path: [] if os.environ["RANK"] == "1" else real(path))
     one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2 -resume {finished_run}")
     assert f"{names(finished_run)[0]} is not there; rank 0 sends it" in log_of(two, 1)
-    assert distance(one, finished_run) == distance(two, finished_run) == 0.0 and saves.steps(one) == saves.steps(
-        two
-    ) == [12]
-
-
-def test_a_tensor_of_any_dtype_and_layout_can_be_sent(tmp_path):
-    def receive(rank):
-        for values in (
-            torch.tensor([1.5, 2]),
-            torch.tensor([True]),
-            torch.arange(6).view(2, 3).t(),
-            torch.empty(0, 2),
-        ):
-            tensor = values if rank == 1 else torch.zeros_like(values)
-            distributed.broadcast_tensor(tensor, 1)
-            assert torch.equal(tensor, values)
-
-    on_ranks(2, receive, tmp_path)
+    assert distance(one, finished_run) == distance(two, finished_run) == 0.0
+    assert saves.steps(one) == saves.steps(two) == [12]
 
 
 def test_fsdp_without_a_shared_disk_is_refused_before_a_checkpoint_is_sent(tmp_path, monkeypatch, refused):
@@ -194,17 +165,6 @@ def test_fsdp_without_a_shared_disk_is_refused_before_a_checkpoint_is_sent(tmp_p
     _, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2 -limit_steps 3", wanted=75)
     shutil.rmtree(two)
     assert "a sharded model needs a folder that all nodes share" in refused(f"{SMALL} -cpu 2 -parallel fsdp")
-
-
-def test_reset_starts_from_scratch_on_all_nodes_without_a_shared_disk(tmp_path, monkeypatch):
-    _give_each_process_a_disk(monkeypatch)
-    with monkeypatch.context() as patch:
-        saves.stop_at(patch, 5)
-        one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
-    shutil.rmtree(one)
-    one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2 -reset")
-    assert "resuming from" not in log_of(one) and "resuming from" not in log_of(two, 1)
-    assert (two.parent / ".old").exists()
 
 
 def test_a_file_stop_on_the_disk_of_any_node_stops_all_nodes_once(tmp_path, monkeypatch):
@@ -220,10 +180,6 @@ def test_a_file_stop_on_the_disk_of_any_node_stops_all_nodes_once(tmp_path, monk
         (node / "STOP").touch()
     _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
     assert not [node for node in (one, two) if (node / "STOP").exists()]
-    _run_on_nodes(tmp_path, f"{SMALL} -cpu 2")
-    (one / "STOP").touch()  # while a finished run is evaluated again
-    _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
-    assert not (one / "STOP").exists()
     _run_on_nodes(tmp_path, f"{SMALL} -cpu 2")
     assert outcome(one)["state"] == "finished"
 
@@ -288,13 +244,8 @@ def test_a_restart_of_nodes_with_different_launch_ids_does_not_apply_reset_again
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "after_step", failing)
         folder = run(tmp_path, flags, wanted=1)
-    result = outcome(folder)
-    assert [result[name] for name in ("state", "reason", "lost_peer", "launch")] == [
-        "failed",
-        "rank 1: ValueError: a broken sample",
-        False,
-        "node0-1",
-    ]
+    facts = {"state": "failed", "reason": "rank 1: ValueError: a broken sample", "lost_peer": False}
+    assert outcome(folder).items() >= {**facts, "launch": "node0-1"}.items()
     run(tmp_path, flags)
     assert "resuming from" in log_of(folder) and not (tmp_path / ".old").exists()
     monkeypatch.undo()
@@ -329,15 +280,3 @@ def test_a_flag_that_differs_between_nodes_is_refused_with_both_values(tmp_path,
     message = refused(f"{SMALL} -cpu 3")
     assert message == "train.py: -lr_start is 0.5 on rank 1 and 0.001 on rank 0: give all processes the same"
     assert not list(tmp_path.iterdir()), "something was written"
-
-
-def test_the_store_allows_two_connections_from_each_of_many_processes():
-    probe = """
-import resource, socket
-from lib.launch import local
-hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-store = local.open_store(socket.create_server(("127.0.0.1", 0)), 1000)
-assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2512, hard)
-"""
-    subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True, timeout=120)

@@ -58,7 +58,7 @@ def store(file: Path, image: Image.Image, orientation: int, **options) -> None:
     turned.save(file, exif=exif, **options)
 
 
-@pytest.mark.parametrize("ending", [".png", ".webp", ".tif"])
+@pytest.mark.parametrize("ending", [".png", ".webp"])
 def test_turned_photos_are_the_same_samples_as_upright_ones_in_training_and_evaluation(tmp_path, ending):
     tiny_data.make_folder(tmp_path)
     options = {"lossless": True} if ending == ".webp" else {}
@@ -73,18 +73,19 @@ def test_turned_photos_are_the_same_samples_as_upright_ones_in_training_and_eval
         assert items[0].float().std() > 20 and all(torch.equal(item, items[0]) for item in items)
 
 
-@pytest.mark.parametrize("orientation", range(2, 9))
-def test_turned_jpegs_are_upright_also_when_they_are_decoded_smaller_and_for_other_datasets(tmp_path, orientation):
+def test_turned_jpegs_are_upright_also_when_they_are_decoded_smaller_and_for_other_datasets(tmp_path):
+    args = config.parse_args(["-dataset", "folder", "-data", str(tmp_path), "-image_size", "16"], describe=False)
     upright, turned = tmp_path / "1.jpg", tmp_path / "2.jpg"
     store(upright, scene(640, 480), 1, quality=95)
-    store(turned, scene(640, 480), orientation, quality=95)
-    args = config.parse_args(["-dataset", "folder", "-data", str(tmp_path), "-image_size", "16"], describe=False)
-    for transform in (folder.get_transform(args), cifar10.get_transform(None)):
-        one, other = (photos.read(file, transform) for file in (upright, turned))
-        assert (one - other).abs().mean() < 0.05
-    loaded = Image.open(turned)
-    loaded.load()  # as in a notebook that has shown it
-    assert (folder.get_transform(args)(loaded) - photos.read(upright, folder.get_transform(args))).abs().mean() < 0.1
+    for orientation in range(2, 9):
+        store(turned, scene(640, 480), orientation, quality=95)
+        for transform in (folder.get_transform(args), cifar10.get_transform(None)):
+            one, other = (photos.read(file, transform) for file in (upright, turned))
+            assert (one - other).abs().mean() < 0.05, orientation
+        loaded = Image.open(turned)
+        loaded.load()  # as in a notebook that has shown it
+        one, other = photos.read(upright, folder.get_transform(args)), folder.get_transform(args)(loaded)
+        assert (other - one).abs().mean() < 0.1, orientation
 
 
 def test_damaged_exif_does_not_spoil_a_photo(tmp_path):
@@ -186,13 +187,11 @@ def test_debris_is_no_class_and_no_image_and_what_is_not_read_is_counted_by_endi
     assert "no image in " in refusal(tmp_path) and "2 .heic" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("extra", ["", ".hidden", "__MACOSX"])
-def test_a_single_class_is_refused(tmp_path, extra):
+def test_a_single_class_is_refused(tmp_path):
     for part in ("train", "val"):
         (tmp_path / part / "cats").mkdir(parents=True)
         tiny_data.image(tmp_path / part / "cats" / "1.png")
-    if extra:
-        (tmp_path / "train" / extra).mkdir()
+    (tmp_path / "train" / "__MACOSX").mkdir()
     assert "cats is the only class folder in " in refusal(tmp_path)
 
 
@@ -243,7 +242,7 @@ def test_an_error_of_the_disk_is_tried_again_and_never_taken_for_a_bad_image(tmp
 def test_a_run_on_a_failing_disk_fails_with_the_number_and_skips_nothing(tmp_path, monkeypatch):
     tiny_data.make_folder(tmp_path / "data")
     failing(monkeypatch, errno.EIO, times=10**6)
-    for flags in ("-model a", "-model b -workers 1", "-model c -skip_bad_files"):
+    for flags in ("-model b -workers 1", "-model c -skip_bad_files"):
         with pytest.raises((RuntimeError, OSError), match="Errno 5"):  # exit code 1
             run(tmp_path / "out", f"{FLAGS} -data {tmp_path / 'data'} -cpu 1 {flags}")
         assert "[Errno 5]" in (tmp_path / "out" / flags.split()[1] / "outcome.json").read_text()
@@ -305,25 +304,23 @@ def test_links_to_folders_are_counted_and_not_followed(tmp_path):
     assert "2 link to a folder" in train.log_lines[0] and "1 outside the class folders" in train.log_lines[0]
 
 
-@pytest.mark.parametrize("make", [lambda path: path.symlink_to("nothing"), os.mkfifo], ids=["link", "pipe"])
-def test_a_link_to_nothing_and_a_pipe_are_bad_files(tmp_path, make, capsys):
+def test_links_to_nothing_and_pipes_are_bad_files(tmp_path, capsys):
     tiny_data.make_folder(tmp_path)
-    make(tmp_path / "train" / "ant" / "\x1b[31mx.jpg")
+    (tmp_path / "train" / "ant" / "\x1b[31mx.jpg").symlink_to("nothing")
+    os.mkfifo(tmp_path / "train" / "ant" / "y.jpg")
     assert check_data.check(config.parse_args([*FLAGS.split(), "-data", str(tmp_path)])) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "\\x1b[31mx.jpg: not a readable image" in lines[0] and lines[-1].startswith("-check_data: 1 of ")
+    assert "\\x1b[31mx.jpg: not a readable image" in lines[0] and "y.jpg: not a readable image" in lines[1]
+    assert lines[-1].startswith("-check_data: 2 of ")
 
 
-@pytest.mark.parametrize(
-    "text", ["[1]", "about: 5", "x: [", "about: {skipped: 5}", "about: {skipped: [1]}", "a: !b c"]
-)
-def test_a_list_of_skipped_files_that_is_none_is_one_line(text, tmp_path):
-    (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(UsageError, match=r"config\.yaml"):
-        check_data.read_list(tmp_path / "config.yaml")
-
-
-def test_a_pipe_in_place_of_config_yaml_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "config.yaml")
+def test_a_list_of_skipped_files_that_is_none_is_one_line(tmp_path):
+    file = tmp_path / "config.yaml"
+    for text in ("[1]", "about: 5", "x: [", "about: {skipped: 5}", "about: {skipped: [1]}", "a: !b c"):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=r"config\.yaml"):
+            check_data.read_list(file)
+    file.unlink()
+    os.mkfifo(file)
     with pytest.raises(UsageError, match="cannot be read"):
-        check_data.read_list(tmp_path / "config.yaml")
+        check_data.read_list(file)

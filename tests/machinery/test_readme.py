@@ -1,6 +1,5 @@
 """README.md and docs are correct: their files run unchanged, and their commands do what they say."""
 
-import importlib.util
 import json
 import os
 import re
@@ -10,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cluster
 import ports
 import pytest
 import torch
@@ -23,6 +23,7 @@ from lib import config
 from lib.config import plugins
 from scripts import flags_page, sweep
 
+pytestmark = pytest.mark.timeout(900)  # many runs in turn
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = {
@@ -33,21 +34,9 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 FILE = re.compile(r"^`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", re.S | re.M)
 FILES = {name: text for page in PAGES.values() for name, text in FILE.findall(page)}
 FORMS = (
-    "python train.py",
-    "python scripts/",
-    "./scripts/",
-    "torchrun --",
-    "HEAD=node1:29400 ",
-    "sbatch -N",
-    "srun -N",
-    "uv pip install ",
-    "pip install ",
-    "python3 -m venv .venv",
-    "tensorboard --logdir ",
-    "docker build ",
-    "docker push ",
-    "kubectl ",
-    "pre-commit install",
+    *("python train.py", "python scripts/", "./scripts/", "torchrun --", "HEAD=node1:29400 ", "sbatch -N", "srun -N"),
+    *("uv pip install ", "pip install ", "python3 -m venv .venv", "tensorboard --logdir ", "docker build "),
+    *("docker push ", "kubectl ", "pre-commit install"),
 )
 PAGE_PLUGINS = {  # plugins that the pages define or take from elsewhere, by kind
     "arch": ["tiny", "my_net", "planar", "bert", "nano", "vision", "causal", "detector", "painter"],
@@ -79,21 +68,8 @@ def fork(tmp_path_factory):
             shutil.copy(ROOT / name, folder / name)
     for name, text in FILES.items():
         (folder / name).write_text(text)
-    for name, text in STUBS.items():
-        if importlib.util.find_spec(name) is None:
-            (folder / f"{name}.py").write_text(text)
     _photos(folder / "data" / "photos")
     return folder
-
-
-def test_the_readme_says_on_the_first_screen_that_no_gpu_was_used():
-    assert "No GPU was at hand" in README[:900]
-
-
-def test_the_readme_promises_the_same_bits_on_the_first_screen_and_links_to_the_evidence():
-    assert "the same bits on any number of processes" in README[:900]
-    assert "](docs/resume.md#exceptions)" in README[:900] and "](docs/resume.md#what-was-tried)" in README
-    assert "| runs with differing bits |" in PAGES["docs/resume.md"].split("## What was tried")[1]
 
 
 def test_every_command_of_the_pages_has_a_known_form():
@@ -203,7 +179,7 @@ def test_every_test_named_in_a_page_exists():
     assert len(named) >= 10 and named <= existing, named - existing
 
 
-def test_workflows_run_existing_files_and_a_bug_report_asks_for_the_right_ones():
+def test_workflows_run_existing_files_and_the_oldest_torch_that_the_project_allows():
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     runs = "\n".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
     started = re.findall(r"(?<=\s)(?:\./)?((?:scripts|\.ci)/[\w.]+)", runs)
@@ -212,21 +188,9 @@ def test_workflows_run_existing_files_and_a_bug_report_asks_for_the_right_ones()
     oldest = re.findall(r'"(torch\w*==[\d.]+)\.\*"', runs)
     project = (ROOT / "pyproject.toml").read_text()
     assert oldest and all(re.search(rf'"{one.replace("==", ">=")}[",]', project) for one in oldest)
-    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())["body"]
-    needed = {field["attributes"]["label"] for field in form if field.get("validations", {}).get("required")}
-    assert {"out/NAME/outcome.json", "out/NAME/config.yaml", "out/NAME/logs"} <= needed
 
 
-def test_the_maps_of_files_in_the_pages_are_correct():
-    """The tree in docs/architecture.md is that of lib, and the folders in the README's map exist."""
-    tree = next(text for _, text in FENCE.findall(PAGES["docs/architecture.md"]) if text.startswith("train.py"))
-    for line in tree.splitlines():
-        name = line.split()[0]
-        if not line.startswith(" "):
-            folder = ROOT / name
-            assert folder.exists(), name
-        else:
-            assert (folder / name).is_file(), f"{folder.name}/{name}"
+def test_the_files_and_folders_named_in_the_pages_exist():
     for name in re.findall(r"^([\w./]+)  ", README.split("## Where things are")[1].split("```")[1], re.M):
         assert (ROOT / name).exists(), name
     for page, text in PAGES.items():
@@ -244,15 +208,15 @@ def test_the_table_of_what_to_change_names_existing_files_and_methods():
     assert all(f"    def {method}(" in trainer for method in methods)
 
 
-RUNS = {  # runs of the files in the pages: name and flags
+RUNS = {  # runs of the files in the pages, in turn: name and flags
+    "digits_convnet": "",
+    "two": "-cpu 2 -model two",
     "stripes_tiny": "-dataset stripes",
+    "again": "-cfg out/stripes_tiny/config.yaml -model again",
     "digits_tiny": "-arch tiny -epochs 1",
     "rings_planar": "-dataset rings",
     "saddle_planar": "-dataset saddle",
-    "parity_bert": "-dataset parity -epochs 1",
     "tokens_nano": "-dataset tokens -data lib -tokens_samples 64 -tokens_length 32 -arch nano",
-    "vision": "-arch vision -image_size 32 -dataset folder -data data/photos -epochs 1 -batch_size 12 -model vision",
-    "counting_causal": "-dataset counting -epochs 1",
     "boxes_detector": "-dataset boxes -best overlap -epochs 1 -batch_size 16 -micro_batch 8 -cpu 2",
     "gan": "-arch painter -trainer gan -epochs 1 -micro_batch 32 -cpu 1 -model gan",
     "gan_2": "-arch painter -trainer gan -epochs 1 -micro_batch 32 -cpu 2 -model gan_2",
@@ -261,32 +225,44 @@ RUNS = {  # runs of the files in the pages: name and flags
     "profiled": "-trainer profiled -epochs 1 -model profiled",
     "photos": "-image_size 65 -epochs 1 -batch_size 12 -model photos",  # added to the README's own flags
 }
+WORLD_RUNS = {  # those that need packages of others
+    "parity_bert": "-dataset parity -epochs 1",
+    "vision": "-arch vision -image_size 32 -dataset folder -data data/photos -epochs 1 -batch_size 12 -model vision",
+    "counting_causal": "-dataset counting -epochs 1",
+}
+
+
+def train_in_turn(fork, runs, **variables) -> str:
+    """The output of one process that does all these runs."""
+    code = "import train, shlex, sys; sys.exit(max(train.main(shlex.split(run)) for run in sys.argv[1:]))"
+    output = _run(fork, shlex.join(["python", "-c", code, *runs.values()]), **variables)
+    assert output.count("finished:") == len(runs)
+    return output
 
 
 @pytest.fixture(scope="module")
 def output(fork):
-    """The output of one process that does all these runs."""
+    """The output of RUNS."""
     weights = next(one for one in COMMANDS if "-weights imagenet" in one).removeprefix("python train.py ")
     cache = fork / "cache" / "hub" / "checkpoints"  # where torch.hub would have downloaded it
     cache.mkdir(parents=True)
     torch.save(torchvision.models.resnet18().state_dict(), cache / "resnet18-f37072fd.pth")
-    code = "import train, shlex, sys; sys.exit(max(train.main(shlex.split(run)) for run in sys.argv[1:]))"
     runs = {**RUNS, "photos": f"{weights} {RUNS['photos']}"}
-    return _run(fork, shlex.join(["python", "-c", code, *runs.values()]), TORCH_HOME=str(fork / "cache"))
+    return train_in_turn(fork, runs, TORCH_HOME=str(fork / "cache"))
 
 
 def test_the_files_in_the_pages_train(fork, output):
-    assert output.count("finished:") == len(RUNS)
     assert {name.split("/")[-1][:-3] for name in FILES if name.startswith("lib/")} == {
         word for kind in PAGE_PLUGINS.values() for word in kind if not word.startswith("my_")
     }
     for run, least in {"stripes_tiny": 0.9, "rings_planar": 0.9}.items():
         assert [line["val/accuracy"] for line in _lines(fork / "out" / run) if "val/accuracy" in line][-1] > least
-    assert [line["val/r2"] for line in _lines(fork / "out" / "saddle_planar") if "val/r2" in line][-1] > 0.9
+    assert [line["val/mae"] for line in _lines(fork / "out" / "saddle_planar") if "val/mae" in line][-1] < 0.05
     assert any("val/sure" in line for line in _lines(fork / "out" / "rings_planar"))
     assert all("train/critic" in line for line in _lines(fork / "out" / "gan") if "train/loss" in line)
     assert _weights(fork, "gan") == _weights(fork, "gan_2"), "both networks' gradients are sums over the processes"
     assert _weights(fork, "views") == _weights(fork, "views_3")
+    assert _weights(fork, "stripes_tiny") == _weights(fork, "again"), "config.yaml repeats a run"
     losses = [line["val/loss"] for line in _lines(fork / "out" / "views") if "val/loss" in line]
     assert len(losses) == 2 and losses[1] < losses[0]
     assert any("val/overlap" in line for line in _lines(fork / "out" / "boxes_detector"))
@@ -305,14 +281,18 @@ def test_the_contrastive_loss_of_the_page_is_the_formula_of_the_paper():
     assert code["nt_xent"](outputs, heat) == pytest.approx(sum(terms) / 6)
 
 
+@cluster.require_package("transformers", "world")
+def test_the_files_in_the_pages_that_need_packages_train(fork):
+    train_in_turn(fork, WORLD_RUNS)
+
+
+@cluster.require_package("torchmetrics", "track")
 def test_a_torchmetrics_metric_has_the_same_value_on_any_number_of_processes(fork):
     """With 7 micro-batches, two and three processes have padding. The expected value is computed from the weights."""
-    command = "python train.py -trainer auroc -best auroc -epochs 2 -batch_size 52 -micro_batch 26"
-    found = []
-    for processes in (1, 2, 3):
-        _run(fork, f"{command} -cpu {processes} -model auroc_{processes}")
-        lines = _lines(fork / "out" / f"auroc_{processes}")
-        found.append([line["val/auroc"] for line in lines if "val/auroc" in line])
+    flags = "-trainer auroc -best auroc -epochs 2 -batch_size 52 -micro_batch 26"
+    runs = {f"auroc_{number}": f"{flags} -cpu {number} -model auroc_{number}" for number in (1, 2, 3)}
+    train_in_turn(fork, runs)
+    found = [[line["val/auroc"] for line in _lines(fork / "out" / run) if "val/auroc" in line] for run in runs]
     assert len(found[0]) == 2 and found == [found[0]] * 3
 
     args = config.parse_args([])
@@ -335,7 +315,7 @@ def test_a_torchmetrics_metric_has_the_same_value_on_any_number_of_processes(for
     "flags",
     [
         "-dataset tokens -data lib -tokens_samples 256 -tokens_length 32 -arch nano",
-        "-dataset parity",
+        pytest.param("-dataset parity", marks=cluster.require_package("transformers", "world")),
         "-arch painter -trainer gan -micro_batch 32",
         "-dataset boxes -best overlap -batch_size 8 -micro_batch 4",
     ],
@@ -366,75 +346,6 @@ def test_photos_are_split_into_train_and_val_as_the_faq_describes(fork, tmp_path
     moved = sorted(str(photo.relative_to(tmp_path)) for photo in tmp_path.glob("val/*/*"))
     assert moved == ["val/day/00.jpg", "val/day/05.jpg", "val/night/10.jpg"]
     assert len([*tmp_path.glob("train/*/*")]) == 9
-
-
-STUBS = {  # minimal replacements of packages that are not installed
-    "transformers": """
-from types import SimpleNamespace
-from torch import nn
-from torch.nn import functional
-class BertConfig(SimpleNamespace): pass
-class GPT2Config(SimpleNamespace): pass
-class BertForSequenceClassification(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        width, classes = config.hidden_size, config.num_labels
-        self.inner = nn.Sequential(nn.Embedding(100, width), nn.Flatten(), nn.Linear(8 * width, classes))
-    def forward(self, input_ids=None, attention_mask=None, labels=None, **options):
-        logits = self.inner(input_ids)
-        return SimpleNamespace(loss=functional.cross_entropy(logits, labels), logits=logits, attentions=None)
-class GPT2LMHeadModel(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Embedding(config.vocab_size, 64), nn.Linear(64, config.vocab_size))
-    def forward(self, input_ids=None, labels=None, **options):
-        logits = self.inner(input_ids)
-        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return SimpleNamespace(loss=loss, logits=logits)
-""",
-    "timm": """
-from torch import nn
-def create_model(name, in_chans, num_classes):
-    return nn.Sequential(nn.Conv2d(in_chans, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
-""",
-    "torchmetrics": """
-import torch
-from torch import nn
-class AUROC(nn.Module):
-    def __init__(self, task, num_classes, thresholds, sync_on_compute):
-        super().__init__()
-        self.thresholds, self.classes = torch.linspace(0, 1, thresholds), num_classes
-        self.reset()
-    def reset(self):
-        self.confmat = torch.zeros(len(self.thresholds), self.classes, 2, 2, dtype=torch.int64)
-    @property
-    def metric_state(self): return {"confmat": self.confmat}
-    def update(self, scores, targets):
-        true = nn.functional.one_hot(targets, self.classes)
-        for counts, threshold in zip(self.confmat, self.thresholds):
-            found = (scores >= threshold).long()
-            for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
-                counts[:, i, j] += ((true == i) & (found == j)).sum(0)
-    def compute(self):
-        wrong, right = (self.confmat[:, :, i, 1] / self.confmat[:, :, i].sum(2) for i in (0, 1))
-        return torch.trapezoid(right.flip(0), wrong.flip(0), dim=0).mean()
-""",
-    "datasets": """
-import torch
-class Dataset:
-    def __init__(self, rows): self.rows = rows
-    def __len__(self): return len(self.rows["labels"])
-    def __getitem__(self, index): return {name: torch.tensor(values[index]) for name, values in self.rows.items()}
-    def __getitems__(self, indices): return [self[index] for index in indices]
-    def shard(self, num_shards, index): raise TypeError("a dataset of Hugging Face is not sharded by its loader")
-    @staticmethod
-    def from_dict(rows): return Dataset(rows)
-    def with_format(self, kind): return self
-    def train_test_split(self, size, seed):
-        return {"train": Dataset({name: values[size:] for name, values in self.rows.items()}),
-                "test": Dataset({name: values[:size] for name, values in self.rows.items()})}
-""",
-}
 
 
 def test_everything_that_the_faq_allows_to_delete_can_be_deleted(fork, tmp_path):
@@ -474,11 +385,10 @@ def test_the_commands_for_two_machines_in_the_page_start_one_run(fork):
     assert [run.returncode for run in runs] == [0, 0] and "".join(output).count("finished:") == 1
 
 
-def test_the_default_run_reaches_the_accuracy_in_the_readme(fork):
-    """At least 98.5 % of the test digits, on one process and on two."""
-    for flags in ("", "-cpu 2 -model two"):
-        output = _run(fork, f"python train.py {flags}")
-        assert float(re.search(r"finished: +test accuracy ([\d.]+)", output)[1]) >= 0.985
+def test_the_default_run_reaches_the_accuracy_in_the_readme(output):
+    """At least 98.5 % of the test digits, on one process and on two: the first of RUNS."""
+    accuracies = re.findall(r"finished: +test accuracy ([\d.]+)", output)
+    assert min(float(one) for one in accuracies[:2]) >= 0.985
     shown = re.search(r"```\n(finished:.*?)```", README, re.S)[1]
     for line in shown.splitlines():
         assert f"\n{line.split(':')[0]}:" in output, "the last lines of a run differ from those in the README"
@@ -513,16 +423,6 @@ def _photos(folder):
                 Image.new("RGB", (40, 30), (light, light, light + number)).save(
                     folder / part / name / f"{number}.jpg"
                 )
-
-
-def test_torchrun_starts_a_run_of_two_processes(fork):
-    output = _run(fork, "torchrun --nproc_per_node=2 train.py -epochs 1 -model by_torchrun -cpu 1")
-    assert "finished:" in output
-
-
-def test_the_config_yaml_of_a_run_repeats_it(fork, output):
-    assert "finished:" in _run(fork, "python train.py -cfg out/stripes_tiny/config.yaml -model again")
-    assert _weights(fork, "stripes_tiny") == _weights(fork, "again")
 
 
 def test_missing_gpus_and_a_missing_slurm_are_reported_in_one_line(tmp_path, monkeypatch, capsys):
@@ -575,7 +475,7 @@ def _run(folder, command, code=0, **variables):
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=240,
+        timeout=800,
         check=False,
     )
     assert run.returncode == code, f"{command}: exit code {run.returncode}\n{run.stdout}"

@@ -31,9 +31,8 @@ def verdict_for(state="stopped", *, job=RUNNING, gained=True, in_vain=False, ref
 
 def test_a_preemption_is_distinguished_from_a_cancellation():
     assert verdict_for(job=PREEMPTED) == (True, "preempted")
-    assert verdict_for(job={**PREEMPTED, "JobState": "SIGNALING"}) == (True, "preempted"), (
-        "while another signal is sent"
-    )
+    while_signalled = {**PREEMPTED, "JobState": "SIGNALING"}
+    assert verdict_for(job=while_signalled) == (True, "preempted")
     assert verdict_for(job=PREEMPTED, gained=False, in_vain=True) == (True, "preempted")
     assert "asked to stop" in verdict_for(signal="SIGTERM")[1]
     for state in ("CANCELLED", "COMPLETING"):
@@ -82,13 +81,9 @@ def test_the_fields_of_outcome_json_decide_and_not_the_text_of_its_reason():
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5"), True),
         (torch.distributed.DistBackendError("NCCL communicator was aborted on rank 1"), True),
-        (torch.distributed.DistNetworkError("The client socket has timed out"), True),
-        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:83] Timed out waiting 640000ms for recv"), True),
         (ConnectionResetError(104, "Connection reset by peer"), True),
         (ValueError("no such class: Broken pipe"), False),
-        (FileNotFoundError(2, "No such file or directory", "data/igloo/1.jpg"), False),
         (RuntimeError("data/igloo/1.jpg is no image"), False),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],
 )
 def test_errors_that_mean_a_lost_peer_are_recognized(error, lost):
@@ -121,12 +116,12 @@ def test_only_the_interrupted_task_of_a_job_array_is_requeued(stopped, monkeypat
     assert (stopped.parent / "calls").read_text().splitlines() == ["show job -o 12_2", "requeue 12_2"]
 
 
-@pytest.mark.parametrize("code", [0, 2, 143])
-def test_a_job_that_does_not_train_keeps_its_exit_code(tmp_path, monkeypatch, code):
+def test_a_job_that_does_not_train_keeps_its_exit_code(tmp_path, monkeypatch):
     """-eval and -debug write no outcome.json and are not requeued."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     history = slurm_task.record_start(parsed(f"-eval -out {tmp_path} -model run"))
-    assert not history.exists() and requeue.finish_job(history, code) == code
+    assert not history.exists()
+    assert [requeue.finish_job(history, code) for code in (0, 143)] == [0, 143]
 
 
 @pytest.fixture
@@ -202,7 +197,7 @@ def test_any_new_checkpoint_counts_as_progress(tmp_path):
 
 @pytest.mark.parametrize(
     ("seen", "of_job", "ordinals"),
-    [(4, "4", [0, 1, 2, 3]), (1, "4", [0, 0, 0, 0]), (2, "4", [0, 1, 0, 1]), (4, None, [0, 1, 2, 3])],
+    [(4, None, [0, 1, 2, 3]), (1, "4", [0, 0, 0, 0]), (2, "4", [0, 1, 0, 1])],
 )
 def test_each_task_uses_its_own_gpu_of_those_that_slurm_makes_visible(monkeypatch, seen, of_job, ordinals):
     """With gpus-per-node all are visible; with gpus-per-task or gpu-bind only the task's own, counted from 0."""
@@ -221,7 +216,7 @@ def test_a_run_that_should_have_a_gpu_is_refused_if_it_cannot_use_one(monkeypatc
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     assert distributed.pick_device(parsed(""), 0).type == "cpu"
-    with pytest.raises(UsageError, match=r"cannot use the GPUs of .*-cpu N"):
+    with pytest.raises(UsageError, match=r"-gpus 0: .* cannot use the GPUs of .*-cpu N"):
         distributed.pick_device(parsed("-gpus 0"), 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     with pytest.raises(UsageError, match="cannot use the GPUs"):
@@ -233,18 +228,13 @@ def test_a_run_that_should_have_a_gpu_is_refused_if_it_cannot_use_one(monkeypatc
     assert distributed.pick_device(parsed("-cpu 1"), 0).type == "cpu"
 
 
-def test_a_shell_in_an_allocation_is_not_taken_for_a_task(monkeypatch):
-    step = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-    for name, value in {**step, "SLURM_TASK_PID": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "isatty", lambda fd: False)
-    assert slurm_task.is_task(), "srun bash -c 'module load X; python train.py'"
-    monkeypatch.setattr(os, "isatty", lambda fd: True)
-    assert not slurm_task.is_task(), "typed in srun --pty bash"
-    monkeypatch.setenv("SLURM_TASK_PID", str(os.getpid()))
-    assert slurm_task.is_task(), "srun --pty python train.py"
+def test_one_task_starts_its_own_processes(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert not slurm_task.is_task(), "a variable that was left over"
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert slurm_task.is_task()
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert not slurm_task.is_task(), "one task starts its own processes"
+    assert not slurm_task.is_task()
 
 
 @pytest.fixture

@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
-from lib.utils.compat.samplers import InterruptableSampler, InterruptibleSampler
 from lib.utils.compat.sharded_dataset import DistributedShardedDataset, shard_places
 
 COUNT = 23  # training images; none of the numbers of ranks below divides it
@@ -37,7 +35,7 @@ def load(data, rank, world_size, pct, **options):
     return DistributedShardedDataset(data / "train", rank, world_size, pct, **options)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, COUNT])
+@pytest.mark.parametrize("world_size", [1, 4, COUNT])
 def test_with_a_share_of_one_over_world_size_every_sample_is_on_exactly_one_rank(data, world_size):
     shards = [load(data, rank, world_size, 1 / world_size) for rank in range(world_size)]
     assert sorted(number for shard in shards for number in numbers(shard.samples)) == list(range(COUNT))
@@ -46,19 +44,13 @@ def test_with_a_share_of_one_over_world_size_every_sample_is_on_exactly_one_rank
         assert all((number >= 9) == int(target) for number, target in zip(numbers(shard.samples), shard.targets))
 
 
-@pytest.mark.parametrize(("world_size", "pct"), [(2, 0.8), (3, 0.5), (4, 0.99), (4, 0.1), (5, 1.0), (1, 0.3)])
-def test_larger_shares_overlap_and_contain_no_sample_twice(data, world_size, pct):
-    shards = [numbers(load(data, rank, world_size, pct).samples) for rank in range(world_size)]
-    assert {len(shard) for shard in shards} == {len(set(shard)) for shard in shards} == {-(-COUNT * pct // 1)}
-    assert pct * world_size < 1 or set().union(*shards) == set(range(COUNT))
-
-
 def test_shares_of_every_size_are_distinct_and_together_complete():
     for n in range(1, 40):
         for world_size in range(1, n + 1):
             for pct in {1 / world_size, min(1.0, 1.5 / world_size), 1.0}:
                 shares = [shard_places(n, rank, world_size, pct=pct).tolist() for rank in range(world_size)]
                 assert all(len(set(share)) == len(share) for share in shares)
+                assert len({len(share) for share in shares}) == 1 or pct == 1 / world_size
                 assert set().union(*shares) == set(range(n))
                 assert pct > 1 / world_size or sum(map(len, shares)) == n
 
@@ -108,22 +100,3 @@ def test_files_are_chosen_by_extension_or_by_a_function(data, tmp_path):
 def test_an_impossible_share_is_refused(data, rank, world_size, pct):
     with pytest.raises(ValueError, match=f"rank {rank} of {world_size}"):
         load(data, rank, world_size, pct)
-
-
-@pytest.mark.parametrize("device_id", ["cpu", None])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_plain_loader_over_a_shard_stops_and_resumes(data, device_id, workers):
-    shard = load(data, 1, 2, 0.5, device_id=device_id)
-
-    def batches(sampler):
-        for samples, targets in DataLoader(shard, batch_size=4, sampler=sampler, num_workers=workers):
-            assert samples.shape[1:] == (3, 4, 6) and len(samples) == len(targets)
-            sampler.advance(len(samples))
-            yield numbers(samples)
-
-    first, second = InterruptibleSampler(shard, seed=3), InterruptableSampler(shard, seed=3)
-    seen = next(batches(first))
-    second.load_state_dict(first.state_dict())
-    for batch in batches(second):
-        seen += batch
-    assert len(seen) == 11 and sorted(seen) == sorted(numbers(shard.samples))

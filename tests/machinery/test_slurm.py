@@ -64,7 +64,7 @@ def uninterrupted(slurm, out):
 
 
 def test_a_submitted_run_has_the_same_weights_as_one_started_here(slurm, uninterrupted, out):
-    slurm.train("-cpu 4 -dataset slow -slow_s 0 -model here", OMP_NUM_THREADS="1")
+    slurm.train("-cpu 2 -dataset slow -slow_s 0 -model here", OMP_NUM_THREADS="1")
     assert outcome(uninterrupted)["test"]["accuracy"] > 0.9
     assert distance(uninterrupted, out / "here") == 0.0
     assert (uninterrupted / "slurm").stat().st_mode & 0o777 == 0o700
@@ -74,7 +74,7 @@ def test_a_preempted_run_resumes_with_the_same_bits_on_a_slurm_with_default_sett
     """Only SIGTERM is sent. The run continues with the code that was submitted, and does not apply -reset again."""
     (out / "moved").mkdir()
     (out / "moved" / "old").touch()
-    job = slurm.submit(f"-model moved {LONG} -reset")
+    job = slurm.submit(f"-model moved -cpu 1 {LONG} -reset")
     source = code / "train.py"
     slurm.wait_until_it_trains("moved", step=6)
     text = source.read_text()
@@ -117,11 +117,7 @@ def test_a_cancelled_run_is_saved_and_is_not_requeued(slurm, out):
     assert outcome(out / "given_up")["step"] >= 2
     assert run_folder.list_checkpoints(out / "given_up" / "checkpoints")
     time.sleep(2)
-    assert (job_info["JobState"], slurm.job(job)["JobState"], slurm.job(job)["Restarts"]) == (
-        "CANCELLED",
-        "CANCELLED",
-        "0",
-    )
+    assert job_info["JobState"] == slurm.job(job)["JobState"] == "CANCELLED" and slurm.job(job)["Restarts"] == "0"
 
 
 def test_a_job_that_does_not_train_ends_with_its_own_exit_code(slurm, out):
@@ -131,23 +127,15 @@ def test_a_job_that_does_not_train_ends_with_its_own_exit_code(slurm, out):
     slurm.run("scancel", debug_job)
     assert slurm.wait_for_end(debug_job)["JobState"] == "CANCELLED"
     until(lambda: ": Terminated" in slurm.log("debug_run")(), what=slurm.log("debug_run"))
+    log = f"--output={out}/debugged.log"
     flags = f"-dataset slow -cpu=2 -debug -out {out} -model no_training".split()  # more processes than CPUs
-    by_file = slurm.run(
-        "sbatch",
-        "--parsable",
-        "-N2",
-        f"--output={out}/by_file.log",
-        "scripts/slurm/train.sbatch",
-        *flags,
-        PYTHON=sys.executable,
-    ).strip()
-    submitted, wrong = slurm.submit("-model submitted -debug"), slurm.submit("-model none -eval -cpu 1", nodes=1)
-    assert slurm.wait_for_end(by_file)["JobState"] == "COMPLETED", slurm.log("by_file")()
-    assert slurm.wait_for_end(submitted)["JobState"] == "COMPLETED", slurm.log("submitted")()
-    assert (slurm.wait_for_end(wrong)["JobState"], slurm.job(wrong)["ExitCode"]) == ("FAILED", "2:0"), slurm.log(
-        "none"
-    )()
-    assert not any("was lost" in slurm.log(name)() for name in ("by_file", "submitted", "none", "debug_run"))
+    output = slurm.run(
+        "sbatch", "--parsable", "-N2", log, "scripts/slurm/train.sbatch", *flags, PYTHON=sys.executable
+    )
+    debugged, wrong = output.strip(), slurm.submit("-model none -eval -cpu 1", nodes=1)
+    assert slurm.wait_for_end(debugged)["JobState"] == "COMPLETED", slurm.log("debugged")()
+    assert (slurm.wait_for_end(wrong)["JobState"], slurm.job(wrong)["ExitCode"]) == ("FAILED", "2:0")
+    assert not any("was lost" in slurm.log(name)() for name in ("debugged", "none", "debug_run"))
     assert "nanobind" not in slurm.log("none")(), "messages about leaks must not follow the error"
 
 
@@ -171,15 +159,9 @@ def test_a_run_that_crashes_at_every_start_is_not_requeued_forever(background_jo
 
 
 def test_two_jobs_run_on_one_node_and_take_nothing_from_the_environment_of_the_submission(slurm, out):
-    leaking = {
-        "MASTER_PORT": "1",
-        "WORLD_SIZE": "9",
-        "SLURM_RESTART_COUNT": "7",
-        "SLURM_JOB_ID": "99",
-        "SBATCH_PARTITION": "none",
-        "SLURM_CPU_BIND": "none",
-    }
-    flags = "-slurm_nodelist n2 -epochs 1 -slow_s 0.1"
+    leaking = {"MASTER_PORT": "1", "WORLD_SIZE": "9", "SLURM_RESTART_COUNT": "7", "SLURM_JOB_ID": "99"}
+    leaking |= {"SBATCH_PARTITION": "none", "SLURM_CPU_BIND": "none"}
+    flags = "-slurm_nodelist n2 -cpu 1 -epochs 1 -slow_s 0.1"
     jobs = [slurm.submit(f"-model same_node_{one} {flags}", nodes=1, **leaking) for one in (1, 2)]
     job_info = [slurm.wait_for_end(job) for job in jobs]
     assert [(info["JobState"], info["NodeList"]) for info in job_info] == [("COMPLETED", "n2")] * 2, jobs
@@ -188,49 +170,18 @@ def test_two_jobs_run_on_one_node_and_take_nothing_from_the_environment_of_the_s
 
 
 def test_slurm_dry_prints_the_script_and_writes_nothing(slurm, out):
-    flags = (
-        "-slurm_dry -slurm_ngpus 2 -slurm_partition general -slurm_timeout 90 -slurm_cpus 3 "
-        "-slurm_arg account=me -slurm_arg mem=1536M -slurm_signal_s 60 "
-        "-slurm_arg exclusive -slurm_arg comment=a'b -model dry"
-    )
+    flags = "-slurm_dry -slurm_ngpus 2 -slurm_partition general -slurm_timeout 90 -slurm_cpus 3 -slurm_signal_s 60 "
+    flags += "-slurm_arg account=me -slurm_arg mem=1536M -slurm_arg exclusive -slurm_arg comment=a'b -model dry"
     output = slurm.run_here(flags)
     options = {line.removeprefix("#SBATCH --") for line in output.splitlines() if line.startswith("#SBATCH")}
-    assert options >= {
-        "nodes=1",
-        "gpus-per-node=2",
-        "ntasks-per-node=2",
-        "partition=general",
-        "time=90",
-        "cpus-per-task=3",
-        "account=me",
-        "mem=1536M",
-        "signal=USR2@60",
-        "exclusive",
-        "requeue",
-        "open-mode=append",
-        "job-name=dry",
-        """comment='a'"'"'b'""",
-    }
+    wanted = (
+        "nodes=1 gpus-per-node=2 ntasks-per-node=2 partition=general time=90 cpus-per-task=3 account=me mem=1536M"
+    )
+    wanted += " signal=USR2@60 exclusive requeue open-mode=append job-name=dry"
+    assert options >= {*wanted.split(), """#SBATCH '--comment=a'"'"'b'"""}
     assert "--kill-on-bad-exit=1" in output
     assert "Job " in output and " to start at " in output
     assert not (out / "dry").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("-slurm_partition gpus", "-slurm: sbatch refused the job: sbatch: error: invalid partition specified: gpus"),
-        ("-gpus 0", "-gpus 0 with -slurm: Slurm says which GPUs"),
-    ],
-)
-def test_what_slurm_cannot_give_is_refused_in_one_line(slurm, flags, message):
-    output = slurm.run_here(f"-slurm -slurm_cpus 1 -model none {flags}", wanted=2)
-    assert message in output and output.count("\n") == 1
-
-
-def test_a_missing_sbatch_is_reported_in_one_line(slurm):
-    output = slurm.run_here("-slurm", wanted=2, PATH="/nowhere")
-    assert output.count("\n") == 1 and "there is no sbatch on this machine" in output
 
 
 def test_in_an_allocation_srun_starts_one_run_and_plain_python_one_process(slurm, out):

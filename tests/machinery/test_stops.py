@@ -96,11 +96,9 @@ def check_resumes(start, name, uninterrupted, *flags, **how):
 @pytest.mark.parametrize(
     ("number", "send", "workers"),
     [
-        (signal.SIGTERM, signal_parent, 0),
         (signal.SIGTERM, signal_rank(1), 0),
         (signal.SIGTERM, signal_all, 2),
         (signal.SIGUSR1, signal_parent, 0),
-        (signal.SIGUSR2, signal_rank(0), 2),
     ],
 )
 def test_a_signal_stops_all_ranks_at_one_step_and_the_next_start_resumes(start, uninterrupted, number, send, workers):
@@ -175,16 +173,15 @@ def test_one_ctrl_c_stops_the_run_and_a_second_one_ends_it_at_once(start, uninte
     check_resumes(start, "keys", uninterrupted)
 
 
-def test_a_run_of_one_process_stops_and_resumes(start):
-    single = start("alone", cpu=1)
-    assert single.wait() == 0, single.text()
-    run = start("signalled", "-workers", 1, fault=PAUSE, cpu=1)
+def test_a_run_of_one_process_stops_and_resumes(start, uninterrupted):
+    flags = ("-workers", 1, "-micro_batch", 32)  # as large as those of two processes
+    run = start("signalled", *flags, fault=PAUSE, cpu=1)
     run.wait_for_notes(1)
     signal_parent(run, signal.SIGINT)
     wait_until_noticed(run, signal.SIGINT)
     run.release()
     assert wait_until_stopped(run, "SIGINT") == NEXT
-    check_resumes(start, "signalled", single, "-workers", 1, cpu=1)
+    check_resumes(start, "signalled", uninterrupted, *flags, cpu=1)
 
 
 def test_a_lost_terminal_stops_only_runs_that_write_to_it(start, uninterrupted):
@@ -215,33 +212,10 @@ def test_killing_all_processes_loses_only_the_steps_since_the_last_save(start, u
     check_resumes(start, "power", uninterrupted)
 
 
-def test_a_signal_during_an_evaluation_stops_the_run_there(start, uninterrupted):
-    fault = {"do": "send_signal", "signal": "SIGTERM", "where": "evaluation", "step": EPOCH, "rank": 1}
-    run = start("evaluates", fault=fault)
-    assert wait_until_stopped(run, "SIGTERM") == EPOCH
-    assert run.outcome()["epoch"] == 0, "the next start evaluates"
-    check_resumes(start, "evaluates", uninterrupted)
-
-
-def test_a_stop_on_the_last_step_leaves_the_evaluation_to_the_next_start(start, uninterrupted):
-    fault = {"do": "send_signal", "signal": "SIGTERM", "where": "training", "step": STEPS - 1, "rank": 1}
-    run = start("last", fault=fault)
-    assert run.wait() == 75, run.text()
-    assert run.outcome()["step"] == STEPS
-    check_resumes(start, "last", uninterrupted)
-
-
 @pytest.mark.parametrize(("split", "epochs"), [("val", 2), ("test", 3)])
 def test_a_stop_during_the_last_evaluation_leaves_it_to_the_next_start(start, uninterrupted, split, epochs):
-    fault = {
-        "do": "send_signal",
-        "signal": "SIGTERM",
-        "where": "evaluation",
-        "step": STEPS,
-        "epochs": epochs,
-        "rank": 1,
-    }
-    run = start("leaves", fault=fault)
+    fault = {"do": "send_signal", "signal": "SIGTERM", "where": "evaluation", "step": STEPS}
+    run = start("leaves", fault={**fault, "epochs": epochs, "rank": 1})
     assert run.wait() == 75, run.text()
     outcome = run.outcome()
     assert [outcome[name] for name in ("state", "step", "epoch")] == ["stopped", STEPS, epochs]
@@ -256,11 +230,11 @@ def test_max_hours_stops_a_run_and_the_file_stop_stops_it_once_whatever_its_time
     first = wait_until_stopped(start("limited", "-max_hours", 1e-9), "-max_hours is over")
     run = start("limited", fault=PAUSE)
     run.wait_for_notes(2)
-    signal_parent(run, signal.SIGTERM)
-    wait_until_noticed(run, signal.SIGTERM)
+    signal_parent(run, signal.SIGUSR2)
+    wait_until_noticed(run, signal.SIGUSR2)
     (run.folder / "STOP").touch()  # as if during a preemption or while the job waits to be requeued
     run.release()
-    assert first < wait_until_stopped(run, "SIGTERM") == NEXT
+    assert first < wait_until_stopped(run, "SIGUSR2") == NEXT
     for number, age in enumerate((-86400, 86400), 1):  # clocks of machines differ
         (run.folder / "STOP").touch()
         os.utime(run.folder / "STOP", 2 * (time.time() + age,))
@@ -270,7 +244,7 @@ def test_max_hours_stops_a_run_and_the_file_stop_stops_it_once_whatever_its_time
 
 
 def test_a_start_waits_for_ranks_that_are_still_saving_after_their_launcher_was_killed(start, uninterrupted):
-    old = start("again", fault=PAUSE)
+    old = start("again", "-workers", 1, fault=PAUSE)
     old.wait_for_notes(2)
     os.kill(old.pid, signal.SIGKILL)
     new = start("again")
@@ -281,6 +255,7 @@ def test_a_start_waits_for_ranks_that_are_still_saving_after_their_launcher_was_
     assert new.wait() == 0, new.text()
     assert f"_step_{NEXT}: epoch" in new.text().partition("resuming from")[2]
     assert new.weights() == uninterrupted.weights()
+    old.wait_until_gone(SOON_S)
 
 
 def test_a_stop_that_takes_longer_than_grace_s_shows_the_stack_and_ends(start, uninterrupted):
@@ -301,10 +276,10 @@ def test_a_stop_that_takes_longer_than_grace_s_shows_the_stack_and_ends(start, u
 
 def test_a_run_that_is_stopped_again_and_again_at_any_instant_finishes_in_the_end(start, uninterrupted):
     codes = []
-    for attempt in range(40):
+    for attempt in range(16):
         number = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)[attempt % 4]
         run = start("haste")
-        time.sleep(0.1 + 0.06 * attempt)
+        time.sleep(0.1 + 0.2 * attempt)
         with contextlib.suppress(ProcessLookupError):  # it ended before
             signal_all(run, number)
         codes.append(run.wait(2 * SOON_S))
@@ -313,10 +288,10 @@ def test_a_run_that_is_stopped_again_and_again_at_any_instant_finishes_in_the_en
         if codes[-1] == 0:
             break
     assert 75 in codes, codes
-    if codes[-1] == 0:
-        assert run.weights() == uninterrupted.weights()
-    else:
-        check_resumes(start, "haste", uninterrupted)
+    if codes[-1] != 0:
+        run = start("haste")  # on a busy machine, perhaps from scratch
+        assert run.wait() == 0, run.text()
+    assert run.weights() == uninterrupted.weights()
 
 
 def test_a_signal_in_the_first_seconds_exits_with_75_and_does_no_harm(start, uninterrupted):
@@ -330,6 +305,6 @@ def test_a_signal_in_the_first_seconds_exits_with_75_and_does_no_harm(start, uni
         assert run.wait() == 75, run.text()
         assert run.text() == f"train.py: {number.name} before or after the training: {QUIET}\n"
         run.wait_until_gone(SOON_S)
-    run = start("early", *flags, "-trainer", "trainer", command=["train.py"])
+    run = start("early")
     assert run.wait() == 0, run.text()
     assert run.weights() == uninterrupted.weights()

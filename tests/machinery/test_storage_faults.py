@@ -12,7 +12,7 @@ from runs import distance, outcome, run
 from saves import SMALL, all_entries, log_of, names
 
 from lib.utils import files
-from lib.utils.checkpoint import manager, resume, shards
+from lib.utils.checkpoint import resume, shards
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -37,14 +37,14 @@ def is_undamaged(folder: Path) -> bool:
     return True
 
 
-def test_every_one_of_2000_flipped_bits_and_100_truncations_is_detected(copy):
+def test_every_one_of_500_flipped_bits_and_50_truncations_is_detected(copy):
     folder, draw = copy / "checkpoints" / names(copy)[0], random.Random(0)
     files = {path: path.read_bytes() for path in folder.iterdir()}
     assert is_undamaged(folder) and len(files) == 2
-    for number in range(2100):
+    for number in range(550):
         path = draw.choice([*files])
         data = bytearray(files[path])
-        if number < 2000:
+        if number < 500:
             data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         else:
             del data[draw.randrange(len(data)) :]
@@ -84,6 +84,14 @@ def _replace_with(make):
     return replace
 
 
+def _put_instead_of(name, make):
+    def replace(folder):
+        (folder / name).unlink()
+        make(folder / name)
+
+    return replace
+
+
 SHARD, MANIFEST = "shard_0000.safetensors", "manifest.json"
 DAMAGE = {
     **{f"{part} of a shard": _truncate(part) for part in (0, 0.001, 0.25, 0.5, 0.75, 0.99, 0.9999)},
@@ -99,17 +107,28 @@ DAMAGE = {
     "a file": _replace_with(Path.touch),
     "a dangling link": _replace_with(lambda folder: folder.symlink_to("nowhere")),
     "a looping link": _replace_with(lambda folder: folder.symlink_to(folder)),
-    "a folder for a shard": lambda folder: ((folder / SHARD).unlink(), (folder / SHARD).mkdir()),
+    "a link to another good one": _replace_with(lambda folder: folder.symlink_to(folder.parent.parent / "kept")),
+    "a folder for a shard": _put_instead_of(SHARD, Path.mkdir),
+    "a link for a shard": _put_instead_of(SHARD, lambda path: path.symlink_to(f"../../kept/{SHARD}")),
+    "a pipe for a shard": _put_instead_of(SHARD, os.mkfifo),
+    "a pipe for the manifest": _put_instead_of(MANIFEST, os.mkfifo),
+    "a device for the manifest": _put_instead_of(MANIFEST, lambda path: path.symlink_to("/dev/zero")),
+    "a huge shard": lambda folder: os.truncate(folder / SHARD, 1 << 40),  # a hole: it takes no room
+    "a huge manifest": lambda folder: os.truncate(folder / MANIFEST, 1 << 40),
 }
 
 
-@pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_checkpoint_is_reported_with_its_reason_and_the_one_before_is_used(what, copy):
-    newest, before = names(copy)[:2]
-    DAMAGE[what](copy / "checkpoints" / newest)
-    found = saves.found(copy)
-    assert found.folder.name == before
-    assert len(found.damaged) == 1 and newest in found.damaged[0]
+def test_a_damaged_checkpoint_is_reported_with_its_reason_and_the_one_before_is_used(copy):
+    newest, before = (copy / "checkpoints" / name for name in names(copy)[:2])
+    kept = shutil.copytree(newest, copy / "kept")
+    for what, damage in DAMAGE.items():
+        damage(newest)
+        found = saves.found(copy)
+        assert found.folder == before, what
+        assert len(found.damaged) == 1 and newest.name in found.damaged[0], what
+        shutil.rmtree(newest) if newest.is_dir() and not newest.is_symlink() else newest.unlink()
+        shutil.copytree(kept, newest)
+    assert saves.found(copy).folder == newest
 
 
 @pytest.mark.parametrize("cpu", [1, 2])
@@ -135,10 +154,9 @@ def test_damaged_checkpoints_are_removed_before_the_good_one_from_which_the_run_
 def test_a_run_with_only_damaged_checkpoints_does_not_start_from_scratch_without_reset(copy, finished_run, refused):
     for name in names(copy):
         (copy / "checkpoints" / name / SHARD).unlink()
-    for _ in range(2):
-        for count in (1, 2):
-            message = refused(f"{SMALL} -cpu {count}", out=copy.parent)
-            assert "is left: -reset without -resume starts from scratch" in message
+    for count in (1, 2):
+        message = refused(f"{SMALL} -cpu {count}", out=copy.parent)
+        assert "is left: -reset without -resume starts from scratch" in message
     assert len(names(copy)) == 3, "a checkpoint was moved"
     run(copy.parent, f"{SMALL} -cpu 2 -reset -resume {finished_run}")
     assert names(copy) and distance(copy, finished_run) == 0.0
@@ -176,11 +194,10 @@ def test_a_read_error_does_not_count_as_damage(copy, monkeypatch, name, code):
 
 def test_an_unreadable_disk_ends_the_start_on_all_ranks(copy, monkeypatch):
     before = all_entries(copy)
-    for name in (SHARD, MANIFEST):
-        with monkeypatch.context() as patch:
-            _fail_to_read(patch, name, errno.EIO)
-            run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
-        assert "Input/output error" in outcome(copy)["reason"] and all_entries(copy) == before
+    with monkeypatch.context() as patch:
+        _fail_to_read(patch, SHARD, errno.EIO)
+        run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
+    assert "Input/output error" in outcome(copy)["reason"] and all_entries(copy) == before
 
 
 def test_if_a_rank_does_not_see_the_newest_checkpoint_no_older_one_is_used(copy, monkeypatch):
@@ -199,21 +216,21 @@ def test_if_a_rank_does_not_see_the_newest_checkpoint_no_older_one_is_used(copy,
 
 
 LATEST = {
-    "missing": lambda link: None,
     "dangling": lambda link: link.symlink_to("000099_step_99"),
     "looping": lambda link: link.symlink_to("latest"),
     "a file": lambda link: link.write_text("000001_step_4"),
-    "a folder": lambda link: shutil.copytree(link.parent / "000001_step_4", link),
     "an older one": lambda link: link.symlink_to("000001_step_4"),
-    "somewhere else": lambda link: link.symlink_to("/tmp"),
+    "a folder": lambda link: shutil.copytree(link.parent / "000001_step_4", link),
 }
 
 
-@pytest.mark.parametrize("what", LATEST)
-def test_a_link_to_the_latest_one_as_older_versions_made_it_is_ignored(what, copy):
+def test_a_link_to_the_latest_one_as_older_versions_made_it_is_ignored(copy):
     shutil.rmtree(copy / "checkpoints" / names(copy)[0])
     link = copy / "checkpoints" / "latest"
-    LATEST[what](link)
+    for what, make in LATEST.items():
+        link.unlink(missing_ok=True)
+        make(link)
+        assert saves.found(copy).folder.name == "000002_step_8", what
     folder = run(copy.parent, f"{SMALL} -cpu 1")
     assert f"resuming from {folder}/checkpoints/000002_step_8:" in log_of(folder)
     assert names(folder)[0] == "000003_step_12"
@@ -237,9 +254,7 @@ def fail_writes(monkeypatch, when, error=FULL):
     monkeypatch.setattr(shards, "write", write)
 
 
-@pytest.mark.parametrize(
-    ("cpu", "code"), [(1, errno.ENOSPC), (2, errno.ENOSPC), (2, errno.EIO), (2, errno.EROFS), (3, errno.ESTALE)]
-)
+@pytest.mark.parametrize(("cpu", "code"), [(1, errno.ENOSPC), (3, errno.ESTALE)])
 def test_a_save_that_fails_on_one_rank_loses_only_this_checkpoint(tmp_path, monkeypatch, cpu, code):
     error = OSError(code, os.strerror(code))
     fail_writes(monkeypatch, lambda rank, step: step in (4, 8) and rank == 0, error)
@@ -252,41 +267,33 @@ def test_a_save_that_fails_on_one_rank_loses_only_this_checkpoint(tmp_path, monk
         assert f"000002_step_4 could not be saved (rank 0: OSError: [Errno {code}]" in message[0]
 
 
-@pytest.mark.parametrize("cpu", [1, 2])
 def test_three_failed_saves_in_a_row_end_the_run_and_the_older_checkpoint_is_good(
-    tmp_path, monkeypatch, finished_run, cpu
+    tmp_path, monkeypatch, finished_run
 ):
     with monkeypatch.context() as patch:
         fail_writes(patch, lambda rank, step: step > 5 and rank == 0)
-        _check_run_fails(tmp_path, f"{SMALL} -cpu {cpu} -save_every 1steps", cpu, "nor could the 2 before it")
-    folder = tmp_path / finished_run.name
+        folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 1steps", wanted=1)
+    assert all("nor could the 2 before it" in log_of(folder, rank) for rank in range(2))
     assert saves.steps(folder) == [5, 4] and len(all_entries(folder)) == 2
-    run(tmp_path, f"{SMALL} -cpu {cpu}")
-    assert distance(folder, finished_run) < (1e-5 if cpu == 1 else 1e-30)
+    run(tmp_path, f"{SMALL} -cpu 2")
+    assert distance(folder, finished_run) == 0.0
 
 
-@pytest.mark.parametrize("cpu", [1, 2])
-def test_a_failed_last_save_is_retried_and_a_run_that_could_not_save_has_failed(tmp_path, monkeypatch, cpu):
-    attempts, flags = [], f"{SMALL} -cpu {cpu}"
+def test_a_failed_last_save_is_retried_and_a_run_that_could_not_save_has_failed(tmp_path, monkeypatch):
+    attempts = []
+
+    def fails_once(rank, step):
+        if step == 12 and rank == 0:
+            attempts.append(step)
+        return step == 12 and len(attempts) == 1
+
     with monkeypatch.context() as patch:
-        fail_writes(
-            patch, lambda rank, step: step == 12 and rank == 0 and (attempts.append(step) or len(attempts) == 1)
-        )
-        folder = run(tmp_path, f"{flags} -model again")
+        fail_writes(patch, fails_once)
+        folder = run(tmp_path, f"{SMALL} -cpu 1 -model again")
     assert saves.steps(folder)[0] == 12 and "training continues" in log_of(folder)
     with monkeypatch.context() as patch:
         fail_writes(patch, lambda rank, step: step == 6)
         saves.stop_at(patch, 6)
-        _check_run_fails(tmp_path, f"{flags} -model never", cpu, "the last state could not be saved")
-    outcome = (tmp_path / "never" / "outcome.json").read_text()
-    assert '"failed"' in outcome and saves.steps(tmp_path / "never") == [4]
-
-
-def _check_run_fails(out, flags, cpu, message):
-    """Check that a run ends with exit code 1 and this message."""
-    if cpu == 1:
-        with pytest.raises(manager.SaveError, match=message):
-            run(out, flags)
-    else:
-        folder = run(out, flags, wanted=1)
-        assert all(message in log_of(folder, rank) for rank in range(cpu))
+        folder = run(tmp_path, f"{SMALL} -cpu 2 -model never", wanted=1)
+    assert all("the last state could not be saved" in log_of(folder, rank) for rank in range(2))
+    assert outcome(folder)["state"] == "failed" and saves.steps(folder) == [4]

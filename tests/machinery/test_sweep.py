@@ -3,7 +3,6 @@
 import contextlib
 import json
 import re
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -36,10 +35,7 @@ def running_sweep(out, flags):
     finally:
         process.kill()
         process.wait()
-        until(
-            lambda: not any(reading.is_locked(folder) for folder in reading.folders(out)),
-            what="the end of the trials",
-        )
+        until(lambda: not any(map(reading.is_locked, reading.folders(out))), what="the end of the trials")
 
 
 def run_sweep(out, flags, expected_code=0) -> str:
@@ -62,11 +58,8 @@ def plan_of(flags) -> sweep.Plan:
 
 
 def have_same_weights(one, other, names) -> bool:
-    return all(
-        (one / name / "final" / "weights.safetensors").read_bytes()
-        == (other / name / "final" / "weights.safetensors").read_bytes()
-        for name in names
-    )
+    finals = [[(out / name / "final" / "weights.safetensors").read_bytes() for name in names] for out in (one, other)]
+    return finals[0] == finals[1]
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +72,8 @@ def uninterrupted(tmp_path_factory):
 
 def test_a_grid_runs_each_combination_and_prints_a_table_with_the_best_first(uninterrupted, tmp_path):
     output = run_sweep(uninterrupted, f"{LONG} {GRID}")  # all its trials are finished already
-    assert (
-        output.startswith("sweep: 4 trials over -seed -lr_start, 1 at once\n")
-        and output.count(" finished before ") == 4
-    )
+    assert output.startswith("sweep: 4 trials over -seed -lr_start, 1 at once\n")
+    assert output.count(" finished before ") == 4
     assert sorted(folder.name for folder in reading.folders(uninterrupted)) == TRIALS
     rows = re.findall(r"^(sweep_\S+) +finished +15/15 .* accuracy (\S+)", output, re.M)
     scores = [float(score) for _, score in rows]
@@ -96,34 +87,31 @@ def test_a_grid_runs_each_combination_and_prints_a_table_with_the_best_first(uni
     assert (uninterrupted / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_sweep_that_was_killed_resumes_with_the_same_bits(uninterrupted, tmp_path):
+def test_a_sweep_that_was_stopped_and_then_killed_resumes_with_the_same_bits(uninterrupted, tmp_path):
+    output = tmp_path / "output"
+    with running_sweep(tmp_path, f"{LONG} {GRID}") as process:
+        wait_until_trained(tmp_path, TRIALS[0], 2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 75, output.read_text()
+    assert f"{TRIALS[0]}: stopped in" in output.read_text()
+    assert output.read_text().endswith("stopped: the same command continues\n")
+    assert outcome(tmp_path / TRIALS[0])["state"] == "stopped"
+    assert [folder.name for folder in reading.folders(tmp_path)] == TRIALS[:1], "no other trial was started"
+
     with running_sweep(tmp_path, f"{LONG} {GRID} -jobs 2") as process:
-        until(lambda: "finished" in (tmp_path / "output").read_text())
+        until(lambda: "finished" in output.read_text())
         until(lambda: len({file.parents[2] for file in tmp_path.glob("*/checkpoints/*/manifest.json")}) > 2)
         process.send_signal(signal.SIGKILL)
         process.wait()
         done = {name for name in TRIALS if (tmp_path / name / "final").exists()}
         with running_sweep(
             tmp_path, f"{LONG} {GRID} -jobs 2"
-        ) as again:  # trials of the first sweep may still be saving
+        ) as again:  # trials of the killed one may still be saving
             written = {name: (tmp_path / name / "outcome.json").stat().st_mtime_ns for name in done}
-            assert again.wait(240) == 0, (tmp_path / "output").read_text()
+            assert again.wait(240) == 0, output.read_text()
     assert 0 < len(done) < 4 and have_same_weights(uninterrupted, tmp_path, TRIALS)
     assert written == {name: (tmp_path / name / "outcome.json").stat().st_mtime_ns for name in done}
-    assert any(reading.resumes(tmp_path / name) for name in TRIALS), "no trial resumed from a checkpoint"
-
-
-def test_a_sweep_that_is_stopped_saves_its_trials_and_resumes(uninterrupted, tmp_path):
-    with running_sweep(tmp_path, f"{LONG} {GRID}") as process:
-        wait_until_trained(tmp_path, TRIALS[0], 2)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 75, (tmp_path / "output").read_text()
-    output = (tmp_path / "output").read_text()
-    assert f"{TRIALS[0]}: stopped in" in output and output.endswith("stopped: the same command continues\n")
-    assert outcome(tmp_path / TRIALS[0])["state"] == "stopped"
-    assert [folder.name for folder in reading.folders(tmp_path)] == TRIALS[:1], "no other trial was started"
-    run_sweep(tmp_path, f"{LONG} {GRID}")
-    assert have_same_weights(uninterrupted, tmp_path, TRIALS) and reading.resumes(tmp_path / TRIALS[0])
+    assert reading.resumes(tmp_path / TRIALS[0])
 
 
 def test_a_trial_that_fails_does_not_end_the_sweep_and_is_run_again_by_the_next(tmp_path):
@@ -135,9 +123,8 @@ def test_a_trial_that_fails_does_not_end_the_sweep_and_is_run_again_by_the_next(
     assert output.index("mine_lr_start_1e-2  finished") < output.index("mine_lr_start_1e30  failed"), "best first"
     output = run_sweep(tmp_path, flags, expected_code=1)
     assert "mine_lr_start_1e-2: finished before" in output and "mine_lr_start_1e30: failed in" in output
-    refused = run_sweep(
-        tmp_path, "-cpu 1 -threads 1 -arch gpt -gpt_width 32 -gpt_heads 5,7 -model refused", expected_code=1
-    )
+    flags = "-cpu 1 -threads 1 -arch gpt -gpt_width 32 -gpt_heads 5,7 -model refused"
+    refused = run_sweep(tmp_path, flags, expected_code=1)
     assert refused.count("failed in") == 2 and "-gpt_width 32 -gpt_heads 5: a width that twice" in refused
 
 
@@ -183,18 +170,15 @@ def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_
         ("-lr_start 1e-3", "nothing varies: give a flag that changes the result several values"),
         ("-workers 0,1", "nothing varies: give a flag that changes the result several values"),
         ("-lr_start 1e-4:1e-2 -trials 3", "nothing varies: give a flag that changes the result a range, as -lr"),
-        ("-lr_start 1e-3,x", "-lr_start"),
         ("-lr_start 1e-3,,1e-2", "a value is missing"),
         ("-lr_strat 1e-3,1e-2", "unknown flag -lr_strat (do you mean -lr_start"),
         ("-arch mlp,convnot", "no such file in lib/arch"),
         ("-lr_start log:1e-4:1e-2", "add -trials N"),
         ("-lr_start log:0:1 -trials 3", "two rising numbers"),
-        ("-lr_start lin:2:1 -trials 3", "two rising numbers"),
         ("-lr_end 1e-6,1 -lr_start 1e-3", "-lr_end 1.0 is above -lr_start"),
         ("-seed 1,2 -reset", "-reset is for a single run"),
         ("-seed 1,2 -gpus 0,1 -gpus_per_trial 3", "-gpus_per_trial 3 needs"),
         ("-seed 1,2 -jobs 0", "-jobs"),
-        ("-seed 1,2 -jobs", "-jobs"),
         ("mlp -seed 1,2", "belongs to no flag"),
         ("-seed lin:1:9 -trials 3", "-trials needs Optuna: uv pip"),
     ],
@@ -251,8 +235,7 @@ def test_optuna_suggests_the_same_trials_after_a_kill_at_any_moment(tmp_path):
     uninterrupted_folder, killed = tmp_path / "calm", tmp_path / "killed"
     output = run_sweep(uninterrupted_folder, CHOSEN)
     assert output.count(": finished in") == 4
-    saved = "sweep_*/checkpoints/*/manifest.json"
-    for moment in ("sweep.db", saved, "sweep_*/final", saved):
+    for moment in ("sweep_*/checkpoints/*/manifest.json", "sweep_*/final"):
         before = len(list(killed.glob(moment)))
         with running_sweep(killed, CHOSEN) as process:
             until(lambda: len(list(killed.glob(moment))) > before or process.poll() is not None)  # noqa: B023
@@ -263,11 +246,10 @@ def test_optuna_suggests_the_same_trials_after_a_kill_at_any_moment(tmp_path):
     names = [folder.name for folder in reading.folders(uninterrupted_folder)]
     assert names == [folder.name for folder in reading.folders(killed)] and len(names) == 4
     assert have_same_weights(uninterrupted_folder, killed, names)
-    assert study_trials(uninterrupted_folder) == study_trials(killed) and {
-        state for _, state, _ in study_trials(uninterrupted_folder)
-    } == {"COMPLETE"}
+    trials = study_trials(uninterrupted_folder)
+    assert trials == study_trials(killed) and {state for _, state, _ in trials} == {"COMPLETE"}
     best = [status.row(uninterrupted_folder / name)["best"] for name in names]
-    assert sorted(best) == sorted(f"accuracy {value:.4g}" for _, _, value in study_trials(uninterrupted_folder))
+    assert sorted(best) == sorted(f"accuracy {value:.4g}" for _, _, value in trials)
     for name in names:
         lr, depth, optimizer = re.fullmatch(r"sweep_lr_start_(.+)_mlp_depth_(\d)_optimizer_(\w+)", name).groups()
         assert 1e-4 <= float(lr) <= 1e-2 and 1 <= int(depth) <= 3 and optimizer in ("sgd", "adamw")
@@ -305,8 +287,6 @@ def test_a_kill_while_optuna_creates_its_tables_leaves_no_broken_study(tmp_path)
 @cluster.require(cluster.ENABLED_BY)
 def test_a_killed_sweep_finds_its_trials_that_are_slurm_jobs_and_does_not_submit_them_again(tmp_path):
     code, out = cluster.copy_of_the_code(tmp_path / "code"), tmp_path / "out"
-    for name in (ROOT / "scripts").glob("*.py"):
-        shutil.copy(name, code / "scripts")
     flags = f"{code}/scripts/sweep.py -dataset slow -cpu 1 -threads 1 -slow_s 0.05 -seed 1,2 -slurm -slurm_cpus 1"
     flags = [sys.executable, *flags.split(), "-out", str(out)]
     with cluster.Cluster(code, out) as slurm:

@@ -113,8 +113,8 @@ def test_ignored_labels_are_left_out_of_the_loss_and_of_bits_per_token(ignored):
     assert torch.equal(loss(images, masks), functional.cross_entropy(images, masks, ignore_index=ignored))
     tokens, rows = masks.flatten(1), images.flatten(2).transpose(1, 2)
     assert torch.allclose(loss(rows, tokens), loss(images, masks))
-    nats = losses.metric_sums(loss, rows, tokens)["bits_per_token"] / 2 * torch.tensor(2.0).log()
-    assert torch.allclose(nats, loss(images, masks))
+    nats = losses.metric_sums(loss, rows, tokens)["bits_per_token"] * torch.tensor(2.0).log()
+    assert torch.allclose(nats / losses.count_targets(loss, (rows, tokens), 2), loss(images, masks))
 
 
 def test_labels_that_the_flag_names_train(tmp_path):

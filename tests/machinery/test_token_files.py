@@ -56,14 +56,15 @@ def test_files_of_other_types_are_refused_by_their_type(folder, split, vocabular
         assert ("wider" in message) >= ("int" in kind), kind
 
 
-@pytest.mark.parametrize("few", [2, 4, 9])
+@pytest.mark.parametrize("few", [2, 9])
 def test_a_small_vocabulary_is_read_and_refused_as_int32(folder, few):
     values = np.random.default_rng(few).integers(0, few, 1000)  # as of DNA
     values.astype(np.uint16).tofile(folder / "train.bin")
     splits_of(folder)
     for kind in (np.int32, np.int64, np.float64):
-        values.astype(kind).tofile(folder / "train.bin")
-        assert "looks like a wider type than uint16" in refusal(folder)
+        for count in (60, 1000):  # sixty tokens are enough to tell
+            values[:count].astype(kind).tofile(folder / "train.bin")
+            assert "looks like a wider type than uint16" in refusal(folder)
 
 
 @pytest.mark.parametrize("size", [0, 1, 1999])
@@ -90,11 +91,22 @@ def test_files_with_a_header_are_refused(folder):
     assert "begins with the header" in refusal(folder)
 
 
-@pytest.mark.parametrize("meta", ["{", "[1]", '{"vocab_size": 65}', '{"vocabulary": "65", "type": "uint16"}', "\0"])
-def test_beside_a_foreign_meta_json_the_vocabulary_must_be_given(folder, meta):
-    (folder / "meta.json").write_text(meta)
-    assert "meta.json has no vocabulary: give the number of tokens by -num_classes" in refusal(folder)
-    assert splits_of(folder, "-num_classes", "50")["train"].vocabulary == 50
+FOREIGN = ["{", "[1]", "\0", "[" * 100_000, '{"vocab_size": 65}', '{"vocabulary": "65", "type": "uint16"}']
+FOREIGN += [
+    json.dumps({"vocabulary": 60} | odd)
+    for odd in ({"train": "train.bin"}, {"train": None}, {"val": [1]}, {"vocabulary": True}, {"vocabulary": -5})
+]
+
+
+def test_beside_a_foreign_meta_json_the_vocabulary_must_be_given(folder):
+    wanted = "meta.json has no vocabulary: give the number of tokens by -num_classes"
+    for meta in FOREIGN:
+        (folder / "meta.json").write_text(meta)
+        assert wanted in refusal(folder), meta[:50]
+        assert splits_of(folder, "-num_classes", "50")["train"].vocabulary == 50
+    (folder / "meta.json").unlink()
+    (folder / "meta.json").mkdir()
+    assert wanted in refusal(folder)
 
 
 def test_meta_json_decides_on_the_type_and_tells_a_file_that_was_cut_off(folder):
@@ -111,15 +123,17 @@ def test_meta_json_decides_on_the_type_and_tells_a_file_that_was_cut_off(folder)
     assert "train.bin has 1,000 tokens, and meta.json says 1,001" in refusal(folder)
 
 
-@pytest.mark.parametrize("split", ["train", "val", "test"])
-def test_links_to_nothing_and_files_that_are_missing_are_refused(folder, split):
-    (folder / f"{split}.bin").unlink(missing_ok=True)
-    (folder / f"{split}.bin").symlink_to(folder / "nothing")
-    assert f"{split}.bin is a link to nothing" in refusal(folder)
-    (folder / f"{split}.bin").unlink()
-    os.mkfifo(folder / f"{split}.bin")
-    assert f"{split}.bin is a link to nothing, or no regular file" in refusal(folder)
-    (folder / "train.bin").unlink()
+def test_links_to_nothing_and_files_that_are_missing_are_refused(folder):
+    for split in ("test", "val", "train"):
+        file = folder / f"{split}.bin"
+        file.unlink(missing_ok=True)
+        file.symlink_to(folder / "nothing")
+        assert f"{split}.bin is a link to nothing" in refusal(folder)
+        file.unlink()
+        os.mkfifo(file)
+        assert f"{split}.bin is a link to nothing, or no regular file" in refusal(folder)
+        file.unlink()
+    np.arange(1000, dtype=np.uint16).tofile(folder / "val.bin")
     assert "val.bin is there, and train.bin is not" in refusal(folder)
 
 
@@ -147,29 +161,7 @@ def test_tokens_outside_the_vocabulary_and_files_shorter_than_a_sample_are_refus
         assert "-tokens_length is at least 1" in refusal(folder, flag, value)
 
 
-@pytest.mark.parametrize("kind", [np.int32, np.uint32, np.int64, np.uint64])
-def test_sixty_tokens_of_a_wider_type_are_enough_to_tell(folder, kind):
-    np.random.default_rng(1).integers(0, 50257, 60).astype(kind).tofile(folder / "train.bin")
-    assert "train.bin looks like a wider type than uint16" in refusal(folder)
-
-
 @pytest.mark.parametrize("content", [b"to be or not to be, " * 20, bytes(range(1, 65)) * 4], ids=["text", "uint8"])
 def test_a_text_and_tokens_of_one_byte_are_refused(folder, content):
     (folder / "train.bin").write_bytes(content)
     assert "train.bin is a text, or holds tokens of one byte" in refusal(folder)
-
-
-@pytest.mark.parametrize(
-    "odd", [{"train": "train.bin"}, {"train": None}, {"val": [1]}, {"vocabulary": True}, {"vocabulary": -5}]
-)
-def test_numbers_in_meta_json_that_are_none_are_no_vocabulary(folder, odd):
-    (folder / "meta.json").write_text(json.dumps({"vocabulary": 60} | odd))
-    assert "meta.json has no vocabulary: give the number of tokens by -num_classes" in refusal(folder)
-
-
-def test_a_folder_or_a_riddle_in_place_of_meta_json_is_no_vocabulary(folder):
-    (folder / "meta.json").write_text("[" * 100_000)
-    assert "meta.json has no vocabulary" in refusal(folder)
-    (folder / "meta.json").unlink()
-    (folder / "meta.json").mkdir()
-    assert "meta.json has no vocabulary" in refusal(folder)

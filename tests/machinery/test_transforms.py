@@ -9,11 +9,8 @@ from runs import distance, norm_net, plugins, run
 from lib import config
 from lib.dataset import cifar10, folder
 from lib.utils import seeding
-from lib.utils.data import loader
-from lib.utils.data.plan import Plan
 from lib.utils.data.tensors import Tensors
 from lib.utils.data.transforms import Pixels
-from lib.utils.distributed import World
 
 
 def test_random_numbers_are_uniform_and_depend_only_on_the_sample():
@@ -47,30 +44,6 @@ def test_images_are_shifted_by_up_to_four_pixels_mirrored_and_normalized():
     assert len(places) > 40 and sum(place > 80 for place in places) > 15
     still, _ = Pixels((0.0,), (1 / 255,))((images, labels), draws)
     assert torch.allclose(still, images.float(), atol=1e-4)
-
-
-def test_a_sample_is_changed_in_the_same_way_in_any_batch_on_any_number_of_processes():
-    """With any ranks, micro-batches and workers, the image of sample i in epoch e is the same."""
-    images = torch.randint(0, 256, (23, 1, 8, 8), dtype=torch.uint8)
-    dataset = Tensors(images, torch.arange(23), on_device=Pixels((0.5,), (0.5,), pad=2, mirror=True))
-
-    def seen(epoch, size, micro, first=0, workers=0):
-        samples = {}
-        for rank in range(size):
-            world = World(rank=rank, size=size)
-            plan = Plan(23, 6, micro)
-            one = loader.Loader(dataset, plan, world, seed=1, shuffle=True, workers=workers)
-            for key, (inputs, labels) in one.epoch(epoch, first):
-                samples.update(zip(labels[: key.count].tolist(), inputs))
-            one.fetcher.close()
-        return samples
-
-    truth = {epoch: seen(epoch, 1, 6) for epoch in (0, 1)}
-    assert len(truth[0]) == 23 and any((truth[0][i] != truth[1][i]).any() for i in range(23))
-    for size, micro, first, workers in ((1, 2, 0, 0), (2, 3, 0, 0), (4, 3, 2, 0), (1, 6, 1, 2)):
-        for epoch in (0, 1):
-            again = seen(epoch, size, micro, first, workers)
-            assert len(again) > 8 and all(torch.equal(truth[epoch][i], image) for i, image in again.items())
 
 
 def test_a_run_with_augmentation_has_the_same_bits_on_more_processes_and_after_a_stop(tmp_path):

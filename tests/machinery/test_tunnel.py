@@ -1,6 +1,5 @@
 """The tunnel of -ngrok, with a fake of ngrok's agent: it needs a password, and ends with the run."""
 
-import base64
 import json
 import os
 import signal
@@ -36,43 +35,25 @@ def agent(tmp_path, monkeypatch):
     return set_up
 
 
-def fetch(address, user=None, password=None):
-    request = urllib.request.Request(address)
-    if user:
-        request.add_header("Authorization", f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}")
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return answer.read().decode()
-
-
 def test_a_tunnel_asks_for_the_password_and_ends_with_the_run(agent, start, tmp_path):
     notes = agent()
-    run = start(
-        "shared",
-        "-ngrok",
-        "-ngrok_auth",
-        "ann",
-        cpu=2,
-        fault={"do": "pause", "step": 25, "rank": 0},
-        env=dict(os.environ),
-    )
-    run.wait_for_output("TensorBoard for others: http://127.0.0.1:")
-    local, address = (address_in(line) for line in run.text().splitlines() if line.startswith("TensorBoard"))
+    fault = {"do": "pause", "step": 25, "rank": 0}
+    run = start("shared", "-ngrok", "-ngrok_auth", "ann", fault=fault, env=dict(os.environ))
+    run.wait_for_output("TensorBoard for others: https://a-public-address.example\n")
+    local = address_in(next(line for line in run.text().splitlines() if line.startswith("TensorBoard: ")))
     assert local.startswith("http://127.0.0.1:6")
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        fetch(address)
-    assert "TensorBoard" in fetch(address, "ann", PASSWORD)
 
     facts = json.loads(notes.read_text())
     assert facts["token"] == TOKEN, "the agent reads the token from the environment"
     command = Path(f"/proc/{facts['pid']}/cmdline").read_text()
     assert TOKEN not in command and PASSWORD not in command
-    assert facts["request"]["inspect"] is False
+    assert facts["request"]["inspect"] is False and facts["request"]["upstream"]["url"] == local.rstrip("/")
+    [[first]] = [rule["actions"] for rule in facts["request"]["traffic_policy"]["on_http_request"]]
+    assert first == {"type": "basic-auth", "config": {"credentials": [f"ann:{PASSWORD}"]}}
 
     os.kill(run.pid, signal.SIGKILL)
     run.release()
     until(lambda: not Path(f"/proc/{facts['pid']}").exists(), what="the end of the agent")
-    with pytest.raises(OSError, match="refused"):
-        fetch(address)
     left = [*(tmp_path / "out").rglob("*"), *tmp_path.glob("log_*")]
     texts = [path.read_text(errors="ignore") for path in left if path.is_file()]
     assert len(texts) > 5 and not [text for text in texts if TOKEN in text or PASSWORD in text]
@@ -80,39 +61,28 @@ def test_a_tunnel_asks_for_the_password_and_ends_with_the_run(agent, start, tmp_
 
 def test_on_a_terminal_the_addresses_are_shown_and_the_agent_ends_with_the_run(agent, start):
     notes = agent()
-    run = start(
-        "shown",
-        "-ngrok",
-        cpu=1,
-        terminal=("stdout", "stderr"),
-        env=dict(os.environ),
-        fault={"do": "pause", "step": 25},
-    )
-    run.wait_for_output("TensorBoard for others: http://127.0.0.1:")
+    how = {"terminal": ("stdout", "stderr"), "env": dict(os.environ), "fault": {"do": "pause", "step": 25}}
+    run = start("shown", "-ngrok", cpu=1, **how)
+    run.wait_for_output("TensorBoard for others: https://")
     assert "TensorBoard: http://127.0.0.1:" in run.text() and PASSWORD not in run.text()
     run.release()
     assert run.wait() == 0 and run.outcome()["state"] == "finished"
     until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the end of the agent")
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("refuse", "ERR_NGROK_105"),
-        ("deaf", "PyngrokNgrokHTTPError"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "message"), [("refuse", "ERR_NGROK_105"), ("deaf", "PyngrokNgrokHTTPError")])
 def test_a_failing_tunnel_is_reported_in_one_line_without_secrets(agent, serve, tmp_path, fault, message):
     notes = agent(fault)
     run = serve(tmp_path, "ann")
     address = address_in(run.stdout.readline())
     assert run.stdout.readline() == f"TensorBoard for others: no tunnel ({message}); training continues\n"
-    assert "TensorBoard" in fetch(address), "-tb's server works nevertheless"
+    with urllib.request.urlopen(address, timeout=60) as answer:
+        assert b"TensorBoard" in answer.read(), "-tb's server works nevertheless"
     assert run.communicate() == ("", None)
     until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the agent's end")
 
 
-@pytest.mark.parametrize("password", [None, "short", "with a space in it", "with:a:colon:inside", "with${cel}inside"])
+@pytest.mark.parametrize("password", [None, "short", "with${cel}inside"])
 def test_a_run_with_a_tunnel_but_without_a_good_password_is_refused(password, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("NGROK_PASSWORD", raising=False)
     if password:

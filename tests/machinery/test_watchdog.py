@@ -236,7 +236,7 @@ def test_a_failing_rank_does_not_wait_for_the_others(monkeypatch):
     monkeypatch.setattr(distributed, "pick_device", lambda args, local_rank: torch.device("cuda", 0))
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **more: None)
-    monkeypatch.setattr(distributed, "_leave", lambda: left.append(True))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(True))
     monkeypatch.setattr(distributed, "check_same_flags", lambda args, world: world)
     args = types.SimpleNamespace(cpu=None, hang_minutes=1)
     with distributed.join(args):

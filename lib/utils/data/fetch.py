@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lib.utils import runtime, seeding, watchdog
 from lib.utils.data.options import MapDataset, has_whole_batches, option
@@ -65,7 +64,7 @@ class Fetcher:
     def close(self) -> None:
         """End the worker processes: idle ones by themselves, a busy one by force."""
         running = getattr(self.loader, "_iterator", None)
-        if isinstance(running, _MultiProcessingDataLoaderIter):
+        if running is not None:
             running._shutdown_workers()
             for worker in running._workers:
                 worker.kill()  # SIGTERM is blocked
@@ -82,15 +81,14 @@ class Fetch(Dataset):
 
     def __getitem__(self, key: tuple[int, MicroBatch]) -> Any:
         epoch, micro_batch = key
-        self.current = micro_batch.indices  # for error messages: what is being fetched
+        self.current = micro_batch.indices  # for error messages: what is being fetched, one sample or several
         try:
             # As torch's loader processes do, with one thread: sums by another number have other bits.
             with no_exit(), runtime.one_thread():  # sys.exit would end a worker without a message
                 batch = self._read(epoch, micro_batch.indices)
                 return micro_batch, self.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
-            batch = f"reading the samples {reprlib.repr(self.current)}"
-            place = f"fetching sample {self.current}" if isinstance(self.current, int) else batch
+            place = f"fetching sample {reprlib.repr(self.current)}"
             if isinstance(error, UsageError):
                 return UsageError(f"{error} (while {place})")  # raised here, it would have a worker's traceback
             text = traceback.format_exception_only(error)[-1].strip()  # whatever its __str__ does

@@ -1,8 +1,6 @@
 """Data in memory, fetched by whole batches; functions over all tensors of a batch."""
 
-import contextlib
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,18 +25,6 @@ class Tensors(TensorDataset):
         """Return the batch of these rows: a tuple of tensors (len(indices), ...)."""
         rows = torch.from_numpy(np.array(indices)).to(self.tensors[0].device)  # faster than torch.tensor
         return tuple(tensor.index_select(0, rows) for tensor in self.tensors)
-
-
-@contextlib.contextmanager
-def add_shapes_to_errors(batch: Any, args: Namespace) -> Iterator[None]:
-    """Add a batch's shapes, and the flags that build a model, to an error (shown from Python 3.11 on)."""
-    try:
-        yield
-    except Exception as error:
-        shapes = ", ".join(f"{name}: {tuple(one.shape)} {one.dtype}" for name, one in named_tensors(batch))
-        flags = " ".join(f"-{name} {getattr(args, name)}" for name in ("channels", "image_size", "num_classes"))
-        error.__notes__ = [f"In a batch of -dataset {args.dataset} with {shapes}; the flags are {flags}"]
-        raise
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

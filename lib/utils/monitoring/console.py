@@ -1,4 +1,4 @@
-"""The terminal and the log files: the progress bar, and the format of a log line."""
+"""The terminal and the log files: where log lines go, and their format."""
 
 import logging
 import sys
@@ -17,6 +17,7 @@ def setup_logging(folder: Path | None, rank: int) -> None:
     stdout gets the messages alone. Ours count from INFO on, others' from WARNING on. A second call replaces all.
     """
     tqdm.set_lock(threading.RLock())  # the default is a lock between processes: a semaphore and a tracker process
+    tqdm.monitor_interval = 0  # no thread that redraws
     root = logging.getLogger()
     for handler in [one for one in root.handlers if isinstance(one, (LogFileHandler, TerminalHandler))]:
         root.removeHandler(handler)
@@ -60,19 +61,6 @@ class TerminalHandler(logging.StreamHandler):
         """Say what went wrong with a record, unless nobody reads any more, as in `train.py | head`."""
         if not isinstance(sys.exc_info()[1], BrokenPipeError):
             super().handleError(record)
-
-
-def progress_bar(total_steps: int, start_step: int) -> tqdm:
-    """Return a progress bar on stderr. It does nothing unless that is a terminal."""
-    tqdm.monitor_interval = 0  # no thread that redraws
-    return tqdm(
-        total=total_steps,
-        initial=start_step,
-        bar_format=f"{{remaining:>7}} left |{{bar:10}}| step {{n:{len(f'{total_steps}')}}}/{total_steps}  {{desc}}",
-        dynamic_ncols=True,
-        smoothing=0,  # the time left follows from all steps of this start
-        disable=None,  # unless stderr is a terminal
-    )
 
 
 def format_metrics(figures: dict[str, float]) -> str:

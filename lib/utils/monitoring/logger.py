@@ -5,6 +5,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from lib.utils import files
 from lib.utils.distributed import World
 from lib.utils.monitoring import console, images, metrics, tensorboard_server, trackers
@@ -44,7 +46,8 @@ class Logger:
         hparams = {name: value if type(value) in (int, float) else str(value) for name, value in flags.items()}
         # Without torch's list of flags and metrics, which holds for one run, TensorBoard shows those of all runs.
         self.board.file_writer.add_summary(summary.hparams(hparams, {})[1])
-        self.bar = console.progress_bar(total_steps, start_step)
+        # disable=None: no bar unless stderr is a terminal.
+        self.bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=None)
         self.tracker = self.server = None
         if world.is_main and args.track != "none":
             self.tracker = trackers.Tracker(args.track, folder)
@@ -61,27 +64,21 @@ class Logger:
         others = {name: metrics.mean(interval, name) for name in interval if name not in ("loss", "samples")}
         if state.bad_steps:
             others["bad_steps"] = state.bad_steps
-        left = self.bar.format_interval(round(speed.pop("left_s")))
-        epoch = f"epoch {state.epoch + 1}/{self.args.epochs}"
-        text = console.format_training({**figures, **speed}, others)
-        place = f"{epoch}  step {state.step}/{self.total_steps}"
-        log.info("%s  %s  left %s", place, text, left)
-        self.bar.set_description_str(f"{epoch}  {text}")
+        left = tqdm.format_interval(round(speed.pop("left_s")))
+        place = f"epoch {state.epoch + 1}/{self.args.epochs}  step {state.step}/{self.total_steps}"
+        log.info("%s  %s  left %s", place, console.format_training({**figures, **speed}, others), left)
         tagged = {f"train/{name}": value for name, value in {**figures, **others}.items()}
         self._write(state, tagged | {f"perf/{name}": value for name, value in speed.items()})
 
     def log_evaluation(self, state: Any, split: str, figures: dict, predictions: images.Predictions) -> None:
-        """Log the metrics of a split and pictures of the model's answers."""
+        """Log the metrics of a split, and the confusion matrix if there is one."""
         if not figures:
             return
         log.info("epoch %d/%d  %s  %s", state.epoch, self.args.epochs, split, console.format_metrics(figures))
         tagged = {f"{split}/{name}": value for name, value in figures.items()}
         if state.step == self.start_step and self.logged & tagged.keys():
             return
-        # Drawing takes as long as a small evaluation.
-        drawn = split == "test" or state.epoch in (1, self.args.epochs) or state.epoch % 10 == 0
-        pictures = {f"{split}/{name}": one for name, one in predictions.draw().items()} if drawn else {}
-        self._write(state, tagged, pictures)
+        self._write(state, tagged, {f"{split}/confusion": predictions.draw()} if predictions.counts.any() else {})
 
     def close(self, outcome: dict | None = None) -> None:
         """Close all. A run that ends well says how (as in outcome.json), where its files are, and what to do next."""
@@ -122,7 +119,7 @@ class Logger:
                 for tag, value in tagged.items():
                     self.board.add_scalar(tag, value, state.step)
                 for tag, picture in (pictures or {}).items():
-                    self.board.add_image(tag, picture, state.step, dataformats="HWC")
+                    self.board.add_image(tag, picture, state.step, dataformats="HW")
                 self.board.flush()
             except OSError as error:
                 self.board = None

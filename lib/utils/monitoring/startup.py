@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -29,12 +29,7 @@ def run_program(main: Callable[[], int]) -> None:
     os._exit(code)
 
 
-@contextlib.contextmanager
-def enable_garbage_collector() -> Iterator[None]:
-    """Switch the garbage collector on; in the block it skips all objects that exist, and takes microseconds."""
+def enable_garbage_collector() -> None:
+    """Switch the garbage collector on; it skips all objects that exist, and takes microseconds."""
     gc.freeze()
     gc.enable()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -1,22 +1,13 @@
 """-track: scripts/track.py, in a process of its own, sends a run's figures to Weights & Biases or MLflow."""
 
 import contextlib
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from lib.utils.errors import UsageError
-
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "track.py"
 CLOSE_S, STOP_S = 5.0, 0.5  # most that a run waits for it at its end: a finished run, and any other
-
-
-def check_installed(name: str) -> None:
-    """Raise UsageError if the tracker's package is missing; "none" is no tracker."""
-    if name != "none" and not getattr(importlib.util.find_spec(name), "origin", None):  # a mere folder has none
-        raise UsageError(f"-track {name}: the package is not installed: pip install {name}")
 
 
 class Tracker:
