@@ -86,11 +86,6 @@ class Buffers:
                 to_sum += [_exact(end) * share, _exact(end != start)]
         return to_sum
 
-    def like(self) -> list[Tensor]:
-        """Return tensors of the types and shapes of what `shares` returns."""
-        floats = [_exact(start) for start in self.starts if start.is_floating_point()]
-        return [like for start in floats for like in (start, start)]
-
     def finish(self, sums: list[Tensor], norm: Tensor) -> None:
         """End a step with the sums of `shares`; [] if there was one micro-batch, on one process.
 

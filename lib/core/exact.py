@@ -73,6 +73,7 @@ class Engine:
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in [*self.parameters, *(() if micro_batch.last else self.sharded)]:
             parameter.grad = None  # of sharded ones, what is whole comes with the last pass
+        self.shares = self.buffers.shares(micro_batch)
         if micro_batch.count:
             missing = {number for number, gradient in enumerate(gradients) if gradient is None}
             self.unused &= missing
@@ -82,7 +83,7 @@ class Engine:
                 flags[number] = 0  # nobody waits for the device, as for a copy of a list
             pairs = zip(gradients, self.parameters, strict=True)
             dense = [torch.zeros_like(parameter) if one is None else one for one, parameter in pairs]
-            self.tree.add(micro_batch.number, [*dense, flags, *self.buffers.shares(micro_batch)])
+            add_leaf(self.tree.nodes, micro_batch.number, [*dense, flags, *self.shares])
 
     def sum_gradients(self) -> Tensor:
         """Set each parameter's gradient to the sum over the step's micro-batches, of all ranks.
@@ -96,7 +97,7 @@ class Engine:
             return torch.ones(())
         count = len(self.parameters)
         flags = torch.empty(count + 1, device=self.world.device)
-        sums = self.tree.result([*self.parameters, flags, *self.buffers.like()])
+        sums = self.tree.result([*self.parameters, flags, *self.shares])
         gradients, flags, self.averages = sums[:count], sums[count], sums[count + 1 :]
         used = [flag > 0 for flag in flags[:-1].tolist()] if self.unused else [True] * count
         for parameter, gradient, is_used in zip(self.parameters, gradients, used, strict=True):
@@ -115,7 +116,7 @@ class Engine:
 
 
 class TreeSum:
-    """The sum of lists of tensors over a step: `begin`, `add` each own micro-batch's list, get the `result`.
+    """The sum of lists of tensors over a step: `begin`, `add_leaf` to `nodes` for each own micro-batch, `result`.
 
     All ranks call `begin` and `result` in the same order. `round_robin` is that of `rank_share`.
     """
@@ -126,10 +127,6 @@ class TreeSum:
     def begin(self, leaves: int) -> None:
         """Begin a step of so many micro-batches over all ranks."""
         self.leaves, self.nodes = leaves, {}
-
-    def add(self, leaf: int, values: list[Tensor]) -> None:
-        """Add what this rank's next micro-batch made; the tensors become this sum's."""
-        add_leaf(self.nodes, leaf, values)
 
     def result(self, like: list[Tensor]) -> list[Tensor]:
         """Return the sums, each laid out in memory like its tensor in `like`."""

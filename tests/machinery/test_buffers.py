@@ -66,8 +66,8 @@ class Statistics:
             forward()
             self.statistics.after()
             if key.count:
-                self.tree.add(key.number, self.statistics.shares(key))
-        sums = self.tree.result(self.statistics.like()) if len(keys) > 1 else []
+                exact.add_leaf(self.tree.nodes, key.number, self.statistics.shares(key))
+        sums = self.tree.result(self.statistics.shares(key)) if len(keys) > 1 else []
         self.statistics.finish(sums, torch.tensor(norm))
 
 

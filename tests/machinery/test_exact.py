@@ -108,7 +108,7 @@ def test_a_sum_on_one_rank_keeps_memory_format_and_values():
     one = exact.TreeSum(World())
     one.begin(3)
     for number, values in enumerate(leaves):
-        one.add(number, values)
+        exact.add_leaf(one.nodes, number, values)
     assert all(torch.equal(*pair) for pair in zip(one.result(like), wanted, strict=True))
 
 
@@ -209,7 +209,7 @@ def test_an_exchange_moves_as_many_bytes_as_docs_resume_says(tmp_path, monkeypat
         tree = exact.TreeSum(World(rank=rank, size=3, local_size=3))
         tree.begin(8)
         for leaf in rank_share(8, rank, 3):
-            tree.add(leaf, [values[0].clone()])
+            exact.add_leaf(tree.nodes, leaf, [values[0].clone()])
         nodes = len(tree.nodes)
         assert torch.equal(tree.result(values)[0], 8 * values[0])
         assert sum(sent) == (nodes + 1) * values[0].nbytes * 2 // 3
