@@ -39,12 +39,13 @@ def read_manifest(folder: Path) -> dict:
         counts += [file["bytes"] for file in manifest["shards"].values()] + [len(manifest["shards"]) - 1]
         counts += [config.get("threads", 1) - 1, 4096 - config.get("threads", 1)]  # no machine has more
         sums = [*state.unlogged.values(), state.sums.values(), [(state.best or {"score": 0.0})["score"]]]
+        kinds = {name: type(value) for name, value in vars(State()).items() if name != "best"}
         shards.make_empty(manifest["tensors"], "meta")
         if not (
             min(counts) >= 0
             and len([math.fsum(terms) for terms in sums]) > 1  # which raises where one is no number
             and plan.step_in_epoch(state) in range(plan.steps + 1)
-            and _types(manifest["state"]) == _types(vars(State()))
+            and all(type(manifest["state"][name]) is kind for name, kind in kinds.items())
             and (state.best is None or state.best.keys() >= {"metric", "value", "score", "epoch"})
             and all(map(shards.FILE_NAME.fullmatch, manifest["shards"]))  # none in another folder
         ):
@@ -52,10 +53,6 @@ def read_manifest(folder: Path) -> dict:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise shards.Damaged(f"{folder / 'manifest.json'}: no run writes what is in it ({error!r})") from error
     return manifest
-
-
-def _types(state: dict) -> dict[str, type]:
-    return {name: type(value) for name, value in state.items() if name != "best"}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
