@@ -162,6 +162,7 @@ def colour_images(count, size=8, classes=4):
 
 
 ODD = {
+    "colour": lambda args: colour_images(20),
     "late": lambda args: {"train": colour_images(20, classes=2), "val": colour_images(90, classes=9)},
 }
 

@@ -33,14 +33,15 @@ TESTS = shipped(
     "test_recipes test_resume test_tokens test_train tiny_data",
 )
 READERS_PATH = [
-    *shipped("lib", "config/args launch/__init__ launch/local trainer/trainer core/*"),
+    *shipped("lib", "config/args launch/__init__ launch/local trainer/trainer"),
+    *shipped("lib/core", "loss optimizer scheduler parallel stock"),
     *shipped("lib/utils", "distributed preemption data/plan data/loader checkpoint/manager"),
     "train.py",
 ]
 BUDGETS = {  # name: most lines, patterns of files, patterns of files that are left out
     "train.py and lib without compat": (7500, MACHINERY + PLUGINS, [COMPAT]),
     "compat": (500, [COMPAT], []),
-    "the reader's path": (2780, READERS_PATH, []),  # the goal is 2,000
+    "the reader's path": (2480, READERS_PATH, []),  # the goal is 2,200
     "README.md": (220, ["README.md"], []),
     "tests without machinery": (2500, TESTS, []),
 }

@@ -425,18 +425,18 @@ def _photos(folder):
                 )
 
 
-def test_missing_gpus_and_a_missing_slurm_are_reported_in_one_line(tmp_path, monkeypatch, capsys):
+def test_missing_gpus_and_a_missing_slurm_are_reported_in_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PATH", str(tmp_path))  # as where there is no Slurm
     shown, refused = 0, 0
     for command in sorted(set(COMMANDS)):
         flags = shlex.split(command)[2:] if command.startswith("python train.py") else []
         if "-slurm_dry" in flags and "my_data" not in flags:
             assert train.main([*flags, "-out", str(tmp_path / "out")]) == 0
-            assert "#SBATCH --partition=general\n" in capsys.readouterr().out
+            assert "#SBATCH --partition=general\n" in capfd.readouterr().out
             shown += 1
         elif "-slurm_dry" not in flags and ("-slurm" in flags or ("-gpus" in flags and _gpus() < 3)):
             assert train.main(flags) == 2
-            output = capsys.readouterr().err
+            output = capfd.readouterr().err
             assert len(output.splitlines()) == 1 and output.startswith("train.py: -"), command
             refused += 1
     assert shown and refused
