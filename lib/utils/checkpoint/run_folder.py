@@ -118,18 +118,6 @@ def acquire(args: Args, world: World, job: str | None = None) -> Iterator[RunFol
         folder.unlock()
 
 
-class NoRunFolder:
-    """Stands in for a RunFolder where nothing is to be locked or written."""
-
-    path = None
-
-    def __init__(self, world: World):
-        self.world = world
-
-    def begin(self, config: str, start: dict) -> None:
-        """Do nothing."""
-
-
 class RunFolder:
     """The folder of a run. Its `world` knows whether all nodes share it; else each has the whole run in its own."""
 
