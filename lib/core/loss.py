@@ -16,6 +16,7 @@ from lib.utils.checkpoint.state import unwrap
 from lib.utils.data.tensors import named_tensors
 from lib.utils.errors import UsageError
 
+TAKES = "-loss cross_entropy takes class numbers or probabilities of 2 classes or more (for a regression: -loss mse)"
 TARGETS = ("labels", "targets", "label", "target")  # names of them, in a batch and as a parameter of a forward
 
 
@@ -161,8 +162,12 @@ class CrossEntropy(nn.CrossEntropyLoss):
         """
         if _classes_last(outputs, targets):
             outputs, targets = outputs.flatten(0, -2), targets.flatten()
-        self._check_shapes(outputs, targets)
-        if targets.is_floating_point():
+        numbers = not targets.is_floating_point()
+        wanted = (outputs.shape[0], *outputs.shape[2:]) if numbers else outputs.shape
+        if outputs.ndim < 2 or targets.shape != wanted or (numbers and outputs.shape[1] == 1):
+            found = f"{targets.dtype} {tuple(targets.shape)} for outputs {tuple(outputs.shape)}"
+            raise UsageError(f"{TAKES}; these targets are {found}")  # of 1 class, the loss would always be 0
+        if not numbers:
             self.found_odd |= (targets.min() < 0) | ((targets.sum(1) - 1).abs().max() > 0.01)
             return self._sum(outputs, targets) / max(1, targets[:, 0].numel())
         targets = targets.long()
@@ -172,17 +177,6 @@ class CrossEntropy(nn.CrossEntropyLoss):
             found, count = f"the labels of a batch are {targets.min()} to {targets.max()}", outputs.shape[1]
             wanted = f"labels are 0 to {count - 1} for {count} outputs (-num_classes)"
             raise UsageError(f"{found}: {wanted}; -ignore_index N leaves targets N out of the loss") from None
-
-    def _check_shapes(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise UsageError where torch would stop with an error of its own, or the loss would always be 0."""
-        numbers = not targets.is_floating_point()
-        wanted = (outputs.shape[0], *outputs.shape[2:]) if numbers else outputs.shape
-        if outputs.ndim < 2 or targets.shape != wanted or (numbers and outputs.shape[1] == 1):
-            raise UsageError(
-                "-loss cross_entropy takes class numbers or probabilities, of 2 classes or more. For outputs "
-                f"{tuple(outputs.shape)} these targets, {targets.dtype} {tuple(targets.shape)}, are neither; for a "
-                "regression: -loss mse"
-            )
 
     def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
@@ -200,10 +194,8 @@ def check_probabilities(criterion: nn.Module) -> None:
     torch would compute a loss from them all the same. Waits for the device.
     """
     if isinstance(criterion, CrossEntropy) and criterion.found_odd:
-        raise UsageError(
-            "-loss cross_entropy takes class numbers or probabilities, and these floats are neither: "
-            "rows that do not sum to 1, as several labels a sample, or are negative; for a regression: -loss mse"
-        )
+        found = "rows that do not sum to 1, as several labels a sample, or are negative"
+        raise UsageError(f"{TAKES}; these floats are {found}")
 
 
 BY_NAME = {"cross_entropy": CrossEntropy, "mse": nn.MSELoss, "l1": nn.L1Loss, "huber": nn.HuberLoss}

@@ -149,7 +149,7 @@ def test_a_plugin_that_calls_sys_exit_fails_the_run(flags, call, started, cpu, t
             code, message = 1, str(error)
     assert code == 1 and call in message
     if started:
-        outcome = run_folder.read_outcome(tmp_path / "run")
+        outcome = run_folder.read_json(tmp_path / "run" / "outcome.json")
         assert outcome["state"] == "failed" and outcome["reason"].startswith("rank 0: ") and call in outcome["reason"]
 
 

@@ -135,13 +135,6 @@ def test_floats_of_another_precision_are_converted(tmp_path, kind):
     assert same(made, given.float())
 
 
-@pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_weight_that_is_not_finite_is_refused(tmp_path, value):
-    tensors = tensors_of(Tied())
-    tensors["inner.bias"][1] = float(value)
-    assert "inner.bias is not finite" in refusal(save(tensors, tmp_path / "w.pt"))
-
-
 # Formats
 
 

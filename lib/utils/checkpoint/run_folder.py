@@ -91,7 +91,7 @@ def check_owner(run: Path) -> None:
 
 def is_reset_due(args: Args, world: World) -> bool:
     """Whether -reset is still to be carried out: once in a launch, whatever restarts and requeues follow."""
-    return args.reset and read_outcome(path_of(args)).get("launch") != world.launch
+    return args.reset and read_json(path_of(args) / "outcome.json").get("launch") != world.launch
 
 
 @contextlib.contextmanager
@@ -218,7 +218,7 @@ class RunFolder:
             log.critical("failed", exc_info=error)
         elif isinstance(error, UsageError) or is_reset_due(self.args, self.world):
             return
-        before, lost = read_outcome(self.path), is_lost_peer(error)
+        before, lost = read_json(self.path / "outcome.json"), is_lost_peer(error)
         known = before.get("state") == "failed" and before.get("launch") == self.world.launch
         if not known or (before.get("lost_peer") and not lost):
             text = f"{type(error).__name__}: {error}"
@@ -238,24 +238,21 @@ class RunFolder:
 
 def _move_away(folder: Path) -> None:
     """Move an old run to out/.old, except the lock and the files of Slurm jobs: one of them may be this start."""
-    entries = [entry for entry in folder.iterdir() if entry.name not in (".lock", "slurm")]
     target = folder.parent / ".old" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-    if entries:
-        target.mkdir(parents=True, exist_ok=True)
-    for entry in entries:
-        entry.rename(target / entry.name)
+    for entry in [*folder.iterdir()]:
+        if entry.name not in (".lock", "slurm"):
+            target.mkdir(parents=True, exist_ok=True)
+            entry.rename(target / entry.name)
 
 
 # How the run ended
 
 
-def read_outcome(run: Path) -> dict:
-    """Return outcome.json, {} if there is none. Its entry `written` differs each time that it is written."""
-    return read_json(run / "outcome.json")
-
-
 def write_outcome(folder: Path, world: World, state: str, **facts: Any) -> None:
-    """Write outcome.json: running, finished, stopped or failed, and why. Launchers and people decide from it."""
+    """Write outcome.json: running, finished, stopped or failed, and why. Launchers and people decide from it.
+
+    Its entry `written` differs each time that it is written.
+    """
     check_lock(folder)
     who = {"launch": world.launch, "host": socket.gethostname(), "pid": os.getpid(), "written": time.time_ns()}
     atomic.write_file(folder / "outcome.json", json.dumps({"state": state, **facts, **who}, indent=2) + "\n")
