@@ -36,6 +36,8 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     `forward` names, and all others as **batch; if it names none, it gets the values without the targets, in order.
     Raises UsageError where all this gives no loss, or a number next to the outputs that may be a part of the loss.
     """
+    if isinstance(batch, (tuple, list)) and len(batch) > 2:
+        raise _wrong_batch(batch)
     inputs, targets = split_batch(batch)
     answer, got_targets = _call(model, batch, inputs, targets)
     answer = answer._asdict() if hasattr(type(answer), "_asdict") else answer  # a named tuple
@@ -73,19 +75,13 @@ def _call(model: nn.Module, batch: Any, inputs: Any, targets: Any) -> tuple[Any,
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs and the targets of a batch: a pair, or a dict, whose inputs are a dict. Targets may be None.
-
-    Raises UsageError for a tuple of more.
-    """
+    """Return a batch's inputs and targets: of a pair, or of a dict, whose inputs are a dict. Targets may be None."""
     if isinstance(batch, Mapping):
         key = next((name for name in TARGETS if name in batch), None)
         return {name: value for name, value in batch.items() if name != key}, batch.get(key)
-    if not isinstance(batch, (tuple, list)):
-        return batch, None
-    if len(batch) > 2:
-        raise _wrong_batch(batch)
-    inputs, targets = (*batch, None)[:2]
-    return inputs, targets
+    if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
+        return batch[0], (*batch, None)[1]
+    return batch, None
 
 
 def count_targets(criterion: Callable, batch: Any, samples: int) -> Tensor | int:
@@ -93,8 +89,7 @@ def count_targets(criterion: Callable, batch: Any, samples: int) -> Tensor | int
 
     Of class numbers with `ignore_index` they are a 0-d tensor, for which nobody waits.
     """
-    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-    targets = split_batch(batch)[1] if is_pair or isinstance(batch, Mapping) else None
+    _, targets = split_batch(batch)
     if not samples or not isinstance(targets, (Tensor, tuple, list)):
         return samples
     if isinstance(criterion, CrossEntropy) and isinstance(targets, Tensor) and not targets.is_floating_point():
