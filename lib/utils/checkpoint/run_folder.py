@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 NAME = re.compile(r"(\d{6,})_step_\d+|step_\d+\w*")  # the latter of format 1: they are found, and refused
-FOLDERS = ("checkpoints", "best", "final", "logs", "slurm")  # in a run's folder
 HINTS = {  # by what is in an error of a GPU
     "OutOfMemoryError": "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp",
     "device-side assert": "an index is too large, or negative: labels are 0 to -num_classes - 1, or -ignore_index",
@@ -72,12 +71,8 @@ _locks: dict[Path, IO] = {}  # of each run of this process: .lock as it was at t
 def check_lock(run: Path) -> None:
     """Raise OSError if the run's lock is another file than at the start: another process has the folder now."""
     path = run / ".lock"
-    if run in _locks and path.exists() and not _is_same(_locks[run], path):
+    if run in _locks and path.exists() and not os.path.samestat(os.fstat(_locks[run].fileno()), path.stat()):
         raise OSError(errno.ESTALE, "was removed, another process has the run's folder, and this one ends", str(path))
-
-
-def _is_same(file: IO, path: Path) -> bool:
-    return os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 def check_owner(run: Path) -> None:
@@ -184,13 +179,13 @@ class RunFolder:
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             check_owner(self.path)
-            for folder in (self.path / name for name in (*FOLDERS, "metrics.jsonl")):
-                if folder.is_symlink():
-                    raise OSError(errno.ELOOP, "a link, which is not followed", str(folder))
+            for name in ("checkpoints", "best", "final", "logs", "slurm", "metrics.jsonl"):
+                if (self.path / name).is_symlink():
+                    raise OSError(errno.ELOOP, "a link, which is not followed", str(self.path / name))
             file = files.open_regular(self.path / ".lock", "a+")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_same(file, self.path / ".lock"):
+            if not os.path.samestat(os.fstat(file.fileno()), (self.path / ".lock").stat()):
                 raise FileNotFoundError(errno.ENOENT, "another start has removed it, and made its own")
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES, errno.ENOENT):  # another has (SMB: EACCES) or removed it
@@ -249,10 +244,7 @@ def _move_away(folder: Path) -> None:
 
 
 def write_outcome(folder: Path, world: World, state: str, **facts: Any) -> None:
-    """Write outcome.json: running, finished, stopped or failed, and why. Launchers and people decide from it.
-
-    Its entry `written` differs each time that it is written.
-    """
+    """Write outcome.json: running, finished, stopped or failed, and why. Launchers and people decide from it."""
     check_lock(folder)
     who = {"launch": world.launch, "host": socket.gethostname(), "pid": os.getpid(), "written": time.time_ns()}
     atomic.write_file(folder / "outcome.json", json.dumps({"state": state, **facts, **who}, indent=2) + "\n")
