@@ -1,6 +1,5 @@
 """The shipped transformers, beyond what test_plugins.py checks for all."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -50,9 +49,3 @@ def test_gpt_has_the_number_of_parameters_that_follows_from_its_sizes():
         count = sum(parameter.numel() for parameter in model.parameters())
         assert count == tokens * width + depth * (12 * width**2 + 2 * width) + width
     assert count > 9e8
-
-
-def test_gpt_refuses_images():
-    model = gpt.get_model(config.parse_args(SMALL))
-    with pytest.raises(gpt.UsageError, match="reads whole numbers"):
-        model(torch.randn(2, 1, 8, 8))
