@@ -1,6 +1,7 @@
 """Trains a model: the whole run on one page."""
 
 import contextlib
+import gc
 import logging
 
 from lib import config, launch
@@ -78,7 +79,8 @@ def run(args: config.Args) -> int:
         criterion = loss.get_loss(args).to(world.device)
         model = parallel.wrap(model, args, world, plan.engine, arch=arch)
 
-        startup.enable_garbage_collector()
+        gc.freeze()  # all that the start has made: the collector skips it
+        gc.enable()
         about = {**runtime.describe(world), "classes": plan.data["classes"], **skipped}
         folder.begin(config.to_yaml(args, about, resume.effective_flags(plan)), resume.start_facts(args, plan, past))
         console.setup_logging(folder.path, world.rank)
