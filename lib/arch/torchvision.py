@@ -12,10 +12,8 @@ def add_args(parser):
 
 
 def get_model(args, weights=None) -> nn.Module:
-    """(B, 3, H, W) to (B, num_classes). Raises UsageError for a name, channels or an image size that do not fit."""
+    """(B, 3, H, W) to (B, num_classes). Raises UsageError for a name or an image size that does not fit."""
     name, size = args.torchvision_name, args.image_size
-    if args.channels != 3:
-        raise UsageError(f"-channels {args.channels}: torchvision's models take 3; -arch resnet takes others")
     options = {"weights": weights, "progress": False} if weights else {"num_classes": args.num_classes}
     if name in ("googlenet", "inception_v3"):  # their weights are for other mean values; no further heads
         options |= {"transform_input": True} | ({} if weights else {"aux_logits": False, "init_weights": True})

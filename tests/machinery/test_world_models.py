@@ -45,7 +45,6 @@ def test_wrong_model_names_and_sizes_are_refused_in_one_line():
         return str(caught.value)
 
     assert "-torchvision_name resnet_50: Unknown model" in refused("-torchvision_name", "resnet_50")
-    assert "-channels 1: torchvision's models take 3" in refused("-channels", "1")
     vit = ("-torchvision_name", "vit_b_16", "-image_size")
     assert "-image_size 30 -torchvision_name vit_b_16: Input shape indivisible" in refused(*vit, "30")
     assert "expected value 224 but got 32" in refused(*vit, "32", function=plugin.get_weights)
