@@ -120,7 +120,7 @@ def test_links_to_nothing_and_files_that_are_missing_are_refused(folder, split):
     os.mkfifo(folder / f"{split}.bin")
     assert f"{split}.bin is a link to nothing, or no regular file" in refusal(folder)
     (folder / "train.bin").unlink()
-    assert "val.bin is no text: -data is a text, or a folder of texts, or of train.bin" in refusal(folder)
+    assert ".bin is no text: -data is a text, or a folder of texts, or of train.bin" in refusal(folder)
 
 
 def test_what_is_no_text_is_refused(texts, folder):
