@@ -1,6 +1,7 @@
 """Trains a model: the whole run on one page."""
 
 import contextlib
+import gc
 import logging
 
 from lib import config, launch
@@ -78,7 +79,8 @@ def run(args: config.Args) -> int:
         criterion = loss.get_loss(args).to(world.device)
         model = parallel.wrap(model, args, world, plan.engine, arch=arch)
 
-        startup.enable_garbage_collector()
+        gc.freeze()  # all that the start has made: the collector skips it
+        gc.enable()
         if folder:
             about = {**runtime.describe(world), "classes": plan.data["classes"], **skipped}
             folder.begin(
@@ -95,8 +97,9 @@ def run(args: config.Args) -> int:
         logger = Logger(folder.path, world, args, step, end) if folder and world.is_writer else NoLogger()
         stack.callback(logger.close)
         seeding.seed(seeding.TRAINER, args.seed)
-        own = optimizer.get_optimizer(model, criterion, args)
-        trainer = trainers.Trainer(args, world, loaders, model, criterion, own, logger)
+        trainer = trainers.Trainer(
+            args, world, loaders, model, criterion, optimizer.get_optimizer(model, criterion, args), logger
+        )
         return EXIT_CODES[modes.RUN[mode](trainer, past)]
 
 
