@@ -86,7 +86,8 @@ def verdict(start: dict, outcome: dict, gained: bool, job: dict) -> tuple[bool, 
         return False, f"it was ended from outside ({job['JobState']}); the state is saved"
     if state == "failed" and not outcome.get("lost_peer"):
         return False, f"the run failed ({reason})"
-    if is_preempted(job):
+    preempted_at = job.get("PreemptTime", "None")
+    if preempted_at[0].isdigit() and preempted_at >= job.get("StartTime", "~"):  # in this start
         return True, PREEMPTED
     if state == "stopped" and outcome.get("signal") != "SIGUSR2":
         return False, f"it was asked to stop ({reason}); the state is saved"
@@ -94,12 +95,6 @@ def verdict(start: dict, outcome: dict, gained: bool, job: dict) -> tuple[bool, 
     if start["in_vain"] and not gained:
         return False, f"{why}, and two starts in a row gained nothing"
     return True, why
-
-
-def is_preempted(job: dict) -> bool:
-    """Whether this start of the job must make room for another job."""
-    since, start = job.get("PreemptTime", "None"), job.get("StartTime", "~")
-    return since[0].isdigit() and since >= start
 
 
 def restart_count() -> int:
