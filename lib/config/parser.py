@@ -58,11 +58,8 @@ class Parser(argparse.ArgumentParser):
     def add_plugin_flags(self, module: ModuleType, title: str) -> set[str]:
         """Add a plugin's flags, and return their names. Raises UsageError for one that config.yaml cannot keep."""
         shared = [action.dest for action in self._actions]
-        try:
-            with no_exit():
-                getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
-        except argparse.ArgumentError as error:
-            raise UsageError(f"{module.__name__}: {error}; use parser.set_defaults") from None
+        with no_exit():
+            getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
         added = self._actions[len(shared) :]
         for action in added:
             if action.dest in shared:
