@@ -52,7 +52,8 @@ def finish_job(history: Path, code: int) -> int:
     if outcome.get("written") == start["outcome"]:
         outcome = {}  # of an earlier start
     gained = newest_checkpoint(run) != start["checkpoint"]
-    requeue, reason = verdict(start, outcome, gained, job_facts())
+    job = dict(re.findall(r"(?:^| )(\w+)=(\S*)", scontrol("show", "job", "-o").stdout))
+    requeue, reason = verdict(start, outcome, gained, job)
     if requeue:
         print(f"{reason}: job {job_name()} is requeued, and resumes", flush=True)
         write_history(history, {**start, "in_vain": not gained and reason != PREEMPTED, "requeued": reason})
@@ -75,7 +76,7 @@ def verdict(start: dict, outcome: dict, gained: bool, job: dict) -> tuple[bool, 
         start: what JOB.json has.
         outcome: outcome.json, {} if this start did not write it.
         gained: whether this start published a checkpoint.
-        job: what Slurm says of the job, {} if it does not answer.
+        job: what Slurm says of the job (JobState, StartTime, PreemptTime, ...), {} if it does not answer.
     """
     state, reason = outcome.get("state"), outcome.get("reason")
     if "refused" in start:
@@ -107,11 +108,6 @@ def job_name() -> str:
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         return "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**os.environ)
     return os.environ["SLURM_JOB_ID"]
-
-
-def job_facts() -> dict:
-    """Return what Slurm says of this job (JobState, StartTime, PreemptTime, ...), {} if it does not answer."""
-    return dict(re.findall(r"(?:^| )(\w+)=(\S*)", scontrol("show", "job", "-o").stdout))
 
 
 def scontrol(*command: str) -> subprocess.CompletedProcess:
