@@ -61,8 +61,7 @@ def finish_job(history: Path, code: int) -> int:
         if answer.returncode == 0:
             return FINISHED
         write_history(history, start)
-        reason = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
-        reason += f"; the state is saved; type: scontrol requeue {job_name()}"
+        reason = f"{answer.stderr.strip()}; the state is saved; type: scontrol requeue {job_name()}"
     print(f"job {job_name()} is not requeued: {reason}")
     if "refused" in start:
         return USAGE
