@@ -102,14 +102,6 @@ def test_a_list_that_a_flag_makes_of_one_word_is_read_back_from_config_yaml(monk
     assert read_back(args, tmp_path)["odd_sizes"] == args.odd_sizes == [3, 4]
 
 
-def test_a_replaced_plugins_flags_are_dropped_whatever_their_names(monkeypatch, tmp_path, caplog):
-    plugin_file(
-        monkeypatch, tmp_path, "arch", "odd", "def add_args(p): p.add_argument('-width_of_it')\nget_model = print\n"
-    )
-    args = parsed(["-cfg", cfg_file(tmp_path, "arch: odd\nwidth_of_it: 3\n"), "-arch", "mlp"])
-    assert args.arch == "mlp" and "left out ['width_of_it']" in caplog.text
-
-
 def test_two_plugins_with_the_same_flag_are_refused(monkeypatch, tmp_path):
     text = "def add_args(parser): parser.add_argument('-same_x')\nget_model = get_dataset = print\n"
     plugin_file(monkeypatch, tmp_path, "arch", "one", text)
