@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import logging
 
 from lib import config, launch
@@ -24,14 +25,9 @@ def main(argv: list[str] | None = None) -> int:
         with signals.exit_on_signal():
             args = config.parse_args(argv)
             launch.prepare(args)
-        if args.check_resume:
-            from scripts import check_resume
-
-            return check_resume.check(args)
-        if args.check_data:
-            from scripts import check_data
-
-            return check_data.check(args)
+        for name in ("check_resume", "check_data"):
+            if getattr(args, name):
+                return importlib.import_module(f"scripts.{name}").check(args)
         return launch.launch(args, "train:run")
     except UsageError as error:
         return local.report_usage_error(error)

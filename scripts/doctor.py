@@ -173,7 +173,7 @@ def room(args) -> Findings:
     model = arch.get_model(args)
     if args.weights and resume.find(args, World()) is None:  # a resume does not read them
         yield OK, f"-weights {weights.load_into(args.weights, model, imagenet=lambda: arch.get_weights(args))}"
-    size = manager.about_bytes(state.model_tensors(model))
+    size = manager.ADAM * sum(tensor.nbytes for tensor in state.model_tensors(model).values())
     yield OK, f"-arch {args.arch}: {sum(p.numel() for p in model.parameters()):,} parameters"
     folder = run_folder.path_of(args)
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())

@@ -46,8 +46,8 @@ class Buffers:
 
     Running statistics: every micro-batch of a step starts from the same ones. The step ends with the mean of what the
     micro-batches made of them, weighted by their samples, over all ranks. A value that no micro-batch changed stays
-    as it is, to the bit. A step that is skipped leaves all of them as they were. Counts (num_batches_tracked) are
-    what the last micro-batch made of them.
+    as it is, to the bit, and so does one that would become NaN or infinite. Counts (num_batches_tracked) are what the
+    last micro-batch made of them.
 
     All others, as counters and queues: each rank's passes change its own, as in plain PyTorch. After a step on
     several ranks they take rank 0's values, as under DDP.
@@ -86,17 +86,15 @@ class Buffers:
                 to_sum += [_exact(end) * share, _exact(end != start)]
         return to_sum
 
-    def finish(self, sums: list[Tensor], norm: Tensor) -> None:
-        """End a step with the sums of `shares`; [] if there was one micro-batch, on one process.
-
-        If the norm of the step's gradient (0-d) is not finite, the step is skipped.
-        """
-        finite, parts = torch.isfinite(norm), iter(sums)
+    @torch.no_grad()
+    def finish(self, sums: list[Tensor]) -> None:
+        """End the passes of a step with the sums of `shares`; [] if there was one micro-batch, on one process."""
+        parts = iter(sums)
         for buffer, start, end in zip(_read(self.statistics), self.starts, self.ends, strict=True):
             if sums and end.is_floating_point():
                 total, changes = next(parts), next(parts)
                 end = torch.where(changes > 0, total, start)
-            buffer.copy_(torch.where(finite, end, start))
+            buffer.copy_(torch.where(torch.isfinite(end), end, start))
         take_first(_read(self.others))
 
 

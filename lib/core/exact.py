@@ -53,7 +53,7 @@ class Engine:
         """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""
         if micro_batch.first:
             self.alone = self.world.size == micro_batch.step_parts == 1
-            self.parameters = [one for one in parameters if not is_sharded(one)]
+            self.parameters = [one for one in parameters if one.requires_grad and not is_sharded(one)]
             self.sharded = [one for one in parameters if is_sharded(one)]
             self.unused = {*range(len(self.parameters))}  # by all micro-batches of this rank
             self.tree.begin(micro_batch.step_parts)
@@ -90,23 +90,20 @@ class Engine:
 
         Returns the sum of the counts (0-d); 1 if there is one micro-batch on one process.
         """
-        self.averages: list[Tensor] = []
         for scatter in self.scatters:
             scatter.finish()
         if self.alone:
+            self.buffers.finish([])
             return torch.ones(())
         count = len(self.parameters)
         flags = torch.empty(count + 1, device=self.world.device)
         sums = self.tree.result([*self.parameters, flags, *self.shares])
-        gradients, flags, self.averages = sums[:count], sums[count], sums[count + 1 :]
+        gradients, flags = sums[:count], sums[count]
+        self.buffers.finish(sums[count + 1 :])
         used = [flag > 0 for flag in flags[:-1].tolist()] if self.unused else [True] * count
         for parameter, gradient, is_used in zip(self.parameters, gradients, used, strict=True):
             parameter.grad = gradient if is_used else None
         return flags[-1]
-
-    def finish_step(self, norm: Tensor) -> None:
-        """End a step, which was skipped if the norm of its gradient (0-d) is not finite."""
-        self.buffers.finish(self.averages, norm)
 
     def share_buffers(self) -> None:
         """Do nothing: all ranks have the same buffers."""

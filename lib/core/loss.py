@@ -90,9 +90,12 @@ def count_targets(criterion: Callable, batch: Any, samples: int) -> Tensor | int
     Of class numbers with `ignore_index` they are a 0-d tensor, for which nobody waits.
     """
     _, targets = split_batch(batch)
-    if not samples or not isinstance(targets, (Tensor, tuple, list)):
+    are_rows = isinstance(targets, Tensor) and targets.ndim
+    if isinstance(targets, list):  # one of each sample, as boxes; or, as default_collate makes them, several of all
+        are_rows = not any(isinstance(one, Tensor) for one in targets)
+    if not (samples and are_rows):
         return samples
-    if isinstance(criterion, CrossEntropy) and isinstance(targets, Tensor) and not targets.is_floating_point():
+    if isinstance(criterion, nn.CrossEntropyLoss) and isinstance(targets, Tensor) and not targets.is_floating_point():
         return (targets != criterion.ignore_index).sum()
     return len(targets)
 

@@ -61,6 +61,8 @@ def clip(parameters: list[nn.Parameter], limit: float, by_rows: bool) -> Tensor:
     `by_rows`: it is the norm of the norms of all rows, which has the same bits sharded or not.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros((), device=parameters[0].device if parameters else None)
     if by_rows or any(map(is_sharded, gradients)):
         norm = torch.linalg.vector_norm(torch.cat(_row_norms(gradients)))
     else:

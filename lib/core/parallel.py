@@ -86,6 +86,7 @@ def wrap(
         find_unused_parameters=args.find_unused,
         gradient_as_bucket_view=engine == "stock",
     )
+    wrapped.trained = [one for one in model.parameters() if one.requires_grad]  # which it will sum
     # The exact engine sums gradients itself: DDP's buckets, as large as all gradients, would lie there unused.
     return wrapped if engine == "stock" else wrapped.module
 

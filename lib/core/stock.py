@@ -24,10 +24,17 @@ class Engine:
     def __init__(self, modules: list[nn.Module], world: World, args: Namespace):
         self.world, self.modules, self.find_unused = world, modules, args.find_unused
         self.wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
-        self.by_ddp = {p for module in self.wrapped for p in module.parameters() if p.requires_grad}
+        if self.wrapped and any(map(is_sharded, (p for module in modules for p in module.parameters()))):
+            raise UsageError("-parallel fsdp: a trainer may not wrap a module in DistributedDataParallel beside it")
         self.called: set[nn.Module] = set()  # those of `wrapped` that this pass called
+        self.by_ddp: set[nn.Parameter] = set()
+        self.reached: set[nn.Parameter] = set()  # by this backward pass
         for module in self.wrapped:
             module.register_forward_pre_hook(lambda module, inputs: self.called.add(module))
+            needed = [one for one in module.parameters() if one.requires_grad]
+            self.by_ddp.update(getattr(module, "trained", needed))  # a trainer may freeze and thaw layers since
+            for parameter in needed:
+                parameter.register_post_accumulate_grad_hook(self.reached.add)
         # DDP divides by the number of ranks; FSDP, as parallel.wrap sets it up, does not.
         self.loss_scale = world.size if self.wrapped else 1
 
@@ -37,6 +44,7 @@ class Engine:
         if micro_batch.first:
             self.total = torch.zeros((), device=self.world.device)
         self.called.clear()
+        self.reached.clear()
         for module in self.wrapped:
             module.require_backward_grad_sync = micro_batch.last  # as no_sync() sets it
 
@@ -54,15 +62,15 @@ class Engine:
 
     def _check(self, module: DistributedDataParallel) -> None:
         named = [(name, p) for name, p in module.module.named_parameters() if p in self.by_ddp]
-        if module not in self.called and any(p.grad is not None for _, p in named):
+        if module not in self.called and any(p in self.reached for _, p in named):
             raise UsageError(
                 "training_step computes gradients of a model without calling it: DistributedDataParallel sums only "
                 "those of self.model(...); call the whole model, or take -deterministic"
             )
-        unused = [name for name, p in named if p.requires_grad and p.grad is None]
+        unused = [name for name, p in named if p not in self.reached]
         if module in self.called and unused and not self.find_unused:
             fault = f"no backward pass reached the parameter {unused[0]} ({len(unused)} in all)"
-            raise UsageError(f"{fault}: add -find_unused, freeze them (requires_grad), or take -deterministic")
+            raise UsageError(f"{fault}: add -find_unused, freeze them in get_model, or take -deterministic")
 
     @torch.no_grad()
     def sum_gradients(self) -> Tensor:
@@ -84,9 +92,6 @@ class Engine:
                 dist.all_reduce(gradient)
                 parameter.grad = gradient / self.loss_scale
         return self.total
-
-    def finish_step(self, norm: Tensor) -> None:
-        """End a step, which was skipped if the norm of its gradient (0-d) is not finite."""
 
     def share_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, before an evaluation."""

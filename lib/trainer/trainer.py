@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -76,8 +77,9 @@ class Trainer:
             self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s, limit_steps=limit
         )
         self.in_pass = False  # whether a micro-batch is being computed
-        self.agreed = 0  # the last step at which the ranks had the same weights
-        self.votes = False  # whether `evaluate` votes on a stop: only in `fit`
+        self.untrained: list[str] = []  # parameters with a gradient that no optimizer trains
+        self.last_agreed = 0  # the last step at which the ranks had the same weights
+        self.may_stop = False  # whether `evaluate` votes on a stop: where nothing is lost by it
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
         self.saved = None  # the (step, epoch) of the last checkpoint
 
@@ -100,7 +102,6 @@ class Trainer:
 
     def fit(self, past: Past | None = None) -> str:
         """Train from `past` (resume.find), or from step 0, to the end or to a stop. Returns what `finish` returns."""
-        self.votes = True
         with self.stop.handle_signals():
             self.resume(past)
             self.rate = throughput.Throughput(self.total_steps, self.state, self.world.device)
@@ -112,9 +113,8 @@ class Trainer:
         """Continue from a checkpoint, or start a new run."""
         self.checkpoints.open()
         parts = find_parts(self)
-        tensors = parts.weights()
-        parts.states(tensors)  # names now what no checkpoint could hold
-        self.checkpoints.check(tensors)
+        parts.states({})  # names now what no checkpoint could hold
+        self.checkpoints.check(parts.weights())
         self.make_engine()
         if past:
             self.load(past)
@@ -124,7 +124,10 @@ class Trainer:
     def make_engine(self) -> None:
         """Make what sums gradients, once all modules are there. Those of the trainer take rank 0's values."""
         parts = find_parts(self)
-        self.all_optimizers = [*parts.optimizers.values()]
+        self.parts, self.all_optimizers = parts.ids(), [*parts.optimizers.values()]
+        uses = Counter(one for optimizer in self.all_optimizers for one in parameters_of([optimizer]))
+        if max(uses.values(), default=0) > 1 and type(self).due_optimizers is Trainer.due_optimizers:
+            raise UsageError("two optimizers train the same parameter: let due_optimizers() say which takes a step")
         own = [one for name, one in parts.weights().items() if name.startswith("trainer.")]
         buffers.take_first(own if self.world.size > 1 else ())
         self.engine = parallel.engine(self.plan.engine)([*parts.modules.values()], self.world, self.args)
@@ -138,14 +141,11 @@ class Trainer:
         if self.world.is_main:
             self.metrics.add(self.state.unlogged)
         own = past.folder.parent == self.checkpoints.folder
+        if own and not past.missing_on:
+            self.saved = self.state.step, self.state.epoch
         for flag in ("resume", "weights"):
             if own and (given := getattr(self.args, flag)):
                 log.info("-%s %s is not used: this run has checkpoints of its own", flag, given)
-        if own and not past.missing_on:
-            self.saved = self.state.step, self.state.epoch
-            self.checkpoints.damaged = range(
-                run_folder.checkpoint_number(past.folder.name) + 1, self.checkpoints.number + 1
-            )
         epoch = min(self.state.epoch + 1, self.args.epochs)  # a finished run is evaluated again
         log.info("resuming from %s: epoch %d, step %d", past.folder, epoch, self.state.step)
 
@@ -159,6 +159,9 @@ class Trainer:
         """Train the rest of the epoch. False if the run is to stop first."""
         if self.stop.limit_reached(self.state.step):
             return False
+        seeding.seed(
+            seeding.STEP, self.args.seed, self.state.step, device=self.world.device
+        )  # as after an evaluation
         batches = self.rate.time_data_loading(self.batches())
         for _ in range(self.plan.step_in_epoch(self.state), self.plan.steps):
             self.train_step(batches)
@@ -172,13 +175,12 @@ class Trainer:
 
     def train_step(self, batches: Iterator[tuple[MicroBatch, Any]]) -> None:
         """Take one optimizer step: a pass for each of this rank's micro-batches, the sum of all ranks, the update."""
-        trained = parameters_of(self.all_optimizers)
-        kept = [(one, one.grad) for one in trained if one.grad is not None]  # of optimizers that were not due
-        for parameter, _ in kept:
+        self.trained = parameters_of(self.all_optimizers)
+        for parameter in self.trained:
             parameter.grad = None
         for micro_batch, batch in batches:
             seeding.seed(seeding.PASS, self.args.seed, self.state.step, micro_batch.number, device=self.world.device)
-            self.engine.begin_pass(micro_batch, trained)
+            self.engine.begin_pass(micro_batch, self.trained)
             count = self.count_targets(batch, micro_batch.count)
             loss = self.compute_loss(batch, micro_batch)
             self.pending_losses.append((loss.detach(), count))
@@ -187,8 +189,6 @@ class Trainer:
                 break
         total = self.engine.sum_gradients()
         self.divide_gradients(total, micro_batch)
-        for parameter, gradient in kept:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         # From here on what is drawn is the same on every rank.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         norm = self.optimizer_step()
@@ -209,7 +209,7 @@ class Trainer:
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
         """Add the gradients of a micro-batch of `count` targets, times their number, to those of the step."""
-        if micro_batch.first and any(one.grad is not None for one in parameters_of(self.all_optimizers)):
+        if micro_batch.first and any(one.grad is not None for one in self.trained):
             raise UsageError("training_step calls backward by itself: let it return the whole loss")
         if micro_batch.step_parts > 1 or not micro_batch.count:
             loss = loss * (count / micro_batch.step_samples)  # so that numbers stay small, see divide_gradients
@@ -219,7 +219,7 @@ class Trainer:
         """Make the step's sums of gradients those of the mean over all its targets, `total` (0-d)."""
         factor = micro_batch.step_samples / total.clamp_min(1)
         if micro_batch.step_parts > 1 and (factor.device.type != "cpu" or factor != 1):
-            gradients = [shards.local_part(p.grad) for p in parameters_of(self.all_optimizers) if p.grad is not None]
+            gradients = [shards.local_part(one.grad) for one in self.trained if one.grad is not None]
             torch._foreach_mul_(gradients, factor)
 
     def optimizer_step(self) -> Tensor:
@@ -232,14 +232,12 @@ class Trainer:
         self.set_learning_rate()
         for optimizer in due:
             optimizers.step(optimizer, self.scaler, norm)
-        self.scaler.update()
-        self.engine.finish_step(norm)
-        for parameter in parameters_of(due):
-            parameter.grad = None  # as zero_grad, which takes 20 us longer
+        if due:
+            self.scaler.update()
         return norm
 
     def due_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that take this step. The gradients of the others add up until they do."""
+        """Return the optimizers that take this step. The gradients of the others are dropped."""
         return self.all_optimizers
 
     def clip_gradients(self, due: list[torch.optim.Optimizer]) -> Tensor:
@@ -305,7 +303,7 @@ class Trainer:
         means = torch.stack([loss for loss, _ in self.pending_losses]).tolist() if self.pending_losses else []
         for mean, (_, count) in zip(means, self.pending_losses, strict=True):
             if math.isfinite(mean):
-                self.metrics.update({"loss": mean * int(count), "samples": int(count)})
+                self.metrics.update({"loss": mean * (number := int(count)), "samples": number})
         self.pending_losses, self.pending_norms = [], []
 
     def end_epoch(self) -> bool:
@@ -314,7 +312,9 @@ class Trainer:
         The log comes before the save: a run that continues from an older checkpoint logs again; after the save, a
         kill would lose it.
         """
+        self.may_stop = True
         figures = self.evaluate("val") if "val" in self.loaders else {}
+        self.may_stop = False
         if figures is None:
             return False
         try:
@@ -326,7 +326,7 @@ class Trainer:
         self.state.epoch += 1
         self.state.sums = {}
         self.logger.log_evaluation(self.state, "val", figures, self.predictions)
-        self.on_evaluation(figures)
+        self.on_evaluation("val", figures)
         if best and not self.weights_fault():
             self.checkpoints.best = self.whole_weights()
             self.state.best = best
@@ -335,7 +335,7 @@ class Trainer:
             self.save(keep=bool(milestone))
         return True
 
-    def on_evaluation(self, figures: dict[str, float]) -> None:
+    def on_evaluation(self, split: str, figures: dict[str, float]) -> None:
         """Do nothing: override it for what a validation decides, as ReduceLROnPlateau does. The save comes later.
 
         `figures` are the same on all ranks; {} if there is no val split.
@@ -354,7 +354,7 @@ class Trainer:
                     sums = self.evaluation_step(self.model, batch, count)
                 if micro_batch.count:
                     totals.update({**sums, "samples": count})
-                if self.votes and self.stop.tick(training=False):
+                if self.may_stop and self.stop.tick(training=False):
                     return None
         # What is drawn from here on is as if there had been no evaluation.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
@@ -383,14 +383,17 @@ class Trainer:
         Name what has a gradient, which training never takes away, and is trained by no optimizer.
         """
         parts = find_parts(self)
-        if [*parts.optimizers.values()] != self.all_optimizers:
-            raise UsageError("the trainer made or replaced an optimizer after the start: its __init__ must make all")
+        if other := self.parts ^ parts.ids():
+            name = min(name for name, _ in other)
+            raise UsageError(f"{name} was made or replaced after the start: the trainer's __init__ must make it")
         named, trained = parts.parameters().items(), {*parameters_of(self.all_optimizers)}
-        if odd := [name for name, one in named if one.grad is not None and one not in trained]:
+        odd = [name for name, one in named if one.grad is not None and one not in trained]
+        if odd and odd != self.untrained:
             log.warning("no optimizer trains %s (%d in all), which has a gradient", odd[0], len(odd))
+        self.untrained = odd
         self.engine.share_buffers()
-        replicas.check(parts.weights(), self.world, self.state.step, self.agreed)
-        self.agreed = self.state.step
+        replicas.check(parts.weights(), self.world, self.state.step, self.last_agreed)
+        self.last_agreed = self.state.step
 
     def save(self, keep: bool = False) -> None:
         """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
@@ -446,6 +449,7 @@ class Trainer:
             raise BadSteps(f"{why}: no final weights are written; {HINT}")
         if not (self.is_done() and "test" in self.loaders):
             return {}
+        self.may_stop = True
         found: dict[str, dict[str, float] | None] = {}
         if self.state.best and self.state.best["epoch"] < self.state.epoch:
             with self.best_weights():

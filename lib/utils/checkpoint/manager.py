@@ -21,6 +21,7 @@ from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 EVERY = re.compile(r"(\d+)(epoch|step)?")  # the value of -save_every, which was checked
+ADAM = 3  # numbers in a checkpoint for each weight, if the optimizer keeps two of them
 FAILURES = 3  # saves in a row that may fail before the run ends
 WAIT_S = 0.2  # between votes while all ranks wait for a save: votes keep collectives from timing out
 
@@ -49,7 +50,6 @@ class Checkpoints:
         self.folder, self.world, self.keep_last = folder, world, keep_last
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self.number = 0  # of the last save
-        self.damaged = range(0)  # numbers of checkpoints that were passed over: they are the first to be removed
         self.saving: Save | None = None
         self.failures = 0  # in a row
         # The best weights, of `weights.gather`, for the next save: no checkpoint that names them comes before them.
@@ -62,7 +62,7 @@ class Checkpoints:
     def check(self, tensors: dict[str, Tensor]) -> None:
         """Raise UsageError if saves with these tensors, those of all modules, could never be written."""
         shards.schema(tensors)
-        out, size = self.folder.parent.parent, about_bytes(tensors)
+        out, size = self.folder.parent.parent, ADAM * sum(tensor.nbytes for tensor in tensors.values())
         if not self.world.shares_disk and any(map(shards.is_sharded, tensors.values())):
             raise UsageError(f"-out {out}: a sharded model needs a folder that all nodes share")
         free = min(self.world.on_writers(lambda: shutil.disk_usage(self.folder).free))
@@ -169,7 +169,6 @@ class Checkpoints:
         atomic.write_file(save.partial / "manifest.json", shards.encode_manifest(manifest))
         atomic.publish(save.partial, save.folder)
         removable = [folder for folder in run_folder.list_checkpoints(self.folder) if not (folder / "keep").exists()]
-        removable.sort(key=lambda folder: run_folder.checkpoint_number(folder.name) in self.damaged)
         for folder in removable[self.keep_last :]:
             atomic.remove_folder(folder)
 
@@ -183,11 +182,6 @@ class Checkpoints:
             self.thread.shutdown()
             raise SaveError(f"{text}, nor could the {FAILURES - 1} before it")
         log.warning("%s: training continues; the checkpoint before it is good, and the next save tries again", text)
-
-
-def about_bytes(weights: dict[str, Tensor]) -> int:
-    """Return how many bytes a checkpoint with these weights takes, if the optimizer keeps two numbers for each."""
-    return 3 * sum(tensor.nbytes for tensor in weights.values())
 
 
 def is_due(save_every: str, unit: str, done: int) -> bool:

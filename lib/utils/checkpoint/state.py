@@ -1,5 +1,6 @@
 """What a checkpoint holds: how far a run is, its tensors, and what else the parts of a trainer keep."""
 
+import logging
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lib.utils.checkpoint import shards
 from lib.utils.data.plan import Plan
 from lib.utils.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -77,6 +80,11 @@ class Parts:
     # trainer.NAME: a scheduler, a scaler, whatever else has state_dict and load_state_dict
     others: dict[str, Any] = field(default_factory=dict)
 
+    def ids(self) -> set[tuple[str, int]]:
+        """Return each name with the identity of its object."""
+        named = {**self.modules, **self.optimizers, **self.others}
+        return {(name, id(value)) for name, value in named.items()}
+
     def weights(self) -> dict[str, Tensor]:
         """Return the live tensors of the modules by name: model.head.weight, trainer.teacher.bias."""
         found = {}
@@ -109,6 +117,10 @@ class Parts:
         """
         parameters = self.parameters()
         for name, parameter in parameters.items():
+            if parameter.requires_grad == (name in states["frozen"]):
+                log.warning(
+                    "%s is %s, as in the checkpoint", name, "frozen" if parameter.requires_grad else "trained"
+                )
             parameter.requires_grad_(name not in states["frozen"])
         for part, other in self.others.items():
             if state := decode(states[part], tensors):  # that of a scaler which is off is empty
@@ -191,6 +203,8 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         UsageError: the state holds something else than tensors, numbers, strings, lists, tuples and dicts of them.
     """
     if torch.is_tensor(value):
+        if name in tensors:
+            raise UsageError(f"two tensors of a state have the name {name}: no checkpoint could tell them apart")
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, dict):

@@ -30,14 +30,15 @@ class Predictions:
         """Forget everything, for the next evaluation."""
         self.counts = torch.zeros(self.classes, self.classes, dtype=torch.int64, device=self.world.device)
 
-    def add(self, targets: Any, outputs: Any, count: int) -> None:
+    def add(self, targets: Any, outputs: Any, count: Any) -> None:
         """Add a batch with the model's outputs (B, classes). Does not wait for the device."""
-        if not (count and isinstance(targets, Tensor) and isinstance(outputs, Tensor)):
+        if not (isinstance(targets, Tensor) and isinstance(outputs, Tensor)):
             return
         if targets.ndim != 1 or targets.is_floating_point() or outputs.shape != (len(targets), self.classes):
             return
         answers, targets = outputs.detach().argmax(1), targets.long()  # uint8 has no room for class times classes
-        counted = (targets >= 0) & (targets < self.classes)  # the loss ignores others, as -100 and 255
+        # The loss ignores others, as -100 and 255. A batch of padding has the count 0.
+        counted = (targets >= 0) & (targets < self.classes) & (count > 0)
         place = targets.clamp(0, self.classes - 1) * self.classes + answers
         self.counts.view(-1).index_add_(0, place, counted.long())
 
