@@ -33,7 +33,7 @@ These are the flags that all runs share, from the output of `python train.py -h`
 - A switch (`[yes|no]`) that stands alone is on. It takes `on`, `off`, `true`, `false`, `1` and `0`, too.
 - `-h` next to `-arch`, `-dataset` or `-trainer` shows the flags of that plugin.
 - `-cfg FILE` reads flags from YAML (`batch_size: 128`). The command line wins over the file. If it names another
-  plugin, the file's entries for the old plugin's own flags are left out.
+  plugin, remove the old plugin's own flags from the file.
 - `eval "$(python scripts/completion.py bash)"` completes flags in the shell (or zsh). It needs
   `uv pip install --group completion`.
 - [What may change between two starts of a run](resume.md#what-may-change-between-two-starts).

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import logging
 import math
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from lib.config.plugins import BUILDERS
 from lib.utils import files
 from lib.utils.errors import UsageError, no_exit
 
-log = logging.getLogger(__name__)
 DATA_FLAGS = ("num_classes", "channels", "image_size")  # set by a dataset
 EITHER_OR = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"))  # one on the command line replaces the other of -cfg
 CFG_BYTES = 1 << 22  # of a -cfg file
@@ -43,7 +41,7 @@ def parse_args(argv: list[str] | None = None, describe: bool = True) -> Args:
 
     command_line = [parser.full_name(word) for word in argv]
     given = {word.partition("=")[0][1:] for word in command_line if word.startswith("-")}
-    entries = drop_replaced(entries, given, chosen)
+    entries = drop_replaced(entries, given, chosen["dataset"])
     words = parser.to_arguments(entries, cfg) + command_line
     for module in modules:
         if describe and hasattr(module, "describe"):  # defaults that follow from a dataset's files
@@ -98,19 +96,13 @@ def new_parser() -> Parser:
     return parser
 
 
-def drop_replaced(entries: dict[str, list[str]], given: set[str], chosen: dict) -> dict[str, list[str]]:
+def drop_replaced(entries: dict[str, list[str]], given: set[str], dataset: str) -> dict[str, list[str]]:
     """Return the entries of a -cfg file without those that the command line replaces.
 
-    They are the other one of a pair and, if it names another plugin, the old one's flags and what a dataset sets.
+    They are the other one of a pair and, if it names another dataset, what the old one sets.
     """
     replaced = {name for pair in EITHER_OR if given & {*pair} for name in pair}
-    for kind, new in chosen.items():
-        old = ",".join(entries.get(kind, []))
-        if old and old != new:
-            own = new_parser().add_plugin_flags(plugins.load_flags(kind, old), old)
-            own = entries.keys() & own.union(DATA_FLAGS if kind == "dataset" else ())
-            log.warning("-%s is %s and not %s as in the -cfg file: left out %s", kind, new, old, sorted(own))
-            replaced |= own
+    replaced.update(DATA_FLAGS if entries.get("dataset", [dataset]) != [dataset] else ())
     return {key: values for key, values in entries.items() if key not in replaced}
 
 

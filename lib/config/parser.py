@@ -55,23 +55,18 @@ class Parser(argparse.ArgumentParser):
                 words += [flag, *values]
         return words
 
-    def add_plugin_flags(self, module: ModuleType, title: str) -> set[str]:
-        """Add a plugin's flags, and return their names. Raises UsageError for one that config.yaml cannot keep."""
+    def add_plugin_flags(self, module: ModuleType, title: str) -> None:
+        """Add a plugin's flags. Raises UsageError for one that config.yaml cannot keep."""
         shared = [action.dest for action in self._actions]
-        try:
-            with no_exit():
-                getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
-        except argparse.ArgumentError as error:
-            raise UsageError(f"{module.__name__}: {error}; use parser.set_defaults") from None
-        added = self._actions[len(shared) :]
-        for action in added:
+        with no_exit():
+            getattr(module, "add_args", lambda parser: None)(self.add_argument_group(title))
+        for action in self._actions[len(shared) :]:
             if action.dest in shared:
                 raise UsageError(f"{module.__name__}: there is a -{action.dest}; use parser.set_defaults")
             if action.nargs == 0 or action.dest not in [option.lstrip("-") for option in action.option_strings]:
                 wanted = f"call it -{action.dest}, with a value or store_true, so that config.yaml can keep it"
                 raise UsageError(f"{module.__name__}: {[*action.option_strings, action.dest][0]}: {wanted}")
         self.set_plugin_defaults({}, module)
-        return {action.dest for action in added}
 
     def set_plugin_defaults(self, defaults: dict, module: ModuleType) -> None:
         """Set a plugin's defaults. Raise UsageError for a default, here or in its add_args, of an unknown flag."""

@@ -38,8 +38,7 @@ def launch(args: Args, target: str) -> int:
     tensorboard_server.check_password(args.ngrok)
     if is_launched() and "TORCHELASTIC_RUN_ID" not in os.environ:  # neither torchrun nor one of ours
         place = "RANK and WORLD_SIZE make this rank {RANK} of {WORLD_SIZE}".format(**os.environ)
-        hint = "no -cpu or -gpus starts others; unset RANK if no launcher set it"
-        print(f"train.py: {place}: {hint}", file=sys.stderr, flush=True)
+        print(f"train.py: {place}: unset RANK if no launcher set it", file=sys.stderr, flush=True)
     if is_launched() or slurm_task.is_task():
         code = local.call_target(target, args) if is_launched() else slurm_task.run_task(args, target)
         # torchrun restarts whatever does not exit with 0; outcome.json says whether the run is stopped or finished.

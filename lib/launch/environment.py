@@ -73,16 +73,13 @@ def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | 
 
 
 def check_variables() -> None:
-    """Raise UsageError for a launcher's variable that is no number, or an address that several processes lack."""
-    hint = "unset RANK, WORLD_SIZE and SLURM_STEP_NUM_TASKS if no launcher started this process"
+    """Raise UsageError for a launcher's variable that is no number."""
     for name in NUMBERS:
         text = os.environ.get(name, "1")
         least, most = int(name.endswith("WORLD_SIZE")), 65535 if name == "MASTER_PORT" else 1 << 31
         if not (text.isdecimal() and least <= int(text) <= most):
+            hint = "unset RANK, WORLD_SIZE and SLURM_STEP_NUM_TASKS if no launcher started this process"
             raise UsageError(f"{name} is {text!r} in the environment: {hint}")
-    several = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
-    if several and not (os.environ.get("MASTER_ADDR") and "MASTER_PORT" in os.environ):
-        raise UsageError(f"RANK and WORLD_SIZE are set, and MASTER_ADDR or MASTER_PORT is not: {hint}")
 
 
 def choose_gpus(args: Args) -> None:

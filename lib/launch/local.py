@@ -20,7 +20,7 @@ from lib.config import Args
 from lib.launch import environment, requeue
 from lib.utils import signals
 from lib.utils.checkpoint import run_folder
-from lib.utils.errors import FAILED, FINISHED, STOP_SIGNALS, STOPPED, USAGE, UsageError, no_exit, printable
+from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE, UsageError, no_exit, printable
 
 SHUTDOWN_S = 2.0  # for the other ranks to end after the first failure; a rank that lost a peer waits as long
 
@@ -77,11 +77,9 @@ def start_processes(args: Args, target: str, count: int) -> int:
     sizes = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     variables = environment.rank_variables(sizes, uuid.uuid4().hex, (host, port))
     variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}  # this process has it
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there are children to forward them to
     arguments = (variables, target, args, print_lock)
     started: Any = torch.multiprocessing.start_processes(run_child, arguments, count, join=False, start_method=method)
     with forward_signals(started.processes) as forwarded:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         store = TCPStore(host, port, count, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
         code = watch(started.processes, forwarded, print_lock)
         del store  # the children need it until here
@@ -91,7 +89,6 @@ def start_processes(args: Args, target: str, count: int) -> int:
 def run_child(rank: int, variables: dict[str, str], target: str, args: Args, print_lock: Lock) -> None:
     """Run in a child, which ends with its parent. It prints why it failed, unless another one does."""
     signals.set_handlers(signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
     try:
         code, failure = call_target(target, args), None

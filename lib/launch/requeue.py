@@ -52,7 +52,8 @@ def finish_job(history: Path, code: int) -> int:
     if outcome.get("written") == start["outcome"]:
         outcome = {}  # of an earlier start
     gained = newest_checkpoint(run) != start["checkpoint"]
-    requeue, reason = verdict(start, outcome, gained, job_facts())
+    job = dict(re.findall(r"(?:^| )(\w+)=(\S*)", scontrol("show", "job", "-o").stdout))
+    requeue, reason = verdict(start, outcome, gained, job)
     if requeue:
         print(f"{reason}: job {job_name()} is requeued, and resumes", flush=True)
         write_history(history, {**start, "in_vain": not gained and reason != PREEMPTED, "requeued": reason})
@@ -60,8 +61,7 @@ def finish_job(history: Path, code: int) -> int:
         if answer.returncode == 0:
             return FINISHED
         write_history(history, start)
-        reason = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
-        reason += f"; the state is saved; type: scontrol requeue {job_name()}"
+        reason = f"{answer.stderr.strip()}; the state is saved; type: scontrol requeue {job_name()}"
     print(f"job {job_name()} is not requeued: {reason}")
     if "refused" in start:
         return USAGE
@@ -75,7 +75,7 @@ def verdict(start: dict, outcome: dict, gained: bool, job: dict) -> tuple[bool, 
         start: what JOB.json has.
         outcome: outcome.json, {} if this start did not write it.
         gained: whether this start published a checkpoint.
-        job: what Slurm says of the job, {} if it does not answer.
+        job: what Slurm says of the job (JobState, StartTime, PreemptTime, ...), {} if it does not answer.
     """
     state, reason = outcome.get("state"), outcome.get("reason")
     if "refused" in start:
@@ -86,7 +86,8 @@ def verdict(start: dict, outcome: dict, gained: bool, job: dict) -> tuple[bool, 
         return False, f"it was ended from outside ({job['JobState']}); the state is saved"
     if state == "failed" and not outcome.get("lost_peer"):
         return False, f"the run failed ({reason})"
-    if is_preempted(job):
+    preempted_at = job.get("PreemptTime", "None")
+    if preempted_at[0].isdigit() and preempted_at >= job.get("StartTime", "~"):  # in this start
         return True, PREEMPTED
     if state == "stopped" and outcome.get("signal") != "SIGUSR2":
         return False, f"it was asked to stop ({reason}); the state is saved"
@@ -94,12 +95,6 @@ def verdict(start: dict, outcome: dict, gained: bool, job: dict) -> tuple[bool, 
     if start["in_vain"] and not gained:
         return False, f"{why}, and two starts in a row gained nothing"
     return True, why
-
-
-def is_preempted(job: dict) -> bool:
-    """Whether this start of the job must make room for another job."""
-    since, start = job.get("PreemptTime", "None"), job.get("StartTime", "~")
-    return since[0].isdigit() and since >= start
 
 
 def restart_count() -> int:
@@ -112,11 +107,6 @@ def job_name() -> str:
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         return "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**os.environ)
     return os.environ["SLURM_JOB_ID"]
-
-
-def job_facts() -> dict:
-    """Return what Slurm says of this job (JobState, StartTime, PreemptTime, ...), {} if it does not answer."""
-    return dict(re.findall(r"(?:^| )(\w+)=(\S*)", scontrol("show", "job", "-o").stdout))
 
 
 def scontrol(*command: str) -> subprocess.CompletedProcess:

@@ -14,18 +14,17 @@ import sys
 import uuid
 from pathlib import Path
 
-from lib.config import Args
+from lib.config import ROOT, Args
 from lib.launch import slurm_task
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, UsageError
 
-ROOT = Path(__file__).resolve().parents[2]
 # Set by an allocation or a launcher around this process, or secret: the job must not inherit them.
 NOT_INHERITED = ("SLURM", "SRUN_", "TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "NGROK_AUTHTOKEN")
 
 
 def submit(args: Args, target: str) -> int:
-    """Submit the run and print the job's number and log. Returns the exit code. A refused job leaves no files.
+    """Submit the run and print the job's number and log. Returns the exit code.
 
     Raises:
         UsageError: there is no sbatch, it refuses the job, or the job's files cannot be written.
@@ -44,14 +43,13 @@ def submit(args: Args, target: str) -> int:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         run_folder.check_owner(folder)  # the pickle in it runs as code
-        copy_code(code)
+        for part in ("lib", "scripts"):  # they may change while the job waits; other modules are imported from ROOT
+            shutil.copytree(ROOT / part, code / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy2(ROOT / "train.py", code)
         (code / slurm_task.PICKLE).write_bytes(pickle.dumps((args, target, str(Path.cwd()))))
-        job = re.findall(r"job (\d+)", sbatch(batch_script(args, folder, code)).stdout)[0]
-    except BaseException as error:
-        shutil.rmtree(code, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise UsageError(f"-slurm_dir {folder}: the job's files cannot be written ({error})") from None
-        raise
+    except OSError as error:
+        raise UsageError(f"-slurm_dir {folder}: the job's files cannot be written ({error})") from None
+    job = re.findall(r"job (\d+)", sbatch(batch_script(args, folder, code)).stdout)[0]
     print(f"submitted:   job {job}")
     print(f"log:         {folder}/{job}_0_log.out")
     print(f"cancel:      scancel {job}", flush=True)
@@ -98,10 +96,3 @@ def batch_script(args: Args, folder: Path, code: Path) -> str:
         f"exec {python} after {shlex.quote(str(folder))}/$SLURM_JOB_ID.json $?",
     ]
     return "\n".join(lines) + "\n"
-
-
-def copy_code(target: Path) -> None:
-    """Copy train.py, lib and scripts, which may change while the job waits. Other modules are imported from ROOT."""
-    for folder in ("lib", "scripts"):
-        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy2(ROOT / "train.py", target)

@@ -39,16 +39,14 @@ def task() -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the training handles them
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is to be saved
-    os.environ[requeue.HISTORY] = str(history_file(args))
-    if os.environ["SLURM_PROCID"] == "0":
-        record_start(args)
+    os.environ[requeue.HISTORY] = str(record_start(args))
     return run_task(args, target)
 
 
 def record_start(args: Args) -> Path:
-    """Record a start of this job, if it trains. Returns the path of the job's history."""
-    history = history_file(args)
-    if is_training(args):
+    """Record a start of this job on its first process, if it trains. Returns the path of the job's history."""
+    history = job_folder(args) / f"{os.environ['SLURM_JOB_ID']}.json"
+    if is_training(args) and os.environ.get("SLURM_PROCID", "0") == "0":
         history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         requeue.record_start(history, run_folder.path_of(args))
     return history
@@ -57,11 +55,6 @@ def record_start(args: Args) -> Path:
 def is_training(args: Args) -> bool:
     """Whether a start trains, and so writes an outcome."""
     return not (args.eval or args.debug or args.check_resume)
-
-
-def history_file(args: Args) -> Path:
-    """Return the path of this job's history."""
-    return job_folder(args) / f"{os.environ['SLURM_JOB_ID']}.json"
 
 
 def job_folder(args: Args) -> Path:

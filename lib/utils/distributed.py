@@ -111,8 +111,7 @@ def pick_device(args: Namespace, local_rank: int) -> torch.device:
         return CPU
     count = torch.accelerator.device_count()
     if (chosen or has_agent()) and local_rank >= count:  # where all see the same ones; a task of Slurm sees its own
-        wanted = "start fewer processes, or -cpu N"
-        raise UsageError(f"{chosen}local rank {local_rank} has no device: {count} are visible; {wanted}")
+        raise UsageError(f"{chosen}local rank {local_rank} has no device: {count} are visible; start fewer processes")
     return torch.device(accelerator.type, local_rank % count)
 
 
