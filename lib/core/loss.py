@@ -17,6 +17,7 @@ from lib.utils.data.tensors import named_tensors
 from lib.utils.errors import UsageError
 
 TAKES = "-loss cross_entropy takes class numbers or probabilities of 2 classes or more (for a regression: -loss mse)"
+signature = functools.cache(inspect.signature)  # which is slow, for each micro-batch
 TARGETS = ("labels", "targets", "label", "target")  # names of them, in a batch and as a parameter of a forward
 
 
@@ -63,7 +64,8 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
 
 def _call(model: nn.Module, batch: Any, inputs: Any, targets: Any) -> tuple[Any, bool]:
     """Call the model as its `forward` is written. Return what it returns, and whether it got the targets."""
-    names = _parameters(type(unwrap(model)))
+    _, *taken = signature(type(unwrap(model)).forward).parameters.values()
+    names = ["**" if one.kind is one.VAR_KEYWORD else one.name for one in taken]
     given = {name: targets for name in names if name in TARGETS and targets is not None}
     if not isinstance(inputs, Mapping):
         return model(inputs, **given), bool(given)
@@ -106,13 +108,6 @@ def _wrong_batch(batch: Any, more: str = "") -> UsageError:
         "the default trainer takes (inputs, targets) or a dict with labels; this dataset gives a "
         f"{type(batch).__name__} of {shapes}{more}: python scripts/new.py trainer NAME"
     )
-
-
-@functools.cache
-def _parameters(model: type[nn.Module]) -> list[str]:
-    """The names of what a model's forward takes; ** if it takes any name."""
-    _, *found = inspect.signature(model.forward).parameters.values()
-    return ["**" if one.kind is one.VAR_KEYWORD else one.name for one in found]
 
 
 def split_output(answer: Any) -> tuple[Any, Any]:
