@@ -1,6 +1,7 @@
 """Trains a model: the whole run on one page."""
 
 import contextlib
+import gc
 import logging
 
 from lib import config, launch
@@ -56,9 +57,9 @@ def run(args: config.Args) -> int:
         world = stack.enter_context(distributed.join(args))
         runtime.configure_kernels(world, bool(args.deterministic))
         watchdog.begin(f"opening the run's folder in {args.out}, and its checkpoints")
-        opened = run_folder.acquire(args, world, distributed.job_id()) if mode == "train" else None
-        folder = stack.enter_context(opened) if opened else run_folder.NoRunFolder(world)
-        world = folder.world
+        mine = run_folder.acquire(args, world, distributed.job_id())
+        folder = stack.enter_context(mine) if mode == "train" else None
+        world = folder.world if folder else world
 
         start = resume.read_start(args, world)
         past = resume.find(args, world, start)
@@ -78,22 +79,27 @@ def run(args: config.Args) -> int:
         criterion = loss.get_loss(args).to(world.device)
         model = parallel.wrap(model, args, world, plan.engine, arch=arch)
 
-        startup.enable_garbage_collector()
-        about = {**runtime.describe(world), "classes": plan.data["classes"], **skipped}
-        folder.begin(config.to_yaml(args, about, resume.effective_flags(plan)), resume.start_facts(args, plan, past))
-        console.setup_logging(folder.path, world.rank)
+        gc.freeze()  # all that the start has made: the collector skips it
+        gc.enable()
+        if folder:
+            about = {**runtime.describe(world), "classes": plan.data["classes"], **skipped}
+            folder.begin(
+                config.to_yaml(args, about, resume.effective_flags(plan)), resume.start_facts(args, plan, past)
+            )
+        console.setup_logging(folder and folder.path, world.rank)
         log.info("threads:     %d", threads)
         if loaded:
             log.info("-weights:    %s", loaded)
         if changes:
             log.warning("changed since the run began: %s", changes)
         loaders = stack.enter_context(loader.open_loaders(splits, plan, world, args))
-        step, path = resume.restore_state(past, plan).step, folder.path
-        logger = Logger(path, world, args, step, args.epochs * plan.steps) if path and world.is_writer else NoLogger()
+        step, end = resume.restore_state(past, plan).step, args.epochs * plan.steps
+        logger = Logger(folder.path, world, args, step, end) if folder and world.is_writer else NoLogger()
         stack.callback(logger.close)
         seeding.seed(seeding.TRAINER, args.seed)
-        own = optimizer.get_optimizer(model, criterion, args)
-        trainer = trainers.Trainer(args, world, loaders, model, criterion, own, logger)
+        trainer = trainers.Trainer(
+            args, world, loaders, model, criterion, optimizer.get_optimizer(model, criterion, args), logger
+        )
         return EXIT_CODES[modes.RUN[mode](trainer, past)]
 
 

@@ -22,8 +22,6 @@ def load(run: str | Path, device: str = "cpu") -> Callable[[list], list[dict[str
     The weights are the run's best ones, or where there are none, its final ones. The run's data is not needed.
     """
     file = Path(run) / "config.yaml"
-    if not file.is_file():
-        raise UsageError(f"{run} is no run's folder: it has no config.yaml")
     args = config.parse_args(["-cfg", str(file)], describe=False)
     names = yaml.safe_load(file.read_text())["about"].get("classes", [])
     dataset = plugins.load("dataset", args.dataset)

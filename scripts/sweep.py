@@ -167,7 +167,7 @@ class Trial:
 
     @property
     def outcome(self) -> dict:
-        return run_folder.read_outcome(self.folder)
+        return run_folder.read_json(self.folder / "outcome.json")
 
     @property
     def best(self) -> dict:

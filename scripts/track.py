@@ -59,7 +59,7 @@ def main() -> int:
 
 def follow(folder: Path, tracker: type, parent: int | None):
     """Send new lines until stdin says how the run ended; without a process of the run, send the existing lines."""
-    text, end = "", "" if parent else run_folder.read_outcome(folder).get("state", "stopped")
+    text, end = "", "" if parent else run_folder.read_json(folder / "outcome.json").get("state", "stopped")
     with files.open_regular(folder / "metrics.jsonl", "r+") as file:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)  # an earlier start may still be sending

@@ -22,7 +22,7 @@ def run(out: Path, flags: str, wanted: int = 0) -> Path:
     argv = [*flags.split(), "-out", str(out)]
     code = train.main(argv)
     folder = run_folder.path_of(config.parse_args(argv))
-    assert code == wanted, f"exit code {code} instead of {wanted}: {run_folder.read_outcome(folder)}"
+    assert code == wanted, f"exit code {code} instead of {wanted}: {run_folder.read_json(folder / 'outcome.json')}"
     return folder
 
 

@@ -15,7 +15,6 @@ from torch.nn import functional
 from lib import config
 from lib.core import loss
 from lib.dataset import tokens
-from lib.utils.data import loader
 from lib.utils.errors import UsageError
 
 SMALL = "-tokens_length 16 -batch_size 8 -micro_batch 4 -log_every 1 "
@@ -140,8 +139,8 @@ def test_a_file_larger_than_memory_is_mapped(folder):
 def test_wrong_data_and_sizes_are_refused_in_one_line(folder, tmp_path):
     with pytest.raises(UsageError, match=r"-num_classes 20: the data has the token [2-4]\d"):
         splits_of(folder, "-num_classes", "20")["train"][0]
-    with pytest.raises(UsageError, match="-dataset tokens: its train split is empty"):
-        loader.splits(splits_of(folder, "-tokens_length", "1000"), "tokens")
+    with pytest.raises(UsageError, match="-tokens_length 1000: a split of"):
+        splits_of(folder, "-tokens_length", "1000")
     (tmp_path / "empty").mkdir()
     for name in ("empty", "none"):
         with pytest.raises(UsageError, match=f"-data .*/{name}: neither train.bin nor a text there"):

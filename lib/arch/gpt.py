@@ -47,10 +47,6 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=small if name.endswith(("out.weight", "down.weight")) else STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits. Raises UsageError for inputs that are not tokens."""
-        if tokens.is_floating_point() or tokens.ndim != 2:
-            shape = f"{tokens.dtype} {tuple(tokens.shape)}"
-            raise UsageError(f"-arch gpt reads whole numbers (batch, length), as of -dataset tokens, not {shape}")
         x = self.drop(self.embed(tokens))
         cos, sin = rotary_angles(tokens.shape[1], self.head_size, tokens.device)
         for block in self.blocks:

@@ -16,6 +16,7 @@ from lib.utils.checkpoint.state import unwrap
 from lib.utils.data.tensors import named_tensors
 from lib.utils.errors import UsageError
 
+TAKES = "-loss cross_entropy takes class numbers or probabilities of 2 classes or more (for a regression: -loss mse)"
 TARGETS = ("labels", "targets", "label", "target")  # names of them, in a batch and as a parameter of a forward
 
 
@@ -35,6 +36,8 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     `forward` names, and all others as **batch; if it names none, it gets the values without the targets, in order.
     Raises UsageError where all this gives no loss, or a number next to the outputs that may be a part of the loss.
     """
+    if isinstance(batch, (tuple, list)) and len(batch) > 2:
+        raise _wrong_batch(batch)
     inputs, targets = split_batch(batch)
     answer, got_targets = _call(model, batch, inputs, targets)
     answer = answer._asdict() if hasattr(type(answer), "_asdict") else answer  # a named tuple
@@ -72,19 +75,13 @@ def _call(model: nn.Module, batch: Any, inputs: Any, targets: Any) -> tuple[Any,
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs and the targets of a batch: a pair, or a dict, whose inputs are a dict. Targets may be None.
-
-    Raises UsageError for a tuple of more.
-    """
+    """Return a batch's inputs and targets: of a pair, or of a dict, whose inputs are a dict. Targets may be None."""
     if isinstance(batch, Mapping):
         key = next((name for name in TARGETS if name in batch), None)
         return {name: value for name, value in batch.items() if name != key}, batch.get(key)
-    if not isinstance(batch, (tuple, list)):
-        return batch, None
-    if len(batch) > 2:
-        raise _wrong_batch(batch)
-    inputs, targets = (*batch, None)[:2]
-    return inputs, targets
+    if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
+        return batch[0], (*batch, None)[1]
+    return batch, None
 
 
 def count_targets(criterion: Callable, batch: Any, samples: int) -> Tensor | int:
@@ -92,8 +89,7 @@ def count_targets(criterion: Callable, batch: Any, samples: int) -> Tensor | int
 
     Of class numbers with `ignore_index` they are a 0-d tensor, for which nobody waits.
     """
-    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-    targets = split_batch(batch)[1] if is_pair or isinstance(batch, Mapping) else None
+    _, targets = split_batch(batch)
     if not samples or not isinstance(targets, (Tensor, tuple, list)):
         return samples
     if isinstance(criterion, CrossEntropy) and isinstance(targets, Tensor) and not targets.is_floating_point():
@@ -161,8 +157,12 @@ class CrossEntropy(nn.CrossEntropyLoss):
         """
         if _classes_last(outputs, targets):
             outputs, targets = outputs.flatten(0, -2), targets.flatten()
-        self._check_shapes(outputs, targets)
-        if targets.is_floating_point():
+        numbers = not targets.is_floating_point()
+        wanted = (outputs.shape[0], *outputs.shape[2:]) if numbers else outputs.shape
+        if outputs.ndim < 2 or targets.shape != wanted or (numbers and outputs.shape[1] == 1):
+            found = f"{targets.dtype} {tuple(targets.shape)} for outputs {tuple(outputs.shape)}"
+            raise UsageError(f"{TAKES}; these targets are {found}")  # of 1 class, the loss would always be 0
+        if not numbers:
             self.found_odd |= (targets.min() < 0) | ((targets.sum(1) - 1).abs().max() > 0.01)
             return self._sum(outputs, targets) / max(1, targets[:, 0].numel())
         targets = targets.long()
@@ -172,17 +172,6 @@ class CrossEntropy(nn.CrossEntropyLoss):
             found, count = f"the labels of a batch are {targets.min()} to {targets.max()}", outputs.shape[1]
             wanted = f"labels are 0 to {count - 1} for {count} outputs (-num_classes)"
             raise UsageError(f"{found}: {wanted}; -ignore_index N leaves targets N out of the loss") from None
-
-    def _check_shapes(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise UsageError where torch would stop with an error of its own, or the loss would always be 0."""
-        numbers = not targets.is_floating_point()
-        wanted = (outputs.shape[0], *outputs.shape[2:]) if numbers else outputs.shape
-        if outputs.ndim < 2 or targets.shape != wanted or (numbers and outputs.shape[1] == 1):
-            raise UsageError(
-                "-loss cross_entropy takes class numbers or probabilities, of 2 classes or more. For outputs "
-                f"{tuple(outputs.shape)} these targets, {targets.dtype} {tuple(targets.shape)}, are neither; for a "
-                "regression: -loss mse"
-            )
 
     def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
@@ -200,10 +189,8 @@ def check_probabilities(criterion: nn.Module) -> None:
     torch would compute a loss from them all the same. Waits for the device.
     """
     if isinstance(criterion, CrossEntropy) and criterion.found_odd:
-        raise UsageError(
-            "-loss cross_entropy takes class numbers or probabilities, and these floats are neither: "
-            "rows that do not sum to 1, as several labels a sample, or are negative; for a regression: -loss mse"
-        )
+        found = "rows that do not sum to 1, as several labels a sample, or are negative"
+        raise UsageError(f"{TAKES}; these floats are {found}")
 
 
 BY_NAME = {"cross_entropy": CrossEntropy, "mse": nn.MSELoss, "l1": nn.L1Loss, "huber": nn.HuberLoss}

@@ -36,8 +36,6 @@ def get_dataset(args) -> dict[str, Dataset]:
     taken; on the device they are normalized. Raises UsageError naming what is missing, empty or ambiguous.
     """
     names = class_names(args.data)
-    if args.channels not in (1, 3):
-        raise UsageError(f"-channels {args.channels}: -dataset folder reads images in 1 (grey) or 3 (colour)")
     parts = [part for part in ("train", "val", "test") if part != "test" or (Path(args.data) / part).is_dir()]
     others = Counter()  # files that are not read, by ending
     images = {part: _images(args, part, names, others) for part in parts}

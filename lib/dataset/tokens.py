@@ -47,8 +47,6 @@ def get_dataset(args) -> dict[str, Dataset]:
     the samples of val and test are: a sixteenth as many. Token files hold uint16, or uint32 if -num_classes is above
     65,536. Python's own library differs from one version to the next: a run on it continues on the same version.
     """
-    if args.tokens_length < 1 or args.tokens_samples < 0:
-        raise UsageError("-tokens_length is at least 1, and -tokens_samples at least 0")
     if files := find_files(args.data):
         meta = read_meta(args.data) or {}
         if args.num_classes is None:
@@ -58,10 +56,6 @@ def get_dataset(args) -> dict[str, Dataset]:
         text = read_text(args.data)
         count = len(text) // HELD_OUT
         parts = dict(zip(("train", "val", "test"), np.split(text, [len(text) - 2 * count, len(text) - count])))
-    for split, part in parts.items():
-        if len(part) <= args.tokens_length:
-            least = f"a sample of -tokens_length {args.tokens_length} and the token behind it"
-            raise UsageError(f"-dataset tokens: its {split} split is empty: {len(part)} tokens are less than {least}")
     train = Windows(parts.pop("train"), args, args.tokens_samples, args.seed if args.shuffle else None)
     few = -(-args.tokens_samples // 16)
     return {"train": train, **{split: Windows(part, args, few) for split, part in parts.items()}}
@@ -95,7 +89,9 @@ class Windows(Dataset):
 
     def __init__(self, tokens: np.ndarray, args, samples: int, seed: int | None = None):
         self.tokens, self.length, self.vocabulary, self.seed = tokens, args.tokens_length, args.num_classes, seed
-        self.fills = max(0, len(tokens) - 1) // self.length  # how many samples stand in a row
+        if not 0 < self.length < len(tokens):
+            raise UsageError(f"-tokens_length {self.length}: a split of {len(tokens):,} tokens has no such sample")
+        self.fills = (len(tokens) - 1) // self.length  # how many samples stand in a row
         self.samples = min(samples or self.fills, self.fills)
         if self.vocabulary == 256:
             self.classes = [ascii(chr(byte))[1:-1] for byte in range(256)]
@@ -122,12 +118,10 @@ class Windows(Dataset):
 
 
 def find_files(data: str) -> list[Path]:
-    """Return the token files of a folder, train.bin first. Raises UsageError if only that one is missing."""
+    """Return the token files of a folder, train.bin first; none without that one."""
     files = [Path(data) / f"{split}.bin" for split in ("train", "val", "test")]
     found = [file for file in files if file.exists() or file.is_symlink()]
-    if found and files[0] not in found:
-        raise UsageError(f"-data {data}: {found[0].name} is there, and train.bin is not")
-    return found
+    return found if files[0] in found else []
 
 
 def read_meta(data: str) -> dict | None:

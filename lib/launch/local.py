@@ -21,7 +21,6 @@ from lib.launch import environment, requeue
 from lib.utils import signals
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FAILED, FINISHED, STOP_SIGNALS, STOPPED, USAGE, UsageError, no_exit, printable
-from lib.utils.monitoring import startup
 
 SHUTDOWN_S = 2.0  # for the other ranks to end after the first failure; a rank that lost a peer waits as long
 
@@ -80,7 +79,6 @@ def start_processes(args: Args, target: str, count: int) -> int:
     variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}  # this process has it
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there are children to forward them to
     arguments = (variables, target, args, print_lock)
-    startup.enable_garbage_collector()
     started: Any = torch.multiprocessing.start_processes(run_child, arguments, count, join=False, start_method=method)
     with forward_signals(started.processes) as forwarded:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

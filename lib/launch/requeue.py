@@ -24,7 +24,7 @@ def record_start(history: Path, run: Path) -> None:
         "run": str(run.resolve()),
         "restart": restart_count(),
         "checkpoint": newest_checkpoint(run),
-        "outcome": run_folder.read_outcome(run).get("written"),
+        "outcome": run_folder.read_json(run / "outcome.json").get("written"),
         "in_vain": run_folder.read_json(history).get("in_vain", False),  # whether the start before gained nothing
     }
     write_history(history, start)
@@ -48,7 +48,7 @@ def finish_job(history: Path, code: int) -> int:
         print(f"no training began in this start: job {job_name()} is not requeued")
         return code
     run = Path(start["run"])
-    outcome = run_folder.read_outcome(run)
+    outcome = run_folder.read_json(run / "outcome.json")
     if outcome.get("written") == start["outcome"]:
         outcome = {}  # of an earlier start
     gained = newest_checkpoint(run) != start["checkpoint"]

@@ -25,11 +25,11 @@ def no_exit() -> Iterator[None]:
         raise RuntimeError(f"sys.exit({error.code!r}) was called, and the run is not finished") from error
 
 
-def suggest(name: str, there: Iterable[str], most: int | None = None) -> str:
-    """Return a question with the names that a misspelt one may mean, the `most` shortest; "" if none is near."""
+def suggest(name: str, there: Iterable[str]) -> str:
+    """Return a question with the names that a misspelt one may mean, "" if none is near."""
     text = name.lstrip("-")
     starts = [other for other in there if text and other.lstrip("-").startswith(text)]
-    names = dict.fromkeys(sorted(starts, key=len)[:most] or difflib.get_close_matches(name, there, n=3))
+    names = dict.fromkeys(sorted(starts, key=len) or difflib.get_close_matches(name, there, n=3))
     return f" (do you mean {' or '.join(names)}?)" if names else ""
 
 

@@ -23,12 +23,10 @@ def open_regular(path: Path, mode: str, *, follow: bool = False, **options: Any)
     def opener(name: str, flags: int) -> int:
         number = os.open(name, flags | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW), 0o666)
         about = os.fstat(number)
-        if not stat.S_ISREG(about.st_mode):
+        is_linked = about.st_nlink > 1 and mode not in ("r", "rb")
+        if is_linked or not stat.S_ISREG(about.st_mode):
             os.close(number)
-            raise OSError(errno.ENXIO, "not a regular file", name)
-        if about.st_nlink > 1 and mode not in ("r", "rb"):
-            os.close(number)
-            raise OSError(errno.EMLINK, "it has a second name, a hard link: put a copy in its place", name)
+            raise OSError(errno.ENXIO, "it has a hard link" if is_linked else "not a regular file", name)
         return number
 
     return open(path, mode, opener=opener, **options)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from lib import config
 from lib.config import plugins
-from lib.utils import errors
 from lib.utils.errors import UsageError
 
 RELAXED = settings(deadline=None, derandomize=True)
@@ -52,11 +51,6 @@ def test_an_unknown_plugin_is_refused_and_the_existing_ones_are_listed(kind, err
 def test_a_misspelt_plugin_is_refused_and_the_closest_is_suggested(error_of):
     for flag, close in {"-arch=convmet": "convnet", "-dataset=cifar": "cifar10", "-trainer=train": "trainer"}.items():
         assert f"(do you mean {close}" in error_of([flag])
-
-
-def test_of_many_close_names_the_shortest_are_suggested():
-    names = [f"resnet10{end}" for end in ("1_clip_gap", "1_clip", "1", "t", "1d")]
-    assert errors.suggest("resnet10", names, most=3) == " (do you mean resnet101 or resnet10t or resnet101d?)"
 
 
 @pytest.mark.parametrize("flag", ["optimizer", "loss", "lr_schedule"])

@@ -135,7 +135,7 @@ def test_a_plugin_that_calls_sys_exit_fails_the_run(kind, quits, flags, call, tm
             code, message = 1, str(error)
     assert code == 1 and f"{call} was called" in message
     if kind == "trainer":  # the run had begun
-        outcome = run_folder.read_outcome(tmp_path / "run")
+        outcome = run_folder.read_json(tmp_path / "run" / "outcome.json")
         assert outcome["state"] == "failed" and outcome["reason"].startswith("rank 0: ") and call in outcome["reason"]
 
 

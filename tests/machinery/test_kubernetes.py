@@ -176,12 +176,12 @@ def test_process_1_of_a_pod_stops_with_its_state_saved_and_a_pod_of_the_other_ki
         until(lambda: (folder / "metrics.jsonl").is_file() and (folder / "metrics.jsonl").read_text(), 120)
         os.kill(pod.first(), signal.SIGTERM)
         assert pod.wait() == 1  # so that Kubernetes starts it again
-    stopped = run_folder.read_outcome(folder)
+    stopped = run_folder.read_json(folder / "outcome.json")
     assert stopped["state"] == "stopped" and stopped["step"] > 0
 
     with Pod("v1", [*command, "-limit_steps", str(stopped["step"] + 1)], image) as pod:
         assert pod.wait() == 0
-    assert run_folder.read_outcome(folder)["step"] == stopped["step"] + 1
+    assert run_folder.read_json(folder / "outcome.json")["step"] == stopped["step"] + 1
 
 
 class Pod:

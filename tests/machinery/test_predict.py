@@ -191,7 +191,7 @@ def test_the_predictions_of_a_regression_are_the_outputs(tmp_path, capsys):
 def test_unreadable_input_is_reported_in_one_line(trained_run, tmp_path, capsys):
     assert "takes no texts" in refused(capsys, trained_run, "-text", "day", "-device", "cpu")
     assert "nothing to predict" in refused(capsys, trained_run)
-    assert f"{tmp_path} is no run's folder: it has no config.yaml" in refused(capsys, tmp_path, tmp_path)
+    assert f"-cfg '{tmp_path}/config.yaml': cannot be read" in refused(capsys, tmp_path, tmp_path)
     assert "-device nowhere" in refused(capsys, trained_run, tmp_path, "-device", "nowhere")
 
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 NAME = re.compile(r"(\d{6,})_step_\d+|step_\d+\w*")  # the latter of format 1: they are found, and refused
-FOLDERS = ("checkpoints", "best", "final", "logs", "slurm")  # in a run's folder
 HINTS = {  # by what is in an error of a GPU
     "OutOfMemoryError": "a smaller -micro_batch takes less; so do -recompute, -bf16 and -parallel fsdp",
     "device-side assert": "an index is too large, or negative: labels are 0 to -num_classes - 1, or -ignore_index",
@@ -72,12 +71,8 @@ _locks: dict[Path, IO] = {}  # of each run of this process: .lock as it was at t
 def check_lock(run: Path) -> None:
     """Raise OSError if the run's lock is another file than at the start: another process has the folder now."""
     path = run / ".lock"
-    if run in _locks and path.exists() and not _is_same(_locks[run], path):
+    if run in _locks and path.exists() and not os.path.samestat(os.fstat(_locks[run].fileno()), path.stat()):
         raise OSError(errno.ESTALE, "was removed, another process has the run's folder, and this one ends", str(path))
-
-
-def _is_same(file: IO, path: Path) -> bool:
-    return os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 def check_owner(run: Path) -> None:
@@ -91,7 +86,7 @@ def check_owner(run: Path) -> None:
 
 def is_reset_due(args: Args, world: World) -> bool:
     """Whether -reset is still to be carried out: once in a launch, whatever restarts and requeues follow."""
-    return args.reset and read_outcome(path_of(args)).get("launch") != world.launch
+    return args.reset and read_json(path_of(args) / "outcome.json").get("launch") != world.launch
 
 
 @contextlib.contextmanager
@@ -116,18 +111,6 @@ def acquire(args: Args, world: World, job: str | None = None) -> Iterator[RunFol
         raise
     finally:
         folder.unlock()
-
-
-class NoRunFolder:
-    """Stands in for a RunFolder where nothing is to be locked or written."""
-
-    path = None
-
-    def __init__(self, world: World):
-        self.world = world
-
-    def begin(self, config: str, start: dict) -> None:
-        """Do nothing."""
 
 
 class RunFolder:
@@ -196,13 +179,13 @@ class RunFolder:
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             check_owner(self.path)
-            for folder in (self.path / name for name in (*FOLDERS, "metrics.jsonl")):
-                if folder.is_symlink():
-                    raise OSError(errno.ELOOP, "a link, which is not followed", str(folder))
+            for name in ("checkpoints", "best", "final", "logs", "slurm", "metrics.jsonl"):
+                if (self.path / name).is_symlink():
+                    raise OSError(errno.ELOOP, "a link, which is not followed", str(self.path / name))
             file = files.open_regular(self.path / ".lock", "a+")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_same(file, self.path / ".lock"):
+            if not os.path.samestat(os.fstat(file.fileno()), (self.path / ".lock").stat()):
                 raise FileNotFoundError(errno.ENOENT, "another start has removed it, and made its own")
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES, errno.ENOENT):  # another has (SMB: EACCES) or removed it
@@ -230,7 +213,7 @@ class RunFolder:
             log.critical("failed", exc_info=error)
         elif isinstance(error, UsageError) or is_reset_due(self.args, self.world):
             return
-        before, lost = read_outcome(self.path), is_lost_peer(error)
+        before, lost = read_json(self.path / "outcome.json"), is_lost_peer(error)
         known = before.get("state") == "failed" and before.get("launch") == self.world.launch
         if not known or (before.get("lost_peer") and not lost):
             text = f"{type(error).__name__}: {error}"
@@ -250,20 +233,14 @@ class RunFolder:
 
 def _move_away(folder: Path) -> None:
     """Move an old run to out/.old, except the lock and the files of Slurm jobs: one of them may be this start."""
-    entries = [entry for entry in folder.iterdir() if entry.name not in (".lock", "slurm")]
     target = folder.parent / ".old" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-    if entries:
-        target.mkdir(parents=True, exist_ok=True)
-    for entry in entries:
-        entry.rename(target / entry.name)
+    for entry in [*folder.iterdir()]:
+        if entry.name not in (".lock", "slurm"):
+            target.mkdir(parents=True, exist_ok=True)
+            entry.rename(target / entry.name)
 
 
 # How the run ended
-
-
-def read_outcome(run: Path) -> dict:
-    """Return outcome.json, {} if there is none. Its entry `written` differs each time that it is written."""
-    return read_json(run / "outcome.json")
 
 
 def write_outcome(folder: Path, world: World, state: str, **facts: Any) -> None:

@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,9 +21,6 @@ from torch import Tensor
 from lib.utils import files, watchdog
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 FORMAT = 4
 # The end of every manifest, whatever its format: the checksum of all before it.
@@ -229,7 +226,7 @@ def _local_and_offset(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return local_part(tensor), tuple(start)
 
 
-def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+def is_sharded(tensor: Tensor) -> TypeGuard[Any]:
     """Return whether a tensor is one of FSDP's. Only FSDP imports their module, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -42,9 +42,8 @@ def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
 
 def not_finite(model: nn.Module, world: World) -> list[str]:
     """Return the parameters that hold NaN or infinity on any rank, the same on all. All ranks call this together."""
-    finite = {
-        name: torch.isfinite(shards.local_part(value)).all() for name, value in unwrap(model).named_parameters()
-    }
+    parameters = unwrap(model).named_parameters()
+    finite = {name: torch.isfinite(shards.local_part(value)).all() for name, value in parameters}
     good = torch.stack([*finite.values()]).tolist() if finite else []  # waits for the device once
     mine = [name for name, one in zip(finite, good, strict=True) if not one]
     return sorted(set().union(*distributed.gather(mine, world)))
@@ -63,7 +62,7 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
 def find(run: Path) -> Path | None:
     """Return the file of a run's best weights, or else of its final ones. Raises UsageError if the best are lost."""
     best, final = (run / name / "weights.safetensors" for name in ("best", "final"))
-    if not best.is_file() and run_folder.read_outcome(run).get("best"):
+    if not best.is_file() and run_folder.read_json(run / "outcome.json").get("best"):
         raise UsageError(f"{best} is missing, though outcome.json knows best weights: take other ones by their path")
     return next((file for file in (best, final) if file.is_file()), None)
 
@@ -123,8 +122,8 @@ def load_into(
     it before the others, which then find its downloads. All ranks of the world call this together.
 
     Raises:
-        UsageError: the file cannot be read, nothing in it fits, a weight is not finite, a tied one has two values, or
-            (`whole`) the model has something that it lacks.
+        UsageError: the file cannot be read, nothing in it fits, a tied weight has two values, or (`whole`) the model
+            has something that it lacks.
     """
 
     def load() -> dict[str, Tensor]:
@@ -149,8 +148,6 @@ def load_into(
             continue
         if any((fitting[0] != value).any() for value in fitting[1:]):
             raise UsageError(f"-weights {path}: {' and '.join(aliases)} are one tensor here, and differ in the file")
-        if isinstance(tensor, nn.Parameter) and not (whole or torch.isfinite(fitting[0]).all()):
-            raise UsageError(f"-weights {path}: {aliases[0]} is not finite")
         shards.copy_whole(tensor, fitting[0])
         loaded.append(tensor)
     if (whole and missing) or not (whole or any(isinstance(one, nn.Parameter) for one in loaded)):

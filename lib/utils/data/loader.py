@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, Subset
 from lib.utils import seeding, watchdog
 from lib.utils.data import fetch, tensors
 from lib.utils.data.options import MapDataset, option
-from lib.utils.data.plan import MicroBatch, Plan, largest_divisor, order, rank_share
+from lib.utils.data.plan import MicroBatch, Plan, order, rank_share
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -107,9 +107,7 @@ def open_loaders(
         log.warning("%s", line)
     idle = world.size - plan.batch // plan.micro
     if world.is_main and idle > 0:
-        finer = largest_divisor(plan.batch, plan.batch // world.size)
-        hint = f"-micro_batch {finer} -allow_change micro_batch gives them work, and the run other bits"
-        log.warning("%d of %d processes idle, as a step has fewer micro-batches: %s", idle, world.size, hint)
+        log.warning("%d of %d processes idle: a lower -micro_batch gives them work", idle, world.size)
     with contextlib.ExitStack() as stack:
         loaders = {}
         for name, part in splits.items():

@@ -57,11 +57,6 @@ class TerminalHandler(logging.StreamHandler):
         with tqdm.external_write_mode(file=self.stream):
             super().emit(record)
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Say what went wrong with a record, unless nobody reads any more, as in `train.py | head`."""
-        if not isinstance(sys.exc_info()[1], BrokenPipeError):
-            super().handleError(record)
-
 
 def format_metrics(figures: dict[str, float]) -> str:
     """Return the figures of an evaluation as text."""

@@ -48,11 +48,11 @@ class Logger:
         self.board.file_writer.add_summary(summary.hparams(hparams, {})[1])
         # disable=None: no bar unless stderr is a terminal.
         self.bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=None)
-        self.tracker = self.server = None
+        self.tracker = None
         if world.is_main and args.track != "none":
             self.tracker = trackers.Tracker(args.track, folder)
         if world.is_main and (args.tb or args.ngrok):
-            self.server = tensorboard_server.start(folder.parent, args.ngrok_auth if args.ngrok else "")
+            tensorboard_server.start(folder.parent, args.ngrok_auth if args.ngrok else "")
 
     def step(self) -> None:
         """Move the progress bar on, after each optimizer step."""
@@ -88,8 +88,6 @@ class Logger:
         if self.tracker:
             self.tracker.close(finished=bool(outcome) and outcome["state"] == "finished")
             self.tracker = None  # closed once
-        if self.server:
-            self.server.terminate()
         if outcome and outcome["state"] == "stopped":
             place = f"epoch {outcome['epoch'] + 1}" if outcome["epoch"] < self.args.epochs else "the last evaluation"
             log.info("stopped (%s) in %s at step %d, state saved", outcome["reason"], place, outcome["step"])
