@@ -205,12 +205,28 @@ class Forgotten(trainer.Trainer):
         return self.loss(self.layer(self.model(batch[0])), batch[1])
 
 
+class ThawsAlone(trainer.Trainer):
+    """Thaws a layer in the last epoch, and gives it to no optimizer."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.model[1].requires_grad_(False)
+        self.optimizer = torch.optim.AdamW(self.model[3].parameters(), lr=1e-2)
+
+    def train_epoch(self):
+        self.model[1].requires_grad_(self.state.epoch == 2)
+        return super().train_epoch()
+
+
 @pytest.mark.parametrize("engine", ["", "-deterministic no"])
 def test_a_backward_in_training_step_is_refused_and_an_untrained_layer_is_named(engine, tmp_path, refused, caplog):
-    with plugins(trainer={"back": OwnBackward, "forgotten": Forgotten}, arch={"plain": plain_net}):
+    edits = {"back": OwnBackward, "forgotten": Forgotten, "alone": ThawsAlone}
+    with plugins(trainer=edits, arch={"plain": plain_net}):
         line = refused(f"{FLAGS} -arch plain -trainer back -cpu 2 {engine}")
         assert "training_step calls backward by itself" in line
         run(tmp_path, f"{FLAGS} -arch plain -trainer forgotten -cpu 1 -model forgotten {engine}")
+        run(tmp_path, f"{FLAGS} -arch plain -trainer alone -cpu 1 -model alone {engine}")
+    assert "no optimizer trains 1.weight (2 in all), which has a gradient" in caplog.text
     assert "no optimizer trains trainer.layer.weight (2 in all), which has a gradient" in caplog.text
 
 
