@@ -31,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
         return launch.launch(args, "train:run")
     except UsageError as error:
         return local.report_usage_error(error)
+    finally:
+        gc.unfreeze()  # what `run` has frozen: libraries complain of it when the process ends
 
 
 def run(args: config.Args) -> int:

@@ -47,6 +47,11 @@ def _make(arch: ModuleType, args: Namespace) -> nn.Module:
     model = arch.get_model(args)
     if not isinstance(model, nn.Module):
         raise UsageError(f"-arch {args.arch}: get_model returns {model!r}; it must return a model, an nn.Module")
+    for name, one in model.named_buffers():
+        if one.layout is not torch.strided or (one.numel() > 1 and 0 in one.stride()):
+            raise UsageError(
+                f"-arch {args.arch}: the buffer {name} is sparse or expanded: register a dense copy"
+            )
     return model
 
 

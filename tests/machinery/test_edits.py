@@ -1,5 +1,7 @@
 """Edits that people make to a trainer, model or wrapper: the same bits on 1, 2 and 3 processes, or one clear line."""
 
+import copy
+
 import pytest
 import torch
 from runs import few, norm_net, outcome, plugins, run, same_tensors, weights
@@ -230,6 +232,75 @@ def test_a_backward_in_training_step_is_refused_and_an_untrained_layer_is_named(
     assert "no optimizer trains trainer.layer.weight (2 in all), which has a gradient" in caplog.text
 
 
+class OddBuffer(nn.Module):
+    def __init__(self, made):
+        super().__init__()
+        self.net = plain_net()
+        self.register_buffer("mask", made)
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+
+@pytest.mark.parametrize("cpu", [1, 2])
+@pytest.mark.parametrize("made", [torch.zeros(1).expand(4), torch.eye(4).to_sparse()], ids=["expanded", "sparse"])
+def test_sparse_and_expanded_buffers_are_refused_by_name(made, cpu, refused):
+    with plugins(arch={"odd": lambda args: OddBuffer(made)}):
+        assert "the buffer mask is sparse or expanded" in refused(f"{FLAGS} -arch odd -cpu {cpu}")
+
+
+class TwoOfOne(trainer.Trainer):
+    """Has two optimizers of the same parameters, and says nothing of when each takes a step."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.later = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+
+class LateTeacher(trainer.Trainer):
+    """Copies the model in the second epoch."""
+
+    def train_epoch(self):
+        if self.state.epoch == 1 and not hasattr(self, "teacher"):
+            self.teacher = copy.deepcopy(self.model)
+        return super().train_epoch()
+
+
+def test_two_optimizers_of_one_parameter_and_a_late_module_are_refused(refused):
+    with plugins(trainer={"two": TwoOfOne, "late": LateTeacher}):
+        assert "two optimizers train the same parameter" in refused(f"{FLAGS} -trainer two -cpu 2")
+        assert "trainer.teacher was made or replaced after the start" in refused(f"{FLAGS} -trainer late -cpu 1")
+
+
+class FreezesAfter(trainer.Trainer):
+    """Freezes a layer after DDP was built."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        parallel_free(self.model)[1].requires_grad_(False)
+
+
+class SometimesUnused(nn.Module):
+    """Uses a layer in the passes of some micro-batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.extra = plain_net(), nn.Linear(64, 4)
+
+    def forward(self, inputs):
+        outputs = self.net(inputs)
+        return outputs + self.extra(inputs.flatten(1)) if inputs.flatten()[0] > 0 else outputs
+
+
+def test_stock_ddp_names_what_its_last_pass_does_not_reach(refused, tmp_path):
+    with plugins(
+        trainer={"freezes": FreezesAfter}, arch={"plain": plain_net, "some": lambda args: SometimesUnused()}
+    ):
+        assert "no backward pass reached the parameter 1.weight" in refused(f"{STOCK} -arch plain -trainer freezes")
+        both = run(tmp_path, f"{STOCK} -arch some -find_unused -model both")
+        assert close(both, run(tmp_path, f"{STOCK} -cpu 1 -arch some -model alone"))
+
+
 class Parts(trainer.Trainer):
     """Draws from the rank's own generator, so that the ranks part."""
 
@@ -261,7 +332,7 @@ class Late(trainer.Trainer):
 
 def test_an_optimizer_that_is_made_after_the_start_is_refused(tmp_path, refused):
     with plugins(trainer={"late": Late}):
-        assert "made or replaced an optimizer after the start" in refused(f"{FLAGS} -trainer late -cpu 1")
+        assert "trainer.late was made or replaced after the start" in refused(f"{FLAGS} -trainer late -cpu 1")
 
 
 class Experts(nn.Module):
