@@ -49,9 +49,7 @@ def _make(arch: ModuleType, args: Namespace) -> nn.Module:
         raise UsageError(f"-arch {args.arch}: get_model returns {model!r}; it must return a model, an nn.Module")
     for name, one in model.named_buffers():
         if one.layout is not torch.strided or (one.numel() > 1 and 0 in one.stride()):
-            raise UsageError(
-                f"-arch {args.arch}: the buffer {name} is sparse or expanded: register a dense copy"
-            )
+            raise UsageError(f"-arch {args.arch}: the buffer {name} is sparse or expanded: register a dense copy")
     return model
 
 
@@ -91,7 +89,7 @@ def wrap(
         find_unused_parameters=args.find_unused,
         gradient_as_bucket_view=engine == "stock",
     )
-    wrapped.trained = [one for one in model.parameters() if one.requires_grad]  # which it will sum
+    vars(wrapped)["trained"] = [one for one in model.parameters() if one.requires_grad]  # which it will sum
     # The exact engine sums gradients itself: DDP's buckets, as large as all gradients, would lie there unused.
     return wrapped if engine == "stock" else wrapped.module
 
