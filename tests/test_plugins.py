@@ -140,7 +140,7 @@ def test_a_shipped_arch_learns_from_a_dataset_or_refuses_it_in_one_line(arch, na
     try:
         model = module_of(arch, "arch").get_model(args)
         outputs = model(inputs)
-    except UsageError as error:
+    except (UsageError, RuntimeError) as error:  # or torch's own line: other channels, or no numbers of tokens
         assert "\n" not in str(error) and arch != own
         return
     places = targets.shape[1:] if targets.dtype == torch.int64 else ()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.bench import compare, samplers
-from scripts.bench.compare import ALLREDUCE, BATON, LIMIT, PLAIN, Case, Options, Run
+from scripts.bench.compare import BATON, LIMIT, PLAIN, STOCK, Case, Options, Run
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = "-dataset digits -epochs 2"
@@ -34,7 +34,7 @@ def is_installed(name: str) -> bool:
     return name not in compare.PACKAGES or importlib.util.find_spec(compare.PACKAGES[name]) is not None
 
 
-@pytest.mark.parametrize("name", scripts_except(PLAIN, ALLREDUCE))
+@pytest.mark.parametrize("name", scripts_except(PLAIN, STOCK))
 def test_every_script_does_as_many_steps_and_reaches_the_loss_of_the_plain_script(name, plain_run, tmp_path):
     other = compare.run(name, DIGITS, tmp_path, ONE_THREAD)
     compare.check_equal({PLAIN: plain_run, name: other}, tolerance=0.05)
@@ -44,7 +44,7 @@ def test_every_script_does_as_many_steps_and_reaches_the_loss_of_the_plain_scrip
         assert other.figures["val_accuracy"] > 0.9
 
 
-@pytest.mark.parametrize("name", scripts_except(BATON, ALLREDUCE, LIMIT))
+@pytest.mark.parametrize("name", scripts_except(BATON, STOCK, LIMIT))
 def test_every_script_resumes_from_its_own_checkpoint(name, tmp_path):
     for step in (2, 3):
         assert compare.run(name, f"-limit_steps {step}", tmp_path, ONE_THREAD).step == step

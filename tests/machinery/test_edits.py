@@ -116,7 +116,7 @@ class Plateau(trainer.Trainer):
         super().__init__(*parts)
         self.scheduler = ReduceLROnPlateau(self.optimizer, factor=0.1, patience=0, threshold=9.0)
 
-    def on_evaluation(self, figures):
+    def on_evaluation(self, split, figures):
         self.scheduler.step(figures["loss"])
 
     def set_learning_rate(self):

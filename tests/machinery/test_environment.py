@@ -22,7 +22,7 @@ def bare(monkeypatch, tmp_path):
     """An environment without any of these variables."""
     before = dict(os.environ)
     ours = (*environment.CACHES, *environment.DEBUG, *environment.OPENMP_SPIN)
-    for name in (*ours, "SCRATCH", "SYSTEMNAME", "OMP_WAIT_POLICY"):
+    for name in (*ours, "SCRATCH", "SYSTEMNAME", "OMP_WAIT_POLICY", "CUBLAS_WORKSPACE_CONFIG"):
         os.environ.pop(name, None)
     os.environ["USER"] = "ann"
     yield monkeypatch

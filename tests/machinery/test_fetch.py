@@ -60,8 +60,8 @@ class FailsAtSomeSamples(Dataset):
 def test_an_error_names_the_sample_that_cannot_be_fetched(workers):
     for indices, message in (
         ([3, 5, 4], r"\(while fetching sample 5\)"),
-        ([12, 13], r"samples \[12, 13\]\)"),
-        ([*range(14, 5, -1)], r"samples \[14, 13, 12, 11, 10, 9, \.\.\.\]\)"),
+        ([12, 13], r"sample \[12, 13\]\)"),
+        ([*range(14, 5, -1)], r"sample \[14, 13, 12, 11, 10, 9, \.\.\.\]\)"),
         ([17], r"No such file or directory: .nowhere. \(while fetching sample 17\)"),
         ([21], r"StopIteration.*\(while fetching sample 21\)"),
         ([22], r"UnicodeDecodeError: .*invalid start byte.* \(while fetching sample 22"),

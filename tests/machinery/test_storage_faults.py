@@ -143,14 +143,6 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(copy, finished_r
     assert saves.found(folder).damaged == []
 
 
-def test_damaged_checkpoints_are_removed_before_the_good_one_from_which_the_run_resumed(copy):
-    *newer, good = names(copy)
-    for name in newer:
-        DAMAGE["a shard missing"](copy / "checkpoints" / name)
-    run(copy.parent, f"{SMALL} -cpu 1 -keep_last 2 -limit_steps {saves.steps(copy)[-1] + 1}", wanted=75)
-    assert len(newer) == 2 and len(names(copy)) == 2 and names(copy)[1] == good
-
-
 def test_a_run_with_only_damaged_checkpoints_does_not_start_from_scratch_without_reset(copy, finished_run, refused):
     for name in names(copy):
         (copy / "checkpoints" / name / SHARD).unlink()

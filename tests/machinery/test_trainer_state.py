@@ -67,6 +67,9 @@ class TrainsHeadTwice(trainer.Trainer):
         self.second.zero_grad()
         return super().training_step(batch)
 
+    def due_optimizers(self):
+        return [self.optimizer]
+
 
 class StrayOptimizer(trainer.Trainer):
     """Has an optimizer for a parameter that belongs to no module."""
