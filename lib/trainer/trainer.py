@@ -159,9 +159,8 @@ class Trainer:
         """Train the rest of the epoch. False if the run is to stop first."""
         if self.stop.limit_reached(self.state.step):
             return False
-        seeding.seed(
-            seeding.STEP, self.args.seed, self.state.step, device=self.world.device
-        )  # as after an evaluation
+        # As after an evaluation: what is drawn from here on does not depend on where a start begins.
+        seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         batches = self.rate.time_data_loading(self.batches())
         for _ in range(self.plan.step_in_epoch(self.state), self.plan.steps):
             self.train_step(batches)
@@ -301,9 +300,10 @@ class Trainer:
             self.state.bad_row = 0 if math.isfinite(norm) else self.state.bad_row + 1
             self.state.bad_steps += not math.isfinite(norm)
         means = torch.stack([loss for loss, _ in self.pending_losses]).tolist() if self.pending_losses else []
-        for mean, (_, count) in zip(means, self.pending_losses, strict=True):
+        counts = [int(count) for _, count in self.pending_losses]
+        for mean, count in zip(means, counts, strict=True):
             if math.isfinite(mean):
-                self.metrics.update({"loss": mean * (number := int(count)), "samples": number})
+                self.metrics.update({"loss": mean * count, "samples": count})
         self.pending_losses, self.pending_norms = [], []
 
     def end_epoch(self) -> bool:
