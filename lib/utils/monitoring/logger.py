@@ -41,11 +41,11 @@ class Logger:
         self.logged = metrics.truncate_lines(folder / "metrics.jsonl", start_step)
         self.metrics_file = files.open_regular(folder / "metrics.jsonl", "a", buffering=1)
         # TensorBoard drops what an earlier start has logged from purge_step on.
-        self.board: Any = SummaryWriter(folder, purge_step=start_step + 1)  # None once it cannot be written
+        self._board: Any = SummaryWriter(folder, purge_step=start_step + 1)  # None once it cannot be written
         flags = {name: value for name, value in vars(args).items() if name not in args.flag_rules.free}
         hparams = {name: value if type(value) in (int, float) else str(value) for name, value in flags.items()}
         # Without torch's list of flags and metrics, which holds for one run, TensorBoard shows those of all runs.
-        self.board.file_writer.add_summary(summary.hparams(hparams, {})[1])
+        self._board.file_writer.add_summary(summary.hparams(hparams, {})[1])
         # disable=None: no bar unless stderr is a terminal.
         self.bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=None)
         self.tracker = None
@@ -83,8 +83,8 @@ class Logger:
     def close(self, outcome: dict | None = None) -> None:
         """Close all. A run that ends well says how (as in outcome.json), where its files are, and what to do next."""
         self.bar.close()
-        if self.board:
-            self.board.close()
+        if self._board:
+            self._board.close()
         if self.tracker:
             self.tracker.close(finished=bool(outcome) and outcome["state"] == "finished")
             self.tracker = None  # closed once
@@ -112,15 +112,15 @@ class Logger:
         log.info("logs:        %s, tensorboard --logdir %s", self.folder / "logs", self.folder.parent)
 
     def _write(self, state: Any, tagged: dict, pictures: dict | None = None) -> None:
-        if self.board:  # first: it has every line of metrics.jsonl, also after kill -9
+        if self._board:  # first: it has every line of metrics.jsonl, also after kill -9
             try:
                 for tag, value in tagged.items():
-                    self.board.add_scalar(tag, value, state.step)
+                    self._board.add_scalar(tag, value, state.step)
                 for tag, picture in (pictures or {}).items():
-                    self.board.add_image(tag, picture, state.step, dataformats="HW")
-                self.board.flush()
+                    self._board.add_image(tag, picture, state.step, dataformats="HW")
+                self._board.flush()
             except OSError as error:
-                self.board = None
+                self._board = None
                 log.warning("nothing more is written for TensorBoard (%s); training continues", error)
         place = {"step": state.step, "epoch": state.epoch, "samples": state.samples}
         metrics.write_line(self.metrics_file, place | tagged)
