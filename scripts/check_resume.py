@@ -106,7 +106,7 @@ class Check:
             check_resume=False,
             max_hours=None,
             allow_change=[*args.allow_change, "data"],  # samples that differ are what it looks for
-            deterministic=args.deterministic or not self.cpu,  # without, even two equal runs on a GPU would differ
+            deterministic=args.deterministic if self.cpu else True,  # without, two equal runs on a GPU would differ
         )
         self.seconds, self.batch = 0.0, None  # seconds of the first run; samples of a step
 

@@ -193,7 +193,7 @@ def _checkpoint(folder, size, count):
     names = [f"optim.blocks.{number}.attention.qkv.weight.exp_avg" for number in range(count)]
     facts = {
         "state": dataclasses.asdict(resume.State()),
-        "config": {},
+        "config": {"samples": 1, "batch_size": 1, "micro_batch": 1, "drop_last": False},
         "about": {},
         "tensors": {name: ["F32", [96 * size, 12288]] for name in names},
     }

@@ -233,7 +233,7 @@ def test_a_fault_is_reported_with_its_first_step_and_its_likely_cause(check_run,
     builder, flags, run, when, why, cause = FAULTS[plugin]
     real = check_resume.Check.planned
     monkeypatch.setattr(check_resume.Check, "planned", lambda *all: [row for row in real(*all) if row.run == run])
-    monkeypatch.setattr(parallel, "_compile", lambda parts: None)  # the real one takes long and changes no bit
+    monkeypatch.setattr(parallel, "_compile", lambda *parts: None)  # the real one takes long and changes no bit
     chosen = {"arch": {"norm_net": norm_net}, "dataset": {"few": few}, "trainer": {}}
     chosen[kind][name] = builder
     names = {"arch": "norm_net", "dataset": "few", "trainer": "trainer", kind: name}

@@ -70,7 +70,7 @@ from lib.core import parallel
 from lib.utils.distributed import World
 
 gc.disable()  # as at the start of a run
-args = types.SimpleNamespace(parallel="ddp", compile=None, recompute=False, channels_last=False)
+args = types.SimpleNamespace(parallel="ddp", compile=None, recompute=False, channels_last=False, find_unused=False)
 torch.cuda.set_device(0)
 distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
 model = parallel.wrap(nn.Linear(1024, 1024), args, World(size=2, device=torch.device("cuda", 0)))
@@ -90,7 +90,7 @@ torch.linalg.vector_norm = norm
 bucket = torch.ones(1000, device="cuda")
 parameter = torch.nn.Parameter(bucket[1:129].view(1, 128))
 parameter.grad = bucket[201:329].view(1, 128)
-optimizer.clip([parameter], 1.0)
+optimizer.clip([parameter], 1.0, by_rows=True)
 """
 
 

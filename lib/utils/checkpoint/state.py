@@ -140,14 +140,14 @@ class Parts:
             optimizer.load_state_dict({"state": state, "param_groups": now})
 
     def make_empty(self, schema: dict[str, list]) -> dict[str, Tensor]:
-        """Return tensors for the states in a checkpoint with this schema, sharded like their parameters."""
+        """Return tensors for the states in a checkpoint with this schema, laid out and sharded as parameters are."""
         prefixes = tuple(f"{part}." for part in [*self.optimizers, *self.others])
         empty = shards.make_empty({name: about for name, about in schema.items() if name.startswith(prefixes)})
-        sharded = {name: one for name, one in self.parameters().items() if shards.is_sharded(one)}
-        for part in self.optimizers if sharded else ():
+        parameters = self.parameters()
+        for part in self.optimizers:
             for name, tensor in empty.items():
-                parameter = sharded.get(name.removeprefix(f"{part}.").rpartition(".")[0])
-                if parameter is not None and parameter.shape == tensor.shape:
+                parameter = parameters.get(name.removeprefix(f"{part}.").rpartition(".")[0])
+                if parameter is not None and parameter.shape == tensor.shape:  # fused kernels want its layout, too
                     empty[name] = torch.empty_like(parameter, dtype=tensor.dtype)
         return empty
 
