@@ -63,7 +63,7 @@ def elastic(args, head: str) -> tuple[dict, dict]:
 def toward(host: str) -> tuple[str | None, bool]:
     """Return this machine's address toward a host, None if no other can use it; and whether this is the host."""
     try:
-        own = environment.local_address(host)
+        own = local_address(host)
         there = socket.getaddrinfo(host, None)[0][4][0]
     except OSError:
         return None, False
@@ -97,6 +97,14 @@ def slurm(args) -> tuple[dict, dict]:
 def processes(args) -> int | None:
     """Return how many processes the flags request on this machine, None without such flags."""
     return len(args.gpus.split(",")) if args.gpus else args.cpu
+
+
+def local_address(host: str) -> str:
+    """Return this machine's address on the way to a host; nothing is sent. Raises OSError."""
+    family, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)
+        return probe.getsockname()[0]
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ BY_NAME = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.opti
 
 def get_optimizer(model: nn.Module, loss: nn.Module, args: Namespace) -> torch.optim.Optimizer:
     """Return the optimizer of a model that `parallel.wrap` returned, and of a loss that has parameters."""
-    groups = decay_groups(model, args.weight_decay)
-    if own := [parameter for parameter in loss.parameters() if parameter.requires_grad]:
-        groups.append({"params": own, "weight_decay": 0.0})
+    groups = decay_groups(nn.ModuleList([model, loss]), args.weight_decay)
     parameters = [parameter for group in groups for parameter in group["params"]]
     options = {"lr": args.lr_start, **({"momentum": args.momentum} if args.optimizer == "sgd" else {})}
     try:

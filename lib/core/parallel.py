@@ -53,11 +53,6 @@ def _make(arch: ModuleType, args: Namespace) -> nn.Module:
     return model
 
 
-def engine(name: str) -> type:
-    """Return the class of the engine of this name, "exact" or "stock"."""
-    return importlib.import_module(f"lib.core.{name}").Engine
-
-
 def wrap(
     model: nn.Module, args: Namespace, world: World, engine: str = "exact", *, arch: ModuleType | None = None
 ) -> nn.Module:

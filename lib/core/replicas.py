@@ -2,10 +2,11 @@
 
 import zlib
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib.utils import distributed
 from lib.utils.checkpoint import shards
+from lib.utils.checkpoint.state import unwrap
 from lib.utils.distributed import World
 
 
@@ -27,6 +28,15 @@ def check(tensors: dict[str, Tensor], world: World, step: int, agreed: int) -> N
             f"the copies of {name} differ: rank {ranks} and rank 0 have other values at step {step}; at step "
             f"{agreed} all were the same. Each process must change weights and buffers in the same way"
         )
+
+
+def plain_numbers(modules: dict[str, nn.Module]) -> dict[str, float]:
+    """Return the numbers that modules keep in plain attributes, by name: they are in no checkpoint."""
+    found = {}
+    for part, root in modules.items():
+        for name, module in unwrap(root).named_modules(prefix=part):
+            found |= {f"{name}.{key}": value for key, value in vars(module).items() if type(value) in (int, float)}
+    return found
 
 
 def digest(tensor: Tensor) -> int:

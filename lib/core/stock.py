@@ -25,7 +25,7 @@ class Engine:
         self.world, self.modules, self.find_unused = world, modules, args.find_unused
         self.wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
         if self.wrapped and any(map(is_sharded, (p for module in modules for p in module.parameters()))):
-            raise UsageError("-parallel fsdp: a trainer may not wrap a module in DistributedDataParallel beside it")
+            raise UsageError("-parallel fsdp: no module of a trainer can be in DistributedDataParallel")
         self.called: set[nn.Module] = set()  # those of `wrapped` that this pass called
         self.by_ddp: set[nn.Parameter] = set()
         self.reached: set[nn.Parameter] = set()  # by this backward pass

@@ -5,7 +5,6 @@ keep others that are set.
 """
 
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -104,14 +103,6 @@ def infiniband_name(host: str) -> str:
     if not has_infiniband_names() or ":" in host or host.replace(".", "").isdigit() or first.endswith("i"):
         return host
     return f"{first}i{dot}{domain}"
-
-
-def local_address(host: str) -> str:
-    """Return this machine's address on the way to a host; nothing is sent. Raises OSError."""
-    family, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)
-        return probe.getsockname()[0]
 
 
 def has_infiniband_names() -> bool:

@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
+import importlib
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -125,12 +125,14 @@ class Trainer:
         """Make what sums gradients, once all modules are there. Those of the trainer take rank 0's values."""
         parts = find_parts(self)
         self.parts, self.all_optimizers = parts.ids(), [*parts.optimizers.values()]
-        uses = Counter(one for optimizer in self.all_optimizers for one in parameters_of([optimizer]))
-        if max(uses.values(), default=0) > 1 and type(self).due_optimizers is Trainer.due_optimizers:
+        trained = [one for optimizer in self.all_optimizers for one in parameters_of([optimizer])]
+        if len(trained) > len({*trained}) and type(self).due_optimizers is Trainer.due_optimizers:
             raise UsageError("two optimizers train the same parameter: let due_optimizers() say which takes a step")
         own = [one for name, one in parts.weights().items() if name.startswith("trainer.")]
         buffers.take_first(own if self.world.size > 1 else ())
-        self.engine = parallel.engine(self.plan.engine)([*parts.modules.values()], self.world, self.args)
+        engine = importlib.import_module(f"lib.core.{self.plan.engine}")  # exact, or stock
+        self.engine = engine.Engine([*parts.modules.values()], self.world, self.args)
+        self.numbers = replicas.plain_numbers(parts.modules)
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""
@@ -380,9 +382,9 @@ class Trainer:
                 module.training = training
 
     def check_replicas(self) -> None:
-        """Compare the ranks' copies of all weights and buffers, and the optimizers with those at the start.
+        """Compare the ranks' copies of all weights and buffers, and what has a state with that at the start.
 
-        Name what has a gradient, which training never takes away, and is trained by no optimizer.
+        Name what has a gradient and is trained by no optimizer, and numbers that modules count outside of buffers.
         """
         parts = find_parts(self)
         if other := self.parts ^ parts.ids():
@@ -393,6 +395,11 @@ class Trainer:
         if odd and odd != self.untrained:
             log.warning("no optimizer trains %s (%d in all), which has a gradient", odd[0], len(odd))
         self.untrained = odd
+        numbers = replicas.plain_numbers(parts.modules)
+        moved = [name for name, value in numbers.items() if self.numbers.get(name, value) != value]
+        if moved:
+            log.warning("%s is a number that training changes, and in no checkpoint: make it a buffer", moved[0])
+            self.numbers = {}  # said once
         self.engine.share_buffers()
         replicas.check(parts.weights(), self.world, self.state.step, self.last_agreed)
         self.last_agreed = self.state.step

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from runs import few, norm_net, outcome, plugins, run, same_tensors, weights
-from saves import SMALL, bits, names, tensors
+from saves import SMALL, bits, log_of, names, tensors
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
@@ -247,6 +247,26 @@ class OddBuffer(nn.Module):
 def test_sparse_and_expanded_buffers_are_refused_by_name(made, cpu, refused):
     with plugins(arch={"odd": lambda args: OddBuffer(made)}):
         assert "the buffer mask is sparse or expanded" in refused(f"{FLAGS} -arch odd -cpu {cpu}")
+
+
+class Counts(nn.Module):
+    """Warms up by a number that its own passes count."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.calls, self.most = plain_net(), 0, 0.5
+
+    def forward(self, inputs):
+        self.calls += self.training
+        return self.net(inputs) * min(self.most, self.calls / 20)
+
+
+@pytest.mark.parametrize("more", ["-cpu 1", "-cpu 3", "-cpu 2 -deterministic no", "-cpu 2 -parallel fsdp"])
+def test_a_number_that_passes_count_outside_of_buffers_is_named_once(more, tmp_path):
+    with plugins(arch={"counts": lambda args: Counts(), "plain": plain_net}):
+        said = [log_of(run(tmp_path, f"{FLAGS} -arch {name} {more} -model {name}")) for name in ("counts", "plain")]
+    line = "model.calls is a number that training changes, and in no checkpoint: make it a buffer"
+    assert [text.count("a number that training changes") for text in said] == [1, 0] and line in said[0]
 
 
 class TwoOfOne(trainer.Trainer):
