@@ -226,7 +226,7 @@ def run_with_ledger(args: "Args") -> int:
     """Run one process of a run that keeps a ledger in -out/ledgers/NAME."""
     module = importlib.import_module(f"lib.trainer.{args.trainer}")
     module.Trainer = ledger.recording_trainer(module.Trainer, Path(args.out) / "ledgers" / args.model)
-    return local.call_target("train:run", args)
+    return local.call_target("train:train", args)
 
 
 def change_flags(args: "Args", **others: object) -> "Args":
@@ -314,7 +314,7 @@ def _run_in_session(args: "Args", target: str, log: str) -> None:
     os.dup2(file, 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     try:
-        code = launch.launch(args, target)
+        code = local.start(args, target)
     except UsageError as error:
         code = local.report_usage_error(error)
     sys.exit(code)

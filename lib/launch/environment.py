@@ -71,6 +71,16 @@ def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | 
     return {name: str(value) for name, value in variables.items()}
 
 
+def has_rank() -> bool:
+    """Whether torchrun or a launcher of ours started this process; a RANK may have leaked from elsewhere."""
+    return "RANK" in os.environ and int(os.environ["RANK"]) < int(os.environ.get("WORLD_SIZE", 0))
+
+
+def is_task() -> bool:
+    """Whether srun started this process as one of several."""
+    return "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+
+
 def check_variables() -> None:
     """Raise UsageError for a launcher's variable that is no number."""
     for name in NUMBERS:

@@ -17,7 +17,7 @@ from multiprocessing.synchronize import Lock
 from typing import Any
 
 from lib.config import Args
-from lib.launch import environment, requeue
+from lib.launch import environment
 from lib.utils import signals
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE, UsageError, no_exit, printable
@@ -26,11 +26,20 @@ SHUTDOWN_S = 2.0  # for the other ranks to end after the first failure; a rank t
 
 
 def start(args: Args, target: str) -> int:
-    """Run the processes of this machine. Returns the exit code."""
+    """Run `target` ("module:function", called with args) in as many processes as args ask for here.
+
+    Returns the exit code. Raises UsageError, and in a run of one process whatever it fails with.
+    """
     os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no torchrun agent started this process
-    count = 1 if args.debug else count_processes(args)
-    if count > 1:
-        return start_processes(args, target, count)
+    if args.debug:  # at a breakpoint, Ctrl-C is the debugger's
+        return start_one(args, target)
+    with signals.exit_on_signal():
+        count = count_processes(args)
+        return start_processes(args, target, count) if count > 1 else start_one(args, target)
+
+
+def start_one(args: Args, target: str) -> int:
+    """Run the only process of a run, which is this one. Returns the exit code."""
     before = dict(os.environ)  # another run may start in this process
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     os.environ.update(environment.rank_variables(place, run_id=uuid.uuid4().hex))
@@ -178,5 +187,6 @@ def report_usage_error(error: UsageError) -> int:
     """Print what the user has to change, in one line. Returns the exit code."""
     text = printable(" ".join(str(error).split()))
     print(f"train.py: {text}", file=sys.stderr, flush=True)
-    requeue.record_refusal(text)
+    if "BATON_HISTORY" in os.environ:  # in a job of Slurm's, which then is not requeued
+        importlib.import_module("lib.launch.requeue").record_refusal(text)
     return USAGE

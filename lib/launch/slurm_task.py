@@ -77,11 +77,6 @@ def run_task(args: Args, target: str) -> int:
     return FINISHED if code == STOPPED and place["RANK"] else code
 
 
-def is_task() -> bool:
-    """Whether srun started this process as one of several."""
-    return "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
-
-
 def rendezvous_address() -> tuple[str, int]:
     """Return host and port of the rendezvous store, which torch opens in rank 0.
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import difflib
+import importlib
 import os
 import signal
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 
 FINISHED, FAILED, USAGE, STOPPED, ABORTED = 0, 1, 2, 75, 130  # 75 is EX_TEMPFAIL: try again, the run resumes
 EXIT_CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
@@ -23,6 +25,14 @@ def no_exit() -> Iterator[None]:
         yield
     except SystemExit as error:
         raise RuntimeError(f"sys.exit({error.code!r}) was called, and the run is not finished") from error
+
+
+def load_optional(module: str, flag: str) -> ModuleType:
+    """Import a part that a project may have deleted. Raises UsageError, with the flag that needs it, if it has."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{flag}: {error}: this project has deleted it, or .venv is not active") from None
 
 
 def suggest(name: str, there: Iterable[str]) -> str:

@@ -33,7 +33,7 @@ TESTS = shipped(
     "test_recipes test_resume test_tokens test_train tiny_data",
 )
 READERS_PATH = [
-    *shipped("lib", "config/args launch/__init__ launch/local trainer/trainer"),
+    *shipped("lib", "run config/args launch/__init__ launch/local trainer/trainer"),
     *shipped("lib/core", "loss optimizer scheduler parallel stock"),
     *shipped("lib/utils", "distributed preemption data/plan data/loader checkpoint/manager"),
     "train.py",

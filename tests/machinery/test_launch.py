@@ -165,7 +165,7 @@ def test_a_rank_that_lost_its_peer_lets_the_peer_report_its_error(monkeypatch, t
         (ValueError("a broken sample"), 0.3),
     ]
     processes = [
-        context.Process(target=local.run_child, args=(rank, {}, "train:run", error, first))
+        context.Process(target=local.run_child, args=(rank, {}, "train:train", error, first))
         for rank, error in enumerate(errors)
     ]
     for process in processes:

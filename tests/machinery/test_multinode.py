@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("small_plugins")
 
 def _give_each_process_a_disk(monkeypatch, patience=0.0):
     """Make every process a node with a folder OUT/nodeR of its own."""
-    real = train.run
+    real = train.train
 
     def run_on_node(args):
         rank = int(os.environ["RANK"])
@@ -38,7 +38,7 @@ def _give_each_process_a_disk(monkeypatch, patience=0.0):
         vars(mine).update({**vars(args), "out": f"{args.out}/node{rank}"})
         return real(mine)
 
-    monkeypatch.setattr(train, "run", run_on_node)
+    monkeypatch.setattr(train, "train", run_on_node)
     monkeypatch.setattr(run_folder, "PATIENCE_S", patience)
 
 
@@ -220,14 +220,14 @@ def test_the_first_process_of_each_node_downloads_a_file_that_the_others_then_us
 
 def _set_flags_by_rank(monkeypatch, change):
     """Make every process call change(rank), which returns flags for this rank, before it runs."""
-    real = train.run
+    real = train.train
 
     def differing(args):
         mine = config.Args()
         vars(mine).update({**vars(args), **(change(int(os.environ["RANK"])) or {})})
         return real(mine)
 
-    monkeypatch.setattr(train, "run", differing)
+    monkeypatch.setattr(train, "train", differing)
 
 
 def test_a_restart_of_nodes_with_different_launch_ids_does_not_apply_reset_again(tmp_path, monkeypatch):

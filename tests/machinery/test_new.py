@@ -1,5 +1,6 @@
 """What scripts/new.py creates runs at once, in any style of its owner, and the tests find it."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -162,6 +163,31 @@ def test_a_project_of_a_project_has_its_new_plugins_and_no_other_untracked_files
     assert tracked(second) == tracked(fork) | {f"lib/{kind}/own_{kind}.py" for kind in NEW}
     files = {file for file in second.rglob("*") if file.is_file() and ".git" not in file.parts}
     assert {str(file.relative_to(second)) for file in files} == tracked(second)
+
+
+@pytest.mark.parametrize(
+    ("parts", "flag"),
+    [
+        ("lib/launch/slurm.py lib/launch/slurm_task.py lib/launch/requeue.py", "-slurm"),
+        ("lib/utils/monitoring/trackers.py", "-track mlflow"),
+        ("lib/utils/monitoring/tensorboard_server.py", "-tb"),
+        ("lib/core/exact.py", ""),
+    ],
+)
+def test_a_project_that_deletes_an_optional_part_trains_without_it(parts, flag, fork, tmp_path):
+    texts = {fork / name: (fork / name).read_text() for name in parts.split()}
+    command = f"train.py -epochs 1 -limit_steps 3 -out {tmp_path} -cpu 2"
+    for file in texts:
+        file.unlink()
+    try:
+        assert "stopped (-limit_steps 3" in python(fork, *command.split(), code=75)
+        refused = flag and python(fork, *f"{command} -model other {flag}".split(), code=2)
+    finally:
+        for file, text in texts.items():
+            file.write_text(text)
+    engine = json.loads((tmp_path / "digits_convnet" / "start.json").read_text())["engine"]
+    assert engine == ("exact" if flag else "stock")
+    assert re.fullmatch(rf"train.py: {flag.split()[0]}: No module named .* deleted it.*\n", refused) if flag else True
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import torch
 from command_line import parsed
 
-from lib.launch import local, requeue, slurm_task
+from lib.launch import environment, local, requeue, slurm_task
 from lib.utils import distributed
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, STOPPED, UsageError
@@ -230,11 +230,11 @@ def test_a_run_that_should_have_a_gpu_is_refused_if_it_cannot_use_one(monkeypatc
 
 def test_one_task_starts_its_own_processes(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert not slurm_task.is_task(), "a variable that was left over"
+    assert not environment.is_task(), "a variable that was left over"
     monkeypatch.setenv("SLURM_PROCID", "0")
-    assert slurm_task.is_task()
+    assert environment.is_task()
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert not slurm_task.is_task()
+    assert not environment.is_task()
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_a_task_finds_its_rank_and_a_port_of_its_own(task, monkeypatch, tmp_path
     seen, names = [], ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")
     monkeypatch.setattr(local, "call_target", lambda target, args: seen.append(dict(os.environ)) or 0)
     for name, value in (("SLURM_JOB_ID", "6"), ("SLURM_STEP_ID", "1"), ("SLURM_RESTART_COUNT", "1")):
-        assert slurm_task.run_task(parsed(f"-out {tmp_path}"), "train:run") == 0
+        assert slurm_task.run_task(parsed(f"-out {tmp_path}"), "train:train") == 0
         monkeypatch.setenv(name, value)
     assert [seen[0][name] for name in names] == ["0", "0", "3", "3", "127.0.0.1", "5.0"]
     assert len({one["MASTER_PORT"] for one in seen}) == 3
@@ -275,5 +275,5 @@ def test_only_rank_0_of_a_stopped_job_exits_with_75(task, monkeypatch, tmp_path)
     codes = []
     for rank in range(3):
         monkeypatch.setenv("SLURM_PROCID", str(rank))
-        codes.append(slurm_task.run_task(parsed(f"-out {tmp_path}"), "train:run"))
+        codes.append(slurm_task.run_task(parsed(f"-out {tmp_path}"), "train:train"))
     assert codes == [STOPPED, FINISHED, FINISHED]

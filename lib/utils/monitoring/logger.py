@@ -9,7 +9,8 @@ from tqdm import tqdm
 
 from lib.utils import files
 from lib.utils.distributed import World
-from lib.utils.monitoring import console, images, metrics, tensorboard_server, trackers
+from lib.utils.errors import load_optional
+from lib.utils.monitoring import console, images, metrics
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +51,10 @@ class Logger:
         self.bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=None)
         self.tracker = None
         if world.is_main and args.track != "none":
-            self.tracker = trackers.Tracker(args.track, folder)
+            self.tracker = load_optional("lib.utils.monitoring.trackers", "-track").Tracker(args.track, folder)
         if world.is_main and (args.tb or args.ngrok):
-            tensorboard_server.start(folder.parent, args.ngrok_auth if args.ngrok else "")
+            server = load_optional("lib.utils.monitoring.tensorboard_server", "-tb")
+            server.start(folder.parent, args.ngrok_auth if args.ngrok else "")
 
     def step(self) -> None:
         """Move the progress bar on, after each optimizer step."""

@@ -17,9 +17,9 @@ from lib.utils.errors import UsageError
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def check_password(tunnel: bool) -> None:
-    """Raise UsageError if a tunnel is wanted and has no good password."""
-    if tunnel and not re.fullmatch(r"[^\s:$]{12,128}", os.environ.get("NGROK_PASSWORD", "")):
+def check_password() -> None:
+    """Raise UsageError if there is no good password for a tunnel."""
+    if not re.fullmatch(r"[^\s:$]{12,128}", os.environ.get("NGROK_PASSWORD", "")):
         wanted = "set NGROK_PASSWORD to 12 to 128 characters, without $, colon or space"
         raise UsageError(f"-ngrok opens no tunnel without a password: {wanted}")
 

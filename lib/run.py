@@ -1,0 +1,121 @@
+"""One process of a run: joins the others, finds the run's past, cuts the data into steps, and opens what it writes."""
+
+import contextlib
+import gc
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lib.config import BUILDERS, Args, plugins, to_yaml
+from lib.core import modes, parallel
+from lib.trainer.trainer import Trainer
+from lib.utils import distributed, runtime, seeding, watchdog
+from lib.utils.checkpoint import resume, run_folder, weights
+from lib.utils.data import fingerprint, loader
+from lib.utils.data.plan import Plan
+from lib.utils.errors import EXIT_CODES
+from lib.utils.monitoring import console
+from lib.utils.monitoring.logger import Logger, NoLogger
+from scripts import check_data
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def load_plugins(args: Args) -> Iterator[tuple[ModuleType, ModuleType, ModuleType]]:
+    """Yield the modules of -dataset, -arch and -trainer. The watchdog watches over this process in the block."""
+    with watchdog.watch(args.hang_minutes):
+        seeding.seed(seeding.MODEL, args.seed)
+        dataset, arch, trainers = (plugins.load(kind, getattr(args, kind)) for kind in BUILDERS)
+        watchdog.begin(f"get_dataset of -dataset {args.dataset}")
+        yield dataset, arch, trainers
+
+
+@contextlib.contextmanager
+def open_run(args: Args, dataset: Any) -> Iterator["Run"]:
+    """Open the run with what get_dataset returned, and close it at the block's end. In this order:
+
+    1. Join the process group, and set up this process's device.
+    2. Lock the run's folder, unless this is -eval or -debug.
+    3. Find what its first start settled, and its newest good checkpoint.
+    4. Leave out the files of -skip_bad_files; cut the samples into steps and micro-batches as the first start did.
+    5. Set the number of threads, and compare flags and data with those before.
+
+    Raises:
+        UsageError: the run cannot be what the flags say. Nothing is written by then.
+    """
+    splits = loader.splits(dataset, args.dataset, args.overfit)
+    watchdog.begin(distributed.rendezvous())
+    with contextlib.ExitStack() as stack:
+        world = stack.enter_context(distributed.join(args))
+        runtime.configure_kernels(world, bool(args.deterministic))
+        watchdog.begin(f"opening the run's folder in {args.out}, and its checkpoints")
+        lock = run_folder.acquire(args, world, distributed.job_id())
+        folder = None if args.eval or args.debug else stack.enter_context(lock)
+        world = folder.world if folder else world
+        start = resume.read_start(args, world)
+        past = resume.find(args, world, start)
+        splits, skipped = check_data.skip(splits, args, world, past)
+        before = past.manifest["config"] if past else start
+        plan = resume.plan(args, fingerprint.describe(splits, args, world), world, before)
+        runtime.choose_threads(args, world, saved=before.get("threads"))
+        changes = resume.check_flags(args, plan, past, before, splits)
+        yield Run(args, world, folder, past, plan, splits, skipped, changes, stack)
+
+
+@dataclass
+class Run:
+    """What this process knows of its run before the training."""
+
+    args: Args
+    world: distributed.World
+    folder: run_folder.RunFolder | None  # None for -eval and -debug, which write no checkpoints
+    past: resume.Past | None  # the checkpoint to continue from
+    plan: Plan
+    splits: dict
+    skipped: dict  # by -skip_bad_files
+    changes: str  # of flags and data since the run began
+    stack: contextlib.ExitStack  # of what is open
+    loaded: str = ""  # what -weights filled
+
+    def build(self, arch: ModuleType) -> nn.Module:
+        """Return the model: built, filled by -weights at a run's first start, on its device, in DDP or FSDP2."""
+        watchdog.begin(f"building -arch {self.args.arch}, and the parts of its training")
+        model = parallel.build(arch, self.args, self.world)
+        if self.args.weights and self.past is None and not self.args.eval:
+            self.loaded = weights.load_into(
+                self.args.weights, model, imagenet=lambda: arch.get_weights(self.args), world=self.world
+            )
+        return parallel.wrap(model, self.args, self.world, self.plan.engine, arch=arch)
+
+    def begin(self) -> tuple[dict[str, loader.Loader], Logger | NoLogger]:
+        """Write config.yaml and start.json, and open the logs and the loaders. Nothing was written before."""
+        args, world, folder = self.args, self.world, self.folder
+        gc.freeze()  # all that the start has made: the collector skips it
+        gc.enable()
+        if folder:
+            about = {**runtime.describe(world), "classes": self.plan.data["classes"], **self.skipped}
+            settings = to_yaml(args, about, resume.effective_flags(self.plan))
+            folder.begin(settings, resume.start_facts(args, self.plan, self.past))
+        console.setup_logging(folder and folder.path, world.rank)
+        log.info("threads:     %d", torch.get_num_threads())
+        if self.loaded:
+            log.info("-weights:    %s", self.loaded)
+        if self.changes:
+            log.warning("changed since the run began: %s", self.changes)
+        loaders = self.stack.enter_context(loader.open_loaders(self.splits, self.plan, world, args))
+        step, end = resume.restore_state(self.past, self.plan).step, args.epochs * self.plan.steps
+        logger = Logger(folder.path, world, args, step, end) if folder and world.is_writer else NoLogger()
+        self.stack.callback(logger.close)
+        seeding.seed(seeding.TRAINER, args.seed)
+        return loaders, logger
+
+    def carry_out(self, trainer: Trainer) -> int:
+        """Train, or do what -eval and -debug ask for. Returns the exit code."""
+        mode = "eval" if self.args.eval else "debug" if self.args.debug else "train"
+        return EXIT_CODES[modes.RUN[mode](trainer, self.past)]
