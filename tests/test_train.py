@@ -463,8 +463,8 @@ def test_best_and_final_weights_are_both_tested_and_the_final_ones_stay(tmp_path
     monkeypatch.setattr(
         trainer.metrics,
         "new_best",
-        lambda best, figures, metric, epoch: (
-            {"metric": "loss", "value": 0.5, "score": -0.5, "epoch": 2} if epoch == 2 else None
+        lambda best, figures, metric, number: (
+            {"metric": "loss", "value": 0.5, "score": -0.5, "evaluation": 2} if number == 2 else None
         ),
     )
     folder = run(tmp_path, f"{SMALL} -cpu {size} -trainer {name}")

@@ -212,13 +212,13 @@ def test_killing_all_processes_loses_only_the_steps_since_the_last_save(start, u
     check_resumes(start, "power", uninterrupted)
 
 
-@pytest.mark.parametrize(("split", "epochs"), [("val", 2), ("test", 3)])
-def test_a_stop_during_the_last_evaluation_leaves_it_to_the_next_start(start, uninterrupted, split, epochs):
+@pytest.mark.parametrize(("split", "evaluated"), [("val", False), ("test", True)])
+def test_a_stop_during_the_last_evaluation_leaves_it_to_the_next_start(start, uninterrupted, split, evaluated):
     fault = {"do": "send_signal", "signal": "SIGTERM", "where": "evaluation", "step": STEPS}
-    run = start("leaves", fault={**fault, "epochs": epochs, "rank": 1})
+    run = start("leaves", fault={**fault, "evaluated": evaluated, "rank": 1})
     assert run.wait() == 75, run.text()
     outcome = run.outcome()
-    assert [outcome[name] for name in ("state", "step", "epoch")] == ["stopped", STEPS, epochs]
+    assert [outcome[name] for name in ("state", "step", "epoch")] == ["stopped", STEPS, 3]
     assert saved_steps(run)[-1] == STEPS and f"epoch 3/3  {split}" not in run.text()
     assert f"in {'epoch 3' if split == 'val' else 'the last evaluation'} at step {STEPS}, state saved" in run.text()
     check_resumes(start, "leaves", uninterrupted)
