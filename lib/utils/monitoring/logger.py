@@ -105,7 +105,8 @@ class Logger:
         best, epoch = outcome["best"], math.ceil(outcome["step"] / self.plan.steps)
         chosen = final = f"final weights, of epoch {epoch}"
         if best:
-            chosen = f"best weights: val {best['metric']} {best['value']:.4f} in epoch {best['epoch']}"
+            metric = best["metric"] if "/" in best["metric"] else f"val {best['metric']}"
+            chosen = f"best weights: {metric} {best['value']:.4f} in epoch {best['epoch']}"
             final = chosen if best["evaluation"] == outcome["evaluations"] else final
         tests = [(outcome.get("test_best"), chosen), (outcome["test"], final)]
         lines = [f"test {console.format_metrics(figures)}  ({weights})" for figures, weights in tests if figures]
