@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lib.utils import distributed, watchdog
@@ -94,12 +93,9 @@ class Checkpoints:
         partial = self.folder / f"{name}.partial"
         facts = {**facts, "tensors": shards.schema(tensors)}
         blocks, metadata = shards.blocks_of_rank(tensors, self.world)
-        copies = {name: copy_to_cpu(block) for name, block in blocks.items()}
-        copied = torch.cuda.Event(blocking=True) if self.world.device.type == "cuda" else None
-        if copied:
-            copied.record()
+        copies = {name: block.to("cpu", copy=True) for name, block in blocks.items()}
         best, self.best = self.best, {}
-        job = self.thread.submit(self._write, partial, copies, metadata, copied, best)
+        job = self.thread.submit(self._write, partial, copies, metadata, best)
         self.saving = Save(self.folder / name, partial, facts, keep, best, job)
 
     def poll(self) -> None:
@@ -149,12 +145,7 @@ class Checkpoints:
         checkpoints = run_folder.list_checkpoints(self.folder)
         return run_folder.checkpoint_number(checkpoints[0].name) if checkpoints else 0
 
-    def _write(
-        self, partial: Path, blocks: dict, metadata: dict, copied: torch.cuda.Event | None, best: dict[str, Tensor]
-    ) -> dict:
-        if copied:
-            torch.cuda.set_device(self.world.device)  # a thread begins with GPU 0, and would take memory there
-            copied.synchronize()
+    def _write(self, partial: Path, blocks: dict, metadata: dict, best: dict[str, Tensor]) -> dict:
         weights.write(self.folder.parent / "best", best)
         for folder in (self.folder, partial) if blocks else ():  # no parents: a run's folder that is gone stays gone
             folder.mkdir(exist_ok=True)
@@ -191,9 +182,3 @@ def interval(every: str) -> tuple[int, str]:
     """Return the number and the unit ("epoch", "step" or "minute") of -save_every or -eval_every."""
     number, unit = EVERY.findall(every)[0]
     return int(number), unit or "epoch"
-
-
-def copy_to_cpu(values: Tensor) -> Tensor:
-    """Return a copy. That of a GPU's tensor is in its queue, before all that follows, into pinned memory."""
-    block = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    return block.copy_(values, non_blocking=values.is_cuda)
