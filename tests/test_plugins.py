@@ -32,7 +32,7 @@ ARCHS, DATASETS = plugins.names("arch"), plugins.names("dataset")
 # is tried with the arch and trainer that it sets, an arch and a trainer with the digits.
 WITH_THE_TEMPLATE = {
     "arch": ["convnet", "gpt", "mlp", "resnet", "torchvision"],
-    "dataset": ["cifar10", "digits", "fake", "folder", "tokens"],
+    "dataset": ["digits", "fake", "folder", "tokens"],
     "trainer": ["ema", "trainer"],
 }
 PLUGINS = [(kind, name) for kind in config.BUILDERS for name in plugins.names(kind)]

@@ -49,7 +49,7 @@ def test_an_unknown_plugin_is_refused_and_the_existing_ones_are_listed(kind, err
 
 
 def test_a_misspelt_plugin_is_refused_and_the_closest_is_suggested(error_of):
-    for flag, close in {"-arch=convmet": "convnet", "-dataset=cifar": "cifar10", "-trainer=train": "trainer"}.items():
+    for flag, close in {"-arch=convmet": "convnet", "-dataset=token": "tokens", "-trainer=train": "trainer"}.items():
         assert f"(do you mean {close}" in error_of([flag])
 
 

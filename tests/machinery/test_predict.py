@@ -19,7 +19,6 @@ from torch import nn
 
 from lib import config, predict
 from lib.arch import gpt
-from lib.dataset import cifar10
 from scripts import predict as script
 
 PHOTOS = "-dataset folder -arch convnet -image_size 16 -cpu 1 -epochs 4 -batch_size 8 -lr_start 0.01"
@@ -176,13 +175,6 @@ def test_unreadable_input_is_reported_in_one_line(trained_run, tmp_path, capsys)
     assert "nothing to predict" in refused(capsys, trained_run)
     assert f"-cfg '{tmp_path}/config.yaml': cannot be read" in refused(capsys, tmp_path, tmp_path)
     assert "-device nowhere" in refused(capsys, trained_run, tmp_path, "-device", "nowhere")
-
-
-def test_get_transform_of_cifar10_gives_what_its_evaluation_uses():
-    pixels = torch.randint(256, (3, 32, 32), dtype=torch.uint8)
-    image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
-    (wanted,) = cifar10.Pixels(cifar10.MEAN, cifar10.STD)((pixels[None],), torch.zeros(1, 8))
-    assert torch.equal(cifar10.get_transform(None)(image), wanted[0])
 
 
 def test_every_file_gets_its_row_whatever_becomes_of_the_others(trained_run, tmp_path, capsys):

@@ -1,13 +1,12 @@
 """Images are changed on the device by random numbers that depend only on seed, epoch and index."""
 
 import numpy as np
-import pytest
 import tiny_data
 import torch
 from runs import distance, norm_net, plugins, run
 
 from lib import config
-from lib.dataset import cifar10, folder
+from lib.dataset import folder
 from lib.utils import seeding
 from lib.utils.data.tensors import Tensors
 from lib.utils.data.transforms import Pixels
@@ -64,14 +63,12 @@ def test_a_run_with_augmentation_has_the_same_bits_on_more_processes_and_after_a
     assert distance(one, stopped) == distance(one, two) == 0 < distance(one, plain)
 
 
-@pytest.mark.parametrize("name", ["cifar10", "folder"])
-def test_images_are_loaded_as_bytes_and_only_training_images_are_augmented(name, tmp_path, monkeypatch):
-    getattr(tiny_data, f"make_{name}")(tmp_path, monkeypatch)
-    module = {"cifar10": cifar10, "folder": folder}[name]
-    flags = ["-dataset", name, "-data", str(tmp_path), *(["-image_size", "32"] if name == "folder" else [])]
+def test_images_are_loaded_as_bytes_and_only_training_images_are_augmented(tmp_path):
+    tiny_data.make_folder(tmp_path)
+    flags = ["-dataset", "folder", "-data", str(tmp_path), "-image_size", "32"]
     for augment in ("yes", "no"):
         args = config.parse_args([*flags, "-augment", augment])
-        for split, part in module.get_dataset(args).items():
+        for split, part in folder.get_dataset(args).items():
             assert part[0][0].dtype == torch.uint8
             assert part.on_device.mirror == (split == "train" and augment == "yes")
-            assert part.fixed or (name, split, augment) == ("folder", "train", "yes")
+            assert part.fixed or (split, augment) == ("train", "yes")
