@@ -203,7 +203,7 @@ for line in sys.argv[1:]:
 def test_help_and_wrong_flags_are_answered_without_importing_torch():
     """Importing torch takes seconds. -dataset tokens and folder have read the data that they describe by then."""
     shipped = {
-        "arch": ["convnet", "gpt", "mlp", "resnet", "torchvision"],
+        "arch": ["convnet", "gpt", "mlp", "resnet"],
         "dataset": ["digits", "fake", "tokens"],
         "trainer": ["ema", "trainer"],
     }

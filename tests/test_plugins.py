@@ -31,7 +31,7 @@ ARCHS, DATASETS = plugins.names("arch"), plugins.names("dataset")
 # The template's plugins follow its conventions, and each arch works with each dataset. Your own need not: a dataset
 # is tried with the arch and trainer that it sets, an arch and a trainer with the digits.
 WITH_THE_TEMPLATE = {
-    "arch": ["convnet", "gpt", "mlp", "resnet", "torchvision"],
+    "arch": ["convnet", "gpt", "mlp", "resnet"],
     "dataset": ["digits", "fake", "folder", "tokens"],
     "trainer": ["ema", "trainer"],
 }
