@@ -283,7 +283,14 @@ def test_the_dataset_of_torchvision_in_the_page_has_the_splits_and_the_augmentat
     assert {split: len(part) for split, part in parts.items()} == {"train": 18, "val": 2, "test": 4}
     image, label = parts["test"][3]
     assert image.shape == (3, 32, 32) and image.dtype == torch.uint8 and parts["test"].classes[int(label)] == "b"
-    assert [part.on_device.mirror for part in parts.values()] == [True, False, False]
+    draws = torch.full((2, 8), 0.5)
+    batch = parts["train"].__getitems__([0, 1])
+    assert torch.equal(parts["train"].on_device(batch, draws)[0], parts["val"].on_device(batch, draws)[0])
+    moved = parts["train"].on_device(batch, torch.tensor([[0.0, 0.99, 0, *[0] * 5]] * 2))[
+        0
+    ]  # 4 down, 4 left, mirrored
+    still = parts["val"].on_device(batch, draws)[0].flip(3)
+    assert torch.equal(moved[:, :, 4:, 4:], still[:, :, :28, :28])
 
 
 def test_the_contrastive_loss_of_the_page_is_the_formula_of_the_paper():
