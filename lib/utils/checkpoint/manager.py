@@ -26,10 +26,6 @@ FAILURES = 3  # saves in a row that may fail before the run ends
 WAIT_S = 0.2  # between votes while all ranks wait for a save: votes keep collectives from timing out
 
 
-class SaveError(RuntimeError):
-    """Checkpoints cannot be written; the run ends rather than continue without."""
-
-
 @dataclass
 class Save:
     """A save in flight: first every rank writes its file, then the writers publish the folder."""
@@ -82,7 +78,7 @@ class Checkpoints:
             keep: spare it from removal.
 
         Raises:
-            SaveError: saving fails for good.
+            RuntimeError: saving fails for good, and the run ends rather than continue without.
             OSError: another process has the run's folder.
         """
         run_folder.check_lock(self.folder.parent)
@@ -99,7 +95,7 @@ class Checkpoints:
         self.saving = Save(self.folder / name, partial, facts, keep, best, job)
 
     def poll(self) -> None:
-        """Move the save in flight on, once every rank is ready. Raises SaveError when saving fails for good."""
+        """Move the save in flight on, once every rank is ready. Raises RuntimeError when saving fails for good."""
         save = self.saving
         watchdog.moved()
         if save is None or distributed.all_reduce_max([not save.job.done()], self.world)[0]:
@@ -118,7 +114,7 @@ class Checkpoints:
             save.job = self.thread.submit(self._publish, save, mine)
 
     def finish(self) -> None:
-        """Wait until nothing is in flight. Raises SaveError when saving fails for good."""
+        """Wait until nothing is in flight. Raises RuntimeError when saving fails for good."""
         while self.saving:
             concurrent.futures.wait([self.saving.job], WAIT_S)
             self.poll()
@@ -128,11 +124,11 @@ class Checkpoints:
         distributed.attempt(lambda: weights.write(self.folder.parent / "final", tensors), self.world)
 
     def close(self) -> None:
-        """Wait for what is in flight and end the writing thread. Raises SaveError if the last save failed."""
+        """Wait for what is in flight and end the writing thread. Raises RuntimeError if the last save failed."""
         self.finish()
         self.thread.shutdown()
         if self.failures:
-            raise SaveError(f"{self.folder}: the last state could not be saved; the one before it is good")
+            raise RuntimeError(f"{self.folder}: the last state could not be saved; the one before it is good")
 
     def _sweep(self) -> int:
         """Remove what kills left in the run's folder, and sync it. Return the number of the newest checkpoint."""
@@ -174,7 +170,7 @@ class Checkpoints:
         text = f"{save.folder} could not be saved ({reason})"
         if self.failures >= FAILURES:
             self.thread.shutdown()
-            raise SaveError(f"{text}, nor could the {FAILURES - 1} before it")
+            raise RuntimeError(f"{text}, nor could the {FAILURES - 1} before it")
         log.warning("%s: training continues; the checkpoint before it is good, and the next save tries again", text)
 
 
