@@ -79,8 +79,6 @@ class Windows(Dataset):
     Sample i begins in stretch i: at a place that follows from (seed, i), or without a seed at its beginning.
     """
 
-    fixed = True
-
     def __init__(self, tokens: np.ndarray, args, samples: int, seed: int | None = None):
         self.tokens, self.length, self.vocabulary, self.seed = tokens, args.tokens_length, args.num_classes, seed
         if not 0 < self.length < len(tokens):

@@ -297,11 +297,3 @@ def test_samples_of_different_indices_epochs_or_seeds_differ():
     assert len(rows) == 270
     for column in zip(*rows, strict=True):
         assert len({*column}) == 270
-
-
-def test_fixed_samples_need_no_seed_and_do_not_change_the_global_generators():
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    for dataset in (ROWS, Subset(ROWS, range(9))):
-        assert len(list(new_loader(dataset, Plan(len(dataset), 4, 2), 0).epoch(1))) > 4
-    assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
-    assert torch.equal(torch.get_rng_state(), before[2])

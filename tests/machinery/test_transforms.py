@@ -67,4 +67,3 @@ def test_images_are_loaded_as_bytes_and_only_training_images_are_augmented(tmp_p
         for split, part in folder.get_dataset(args).items():
             assert part[0][0].dtype == torch.uint8
             assert part.on_device.mirror == (split == "train" and augment == "yes")
-            assert part.fixed or (split, augment) == ("train", "yes")
