@@ -163,8 +163,11 @@ def test_one_line_says_how_many_processes_have_no_micro_batch(tmp_path):
     flags = SMALL.replace("-micro_batch 4", "-micro_batch 8") + " -log_every 1 -model"
     folder, single = (run(tmp_path, f"{flags} on_{size} -cpu {size}") for size in (4, 1))
     log = (folder / "logs" / "rank_0.log").read_text()
-    assert "2 of 4 processes idle: a lower -micro_batch gives them work" in log
+    assert "2 of 4 processes idle: a lower -micro_batch or larger -batch_size helps" in log
     assert bits(folder) == bits(single)
+    flags = SMALL.replace("-batch_size 16 -micro_batch 4", "-batch_size 2 -micro_batch 2") + " -model"
+    few, single = (run(tmp_path, f"{flags} few_on_{size} -cpu {size}") for size in (3, 1))
+    assert bits(few) == bits(single), "a batch may have fewer samples than there are processes"
 
 
 def test_the_learning_rate_is_scaled_to_the_batch_only_by_lr_batch(tmp_path):

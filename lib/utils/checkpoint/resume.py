@@ -158,9 +158,6 @@ def plan(args: "Args", data: dict, world: World, before: dict) -> Plan:
     batch = args.batch_per_gpu * world.size if args.batch_per_gpu else args.batch_size
     if args.batch_per_gpu and args.batch_per_gpu == before.get("batch_per_gpu"):
         batch = before["batch_size"]
-    if batch < world.size:
-        fault = f"-batch_size {batch} has not a sample for each of {world.size} processes"
-        raise UsageError(f"{fault}: try -batch_size {world.size}, or fewer processes")
     micro = args.micro_batch or before.get("micro_batch")
     if not micro or (batch % micro and not args.micro_batch):  # one for the most ranks to come
         micro = largest_divisor(batch, math.ceil(batch / distributed.max_world_size(world)))

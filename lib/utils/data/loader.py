@@ -109,7 +109,7 @@ def open_loaders(
         log.warning("%s", line)
     idle = world.size - plan.batch // plan.micro
     if world.is_main and idle > 0:
-        log.warning("%d of %d processes idle: a lower -micro_batch gives them work", idle, world.size)
+        log.warning("%d of %d processes idle: a lower -micro_batch or larger -batch_size helps", idle, world.size)
     with contextlib.ExitStack() as stack:
         loaders = {}
         for name, part in splits.items():
