@@ -120,31 +120,34 @@ def test_a_manifest_directly_in_the_checkpoints_folder_is_ignored(copy):
 def test_a_save_starts_no_process(monkeypatch):
     from lib.utils import runtime
 
-    started, world = [], World(launch="a test")
+    started, world = [], World()
+    runtime._git_status.cache_clear()
     real = runtime.subprocess.run
     monkeypatch.setattr(
         runtime.subprocess, "run", lambda *args, **more: started.append(args[0][2]) or real(*args, **more)
     )
-    before = runtime.describe(world)
-    assert started == ["rev-parse", "status"] and before["git"] == runtime.describe(world)["git"]
-    assert started == ["rev-parse", "status"]
+    before = runtime.describe(world)["git"]
+    assert before == runtime.describe(world)["git"] and started == ["status"]
 
 
 def test_only_rank_0_calls_git_and_only_once(tmp_path, monkeypatch):
     from lib.utils import runtime
 
-    real = runtime._git
+    real = runtime.subprocess.run
 
-    def log_call(*args):
-        with (tmp_path / "git_calls").open("a") as file:
-            file.write(f"{os.environ['RANK']} {args[0]}\n")
-        return real(*args)
+    def log_call(words, **options):
+        if words[0] == "git":
+            with (tmp_path / "git_calls").open("a") as file:
+                file.write(f"{os.environ['RANK']} {words[2]}\n")
+        return real(words, **options)
 
-    monkeypatch.setattr(runtime, "_git", log_call)
+    runtime._git_status.cache_clear()
+    monkeypatch.setattr(runtime.subprocess, "run", log_call)
     folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 4steps")
-    assert (tmp_path / "git_calls").read_text().splitlines() == ["0 rev-parse", "0 status"]
+    assert (tmp_path / "git_calls").read_text().splitlines() == ["0 status"]
+    monkeypatch.undo()
     newest = folder / "checkpoints" / names(folder)[0]
-    assert shards.read_manifest(newest)["about"]["git"] == real("rev-parse", "HEAD")
+    assert shards.read_manifest(newest)["about"]["git"] == runtime._git_status()
 
 
 def test_calling_git_takes_no_lock_that_a_kill_would_leave(tmp_path, monkeypatch):
@@ -159,7 +162,9 @@ def test_calling_git_takes_no_lock_that_a_kill_would_leave(tmp_path, monkeypatch
     os.utime(source, (1, 1))  # git would write to its index, under a lock, that the file is unchanged
     before = (tmp_path / ".git" / "index").read_bytes()
     monkeypatch.setattr(runtime, "__file__", str(source))
-    assert runtime._git("status", "--porcelain") == ""
+    runtime._git_status.cache_clear()
+    assert runtime._git_status()[0].startswith("# branch.oid ") and len(runtime._git_status()) == 2
+    runtime._git_status.cache_clear()
     assert (tmp_path / ".git" / "index").read_bytes() == before
     subprocess.run(["git", "status"], cwd=tmp_path, check=True, capture_output=True)
     assert (tmp_path / ".git" / "index").read_bytes() != before, "otherwise this test proves nothing"

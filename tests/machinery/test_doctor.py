@@ -53,8 +53,7 @@ def test_errors_of_train_py_are_found(tmp_path, monkeypatch):
         return [text for level, text in findings(check, f"{flags} -out {tmp_path}") if level == "bad"]
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert "-batch_size 2 has not a sample for each of 3 processes" in bad(doctor.data, "-batch_size 2 -cpu 3")[0]
-    assert "-micro_batch 24" in bad(doctor.data, "-cpu 1 -micro_batch 24")[0]
+    assert "-batch_size 5000 with -drop_last" in bad(doctor.data, "-cpu 1 -batch_size 5000 -drop_last")[0]
     assert "cannot use the GPUs" in bad(doctor.devices, "-gpus 0")[0]
     assert "-weights nosuch: cannot be read" in bad(doctor.room, "-cpu 1 -weights nosuch")[0]
     flags = "-arch mlp -cpu 1 -epochs 1"

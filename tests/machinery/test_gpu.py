@@ -25,7 +25,7 @@ from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
 
 images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
-dataset = Tensors(images, torch.arange(64), on_device=Pixels((0.5,), (0.3,), pad=4, mirror=True))
+dataset = Tensors(images, torch.arange(64), on_device=Pixels((0.5,), (0.3,), mirror=True))
 plan, seen = Plan(64, 8, 8), []
 for device in ("cpu", "cuda"):
     for workers in (0, 1):
@@ -43,23 +43,6 @@ for batches in seen[1:]:
         assert torch.equal(labels, same) and torch.allclose(inputs, others, atol=1e-5)
 """
 
-
-COPIES = """
-import sys
-import torch
-from lib.utils.checkpoint import manager
-
-cuda = torch.device("cuda", 0)
-kinds = [torch.float32, torch.int64] * 20
-host = [torch.full((n % 3, 2) if n % 4 else (), n, dtype=kind) for n, kind in enumerate(kinds)]
-live = [[one.to(cuda) for one in host] for _ in range(2)]
-for blocks in live:
-    print("next", file=sys.stderr, flush=True)
-    copies = [manager.copy_to_cpu(block) for block in blocks]
-    torch.cuda.synchronize()
-    assert all(map(torch.equal, host, copies))
-    del copies
-"""
 
 REPLICATED = """
 import gc
@@ -193,14 +176,6 @@ def test_the_norm_of_a_row_does_not_depend_on_its_place_in_a_bucket(card):
     """torch's sum over a row takes what lies before a multiple of 16 bytes apart: ATen/native/cuda/Reduce.cuh."""
     code, output = python("-W", "ignore", "-c", NORMS, env=card)
     assert code == 0 and [line for line in output.splitlines() if line.isdigit()] == ["0", "0"], output
-
-
-def test_a_save_pins_the_memory_of_its_copies_only_once(card):
-    code, output = python("-c", COPIES, env={**card, "CARD_PINS": "100000"})
-    assert code == 0, output
-    _, first, second = output.split("next\n")
-    assert first.count("to be pinned") and not first.count("not pinned")
-    assert (second.count("to be pinned"), second.count("not pinned")) == (0, 0)
 
 
 def test_the_gpu_benchmark_runs_in_its_smallest_form_and_says_that_no_gpu_was_measured(tmp_path, monkeypatch, capsys):

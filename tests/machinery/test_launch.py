@@ -177,10 +177,10 @@ def test_a_rank_that_lost_its_peer_lets_the_peer_report_its_error(monkeypatch, t
 
 
 def test_an_error_that_all_ranks_raise_is_printed_in_one_line(start):
-    run = start("refused", "-batch_size", 1)
+    run = start("refused", "-batch_size", 5000, "-drop_last", "yes")
     assert run.wait() == 2, run.text()
     assert len(run.text().splitlines()) == 1
-    assert run.text().startswith("train.py: -batch_size 1 has not a sample for each of 2 processes")
+    assert run.text().startswith("train.py: -batch_size 5000 with -drop_last leaves nothing of ")
 
 
 def test_a_failed_rank_that_does_not_exit_is_killed(start):

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from torch import nn
 
 from lib import config, predict
 from lib.arch import gpt
-from lib.dataset import cifar10
 from scripts import predict as script
 
 PHOTOS = "-dataset folder -arch convnet -image_size 16 -cpu 1 -epochs 4 -batch_size 8 -lr_start 0.01"
@@ -138,33 +136,17 @@ def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys):
     assert "takes no images" in capsys.readouterr().out
 
 
-def test_a_text_is_tokenized_by_the_tokenizer_json_of_the_data(tmp_path, capsys, monkeypatch):
+def test_a_model_of_other_tokens_takes_tensors_and_no_texts(tmp_path, capsys):
     tiny_data.make_tokens(tmp_path)
     flags = f"-dataset tokens -data {tmp_path} -num_classes 50 -tokens_length 16"
     flags += " -gpt_depth 1 -gpt_width 16 -gpt_heads 2 -model x"
     folder = run(tmp_path, f"{flags} -cpu 1 -epochs 1")
-    assert f"-data {tmp_path}: no tokenizer.json there" in refused(capsys, folder, "-text", "1 2")
-
-    class Tokenizer:
-        """A fake of the class in the optional package tokenizers: a token is a number."""
-
-        from_file = classmethod(lambda cls, file: cls())
-
-        def encode(self, text, add_special_tokens):
-            return types.SimpleNamespace(ids=[int(word) for word in text.split()])
-
-    (tmp_path / "tokenizer.json").touch()
-    monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=Tokenizer))
-    text = " ".join(str(number) for number in range(40))
-    (tmp_path / "text").write_text(text)
-    printed = json.loads(
-        predictions(capsys, folder, tmp_path / "text", "-text", text, "-format", "json", "-device", "cpu")
-    )
+    assert "-num_classes 50: only models of bytes read a text" in refused(capsys, folder, "-text", "1 2")
+    (answer,) = predict.load(folder)([torch.arange(24, 40)])
     model = gpt.get_model(config.parse_args(flags.split())).eval()
     model.load_state_dict(load_file(folder / "best" / "weights.safetensors"))
     wanted = model(torch.arange(24, 40)[None])[0, -1].softmax(0).tolist()
-    for one in printed:
-        assert [one[str(number)] for number in range(50)] == pytest.approx(wanted, abs=1e-6)
+    assert [answer[str(number)] for number in range(50)] == pytest.approx(wanted, abs=1e-6)
 
 
 def test_the_predictions_of_a_regression_are_the_outputs(tmp_path, capsys):
@@ -193,13 +175,6 @@ def test_unreadable_input_is_reported_in_one_line(trained_run, tmp_path, capsys)
     assert "nothing to predict" in refused(capsys, trained_run)
     assert f"-cfg '{tmp_path}/config.yaml': cannot be read" in refused(capsys, tmp_path, tmp_path)
     assert "-device nowhere" in refused(capsys, trained_run, tmp_path, "-device", "nowhere")
-
-
-def test_get_transform_of_cifar10_gives_what_its_evaluation_uses():
-    pixels = torch.randint(256, (3, 32, 32), dtype=torch.uint8)
-    image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
-    (wanted,) = cifar10.Pixels(cifar10.MEAN, cifar10.STD)((pixels[None],), torch.zeros(1, 8))
-    assert torch.equal(cifar10.get_transform(None)(image), wanted[0])
 
 
 def test_every_file_gets_its_row_whatever_becomes_of_the_others(trained_run, tmp_path, capsys):
