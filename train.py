@@ -4,9 +4,10 @@ import gc
 import importlib
 
 from lib import config, launch
+from lib.config import plugins
 from lib.launch import local
 from lib.utils import signals
-from lib.utils.errors import UsageError, load_optional
+from lib.utils.errors import EXIT_CODES, UsageError, load_optional
 from lib.utils.monitoring import startup
 
 
@@ -37,18 +38,22 @@ def main(argv: list[str] | None = None) -> int:
 def train(args: config.Args) -> int:
     """Be one process of the run: build its parts and train. Returns the exit code."""
     from lib.core import loss as losses
-    from lib.core import optimizer as optimizers
-    from lib.run import load_plugins, open_run
+    from lib.core import modes, optimizer
+    from lib.run import open_run
+    from lib.utils import watchdog
 
-    with load_plugins(args) as (dataset, arch, trainers):
+    with watchdog.watch(args.hang_minutes):
+        dataset, arch, trainers = plugins.load_chosen(args)
+        watchdog.begin(f"get_dataset of -dataset {args.dataset}")
         data = dataset.get_dataset(args)
         with open_run(args, data) as run:  # who this process is, the run's folder, its past, how its steps are cut
             model = run.build(arch)  # on its device, in DistributedDataParallel or FSDP2
             loss = losses.get_loss(args).to(run.world.device)
-            optimizer = optimizers.get_optimizer(model, loss, args)
+            optimizers = optimizer.get_optimizers(model, loss, args)
             loaders, logger = run.begin()  # nothing was written before
-            trainer = trainers.Trainer(args, run.world, loaders, model, loss, optimizer, logger)
-            return run.carry_out(trainer)
+            trainer = trainers.Trainer(args, run.world, loaders, model, loss, optimizers, logger)
+            work = modes.evaluate if args.eval else modes.debug if args.debug else type(trainer).fit
+            return EXIT_CODES[work(trainer, run.past)]
 
 
 if __name__ == "__main__":

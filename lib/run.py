@@ -10,28 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lib.config import BUILDERS, Args, plugins, to_yaml
-from lib.core import modes, parallel
-from lib.trainer.trainer import Trainer
+from lib.config import Args, to_yaml
+from lib.core import parallel
 from lib.utils import distributed, runtime, seeding, watchdog
 from lib.utils.checkpoint import resume, run_folder, weights
 from lib.utils.data import fingerprint, loader
-from lib.utils.errors import EXIT_CODES
 from lib.utils.monitoring import console
 from lib.utils.monitoring.logger import Logger, NoLogger
 from scripts import check_data
 
 log = logging.getLogger(__name__)
-
-
-@contextlib.contextmanager
-def load_plugins(args: Args) -> Iterator[tuple[ModuleType, ModuleType, ModuleType]]:
-    """Yield the modules of -dataset, -arch and -trainer. The watchdog watches over this process in the block."""
-    with watchdog.watch(args.hang_minutes):
-        seeding.seed(seeding.MODEL, args.seed)
-        dataset, arch, trainers = (plugins.load(kind, getattr(args, kind)) for kind in BUILDERS)
-        watchdog.begin(f"get_dataset of -dataset {args.dataset}")
-        yield dataset, arch, trainers
 
 
 @contextlib.contextmanager
@@ -106,8 +94,3 @@ class Run:
         self.stack.callback(logger.close)
         seeding.seed(seeding.TRAINER, args.seed)
         return loaders, logger
-
-    def carry_out(self, trainer: Trainer) -> int:
-        """Train, or do what -eval and -debug ask for. Returns the exit code."""
-        mode = "eval" if self.args.eval else "debug" if self.args.debug else "train"
-        return EXIT_CODES[modes.RUN[mode](trainer, self.past)]

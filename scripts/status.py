@@ -134,13 +134,15 @@ def progress(folder: Path, saved: dict) -> tuple[str, str, str]:
     They are from the last log line, or from the newest checkpoint, which is later if a run stopped between two
     lines.
     """
-    logged = re.findall(r"epoch (\S+)  step (\S+)  .*?(?:left (\S+))?$", reading.log(folder, 1 << 16), re.M)
+    logged = re.findall(r"epoch (\S+)  step (\S+)  .*left (\S+)$", reading.log(folder, 1 << 16), re.M)
     if not saved or (logged and int(logged[-1][1].split("/")[0]) >= saved["state"]["step"]):
         return logged[-1] if logged else ("", "", "")
     config, done = saved["config"], saved["state"]
     steps = config["samples"] / config["batch_size"]
-    total = config["epochs"] * (math.floor(steps) if config["drop_last"] else math.ceil(steps))
-    return f"{min(done['epoch'] + 1, config['epochs'])}/{config['epochs']}", f"{done['step']}/{total}", ""
+    steps = math.floor(steps) if config["drop_last"] else math.ceil(steps)
+    total = config.get("steps") or config["epochs"] * steps
+    epochs = math.ceil(total / steps)
+    return f"{min(done['epoch'] + 1, epochs)}/{epochs}", f"{done['step']}/{total}", ""
 
 
 def unlogged(saved: dict) -> float | None:

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
@@ -41,6 +42,11 @@ def load(kind: str, name: str) -> ModuleType:
     if not hasattr(module, BUILDERS[kind]):
         raise UsageError(f"-{kind} {name}: lib/{kind}/{name}.py has no {BUILDERS[kind]}")
     return module
+
+
+def load_chosen(args: Namespace) -> list[ModuleType]:
+    """Import the files of -dataset, -arch and -trainer. Raises UsageError as `load` does."""
+    return [load(kind, getattr(args, kind)) for kind in BUILDERS]
 
 
 def load_flags(kind: str, name: str) -> ModuleType:

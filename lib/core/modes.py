@@ -78,9 +78,6 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
     return "finished"
 
 
-RUN = {"train": lambda trainer, past: trainer.fit(past), "eval": evaluate, "debug": debug}
-
-
 def _check_batches(batches: Iterable) -> Iterator:
     for micro_batch, batch in batches:
         _check(f"in the batch of the samples {micro_batch.indices[:8]}..., the tensor", named_tensors(batch))

@@ -5,35 +5,48 @@ import contextlib
 import inspect
 import math
 from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lib.core.muon import Muon, mark_matrices
+from lib.core.muon import Muon, hidden_matrices
 from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.errors import UsageError, suggest
 
-BY_NAME = {"muon": Muon}  # next to all classes of torch.optim
+BY_NAME = {}  # optimizers of your own, by their names for -optimizer, in lower case
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
-def get_optimizer(model: nn.Module, loss: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """Return the optimizer of a model that `parallel.wrap` returned, and of a loss that has parameters.
+def get_optimizers(model: nn.Module, loss: nn.Module, args: Namespace) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a model that `parallel.wrap` returned, and of a loss that has parameters.
 
-    Raises UsageError for an unknown name, and for options that the optimizer does not take.
+    It is one; or AdamW and Muon, which takes the matrices of hidden layers. Raises UsageError for options that an
+    optimizer does not take.
     """
-    kind = find_class(args.optimizer)
-    takes = inspect.signature(kind).parameters
+    kind, options = find_class(args.optimizer), read_options(args.optimizer_arg)
     groups = decay_groups(nn.ModuleList([model, loss]), args.weight_decay)
-    if kind is Muon:
-        groups = mark_matrices(groups, model, args.num_classes)
-    elif "weight_decay" not in takes:  # as Rprop
+    if kind is not torch.optim.Muon:
+        return [_build(kind, groups, options, args)]
+    matrices = hidden_matrices(model, args.num_classes)
+    if not matrices:
+        raise UsageError("-optimizer muon: the model has no matrix of a hidden layer to train; take adamw")
+    for group in groups:
+        group["params"] = [one for one in group["params"] if one not in {*matrices}]
+    of_muon = inspect.signature(Muon).parameters
+    of_adamw = {name: options.pop(name) for name in [*options] if name not in of_muon}
+    options.setdefault("adjust_lr_fn", "match_rms_adamw")  # so that AdamW's learning rate and weight decay hold
+    hidden = [{"params": matrices, "weight_decay": args.weight_decay}]
+    return [_build(torch.optim.AdamW, groups, of_adamw, args), _build(Muon, hidden, options, args)]
+
+
+def _build(kind: Any, groups: list[dict], options: dict, args: Namespace) -> torch.optim.Optimizer:
+    """Return an optimizer, fused if that is safe, with weight decay if it has one."""
+    takes = inspect.signature(kind).parameters
+    if "weight_decay" not in takes and not any(one.kind is one.VAR_KEYWORD for one in takes.values()):  # as Rprop
         groups = [{"params": group["params"]} for group in groups]
-    momentum = {"momentum": args.momentum} if kind is torch.optim.SGD else {}
-    options = {"lr": args.lr_start, **momentum, **read_options(args.optimizer_arg)}
     parameters = [parameter for group in groups for parameter in group["params"]]
+    options = {"lr": args.lr_start, **({"momentum": args.momentum} if kind is torch.optim.SGD else {}), **options}
     optimizer = None
     if kind in FUSED and _may_fuse(parameters, args):
         with contextlib.suppress(RuntimeError, TypeError, ValueError):  # no fused kernel for this device or dtype
@@ -42,20 +55,20 @@ def get_optimizer(model: nn.Module, loss: nn.Module, args: Namespace) -> torch.o
         optimizer = optimizer or kind(groups, **options)
     except (RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"-optimizer {args.optimizer}: {error}") from None
-    if kind is torch.optim.SGD and options["momentum"]:
+    if kind is torch.optim.SGD and options["momentum"] and not options.get("dampening"):
         # If a fused first step is skipped, torch leaves momentum that was never written (torch 2.11 to 2.15).
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
-def find_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+def find_class(name: str) -> Any:
     """Return the optimizer of a name, in upper or lower case. Raises UsageError if there is none that can be used."""
     classes = [one for one in vars(torch.optim).values() if inspect.isclass(one) and one is not torch.optim.Optimizer]
     there = {one.__name__.lower(): one for one in classes if issubclass(one, torch.optim.Optimizer)} | BY_NAME
     if name.lower() not in there:
         raise UsageError(f"-optimizer {name}: there are {', '.join(sorted(there))}{suggest(name.lower(), there)}")
-    if inspect.signature(there[name.lower()].step).parameters["closure"].default is inspect.Parameter.empty:
+    if there[name.lower()] is torch.optim.LBFGS:
         raise UsageError(
             f"-optimizer {name} computes the loss several times a step: a trainer of your own must do that"
         )

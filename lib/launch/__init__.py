@@ -7,7 +7,7 @@ them. So one worker serves every launcher.
 import os
 import sys
 
-from lib.config import BUILDERS, Args, plugins
+from lib.config import Args, plugins
 from lib.launch import environment, local
 from lib.utils.errors import FINISHED, STOPPED, load_optional
 
@@ -21,9 +21,12 @@ def prepare(args: Args) -> None:
     environment.choose_gpus(args)  # before a plugin asks for CUDA
     import torch
 
+    from lib.core import optimizer
+
     torch.set_num_threads(1)  # or what plugins compute leaves threads, which forked processes would wait for
-    for kind in BUILDERS:
-        plugins.load(kind, getattr(args, kind))
+    plugins.load_chosen(args)
+    optimizer.find_class(args.optimizer)
+    optimizer.read_options(args.optimizer_arg)
     if args.ngrok:
         load_optional("lib.utils.monitoring.tensorboard_server", "-ngrok").check_password()
 

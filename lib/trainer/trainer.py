@@ -48,16 +48,17 @@ class Trainer:
         loaders: dict[str, Loader],
         model: nn.Module,
         loss: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: list[torch.optim.Optimizer],
         logger: Logger,
     ):
         self.args, self.world, self.loaders = args, world, loaders
-        self.model, self.loss, self.optimizer, self.logger = model, loss, optimizer, logger
+        self.model, self.loss, self.logger = model, loss, logger
+        self.optimizer, *self.more_optimizers = optimizers
         self.folder, self.plan = run_folder.path_of(args), loaders["train"].plan
         self.state, self.metrics = State(), metrics.Sums()
         self.config = resume.config_to_save(args, self.plan)
         self.total_steps = self.plan.total_steps
-        self.val_splits = [split for split in loaders if split.startswith("val")]
+        self.val_splits = sorted(split for split in loaders if split.startswith("val"))  # val first, if it is there
         scale = self.plan.batch / (args.lr_batch or self.plan.batch)  # Goyal et al., arXiv:1706.02677
         self.schedule = {
             "kind": args.lr_schedule,
@@ -108,9 +109,10 @@ class Trainer:
         with self.stop.handle_signals():
             self.resume(past)
             self.rate = throughput.Throughput(self.total_steps, self.state, self.world.device)
-            going = self.state.evaluated or self.evaluate_and_save()  # a stop may have left it to this start
-            while going and not self.is_done():
-                going = self.train_epoch()
+            if not self.state.evaluated:  # a stop has left it to this start
+                self.evaluate_and_save()
+            while not (self.stop.agreed or self.is_done()):
+                self.train_epoch()
             return self.finish(self.evaluate_test())
 
     def resume(self, past: Past | None) -> None:
@@ -140,7 +142,11 @@ class Trainer:
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""
-        resume.load(past, find_parts(self), self.world, self.args.allow_change)
+        allowed = {*self.args.allow_change}
+        if "optimizer_arg" in allowed:  # the options' names, of both
+            words = [*self.args.optimizer_arg, *past.manifest["config"]["optimizer_arg"]]
+            allowed |= {word.partition("=")[0] for word in words}
+        resume.load(past, find_parts(self), self.world, allowed)
         if past.manifest["state"]["best"]:
             self.checkpoints.best = resume.best_weights(past, self.world)
         self.state = resume.restore_state(past, self.plan)
@@ -161,20 +167,21 @@ class Trainer:
         early = patience and best and self.state.evaluations - best["evaluation"] >= patience
         return self.state.evaluated and (bool(early) or self.state.step >= self.total_steps)
 
-    def train_epoch(self) -> bool:
-        """Train the rest of the epoch, and evaluate and save when that is due. False if the run is to stop first."""
+    def train_epoch(self) -> None:
+        """Train the rest of the epoch, or until a stop; evaluate and save when that is due."""
         if self.stop.limit_reached(self.state.step):
-            return False
+            return
         # As after an evaluation: what is drawn from here on does not depend on where a start begins.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         batches = self.rate.time_data_loading(self.batches())
         for _ in range(self.plan.step_in_epoch(self.state), self.plan.steps):
             self.train_step(batches)
-            if self.after_step() or not self.evaluate_and_save():
-                return False
-            if self.is_done():
+            self.state.evaluated = False
+            self.after_step()
+            if not self.stop.agreed:
+                self.evaluate_and_save()
+            if self.stop.agreed or self.is_done():
                 break
-        return True
 
     def batches(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Return the rest of the epoch's micro-batches of this rank."""
@@ -200,7 +207,7 @@ class Trainer:
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         norm = self.optimizer_step()
         self.pending_norms.append(norm)
-        self.state.step, self.state.evaluated = self.state.step + 1, False
+        self.state.step += 1
         self.state.samples += micro_batch.step_samples
         self.logger.step()
 
@@ -254,41 +261,43 @@ class Trainer:
         return optimizers.clip(parameters_of(due), self.args.clip_grad, exact=self.plan.engine == "exact")
 
     def set_learning_rate(self) -> None:
-        """Give the model's optimizer the learning rate of this step; a group's "lr_scale" multiplies it."""
+        """Give -optimizer the learning rate of this step; a group's "lr_scale" multiplies it."""
         lr = scheduler.lr_at(self.state.step, **self.schedule)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+        for optimizer in (self.optimizer, *self.more_optimizers):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group.get("lr_scale", 1.0)
 
-    def after_step(self) -> bool:
-        """Write a log line if it is due, vote on a stop, move a save on. True if the run is to stop here."""
+    def after_step(self) -> None:
+        """Write a log line if it is due, vote on a stop, move a save on."""
         step = self.state.step
         watchdog.moved(step)
-        if step % self.args.log_every == 0 or step % self.plan.steps == 0 or step == self.total_steps:
+        if step % self.args.log_every == 0 or step % self.plan.steps == 0 or step >= self.total_steps:
             self.log()
-        stop = self.stop.tick(training=True) or self.stop.limit_reached(step)
+        if not self.stop.tick(training=True):
+            self.stop.limit_reached(step)
         if self.stop.voted:
             self.checkpoints.poll()
-        return stop
 
-    def evaluate_and_save(self) -> bool:
-        """Evaluate and save if that is due after this step. False if the run is to stop first.
+    def evaluate_and_save(self) -> None:
+        """Evaluate and save if that is due after this step, unless all ranks agree to stop meanwhile.
 
         The log comes before the save: a run that continues from an older checkpoint logs again; after the save, a
         kill would lose it.
         """
         state = self.state
         state.epoch = state.step // self.plan.steps
-        ends = state.step == self.total_steps
-        if (ends or self.is_due(self.args.eval_every)) and not self.validate():
-            return False
+        milestone = self.args.keep_every and self.is_due(f"{self.args.keep_every}epochs")
+        save = milestone or self.is_due(self.args.save_every)
+        if self.is_due(self.args.eval_every) or state.step >= self.total_steps:
+            self.validate()
+            if self.stop.agreed:
+                return
         state.evaluated = True
         if state.step % self.plan.steps == 0:
             state.sums = {}
             self.on_epoch_end()
-        milestone = self.args.keep_every and self.is_due(f"{self.args.keep_every}epochs")
-        if milestone or self.is_due(self.args.save_every) or self.is_done():
+        if save or self.is_done():
             self.save(keep=bool(milestone))
-        return True
 
     def is_due(self, every: str) -> bool:
         """Return whether a thing is due after this step that comes every N steps or epochs, or as a save every N minutes."""
@@ -339,33 +348,32 @@ class Trainer:
                 self.metrics.update({"loss": mean * count, "samples": count})
         self.pending_losses, self.pending_norms = [], []
 
-    def validate(self) -> bool:
-        """Evaluate the validation sets, log it, and keep the best weights. False if the run is to stop first."""
+    def validate(self) -> None:
+        """Evaluate the validation sets, log it, and keep the best weights, unless all ranks agree to stop meanwhile."""
         state, found = self.state, {}
         for split in self.val_splits:
             self.may_stop = True
             found[split] = self.evaluate(split)
             self.may_stop = False
             if found[split] is None:
-                return False
+                return
             self.logger.log_evaluation(state, split, found[split], self.predictions)
-        if not found:
-            return True
-        state.evaluations += 1
-        figures = {f"{split}/{name}": value for split in found for name, value in found[split].items()}
-        figures |= found[self.val_splits[0]]  # the first set's need no name in front
-        try:
-            best = metrics.new_best(state.best, figures, self.args.best, state.evaluations)
-        except UsageError:
-            self.save()  # the training up to here: the next start begins with the validation
-            self.checkpoints.finish()
-            raise
+        state.validated, best = state.step, None
+        if found:
+            figures = {f"{split}/{name}": value for split in found for name, value in found[split].items()}
+            figures |= found[self.val_splits[0]]  # the first set's need no name in front
+            try:
+                best = metrics.new_best(state.best, figures, self.args.best, state.evaluations + 1)
+            except UsageError:
+                self.save()  # the training up to here: the next start begins with the validation
+                self.checkpoints.finish()
+                raise
+            state.evaluations += 1
         for split in found:
             self.on_evaluation(split, found[split])
         if best and not self.weights_fault():
             self.checkpoints.best = self.whole_weights()
             state.best = {**best, "epoch": math.ceil(state.step / self.plan.steps), "step": state.step}
-        return True
 
     def on_evaluation(self, split: str, figures: dict[str, float]) -> None:
         """Do nothing: override it for what a validation decides, as ReduceLROnPlateau does. The save comes later.
@@ -491,7 +499,8 @@ class Trainer:
             return {}
         self.may_stop = True
         found: dict[str, dict[str, float] | None] = {}
-        if self.state.best and self.state.best["evaluation"] < self.state.evaluations:
+        best, step = self.state.best, self.state.step
+        if best and (best["evaluation"] < self.state.evaluations or self.state.validated < step):
             with self.best_weights():
                 found["test_best"] = self.evaluate("test")
         if None not in found.values():

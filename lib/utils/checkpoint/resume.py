@@ -199,7 +199,8 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
         if (value := getattr(args, flag)) and not [name for name in splits if name.startswith("val")]:
             raise UsageError(f"-{flag} {value}: there is no val split to choose by")
     now, texts = config_to_save(args, plan), {}
-    names = {*before, *now} - args.flag_rules.free if past else {*before} & {*plan.data}
+    free = args.flag_rules.free | ({"epochs"} if args.steps else set())
+    names = {*before, *now} - free if past else {*before} & {*plan.data}
     for name in sorted(names):
         if before.get(name) != now.get(name):
             flag = f"-{name}" if name in vars(args) else name  # or a fact: samples, torch, processor
@@ -223,15 +224,21 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
 def restore_state(past: Past | None, plan: Plan) -> State:
     """Return how far the run is, in steps of this plan.
 
-    If -batch_size or the number of samples was allowed to change, the same share of the epoch counts as done.
+    If -batch_size or the number of samples was allowed to change, the same share of the epoch counts as done; under
+    -steps, the same number of steps.
     """
     if past is None:
         return State()
     saved, before = State(**past.manifest["state"]), past.manifest["config"]
     old = Plan(before["samples"], before["batch_size"], before["micro_batch"], before["drop_last"])
-    if (old.batch, old.steps) != (plan.batch, plan.steps):
+    if not before.get("steps") and (old.batch, old.steps) != (plan.batch, plan.steps):
         epochs, done = divmod(saved.step, old.steps)
-        saved.step = epochs * plan.steps + min(done * old.batch // plan.batch, plan.steps - 1)
+        step = epochs * plan.steps + min(done * old.batch // plan.batch, plan.steps - 1)
+        saved.validated = step if saved.validated == saved.step else 0
+        saved.step, saved.evaluated = step, saved.evaluated or done > 0
+    saved.epoch = saved.step // plan.steps
+    # A run that now ends here begins with its last validation.
+    saved.evaluated &= saved.step < plan.total_steps or saved.validated == saved.step
     return saved
 
 

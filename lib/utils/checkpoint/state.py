@@ -15,6 +15,7 @@ from lib.utils.data.plan import Plan
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
+NOT_RESTORED = ("params", "fused", "foreach")  # of an optimizer's groups: how it computes is this start's
 
 
 @dataclass
@@ -24,6 +25,7 @@ class State:
     epoch: int = 0  # epochs finished
     step: int = 0  # optimizer steps
     evaluations: int = 0  # validations
+    validated: int = 0  # the step of the last one
     evaluated: bool = True  # whether what is due after the last step, as a validation, is done
     samples: int = 0  # training samples
     bad_steps: int = 0  # steps that were skipped, as far as they were read from the device
@@ -123,7 +125,7 @@ class Parts:
             for group, saved in zip(now, groups, strict=False):
                 if other := sorted(optimizer.defaults.keys() - saved.keys()):
                     raise UsageError(f"the checkpoint is of another optimizer: its {part} has no {other[0]}")
-                group |= {key: value for key, value in saved.items() if key not in {"params", *allowed}}
+                group |= {key: value for key, value in saved.items() if key not in {*NOT_RESTORED, *allowed}}
             if strange := sorted(memory.keys() - {*names}):
                 raise UsageError(f"{part} does not train {strange[0]}, for which the checkpoint has its state")
             state = {names.index(name): one for name, one in memory.items()}

@@ -107,7 +107,7 @@ class Logger:
         if best:
             metric = best["metric"] if "/" in best["metric"] else f"val {best['metric']}"
             chosen = f"best weights: {metric} {best['value']:.4f} in epoch {best['epoch']}"
-            final = chosen if best["evaluation"] == outcome["evaluations"] else final
+            final = final if "test_best" in outcome else chosen
         tests = [(outcome.get("test_best"), chosen), (outcome["test"], final)]
         lines = [f"test {console.format_metrics(figures)}  ({weights})" for figures, weights in tests if figures]
         for title, line in zip(("finished:", "final:"), lines or [f"{epoch} epochs  ({chosen})"]):

@@ -96,7 +96,8 @@ def new_best(best: dict | None, figures: dict[str, float], metric: str | None, n
         return None
     less = direction == "min" or (not direction and name.rpartition("/")[2] in LOWER_IS_BETTER)
     score = -figures[name] if less else figures[name]
-    is_nan = math.isnan(score) or math.isnan(figures.get("loss", 0.0))  # outputs that are NaN have an accuracy, too
+    loss = "/".join([*name.split("/")[:-1], "loss"])  # outputs that are NaN have an accuracy, too
+    is_nan = math.isnan(score) or math.isnan(figures.get(loss, 0.0))
     if is_nan or (best and best["metric"] == name and score <= best["score"]):
         return None
     return {"metric": name, "value": figures[name], "score": score, "evaluation": number}
