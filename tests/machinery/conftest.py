@@ -31,7 +31,7 @@ SLOW_TESTS = """
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST.index(name) if (name := file_of(item)) in LONGEST else len(LONGEST))
     for item in items:
-        if item.path.parent == Path(__file__).parent and is_slow(item):
+        if Path(__file__).parent in item.path.parents and is_slow(item):
             item.add_marker(pytest.mark.slow)
 
 

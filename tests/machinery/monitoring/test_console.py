@@ -17,7 +17,7 @@ import torch
 from lib.utils.checkpoint.state import State
 from lib.utils.monitoring import console, throughput
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 RUN = """

@@ -14,7 +14,7 @@ from lib.launch import environment, slurm_task
 from lib.utils.errors import UsageError
 from scripts import agent
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 import runs
 from processes import until
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SECRET = "3f" * 20
 NEEDS = "needs uv pip install -r pyproject.toml --group track"
 

@@ -14,7 +14,7 @@ from runs import run
 
 from scripts import doctor
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LISTED = "general: 2 nodes up, each 16 CPUs, 64000 MB, gpu:4; limit infinite"
 
 

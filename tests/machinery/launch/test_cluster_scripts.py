@@ -14,7 +14,7 @@ import pytest
 import train
 from scripts import agent
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MODULE = 'module() { echo "module $*"; }; export -f module; '
 
 

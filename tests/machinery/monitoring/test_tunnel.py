@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from processes import ROOT, address_in, until
+from processes import address_in, until
 
 import train
 
@@ -20,7 +20,7 @@ TOKEN, PASSWORD = "2secretTokenOfTheUser", "correct-horse-9"
 def agent(tmp_path, monkeypatch):
     """A function that sets the fake agent up and returns the file of its notes."""
     program = tmp_path / "agent"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT / "tests" / "machinery" / "ngrok_agent.py"} "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("ngrok_agent.py")} "$@"\n')
     program.chmod(0o700)
     notes = tmp_path / "notes.json"
 

@@ -16,7 +16,7 @@ from runs import distance, outcome, run, weights
 
 from scripts import reading, status, sweep
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TINY = "-cpu 1 -threads 1 -arch mlp -mlp_width 8 -epochs 2 -log_every 5"
 LONG = "-cpu 1 -threads 1 -arch mlp -mlp_width 8 -epochs 15 -save_every 2epochs"
 GRID = "-seed 1,2 -lr_start 1e-2,1e-3"

@@ -25,7 +25,7 @@ from lib.utils.errors import FAILED, STOPPED, UsageError
 from scripts import check_resume
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 STEPS = 60  # of three epochs
 STRAY = {"RANK": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}  # left over from another program
 SOON_S = 30  # seconds until a failed run has ended, on a machine with other work

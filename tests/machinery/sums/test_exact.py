@@ -99,7 +99,7 @@ def test_a_rank_sends_as_much_as_docs_resume_says(ranks, leaves, sent):
     nodes = max(map(len, exact.nodes_by_rank(leaves, ranks, round_robin=False)))
     ring = 2 * (ranks - 1) / ranks
     assert f"{(nodes + 1) * ring / 2:.2f}" == f"{sent:.2f}"
-    page = (Path(__file__).resolve().parents[2] / "docs" / "resume.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "resume.md").read_text()
     assert re.search(rf"^\| {ranks:,} \| .* \| {sent:.2f} \| {ring:.2f} \|$", page, re.M)
 
 

@@ -17,7 +17,7 @@ from lib.launch import requeue
 from lib.utils.checkpoint import run_folder
 from scripts import reading, status
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FLAGS = "-cpu 1 -arch mlp -epochs 2 -log_every 5"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import CLEAN
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 OLD = re.search(r'^name = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
 NAME = "twenty-four-letter-names"
 INDEPENDENT = ("tests/test_resume.py", "tests/test_train.py")

@@ -15,7 +15,7 @@ from processes import until
 from lib.config import plugins
 from scripts import completion
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # At TAB the completed line is written to a file and cleared before zsh can run it.
 ZSH = """autoload -U compinit; compinit -u; eval "$(<{script})"; unsetopt beep
 show() {{ zle expand-or-complete; print -r -- "$BUFFER" >> {message}; BUFFER= }}; zle -N show; bindkey '^I' show

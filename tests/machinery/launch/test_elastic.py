@@ -22,7 +22,7 @@ from lib.utils.checkpoint import resume, run_folder
 from lib.utils.distributed import World
 
 pytestmark = pytest.mark.timeout(600)  # 4,000 steps take minutes on a machine with other work
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FLAGS = "-cpu 1 -threads 1 -micro_batch 16 -epochs 200 -save_every 500epochs -log_every 10 -model elastic "
 FLAGS += "-arch mlp -mlp_depth 0 -optimizer sgd -lr_start 0.05"
 

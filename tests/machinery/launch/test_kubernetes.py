@@ -19,7 +19,7 @@ from processes import CLEAN, until
 
 from lib.utils.checkpoint import run_folder
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "scripts" / "kubernetes"
 DOCUMENTS = {
     (name, document["kind"]): document

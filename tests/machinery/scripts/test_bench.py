@@ -11,7 +11,7 @@ import pytest
 from scripts.bench import compare, samplers
 from scripts.bench.compare import BATON, LIMIT, PLAIN, STOCK, Case, Options, Run
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DIGITS = "-dataset digits -epochs 2"
 ONE_THREAD = Options(threads=1)
 

@@ -15,7 +15,7 @@ import pytest
 from processes import CLEAN, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NETWORKS = {"baton_a": "10.77.0.1", "baton_b": "10.77.0.2"}
 
 

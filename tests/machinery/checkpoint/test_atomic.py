@@ -17,7 +17,7 @@ from lib.utils.checkpoint import atomic
 from lib.utils.compat import atomic_directory
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 OLD, NEW, NEWER = 8, 9, 10  # steps; sorted as strings, the last is the first
 
 

@@ -20,7 +20,7 @@ from lib.utils import distributed
 from lib.utils.checkpoint import resume, run_folder
 from lib.utils.distributed import World
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
 

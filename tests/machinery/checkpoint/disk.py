@@ -75,7 +75,7 @@ class Disk:
         return self.root if path == "." else folder.entries[name]
 
     def apply(self, call: tuple):
-        """One call, as tests/machinery/crash.py records them."""
+        """One call, as crash.py records them."""
         match call:
             case ("open" | "read", path, handle, flags):
                 folder, name = self.place(path)
