@@ -1,7 +1,6 @@
 """The cluster scripts on a machine without a cluster: fakes of `module`, uv, srun, sbatch and torchrun print their
 arguments."""
 
-import errno
 import os
 import shutil
 import socket
@@ -55,16 +54,6 @@ def test_set_up_on_a_login_node_loads_modules_and_installs_packages(project):
     assert "ready: . .venv/bin/activate; python train.py -slurm" in output
     again = bash(project, f"{MODULE} ./scripts/slurm/set_up.sh", BATON_MODULES="CUDA/12.8", PYTHON="python")
     assert again.startswith("module load CUDA/12.8\nready:"), "the second call installs nothing"
-
-
-def test_modules_are_loaded_only_where_the_module_command_exists(project):
-    for variables, command, wanted in (
-        ({}, MODULE, ""),
-        ({"SYSTEMNAME": "jusuf"}, "", ""),
-        ({"SYSTEMNAME": "jusuf", "BATON_MODULES": ""}, MODULE, ""),
-        ({"BATON_MODULES": "A B/1"}, MODULE, "module load A\nmodule load B/1\n"),
-    ):
-        assert bash(project, f"set -eu; {command} . scripts/slurm/modules.sh", **variables) == wanted
 
 
 AGENT = """for arg in "$@"; do
@@ -171,31 +160,6 @@ def test_a_missing_etcd_package_is_reported_in_one_line(monkeypatch, capsys):
     assert agent.main("elastic", "127.0.0.1:2379", "-cpu", "1") == 0
 
 
-def test_an_elastic_restart_with_reset_gets_the_given_run_id_and_number_of_processes(project):
-    fake_program(project, "torchrun", AGENT)
-    output = bash(project, "./scripts/elastic.sh -reset -cpu 3", HEAD="127.0.0.1:1", RUN_ID="again")
-    assert "arg --rdzv_id=again\n" in output and "arg --nproc_per_node=3\n" in output
-    shown = bash(project, "./scripts/elastic.sh -h", HEAD="127.0.0.1:1")
-    assert "-epochs" in shown and "arg" not in shown.split()
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="mini_cluster.sh needs root")
-def test_the_mini_cluster_refuses_a_folder_that_another_user_may_have_filled(tmp_path):
-    """As root, the script runs files of this folder and ends the processes that its pid files name."""
-    script = ROOT / "scripts" / "slurm" / "mini_cluster.sh"
-    theirs, shared, link = (tmp_path / name for name in ("theirs", "shared", "link"))
-    for folder, owner, mode in ((theirs, 65534, 0o700), (shared, 0, 0o777)):
-        folder.mkdir()
-        (folder / "slurmd.n1.pid").write_text("1")
-        folder.chmod(mode)
-        os.chown(folder, owner, owner)
-    link.symlink_to(theirs)
-    for action, folder in (("stop", theirs), ("start", shared), ("stop", link)):
-        output = subprocess.run([script, action, folder], capture_output=True, text=True, timeout=60)
-        assert output.returncode == 1 and "name a folder that is root's alone" in output.stderr
-        assert [path.name for path in folder.iterdir()] == ["slurmd.n1.pid"]
-
-
 def test_an_error_of_sbatch_is_reported_in_one_line(project, monkeypatch, capsys):
     error = "sbatch: error: Batch job submission failed: Invalid partition name specified"
     fake_program(project, "sbatch", f"echo '{error}' >&2; exit 1")
@@ -204,19 +168,6 @@ def test_an_error_of_sbatch_is_reported_in_one_line(project, monkeypatch, capsys
     assert capsys.readouterr().err == f"train.py: -slurm: sbatch refused the job: {error}\n"
     assert train.main(["-slurm", "-gpus", "0", "-out", str(project / "out")]) == 2
     assert "-gpus 0 with -slurm: Slurm says which GPUs" in capsys.readouterr().err
-
-
-def test_an_error_before_sbatch_is_called_is_not_blamed_on_sbatch(project, monkeypatch, capsys):
-    fake_program(project, "sbatch", "exit 0")
-    monkeypatch.setenv("PATH", f"{project / 'bin'}:{os.environ['PATH']}")
-
-    def full(*args, **options):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "copytree", full)
-        assert train.main(["-slurm", "-out", str(project / "out")]) == 2
-        assert "No space left on device" in (message := capsys.readouterr().err) and "-slurm_dir" in message
 
 
 def test_a_job_folder_is_private_if_baton_creates_it(project, monkeypatch):

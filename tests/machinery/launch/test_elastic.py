@@ -15,11 +15,7 @@ import ports
 import pytest
 from cluster import require
 from processes import CLEAN, until
-from runs import distance, lines, outcome, run, same_tensors
-from safetensors.torch import load_file
-
-from lib.utils.checkpoint import resume, run_folder
-from lib.utils.distributed import World
+from runs import distance, lines, outcome, run
 
 pytestmark = pytest.mark.timeout(600)  # 4,000 steps take minutes on a machine with other work
 ROOT = Path(__file__).resolve().parents[3]
@@ -99,54 +95,6 @@ def test_a_run_continues_when_nodes_join_and_are_lost(tmp_path, nodes, single):
     print({"joined_s": joined["took"], "worker_s": replaced["took"], "agent_s": smaller["took"]})
 
 
-def test_losing_the_head_node_ends_the_others_and_a_new_start_resumes(tmp_path, nodes, single):
-    env = {"HEAD": f"127.0.0.1:{ports.free()}"}
-    log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
-    head, other = nodes(**env), nodes(**env)
-    _wait_until_it_trains(log, starts=1)
-    worker = head.worker()
-    os.kill(head.agent.pid, signal.SIGKILL)
-    os.kill(worker, signal.SIGKILL)
-    assert other.agent.wait(60) != 0
-    again = nodes(**{**env, "HEAD": f"127.0.0.1:{ports.free()}", "NODES": "1:1", "IS_HOST": "1"})
-    assert again.agent.wait(400) == 0
-    _check_same_end(tmp_path / "out" / "elastic", single)
-
-
-def test_without_a_shared_disk_nodes_send_the_checkpoint_to_nodes_that_join(tmp_path, nodes, single):
-    """A node joins without a checkpoint; later it joins again with an old and a damaged one.
-
-    At first it becomes rank 0, because torchrun sorts nodes by address and process id.
-    """
-    env = {"HEAD": f"127.0.0.1:{ports.free()}"}
-    joiner = nodes("theirs", "later", **env, IS_HOST="0")
-    head = nodes("ours", **env, IS_HOST="1")
-    ours, theirs = (tmp_path / out / "elastic" for out in ("ours", "theirs"))
-    _wait_until_it_trains(ours / "logs" / "rank_0.log", starts=1)
-    (tmp_path / "later").touch()
-    log = theirs / "logs" / "rank_0.log"
-    assert _resumed_step(log) > 0 and "rank 1 sends it" in log.read_text()
-    until((theirs / "best" / "weights.safetensors").exists)
-
-    os.kill(joiner.agent.pid, signal.SIGTERM)
-    assert joiner.agent.wait(60)
-    assert _resumed_step(ours / "logs" / "rank_0.log") > 0, "another node is rank 0 now"
-    newest = run_folder.list_checkpoints(theirs / "checkpoints")[0]
-    shard = next(newest.glob("shard_*"))
-    shard.write_bytes(shard.read_bytes()[:-8])
-    joiner = nodes("theirs", **env)
-    assert _resumed_step(theirs / "logs" / "rank_1.log") > int(newest.name.partition("step_")[2])
-
-    assert head.agent.wait(300) == joiner.agent.wait(300) == 0
-    for folder in (ours, theirs):
-        _check_same_end(folder, single)
-        assert (folder / "config.yaml").exists()
-        assert resume.find_newest_good(folder / "checkpoints", World()).manifest["state"]["step"] == 4000
-        for name in ("best", "final"):
-            weights, truth = (load_file(one / name / "weights.safetensors") for one in (folder, single))
-            assert same_tensors(weights, truth), name
-
-
 @pytest.fixture
 def etcd(tmp_path):
     """The address of an etcd server."""
@@ -193,12 +141,6 @@ def _wait_for_start(log, starts, limit):
     resumed_at = int(re.findall(r"resuming from .*: epoch \d+, step (\d+)", text)[-1])
     stopped = [int(step) for step in re.findall(r"stopped \(.*\) in epoch \d+ at step (\d+)", text)]
     return {"resumed": resumed_at, "stopped": stopped[-1] if stopped else None, "took": time.monotonic() - began}
-
-
-def _resumed_step(log):
-    """Wait until a rank resumes from a checkpoint and return the step."""
-    until(lambda: log.exists() and "resuming from" in log.read_text())
-    return int(re.findall(r"resuming from .*: epoch \d+, step (\d+)", log.read_text())[-1])
 
 
 def _steps(log):

@@ -11,7 +11,6 @@ import pytest
 from command_line import parsed
 
 from lib.launch import environment, slurm_task
-from lib.utils.errors import UsageError
 from scripts import agent
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -74,16 +73,10 @@ def test_variables_for_debugging_and_caches_are_set_before_torch_is_imported(bar
         assert f"'{name}': '{value}'" in loud.stdout
 
 
-def test_deterministic_runs_set_the_cublas_workspace(bare):
-    bare.setenv("OMP_WAIT_POLICY", "active")
-    assert environment.export(parsed("-deterministic")) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-
-
 @pytest.mark.parametrize(
     ("visible", "flags", "chosen"),
     [
         ({}, "-gpus 0,1", "0,1"),
-        ({"CUDA": "4,5"}, "-gpus 0,1", "4,5"),
         ({"CUDA": "4, 5"}, "-gpus 1,0", "5,4"),
         ({"CUDA": "GPU-aa,GPU-bb"}, "-gpus 1", "GPU-bb"),
         ({"CUDA": "0,1", "HIP": "4,5,6"}, "-gpus 1,2", "5,6"),
@@ -98,12 +91,6 @@ def test_gpus_are_numbered_among_the_visible_ones(visible, flags, chosen, bare):
         bare.setenv(f"{name}_VISIBLE_DEVICES", value)
     environment.choose_gpus(parsed(flags))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == chosen == os.environ.get("HIP_VISIBLE_DEVICES", chosen)
-
-
-def test_a_gpu_beyond_the_visible_ones_is_refused(bare):
-    bare.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with pytest.raises(UsageError, match="-gpus 1,2: 2 GPUs are visible here"):
-        environment.choose_gpus(parsed("-gpus 1,2"))
 
 
 @pytest.mark.parametrize("system", ["juwels", "juwelsbooster", "jurecadc", "jusuf"])

@@ -40,20 +40,6 @@ GIVEN = {
 }
 
 
-def test_each_file_has_the_names_that_the_operators_search_for_and_a_process_for_each_gpu():
-    runtime = DOCUMENTS["trainjob", "TrainingRuntime"]
-    assert (JOB["runtimeRef"]["kind"], JOB["runtimeRef"]["name"]) == (runtime["kind"], runtime["metadata"]["name"])
-    replicated = RUNTIME["template"]["spec"]["replicatedJobs"][0]
-    labels = replicated["template"]["metadata"]["labels"]
-    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    assert replicated["name"] == PODS["v2"]["containers"][0]["name"] == "node"
-    assert PODS["v1"]["containers"][0]["name"] == "pytorch"
-    assert not any(one["name"].startswith("PET_") for one in JOB["trainer"]["env"]), "reserved for the operator"
-    assert "Master" not in OPERATOR["pytorchReplicaSpecs"], "it would set RANK in the pod"
-    assert JOB["trainer"]["numProcPerNode"] == JOB["trainer"]["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
-    assert int(OPERATOR["nprocPerNode"]) == STARTS["v1"]["resources"]["limits"]["nvidia.com/gpu"]
-
-
 @pytest.mark.parametrize("kind", ["TrainingRuntime", "TrainJob"])
 def test_kubeflow_trainer_knows_every_key_of_its_files(kind):
     document = DOCUMENTS["trainjob", kind]
@@ -67,19 +53,6 @@ def test_kubernetes_knows_every_key_of_its_files():
     assert len(own) == 5
     for document in own + pods:
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
-
-
-def test_only_the_pods_of_runs_can_connect_to_runs_and_etcd():
-    rules = DOCUMENTS["network", "NetworkPolicy"]["spec"]
-    assert rules["policyTypes"] == ["Ingress"]
-    [chosen], [peers] = rules["podSelector"]["matchExpressions"], [rule["from"] for rule in rules["ingress"]]
-    runs = [
-        RUNTIME["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"]["labels"],
-        OPERATOR["pytorchReplicaSpecs"]["Worker"]["template"]["metadata"]["labels"],
-    ]
-    etcd = DOCUMENTS["etcd", "Deployment"]["spec"]["template"]["metadata"]["labels"]
-    assert chosen["operator"] == "In" and all(labels["app"] in chosen["values"] for labels in [*runs, etcd])
-    assert all(peers == [{"podSelector": {"matchLabels": labels}}] for labels in runs)
 
 
 @pytest.mark.parametrize("kind", PODS)
@@ -97,28 +70,6 @@ def test_a_pod_starts_a_file_of_the_image_with_flags_that_train_py_accepts(kind)
 
     cut = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-(\d+)", (ROOT / "scripts" / "elastic.sh").read_text())[1])
     assert args.grace_s < cut < pod["terminationGracePeriodSeconds"]
-
-
-@pytest.mark.parametrize("pod", [*PODS.values(), DOCUMENTS["etcd", "Deployment"]["spec"]["template"]["spec"]])
-def test_no_pod_runs_as_root_or_with_capabilities_or_a_token(pod):
-    rights = pod["securityContext"]
-    assert pod["automountServiceAccountToken"] is False
-    assert rights["runAsNonRoot"] and rights["runAsUser"] == rights["fsGroup"] == 1000
-    assert rights["seccompProfile"] == {"type": "RuntimeDefault"}
-    own = pod["containers"][0]["securityContext"]
-    assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-
-
-def test_etcd_has_the_address_that_the_job_uses():
-    service, deployment = DOCUMENTS["etcd", "Service"], DOCUMENTS["etcd", "Deployment"]["spec"]
-    assert service["spec"]["selector"] == deployment["template"]["metadata"]["labels"]
-    etcd = deployment["template"]["spec"]["containers"][0]
-    port, address = etcd["ports"][0]["containerPort"], service["metadata"]["name"]
-    assert f"--advertise-client-urls=http://{address}:{port}" in etcd["command"] and "--enable-v2" in etcd["command"]
-    claim = deployment["template"]["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"]
-    assert claim == DOCUMENTS["etcd", "PersistentVolumeClaim"]["metadata"]["name"], "its data must outlive its pod"
-    pages = (FOLDER / "README.md").read_text() + (FOLDER / "pytorchjob.yaml").read_text()
-    assert pages.count(f"rdzvHost: {address}") == 2 and f"HEAD={address}:{port}" in pages
 
 
 def test_the_image_starts_the_default_run_from_the_files_of_its_build_context(tmp_path):

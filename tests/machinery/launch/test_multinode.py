@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import saves
-from runs import distance, lines, outcome, plugins, run, same_tensors
+from runs import distance, outcome, plugins, run, same_tensors
 from safetensors.torch import load_file
 from saves import SMALL, log_of, names
 
@@ -17,10 +17,8 @@ import train
 from lib import config
 from lib.trainer import trainer
 from lib.utils import distributed
-from lib.utils.checkpoint import resume, run_folder
-from lib.utils.distributed import World
+from lib.utils.checkpoint import run_folder
 
-ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
 
@@ -102,30 +100,6 @@ def test_a_run_resumes_with_the_same_bits_after_a_node_is_replaced_by_an_empty_o
     assert f"out: {tmp_path}/node1" in (two / "config.yaml").read_text()
 
 
-def test_a_node_that_joins_gets_a_checkpoint_and_the_best_weights_at_once(finished_run, tmp_path, monkeypatch):
-    """So the other nodes may leave before the next step. The node that joins is rank 0."""
-    _give_each_process_a_disk(monkeypatch)
-    flags = f"{SMALL} -cpu 2 -limit_steps 9"
-    one, two, _ = _run_on_nodes(tmp_path, flags, wanted=75)
-    shutil.rmtree(one)
-    _run_on_nodes(tmp_path, flags, wanted=75)
-    assert saves.steps(one) == [9] and "; rank 1 sends it" in log_of(one)
-    assert outcome(one)["best"] and len(lines(two)) == 4 and not lines(one), "only of steps in which it took part"
-    assert same_tensors(*(load_file(each / "best" / "weights.safetensors") for each in (one, two)))
-    shutil.rmtree(two)
-    _run_on_nodes(tmp_path, f"{SMALL} -cpu 2")
-    assert _tensors_of(one) == _tensors_of(two) == _tensors_of(finished_run)
-    truth = saves.bits(finished_run)["figures"]
-    for figures in (saves.bits(each)["figures"] for each in (one, two)):
-        assert figures == truth[-len(figures) :]
-
-
-def test_best_weights_that_no_node_has_are_not_sent(tmp_path):
-    checkpoint, manifest = tmp_path / "checkpoints" / "000001_step_1", {"state": {"best": {"epoch": 1}}}
-    past = resume.Past(checkpoint, manifest, damaged=[], sender=0, missing_on={1: "is not there"})
-    assert resume.best_weights(past, World()) == {} and manifest == {"state": {"best": None}}
-
-
 def _tensors_of(folder):
     """The checksums of all tensors that a run saved."""
     return {name: value for name, value in saves.bits(folder).items() if name != "figures"}
@@ -148,16 +122,6 @@ def test_a_node_that_joins_does_not_reset_the_run_again(tmp_path, monkeypatch):
     shutil.rmtree(two.parent)
     _run_on_nodes(tmp_path, f"{flags} 2 -limit_steps 9", wanted=75)
     assert saves.steps(two)[0] == 9 and "step_7: epoch" in log_of(two, 1)
-
-
-def test_the_checkpoint_of_another_run_is_sent_to_nodes_that_lack_it(finished_run, tmp_path, monkeypatch):
-    _give_each_process_a_disk(monkeypatch)
-    real = resume._names
-    monkeypatch.setattr(resume, "_names", lambda path: [] if os.environ["RANK"] == "1" else real(path))
-    one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2 -resume {finished_run}")
-    assert f"{names(finished_run)[0]} is not there; rank 0 sends it" in log_of(two, 1)
-    assert distance(one, finished_run) == distance(two, finished_run) == 0.0
-    assert saves.steps(one) == saves.steps(two) == [12]
 
 
 def test_fsdp_without_a_shared_disk_is_refused_before_a_checkpoint_is_sent(tmp_path, monkeypatch, refused):
@@ -251,27 +215,6 @@ def test_a_restart_of_nodes_with_different_launch_ids_does_not_apply_reset_again
     monkeypatch.undo()
     run(tmp_path, flags)
     assert (tmp_path / ".old").exists(), "a new command applies -reset"
-
-
-def test_the_error_of_a_failed_rank_is_kept_whether_it_or_a_lost_peer_writes_first(tmp_path):
-
-    def fail(world, error):
-        folder = run_folder.RunFolder(
-            config.parse_args(["-out", str(tmp_path.parent), "-model", tmp_path.name]), world
-        )
-        folder.begun = True
-        folder.fail(error)
-
-    ours = World(launch="one")
-    lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
-    true = ValueError("a broken sample")
-    for first, second in ((lost, true), (true, lost)):
-        run_folder.write_outcome(tmp_path, ours, "running")
-        fail(ours, first)
-        fail(ours, second)
-        assert "a broken sample" in outcome(tmp_path)["reason"] and not outcome(tmp_path)["lost_peer"]
-    fail(World(launch="two"), lost)
-    assert outcome(tmp_path)["lost_peer"], "of the next launch"
 
 
 def test_a_flag_that_differs_between_nodes_is_refused_with_both_values(tmp_path, monkeypatch, refused):

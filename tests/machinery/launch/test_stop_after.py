@@ -83,19 +83,3 @@ def test_stop_after_without_a_val_split_is_refused(tmp_path, capfd):
     with runs_plugins(dataset={"trained": lambda args: PLUGINS["dataset"]["few"](args)["train"]}):
         message = saves.refused(tmp_path, f"{SMALL} -dataset trained -stop_after 2", capfd)
     assert "-stop_after 2: there is no val split to choose by" in message
-
-
-def test_a_killed_run_stops_early_at_the_same_step_with_the_same_bits(start):
-    flags = ("-epochs", 40, "-lr_start", 0.01, "-stop_after", 2, "-save_every", "7steps")
-    uninterrupted = start("uninterrupted", *flags)
-    assert uninterrupted.wait() == 0
-    last = uninterrupted.outcome()
-    assert last["reason"].startswith("-stop_after 2: nothing better since epoch ") and 2 < last["epoch"] < 40
-    for step in (25, last["step"] - 5):
-        fault = {"do": "send_signal", "signal": "SIGKILL", "step": step, "rank": 0}
-        assert start("killed", *flags, fault=fault).wait() == 1
-    again = start("killed", *flags)
-    assert again.wait() == 0
-    assert again.weights() == uninterrupted.weights()
-    for name in ("state", "epoch", "step", "best", "reason", "test"):
-        assert again.outcome()[name] == last[name]

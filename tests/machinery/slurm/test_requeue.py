@@ -69,13 +69,6 @@ def test_a_second_start_in_a_row_without_progress_is_the_last():
         assert verdict_for(**facts, gained=False, in_vain=True) == wanted
 
 
-def test_the_fields_of_outcome_json_decide_and_not_the_text_of_its_reason():
-    """A file name or error message may contain the same text. Older runs only have the text."""
-    assert "asked to stop" in verdict_for(reason="the file STOP is in the run's folder", signal=None)[1]
-    assert "asked to stop" in verdict_for(reason="signal SIGUSR2")[1]
-    assert "the run failed" in verdict_for("failed", reason="rank 1: ValueError: NCCL, gloo, Connection closed")[1]
-
-
 @pytest.mark.parametrize(
     ("error", "lost"),
     [
@@ -168,31 +161,6 @@ def test_a_job_is_requeued_once_for_each_start(stopped, monkeypatch):
         assert requeue.finish_job(stopped, 137) == code, "no progress in the second start either"
     write_outcome(stopped.parent / "run", "12.0", {"state": "finished"})
     assert requeue.finish_job(stopped, 137) == 0
-
-
-def test_preemptions_do_not_count_as_starts_that_gained_nothing(stopped, monkeypatch):
-    fake_scontrol(stopped.parent, "JobState=RUNNING StartTime=2026-11-21T03:22:53 PreemptTime=2026-11-21T03:22:56")
-    for count in (1, 2, 3):
-        monkeypatch.setenv("SLURM_RESTART_COUNT", str(count))
-        requeue.record_start(stopped, stopped.parent / "run")
-        assert requeue.finish_job(stopped, 137) == 0
-
-
-def test_a_job_that_trains_twice_in_one_start_records_the_second_run(stopped):
-    """As one whose script has two commands: the first run's checkpoints are no progress of the second."""
-    requeue.record_start(stopped, stopped.parent / "run")
-    start = json.loads(stopped.read_text())
-    assert start["restart"] == 0 and start["checkpoint"] == "000001_step_9"
-
-
-def test_any_new_checkpoint_counts_as_progress(tmp_path):
-    """Even one of an earlier step, as after a change of -batch_size."""
-    for name in ("000001_step_10", "000002_step_10", "000003_step_12.partial", "000003_step_99.corrupt"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert requeue.newest_checkpoint(tmp_path) == "000002_step_10"
-    (tmp_path / "checkpoints" / "000003_step_3").mkdir()
-    assert requeue.newest_checkpoint(tmp_path) == "000003_step_3"
-    assert requeue.newest_checkpoint(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(
