@@ -18,11 +18,9 @@ LONGEST = """slurm elastic readme stops chaos gpu launch new sweep check_resume 
 SLOW_FIXTURES = {"start", "uninterrupted", "fork"}
 SLOW_TESTS = """
     test_a_terminal_that_was_closed_does_not_stop_the_run
-    test_any_call_of_a_save_may_fail_once_or_from_then_on
     test_variables_for_debugging_and_caches_are_set_before_torch_is_imported
     test_a_torchvision_classifier_of_each_family_has_one_output_for_each_class
     test_the_benchmark_of_the_samplers_runs_in_new_processes
-    test_samples_that_loader_processes_prefetch_do_not_count_as_progress
     test_a_tokenizer_is_trained_and_can_be_used_for_other_texts
     test_a_compiled_run_keeps_its_parameter_names_and_resumes_uncompiled
 """.split()

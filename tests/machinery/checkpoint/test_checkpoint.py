@@ -3,11 +3,8 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +14,7 @@ from runs import few, lines, outcome, plugins, run, same_tensors
 from safetensors.torch import load_file
 from saves import SMALL, all_entries, log_of, names, new_checkpoints, save
 
-from lib.utils import distributed
-from lib.utils.checkpoint import manager, resume, shards, weights
-from lib.utils.distributed import World
+from lib.utils.checkpoint import manager, shards, weights
 from lib.utils.monitoring import metrics
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -43,35 +38,6 @@ def test_a_save_contains_the_state_at_its_beginning_even_if_tensors_change_befor
     checkpoints.close()
     saved = saves.tensors(tmp_path / "checkpoints" / "000001_step_3")
     assert same_tensors(saved, now)
-
-
-def test_a_run_continues_during_a_slow_write_and_its_checkpoints_are_the_same(finished_run, tmp_path, monkeypatch):
-    """The runs have dropout, BatchNorm and accumulated micro-batches."""
-    real = shards.write
-    monkeypatch.setattr(shards, "write", lambda *args: (time.sleep(0.03), real(*args))[1])
-    slow = run(tmp_path, f"{SMALL} -cpu 2 -save_every 1steps -keep_last 99")
-    assert names(slow) == names(finished_run) and len(names(slow)) == 13
-    for name in names(slow):
-        manifests = [shards.read_manifest(folder / "checkpoints" / name) for folder in (slow, finished_run)]
-        assert manifests[0]["shards"] == manifests[1]["shards"], name
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the threads of a process")
-def test_a_save_starts_no_openmp_threads(tmp_path, monkeypatch):
-    """More OpenMP threads than cores would not wait actively."""
-    found, real, threads = [], shards.write, Path("/proc/self/task")
-
-    def write(*args):
-        found.append(len([*threads.iterdir()]))
-        return real(*args)
-
-    monkeypatch.setattr(shards, "write", write)
-    checkpoints = new_checkpoints(tmp_path)
-    wide = {"model.weight": torch.ones(1 << 20)}
-    count = len([*threads.iterdir()])
-    checkpoints.save(wide, {}, step=1)
-    checkpoints.close()
-    assert found == [count + 1]
 
 
 def test_at_most_one_save_is_in_progress_and_the_next_one_waits_for_it(tmp_path, monkeypatch):
@@ -99,37 +65,6 @@ def test_at_most_one_save_is_in_progress_and_the_next_one_waits_for_it(tmp_path,
     assert saves.steps(tmp_path) == [4, 3, 2, 1]
 
 
-def test_shapes_may_change_from_one_save_to_the_next(tmp_path):
-    checkpoints = new_checkpoints(tmp_path)
-    for step in (1, 2):
-        save(checkpoints, step)
-    tensors = {"model.weight": torch.arange(6.0).reshape(2, 3).t(), "model.on": torch.tensor([True, False])}
-    checkpoints.save(tensors, {}, step=3)
-    checkpoints.close()
-    saved = saves.tensors(tmp_path / "checkpoints" / "000003_step_3")
-    assert same_tensors(saved, tensors)
-
-
-def test_a_manifest_directly_in_the_checkpoints_folder_is_ignored(copy):
-    there = names(copy)
-    shutil.copy(copy / "checkpoints" / there[0] / "manifest.json", copy / "checkpoints")
-    run(copy.parent, f"{SMALL} -cpu 2 -model {copy.name}")
-    assert set(there) <= set(names(copy)) and outcome(copy)["state"] == "finished"
-
-
-def test_a_save_starts_no_process(monkeypatch):
-    from lib.utils import runtime
-
-    started, world = [], World(launch="a test")
-    real = runtime.subprocess.run
-    monkeypatch.setattr(
-        runtime.subprocess, "run", lambda *args, **more: started.append(args[0][2]) or real(*args, **more)
-    )
-    before = runtime.describe(world)
-    assert started == ["rev-parse", "status"] and before["git"] == runtime.describe(world)["git"]
-    assert started == ["rev-parse", "status"]
-
-
 def test_only_rank_0_calls_git_and_only_once(tmp_path, monkeypatch):
     from lib.utils import runtime
 
@@ -145,24 +80,6 @@ def test_only_rank_0_calls_git_and_only_once(tmp_path, monkeypatch):
     assert (tmp_path / "git_calls").read_text().splitlines() == ["0 rev-parse", "0 status"]
     newest = folder / "checkpoints" / names(folder)[0]
     assert shards.read_manifest(newest)["about"]["git"] == real("rev-parse", "HEAD")
-
-
-def test_calling_git_takes_no_lock_that_a_kill_would_leave(tmp_path, monkeypatch):
-    from lib.utils import runtime
-
-    source = tmp_path / "lib" / "utils" / "code.py"
-    source.parent.mkdir(parents=True)
-    source.touch()
-    who = ("-c", "user.name=x", "-c", "user.email=x@example.org")
-    for command in (["init"], ["add", "."], [*who, "commit", "-m", "x"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
-    os.utime(source, (1, 1))  # git would write to its index, under a lock, that the file is unchanged
-    before = (tmp_path / ".git" / "index").read_bytes()
-    monkeypatch.setattr(runtime, "__file__", str(source))
-    assert runtime._git("status", "--porcelain") == ""
-    assert (tmp_path / ".git" / "index").read_bytes() == before
-    subprocess.run(["git", "status"], cwd=tmp_path, check=True, capture_output=True)
-    assert (tmp_path / ".git" / "index").read_bytes() != before, "otherwise this test proves nothing"
 
 
 # Retention
@@ -187,22 +104,6 @@ def test_the_checkpoint_that_was_saved_last_is_the_newest_whatever_its_step_and_
     save(checkpoints, 1)
     assert names(tmp_path) == ["000009_step_1", "000008_step_2"] and saves.kept(tmp_path) == [2]
     checkpoints.close()
-
-
-def test_a_removal_that_fails_half_way_leaves_no_folder_that_looks_like_a_checkpoint(tmp_path, monkeypatch):
-    checkpoints = new_checkpoints(tmp_path, keep_last=1)
-    save(checkpoints, 1)
-
-    def remove(path, *args, ignore_errors):
-        assert ignore_errors
-        next(path.glob("*.safetensors")).unlink()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", remove)
-        save(checkpoints, 2)
-    assert names(tmp_path) == ["000002_step_2"] and len(all_entries(tmp_path)) == 2
-    assert saves.newest(tmp_path) == 2
-    assert all_entries(tmp_path) == ["000002_step_2"]
 
 
 def test_an_unknown_best_metric_is_one_clear_error_and_no_epoch_is_lost(refused, tmp_path):
@@ -312,34 +213,6 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_with_both_sizes(refus
         assert f"a checkpoint takes about {size:,} bytes, and {size - 1:,} are free" in line
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
         run(tmp_path, f"{SMALL} -cpu {cpu} -model enough_{cpu}")
-
-
-def test_the_size_that_is_checked_in_advance_is_about_that_of_the_files(finished_run):
-    newest = finished_run / "checkpoints" / names(finished_run)[0]
-    tensors = saves.tensors(newest)
-    weights = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("model."))
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    on_disk = sum(shard.stat().st_size for shard in newest.glob("shard_*"))
-    assert size <= on_disk < size + 6000
-    assert 0.9 * size < manager.ADAM * weights < 1.1 * size
-
-
-def test_other_files_in_the_checkpoints_folder_are_ignored_and_kept(tmp_path):
-    checkpoints = new_checkpoints(tmp_path)
-    save(checkpoints, 4)
-    for name in ("000009_step_9.txt", "9_step_9", "000008_steps_8", "000009_step_9.partial2", "notes"):
-        (tmp_path / "checkpoints" / name).touch()
-    (tmp_path / "checkpoints" / "000008_step_8_best").mkdir()
-    assert names(tmp_path) == ["000001_step_4"] and saves.newest(tmp_path) == 4
-    save(checkpoints, 5)
-    checkpoints.close()
-    assert {"notes", "000008_step_8_best"} <= set(all_entries(tmp_path))
-
-
-def test_a_single_process_needs_no_process_group_and_finds_no_checkpoint_in_a_new_folder(tmp_path):
-    checkpoints = new_checkpoints(tmp_path / "new")
-    assert resume.find_newest_good(checkpoints.folder, checkpoints.world) is None
-    assert distributed.gather(1, World()) == [1]
 
 
 def test_weights_have_the_same_bytes_in_whatever_order_their_tensors_come(tmp_path):

@@ -2,10 +2,7 @@
 
 import concurrent.futures
 import contextlib
-import errno
 import os
-import re
-import shutil
 import signal
 import stat
 import subprocess
@@ -15,17 +12,13 @@ import time
 import pytest
 import saves
 from runs import distance, outcome, run
-from saves import SMALL, all_entries, log_of, names
+from saves import SMALL, log_of, names
 
-import train
 from lib.trainer import trainer
 from lib.utils import preemption
-from lib.utils.checkpoint import manager, run_folder, shards
+from lib.utils.checkpoint import manager, shards
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
-WIDE = (
-    "-dataset few -arch mlp -mlp_width 256 -image_size 8 -num_classes 4 -batch_size 16 -epochs 4 -label_smoothing 0"
-)
 
 
 @pytest.fixture(scope="module")
@@ -85,19 +78,6 @@ def fill(disk):
                     file.write(bytes(size))
 
 
-def test_a_disk_that_is_full_for_a_while_loses_only_one_checkpoint(tmp_path, mount, monkeypatch):
-    uninterrupted, disk = run(tmp_path / "uninterrupted", WIDE), mount("12m")
-
-    call_at_steps(monkeypatch, {7: lambda: fill(disk), 11: (disk / "filler").unlink})
-    folder = run(disk, f"{WIDE} -keep_last 9")
-    assert saves.steps(folder) == [16, 12, 4] and len(all_entries(folder)) == 3
-    fault = r"000002_step_8 could not be saved \(rank 0: OSError: .*\[Errno 28\] No space left"
-    assert re.search(fault, log_of(folder)), "of its shard, or of the best weights that it names"
-    assert "training continues" in log_of(folder)
-    assert distance(folder, uninterrupted) == 0.0
-    assert not list(folder.rglob("*.partial"))
-
-
 def test_a_disk_that_stays_full_ends_the_run_and_the_older_checkpoint_is_good(
     mount, monkeypatch, finished_run, capfd
 ):
@@ -114,56 +94,19 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_older_checkpoint_is_good(
     assert distance(run(disk, SMALL), finished_run) == 0.0
 
 
-def test_an_error_is_raised_even_if_outcome_json_cannot_be_written(tmp_path, monkeypatch):
-    real = run_folder.write_outcome
-
-    def write_outcome(folder, world, state, **facts):
-        if state == "failed":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(folder, world, state, **facts)
-
-    def fail():
-        raise ValueError("the first cause")
-
-    monkeypatch.setattr(run_folder, "write_outcome", write_outcome)
-    call_at_steps(monkeypatch, {5: fail})
-    with pytest.raises(ValueError, match="the first cause"):
-        run(tmp_path, SMALL)
-
-
 # Missing folders and read-only disks
 
 
-def test_a_checkpoints_folder_that_is_deleted_during_the_run_is_created_again(tmp_path, monkeypatch, finished_run):
-    folder = tmp_path / finished_run.name
-
-    def delete():
-        while (folder / "checkpoints").exists():  # the run keeps writing there
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-
-    call_at_steps(monkeypatch, {5: delete})
-    run(tmp_path, f"{SMALL} -cpu 2")
-    assert saves.steps(folder) == [12, 8]
-    assert distance(folder, finished_run) < 1e-5 and outcome(folder)["state"] == "finished"
-
-
-@pytest.mark.parametrize(("cpu", "step", "look_s"), [(1, 5, 0.0), (2, 12, 99.0)])
-def test_a_run_whose_folder_is_moved_away_fails_with_the_reason_and_does_not_create_it_again(
-    tmp_path, monkeypatch, capfd, cpu, step, look_s
-):
+def test_a_run_whose_folder_is_moved_away_fails_with_the_reason_and_does_not_create_it_again(tmp_path, monkeypatch):
     folder = tmp_path / "out" / "few_norm_net"
 
     def take_away():
         folder.rename(tmp_path / "moved")
 
-    monkeypatch.setattr(preemption, "ASK_EVERY_S", look_s)
-    call_at_steps(monkeypatch, {step: take_away})
-    if cpu == 1:
-        with pytest.raises((OSError, manager.SaveError), match=f"No such file or directory: '{folder}/"):
-            run(tmp_path / "out", SMALL)
-    else:
-        assert train.main([*f"{SMALL} -cpu {cpu} -out {tmp_path}/out".split()]) == 1
-        assert f"No such file or directory: '{folder}/" in capfd.readouterr().err
+    monkeypatch.setattr(preemption, "ASK_EVERY_S", 0.0)
+    call_at_steps(monkeypatch, {5: take_away})
+    with pytest.raises((OSError, manager.SaveError), match=f"No such file or directory: '{folder}/"):
+        run(tmp_path / "out", SMALL)
     assert not folder.exists()
 
 
@@ -184,12 +127,9 @@ def test_a_read_only_disk_is_refused_and_its_checkpoints_can_be_resumed_elsewher
 # Slow disks
 
 
-@pytest.mark.parametrize(("cpu", "disk_s", "hang_minutes"), [(1, 1, 0.01), (2, 8, 0.1)])
-def test_a_slow_disk_is_no_hang_of_a_process_nor_of_the_ranks_that_wait_for_it(
-    tmp_path, monkeypatch, finished_run, cpu, disk_s, hang_minutes
-):
-    """Once the disk of the writing rank takes longer than a process may hang, or wait for another one."""
-    real, waits = os.fsync, [disk_s]
+def test_a_slow_disk_is_no_hang_of_the_ranks_that_wait_for_it(tmp_path, monkeypatch, finished_run):
+    """Once the disk of the writing rank takes longer than a process may wait for another one."""
+    real, waits = os.fsync, [8]
 
     def fsync(fd):
         if threading.current_thread().name.startswith("checkpoint") and waits:
@@ -197,7 +137,7 @@ def test_a_slow_disk_is_no_hang_of_a_process_nor_of_the_ranks_that_wait_for_it(
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    folder = run(tmp_path, f"{SMALL} -cpu {cpu} -save_every 99epochs -hang_minutes {hang_minutes}")
+    folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 99epochs -hang_minutes 0.1")
     assert saves.steps(folder) == [12] and distance(folder, finished_run) == 0.0
 
 
@@ -226,9 +166,8 @@ def test_a_restrictive_umask_a_link_and_a_name_with_spaces_work(tmp_path, monkey
 # Signals during a save
 
 
-@pytest.mark.parametrize("cpu", [1, 2])
 def test_signals_during_a_save_and_during_the_last_save_leave_both_checkpoints_complete(
-    tmp_path, monkeypatch, finished_run, cpu
+    tmp_path, monkeypatch, finished_run
 ):
     real = shards.write
 
@@ -241,8 +180,8 @@ def test_signals_during_a_save_and_during_the_last_save_leave_both_checkpoints_c
     with monkeypatch.context() as patch:
         patch.setattr(shards, "write", write)
         saves.stop_at(patch, 99)  # so that the ranks vote at every step
-        folder = run(tmp_path, f"{SMALL} -cpu {cpu} -keep_last 9", wanted=75)
+        folder = run(tmp_path, f"{SMALL} -cpu 2 -keep_last 9", wanted=75)
     assert len(names(folder)) >= 2 and saves.steps(folder)[-1] == 4  # with a slow disk the next save was reached
     for name in names(folder):
         saves.tensors(folder / "checkpoints" / name)
-    assert distance(run(tmp_path, f"{SMALL} -cpu {cpu} -keep_last 9"), finished_run) < (1e-30 if cpu == 1 else 1e-5)
+    assert distance(run(tmp_path, f"{SMALL} -cpu 2 -keep_last 9"), finished_run) == 0.0

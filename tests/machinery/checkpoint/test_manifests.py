@@ -71,15 +71,6 @@ def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(refused, 
 FILE = "shard_0000.safetensors"
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"9" * 10**5])
-def test_text_that_is_not_a_manifest_is_skipped(tmp_path, data):
-    checkpoints = saves.new_checkpoints(tmp_path)
-    for step in (1, 2):
-        saves.save(checkpoints, step)
-    (tmp_path / "checkpoints" / "000002_step_2" / "manifest.json").write_bytes(data)
-    assert saves.newest(tmp_path) == 1
-
-
 def test_files_with_a_valid_checksum_and_wrong_content_are_refused_and_no_code_is_executed(copy, tmp_path):
     newest = copy / "checkpoints" / names(copy)[0]
     mark, shard = tmp_path / "mark", newest / FILE

@@ -94,7 +94,7 @@ def _put_instead_of(name, make):
 
 SHARD, MANIFEST = "shard_0000.safetensors", "manifest.json"
 DAMAGE = {
-    **{f"{part} of a shard": _truncate(part) for part in (0, 0.001, 0.25, 0.5, 0.75, 0.99, 0.9999)},
+    **{f"{part} of a shard": _truncate(part) for part in (0, 0.5, 0.9999)},
     "no bytes of the manifest": lambda folder: os.truncate(folder / MANIFEST, 0),
     "a hole of 4 KB": _zero_block,
     "garbage behind a shard": _append_to(SHARD),
@@ -131,12 +131,11 @@ def test_a_damaged_checkpoint_is_reported_with_its_reason_and_the_one_before_is_
     assert saves.found(copy).folder == newest
 
 
-@pytest.mark.parametrize("cpu", [1, 2])
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(copy, finished_run, cpu):
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(copy, finished_run):
     for name, damage in zip(names(copy)[:2], ("a hole of 4 KB", "a shard missing"), strict=True):
         DAMAGE[damage](copy / "checkpoints" / name)
-    folder = run(copy.parent, f"{SMALL} -cpu {cpu} -keep_last 9")
-    assert distance(folder, finished_run) < (1e-5 if cpu == 1 else 1e-30)
+    folder = run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9")
+    assert distance(folder, finished_run) == 0.0
     before, _, after = log_of(folder).rpartition("an older checkpoint is taken")
     assert before.count("an older checkpoint is taken") == 1 and "resuming from" in after
     assert saves.steps(folder)[:2] == [12, 8], "new checkpoints count as newer than the damaged ones"
@@ -207,31 +206,10 @@ def test_if_a_rank_does_not_see_the_newest_checkpoint_no_older_one_is_used(copy,
     assert f"resuming from {copy}/checkpoints/{newest}:" in log_of(copy)
 
 
-LATEST = {
-    "dangling": lambda link: link.symlink_to("000099_step_99"),
-    "looping": lambda link: link.symlink_to("latest"),
-    "a file": lambda link: link.write_text("000001_step_4"),
-    "an older one": lambda link: link.symlink_to("000001_step_4"),
-    "a folder": lambda link: shutil.copytree(link.parent / "000001_step_4", link),
-}
-
-
-def test_a_link_to_the_latest_one_as_older_versions_made_it_is_ignored(copy):
-    shutil.rmtree(copy / "checkpoints" / names(copy)[0])
-    link = copy / "checkpoints" / "latest"
-    for what, make in LATEST.items():
-        link.unlink(missing_ok=True)
-        make(link)
-        assert saves.found(copy).folder.name == "000002_step_8", what
-    folder = run(copy.parent, f"{SMALL} -cpu 1")
-    assert f"resuming from {folder}/checkpoints/000002_step_8:" in log_of(folder)
-    assert names(folder)[0] == "000003_step_12"
-
-
 # Failing disks
 
 
-def fail_writes(monkeypatch, when, error=FULL):
+def fail_writes(monkeypatch, when):
     """Make the write of a shard fail half way if when(rank, step) is true."""
     real = shards.write
 
@@ -240,23 +218,21 @@ def fail_writes(monkeypatch, when, error=FULL):
             int(os.environ["RANK"]), int(path.parent.name.removesuffix(".partial").partition("_step_")[2])
         ):
             path.write_bytes(b"half")
-            raise error
+            raise FULL
         return real(path, *blocks)
 
     monkeypatch.setattr(shards, "write", write)
 
 
-@pytest.mark.parametrize(("cpu", "code"), [(1, errno.ENOSPC), (3, errno.ESTALE)])
-def test_a_save_that_fails_on_one_rank_loses_only_this_checkpoint(tmp_path, monkeypatch, cpu, code):
-    error = OSError(code, os.strerror(code))
-    fail_writes(monkeypatch, lambda rank, step: step in (4, 8) and rank == 0, error)
-    folder = run(tmp_path, f"{SMALL} -cpu {cpu} -keep_last 9 -save_every 2steps")
+def test_a_save_that_fails_on_one_rank_loses_only_this_checkpoint(tmp_path, monkeypatch):
+    fail_writes(monkeypatch, lambda rank, step: step in (4, 8) and rank == 0)
+    folder = run(tmp_path, f"{SMALL} -cpu 3 -keep_last 9 -save_every 2steps")
     assert saves.steps(folder) == [12, 12, 10, 6, 2]
     assert all_entries(folder) == sorted(names(folder))
-    for rank in range(cpu):
+    for rank in range(3):
         message = [line for line in log_of(folder, rank).splitlines() if "could not be saved" in line]
         assert len(message) == 2 and "WARNING" in message[0] and "training continues" in message[0]
-        assert f"000002_step_4 could not be saved (rank 0: OSError: [Errno {code}]" in message[0]
+        assert f"000002_step_4 could not be saved (rank 0: OSError: [Errno {errno.ENOSPC}]" in message[0]
 
 
 def test_three_failed_saves_in_a_row_end_the_run_and_the_older_checkpoint_is_good(

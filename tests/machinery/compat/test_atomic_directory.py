@@ -1,13 +1,15 @@
 """Links that survive copies, and AtomicDirectory on one and two processes: names, retention, errors on all ranks."""
 
 import errno
+import itertools
 import math
 import os
 import shutil
 import time
-import zipfile
 from pathlib import Path
 
+import crash
+import disk
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,20 +67,6 @@ def test_the_last_checkpoints_and_all_forced_ones_are_kept(tmp_path):
     assert [save(last) for _ in range(2)] and kept_numbers(tmp_path) == ["13", "1_force", "4_force"]
 
 
-def test_checkpoint_folders_are_recognized_by_name_and_number(tmp_path):
-    saver = AtomicDirectory(tmp_path, is_master=True, name="one", device="cpu")
-    save(saver)
-    save(saver, force=True)
-    (tmp_path / "one_checkpoint_5").write_text("no folder")
-    (tmp_path / "one_checkpoint_x").mkdir()
-    (tmp_path / "another_checkpoint_2").mkdir()
-    suffixes = {entry.name: saver.is_checkpoint_directory(str(entry)) for entry in tmp_path.iterdir()}
-    assert {name: suffix for name, suffix in suffixes.items() if suffix} == {
-        "one_checkpoint_0": "0",
-        "one_checkpoint_1_force": "1_force",
-    }
-
-
 def test_incomplete_checkpoints_are_removed(tmp_path):
     saver = AtomicDirectory(tmp_path, is_master=True)
     for _ in range(2):
@@ -119,25 +107,35 @@ def test_a_copied_folder_continues_independently(way, tmp_path):
     assert latest(saver) == old / "AtomicDirectory_checkpoint_10_force"
 
 
-def test_wrong_arguments_and_missing_folders_are_errors(tmp_path):
-    with pytest.raises(ValueError, match="'sync_some': one of sync_any, sync_all, async, mono"):
-        AtomicDirectory(tmp_path, strategy="sync_some")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError):
-        AtomicDirectory(tmp_path / "file", is_master=True)
-    saver = AtomicDirectory(tmp_path / "gone", is_master=True)
-    (tmp_path / "gone").rmdir()
-    with pytest.raises(FileNotFoundError):
-        saver.prepare_checkpoint_directory()
+# Kills and losses of power. A whole checkpoint of a run is cut in checkpoint/test_crash_states.
+
+OLD, NEW, NEWER = 8, 9, 10  # steps; sorted as strings, the last is the first
 
 
-def test_a_failing_atomic_torch_save_keeps_the_old_file_and_keywords_are_passed_on(tmp_path):
-    path = tmp_path / "model.pt"
-    atomic_torch_save({"a": torch.ones(3)}, str(path), _use_new_zipfile_serialization=False)
-    assert not zipfile.is_zipfile(path)
-    with pytest.raises((AttributeError, TypeError, RuntimeError)):
-        atomic_torch_save({"a": lambda: None}, path)
-    assert torch.load(path)["a"].tolist() == [1, 1, 1] and list(tmp_path.iterdir()) == [path]
+def save_step(folder, step):
+    saver = AtomicDirectory(folder, is_master=True, keep_last=1)
+    path = saver.prepare_checkpoint_directory()
+    atomic_torch_save({"step": step, "weights": torch.full((9999,), step)}, f"{path}/checkpoint.pt")
+    saver.symlink_latest(path)
+
+
+def found_step(folder):
+    """The step that a reader gets who follows the link, as the documentation of cycling_utils says."""
+    checkpoint = torch.load((folder / "AtomicDirectory.latest_checkpoint").readlink() / "checkpoint.pt")
+    assert (checkpoint["weights"] == checkpoint["step"]).all()
+    return checkpoint["step"]
+
+
+def test_a_save_that_is_killed_at_any_call_or_loses_power_leaves_the_old_or_new_state(tmp_path, no_fsync):
+    folder, save = tmp_path / "out", lambda: save_step(tmp_path / "out", NEW)
+    folder.mkdir()
+    save_step(folder, OLD)
+    for cut in itertools.chain(crash.kills(save, folder), crash.power_loss_states(save, folder)):
+        step = found_step(folder)
+        assert step == NEW if cut.finished else step in (OLD, NEW), cut.what
+        save_step(folder, NEWER)
+        assert found_step(folder) == NEWER, cut.what
+        assert not [name for name in disk.read_tree(folder) if name.endswith(".partial")], cut.what
 
 
 def raise_no_space(*_, **__):
@@ -145,7 +143,7 @@ def raise_no_space(*_, **__):
 
 
 def test_two_ranks_share_folders_and_an_error_on_one_is_raised_on_both(tmp_path):
-    checks = [_check_masters, _check_forced_saves, _check_failing_saves, _check_async, _check_mono]
+    checks = [_check_forced_saves, _check_failing_saves, _check_async, _check_mono]
 
     def run(rank):
         for check in checks:
@@ -181,12 +179,6 @@ def test_five_ranks_exchange_values_and_share_the_first_error(tmp_path):
 
     torch.set_num_threads(1)
     on_ranks(5, run, tmp_path)
-
-
-def _check_masters(rank, folder):
-    for masters in (0, 2):
-        with pytest.raises(ValueError, match=f"is_master=True on {masters} of 2 ranks"):
-            AtomicDirectory(folder, is_master=masters == 2)
 
 
 def _check_forced_saves(rank, folder):

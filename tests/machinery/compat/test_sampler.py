@@ -5,11 +5,10 @@ import json
 from collections import Counter
 
 import pytest
-import torch
 import truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from lib.utils.compat.samplers import (
     AdvancedTooFarError,
@@ -77,29 +76,6 @@ def test_an_epoch_with_changing_numbers_of_ranks_has_each_sample_once(n, epoch, 
     assert len(padding) < 9 and padding == list(itertools.islice(itertools.cycle(wanted), n, n + len(padding)))
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@settings(deadline=None, derandomize=True, max_examples=5)
-@given(n=st.integers(10, 60), batch=st.integers(1, 7), ranks=st.integers(1, 3), later=st.integers(1, 3), seed=SEEDS)
-@pytest.mark.parametrize("workers", [0, 3])
-def test_samples_that_loader_processes_prefetch_do_not_count_as_progress(workers, n, batch, ranks, later, seed):
-    def epoch(ranks, state, steps):
-        dealt = samplers(ranks, n, state=state, seed=seed)
-        shares = []
-        for sampler in dealt:
-            loaded = iter(DataLoader(torch.arange(n), batch, sampler=sampler, num_workers=workers))
-            shares.append([])
-            for part in itertools.islice(loaded, steps):
-                sampler.advance(len(part))
-                shares[-1] += part.tolist()
-        return dealt[0].state_dict(), [index for turn in zip(*shares, strict=True) for index in turn]
-
-    state, seen = epoch(ranks, {"epoch": 3, "progress": 0}, steps=2)
-    wanted = truth.order(n, seed=seed, epoch=3)
-    assert seen[:n] == wanted[: 2 * batch * ranks]
-    seen += epoch(later, state, steps=n)[1]
-    assert seen[:n] == wanted and len(seen) - n < max(ranks, later)
-
-
 @STEADY
 @given(n=st.integers(1, 200), seed=SEEDS, stop=st.integers(0, 250), epoch=EPOCHS)
 def test_a_sampler_of_a_shard_visits_all_of_it(n, seed, stop, epoch):
@@ -135,19 +111,6 @@ def test_advancing_past_the_end_is_an_error_and_changes_nothing():
     assert list(sampler) == []
 
 
-def test_a_state_with_more_samples_than_the_dataset_is_refused():
-    sampler = InterruptableDistributedSampler(range(10), 3, 0)
-    for progress, more in (
-        (5, {}),
-        (-1, {}),
-        (11, {"start": 0, "num_replicas": 1}),
-        (2, {"start": 9, "num_replicas": 4}),
-    ):
-        with pytest.raises(AdvancedTooFarError):
-            sampler.load_state_dict({"progress": progress, "epoch": 0, **more})
-        assert (sampler.progress, sampler.start, sampler.epoch) == (0, 0, 0)
-
-
 def test_set_epoch_is_refused_during_an_epoch():
     sampler = InterruptableDistributedSampler(range(10), 1, 0)
     sampler.set_epoch(1)
@@ -164,15 +127,6 @@ def test_set_epoch_is_refused_during_an_epoch():
     fewer.reset_progress()
     fewer.set_epoch(2)
     assert list(fewer) == truth.order(10, 2, 0, epoch=2)
-
-
-def test_after_load_state_dict_any_epoch_starts_at_the_saved_progress():
-    sampler = InterruptableDistributedSampler(range(10), 1, 0)
-    sampler.load_state_dict({"progress": 1, "epoch": 1})
-    with sampler.in_epoch(0):
-        assert list(sampler) == truth.order(10, epoch=0)[1:]
-    with sampler.in_epoch(1):
-        assert list(sampler) == truth.order(10, epoch=1)
 
 
 def test_an_exception_keeps_the_progress_of_the_epoch():
@@ -232,26 +186,3 @@ def test_grouped_batches_with_changing_numbers_of_ranks_come_once(groups, batch,
         return
     assert seen[: len(wanted)] == wanted
     assert len(seen) - len(wanted) < 9 and all(part in wanted for part in seen)
-
-
-def test_a_grouped_sampler_counts_batches_and_feeds_a_loader():
-    groups = torch.tensor([0, 1] * 10)
-    sampler = InterruptableDistributedGroupedBatchSampler(range(20), groups, 3, num_replicas=2, rank=1)
-    assert len(sampler) == 4
-    with sampler.in_epoch(1):
-        for batch in DataLoader(torch.arange(20), batch_sampler=sampler):
-            assert len({index % 2 for index in batch.tolist()}) == 1
-            sampler.advance()
-        assert sampler.progress == 4
-        with pytest.raises(AdvancedTooFarError):
-            sampler.advance()
-    first = list(sampler)
-    sampler.set_epoch(2)
-    assert list(sampler) != first, "another epoch must have other batches"
-
-
-def test_a_grouped_sampler_refuses_wrong_arguments():
-    with pytest.raises(ValueError, match="3 group_ids for 4 samples"):
-        InterruptableDistributedGroupedBatchSampler(range(4), [0, 1, 2], 2, 1, 0)
-    with pytest.raises(ValueError, match="batch_size 0"):
-        InterruptableDistributedGroupedBatchSampler(range(1), [0], 0, 1, 0)

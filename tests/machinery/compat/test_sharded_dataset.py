@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
 from lib.utils.compat.sharded_dataset import DistributedShardedDataset, shard_places
@@ -82,21 +81,3 @@ def test_transforms_are_applied_when_loading_or_at_each_access(data):
         assert sample.tolist() == [2 * int(path[-7:-4]), 2000]
         assert target == 3 * (10 + (int(path[-7:-4]) >= 9))
     assert len(calls) == 12
-
-
-def test_files_are_chosen_by_extension_or_by_a_function(data, tmp_path):
-    for suffix in ("png", "jpg", "bmp"):
-        draw(tmp_path / "train" / "ant" / f"0.{suffix}", 5)
-    (tmp_path / "train" / "ant" / "notes.txt").write_text("no image")
-    assert len(load(tmp_path, 0, 1, 1)) == 3
-    assert len(load(tmp_path, 0, 1, 1, extensions=(".bmp", ".jpg"))) == 2
-    assert len(load(tmp_path, 0, 1, 1, is_valid_file=lambda path: path.endswith("0.bmp"))) == 1
-    assert load(data, 0, 2, 0.5).class_to_idx == ImageFolder(data / "train").class_to_idx
-
-
-@pytest.mark.parametrize(
-    ("rank", "world_size", "pct"), [(2, 2, 0.5), (-1, 2, 0.5), (0, 2, 0), (0, 2, 1.1), (23, 24, 1 / 24)]
-)
-def test_an_impossible_share_is_refused(data, rank, world_size, pct):
-    with pytest.raises(ValueError, match=f"rank {rank} of {world_size}"):
-        load(data, rank, world_size, pct)
