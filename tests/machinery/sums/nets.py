@@ -9,7 +9,7 @@ NET = "-dataset few -arch blocks_net -num_classes 4 -batch_size 16 -micro_batch 
 class BlocksNet(nn.Module):
     """Has dropout, tied weights, a frozen parameter, an integer buffer, and sizes that no number of ranks divides."""
 
-    def __init__(self, dropout=0.2, unused=False):
+    def __init__(self, dropout=0.2):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(dropout)) for _ in range(2)
@@ -21,8 +21,6 @@ class BlocksNet(nn.Module):
         self.scale = nn.Parameter(torch.full((64,), 0.5), requires_grad=False)
         self.register_buffer("calls", torch.tensor(3))
         self.head = nn.Linear(64, 4)
-        if unused:
-            self.idle = nn.Linear(3, 3)
 
     def forward(self, inputs):
         for block in self.blocks:

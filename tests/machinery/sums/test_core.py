@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import in_a_child
 from torch import nn
@@ -73,28 +73,6 @@ def test_the_learning_rate_is_that_of_torch_at_any_step_in_any_order(kind, total
     for step in data.draw(st.permutations(range(total))):
         rate = scheduler.lr_at(step, kind=kind, total=total, warmup=float(warmup), start=start, end=end)
         assert rate == pytest.approx(wanted[step], rel=1e-9, abs=1e-12)
-
-
-def test_a_custom_schedule_is_one_function(monkeypatch, tmp_path):
-    monkeypatch.setitem(scheduler.BY_NAME, "half", lambda done: 0.5)
-    rates = [scheduler.lr_at(step, kind="half", total=9, warmup=2.0, start=1.0, end=0.0) for step in range(9)]
-    assert rates == pytest.approx([1 / 3, 2 / 3, *[0.5] * 7])
-
-
-@STEADY
-@given(total=st.integers(2, 200), warmup=st.floats(0, 250), start=st.floats(1e-4, 1), fall=st.floats(0, 1))
-@example(total=10, warmup=2.5, start=1.0, fall=0.0)
-def test_the_learning_rate_rises_during_any_warmup_and_then_falls_to_the_end(total, warmup, start, fall):
-    end = start * fall
-    rates = [scheduler.lr_at(step, total=total, warmup=warmup, start=start, end=end) for step in range(total)]
-    risen = min(total, math.ceil(warmup))
-    assert rates[:risen] == sorted(rates[:risen]) and rates[risen:] == sorted(rates[risen:], reverse=True)
-    assert rates[0] > 0 and max(rates) <= start * (1 + 1e-12)
-    if total - 1 - warmup >= 1:
-        assert rates[-1] == pytest.approx(end, abs=1e-12) and max(rates) > 0.5 * start
-    if 0 < warmup <= total:
-        steps = math.floor(warmup) + 1
-        assert rates[:risen] == pytest.approx([start * (step + 1) / steps for step in range(risen)])
 
 
 # The optimizer

@@ -3,7 +3,6 @@
 And tests with a fake card that computes nothing.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import torch
 from runs import distance
 
 from lib import config
-from scripts.bench import gpu
 
 BATCHES = """
 import torch
@@ -43,40 +41,6 @@ for batches in seen[1:]:
         assert torch.equal(labels, same) and torch.allclose(inputs, others, atol=1e-5)
 """
 
-
-COPIES = """
-import sys
-import torch
-from lib.utils.checkpoint import manager
-
-cuda = torch.device("cuda", 0)
-kinds = [torch.float32, torch.int64] * 20
-host = [torch.full((n % 3, 2) if n % 4 else (), n, dtype=kind) for n, kind in enumerate(kinds)]
-live = [[one.to(cuda) for one in host] for _ in range(2)]
-for blocks in live:
-    print("next", file=sys.stderr, flush=True)
-    copies = [manager.copy_to_cpu(block) for block in blocks]
-    torch.cuda.synchronize()
-    assert all(map(torch.equal, host, copies))
-    del copies
-"""
-
-REPLICATED = """
-import gc
-import types
-import torch
-from torch import distributed, nn
-from lib.core import parallel
-from lib.utils.distributed import World
-
-gc.disable()  # as at the start of a run
-args = types.SimpleNamespace(parallel="ddp", compile=None, recompute=False, channels_last=False, find_unused=False)
-torch.cuda.set_device(0)
-distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
-model = parallel.wrap(nn.Linear(1024, 1024), args, World(size=2, device=torch.device("cuda", 0)))
-print(torch.cuda.memory_allocated())
-distributed.destroy_process_group()
-"""
 
 NORMS = """
 import torch
@@ -183,39 +147,7 @@ def test_a_run_on_the_cpu_leaves_the_gpu_alone(card, place, tmp_path):
     assert code == 0 and "75 False" in output.splitlines(), output
 
 
-def test_a_replica_takes_the_memory_of_its_weights_alone(card):
-    code, output = python("-W", "ignore", "-c", REPLICATED, env=card)
-    taken = [int(line) for line in output.splitlines() if line.isdigit()]
-    assert code == 0 and len(taken) == 1 and taken[0] < 1.1 * 4 * 1024**2, output
-
-
 def test_the_norm_of_a_row_does_not_depend_on_its_place_in_a_bucket(card):
     """torch's sum over a row takes what lies before a multiple of 16 bytes apart: ATen/native/cuda/Reduce.cuh."""
     code, output = python("-W", "ignore", "-c", NORMS, env=card)
     assert code == 0 and [line for line in output.splitlines() if line.isdigit()] == ["0", "0"], output
-
-
-def test_a_save_pins_the_memory_of_its_copies_only_once(card):
-    code, output = python("-c", COPIES, env={**card, "CARD_PINS": "100000"})
-    assert code == 0, output
-    _, first, second = output.split("next\n")
-    assert first.count("to be pinned") and not first.count("not pinned")
-    assert (second.count("to be pinned"), second.count("not pinned")) == (0, 0)
-
-
-def test_the_gpu_benchmark_runs_in_its_smallest_form_and_says_that_no_gpu_was_measured(tmp_path, monkeypatch, capsys):
-    """One run of each kind is real, and stands for the others."""
-    real, figures = gpu.train, {}
-
-    def train(name, flags, options):
-        kind = (name, "-dataset tokens" in flags)
-        figures[kind] = figures.get(kind) or real(name, flags, options)
-        return figures[kind]
-
-    monkeypatch.setattr(gpu, "train", train)
-    monkeypatch.setattr(gpu, "resumed", lambda device: True)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "-smoke", "-json", str(tmp_path / "found.json")])
-    assert gpu.main() == 0 and "GPU figures were not measured" in capsys.readouterr().out
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["device"] == "cpu" and found["nccl"]["right"] and len(figures) == 3
-    assert all(found[name]["tokens_per_s"] > 0 for name in ("GPT 124 M", "GPT 1 B")) and found["images"]["ratio"] > 0

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 from command_line import parsed
-from runs import distance, few, lines, norm_net, outcome, plugins, run, weights
+from runs import few, lines, norm_net, outcome, plugins, run, weights
 from saves import SMALL, bits
 from sklearn import metrics as truth
 from torch import nn
@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 
 from lib.arch import mlp
 from lib.core import loss as losses
-from lib.trainer import trainer
 from lib.utils import seeding
 from lib.utils.data import plan
 from lib.utils.data.tensors import Tensors, map_tensors, named_tensors
@@ -64,19 +63,9 @@ class LikeNanoGpt(Net):
         return self.outputs_and_loss(tokens, targets)
 
 
-class LossFirst(Net):
-    def forward(self, inputs, labels):
-        return self.outputs_and_loss(inputs, labels)[::-1]
-
-
 class FromKwargs(Net):
     def forward(self, **batch):
         return Answer(*self.outputs_and_loss(batch["input_values"], batch["label"]))
-
-
-class Logits(Net):
-    def forward(self, input_values):
-        return Answer(self.outputs_and_loss(input_values, None)[0])
 
 
 class Rows(Dataset):
@@ -107,7 +96,7 @@ class Named(Rows):
         return {"input_values": self.part[index][0], "label": self.part[index][1]}
 
 
-ARCHS = {"hugging": LikeHuggingFace, "nano": LikeNanoGpt, "first": LossFirst, "batch": FromKwargs, "logits": Logits}
+ARCHS = {"hugging": LikeHuggingFace, "nano": LikeNanoGpt, "batch": FromKwargs}
 DATASETS = {
     "rows": lambda args: {name: Rows(part) for name, part in few(args).items()},
     "named": lambda args: {name: Named(part) for name, part in few(args).items()},
@@ -125,10 +114,7 @@ def usual_run(small_plugins, tmp_path_factory):
     [
         ("hugging", "rows"),
         ("batch", "rows"),
-        ("logits", "rows"),
         ("nano", "few"),
-        ("first", "few"),
-        ("hugging", "few"),
         ("norm_net", "named"),
     ],
 )
@@ -140,42 +126,6 @@ def test_models_and_batches_of_many_forms_train_with_the_same_bits_as_the_usual_
         for size in (1, 2):
             flags = f"{SMALL} -arch {arch} -dataset {dataset} -cpu {size} -model on_{size}"
             assert bits(run(tmp_path, flags)) == bits(usual_run), size
-
-
-class OwnLoss(LikeHuggingFace):
-    """Computes a loss that -loss does not offer."""
-
-    def outputs_and_loss(self, inputs, targets):
-        logits = nn.Sequential.forward(self, inputs)
-        return logits, None if targets is None else functional.multi_margin_loss(logits, targets)
-
-
-def test_a_model_that_computes_its_own_loss_trains_as_in_a_plain_loop(tmp_path):
-    flags = f"{SMALL.replace('norm_net', 'own')} -dataset rows -shuffle no -optimizer sgd -momentum 0 -weight_decay 0"
-    flags = f"{flags} -lr_start 0.1 -lr_end 0.1 -micro_batch 16 -epochs 2"
-    with plugins(arch={"own": OwnLoss}, dataset=DATASETS):
-        folder = run(tmp_path, flags)
-        args = parsed(flags)
-    seeding.seed(seeding.MODEL, args.seed)
-    model, part = OwnLoss(args), few(args)["train"].tensors
-    step = 0
-    for _ in range(args.epochs):
-        for rows in torch.arange(50).split(16):
-            seeding.seed(seeding.PASS, args.seed, step, 0)  # dropout
-            loss = model(input_values=part[0][rows], labels=part[1][rows]).loss
-            gradients = torch.autograd.grad(loss, [*model.parameters()])
-            with torch.no_grad():
-                for parameter, gradient in zip(model.parameters(), gradients):
-                    parameter -= 0.1 * gradient
-            step += 1
-    for name, value in weights(folder).items():
-        assert torch.allclose(value, model.state_dict()[name], atol=1e-5), name
-
-
-def test_models_under_fsdp_may_return_outputs_of_these_forms(tmp_path, usual_run):
-    with plugins(arch=ARCHS, dataset=DATASETS):
-        folder = run(tmp_path, f"{SMALL} -arch hugging -dataset rows -cpu 2 -parallel fsdp")
-    assert distance(folder, usual_run) < 1e-5
 
 
 def test_a_sequence_of_labels_is_not_measured_because_the_model_may_shift_it():
@@ -250,28 +200,6 @@ def test_a_model_with_named_arguments_and_kwargs_gets_all_entries_of_a_dict():
     assert torch.isclose(losses.forward(some, (mapping, label), criterion).loss, expected)
 
 
-def test_targets_next_to_a_dict_replace_its_entry_of_the_same_name():
-    class Model(nn.Linear):
-        def forward(self, x, labels=None):
-            return functional.mse_loss(super().forward(x)[:, 0], labels)
-
-    model, batch = Model(4, 1), {"x": torch.randn(8, 4), "labels": torch.zeros(8)}
-    expected = model(batch["x"], torch.ones(8))
-    assert losses.forward(model, (batch, torch.ones(8)), losses.CrossEntropy()).loss == expected
-
-
-def test_the_loss_in_a_named_tuple_is_its_field_loss():
-    Named = collections.namedtuple("Named", "logits loss")
-
-    class Model(nn.Linear):
-        def forward(self, inputs):
-            return Named(super().forward(inputs), self.weight.square().mean())
-
-    model = Model(4, 3)
-    done = losses.forward(model, (torch.randn(8, 4), torch.randint(3, (8,))), losses.CrossEntropy())
-    assert done.loss == model.weight.square().mean()
-
-
 def test_a_models_own_loss_in_bfloat16_is_summed_in_float32():
     class Half(nn.Linear):
         def forward(self, inputs, labels=None):
@@ -324,89 +252,6 @@ def test_a_batch_that_the_default_trainer_cannot_use_is_refused_in_one_line(kind
     assert "the default trainer takes (inputs, targets) or a dict with labels" in line and message in line
 
 
-class Halves(trainer.Trainer):
-    """A trainer for a model that returns a tuple, and for batches of three."""
-
-    def training_step(self, batch):
-        inputs, _, targets = batch
-        one, other = self.model(inputs)
-        return self.loss(one + other, targets)
-
-    def evaluation_step(self, model, batch, count):
-        return {"half": model(batch[0])[0].sum()}
-
-
-def test_a_custom_trainer_may_use_any_form_of_batch_and_output(tmp_path):
-    class Pair(Net):
-        def forward(self, inputs):
-            outputs = self.outputs_and_loss(inputs, None)[0]
-            return outputs / 2, outputs / 2
-
-    with plugins(
-        arch={"pair": Pair},
-        trainer={"halves": Halves},
-        dataset={"three": lambda args: {name: Three(part) for name, part in few(args).items()}},
-    ):
-        one, two = (
-            run(tmp_path, f"{SMALL} -arch pair -trainer halves -dataset three -cpu {size} -model {size}")
-            for size in (1, 2)
-        )
-    assert bits(one) == bits(two)
-
-
-class Boxes(Dataset):
-    """Images of different sizes, each with a dict of boxes."""
-
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, index):
-        image = torch.rand(1, 6 + index % 3, 6, generator=torch.Generator().manual_seed(index))
-        return image, {"boxes": torch.rand(1 + index % 2, 4), "labels": torch.ones(1 + index % 2)}
-
-    def collate_fn(self, items):
-        images, targets = zip(*items)
-        return list(images), list(targets)
-
-
-class Detector(nn.Module):
-    """Takes lists of images and of dicts. Returns a dict of losses in training, otherwise lists of boxes."""
-
-    def __init__(self, args):
-        super().__init__()
-        self.features, self.norm, self.head = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
-
-    def forward(self, images, targets=None):
-        assert isinstance(images, list) and (targets is None or [*targets[0]] == ["boxes", "labels"])
-        found = [self.head(self.norm(self.features(image[None])).mean((0, 2, 3))) for image in images]
-        if not self.training:
-            return [{"boxes": one[None]} for one in found]
-        far = [(one - target["boxes"]).square().mean() for one, target in zip(found, targets)]
-        near = [(one - torch.rand(4)).abs().mean() for one in found]  # random, as detectors sample their proposals
-        return {"loss_box": torch.stack(far).mean(), "loss_class": torch.stack(near).mean()}
-
-
-class Detection(trainer.Trainer):
-    def training_step(self, batch):
-        return sum(self.model(*batch).values())
-
-    def evaluation_step(self, model, batch, count):
-        return {"size": sum(answer["boxes"].abs().sum() for answer in model(batch[0]))}
-
-
-def test_a_detector_trains_with_the_same_bits_on_any_number_of_processes(tmp_path):
-    """A step has 3 micro-batches, the last step 2 of one sample: some processes have none."""
-    flags = "-dataset boxes -arch detector -trainer detection -batch_size 6 -micro_batch 2 -epochs 2 -best size:min"
-    files = {
-        "dataset": {"boxes": lambda args: {"train": Boxes(), "val": Boxes()}},
-        "arch": {"detector": Detector},
-        "trainer": {"detection": Detection},
-    }
-    with plugins(**files):
-        found = [bits(run(tmp_path, f"{flags} -cpu {size} -model on_{size}")) for size in (1, 2, 3)]
-    assert found[0] == found[1] == found[2]
-
-
 # Losses and metrics
 
 
@@ -449,13 +294,6 @@ def test_class_weights_multiply_the_loss_of_each_sample():
     assert torch.allclose(smooth(pixels, soft), functional.cross_entropy(pixels, soft, label_smoothing=0.1))
     with pytest.raises(UsageError, match="-class_weights 1,2: give one for each of -num_classes 3"):
         criterion("-num_classes 3 -class_weights 1,2")
-
-
-def test_class_weights_give_the_same_bits_on_two_processes(tmp_path):
-    flags = f"{SMALL} -class_weights 1,2,0.5,3 -epochs 1 -model"
-    one, two = (run(tmp_path, f"{flags} on_{size} -cpu {size}") for size in (1, 2))
-    assert bits(one) == bits(two)
-    assert bits(run(tmp_path, f"-cfg {one / 'config.yaml'} -model again")) == bits(one)
 
 
 def test_train_metrics_are_those_of_a_plain_loop(tmp_path):

@@ -5,13 +5,11 @@ import re
 import pytest
 import torch
 from command_line import parsed
-from runs import few, norm_net, outcome, plugins, run
+from runs import few, outcome, plugins, run
 from torch import nn
 from torch.nn import functional
 
-from lib.core import buffers
 from lib.core import loss as losses
-from lib.utils.data.plan import Plan
 from lib.utils.data.tensors import Tensors
 from lib.utils.errors import UsageError
 
@@ -117,14 +115,6 @@ def test_ignored_labels_are_left_out_of_the_loss_and_of_bits_per_token(ignored):
     assert torch.allclose(nats / losses.count_targets(loss, (rows, tokens), 2), loss(images, masks))
 
 
-def test_labels_that_the_flag_names_train(tmp_path):
-    labels = torch.arange(60) % 4
-    labels[[3, 57]] = -1
-    with plugins(dataset=with_targets(labels)):
-        folder = run(tmp_path, f"{FLAGS} -ignore_index -1")
-    assert outcome(folder)["state"] == "finished"
-
-
 # BatchNorm
 
 
@@ -154,22 +144,6 @@ def test_a_batch_of_one_that_batchnorm_cannot_train_on_is_said_in_the_first_pass
         run(tmp_path, f"{FLAGS} {flags} -arch places -model places")
         if "drop_last" in message:
             run(tmp_path, f"{FLAGS} {flags} -drop_last -model dropped")
-
-
-def test_only_plans_with_a_sample_alone_are_looked_at():
-    for plan, wanted in (
-        (Plan(33, 16, 8), 1),
-        (Plan(34, 16, 8), 2),
-        (Plan(19, 16, 2), 1),
-        (Plan(19, 16, 4), 3),
-        (Plan(33, 16, 8, drop_last=True), 8),
-        (Plan(5, 4, 1), 1),
-    ):
-        model = norm_net(parsed("-num_classes 4"))
-        buffers.refuse_single_samples(model, plan)
-        assert plan.least == wanted
-        assert bool(model[2]._forward_pre_hooks) == (wanted == 1)
-        model.eval()(torch.randn(1, 64))
 
 
 @pytest.mark.parametrize("ignored", [0, 255])
