@@ -17,10 +17,8 @@ LONGEST = """slurm elastic readme stops chaos gpu launch new sweep check_resume 
     storage_faults config trainer_state train""".split()
 SLOW_FIXTURES = {"start", "uninterrupted", "fork"}
 SLOW_TESTS = """
-    test_a_terminal_that_was_closed_does_not_stop_the_run
     test_variables_for_debugging_and_caches_are_set_before_torch_is_imported
     test_a_torchvision_classifier_of_each_family_has_one_output_for_each_class
-    test_the_benchmark_of_the_samplers_runs_in_new_processes
     test_a_tokenizer_is_trained_and_can_be_used_for_other_texts
     test_a_compiled_run_keeps_its_parameter_names_and_resumes_uncompiled
 """.split()

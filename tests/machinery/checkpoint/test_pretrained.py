@@ -103,6 +103,12 @@ def test_shapes_and_types_that_do_not_fit_are_named(tmp_path):
     assert "not the weights of this model" in message and "embed.weight (torch.float32 (2,) there, " in message
 
 
+@pytest.mark.parametrize("names", [["conv1.weight"], ["a.b", "c.d.e"], ["inner.scale"]])
+def test_where_nothing_fits_a_name_of_each_side_is_shown(tmp_path, names):
+    message = refusal(save({name: torch.ones(3, 2) for name in names}, tmp_path / "w.safetensors"))
+    assert f"it has {', '.join(names)}, and lacks embed.weight, " in message
+
+
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
 def test_floats_of_another_precision_are_converted(tmp_path, kind):
     given, made = Tied().to(kind), Tied()

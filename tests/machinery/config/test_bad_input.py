@@ -1,24 +1,18 @@
 """Wrong input to train.py: one line that says what would be right, exit code 2, nothing written."""
 
-import math
 import os
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import command_line
 import pytest
 import torch
-from command_line import parsed, shared
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from command_line import shared
 
 from lib import config
 from lib.config import plugins
-from lib.utils.errors import UsageError
 
-RELAXED = settings(deadline=None, derandomize=True)
 NUMBERS = {name: action for name, action in shared().items() if action.metavar in ("N", "X")}
 NO_NUMBERS = ["", " 1", "1 2", "\u0661", *"nan inf -inf 1e400 1_0 x 1,5 0x10 -1 --1".split()]
 ZERO_FITS = """ignore_index workers val_workers seed lr_end lr_warmup weight_decay momentum clip_grad label_smoothing
@@ -48,34 +42,10 @@ def test_an_unknown_plugin_is_refused_and_the_existing_ones_are_listed(kind, err
         assert not {module for module in set(sys.modules) - before if module.endswith(name)}
 
 
-def test_a_misspelt_plugin_is_refused_and_the_closest_is_suggested(error_of):
-    for flag, close in {"-arch=convmet": "convnet", "-dataset=cifar": "cifar10", "-trainer=train": "trainer"}.items():
-        assert f"(do you mean {close}" in error_of([flag])
-
-
-@pytest.mark.parametrize("flag", ["optimizer", "loss", "lr_schedule"])
-def test_an_unknown_choice_is_refused_and_the_valid_ones_are_listed(flag, error_of):
-    for value in ("nope", "", "os", "../x", "ADAM"):
-        line = error_of([f"-{flag}={value}"])
-        assert f"-{flag}: invalid choice: {value!r}" in line
-        assert all(choice in line for choice in shared()[flag].choices)
-
-
 def test_a_run_name_with_invalid_characters_is_refused(error_of):
     for name in NO_RUNS:
         line = error_of([f"-model={name}"])
         assert line == f"argument -model: {name!r} is not a name of letters, digits, dots, dashes and underscores"
-
-
-@RELAXED
-@given(st.text(max_size=8) | st.text("ab./\\-_~ \0\n", max_size=8))
-def test_a_valid_run_name_stays_below_the_output_folder(name):
-    try:
-        name = parsed([f"-model={name}"]).model
-    except UsageError:
-        return
-    assert Path("out", name).resolve().parent == Path("out").resolve()
-    assert name.isascii() and len(name) <= 100 and not name.startswith(".") and not set(name) & set("/\\ ~")
 
 
 # Numbers
@@ -92,34 +62,10 @@ def test_an_invalid_number_is_refused_for_every_numeric_flag(name, error_of):
         assert repr(value) in line or len(value) > 1000
 
 
-@RELAXED
-@given(name=st.sampled_from(sorted(NUMBERS)), text=st.text("0123456789.eE+-_naif x", max_size=7))
-def test_an_accepted_number_has_the_value_that_was_written(name, text):
-    try:
-        value = vars(parsed([f"-{name}={text}", "-lr_end=0", *(["-micro_batch=1"] if "batch" in name else [])]))[name]
-    except UsageError:
-        return
-    if name not in ("lr_end", "micro_batch"):
-        assert value == float(text) and math.isfinite(value) and value >= 0 and "_" not in text
-
-
 def test_an_invalid_interval_is_refused(error_of):
     for value in ("", "x", "-1", "0steps", "1.5epochs", "5 steps", "1_0steps", "5hours", "steps"):
         wanted = f"argument -save_every: {value!r} is not an interval like 5epochs or 500steps"
         assert error_of([f"-save_every={value}"]).startswith(wanted)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("-hang_minutes 1e308", "'1e308' is not a number above 0 up to 1000000"),
-        ("-momentum 1", "'1' is not a number from 0 to below 1"),
-        ("-trainer ema -ema_decay 1", "'1' is not a number from 0 to below 1"),
-        ("-trainer ema -ema_decay nan", "'nan' is not a number from 0 to below 1"),
-    ],
-)
-def test_a_number_out_of_range_is_refused(flags, message, error_of):
-    assert error_of(flags) == f"argument {flags.split()[-2]}: {message}"
 
 
 def test_a_path_that_is_not_utf_8_is_refused(error_of, tmp_path):

@@ -2,7 +2,6 @@
 
 import argparse
 import errno
-import fcntl
 import signal
 import socket
 import subprocess
@@ -23,7 +22,6 @@ from lib import config
 from lib.trainer.trainer import Trainer
 from lib.utils.checkpoint import run_folder
 from lib.utils.data.tensors import Tensors
-from lib.utils.distributed import World
 
 FAST = ["-cpu", "1", "-epochs", "1"]
 
@@ -68,12 +66,6 @@ def test_a_dataset_of_the_wrong_type_or_size_is_refused(given, parts, error_of):
     with runs.plugins(dataset={"odd": lambda args: given}):
         line = error_of([*FAST, "-dataset", "odd"])
     assert line.startswith("-dataset odd: ") and all(part in line for part in parts)
-
-
-@pytest.mark.parametrize("made", [None, nn.Linear, (1, 2)])
-def test_a_builder_that_returns_no_model_is_refused(made, error_of):
-    with runs.plugins(arch={"odd": lambda args: made}):
-        assert error_of([*FAST, "-arch", "odd"]).startswith(f"-arch odd: get_model returns {made}; it must")
 
 
 class ReturnsNothing(nn.Linear):
@@ -232,23 +224,6 @@ def other(tmp_path):
     yield process
     process.kill()
     process.wait(60)
-
-
-def test_a_lock_file_that_a_refused_start_removes_meanwhile_is_created_again(tmp_path, monkeypatch):
-    """The file is open already, but is deleted before it is locked."""
-    folder, real, removed = tmp_path / "out" / "run", fcntl.lockf, []
-
-    def lockf(*args):
-        if not removed:
-            removed.append(folder)
-            (folder / ".lock").unlink()
-            folder.rmdir()
-        return real(*args)
-
-    monkeypatch.setattr(run_folder.fcntl, "lockf", lockf)
-    args = command_line.parsed(f"-out {tmp_path / 'out'} -model run")
-    with run_folder.acquire(args, World()):
-        assert removed and (folder / ".lock").exists()
 
 
 def test_a_second_run_in_one_folder_is_refused_until_the_first_has_ended(

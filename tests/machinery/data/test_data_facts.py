@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from torch.utils.data import Dataset, Subset
 
 from lib.trainer import trainer
 from lib.utils import distributed
-from lib.utils.checkpoint import resume, run_folder
+from lib.utils.checkpoint import resume
 from lib.utils.data import fingerprint
 from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
@@ -231,13 +230,6 @@ def test_the_origin_of_a_killed_first_start_is_kept_until_there_is_a_checkpoint(
     run(tmp_path, f"{flags} -cpu 1 -limit_steps 9", wanted=75)
     assert log_of(folder).count(f"resuming from {at}") == 2 and outcome(folder)["step"] == 9
     assert json.loads((folder / "start.json").read_text())["resume"] is None, "its own checkpoints count from now on"
-
-
-def test_a_file_of_the_first_start_that_is_none_counts_as_missing(tmp_path):
-    folder = run_folder.path_of(parsed(f"{SMALL} -out {tmp_path}"))
-    folder.mkdir(parents=True)
-    Path(folder, "start.json").write_text("[]")
-    run(tmp_path, SMALL)
 
 
 def test_other_data_before_the_first_save_are_said_and_taken(killed, tmp_path):

@@ -2,9 +2,7 @@
 
 import collections
 import contextlib
-import multiprocessing
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -120,21 +118,3 @@ def test_a_part_of_a_dataset_has_the_attributes_of_the_whole():
     assert options.has_whole_batches(part) and options.option(part, "on_device") is len
     assert options.class_names(part) == ["a", "b"] and options.class_names(Subset(Ragged(), [0])) == []
     assert not options.has_whole_batches(Subset(Ragged(), [0])) and not options.option([1], "fixed", False)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_worker_processes_are_killed_if_not_all_of_them_can_be_started(monkeypatch):
-    started, start = [], multiprocessing.process.BaseProcess.start
-
-    def start_one(process):
-        if started:
-            raise BlockingIOError(11, "Resource temporarily unavailable")
-        start(process)
-        started.append(process)
-
-    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start_one)
-    with pytest.raises(BlockingIOError):
-        next(Fetcher(Ragged(), 0, workers=2, pin=False)(0, [micro_batch([1])]))
-    started[0].join(timeout=60)
-    assert started[0].exitcode == -signal.SIGKILL
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -139,16 +139,6 @@ def test_a_jpeg_is_decoded_no_smaller_than_its_crop_needs(tmp_path):
             assert np.abs(got - np.asarray(whole, np.float32)).mean() < 4
 
 
-def test_crops_at_random_have_the_resolution_of_the_model_and_lie_in_the_image():
-    torch.manual_seed(0)
-    for width, height in ((4000, 3000), (30, 4000), (1, 1), (1, 5000)):
-        for _ in range(50):
-            left, top, right, bottom = folder.random_box(width, height)
-            assert 0 <= left < right <= width and 0 <= top < bottom <= height
-        left, top, right, bottom = folder.centre_box(width, height)
-        assert right - left == bottom - top == min(width, height) * 7 / 8
-
-
 def test_cmyk_palettes_masks_and_pictures_of_several_pages_are_read(tmp_path):
     scene().convert("CMYK").save(tmp_path / "cmyk.jpg", quality=95)
     scene().save(tmp_path / "two.mpo", save_all=True, append_images=[scene()])
@@ -293,17 +283,6 @@ def test_skipped_files_are_kept_with_the_run_and_all_starts_and_ranks_agree(dama
     assert skipped() == names[1:]
 
 
-def test_links_to_folders_are_counted_and_not_followed(tmp_path):
-    tiny_data.make_folder(tmp_path)
-    before = len(dataset(tmp_path)["train"])
-    (tmp_path / "train" / "ant" / "loop").symlink_to(tmp_path / "train")
-    (tmp_path / "train" / "bee" / "loop").symlink_to("..")
-    (tmp_path / "train" / "gone").symlink_to(tmp_path / "nowhere")
-    train = dataset(tmp_path)["train"]
-    assert len(train) == before
-    assert "2 link to a folder" in train.log_lines[0] and "1 outside the class folders" in train.log_lines[0]
-
-
 def test_links_to_nothing_and_pipes_are_bad_files(tmp_path, capsys):
     tiny_data.make_folder(tmp_path)
     (tmp_path / "train" / "ant" / "\x1b[31mx.jpg").symlink_to("nothing")
@@ -312,15 +291,3 @@ def test_links_to_nothing_and_pipes_are_bad_files(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "\\x1b[31mx.jpg: not a readable image" in lines[0] and "y.jpg: not a readable image" in lines[1]
     assert lines[-1].startswith("-check_data: 2 of ")
-
-
-def test_a_list_of_skipped_files_that_is_none_is_one_line(tmp_path):
-    file = tmp_path / "config.yaml"
-    for text in ("[1]", "about: 5", "x: [", "about: {skipped: 5}", "about: {skipped: [1]}", "a: !b c"):
-        file.write_text(text)
-        with pytest.raises(UsageError, match=r"config\.yaml"):
-            check_data.read_list(file)
-    file.unlink()
-    os.mkfifo(file)
-    with pytest.raises(UsageError, match="cannot be read"):
-        check_data.read_list(file)

@@ -21,20 +21,6 @@ def test_answers_are_counted_by_class_and_drawn():
     assert not answers.counts.any(), "nothing was evaluated since"
 
 
-def test_answers_of_all_ranks_are_summed_once(monkeypatch):
-    sums = []
-    monkeypatch.setattr(images.distributed, "gather", lambda counts, world: sums.append(1) or [counts, counts])
-    answers = images.Predictions(nn.CrossEntropyLoss(), 3, [], World(size=2))
-    answers.add(torch.tensor([0, 1, 2]), torch.eye(3), 3)
-    assert answers.figures() == {"f1": 1.0}
-    assert answers.counts.tolist() == [[2, 0, 0], [0, 2, 0], [0, 0, 2]] and sums == [1]
-
-
-def test_classes_without_a_name_are_called_by_their_number():
-    for names, message in ((["cat"], ["cat", "1", "2"]), ([], ["0", "1", "2"]), (list("abc"), ["a", "b", "c"])):
-        assert images.Predictions(nn.CrossEntropyLoss(), 3, names, World()).names == message
-
-
 def test_float_targets_are_not_taken_for_classes():
     """A model with one output that computes the loss of a regression itself has such targets."""
     answers = images.Predictions(nn.CrossEntropyLoss(), 1, [], World())

@@ -10,8 +10,6 @@ import socket
 import urllib.parse
 import urllib.request
 
-import pytest
-import runs
 import torch
 from disks import full_disk
 from processes import address_in, until
@@ -76,21 +74,6 @@ def test_an_event_file_has_scalars_hparams_and_images(tmp_path):
     start = plugin_data_pb2.HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info
     assert start.hparams["lr_start"].number_value == 0.1 and start.hparams["image_size"].number_value == 300
     assert start.hparams["fp16"].string_value == "False" and "workers" not in start.hparams
-
-
-def test_a_killed_run_has_its_last_log_line_in_the_event_file_and_each_step_once_after_a_resume(start):
-    arguments = ("killed", "-log_every", 1, "-save_every", "7steps")
-    run = start(*arguments, cpu=1, fault={"do": "send_signal", "signal": "SIGKILL", "step": 33})
-    assert run.wait() == -signal.SIGKILL
-    logged = {line["step"]: line["train/loss"] for line in runs.lines(run.folder) if "train/loss" in line}
-    drawn = {point.step: point.value for point in read_events(run.folder).Scalars("train/loss")}
-    assert list(logged) == [*range(1, 34)] and drawn == pytest.approx(logged, rel=1e-6)
-
-    assert start(*arguments, cpu=1).wait() == 0
-    logged = {line["step"]: line["train/loss"] for line in runs.lines(run.folder) if "train/loss" in line}
-    points = read_events(run.folder).Scalars("train/loss")
-    assert [point.step for point in points] == [*range(1, 61)] == list(logged), "a step is missing or there twice"
-    assert {point.step: point.value for point in points} == pytest.approx(logged, rel=1e-6)
 
 
 def fetch(address, path=""):

@@ -138,23 +138,6 @@ def test_mlflow_has_each_step_of_a_killed_run_once(server, start):
     assert server.points(server.tracked()[0]) == logged_points(next((run.folder.parent / ".old").iterdir()))
 
 
-def test_a_lost_mlflow_server_gives_one_warning_and_the_next_start_sends_the_missing_points(server, start):
-    flags = ("-track", "mlflow", "-log_every", 1)
-    env = {"MLFLOW_TRACKING_URI": server.uri, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
-    run = start("lost", *flags, cpu=1, env=env, fault={"do": "pause", "step": 33})
-    run.wait_for_notes(1)
-    until(lambda: server.tracked() and server.tracked()[-1].info.run_name == "lost")
-    server.stop()
-    run.release()
-    assert run.wait() == 0 and run.outcome()["state"] == "finished"
-    run.wait_for_output("-track: nothing more is sent to mlflow")
-    server.start()
-    assert run.text().count("-track: n") == 1, run.text()
-    assert start("lost", *flags, cpu=1, env=env).wait() == 0
-    until(lambda: server.tracked()[-1].info.status == "FINISHED")  # it may end in the background
-    assert server.points(server.tracked()[-1]) == logged_points(run.folder)
-
-
 # W&B
 
 

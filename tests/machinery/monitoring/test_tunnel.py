@@ -59,17 +59,6 @@ def test_a_tunnel_asks_for_the_password_and_ends_with_the_run(agent, start, tmp_
     assert len(texts) > 5 and not [text for text in texts if TOKEN in text or PASSWORD in text]
 
 
-def test_on_a_terminal_the_addresses_are_shown_and_the_agent_ends_with_the_run(agent, start):
-    notes = agent()
-    how = {"terminal": ("stdout", "stderr"), "env": dict(os.environ), "fault": {"do": "pause", "step": 25}}
-    run = start("shown", "-ngrok", cpu=1, **how)
-    run.wait_for_output("TensorBoard for others: https://")
-    assert "TensorBoard: http://127.0.0.1:" in run.text() and PASSWORD not in run.text()
-    run.release()
-    assert run.wait() == 0 and run.outcome()["state"] == "finished"
-    until(lambda: not Path(f"/proc/{json.loads(notes.read_text())['pid']}").exists(), what="the end of the agent")
-
-
 @pytest.mark.parametrize(("fault", "message"), [("refuse", "ERR_NGROK_105"), ("deaf", "PyngrokNgrokHTTPError")])
 def test_a_failing_tunnel_is_reported_in_one_line_without_secrets(agent, serve, tmp_path, fault, message):
     notes = agent(fault)

@@ -88,15 +88,6 @@ def test_a_token_model_is_exported_with_token_inputs(tmp_path):
     assert torch.export.load(tmp_path / "gpt.pt2").module()(tokens).shape == (3, 16, 256)
 
 
-def test_shape_gives_the_input_shape_if_the_data_is_missing(trained_run, tmp_path, capsys):
-    away = shutil.copytree(trained_run, tmp_path / "small")
-    config_file = away / "config.yaml"
-    config_file.write_text(config_file.read_text().replace(f"data: {config.ROOT / 'data'}", f"data: {tmp_path}"))
-    assert "; -shape gives the shape of one input" in refused(capsys, away, "-format", "torchexport")
-    run_export(away, "-format", "torchexport", "-shape", "1,8,8")
-    assert torch.export.load(away / "small.pt2").module()(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
-
-
 def test_onnx_gives_the_same_outputs_for_any_batch_size(trained_run):
     reason = "needs uv pip install -r pyproject.toml --group export"
     pytest.importorskip("onnxscript", reason=reason)

@@ -37,22 +37,6 @@ def test_the_curves_are_the_logged_metrics_and_resumes_are_marked(two_runs):
     assert legend == ["whole (finished, step 60)", "parts (finished, step 60)", "went on after a stop or a crash"]
 
 
-def test_the_file_format_of_the_plot_is_that_of_its_ending(two_runs, tmp_path):
-    pytest.importorskip("matplotlib", reason=NEEDED)
-    file = tmp_path / "curves.svg"
-    assert plot.main([*map(str, two_runs), "-o", str(file)]) == 0
-    assert file.read_bytes().startswith(b"<?xml")
-    assert "went on after a stop" in file.read_text(), "text must stay text"
-
-
-def test_metrics_that_were_not_logged_have_no_panel(tmp_path):
-    panels = plot.panels_of(
-        {tmp_path: [{"step": 1, "train/loss": 2.0, "train/lr": 0.1}, {"step": 1, "val/loss": 3.0}]}
-    )
-    assert list(panels) == ["Loss", "Learning rate"]
-    assert plot.points([{"step": 1, "a": None}, {"step": 2, "a": 5}, {"step": 3}], "a") == ([2], [5])
-
-
 def test_a_plot_that_cannot_be_drawn_is_reported_in_one_line(two_runs, tmp_path, capsys, monkeypatch):
     def refused(*args):
         with pytest.raises(SystemExit) as end:

@@ -20,7 +20,6 @@ from torch import nn
 
 from lib import config, predict
 from lib.arch import gpt
-from lib.dataset import cifar10
 from scripts import predict as script
 
 PHOTOS = "-dataset folder -arch convnet -image_size 16 -cpu 1 -epochs 4 -batch_size 8 -lr_start 0.01"
@@ -92,18 +91,6 @@ def test_predictions_for_the_val_images_have_the_accuracy_of_the_evaluation(
     assert table.startswith(first["file"]) and f"{first['class']} {float(first['probability']):.4f}" in table
     [values] = predict.load(trained_run)([Image.open(moved / "dark" / "3.png")])  # the function for notebooks
     assert values == pytest.approx({name: float(first[name]) for name in values}, abs=1e-6)
-
-
-def test_the_final_weights_are_used_if_there_are_no_best_ones(trained_run, photos, tmp_path, capsys):
-    file = photos / "val" / "dark" / "0.png"
-    copy = shutil.copytree(trained_run, tmp_path / "copy")
-    shutil.rmtree(copy / "best")
-    assert "best/weights.safetensors is missing" in refused(capsys, copy, file)
-    outcome = json.loads((copy / "outcome.json").read_text())
-    (copy / "outcome.json").write_text(json.dumps({**outcome, "best": None}))
-    assert predictions(capsys, copy, file, "-device", "cpu")
-    shutil.rmtree(copy / "final")
-    assert "no best or final weights yet" in refused(capsys, copy, file)
 
 
 def test_images_of_any_size_are_resized_for_the_digits_model(tmp_path, capsys):
@@ -193,13 +180,6 @@ def test_unreadable_input_is_reported_in_one_line(trained_run, tmp_path, capsys)
     assert "nothing to predict" in refused(capsys, trained_run)
     assert f"-cfg '{tmp_path}/config.yaml': cannot be read" in refused(capsys, tmp_path, tmp_path)
     assert "-device nowhere" in refused(capsys, trained_run, tmp_path, "-device", "nowhere")
-
-
-def test_get_transform_of_cifar10_gives_what_its_evaluation_uses():
-    pixels = torch.randint(256, (3, 32, 32), dtype=torch.uint8)
-    image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
-    (wanted,) = cifar10.Pixels(cifar10.MEAN, cifar10.STD)((pixels[None],), torch.zeros(1, 8))
-    assert torch.equal(cifar10.get_transform(None)(image), wanted[0])
 
 
 def test_every_file_gets_its_row_whatever_becomes_of_the_others(trained_run, tmp_path, capsys):

@@ -3,21 +3,16 @@
 import io
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
-from processes import CLEAN, until
+from processes import until
 from runs import run
 
 from lib.launch import requeue
 from lib.utils.checkpoint import run_folder
 from scripts import reading, status
 
-ROOT = Path(__file__).resolve().parents[3]
 FLAGS = "-cpu 1 -arch mlp -epochs 2 -log_every 5"
 
 
@@ -146,29 +141,3 @@ def test_without_working_locks_a_run_that_writes_nothing_is_shown_as_silent(tmp_
     for file in (outcome, folder / "metrics.jsonl", folder / "logs" / "rank_0.log", folder / ".lock"):
         os.utime(file, (0, time.time() - 3 * 3600))
     assert (status.row(folder)["state"], status.row(folder)["seen"]) == ("silent", "3 h ago")
-
-
-def test_watch_repeats_the_table_until_it_is_interrupted(tmp_path):
-    write_run(tmp_path / "short", {"state": "stopped"})
-    log = tmp_path / "log"
-    command = [sys.executable, "scripts/status.py", str(tmp_path), "-watch", "0.1"]
-    with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, env=CLEAN, stdout=file, stderr=file) as process:
-        until(lambda: log.read_text().count("stopped") >= 2)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
-    assert "Traceback" not in log.read_text()
-
-
-def test_a_closed_reader_of_the_table_is_no_error(tmp_path):
-    write_run(tmp_path / "short", {"state": "stopped"})
-    command = [sys.executable, "scripts/status.py", str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, env=CLEAN, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b""
-        assert process.wait(60) == 0
-
-
-def test_a_missing_folder_is_reported_in_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        status.main([str(tmp_path / "nothing")])
-    assert end.value.code == 2 and capsys.readouterr().err.startswith("status.py: ")

@@ -128,16 +128,6 @@ def test_a_trial_that_fails_does_not_end_the_sweep_and_is_run_again_by_the_next(
     assert refused.count("failed in") == 2 and "-gpt_width 32 -gpt_heads 5: a width that twice" in refused
 
 
-def test_poor_trials_are_pruned_and_stay_pruned(tmp_path):
-    flags = f"{LONG} -lr_start 1e-2 -epochs 40 -prune 2 -mlp_depth 1,2,0,90"  # 90 layers are slow and learn nothing
-    output = run_sweep(tmp_path, flags)
-    assert output.count(": finished in") == 3 and "sweep_mlp_depth_90: pruned in" in output
-    assert 2 <= outcome(tmp_path / "sweep_mlp_depth_90")["epoch"] < 40
-    again = run_sweep(tmp_path, flags.replace("90", "90,3").replace("-prune 2", ""))
-    assert again.count("before") == 4 and "sweep_mlp_depth_90: pruned before" in again
-    assert "sweep_mlp_depth_3: finished in" in again, "a longer list reuses the trials that exist"
-
-
 def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_its_epoch(tmp_path):
     def trial(name, values, state="", sign=-1):
         one = sweep.Trial(sweep.config.parse_args(["-out", str(tmp_path), "-model", name]), [])
@@ -255,30 +245,6 @@ def test_optuna_suggests_the_same_trials_after_a_kill_at_any_moment(tmp_path):
         assert 1e-4 <= float(lr) <= 1e-2 and 1 <= int(depth) <= 3 and optimizer in ("sgd", "adamw")
     more = run_sweep(uninterrupted_folder, CHOSEN.replace("-trials 4", "-trials 5"))
     assert more.count("before") == 4 and more.count(": finished in") == 1
-
-
-KILLED_AT_FIRST_INDEX = """
-import os, pathlib, sys
-from sqlalchemy import engine, event
-from scripts import sweep
-
-@event.listens_for(engine.Engine, "before_cursor_execute")
-def die(connection, cursor, statement, *rest):
-    if statement.strip().startswith("CREATE UNIQUE INDEX"):
-        os._exit(9)
-
-sweep.Study(pathlib.Path(sys.argv[1]), None)
-"""
-
-
-@cluster.require_package("optuna", "sweep")
-def test_a_kill_while_optuna_creates_its_tables_leaves_no_broken_study(tmp_path):
-    file = tmp_path / "sweep.db"
-    killed = subprocess.run([sys.executable, "-c", KILLED_AT_FIRST_INDEX, str(file)], cwd=ROOT, env=CLEAN)
-    assert killed.returncode == 9
-    for _ in range(3):  # the second start used to make a second study of the same name; then the third one failed
-        assert sweep.Study(file, plan_of(CHOSEN)).study.trials == []
-    assert not list(tmp_path.glob("*.partial"))
 
 
 # Slurm
