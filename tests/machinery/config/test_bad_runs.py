@@ -174,15 +174,6 @@ def test_flags_that_contradict_the_data_are_refused(flags, message, tmp_path, ca
     assert message in capfd.readouterr().err.splitlines()[-1]
 
 
-def test_a_model_whose_sizes_differ_from_the_flags_is_trained(tmp_path):
-    """Plugins of the source template ignore -channels and similar flags."""
-    odd = {"own": lambda args: nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 4))}
-    with runs.plugins(dataset=ODD, arch=odd):
-        runs.run(tmp_path, "-cpu 1 -epochs 1 -dataset colour -arch own -image_size 99 -num_classes 2 -workers 1")
-    with runs.plugins(dataset=ODD, arch={"broken": lambda args: nn.Linear(3, 2)}), pytest.raises(RuntimeError):
-        runs.run(tmp_path, "-cpu 1 -epochs 1 -dataset colour -arch broken -channels 3 -num_classes 4")
-
-
 # Folders
 
 

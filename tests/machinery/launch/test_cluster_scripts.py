@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import train
-from scripts import agent
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULE = 'module() { echo "module $*"; }; export -f module; '
@@ -148,16 +147,6 @@ def test_wrong_flags_never_reach_torchrun(project, flags, message):
     fake_program(project, "torchrun", AGENT)
     output = bash(project, f"./scripts/elastic.sh {flags}; [ $? = 2 ]", HEAD="127.0.0.1:1", PER_NODE="1")
     assert output.startswith(message) and output.count("\n") == 1
-
-
-def test_a_missing_etcd_package_is_reported_in_one_line(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "etcd", None)
-    monkeypatch.setenv("RENDEZVOUS", "etcd-v2")
-    assert agent.main("elastic", "127.0.0.1:2379", "-cpu", "1") == 2
-    output = capsys.readouterr().err
-    assert output == "train.py: RENDEZVOUS=etcd-v2 needs a package that is not installed: pip install python-etcd\n"
-    monkeypatch.setenv("RENDEZVOUS", "c10d")
-    assert agent.main("elastic", "127.0.0.1:2379", "-cpu", "1") == 0
 
 
 def test_an_error_of_sbatch_is_reported_in_one_line(project, monkeypatch, capsys):

@@ -19,8 +19,7 @@ from command_line import parsed
 
 from lib import launch
 from lib.launch import local
-from lib.utils import distributed
-from lib.utils.errors import FAILED, STOPPED, UsageError
+from lib.utils.errors import FAILED, STOPPED
 from scripts import check_resume
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
@@ -146,27 +145,6 @@ def test_a_failed_rank_that_does_not_exit_is_killed(start):
     run.wait_until_gone(SOON_S)
 
 
-@pytest.mark.timeout(60)  # an earlier version waited forever
-def test_a_signal_while_a_rank_is_reaped_loses_no_exit_code(monkeypatch):
-    """The kernel has forgotten the rank already, and multiprocessing has not stored its exit code yet."""
-    context, real, signalled = multiprocessing.get_context("fork"), os.waitpid, []
-
-    def waitpid(pid, flag):
-        found = real(pid, flag)
-        if found[0] and not signalled:
-            signalled.append(pid)
-            signal.raise_signal(signal.SIGTERM)
-        return found
-
-    processes = [context.Process(target=time.sleep, args=(0.2,)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    with local.forward_signals(processes) as passed:
-        monkeypatch.setattr(os, "waitpid", waitpid)
-        assert local.watch(processes, passed, context.Lock()) in (0, STOPPED)
-    assert signalled and passed == [signal.SIGTERM]
-
-
 def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, uninterrupted):
     script = tmp_path / "spawned.py"
     script.write_text(
@@ -200,16 +178,6 @@ def test_there_are_as_many_processes_as_the_flags_say_or_one_for_each_gpu(monkey
     for flags, count in (("", 4), ("-gpus 2,3", 2), ("-cpu 3", 3)):
         args = parsed(flags)
         assert local.count_processes(args) == check_resume.Check(args, tmp_path).size == count
-
-
-@pytest.mark.parametrize(("flags", "has_agent"), [("-gpus 0,1", False), ("", True)])
-def test_a_process_without_the_gpu_that_it_was_promised_is_refused(flags, has_agent, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    monkeypatch.setattr(distributed, "has_agent", lambda: has_agent)
-    with pytest.raises(UsageError, match=f"{flags}.*local rank 1 has no device: 1 are visible"):
-        distributed.pick_device(parsed(flags), 1)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from saves import SMALL, log_of, names
 import train
 from lib import config
 from lib.trainer import trainer
-from lib.utils import distributed
 from lib.utils.checkpoint import run_folder
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -103,25 +102,6 @@ def test_a_run_resumes_with_the_same_bits_after_a_node_is_replaced_by_an_empty_o
 def _tensors_of(folder):
     """The checksums of all tensors that a run saved."""
     return {name: value for name, value in saves.bits(folder).items() if name != "figures"}
-
-
-def test_a_node_that_joins_does_not_reset_the_run_again(tmp_path, monkeypatch):
-    """It may be empty, or have an older run that is further: that one is moved away."""
-    _give_each_process_a_disk(monkeypatch)
-    one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2 -save_every 1steps")
-    monkeypatch.setattr(distributed, "launch_id", lambda: "second")
-    flags = f"{SMALL} -reset -cpu"
-    shutil.move(two.parent, tmp_path / "away")
-    _run_on_nodes(tmp_path, f"{flags} 2 -limit_steps 5", wanted=75)
-    shutil.rmtree(two.parent)
-    shutil.move(tmp_path / "away", two.parent)
-    assert saves.steps(one)[0] == 5
-    _run_on_nodes(tmp_path, f"{flags} 2 -limit_steps 7", wanted=75)
-    assert saves.steps(one)[0] == saves.steps(two)[0] == 7 and "step_5: epoch" in log_of(two, 1)
-    assert list((two.parent / ".old").iterdir())
-    shutil.rmtree(two.parent)
-    _run_on_nodes(tmp_path, f"{flags} 2 -limit_steps 9", wanted=75)
-    assert saves.steps(two)[0] == 9 and "step_7: epoch" in log_of(two, 1)
 
 
 def test_fsdp_without_a_shared_disk_is_refused_before_a_checkpoint_is_sent(tmp_path, monkeypatch, refused):

@@ -12,12 +12,11 @@ import types
 import processes
 import pytest
 import torch
-import torch.distributed as dist
 from runs import plugins
 from torch.utils.data import Dataset
 
 import train
-from lib.utils import distributed, watchdog
+from lib.utils import watchdog
 from lib.utils.data import fetch
 
 MINUTES = 0.1
@@ -188,21 +187,3 @@ def test_a_start_that_hangs_says_where_and_is_ended(dataset, model, flags, messa
     shown = capfd.readouterr()
     logs = [file.read_text() for file in tmp_path.glob("*/logs/*.log")]
     assert message in "".join([shown.out, shown.err, *logs])
-
-
-def test_a_failing_rank_does_not_wait_for_the_others(monkeypatch):
-    """Leaving an NCCL group is a collective of all ranks of a machine."""
-    left = []
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(distributed, "pick_device", lambda args, local_rank: torch.device("cuda", 0))
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **more: None)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(True))
-    monkeypatch.setattr(distributed, "check_same_flags", lambda args, world: world)
-    args = types.SimpleNamespace(cpu=None, hang_minutes=1)
-    with distributed.join(args):
-        pass
-    assert left == [True]
-    with pytest.raises(ValueError, match="mine"), distributed.join(args):
-        raise ValueError("mine")
-    assert left == [True]

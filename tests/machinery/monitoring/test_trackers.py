@@ -184,15 +184,6 @@ def test_wandb_has_each_step_of_a_killed_run_once(start):
     assert has_no_key(run.folder)
 
 
-def test_wandb_without_a_key_gives_one_warning_and_no_prompt(start, tmp_path):
-    pytest.importorskip("wandb", reason=NEEDS)
-    env = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": None, "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    run = start("run", "-track", "wandb", "-epochs", 1, cpu=1, env=env, terminal=("stdin", "stdout", "stderr"))
-    assert run.wait() == 0
-    run.wait_for_output("-track: nothing more is sent to wandb")
-    assert run.text().count("-track: ") == 1, run.text()
-
-
 def test_a_tracker_that_is_not_installed_gives_one_warning(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "mlflow.py").write_text("raise ModuleNotFoundError(\"No module named 'mlflow'\")\n")

@@ -1,26 +1,14 @@
 """bash and zsh complete flags and plugin names with the TAB key."""
 
 import contextlib
-import os
-import pty
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from cluster import require
-from processes import until
 
 from lib.config import plugins
 from scripts import completion
-
-ROOT = Path(__file__).resolve().parents[3]
-# At TAB the completed line is written to a file and cleared before zsh can run it.
-ZSH = """autoload -U compinit; compinit -u; eval "$(<{script})"; unsetopt beep
-show() {{ zle expand-or-complete; print -r -- "$BUFFER" >> {message}; BUFFER= }}; zle -N show; bindkey '^I' show
-print ready >> {message}
-"""
 
 
 def completion_script(folder: Path, shell: str) -> Path:
@@ -46,32 +34,6 @@ def completions(script, words: list[str]) -> list[str]:
     return subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=240).stdout.split()
 
 
-def zsh_completions(folder: Path, lines: list[str]) -> list[str]:
-    """How a zsh on a terminal completes these lines, each with TAB at its end."""
-    message, script = folder / "typed", completion_script(folder, "zsh")
-    (folder / "setup").write_text(ZSH.format(script=script, message=message))
-    ours, theirs = pty.openpty()
-    env = {**os.environ, "TERM": "vt100", "ZDOTDIR": str(folder), "PYTHONWARNINGS": "ignore"}
-    shell = subprocess.Popen(
-        ["zsh", "-f", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=env, start_new_session=True
-    )
-    try:
-        os.write(ours, b"source " + str(folder / "setup").encode() + b"\n")
-        for number, line in enumerate(lines, start=1):
-            until(lambda: len(_lines(message)) == number)  # noqa: B023
-            os.write(ours, line.encode() + b"\t")
-        return until(lambda: _lines(message)[1:] if len(_lines(message)) > len(lines) else None)
-    finally:
-        shell.kill()
-        shell.wait()
-        os.close(ours)
-        os.close(theirs)
-
-
-def _lines(file):
-    return file.read_text().splitlines() if file.exists() else []
-
-
 def test_bash_completes_flags_and_plugin_names(script):
     rates = ["-lr_schedule", "-lr_start", "-lr_end", "-lr_warmup", "-lr_batch"]
     assert completions(script, ["python", "train.py", "-lr_"]) == rates
@@ -80,17 +42,6 @@ def test_bash_completes_flags_and_plugin_names(script):
     assert completions(script, ["python", "train.py", "-lr_schedule", "c"]) == ["cosine", "constant"]
     assert completions(script, ["python", "train.py", "-resnet_d"]) == ["-resnet_depth"], "a plugin's own flag"
     assert completions(script, ["python", "other.py", "-lr_"]) == [] == completions(script, ["python", "-"])
-
-
-@require("" if shutil.which("zsh") else "needs zsh")
-def test_zsh_completes_flags_and_plugin_names(tmp_path):
-    found = {
-        "python train.py -resnet_d": "python train.py -resnet_depth ",
-        "python3 ./train.py -cpu 2 -trainer em": "python3 ./train.py -cpu 2 -trainer ema ",
-        "./train.py -lr_schedule w": "./train.py -lr_schedule wsd ",
-        "python other.py -resnet_d": "python other.py -resnet_d",
-    }
-    assert zsh_completions(tmp_path, [*found]) == [*found.values()]
 
 
 def test_an_unknown_shell_or_a_missing_package_is_reported_in_one_line(capsys, monkeypatch):

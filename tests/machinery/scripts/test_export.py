@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 from command_line import parsed
-from runs import plugins, run, same_tensors, weights
+from runs import run, same_tensors
 from safetensors.torch import load_file
-from torch import nn
 
 from lib import config
 from lib.arch import convnet
@@ -60,32 +59,12 @@ def test_every_source_gives_its_weights(trained_run, tmp_path):
     assert same_tensors(torch.load(trained_run / "small.pt", weights_only=True), final)
 
 
-def test_an_fsdp_run_is_exported_with_whole_tensors(tmp_path):
-    flags = f"-cpu 2 -parallel fsdp -epochs 1 -convnet_width 8 -model sharded -data {config.ROOT / 'data'}"
-    folder = run(tmp_path, flags)
-    newest = run_folder.list_checkpoints(folder / "checkpoints")[0]
-    sizes = [file.stat().st_size for file in newest.glob("shard_*")]
-    assert len(sizes) == 2 and min(sizes) > 10_000, "its tensors are split over two shards"
-    run_export(folder, "-from", newest, "-o", tmp_path / "out.safetensors")
-    assert same_tensors(load_file(tmp_path / "out.safetensors"), load_file(folder / "final" / "weights.safetensors"))
-
-
 def test_torchexport_gives_the_same_outputs_for_any_batch_size(trained_run):
     run_export(trained_run, "-format", "torchexport", "-from", "final")
     program, model = torch.export.load(trained_run / "small.pt2").module(), model_of(trained_run)
     for count in (2, 7):
         images = torch.rand(count, 1, 8, 8)
         torch.testing.assert_close(program(images), model(images))
-
-
-def test_a_token_model_is_exported_with_token_inputs(tmp_path):
-    """Shape and type of the input are taken from the data, not guessed."""
-    (tmp_path / "text").write_text("to be or not to be " * 400)
-    flags = f"-dataset tokens -data {tmp_path / 'text'} -tokens_samples 64 -tokens_length 16 -gpt_depth 1 -cpu 1 "
-    folder = run(tmp_path, f"{flags} -gpt_width 16 -gpt_heads 2 -limit_steps 1", wanted=75)
-    run_export(folder, "-format", "torchexport", "-o", tmp_path / "gpt.pt2")
-    tokens = torch.randint(256, (3, 16))
-    assert torch.export.load(tmp_path / "gpt.pt2").module()(tokens).shape == (3, 16, 256)
 
 
 def test_onnx_gives_the_same_outputs_for_any_batch_size(trained_run):
@@ -98,35 +77,6 @@ def test_onnx_gives_the_same_outputs_for_any_batch_size(trained_run):
         images = torch.rand(count, 1, 8, 8)
         [outputs] = session.run(None, {"input": images.numpy()})
         np.testing.assert_allclose(outputs, model(images).detach().numpy(), rtol=1e-3, atol=1e-4)
-
-
-class Tied(nn.Module):
-    """Has the same weight under two names; its inputs are dicts."""
-
-    def __init__(self, args):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(9, args.num_classes), nn.Linear(args.num_classes, 9, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens, mask):
-        return self.head(self.embed(tokens) * mask[..., None]).mean(1)
-
-
-def dicts(args):
-    return {"train": [{"tokens": torch.arange(4) + at, "mask": torch.ones(4), "label": at} for at in range(4)]}
-
-
-def test_tied_weights_keep_all_their_names_and_a_dataset_of_dicts_is_refused_for_torchexport(tmp_path, capsys):
-    with plugins(arch={"tied": Tied}, dataset={"dicts": dicts}):
-        folder = run(tmp_path, "-arch tied -dataset dicts -num_classes 5 -batch_size 4 -epochs 1 -cpu 1 -model tied")
-        run_export(folder, "-format", "torch")
-        saved = torch.load(folder / "tied.pt", weights_only=True)
-        model = Tied(parsed("-num_classes 5"))
-        model.load_state_dict(saved)
-        assert {*saved} == {"embed.weight", "head.weight"} and model.head.weight is model.embed.weight
-        assert torch.equal(model.head.weight, weights(folder)["embed.weight"])
-        line = refused(capsys, folder, "-format", "torchexport")
-    assert "is for models of one tensor, and -dataset dicts gives a dict of tokens, mask: give get_model" in line
 
 
 def test_a_failing_export_is_reported_in_one_line(trained_run, tmp_path, capsys, monkeypatch):

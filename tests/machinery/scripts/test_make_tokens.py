@@ -74,17 +74,6 @@ def test_texts_and_flags_that_make_no_tokens_are_refused_in_one_line(texts, tmp_
     assert not list(tmp_path.glob("tokens/*"))
 
 
-def test_older_token_files_are_neither_read_nor_mixed_with_new_ones(texts, capsys):
-    out = texts / "tokens"
-    assert make_tokens.main([str(texts), "-bytes", "-o", str(out)]) == 0
-    (out / "tokenizer.json").write_text("of older token files")
-    before = (out / "train.bin").read_bytes()
-    assert make_tokens.main([str(texts), "-bytes", "-o", str(out)]) == 0
-    assert (out / "train.bin").read_bytes() == before and not (out / "tokenizer.json").exists()
-    args = config.parse_args(["-dataset", "tokens", "-data", str(out)])
-    assert len(tokens.get_transform(args)("abc")) == 3
-
-
 @TOKENIZERS
 def test_a_tokenizer_is_trained_and_can_be_used_for_other_texts(texts, tmp_path, capsys):
     import tokenizers

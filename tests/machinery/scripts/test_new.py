@@ -154,17 +154,6 @@ def test_new_plugins_are_short_and_can_be_trained_at_once(fork):
         assert len((fork / "lib" / kind / f"own_{kind}.py").read_text().splitlines()) < 30
 
 
-def test_a_project_of_a_project_has_its_new_plugins_and_no_other_untracked_files(fork, tmp_path):
-    for name in ("photos/train/cat/1.jpg", "data/photos/1.jpg", "net.pt", "lib/core/late.py"):
-        (fork / name).parent.mkdir(parents=True, exist_ok=True)
-        (fork / name).write_text("X = 1\n")
-    second = tmp_path / "second"
-    python(fork, "scripts/new.py", "project", str(second))
-    assert tracked(second) == tracked(fork) | {f"lib/{kind}/own_{kind}.py" for kind in NEW}
-    files = {file for file in second.rglob("*") if file.is_file() and ".git" not in file.parts}
-    assert {str(file.relative_to(second)) for file in files} == tracked(second)
-
-
 @pytest.mark.parametrize(
     ("parts", "flag"),
     [

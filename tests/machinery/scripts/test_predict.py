@@ -6,20 +6,13 @@ import logging
 import os
 import re
 import shutil
-import sys
-import types
 
 import numpy as np
 import pytest
-import tiny_data
-import torch
 from PIL import Image
-from runs import few, lines, plugins, run
-from safetensors.torch import load_file
-from torch import nn
+from runs import lines, run
 
-from lib import config, predict
-from lib.arch import gpt
+from lib import predict
 from scripts import predict as script
 
 PHOTOS = "-dataset folder -arch convnet -image_size 16 -cpu 1 -epochs 4 -batch_size 8 -lr_start 0.01"
@@ -123,63 +116,6 @@ def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys):
     Image.new("L", (8, 8)).save(tmp_path / "image.png")
     assert script.main([str(folder), str(tmp_path / "image.png"), "-device", "cpu"]) == 1
     assert "takes no images" in capsys.readouterr().out
-
-
-def test_a_text_is_tokenized_by_the_tokenizer_json_of_the_data(tmp_path, capsys, monkeypatch):
-    tiny_data.make_tokens(tmp_path)
-    flags = f"-dataset tokens -data {tmp_path} -num_classes 50 -tokens_length 16"
-    flags += " -gpt_depth 1 -gpt_width 16 -gpt_heads 2 -model x"
-    folder = run(tmp_path, f"{flags} -cpu 1 -epochs 1")
-    assert f"-data {tmp_path}: no tokenizer.json there" in refused(capsys, folder, "-text", "1 2")
-
-    class Tokenizer:
-        """A fake of the class in the optional package tokenizers: a token is a number."""
-
-        from_file = classmethod(lambda cls, file: cls())
-
-        def encode(self, text, add_special_tokens):
-            return types.SimpleNamespace(ids=[int(word) for word in text.split()])
-
-    (tmp_path / "tokenizer.json").touch()
-    monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=Tokenizer))
-    text = " ".join(str(number) for number in range(40))
-    (tmp_path / "text").write_text(text)
-    printed = json.loads(
-        predictions(capsys, folder, tmp_path / "text", "-text", text, "-format", "json", "-device", "cpu")
-    )
-    model = gpt.get_model(config.parse_args(flags.split())).eval()
-    model.load_state_dict(load_file(folder / "best" / "weights.safetensors"))
-    wanted = model(torch.arange(24, 40)[None])[0, -1].softmax(0).tolist()
-    for one in printed:
-        assert [one[str(number)] for number in range(50)] == pytest.approx(wanted, abs=1e-6)
-
-
-def test_the_predictions_of_a_regression_are_the_outputs(tmp_path, capsys):
-    def get_dataset(args):
-        return {part: few(args)[part] for part in ("train", "val")}
-
-    def get_model(args):
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
-
-    with plugins(dataset={"few": get_dataset}, arch={"line": get_model}):
-        flags = "-dataset few -arch line -num_classes 4 -batch_size 8 -epochs 1 -cpu 1"
-        folder = run(tmp_path, f"{flags} -model x")
-        file = tmp_path / "x.png"
-        Image.new("L", (8, 8), 255).save(file)
-        assert "no get_transform(args)" in refused(capsys, folder, file)
-        sys.modules["lib.dataset.few"].get_transform = lambda args: lambda image: torch.ones(1, 8, 8)
-        file_of_flags = folder / "config.yaml"
-        file_of_flags.write_text(file_of_flags.read_text().replace("loss: cross_entropy", "loss: mse"))
-        rows = predictions(capsys, folder, file, "-format", "csv", "-device", "cpu").splitlines()
-        assert rows[0] == "file,0,1,2,3"
-        assert sum(float(value) for value in rows[1].split(",")[1:]) != pytest.approx(1, abs=1e-3)
-
-
-def test_unreadable_input_is_reported_in_one_line(trained_run, tmp_path, capsys):
-    assert "takes no texts" in refused(capsys, trained_run, "-text", "day", "-device", "cpu")
-    assert "nothing to predict" in refused(capsys, trained_run)
-    assert f"-cfg '{tmp_path}/config.yaml': cannot be read" in refused(capsys, tmp_path, tmp_path)
-    assert "-device nowhere" in refused(capsys, trained_run, tmp_path, "-device", "nowhere")
 
 
 def test_every_file_gets_its_row_whatever_becomes_of_the_others(trained_run, tmp_path, capsys):

@@ -95,15 +95,3 @@ def test_a_venv_that_is_not_whole_is_made_again(project, state):
         made = "python -m venv .venv"
     calls = set_up(project)[1]
     assert made in calls and calls[-1].startswith("uv pip install "), calls
-
-
-def test_a_python_that_is_too_old_is_named(project):
-    version = "(3, 9)"
-    print_version = f'if [ "$1" = -V ]; then echo "Python {version}"; exit; fi'
-    old = f'{sys.executable} -c "import sys; sys.version_info = {version}; ${{2#*;}}"'
-    fake_program(project, "old", f"{print_version}\n{old}")
-    lines, _ = set_up(project, code=1, PYTHON="old")
-    assert len(lines) == 1 and "old is Python" in lines[0] and "3.10 or newer is needed: PYTHON=" in lines[0], lines
-    missing = lines[0].replace(f"old is Python {version}", "absent is missing")
-    assert set_up(project, code=1, PYTHON="absent")[0] == [missing]
-    assert not (project / ".venv").exists()

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import time
 
 import pytest
 from processes import until
@@ -130,14 +129,3 @@ def test_a_run_is_shown_as_running_and_after_a_kill_as_lost(start):
     one.wait_until_gone()
     assert run_folder.read_json(one.folder / "outcome.json")["state"] == "running"
     assert rows(one.folder)["live"]["state"] == "lost" and not rows(one.folder)["live"]["left"]
-
-
-def test_without_working_locks_a_run_that_writes_nothing_is_shown_as_silent(tmp_path, monkeypatch):
-    folder = run(tmp_path, f"{FLAGS} -model whole")
-    outcome = folder / "outcome.json"
-    outcome.write_text(outcome.read_text().replace("finished", "running"))
-    monkeypatch.setattr(reading, "is_locked", lambda _: None)
-    assert status.row(folder)["state"] == "running"
-    for file in (outcome, folder / "metrics.jsonl", folder / "logs" / "rank_0.log", folder / ".lock"):
-        os.utime(file, (0, time.time() - 3 * 3600))
-    assert (status.row(folder)["state"], status.row(folder)["seen"]) == ("silent", "3 h ago")

@@ -12,7 +12,7 @@ from pathlib import Path
 import cluster
 import pytest
 from processes import CLEAN, until
-from runs import distance, outcome, run, weights
+from runs import outcome, run, weights
 
 from scripts import reading, status, sweep
 
@@ -181,15 +181,6 @@ def test_wrong_flags_are_refused_in_one_line_before_the_first_trial(flags, messa
     assert not output.out and not list(tmp_path.glob("out/*"))
 
 
-def test_a_sweep_whose_trials_exist_with_other_flags_is_refused(tmp_path, capsys):
-    flags = f"{TINY} -seed 3,4 -out {tmp_path}".split()
-    run(tmp_path, f"{TINY} -seed 3 -model sweep_seed_3")
-    assert sweep.main([*flags, "-epochs", "3"]) == 2
-    assert "sweep_seed_3 was trained with -epochs 2 and not 3: another -model" in capsys.readouterr().err
-    plan = plan_of(" ".join([*flags, "-log_every", "7"]))
-    assert [trial.settled() for trial in plan.examples] == ["finished", ""], "-log_every may differ"
-
-
 def test_gpus_are_divided_among_the_trials_or_all_trials_get_all_of_them():
     assert plan_of("-seed 1,2 -gpus 0,1,2,3,4 -gpus_per_trial 2").slots == [["-gpus", "0,1"], ["-gpus", "2,3"]]
     assert plan_of("-seed 1,2,3 -gpus 0,1 -jobs 2").slots == [[], []]
@@ -248,22 +239,3 @@ def test_optuna_suggests_the_same_trials_after_a_kill_at_any_moment(tmp_path):
 
 
 # Slurm
-
-
-@cluster.require(cluster.ENABLED_BY)
-def test_a_killed_sweep_finds_its_trials_that_are_slurm_jobs_and_does_not_submit_them_again(tmp_path):
-    code, out = cluster.copy_of_the_code(tmp_path / "code"), tmp_path / "out"
-    flags = f"{code}/scripts/sweep.py -dataset slow -cpu 1 -threads 1 -slow_s 0.05 -seed 1,2 -slurm -slurm_cpus 1"
-    flags = [sys.executable, *flags.split(), "-out", str(out)]
-    with cluster.Cluster(code, out) as slurm:
-        log = tmp_path / "output"
-        with log.open("w") as file:
-            process = subprocess.Popen(flags, cwd=code, env=slurm.env(), stdout=file, stderr=file)
-        slurm.wait_until_it_trains("sweep_seed_1", step=2)
-        process.kill()
-        process.wait()
-        output = slurm.run(*flags)
-        slurm.train("-dataset slow -cpu 1 -threads 1 -slow_s 0 -seed 2 -model plain")
-        jobs = [len(list((out / f"sweep_seed_{seed}" / "slurm").glob("*_0_log.out"))) for seed in (1, 2)]
-    assert output.count("finished") == 4 and jobs == [1, 1], output
-    assert distance(out / "plain", out / "sweep_seed_2") == 0.0

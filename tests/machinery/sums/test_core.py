@@ -88,15 +88,6 @@ class Mixed(nn.Module):
         self.scale, self.frozen = nn.Parameter(torch.ones(())), nn.Linear(2, 2).requires_grad_(False)
 
 
-@pytest.mark.parametrize(("name", "devices"), [("sgd", "cpu cuda"), ("adamw", "cpu cuda")])
-def test_an_optimizer_is_fused_where_torch_has_a_kernel_that_can_skip_steps(name, devices):
-    for device in ("cpu", "cuda", "mps"):
-        parameters = [types.SimpleNamespace(device=torch.device(device))]
-        assert optimizers._may_fuse(parameters, flags(optimizer=name)) == (device in devices.split())
-        sharded = device == "cuda" and name == "adamw"
-        assert optimizers._may_fuse(parameters, flags(optimizer=name, parallel="fsdp")) == sharded
-
-
 @pytest.mark.parametrize("name", optimizers.BY_NAME)
 def test_biases_and_norms_have_no_weight_decay_and_frozen_parameters_are_left_out(name):
     model = Mixed()

@@ -13,10 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from lib.arch import mlp
 from lib.core import loss as losses
-from lib.utils import seeding
-from lib.utils.data import plan
 from lib.utils.data.tensors import Tensors, map_tensors, named_tensors
 from lib.utils.errors import UsageError
 
@@ -200,18 +197,6 @@ def test_a_model_with_named_arguments_and_kwargs_gets_all_entries_of_a_dict():
     assert torch.isclose(losses.forward(some, (mapping, label), criterion).loss, expected)
 
 
-def test_a_models_own_loss_in_bfloat16_is_summed_in_float32():
-    class Half(nn.Linear):
-        def forward(self, inputs, labels=None):
-            outputs = super().forward(inputs)
-            return outputs, outputs.mean()
-
-    done = losses.forward(Half(4, 3).bfloat16(), (torch.randn(8, 4).bfloat16(), torch.zeros(8)), None)
-    assert done.loss.dtype == torch.float32
-    done = losses.forward(Half(4, 3).double(), (torch.randn(8, 4).double(), torch.zeros(8)), None)
-    assert done.loss.dtype == torch.float64
-
-
 def test_a_batch_may_be_any_mapping():
     """Hugging Face's BatchEncoding, which its collators return, is a mapping."""
     inputs, labels = torch.randn(8, 4), torch.randint(3, (8,))
@@ -259,17 +244,6 @@ def criterion(flags: str):
     return losses.get_loss(parsed(flags))
 
 
-@pytest.mark.parametrize("targets", [torch.randn(8, 4), torch.rand(8), torch.full((8, 4), 0.3)])
-def test_cross_entropy_refuses_float_targets_that_are_no_probabilities(targets):
-    with pytest.raises(UsageError, match=r"-loss cross_entropy takes class numbers or probabilities.*-loss mse"):
-        loss = criterion("")
-        loss(torch.randn(8, 4), targets)
-        losses.check_probabilities(loss)
-    soft = torch.randn(8, 4).softmax(1)
-    outputs = torch.randn(8, 4)
-    assert torch.equal(criterion("-label_smoothing 0")(outputs, soft), functional.cross_entropy(outputs, soft))
-
-
 def test_a_regression_with_cross_entropy_is_refused_in_one_line(tmp_path, refused):
     with plugins(dataset={"numbers": numbers}):
         line = refused("-dataset numbers -arch norm_net -num_classes 1 -cpu 1")
@@ -294,22 +268,6 @@ def test_class_weights_multiply_the_loss_of_each_sample():
     assert torch.allclose(smooth(pixels, soft), functional.cross_entropy(pixels, soft, label_smoothing=0.1))
     with pytest.raises(UsageError, match="-class_weights 1,2: give one for each of -num_classes 3"):
         criterion("-num_classes 3 -class_weights 1,2")
-
-
-def test_train_metrics_are_those_of_a_plain_loop(tmp_path):
-    flags = (
-        f"{SMALL.replace('norm_net', 'mlp')} -mlp_width 8 -image_size 8 -train_metrics -log_every 1 -epochs 1 -model"
-    )
-    one, two = (run(tmp_path, f"{flags} on_{size} -cpu {size}") for size in (1, 2))
-    assert bits(one) == bits(two)
-    losses_of, part = [line for line in lines(one) if "train/accuracy" in line], few(None)["train"]
-    assert len(losses_of) == 4 and all(line["train/accuracy"] * 16 % 1 == 0 for line in losses_of[:3])
-    seeding.seed(seeding.MODEL, 0)
-    args = parsed(flags + " x")
-    model = mlp.get_model(args)
-    rows = plan.order(50, args.seed, 0, True)[:16]
-    right = (model(part.tensors[0][rows]).argmax(1) == part.tensors[1][rows]).double().mean().item()
-    assert losses_of[0]["train/accuracy"] == pytest.approx(right)
 
 
 def many(args):
