@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from processes import until
+from processes import ROOT, until
 from runs import lines
 
 import lib.dataset
@@ -21,7 +21,6 @@ import train
 from lib.config import plugins
 from lib.launch import slurm
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "slurm" / "mini_cluster.sh"
 MISSING = next(
     (tool for tool in ("slurmctld", "slurmd", "munged") if not shutil.which(tool, path="/usr/sbin:/usr/bin")), ""

@@ -15,13 +15,13 @@ import pytest
 import torch
 import torchvision
 from PIL import Image
+from processes import ROOT
 
 import train
 from lib import config
 from scripts import flags_page
 
 pytestmark = pytest.mark.timeout(900)  # many runs in turn
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = {
     str(file.relative_to(ROOT)): file.read_text()

@@ -5,15 +5,14 @@ import errno
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import disk
 import pytest
+from processes import ROOT
 
 from lib.utils.checkpoint import atomic
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_two_simultaneous_writers_of_a_file_do_not_mix_their_content(tmp_path):

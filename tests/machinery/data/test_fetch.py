@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import ROOT
 from torch.utils.data import Dataset, Subset
 
 from lib.utils.data import options, tensors
@@ -106,7 +107,7 @@ def test_a_dataset_may_define_a_collate_fn(workers):
 
 
 def test_the_page_lists_all_optional_attributes_of_a_dataset():
-    page = (Path(__file__).resolve().parents[3] / "docs" / "extending.md").read_text()
+    page = (ROOT / "docs" / "extending.md").read_text()
     table = page.partition("These attributes of a dataset are optional")[2].partition("`draws` holds")[0]
     listed = set(re.findall(r"^\| `(\w+)", table, re.M))
     code = "".join(file.read_text() for file in Path(options.__file__).parent.glob("*.py"))

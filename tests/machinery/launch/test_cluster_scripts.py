@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import ROOT
 
 import train
 
-ROOT = Path(__file__).resolve().parents[3]
 MODULE = 'module() { echo "module $*"; }; export -f module; '
 
 

@@ -14,11 +14,10 @@ from pathlib import Path
 import ports
 import pytest
 from cluster import require
-from processes import CLEAN, until
+from processes import CLEAN, ROOT, until
 from runs import distance, lines, outcome, run
 
 pytestmark = pytest.mark.timeout(600)  # 4,000 steps take minutes on a machine with other work
-ROOT = Path(__file__).resolve().parents[3]
 FLAGS = "-cpu 1 -threads 1 -micro_batch 16 -epochs 200 -save_every 500epochs -log_every 10 -model elastic "
 FLAGS += "-arch mlp -mlp_depth 0 -optimizer sgd -lr_start 0.05"
 

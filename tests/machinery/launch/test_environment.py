@@ -5,15 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from command_line import parsed
+from processes import ROOT
 
 from lib.launch import environment, slurm_task
 from scripts import agent
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture

@@ -15,11 +15,10 @@ import pytest
 import yaml
 from command_line import parsed
 from kubeflow_trainer_api import models as trainer_api
-from processes import CLEAN, until
+from processes import CLEAN, ROOT, until
 
 from lib.utils.checkpoint import run_folder
 
-ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "scripts" / "kubernetes"
 DOCUMENTS = {
     (name, document["kind"]): document

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from command_line import parsed
+from processes import ROOT
 
 from lib import launch
 from lib.launch import local
@@ -23,7 +24,6 @@ from lib.utils.errors import FAILED, STOPPED
 from scripts import check_resume
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
-ROOT = Path(__file__).resolve().parents[3]
 STEPS = 60  # of three epochs
 STRAY = {"RANK": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}  # left over from another program
 SOON_S = 30  # seconds until a failed run has ended, on a machine with other work

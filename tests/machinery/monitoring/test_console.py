@@ -10,15 +10,12 @@ import subprocess
 import sys
 import termios
 from contextlib import suppress
-from pathlib import Path
 
 import torch
+from processes import ROOT
 
 from lib.utils.checkpoint.state import State
 from lib.utils.monitoring import console, throughput
-
-ROOT = Path(__file__).resolve().parents[3]
-
 
 RUN = """
 import logging, sys, time, warnings

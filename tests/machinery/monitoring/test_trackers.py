@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 import runs
-from processes import until
+from processes import ROOT, until
 
-ROOT = Path(__file__).resolve().parents[3]
 SECRET = "3f" * 20
 NEEDS = "needs uv pip install -r pyproject.toml --group track"
 

@@ -3,16 +3,14 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 from command_line import parsed
-from processes import CLEAN
+from processes import CLEAN, ROOT
 from runs import run
 
 from scripts import doctor
 
-ROOT = Path(__file__).resolve().parents[3]
 LISTED = "general: 2 nodes up, each 16 CPUs, 64000 MB, gpu:4; limit infinite"
 
 

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import CLEAN
+from processes import CLEAN, ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 OLD = re.search(r'^name = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
 NAME = "twenty-four-letter-names"
 INDEPENDENT = ("tests/test_resume.py", "tests/test_train.py")

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 PYTHON = f"""
 echo "python $*" >> calls
 case "$*" in

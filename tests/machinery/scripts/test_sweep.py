@@ -11,12 +11,11 @@ from pathlib import Path
 
 import cluster
 import pytest
-from processes import CLEAN, until
+from processes import CLEAN, ROOT, until
 from runs import outcome, run, weights
 
 from scripts import reading, status, sweep
 
-ROOT = Path(__file__).resolve().parents[3]
 TINY = "-cpu 1 -threads 1 -arch mlp -mlp_width 8 -epochs 2 -log_every 5"
 LONG = "-cpu 1 -threads 1 -arch mlp -mlp_width 8 -epochs 15 -save_every 2epochs"
 GRID = "-seed 1,2 -lr_start 1e-2,1e-3"

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import parsed
+from processes import ROOT
 
 from lib.launch import environment, local, requeue, slurm_task
 from lib.utils import distributed
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, STOPPED, UsageError
 
-ROOT = Path(__file__).resolve().parents[3]
 START = {"restart": 0, "checkpoint": "000002_step_20", "outcome": 1, "in_vain": False}
 RUNNING = {"JobState": "RUNNING", "StartTime": "2026-11-21T03:22:53", "PreemptTime": "None"}
 PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T03:22:56"}
@@ -143,7 +143,7 @@ def fake_scontrol(folder: Path, job: str):
 
 def test_without_scontrol_the_job_exits_with_75_and_prints_the_command_to_requeue(stopped):
     code = [sys.executable, "-m", "lib.launch.slurm_task", "after", str(stopped), "0"]
-    run = subprocess.run(code, cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    run = subprocess.run(code, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 75 and "type: scontrol requeue 12" in run.stdout
     assert "requeued" not in json.loads(stopped.read_text())
 

@@ -2,13 +2,13 @@
 
 import re
 import types
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import NET, BlocksNet
+from processes import ROOT
 from ranks import on_ranks
 from runs import few, norm_net, plugins, run
 from saves import SMALL, bits, log_of
@@ -63,7 +63,7 @@ def test_a_rank_sends_as_much_as_docs_resume_says(ranks, leaves, sent):
     nodes = max(map(len, exact.nodes_by_rank(leaves, ranks, round_robin=False)))
     ring = 2 * (ranks - 1) / ranks
     assert f"{(nodes + 1) * ring / 2:.2f}" == f"{sent:.2f}"
-    page = (Path(__file__).resolve().parents[3] / "docs" / "resume.md").read_text()
+    page = (ROOT / "docs" / "resume.md").read_text()
     assert re.search(rf"^\| {ranks:,} \| .* \| {sent:.2f} \| {ring:.2f} \|$", page, re.M)
 
 
