@@ -75,9 +75,6 @@ def test_the_lock_has_an_exact_version_of_each_direct_dependency():
     assert len(direct) > 12 and {name.lower() for name in direct} <= {line.partition("==")[0] for line in lines}
 
 
-# Style, by ruff
-
-
 # Import contracts
 
 

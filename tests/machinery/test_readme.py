@@ -256,19 +256,6 @@ def test_everything_that_the_faq_allows_to_delete_can_be_deleted(fork, tmp_path)
     assert "finished:" in _run(folder, "python train.py -epochs 1 -cpu 2")
 
 
-def test_the_loop_of_the_samplers_page_resumes_after_a_kill(fork):
-    with subprocess.Popen([sys.executable, "-u", "loop.py"], cwd=fork, stdout=subprocess.PIPE, text=True) as first:
-        lines = [first.stdout.readline() for _ in range(20)]  # into the second epoch
-        first.kill()
-        lines += first.stdout.read().splitlines(keepends=True)
-    lines += _run(fork, "python loop.py").splitlines()
-    seen = [(int(line.split(" ", 1)[0]), tuple(json.loads(line.split(" ", 1)[1]))) for line in lines]
-    for epoch in range(3):
-        batches = dict.fromkeys(batch for number, batch in seen if number == epoch)  # the kill may repeat a batch
-        assert sorted(index for batch in batches for index in batch) == list(range(100))
-    assert len(seen) in (39, 40)
-
-
 def test_the_commands_for_two_machines_in_the_page_start_one_run(fork):
     page, place = commands(PAGES["docs/launching.md"]), f"localhost:{ports.free()}"
     typed = [one.replace("node1:29400", place).replace("node=8", "node=1") for one in page if "--nnodes" in one]

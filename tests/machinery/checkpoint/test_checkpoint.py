@@ -14,7 +14,7 @@ from runs import few, lines, outcome, plugins, run, same_tensors
 from safetensors.torch import load_file
 from saves import SMALL, all_entries, log_of, names, new_checkpoints, save
 
-from lib.utils.checkpoint import manager, shards, weights
+from lib.utils.checkpoint import shards, weights
 from lib.utils.monitoring import metrics
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -135,35 +135,6 @@ def test_a_checkpoint_is_not_written_before_the_best_weights_that_it_names(tmp_p
     (tmp_path / "best").unlink()
     save(checkpoints, 3)
     assert saves.newest(tmp_path) == 3 and load_file(tmp_path / "best" / "weights.safetensors")["a"].sum() == 2
-
-
-def test_only_the_last_best_weights_before_a_save_are_written_with_it(tmp_path, monkeypatch):
-    """Also if an earlier save is still in progress, or has failed."""
-    checkpoints, begun, may_continue, written = (
-        saves.new_checkpoints(tmp_path),
-        threading.Event(),
-        threading.Event(),
-        [],
-    )
-
-    def write(folder, tensors):
-        begun.set()
-        assert may_continue.wait(60)
-        written.append(tensors["a"])
-        if written == [1, 4]:
-            raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(manager.weights, "write", write)
-    checkpoints.best = {"a": 1}
-    checkpoints.save(saves.state(1), saves.facts(1), step=1)
-    assert begun.wait(60)
-    for number in (2, 3, 4):
-        checkpoints.best = {"a": number}
-    may_continue.set()
-    save(checkpoints, 2)
-    save(checkpoints, 3)
-    checkpoints.close()
-    assert written == [1, 4, 4] and saves.steps(tmp_path) == [3, 1]
 
 
 def test_a_kill_while_best_weights_are_written_keeps_the_older_ones_and_their_checkpoint(tmp_path):

@@ -109,13 +109,6 @@ def test_where_nothing_fits_a_name_of_each_side_is_shown(tmp_path, names):
     assert f"it has {', '.join(names)}, and lacks embed.weight, " in message
 
 
-@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
-def test_floats_of_another_precision_are_converted(tmp_path, kind):
-    given, made = Tied().to(kind), Tied()
-    load_into(save(tensors_of(given), tmp_path / "w.pt"), made, whole=True)
-    assert same(made, given.float())
-
-
 def test_values_that_cannot_be_the_models_are_refused(tmp_path):
     good, file = tensors_of(Tied()), tmp_path / "w.pt"
     two = {**good, "head.weight": good["head.weight"] + 1}
@@ -195,24 +188,6 @@ def test_an_index_leads_to_no_file_outside_its_folder(tmp_path):
     assert "not a regular file" in refusal(tmp_path / "model")
     (tmp_path / "config.json").write_text("{}")
     assert "config.json: cannot be read" in refusal(tmp_path / "config.json")
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["model.safetensors", "other.safetensors"],
-        ["pytorch_model.bin", "training_args.bin"],
-        ["model-00001-of-00001.safetensors"],
-        ["last.ckpt"],
-    ],
-)
-def test_a_folder_with_one_weights_file_is_read(tmp_path, names):
-    given, made = WithBackbone(), WithBackbone()
-    save(tensors_of(given), tmp_path / names[0])
-    for name in names[1:]:
-        save({"x": torch.ones(1)}, tmp_path / name)
-    load_into(str(tmp_path), made, whole=True)
-    assert same(made, given)
 
 
 def test_a_folder_in_which_nothing_or_too_much_may_be_meant_is_refused(tmp_path):

@@ -2,7 +2,6 @@
 
 import errno
 import itertools
-import math
 import os
 import shutil
 import time
@@ -15,11 +14,8 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
-from lib.utils import distributed
 from lib.utils.checkpoint import atomic
 from lib.utils.compat.atomic_directory import AtomicDirectory, atomic_torch_save
-from lib.utils.distributed import World
-from lib.utils.errors import UsageError
 
 
 def save(saver, content="x", force=False):
@@ -151,34 +147,6 @@ def test_two_ranks_share_folders_and_an_error_on_one_is_raised_on_both(tmp_path)
 
     torch.set_num_threads(1)
     on_ranks(2, run, tmp_path)
-
-
-def fail(error):
-    raise error
-
-
-def test_five_ranks_exchange_values_and_share_the_first_error(tmp_path):
-    def run(rank):
-        world = World(rank=rank, size=5)
-        assert distributed.all_reduce_max([rank, -rank], world) == [4, 0]
-        assert distributed.gather(["é", "x" * 600 * rank, math.inf], world)[2] == ["é", "x" * 1200, math.inf]
-        assert distributed.gather_results((lambda: rank) if rank else None, world) == [None, 1, 2, 3, 4]
-        assert distributed.attempt(lambda: rank, world) == rank
-        assert distributed.broadcast(["é", rank], world, root=1) == ["é", 1]
-        assert distributed.run_on_main(lambda: {"rank": rank}, world) == {"rank": 0}
-        for error in (UsageError("-out: no"), BlockingIOError("busy"), RuntimeError("lost"), UnicodeError("odd")):
-            kind = next(kind for kind in (UsageError, OSError, RuntimeError, ValueError) if isinstance(error, kind))
-            with pytest.raises(kind, match=f"{error}$") as message:
-                distributed.attempt(lambda error=error: fail(error) if rank in (2, 4) else None, world)
-            if rank == 2:
-                assert message.value is error
-            elif kind is not UsageError:
-                assert str(message.value) == f"rank 2: {error}"
-        with pytest.raises(OSError, match="of rank 0"):
-            distributed.attempt(lambda: fail(UsageError("of rank 1") if rank else OSError("of rank 0")), world)
-
-    torch.set_num_threads(1)
-    on_ranks(5, run, tmp_path)
 
 
 def _check_forced_saves(rank, folder):

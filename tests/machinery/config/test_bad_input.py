@@ -7,7 +7,6 @@ from functools import partial
 
 import command_line
 import pytest
-import torch
 from command_line import shared
 
 from lib import config
@@ -91,16 +90,6 @@ def test_contradicting_flags_are_refused_with_values_that_would_work(flags, part
     monkeypatch.chdir(config.ROOT)
     line = error_of([*flags.split(), *([] if "-data" in flags else ["-data", str(config.ROOT / "data")])])
     assert all(part in line for part in parts), line
-
-
-def test_gpus_that_do_not_exist_are_refused(error_of, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert error_of("-gpus 0,5,7") == "-gpus 0,5,7: 2 GPUs are visible here (4,5), numbered from 0"
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    line = error_of(f"-gpus 0 -data {config.ROOT}/data")
-    assert line.startswith("-gpus 0: torch ") and line.endswith("-cpu N trains on the CPU")
-    for value in ("", "GPU-1", "0,,1", "-1", "0;1", "all!", "0 1"):
-        assert error_of([f"-gpus={value}"]).startswith(f"argument -gpus: {value!r} is not a list of GPUs like 0,1,2")
 
 
 # As a command of the shell

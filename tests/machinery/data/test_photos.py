@@ -88,13 +88,6 @@ def test_turned_jpegs_are_upright_also_when_they_are_decoded_smaller_and_for_oth
         assert (other - one).abs().mean() < 0.1, orientation
 
 
-def test_damaged_exif_does_not_spoil_a_photo(tmp_path):
-    for raw in (b"Exif\0\0garbage", b"Exif\0\0MM\0*\0\0\0\x08\0\x05", b"Exif\0\0"):
-        for ending in (".jpg", ".png", ".webp"):
-            scene().save(tmp_path / f"x{ending}", exif=raw)
-            assert photos.read(tmp_path / f"x{ending}", lambda image: photos.view(image, "RGB", 8)).size == (8, 8)
-
-
 def test_images_of_16_bits_look_like_those_of_8(tmp_path):
     grey = np.tile(np.linspace(0, 255, 32).astype(np.uint8), (32, 1))
     Image.fromarray(grey).save(tmp_path / "8.png")
@@ -137,17 +130,6 @@ def test_a_jpeg_is_decoded_no_smaller_than_its_crop_needs(tmp_path):
                 assert opened.size == decoded
             whole = image.resize((size, size), Image.Resampling.BILINEAR, box)
             assert np.abs(got - np.asarray(whole, np.float32)).mean() < 4
-
-
-def test_cmyk_palettes_masks_and_pictures_of_several_pages_are_read(tmp_path):
-    scene().convert("CMYK").save(tmp_path / "cmyk.jpg", quality=95)
-    scene().save(tmp_path / "two.mpo", save_all=True, append_images=[scene()])
-    (tmp_path / "two.mpo").rename(tmp_path / "mpo.jpg")
-    for mode in ("1", "P", "L", "LA", "RGBA"):
-        scene().convert(mode).save(tmp_path / f"{mode}.png")
-    for file in tmp_path.iterdir():
-        assert photos.read(file, lambda image: photos.view(image, "RGB", 8)).mode == "RGB", file
-        assert photos.read(file, lambda image: photos.view(image, "L", 8)).mode == "L", file
 
 
 # Folders

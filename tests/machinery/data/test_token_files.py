@@ -56,17 +56,6 @@ def test_files_of_other_types_are_refused_by_their_type(folder, split, vocabular
         assert ("wider" in message) >= ("int" in kind), kind
 
 
-@pytest.mark.parametrize("few", [2, 9])
-def test_a_small_vocabulary_is_read_and_refused_as_int32(folder, few):
-    values = np.random.default_rng(few).integers(0, few, 1000)  # as of DNA
-    values.astype(np.uint16).tofile(folder / "train.bin")
-    splits_of(folder)
-    for kind in (np.int32, np.int64, np.float64):
-        for count in (60, 1000):  # sixty tokens are enough to tell
-            values[:count].astype(kind).tofile(folder / "train.bin")
-            assert "looks like a wider type than uint16" in refusal(folder)
-
-
 @pytest.mark.parametrize("size", [0, 1, 1999])
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_files_of_odd_lengths_and_empty_ones_are_refused(folder, split, size):
@@ -135,18 +124,6 @@ def test_links_to_nothing_and_files_that_are_missing_are_refused(folder):
         file.unlink()
     np.arange(1000, dtype=np.uint16).tofile(folder / "val.bin")
     assert ".bin is no text: -data is a text, or a folder of texts, or of train.bin" in refusal(folder)
-
-
-def test_what_is_no_text_is_refused(texts, folder):
-    (texts / "more").symlink_to(folder / "nothing")
-    assert "more is no text" in refusal(texts) and "train.bin is no text" in refusal(folder / "train.bin")
-    (texts / "more").unlink()
-    for name in ("tokens.bin", "tokens.npy"):
-        (texts / name).write_bytes(b"text")
-        assert f"{name} is no text: -data is a text, or a folder" in refusal(texts)
-        (texts / name).unlink()
-    (texts / "empty").touch()
-    assert "-tokens_length 16: a split of 0 tokens has no such sample" in refusal(texts / "empty")
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

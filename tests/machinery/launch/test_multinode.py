@@ -3,13 +3,10 @@ lost theirs; a launch has one id even if nodes have others; all nodes need the s
 
 import os
 import shutil
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import saves
-from runs import distance, outcome, plugins, run, same_tensors
+from runs import distance, outcome, run, same_tensors
 from safetensors.torch import load_file
 from saves import SMALL, log_of, names
 
@@ -137,26 +134,6 @@ def test_a_shared_disk_is_detected(tmp_path, monkeypatch):
     newest = folder / "checkpoints" / names(folder)[0]
     assert len(list(newest.glob("shard_*"))) == 1, "rank 0 writes what all ranks have"
     assert not list(folder.rglob("*.partial")) and not list((tmp_path / "node0").glob("*.partial"))
-
-
-def test_the_first_process_of_each_node_downloads_a_file_that_the_others_then_use(tmp_path, monkeypatch):
-    def get_weights(args):
-        file = Path(args.out) / "cache"
-        if not file.exists():
-            time.sleep(0.2)
-            with (tmp_path / "downloads").open("a") as log:
-                log.write(f"{os.environ['RANK']}\n")
-            file.touch()
-        return saves.norm_net(args).state_dict()
-
-    with plugins(arch={"theirs": saves.norm_net}):
-        sys.modules["lib.arch.theirs"].get_weights = get_weights
-        flags = f"{SMALL} -arch theirs -weights imagenet -limit_steps 1 -cpu"
-        run(tmp_path, f"{flags} 3", wanted=75)
-        assert (tmp_path / "downloads").read_text().split() == ["0"]
-        _give_each_process_a_disk(monkeypatch)
-        _run_on_nodes(tmp_path, f"{flags} 2", wanted=75)
-    assert sorted((tmp_path / "downloads").read_text().split()) == ["0", "0", "1"]
 
 
 # Nodes whose torchrun got no id, or other flags

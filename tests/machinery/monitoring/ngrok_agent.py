@@ -1,7 +1,6 @@
 """A fake of ngrok's agent: it has the same local API and log on stdout, and opens no tunnel.
 
-AGENT is JSON: `notes` is the file for what it receives; `fault` is "refuse" (it ends with an error that contains the
-token) or "deaf" (its API refuses all requests).
+AGENT_NOTES is the file for what it receives.
 """
 
 import json
@@ -11,7 +10,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-SETTINGS = json.loads(os.environ["AGENT"])
+NOTES = Path(os.environ["AGENT_NOTES"])
 PUBLIC = "https://a-public-address.example"
 
 
@@ -23,9 +22,6 @@ class Api(BaseHTTPRequestHandler):
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if SETTINGS.get("fault") == "deaf":
-            self.reply(400, {"msg": f"cannot take {request}"})
-            return
         note(request=request)
         self.reply(201, {"name": request["name"], "url": PUBLIC, "public_url": PUBLIC})
 
@@ -48,9 +44,9 @@ def serve(handler) -> str:
 
 def note(**facts):
     facts = {"argv": sys.argv, "token": os.environ.get("NGROK_AUTHTOKEN"), "pid": os.getpid(), **facts}
-    partial = Path(SETTINGS["notes"] + ".partial")
+    partial = NOTES.with_suffix(".partial")
     partial.write_text(json.dumps(facts))
-    partial.replace(SETTINGS["notes"])
+    partial.replace(NOTES)
 
 
 def say(level, message, **fields):
@@ -60,10 +56,6 @@ def say(level, message, **fields):
 
 def main():
     note()
-    if SETTINGS.get("fault") == "refuse":
-        token = os.environ.get("NGROK_AUTHTOKEN")
-        say("eror", "session closed", err=f'"authentication failed: {token} is no token. ERR_NGROK_105"')
-        sys.exit(1)
     say("info", "starting web service", obj="web", addr=serve(Api))
     say("info", "tunnel session started", obj="tunnels.session")
     say("info", "client session established", obj="csess")

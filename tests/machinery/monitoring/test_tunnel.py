@@ -16,32 +16,27 @@ TOKEN, PASSWORD = "2secretTokenOfTheUser", "correct-horse-9"
 
 @pytest.fixture
 def agent(tmp_path, monkeypatch):
-    """A function that sets the fake agent up and returns the file of its notes."""
+    """The file of the notes of a fake agent, which the next runs start."""
     program = tmp_path / "agent"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("ngrok_agent.py")} "$@"\n')
     program.chmod(0o700)
     notes = tmp_path / "notes.json"
 
-    def set_up(fault=None):
-        monkeypatch.setenv("PYNGROK_NGROK_PATH", str(program))
-        monkeypatch.setenv("AGENT", json.dumps({"notes": str(notes), "fault": fault}))
-        monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
-        monkeypatch.setenv("NGROK_PASSWORD", PASSWORD)
-        monkeypatch.setenv("HOME", str(tmp_path))  # where pyngrok keeps a configuration
-        return notes
-
-    return set_up
+    values = {"AGENT_NOTES": notes, "NGROK_AUTHTOKEN": TOKEN, "NGROK_PASSWORD": PASSWORD}
+    values |= {"PYNGROK_NGROK_PATH": program, "HOME": tmp_path}  # pyngrok keeps a configuration at home
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+    return notes
 
 
 def test_a_tunnel_asks_for_the_password_and_ends_with_the_run(agent, start, tmp_path):
-    notes = agent()
     fault = {"do": "pause", "step": 25, "rank": 0}
     run = start("shared", "-ngrok", "-ngrok_auth", "ann", fault=fault, env=dict(os.environ))
     run.wait_for_output("TensorBoard for others: https://a-public-address.example\n")
     local = address_in(next(line for line in run.text().splitlines() if line.startswith("TensorBoard: ")))
     assert local.startswith("http://127.0.0.1:6")
 
-    facts = json.loads(notes.read_text())
+    facts = json.loads(agent.read_text())
     assert facts["token"] == TOKEN, "the agent reads the token from the environment"
     command = Path(f"/proc/{facts['pid']}/cmdline").read_text()
     assert TOKEN not in command and PASSWORD not in command

@@ -1,6 +1,5 @@
 """scripts/doctor.py reports whether a run would start, and what prevents it."""
 
-import os
 import subprocess
 import sys
 
@@ -10,8 +9,6 @@ from processes import CLEAN, ROOT
 from runs import run
 
 from scripts import doctor
-
-LISTED = "general: 2 nodes up, each 16 CPUs, 64000 MB, gpu:4; limit infinite"
 
 
 def run_doctor(*flags, code, **env) -> list[str]:
@@ -57,18 +54,3 @@ def test_errors_of_train_py_are_found(tmp_path, monkeypatch):
     run(tmp_path, f"{flags} -limit_steps 1", wanted=75)
     assert bad(doctor.room, f"{flags} -weights nosuch") == [], "a run that resumes does not read -weights"
     assert bad(doctor.data, flags) == [] and "-epochs was 1 and is 2" in bad(doctor.data, f"{flags} -epochs 2")[0]
-
-
-def test_slurm_partitions_are_listed_and_a_wrong_one_is_bad(tmp_path, monkeypatch):
-    sinfo = tmp_path / "sinfo"
-    sinfo.write_text(f"#!/bin/sh\necho '{LISTED}'\n")
-    sinfo.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert findings(doctor.slurm, "-slurm -slurm_partition general") == [("ok", f"Slurm partition {LISTED}")]
-    wrong = ("bad", "-slurm_partition other: there are general")
-    assert findings(doctor.slurm, "-slurm -slurm_partition other")[1:] == [wrong]
-    sinfo.write_text("#!/bin/sh\necho no controller >&2; exit 1\n")
-    assert findings(doctor.slurm) == [("note", "sinfo does not answer: no controller")]
-    assert findings(doctor.slurm, "-slurm")[0][0] == "bad"
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert [findings(doctor.slurm, flags)[0][0] for flags in ("", "-slurm")] == ["ok", "bad"]

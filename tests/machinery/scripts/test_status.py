@@ -8,7 +8,6 @@ import pytest
 from processes import until
 from runs import run
 
-from lib.launch import requeue
 from lib.utils.checkpoint import run_folder
 from scripts import reading, status
 
@@ -89,34 +88,6 @@ def test_old_runs_are_deleted_only_after_confirmation(answer, gone, tmp_path, mo
     assert "x-20260101-120000-abcdef  0.002 GB" in capsys.readouterr().out
     assert old.exists() is not gone
     assert (tmp_path / "x" / "outcome.json").exists()
-
-
-def test_a_stopped_run_whose_job_was_requeued_is_shown_as_requeued(tmp_path, monkeypatch):
-    folder = run(tmp_path, f"{FLAGS} -model short -limit_steps 7", wanted=75)
-    (folder / "slurm").mkdir()
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    history = folder / "slurm" / "12.json"
-    requeue.record_start(history, folder)
-    assert status.row(folder)["state"] == "stopped"
-    facts = run_folder.read_json(history)
-    facts["requeued"] = "time limit"
-    requeue.write_history(history, facts)
-    row = status.row(folder)
-    assert (row["state"], row["why"]) == ("requeued", "time limit: job 12 continues by itself")
-    squeue = tmp_path / "squeue"
-    for answer, state in (
-        ("echo PENDING", "requeued"),
-        ("exit 0", "stopped"),
-        ("exit 1", "requeued"),
-        ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", "stopped"),
-    ):
-        squeue.write_text(f"#!/bin/sh\n{answer}\n")
-        squeue.chmod(0o755)
-        assert status.row(folder)["state"] == state
-    squeue.unlink()
-    (folder / "outcome.json").touch()
-    assert status.row(folder)["state"] == "stopped", "it was started by hand since then"
 
 
 def test_a_run_is_shown_as_running_and_after_a_kill_as_lost(start):

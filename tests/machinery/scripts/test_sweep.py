@@ -235,6 +235,3 @@ def test_optuna_suggests_the_same_trials_after_a_kill_at_any_moment(tmp_path):
         assert 1e-4 <= float(lr) <= 1e-2 and 1 <= int(depth) <= 3 and optimizer in ("sgd", "adamw")
     more = run_sweep(uninterrupted_folder, CHOSEN.replace("-trials 4", "-trials 5"))
     assert more.count("before") == 4 and more.count(": finished in") == 1
-
-
-# Slurm

@@ -109,14 +109,6 @@ def test_only_the_interrupted_task_of_a_job_array_is_requeued(stopped, monkeypat
     assert (stopped.parent / "calls").read_text().splitlines() == ["show job -o 12_2", "requeue 12_2"]
 
 
-def test_a_job_that_does_not_train_keeps_its_exit_code(tmp_path, monkeypatch):
-    """-eval and -debug write no outcome.json and are not requeued."""
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    history = slurm_task.record_start(parsed(f"-eval -out {tmp_path} -model run"))
-    assert not history.exists()
-    assert [requeue.finish_job(history, code) for code in (0, 143)] == [0, 143]
-
-
 @pytest.fixture
 def stopped(tmp_path, monkeypatch):
     """The history of a job that its time limit stopped. It has no scontrol, unless a test makes one."""

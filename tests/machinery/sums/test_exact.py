@@ -1,6 +1,5 @@
 """Sums and whole runs have the same bits on any number of processes, sharded or not."""
 
-import re
 import types
 
 import pytest
@@ -8,14 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import NET, BlocksNet
-from processes import ROOT
 from ranks import on_ranks
 from runs import few, norm_net, plugins, run
 from saves import SMALL, bits, log_of
 from torch import nn
 
 from lib.core import exact
-from lib.trainer import trainer
 from lib.utils.data.loader import Loader
 from lib.utils.data.plan import Plan, rank_share
 from lib.utils.distributed import World
@@ -52,19 +49,6 @@ def test_a_sum_has_the_same_bits_for_any_distribution_of_the_leaves(count, size,
     wanted = tree_sum(leaves, 1, round_robin=False)
     assert torch.equal(tree_sum(leaves, size, round_robin), wanted)
     assert torch.allclose(wanted, torch.stack(leaves).sum(0), atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "leaves", "sent"),
-    [(2, 2, 1.0), (2, 12, 1.5), (3, 8, 2.0), (4, 16, 1.5), (8, 8, 1.75), (64, 64, 1.97), (1024, 1024, 2)],
-)
-def test_a_rank_sends_as_much_as_docs_resume_says(ranks, leaves, sent):
-    """In units of one gradient: its nodes to all others, and the sum of its slice."""
-    nodes = max(map(len, exact.nodes_by_rank(leaves, ranks, round_robin=False)))
-    ring = 2 * (ranks - 1) / ranks
-    assert f"{(nodes + 1) * ring / 2:.2f}" == f"{sent:.2f}"
-    page = (ROOT / "docs" / "resume.md").read_text()
-    assert re.search(rf"^\| {ranks:,} \| .* \| {sent:.2f} \| {ring:.2f} \|$", page, re.M)
 
 
 def test_a_sum_on_one_rank_keeps_memory_format_and_values():
@@ -218,44 +202,6 @@ def test_a_run_of_the_stock_engine_resumes_with_the_same_bits(more, tmp_path):
     run(tmp_path, f"{NET} -epochs 3 -deterministic -model moved {more}", wanted=2)
 
 
-class NotContiguous(nn.Module):
-    """Has a parameter that is not contiguous."""
-
-    def __init__(self):
-        super().__init__()
-        self.head, self.scale = nn.Linear(64, 4), nn.Parameter(torch.ones(64, 3)[:, 1])
-
-    def forward(self, inputs):
-        return self.head(inputs * self.scale)
-
-
-class Guided(trainer.Trainer):
-    """Has a second optimizer that steps every second time, a frozen parameter, and metrics that few batches log."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.guide = nn.Linear(4, 4)
-        self.guide.bias.requires_grad_(False)
-        self.guide_optimizer = torch.optim.SGD(self.guide.parameters(), lr=0.1)
-
-    def training_step(self, batch):
-        if batch[0][0, 0] > 0.7:
-            self.metrics.update({f"above_{int(batch[0][0, 0])}": batch[0].sum()})
-        return self.loss(self.guide(self.model(batch[0])), batch[1])
-
-    def due_optimizers(self):
-        return self.all_optimizers if self.state.step % 2 else [self.optimizer]
-
-
-def test_two_optimizers_and_rare_metrics_give_the_same_bits_on_any_number_of_processes(tmp_path):
-    with plugins(arch={"gapped": lambda args: NotContiguous()}, trainer={"guided": Guided}):
-        flags = f"{SMALL} -arch gapped -trainer guided -log_every 1"
-        truth = bits(run(tmp_path, f"{flags} -cpu 1 -model alone"))
-        assert any("train/above_2" in line for line in truth["figures"])
-        for size in (2, 3, 5):
-            assert bits(run(tmp_path, f"{flags} -cpu {size} -model on_{size}")) == truth
-
-
 def test_another_micro_batch_size_gives_work_to_idle_processes_and_keeps_the_bits(tmp_path):
     def two_starts(before: int, after: int):
         flags = f"{SMALL} -model from_{before}_to_{after}"
@@ -266,34 +212,3 @@ def test_another_micro_batch_size_gives_work_to_idle_processes_and_keeps_the_bit
     truth, _ = two_starts(1, 1)
     assert two_starts(3, 4) == (truth, True)
     assert two_starts(2, 3) == (truth, False)
-
-
-class Halves(nn.Module):
-    """Uses half of its parameters in a call."""
-
-    def __init__(self):
-        super().__init__()
-        self.halves = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
-
-    def forward(self, inputs, half):
-        return inputs + self.halves[half](inputs).tanh()
-
-
-class Shared(nn.Module):
-    """Calls each of its blocks twice in a forward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList([nn.Linear(64, 64), Halves()]), nn.Linear(64, 4)
-
-    def forward(self, inputs):
-        linear, halves = self.blocks
-        return self.head(halves(linear(halves(linear(inputs).tanh(), 0)).tanh(), 1))
-
-
-def test_fsdp_blocks_called_twice_in_a_pass_give_the_same_bits(tmp_path):
-    with plugins(arch={"shared": lambda args: Shared()}):
-        flags = f"{SMALL} -arch shared -parallel fsdp"
-        truth = bits(run(tmp_path, f"{flags} -cpu 1 -model alone"))
-        for more in ("-cpu 2", "-cpu 3 -recompute", "-cpu 5"):
-            assert bits(run(tmp_path, f"{flags} {more} -model on_{more[5]}")) == truth

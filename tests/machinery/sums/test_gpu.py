@@ -123,30 +123,6 @@ def test_on_a_fake_card_runs_finish_and_resume_and_no_step_waits_for_the_device(
     assert code == 0 and "resuming from" in output, output
 
 
-PROBE = """
-import torch
-import lib.arch
-import train
-from lib.config import plugins
-
-names = plugins.names
-plugins.names = lambda kind: [*names(kind), "probe"]
-lib.arch.__path__.append({folder!r})
-print(train.main({flags!r}.split()), torch.cuda.is_initialized())
-"""
-
-
-@pytest.mark.parametrize("place", [{}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=["alone", "launched"])
-def test_a_run_on_the_cpu_leaves_the_gpu_alone(card, place, tmp_path):
-    """Even with a plugin that asks CUDA when it is imported."""
-    text = "import torch\nfrom lib.arch.mlp import add_args, get_model\nASKED = torch.cuda.is_available()\n"
-    (tmp_path / "probe.py").write_text(text)
-    flags = f"-cpu 1 -arch probe -epochs 1 -limit_steps 2 -out {tmp_path}"
-    program = PROBE.format(folder=str(tmp_path), flags=flags)
-    code, output = python("-W", "ignore", "-c", program, env={**card, **place})
-    assert code == 0 and "75 False" in output.splitlines(), output
-
-
 def test_the_norm_of_a_row_does_not_depend_on_its_place_in_a_bucket(card):
     """torch's sum over a row takes what lies before a multiple of 16 bytes apart: ATen/native/cuda/Reduce.cuh."""
     code, output = python("-W", "ignore", "-c", NORMS, env=card)

@@ -17,7 +17,6 @@ from saves import bits
 from torch import nn
 
 from lib.core import parallel
-from lib.trainer.trainer import Trainer
 from lib.utils.distributed import World
 
 NORM = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 8 -epochs 2 -cpu 1"
@@ -113,22 +112,6 @@ def test_all_ranks_begin_with_the_values_of_rank_0(tmp_path):
     with plugins(arch={"shifted": shifted_net, "wider": wider_net}):
         runs = [run(tmp_path, f"{NORM} -arch shifted -cpu {size} -model on_{size}") for size in (1, 2)]
         run(tmp_path, f"{NORM} -arch wider -cpu 2 -model wider", wanted=1)
-    assert bits(runs[0]) == bits(runs[1])
-
-
-class CallsLayers(Trainer):
-    """Calls the model part by part."""
-
-    def training_step(self, batch):
-        outputs = batch[0]
-        for part in self.model:
-            outputs = part(outputs)
-        return self.loss(outputs, batch[1])
-
-
-def test_a_training_step_may_call_parts_of_the_model_instead_of_the_whole(tmp_path):
-    with plugins(trainer={"round": CallsLayers}):
-        runs = [run(tmp_path, f"{NORM} -trainer round -cpu {size} -model on_{size}") for size in (1, 2)]
     assert bits(runs[0]) == bits(runs[1])
 
 

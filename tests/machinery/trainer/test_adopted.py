@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 from command_line import parsed
-from runs import few, lines, norm_net, outcome, plugins, run, weights
+from runs import few, lines, norm_net, plugins, run, weights
 from saves import SMALL, bits
 from sklearn import metrics as truth
 from torch import nn
@@ -174,29 +174,6 @@ def test_a_scalar_next_to_the_outputs_is_a_loss_only_if_the_model_got_targets_or
         assert losses.forward(model, batch, criterion).loss == model.weight.square().mean()
 
 
-def test_a_model_with_named_arguments_and_kwargs_gets_all_entries_of_a_dict():
-    class Some(nn.Linear):
-        def forward(self, x, **others):
-            return super().forward(x) + sum(value.sum() for value in others.values())
-
-    class Labels(nn.Linear):
-        def forward(self, x, labels, **others):
-            assert list(others) == ["shift"]
-            return super().forward(x) + others["shift"], functional.mse_loss(labels.float(), others["shift"][:, 0])
-
-    batch = {"x": torch.randn(8, 4), "shift": torch.ones(8, 1)}
-    some, criterion = Some(4, 3), losses.CrossEntropy()
-    label = torch.randint(3, (8,))
-    expected = criterion(nn.Linear.forward(some, batch["x"]) + 8 + label.sum(), label)
-    assert torch.isclose(losses.forward(some, {**batch, "label": label}, criterion).loss, expected)
-    done = losses.forward(Labels(4, 3), {**batch, "label": torch.full((8,), 3)}, criterion)
-    assert done.loss == 4.0
-    expected = criterion(nn.Linear.forward(some, batch["x"]) + 8, label)
-    assert torch.isclose(losses.forward(some, (batch, label), criterion).loss, expected), "targets next to the dict"
-    mapping = collections.UserDict(batch)  # as what a tokenizer of Hugging Face returns
-    assert torch.isclose(losses.forward(some, (mapping, label), criterion).loss, expected)
-
-
 def test_a_batch_may_be_any_mapping():
     """Hugging Face's BatchEncoding, which its collators return, is a mapping."""
     inputs, labels = torch.randn(8, 4), torch.randint(3, (8,))
@@ -308,19 +285,3 @@ def numbers(args):
         return Tensors(inputs, inputs[:, :2].sum(1, keepdim=True) + 100)
 
     return {"train": part(60), "val": part(37), "test": part(9)}
-
-
-def test_regression_metrics_are_those_of_scikit_learn_on_any_number_of_processes(tmp_path):
-    flags = "-dataset numbers -arch norm_net -num_classes 1 -loss mse -batch_size 16 -micro_batch 4 -lr_start 1e-2"
-    with plugins(dataset={"numbers": numbers}):
-        folders = [run(tmp_path, f"{flags} -cpu {size} -model on_{size} -best mae:min -epochs 2") for size in (1, 3)]
-    model = norm_net(parsed("-num_classes 1"))
-    model.load_state_dict(weights(folders[0]))
-    inputs, targets = numbers(None)["test"].tensors
-    outputs = model.eval()(inputs).detach()
-    found = [outcome(folder)["test"] for folder in folders]
-    wanted = {
-        "mae": truth.mean_absolute_error(targets, outputs),
-        "loss": truth.mean_squared_error(targets, outputs),
-    }
-    assert found[0] == pytest.approx(wanted, rel=1e-5) and found[0] == found[1]

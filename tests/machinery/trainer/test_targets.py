@@ -156,13 +156,3 @@ def test_a_batch_of_ignored_targets_alone_has_the_loss_0(shape, flags):
     loss(outputs, targets).backward()
     assert loss(outputs, targets).item() == 0 and not outputs.grad.any()
     assert all(figure == 0 for figure in losses.metric_sums(loss, outputs, targets).values())
-
-
-@pytest.mark.parametrize("kind", [torch.uint16, torch.uint32, torch.uint64])
-def test_labels_of_unsigned_types_train_and_are_counted(kind):
-    labels = torch.arange(60) % 4
-    loss, outputs = criterion("-num_classes 4"), ROWS[:, :4]
-    assert torch.equal(loss(outputs, labels.to(kind)), loss(outputs, labels))
-    assert losses.metric_sums(loss, outputs, labels.to(kind)) == losses.metric_sums(loss, outputs, labels)
-    with pytest.raises(UsageError, match="labels of a batch are 1 to 4"):
-        loss(outputs, (labels + 1).to(kind))
