@@ -86,14 +86,10 @@ class Disk:
                     self.opened[handle].writes.append((0, None))
             case ("write", _, handle, offset, data):
                 self.opened[handle].writes.append((offset, data))
-            case ("truncate", _, handle, length):
-                self.opened[handle].writes.append((length, None))
             case ("fsync", _, handle):
                 self.sync(self.opened[handle])
             case ("rename", old, new):
                 self.change((*self.place(old), None), (*self.place(new), self.find(old)))
-            case ("link", old, new):
-                self.change((*self.place(new), self.find(old)))
             case ("symlink", path, target):
                 self.change((*self.place(path), Node(target)))
             case ("mkdir", path):

@@ -129,17 +129,6 @@ def test_set_epoch_is_refused_during_an_epoch():
     assert list(fewer) == truth.order(10, 2, 0, epoch=2)
 
 
-def test_an_exception_keeps_the_progress_of_the_epoch():
-    sampler = InterruptableDistributedSampler(range(10), 1, 0)
-    with pytest.raises(KeyboardInterrupt), sampler.in_epoch(3):
-        seen = take(sampler, 4)
-        raise KeyboardInterrupt
-    assert sampler.state_dict() == {"epoch": 3, "progress": 4, "start": 0, "num_replicas": 1}
-    with sampler.in_epoch(3):
-        assert seen + list(sampler) == truth.order(10, epoch=3)
-    assert sampler.progress == 0
-
-
 # Batches of one group
 
 GROUPS = st.lists(st.integers(-2, 4), max_size=120)

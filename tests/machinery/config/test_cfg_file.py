@@ -78,8 +78,6 @@ def test_numbers_booleans_and_lists_of_a_file_are_read_as_written(tmp_path):
     )
     assert parsed(["-cfg", cfg_file(tmp_path, "allow_change: []\nabout: {git: abc, x: [1, 2]}\n")]).allow_change == []
     assert parsed(["-cfg", cfg_file(tmp_path, "class_weights: [1, 2.5]\n")]).class_weights == "1,2.5"
-    assert parsed(["-cfg", cfg_file(tmp_path, "# a word\n\nepochs: 3  # more\n")]).epochs == 3
-    assert "'yes' is not a whole number" in refusal(["-cfg", cfg_file(tmp_path, "epochs: yes\n")])
 
 
 @pytest.mark.parametrize(

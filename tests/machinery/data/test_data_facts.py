@@ -106,13 +106,6 @@ def test_the_facts_are_the_same_with_any_number_of_loader_processes_and_do_not_d
     assert wanted == describe(part, "-workers 0 -threads 2")
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_are_never_the_same_are_not_compared(workers):
-    part = Items([np.random.default_rng().random] * 5)
-    assert describe(part, f"-workers {workers}")["train digest"] == fingerprint.NEVER_THE_SAME
-
-
 def test_a_folder_of_the_data_that_moved_changes_nothing(tmp_path):
     def at(folder):
         return Items([{"file": str(folder / f"{number}.png"), "path": folder / "x"} for number in range(3)])

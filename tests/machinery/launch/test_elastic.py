@@ -23,13 +23,12 @@ FLAGS += "-arch mlp -mlp_depth 0 -optimizer sgd -lr_start 0.05"
 
 
 class Node:
-    """A node of an elastic run: scripts/elastic.sh in a session of its own, started when a file exists."""
+    """A node of an elastic run: scripts/elastic.sh in a session of its own."""
 
-    def __init__(self, out: Path, number: int, env: dict, file: Path):
-        self.log = (file.parent / f"node_{number}.log").open("w+")
+    def __init__(self, out: Path, number: int, env: dict):
+        self.log = (out.parent / f"node_{number}.log").open("w+")
         usual = {"NODES": "1:2", "PER_NODE": "1", "OMP_NUM_THREADS": "1", "IS_HOST": str(int(not number))}
-        command = ["sh", "-c", f'until [ -e "{file}" ]; do sleep 0.1; done; exec ./scripts/elastic.sh "$@"', "sh"]
-        command += [*FLAGS.split(), "-out", str(out)]
+        command = ["./scripts/elastic.sh", *FLAGS.split(), "-out", str(out)]
         streams = {"stdout": self.log, "stderr": self.log, "start_new_session": True}
         self.agent = subprocess.Popen(command, cwd=ROOT, env={**CLEAN, **usual, **env}, **streams)
 
@@ -50,11 +49,9 @@ def nodes(tmp_path):
     """A function that starts nodes; the remaining ones are ended after the test."""
     started = []
 
-    def start(out="out", file="now", **env):
-        started.append(Node(tmp_path / out, len(started), env, tmp_path / file))
+    def start(**env):
+        started.append(Node(tmp_path / "out", len(started), env))
         return started[-1]
-
-    (tmp_path / "now").touch()
 
     yield start
     for node in started:

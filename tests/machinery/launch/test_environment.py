@@ -45,15 +45,6 @@ def test_caches_are_in_the_folder_of_cache_dir_or_in_scratch(bare, tmp_path):
     }
 
 
-def test_openmp_threads_spin_as_the_user_says_or_only_briefly(bare):
-    bare.setenv("OMP_WAIT_POLICY", "active")
-    assert environment.export(parsed("")) == {}
-    bare.delenv("OMP_WAIT_POLICY")
-    assert environment.export(parsed("")) == environment.OPENMP_SPIN
-    bare.setenv("GOMP_SPINCOUNT", "7")
-    assert environment.export(parsed("")) == {} and os.environ["GOMP_SPINCOUNT"] == "7"
-
-
 def test_variables_for_debugging_and_caches_are_set_before_torch_is_imported(bare, tmp_path):
     """In a real run of two processes torch's C++ code and the process group log, inductor's cache is in -cache_dir,
     and the user's own setting is kept."""

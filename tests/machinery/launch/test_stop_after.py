@@ -72,13 +72,6 @@ def test_the_same_command_does_not_train_further_and_a_larger_stop_after_does(fu
     assert distance(folder, full_run) == 0.0 and result["best"] == outcome(full_run)["best"]
 
 
-def test_the_metrics_of_another_run_do_not_count(full_run, tmp_path):
-    """The best weights of the other run are not here, so the first evaluation starts the count."""
-    first = run(tmp_path, f"{FLAGS} -cpu 1 -model first -limit_steps 22", wanted=75)
-    folder = run(tmp_path, f"{FLAGS} -cpu 1 -model second -resume {first} -stop_after 2")
-    assert outcome(folder)["epoch"] > 6
-
-
 def test_stop_after_without_a_val_split_is_refused(tmp_path, capfd):
     with runs_plugins(dataset={"trained": lambda args: PLUGINS["dataset"]["few"](args)["train"]}):
         message = saves.refused(tmp_path, f"{SMALL} -dataset trained -stop_after 2", capfd)

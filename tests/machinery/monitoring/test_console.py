@@ -78,14 +78,6 @@ def test_a_terminal_shows_a_bar_and_log_lines_do_not_break_it(tmp_path):
     assert "loss 0.110" in (tmp_path / "logs/rank_0.log").read_text()
 
 
-def test_a_redirected_stdout_gets_every_line_while_stderr_shows_a_bar(tmp_path):
-    with (tmp_path / "out.txt").open("w") as stdout:
-        screen, _ = on_a_terminal(RUN, tmp_path, 0, stdout=stdout)
-    assert " 200/200 [" in screen[0] and "saved" not in "".join(screen)
-    lines = (tmp_path / "out.txt").read_text().splitlines()
-    assert len([line for line in lines if line.startswith("step")]) == 10 and "saved step_00000150" in lines
-
-
 def test_without_a_terminal_lines_are_plain_and_each_rank_has_a_log_file(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     main, other = (run_code(RUN, tmp_path, rank, **pipes) for rank in range(2))

@@ -61,21 +61,6 @@ def write_run(folder, outcome, loss=None):
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "train/loss": loss}) + "\n")
 
 
-def test_runs_are_sorted_by_the_chosen_column(tmp_path):
-    def make(name, written, best=None, loss=None):
-        write_run(tmp_path / name, {"state": "finished", "best": best}, loss)
-        for file in (tmp_path / name).iterdir():
-            os.utime(file, (written, written))
-
-    make("a", 300, {"metric": "accuracy", "value": 0.91, "score": 0.91}, 0.2)
-    make("b", 500, {"metric": "accuracy", "value": 0.95, "score": 0.95}, 0.3)
-    make("c", 400, None, 0.1)
-    make("d", 100, {"metric": "loss", "value": 1.5, "score": -1.5})
-    make("e", 200, {"metric": "loss", "value": 12.5, "score": -12.5}, 12.5)
-    for by, order in {"run": "abcde", "best": "badec", "loss": "cabed", "seen": "bcaed"}.items():
-        assert "".join(one["run"] for one in status.rows(tmp_path, by)) == order, by
-
-
 @pytest.mark.parametrize(("answer", "gone"), [("y\n", True), ("\n", False), ("", False)])
 def test_old_runs_are_deleted_only_after_confirmation(answer, gone, tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "x", {})

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nets import NET, BlocksNet
 from ranks import on_ranks
 from runs import few, norm_net, plugins, run
-from saves import SMALL, bits, log_of
+from saves import SMALL, bits
 from torch import nn
 
 from lib.core import exact
@@ -200,15 +200,3 @@ def test_a_run_of_the_stock_engine_resumes_with_the_same_bits(more, tmp_path):
     truth = bits(run(tmp_path, f"{flags} -model whole"))
     assert bits_after_starts(tmp_path, flags, "", "") == truth
     run(tmp_path, f"{NET} -epochs 3 -deterministic -model moved {more}", wanted=2)
-
-
-def test_another_micro_batch_size_gives_work_to_idle_processes_and_keeps_the_bits(tmp_path):
-    def two_starts(before: int, after: int):
-        flags = f"{SMALL} -model from_{before}_to_{after}"
-        first = run(tmp_path, f"{flags} -micro_batch 8 -limit_steps 5 -cpu {before}", wanted=75)
-        idle = "1 of 3 processes idle" in log_of(first)
-        return bits(run(tmp_path, f"{flags} -allow_change micro_batch -cpu {after}")), idle
-
-    truth, _ = two_starts(1, 1)
-    assert two_starts(3, 4) == (truth, True)
-    assert two_starts(2, 3) == (truth, False)

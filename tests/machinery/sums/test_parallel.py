@@ -143,16 +143,6 @@ def test_an_arch_may_define_its_own_blocks():
     assert [module for module in net.modules() if module.forward != before[module]] == [net.inner, net.head]
 
 
-@pytest.mark.parametrize("flag", [True, False])
-def test_channels_last_applies_on_a_gpu_if_the_flag_is_set(flag, monkeypatch):
-    monkeypatch.setattr(nn.Module, "to", lambda self, *args: self)
-    args = types.SimpleNamespace(**{**vars(RECOMPUTE), "recompute": False, "channels_last": flag})
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3))
-    for device, last in (("cpu", False), ("cuda", flag)):
-        parallel.wrap(model, args, World(device=torch.device(device)))
-        assert all(model[i].weight.is_contiguous(memory_format=torch.channels_last) == last for i in (0, 2))
-
-
 # With FSDP a model starts with the same values as if it were built without
 
 
