@@ -9,11 +9,11 @@ from processes import fork_server, serve, start, uninterrupted  # noqa: F401
 # Only in ./scripts/test.sh --all: files whose tests take long or need Slurm, etcd or Chromium; tests that start
 # runs as processes of their own, or make a fork; and single tests of other files, which take long or need a compiler
 # or an optional package. .ci/run runs all others before it installs these.
-SLOW_FILES = """browser chaos check_resume cluster_scripts completion doctor elastic export failing_disks gpu kubernetes
-    multinode plot slurm status stops sweep tensorboard trackers transformers tunnel""".split()
+SLOW_FILES = """browser chaos check_resume cluster_scripts completion doctor elastic export failing_disks gpu
+    kubernetes multinode plot slurm status stops sweep tensorboard trackers transformers tunnel""".split()
 # Begun first, as each file is run by one process: those that take longest.
-LONGEST = """slurm elastic readme stops chaos gpu launch new sweep check_resume parallel exact edits storage_faults config
-    trainer_state train""".split()
+LONGEST = """slurm elastic readme stops chaos gpu launch new sweep check_resume parallel exact edits storage_faults
+    config trainer_state train""".split()
 SLOW_FIXTURES = {"start", "uninterrupted", "fork"}
 SLOW_TESTS = """
     test_variables_for_debugging_and_caches_are_set_before_torch_is_imported
