@@ -43,6 +43,7 @@ BUDGETS = {  # name: most lines, patterns of files, patterns of files that are l
     "the reader's path": (2480, READERS_PATH, []),  # the goal is 2,200
     "README.md": (220, ["README.md"], []),
     "tests without machinery": (2500, TESTS, []),
+    "tests/machinery": (13000, ["tests/machinery/**/*.py"], []),
 }
 README_WORDS = 1800
 

@@ -227,15 +227,8 @@ def test_the_files_in_the_pages_that_need_packages_train(fork):
     ids=["nano", "bert", "gan", "detector"],
 )
 def test_models_of_other_libraries_in_the_pages_pass_check_resume(fork, flags):
-    output = _run(fork, f"python train.py {flags} -check_resume -cpu 2 -limit_steps 5")
+    output = _run(fork, f"python train.py {flags} -check_resume -cpu 2 -limit_steps 3")
     assert "all as promised" in output.splitlines()
-
-
-def test_tied_weights_are_exported_as_the_page_describes(fork, output):
-    command = next(one for one in COMMANDS if "out/tokens_nano" in one)
-    assert "out/tokens_nano/tokens_nano.pt: " in _run(fork, command)
-    code = "import torch; from lib.arch.nano import Nano; n = Nano(256, 64); n.load_state_dict(torch.load({!r}))"
-    _run(fork, shlex.join(["python", "-c", code.format("out/tokens_nano/tokens_nano.pt")]))
 
 
 def test_a_run_starts_from_pretrained_weights_as_the_readme_describes(output):
@@ -276,7 +269,7 @@ def test_the_default_run_reaches_the_accuracy_in_the_readme(output):
 
 
 def test_the_commands_of_the_first_hour_work_in_turn(fork):
-    """On the user's own photos; a run is killed and resumes."""
+    """On the user's own photos."""
     hour = commands(PAGES["docs/extending.md"].split("## The first hour")[1].split("\n## ")[0])
     hour = [command for command in hour if "-slurm" not in command and "-watch" not in command]
     output = dict(zip(hour, [_run(fork, command) for command in hour], strict=True))
@@ -284,15 +277,6 @@ def test_the_commands_of_the_first_hour_work_in_turn(fork):
     status, check = output["python scripts/status.py"], next(one for one in hour if "-check_resume" in one)
     assert "first" in status and "finished" in status and "all as promised" in output[check]
     assert (fork / "my_net.pt").is_file()
-
-    again = f"{next(one for one in hour if '-epochs 9' in one)} -model killed"
-    start = subprocess.Popen([sys.executable, *shlex.split(again)[1:]], cwd=fork, stdout=subprocess.PIPE, text=True)
-    while "epoch 3/9" not in start.stdout.readline():
-        assert start.poll() is None
-    start.kill()
-    start.communicate()
-    output = _run(fork, again)
-    assert "resuming from" in output and "finished:" in output
 
 
 def _photos(folder):

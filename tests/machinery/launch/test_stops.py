@@ -158,20 +158,6 @@ def test_a_lost_terminal_stops_only_runs_that_write_to_it(start, uninterrupted):
     assert run.weights() == uninterrupted.weights()
 
 
-@pytest.mark.parametrize(("split", "epochs"), [("val", 2), ("test", 3)])
-def test_a_stop_during_the_last_evaluation_leaves_it_to_the_next_start(start, uninterrupted, split, epochs):
-    fault = {"do": "send_signal", "signal": "SIGTERM", "where": "evaluation", "step": STEPS}
-    run = start("leaves", fault={**fault, "epochs": epochs, "rank": 1})
-    assert run.wait() == 75, run.text()
-    outcome = run.outcome()
-    assert [outcome[name] for name in ("state", "step", "epoch")] == ["stopped", STEPS, epochs]
-    assert saved_steps(run)[-1] == STEPS and f"epoch 3/3  {split}" not in run.text()
-    assert f"in {'epoch 3' if split == 'val' else 'the last evaluation'} at step {STEPS}, state saved" in run.text()
-    check_resumes(start, "leaves", uninterrupted)
-    lines = (run.folder / "metrics.jsonl").read_text()
-    assert [lines.count(f'"{name}/loss"') for name in ("val", "test")] == [3, 1], "evaluated once"
-
-
 def test_max_hours_stops_a_run_and_the_file_stop_stops_it_once_whatever_its_timestamp(start, uninterrupted):
     first = wait_until_stopped(start("limited", "-max_hours", 1e-9), "-max_hours is over")
     run = start("limited", fault=PAUSE)

@@ -40,15 +40,6 @@ def test_a_frozen_rank_fails_the_run_and_all_other_ranks_log_their_stacks(start)
     run.wait_until_gone()
 
 
-def test_a_rank_that_does_something_else_for_too_long_is_ended_and_logs_its_stack(start):
-    """It is alive but does not step: its own log has the stacks."""
-    run = start("busy", "-hang_minutes", MINUTES, fault={"do": "pause", "step": 45, "rank": 1})
-    assert run.wait() == 1, run.text()
-    log = (run.folder / "logs" / "rank_1.log").read_text()
-    assert "faulty.py" in log and "in pause" in log
-    run.wait_until_gone()
-
-
 def test_a_single_process_that_hangs_is_ended_and_logs_its_stack(start):
     """It is not ended if it has a terminal, where somebody may be at a breakpoint."""
     run = start("single", "-hang_minutes", MINUTES, fault={"do": "pause", "step": 45}, cpu=1)

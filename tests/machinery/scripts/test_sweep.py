@@ -122,9 +122,6 @@ def test_a_trial_that_fails_does_not_end_the_sweep_and_is_run_again_by_the_next(
     assert output.index("mine_lr_start_1e-2  finished") < output.index("mine_lr_start_1e30  failed"), "best first"
     output = run_sweep(tmp_path, flags, expected_code=1)
     assert "mine_lr_start_1e-2: finished before" in output and "mine_lr_start_1e30: failed in" in output
-    flags = "-cpu 1 -threads 1 -arch gpt -gpt_width 32 -gpt_heads 5,7 -model refused"
-    refused = run_sweep(tmp_path, flags, expected_code=1)
-    assert refused.count("failed in") == 2 and "-gpt_width 32 -gpt_heads 5: a width that twice" in refused
 
 
 def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_its_epoch(tmp_path):
@@ -211,17 +208,15 @@ def study_trials(out) -> list[tuple]:
 
 
 @cluster.require_package("optuna", "sweep")
-def test_optuna_suggests_the_same_trials_after_a_kill_at_any_moment(tmp_path):
+def test_optuna_suggests_the_same_trials_after_a_kill(tmp_path):
     uninterrupted_folder, killed = tmp_path / "calm", tmp_path / "killed"
     output = run_sweep(uninterrupted_folder, CHOSEN)
     assert output.count(": finished in") == 4
-    for moment in ("sweep_*/checkpoints/*/manifest.json", "sweep_*/final"):
-        before = len(list(killed.glob(moment)))
-        with running_sweep(killed, CHOSEN) as process:
-            until(lambda: len(list(killed.glob(moment))) > before or process.poll() is not None)  # noqa: B023
-            assert process.poll() is None, (killed / "output").read_text()
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+    with running_sweep(killed, CHOSEN) as process:
+        until(lambda: list(killed.glob("sweep_*/final")) or process.poll() is not None)
+        assert process.poll() is None, (killed / "output").read_text()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
     run_sweep(killed, CHOSEN)
     names = [folder.name for folder in reading.folders(uninterrupted_folder)]
     assert names == [folder.name for folder in reading.folders(killed)] and len(names) == 4
@@ -233,5 +228,3 @@ def test_optuna_suggests_the_same_trials_after_a_kill_at_any_moment(tmp_path):
     for name in names:
         lr, depth, optimizer = re.fullmatch(r"sweep_lr_start_(.+)_mlp_depth_(\d)_optimizer_(\w+)", name).groups()
         assert 1e-4 <= float(lr) <= 1e-2 and 1 <= int(depth) <= 3 and optimizer in ("sgd", "adamw")
-    more = run_sweep(uninterrupted_folder, CHOSEN.replace("-trials 4", "-trials 5"))
-    assert more.count("before") == 4 and more.count(": finished in") == 1
