@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cluster
+import needs
 import ports
 import pytest
 import torch
@@ -211,7 +211,7 @@ def test_the_files_in_the_pages_train(fork, output):
     assert trace.read_text().count('"name": "ProfilerStep#') == 5
 
 
-@cluster.require_package("transformers", "world")
+@needs.require_package("transformers", "world")
 def test_the_files_in_the_pages_that_need_packages_train(fork):
     train_in_turn(fork, WORLD_RUNS)
 
@@ -220,7 +220,7 @@ def test_the_files_in_the_pages_that_need_packages_train(fork):
     "flags",
     [
         "-dataset tokens -data lib -tokens_samples 256 -tokens_length 32 -arch nano",
-        pytest.param("-dataset parity", marks=cluster.require_package("transformers", "world")),
+        pytest.param("-dataset parity", marks=needs.require_package("transformers", "world")),
         "-arch painter -trainer gan -micro_batch 32",
         "-dataset boxes -best overlap -batch_size 8 -micro_batch 4",
     ],

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import ports
 import pytest
-from cluster import require
+from needs import require
 from processes import CLEAN, ROOT, until
 from runs import distance, lines, outcome, run
 

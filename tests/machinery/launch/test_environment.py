@@ -9,7 +9,7 @@ import pytest
 from command_line import parsed
 from processes import ROOT
 
-from lib.launch import environment, slurm_task
+from lib.launch import environment
 from scripts import agent
 
 
@@ -92,18 +92,6 @@ def test_some_clusters_have_another_host_name_on_their_fast_network(bare, system
     assert agent.interface_of("10.13.23.64") == "ib0"
     variables = environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
     assert variables["GLOO_SOCKET_IFNAME"] == "ib0"
-
-
-def test_slurm_tasks_meet_at_the_steps_first_node_by_its_name_on_the_fast_network(bare):
-    bare.setenv("SLURM_JOB_NODELIST", "jwb[0001-0003]")
-    bare.setenv("SLURM_STEP_NODELIST", "jwb[0002-0003]")
-    bare.setenv("SLURM_JOB_ID", "5")
-    bare.setenv("SLURM_STEP_ID", "0")
-    for system, name in (("juwelsbooster", "jwb0002i"), ("elsewhere", "jwb0002")):
-        bare.setenv("SYSTEMNAME", system)
-        assert slurm_task.rendezvous_address()[0] == name
-    bare.setenv("SLURM_STEP_NODELIST", "jwb0003")
-    assert slurm_task.rendezvous_address()[0] == "127.0.0.1", "a single node needs no network"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import urllib.request
 
 import browser
 import pytest
-from cluster import require
+from needs import require
 from PIL import Image
 from processes import address_in, until
 

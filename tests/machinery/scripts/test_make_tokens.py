@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from cluster import require_package
+from needs import require_package
 
 from lib import config
 from lib.dataset import tokens

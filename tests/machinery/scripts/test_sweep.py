@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cluster
+import needs
 import pytest
 from processes import CLEAN, ROOT, until
 from runs import outcome, run, weights
@@ -207,7 +207,7 @@ def study_trials(out) -> list[tuple]:
         return db.execute(rows).fetchall()
 
 
-@cluster.require_package("optuna", "sweep")
+@needs.require_package("optuna", "sweep")
 def test_optuna_suggests_the_same_trials_after_a_kill(tmp_path):
     uninterrupted_folder, killed = tmp_path / "calm", tmp_path / "killed"
     output = run_sweep(uninterrupted_folder, CHOSEN)

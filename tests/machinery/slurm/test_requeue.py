@@ -219,6 +219,18 @@ def test_a_task_finds_its_rank_and_a_port_of_its_own(task, monkeypatch, tmp_path
     assert len({one["MASTER_PORT"] for one in seen}) == 3
 
 
+def test_slurm_tasks_meet_at_the_steps_first_node_by_its_name_on_the_fast_network(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "jwb[0001-0003]")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "jwb[0002-0003]")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    for system, name in (("juwelsbooster", "jwb0002i"), ("elsewhere", "jwb0002")):
+        monkeypatch.setenv("SYSTEMNAME", system)
+        assert slurm_task.rendezvous_address()[0] == name
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "jwb0003")
+    assert slurm_task.rendezvous_address()[0] == "127.0.0.1", "a single node needs no network"
+
+
 def test_modules_that_may_receive_a_signal_early_are_imported_without_torch():
     """A job's task, the requeue and the table of runs must handle a signal from the first moment."""
     for modules in (

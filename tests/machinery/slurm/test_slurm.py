@@ -7,15 +7,15 @@ import signal
 import sys
 import time
 
-import cluster
+import needs
 import pytest
-from cluster import Cluster, copy_of_the_code, steps_of
+from cluster import ENABLED_BY, Cluster, copy_of_the_code, steps_of
 from processes import until
 from runs import distance, outcome
 
 from lib.utils.checkpoint import run_folder
 
-pytestmark = cluster.require(cluster.ENABLED_BY)
+pytestmark = needs.require(ENABLED_BY)
 SHORT = "-cpu 1 -epochs 1 -slow_s 0.01"
 LONG = "-slow_s 0.15 -threads 1"  # 60 steps in 9 s
 

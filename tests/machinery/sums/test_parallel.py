@@ -6,7 +6,7 @@ import os
 import shutil
 import types
 
-import cluster
+import needs
 import pytest
 import torch
 import torchvision
@@ -87,7 +87,7 @@ def test_recomputing_changes_no_bit_and_updates_batchnorm_once(tmp_path):
     assert same_tensors(plain, again)
 
 
-@cluster.require("" if shutil.which("g++") else "needs a C++ compiler: apt-get install g++")
+@needs.require("" if shutil.which("g++") else "needs a C++ compiler: apt-get install g++")
 def test_a_compiled_run_keeps_its_parameter_names_and_resumes_uncompiled(tmp_path):
     """Without dropout, for which a compiler may draw other masks."""
     flags = f"{NET} -arch still_net -epochs 2 -cpu 1"

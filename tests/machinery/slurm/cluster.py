@@ -1,7 +1,6 @@
 """A real Slurm of two nodes on this machine, for tests, and runs submitted to it."""
 
 import contextlib
-import importlib.util
 import io
 import os
 import re
@@ -12,7 +11,6 @@ import tempfile
 import threading
 from pathlib import Path
 
-import pytest
 from processes import ROOT, until
 from runs import lines
 
@@ -64,17 +62,6 @@ def get_dataset(args):
     train.args = args
     return {**parts, "train": train}
 '''
-
-
-def require(missing: str) -> pytest.MarkDecorator:
-    """Skip tests and say what would enable them. On CI nothing may be missing: the tests fail instead."""
-    return pytest.mark.skipif(bool(missing) and not os.environ.get("CI"), reason=missing)
-
-
-def require_package(name: str, group: str) -> pytest.MarkDecorator:
-    """Skip tests if an optional package of this group of pyproject.toml is missing. On CI they fail instead."""
-    installed = importlib.util.find_spec(name) is not None
-    return require("" if installed else f"needs uv pip install -r pyproject.toml --group {group}")
 
 
 def copy_of_the_code(folder: Path) -> Path:
