@@ -170,6 +170,7 @@ WORLD_RUNS = {  # those that need packages of others
     "parity_bert": "-dataset parity -epochs 1",
     "vision": "-arch vision -image_size 32 -dataset folder -data data/photos -epochs 1 -batch_size 12 -model vision",
     "counting_causal": "-dataset counting -epochs 1",
+    "auroc": "-trainer auroc -best auroc -epochs 1 -cpu 2 -model auroc",
 }
 
 
@@ -211,6 +212,7 @@ def test_the_files_in_the_pages_train(fork, output):
     assert trace.read_text().count('"name": "ProfilerStep#') == 5
 
 
+@needs.require_package("torchmetrics", "track")
 @needs.require_package("transformers", "world")
 def test_the_files_in_the_pages_that_need_packages_train(fork):
     train_in_turn(fork, WORLD_RUNS)
