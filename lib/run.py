@@ -109,8 +109,8 @@ class Run:
         if self.changes:
             log.warning("changed since the run began: %s", self.changes)
         loaders = self.stack.enter_context(loader.open_loaders(self.splits, self.plan, world, args))
-        step, end = resume.restore_state(self.past, self.plan).step, args.epochs * self.plan.steps
-        logger = Logger(folder.path, world, args, step, end) if folder and world.is_writer else NoLogger()
+        step = resume.restore_state(self.past, self.plan).step
+        logger = Logger(folder.path, world, args, self.plan, step) if folder and world.is_writer else NoLogger()
         self.stack.callback(logger.close)
         seeding.seed(seeding.TRAINER, args.seed)
         return loaders, logger

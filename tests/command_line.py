@@ -17,6 +17,7 @@ OTHERS = {
     "optimizer": "sgd",
     "lr_schedule": "linear",
     "save_every": "5steps",
+    "eval_every": "5steps",
     "gpus": "0,1",
     "track": "mlflow",
 }

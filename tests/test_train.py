@@ -276,7 +276,7 @@ def test_every_optimizer_and_loss_trains(tmp_path):
 
 
 def test_a_run_that_stops_during_an_evaluation_repeats_only_the_evaluation(tmp_path, monkeypatch, uninterrupted):
-    """The epoch's training is saved; the next start begins with its evaluation."""
+    """The training is saved; the next start begins with its evaluation."""
     with monkeypatch.context() as patch:
         real = trainer.Trainer.evaluate
 
@@ -288,7 +288,7 @@ def test_a_run_that_stops_during_an_evaluation_repeats_only_the_evaluation(tmp_p
         patch.setattr(preemption, "MOST_STEPS", 1)
         folder = run(tmp_path, f"{SMALL} -cpu 2 -model on_2", wanted=75)
     result = outcome(folder)
-    assert (result["epoch"], result["step"]) == (0, 4)
+    assert (result["epoch"], result["step"], result["evaluations"]) == (1, 4, 0)
     folder = run(tmp_path, f"{SMALL} -cpu 2 -model on_2")
     assert distance(folder, uninterrupted[2]) == 0.0
     assert sum("val/loss" in line for line in lines(folder)) == 3
@@ -463,8 +463,8 @@ def test_best_and_final_weights_are_both_tested_and_the_final_ones_stay(tmp_path
     monkeypatch.setattr(
         trainer.metrics,
         "new_best",
-        lambda best, figures, metric, epoch: (
-            {"metric": "loss", "value": 0.5, "score": -0.5, "epoch": 2} if epoch == 2 else None
+        lambda best, figures, metric, number: (
+            {"metric": "loss", "value": 0.5, "score": -0.5, "evaluation": 2} if number == 2 else None
         ),
     )
     folder = run(tmp_path, f"{SMALL} -cpu {size} -trainer {name}")

@@ -16,7 +16,11 @@ from lib.utils import files
 from lib.utils.errors import UsageError, no_exit
 
 DATA_FLAGS = ("num_classes", "channels", "image_size")  # set by a dataset
-EITHER_OR = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"))  # one on the command line replaces the other of -cfg
+EITHER_OR = (
+    ("batch_size", "batch_per_gpu"),
+    ("gpus", "cpu"),
+    ("epochs", "steps"),
+)  # one on the command line replaces the other of -cfg
 CFG_BYTES = 1 << 22  # of a -cfg file
 TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be shortened."
 
@@ -109,7 +113,7 @@ def drop_replaced(entries: dict[str, list[str]], given: set[str], dataset: str) 
 def to_yaml(args: Args, about: dict, effective: dict | None = None) -> str:
     """Return the flags as a -cfg file that repeats the run, with facts for people (`about`) at its end."""
     values = {**vars(args), **(effective or {})}
-    forgotten = args.flag_rules.forgotten
+    forgotten = args.flag_rules.forgotten | ({"epochs"} if args.steps else set())
     kept = {name: _plain(value) for name, value in values.items() if name not in forgotten and value is not None}
     return yaml.safe_dump({**kept, "about": about}, sort_keys=False, width=118, default_flow_style=None)
 

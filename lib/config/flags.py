@@ -100,6 +100,8 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-arch", PLUGIN, "model: a file in lib/arch", "convnet")
     add("-trainer", PLUGIN, "way of training: a file in lib/trainer; ema averages the weights (EMA)", "trainer")
     add("-epochs", COUNT, "passes over the training samples", 10)
+    add("-steps", COUNT, "optimizer steps of the run, instead of -epochs; the schedule follows")
+    add("-eval_every", value(types.every, "N[epochs|steps]"), "interval of validations", "1epoch", on_resume="allow")
     add("-loss", {"choices": table("loss")}, "loss function, of lib/core/loss.py", "cross_entropy")
     add("-label_smoothing", SHARE, "label smoothing of cross_entropy, 0 to 1", 0.0)
     add("-class_weights", value(types.weights, "X,X,..."), "weights of the classes in cross_entropy (all 1)")
@@ -109,7 +111,11 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-max_bad_steps", COUNT, "fail after N steps in a row whose gradients are not finite", 10, on_resume="allow")
 
     group("optimization", "refuse")
-    add("-optimizer", {"choices": table("optimizer")}, "optimizer, of lib/core/optimizer.py", "adamw")
+    add(
+        "-optimizer", PLUGIN, "any class of torch.optim, as sgd or RMSprop, or muon (with AdamW for vectors)", "adamw"
+    )
+    option = "option of the optimizer, as betas=0.9,0.95 or nesterov=yes; repeatable"
+    add("-optimizer_arg", value(text, "KEY=VALUE", **REPEATABLE), option)
     add("-lr_schedule", {"choices": table("scheduler")}, "curve after warm-up, of lib/core/scheduler.py", "cosine")
     add("-lr_start", POSITIVE, "peak learning rate", 0.001)
     add("-lr_end", value(real("a number", lambda x: True), "X"), "learning rate after the last step", 1e-06)
@@ -120,11 +126,16 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-clip_grad", NOT_NEGATIVE, "clip the gradient's norm at X; 0: do not clip", 0.0)
 
     group("saving and stopping", "allow")
-    add("-save_every", value(types.every, "N[epochs|steps]"), "interval of saves, in epochs if bare", "1epoch")
+    every = value(types.every_or_minutes, "N[epochs|steps|minutes]")
+    add("-save_every", every, "interval of saves, in epochs if bare", "1epoch")
     add("-keep_last", COUNT, "checkpoints to keep", 2)
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's checkpoint for good; 0: none", 0)
-    add("-best", value(types.metric, "METRIC"), "val metric of the best weights: f1, mae:min (accuracy, else loss)")
-    add("-stop_after", COUNT, "early stopping after N evaluations without a better -best; -epochs sets the schedule")
+    add(
+        "-best",
+        value(types.metric, "METRIC"),
+        "val metric of the best weights: f1, mae:min, val_clean/f1 (accuracy, else loss)",
+    )
+    add("-stop_after", COUNT, "early stopping after N validations without a better -best; -epochs sets the schedule")
     add("-resume", PATH, "continue from another run's folder or checkpoint", on_resume="forget")
     add("-weights", FILE, "start from these weights: safetensors, a torch file, a run's folder, or imagenet")
     allowed = "flag that may differ from the checkpoint, or samples, or nan (weights that are not finite); repeatable"

@@ -35,6 +35,8 @@ class Args(argparse.Namespace):
     arch: str
     trainer: str
     epochs: int
+    steps: int | None
+    eval_every: str
     loss: str
     label_smoothing: float
     class_weights: str | None
@@ -43,6 +45,7 @@ class Args(argparse.Namespace):
     log_every: int
     max_bad_steps: int
     optimizer: str
+    optimizer_arg: list[str]
     lr_schedule: str
     lr_start: float
     lr_end: float

@@ -29,7 +29,7 @@ def evaluate(trainer: "Trainer", past: Past | None) -> str:
     """
     args, folder = trainer.args, trainer.folder
     path = weights.find(folder) if args.weights in (None, weights.IMAGENET) else args.weights
-    splits = [split for split in ("val", "test") if split in trainer.loaders]
+    splits = [split for split in trainer.loaders if split != "train"]
     if path is None:
         raise UsageError(f"-eval: {folder} has neither best nor final weights; name some by -weights FILE")
     if not splits:

@@ -1,32 +1,81 @@
 """Optimizers, chosen by -optimizer: fused where that is safe, no weight decay on biases and norms."""
 
+import ast
+import contextlib
+import inspect
 import math
 from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lib.core.muon import Muon, mark_matrices
 from lib.utils.checkpoint.shards import is_sharded, local_part
+from lib.utils.errors import UsageError, suggest
 
-BY_NAME = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+BY_NAME = {"muon": Muon}  # next to all classes of torch.optim
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def get_optimizer(model: nn.Module, loss: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """Return the optimizer of a model that `parallel.wrap` returned, and of a loss that has parameters."""
+    """Return the optimizer of a model that `parallel.wrap` returned, and of a loss that has parameters.
+
+    Raises UsageError for an unknown name, and for options that the optimizer does not take.
+    """
+    kind = find_class(args.optimizer)
+    takes = inspect.signature(kind).parameters
     groups = decay_groups(nn.ModuleList([model, loss]), args.weight_decay)
+    if kind is Muon:
+        groups = mark_matrices(groups, model, args.num_classes)
+    elif "weight_decay" not in takes:  # as Rprop
+        groups = [{"params": group["params"]} for group in groups]
+    momentum = {"momentum": args.momentum} if kind is torch.optim.SGD else {}
+    options = {"lr": args.lr_start, **momentum, **read_options(args.optimizer_arg)}
     parameters = [parameter for group in groups for parameter in group["params"]]
-    options = {"lr": args.lr_start, **({"momentum": args.momentum} if args.optimizer == "sgd" else {})}
+    optimizer = None
+    if kind in FUSED and _may_fuse(parameters, args):
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):  # no fused kernel for this device or dtype
+            optimizer = kind(groups, fused=True, **options)
     try:
-        optimizer = BY_NAME[args.optimizer](groups, fused=_may_fuse(parameters, args) or None, **options)
-    except (RuntimeError, TypeError):  # no fused kernel for this device or dtype
-        optimizer = BY_NAME[args.optimizer](groups, **options)
-    if type(optimizer) is torch.optim.SGD and args.momentum:
+        optimizer = optimizer or kind(groups, **options)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"-optimizer {args.optimizer}: {error}") from None
+    if kind is torch.optim.SGD and options["momentum"]:
         # If a fused first step is skipped, torch leaves momentum that was never written (torch 2.11 to 2.15).
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
+
+
+def find_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """Return the optimizer of a name, in upper or lower case. Raises UsageError if there is none that can be used."""
+    classes = [one for one in vars(torch.optim).values() if inspect.isclass(one) and one is not torch.optim.Optimizer]
+    there = {one.__name__.lower(): one for one in classes if issubclass(one, torch.optim.Optimizer)} | BY_NAME
+    if name.lower() not in there:
+        raise UsageError(f"-optimizer {name}: there are {', '.join(sorted(there))}{suggest(name.lower(), there)}")
+    if inspect.signature(there[name.lower()].step).parameters["closure"].default is inspect.Parameter.empty:
+        raise UsageError(
+            f"-optimizer {name} computes the loss several times a step: a trainer of your own must do that"
+        )
+    return there[name.lower()]
+
+
+def read_options(words: list[str]) -> dict[str, Any]:
+    """Return what -optimizer_arg KEY=VALUE gives: Python values, yes and no, or text. Raises UsageError."""
+    options: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        instead = {"lr": "-lr_start", "weight_decay": "-weight_decay", "params": "decay_groups"}.get(name)
+        if not equals or instead:
+            raise UsageError(f"-optimizer_arg {word}: {f'take {instead}' if instead else 'KEY=VALUE is needed'}")
+        options[name] = {"yes": True, "no": False}.get(text, text)
+        with contextlib.suppress(ValueError, SyntaxError):
+            options[name] = ast.literal_eval(text)
+    return options
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -50,7 +99,7 @@ def _may_fuse(parameters: list[Tensor], args: Namespace) -> bool:
     devices = {parameter.device.type for parameter in parameters}
     if devices == {"cpu"}:
         return not args.deterministic and args.parallel != "fsdp"
-    return devices == {"cuda"} and (args.optimizer in ("adam", "adamw") or args.parallel != "fsdp")
+    return devices == {"cuda"} and (args.optimizer.lower() != "sgd" or args.parallel != "fsdp")
 
 
 def clip(parameters: list[nn.Parameter], limit: float, by_rows: bool) -> Tensor:

@@ -29,9 +29,10 @@ class Trainer(trainer.Trainer):
 
     def __init__(self, *parts: Any):
         super().__init__(*parts)
-        self.average = nn.Module()  # its buffers are in every checkpoint
+        self.average = nn.Module()  # its parameters are in every checkpoint
         for name, tensor in self.averaged_tensors().items():
-            self.average.register_buffer(name.replace(".", "/"), tensor.detach().clone())
+            kept = nn.Parameter(tensor.detach().clone(), requires_grad=False)
+            self.average.register_parameter(name.replace(".", "/"), kept)
 
     def optimizer_step(self) -> Tensor:
         """Include the weights after the step, also a skipped one. After n steps the decay is n / (n + 9) at most."""
@@ -72,7 +73,7 @@ class Trainer(trainer.Trainer):
     def local_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the averages and their tensors; of sharded ones, what this rank has."""
         tensors = self.averaged_tensors().values()
-        return [*map(local_part, self.average.buffers())], [*map(local_part, tensors)]
+        return [*map(local_part, self.average.parameters())], [*map(local_part, tensors)]
 
     def averaged_tensors(self) -> dict[str, Tensor]:
         """Return what is averaged, by name: parameters and running statistics. Other buffers are the model's own."""

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import logging
 import math
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,8 @@ class Trainer:
         self.folder, self.plan = run_folder.path_of(args), loaders["train"].plan
         self.state, self.metrics = State(), metrics.Sums()
         self.config = resume.config_to_save(args, self.plan)
-        self.total_steps = args.epochs * self.plan.steps
+        self.total_steps = self.plan.total_steps
+        self.val_splits = [split for split in loaders if split.startswith("val")]
         scale = self.plan.batch / (args.lr_batch or self.plan.batch)  # Goyal et al., arXiv:1706.02677
         self.schedule = {
             "kind": args.lr_schedule,
@@ -70,7 +72,7 @@ class Trainer:
         buffers.refuse_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
-        shown = loaders.get("val", loaders["train"]).dataset
+        shown = loaders[self.val_splits[0] if self.val_splits else "train"].dataset
         self.predictions = images.Predictions(loss, args.num_classes, class_names(shown), world)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(
@@ -81,7 +83,8 @@ class Trainer:
         self.last_agreed = 0  # the last step at which the ranks had the same weights
         self.may_stop = False  # whether `evaluate` votes on a stop: where nothing is lost by it
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
-        self.saved = None  # the (step, epoch) of the last checkpoint
+        self.saved = None  # the step of the last checkpoint, and whether what was due after it was done
+        self.rate = throughput.Throughput(self.total_steps, self.state, world.device)
 
     def training_step(self, batch: Any) -> Tensor:
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
@@ -105,8 +108,9 @@ class Trainer:
         with self.stop.handle_signals():
             self.resume(past)
             self.rate = throughput.Throughput(self.total_steps, self.state, self.world.device)
-            while not self.is_done() and self.train_epoch() and self.end_epoch():
-                pass
+            going = self.state.evaluated or self.evaluate_and_save()  # a stop may have left it to this start
+            while going and not self.is_done():
+                going = self.train_epoch()
             return self.finish(self.evaluate_test())
 
     def resume(self, past: Past | None) -> None:
@@ -144,21 +148,21 @@ class Trainer:
             self.metrics.add(self.state.unlogged)
         own = past.folder.parent == self.checkpoints.folder
         if own and not past.missing_on:
-            self.saved = self.state.step, self.state.epoch
+            self.saved = self.state.step, self.state.evaluated
         for flag in ("resume", "weights"):
             if own and (given := getattr(self.args, flag)):
                 log.info("-%s %s is not used: this run has checkpoints of its own", flag, given)
-        epoch = min(self.state.epoch + 1, self.args.epochs)  # a finished run is evaluated again
+        epoch = min(self.state.epoch + 1, self.plan.epochs)  # a finished run is evaluated again
         log.info("resuming from %s: epoch %d, step %d", past.folder, epoch, self.state.step)
 
     def is_done(self) -> bool:
-        """Return whether the training is over: after all epochs, or by -stop_after. The state alone decides."""
+        """Return whether the training is over: after all steps, or by -stop_after. The state alone decides."""
         best, patience = self.state.best, self.args.stop_after
-        early = patience and best and self.state.epoch - best["epoch"] >= patience
-        return bool(early) or self.state.epoch >= self.args.epochs
+        early = patience and best and self.state.evaluations - best["evaluation"] >= patience
+        return self.state.evaluated and (bool(early) or self.state.step >= self.total_steps)
 
     def train_epoch(self) -> bool:
-        """Train the rest of the epoch. False if the run is to stop first."""
+        """Train the rest of the epoch, and evaluate and save when that is due. False if the run is to stop first."""
         if self.stop.limit_reached(self.state.step):
             return False
         # As after an evaluation: what is drawn from here on does not depend on where a start begins.
@@ -166,8 +170,10 @@ class Trainer:
         batches = self.rate.time_data_loading(self.batches())
         for _ in range(self.plan.step_in_epoch(self.state), self.plan.steps):
             self.train_step(batches)
-            if self.after_step():
+            if self.after_step() or not self.evaluate_and_save():
                 return False
+            if self.is_done():
+                break
         return True
 
     def batches(self) -> Iterator[tuple[MicroBatch, Any]]:
@@ -194,7 +200,7 @@ class Trainer:
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         norm = self.optimizer_step()
         self.pending_norms.append(norm)
-        self.state.step += 1
+        self.state.step, self.state.evaluated = self.state.step + 1, False
         self.state.samples += micro_batch.step_samples
         self.logger.step()
 
@@ -256,19 +262,44 @@ class Trainer:
             group["lr"] = lr * group.get("lr_scale", 1.0)
 
     def after_step(self) -> bool:
-        """Do what is due between two steps: a log line, a vote, a checkpoint. True if the run is to stop here."""
+        """Write a log line if it is due, vote on a stop, move a save on. True if the run is to stop here."""
         step = self.state.step
         watchdog.moved(step)
-        if step % self.args.log_every == 0 or step % self.plan.steps == 0:
+        if step % self.args.log_every == 0 or step % self.plan.steps == 0 or step == self.total_steps:
             self.log()
         stop = self.stop.tick(training=True) or self.stop.limit_reached(step)
         if self.stop.voted:
             self.checkpoints.poll()
-        if stop:
-            return True
-        if manager.is_due(self.args.save_every, "step", step):
-            self.save()
-        return False
+        return stop
+
+    def evaluate_and_save(self) -> bool:
+        """Evaluate and save if that is due after this step. False if the run is to stop first.
+
+        The log comes before the save: a run that continues from an older checkpoint logs again; after the save, a
+        kill would lose it.
+        """
+        state = self.state
+        state.epoch = state.step // self.plan.steps
+        ends = state.step == self.total_steps
+        if (ends or self.is_due(self.args.eval_every)) and not self.validate():
+            return False
+        state.evaluated = True
+        if state.step % self.plan.steps == 0:
+            state.sums = {}
+            self.on_epoch_end()
+        milestone = self.args.keep_every and self.is_due(f"{self.args.keep_every}epochs")
+        if milestone or self.is_due(self.args.save_every) or self.is_done():
+            self.save(keep=bool(milestone))
+        return True
+
+    def is_due(self, every: str) -> bool:
+        """Return whether a thing is due after this step that comes every N steps or epochs, or as a save every N minutes."""
+        number, unit = manager.interval(every)
+        if unit == "minute":
+            late = time.monotonic() - self.checkpoints.saved_at >= 60 * number
+            return self.stop.voted and bool(distributed.all_reduce_max([late], self.world)[0])
+        done = self.state.step if unit == "step" else self.state.step / self.plan.steps
+        return done % number == 0
 
     def log_scalar(self, name: str, value: Any) -> None:
         """Log a number (or 0-d tensor) as train/NAME: the mean over all calls since the log line before.
@@ -310,47 +341,49 @@ class Trainer:
                 self.metrics.update({"loss": mean * count, "samples": count})
         self.pending_losses, self.pending_norms = [], []
 
-    def end_epoch(self) -> bool:
-        """Evaluate, log, keep the best weights, save. False if the run is to stop first.
-
-        The log comes before the save: a run that continues from an older checkpoint logs again; after the save, a
-        kill would lose it.
-        """
-        self.may_stop = True
-        figures = self.evaluate("val") if "val" in self.loaders else {}
-        self.may_stop = False
-        if figures is None:
-            return False
+    def validate(self) -> bool:
+        """Evaluate the validation sets, log it, and keep the best weights. False if the run is to stop first."""
+        state, found = self.state, {}
+        for split in self.val_splits:
+            self.may_stop = True
+            found[split] = self.evaluate(split)
+            self.may_stop = False
+            if found[split] is None:
+                return False
+            self.logger.log_evaluation(state, split, found[split], self.predictions)
+        if not found:
+            return True
+        state.evaluations += 1
+        figures = {f"{split}/{name}": value for split in found for name, value in found[split].items()}
+        figures |= found[self.val_splits[0]]  # the first set's need no name in front
         try:
-            best = metrics.new_best(self.state.best, figures, self.args.best, self.state.epoch + 1)
+            best = metrics.new_best(state.best, figures, self.args.best, state.evaluations)
         except UsageError:
-            self.save()  # the epoch's training: the next start begins with its evaluation
+            self.save()  # the training up to here: the next start begins with the validation
             self.checkpoints.finish()
             raise
-        self.state.epoch += 1
-        self.state.sums = {}
-        self.logger.log_evaluation(self.state, "val", figures, self.predictions)
-        self.on_evaluation("val", figures)
+        for split in found:
+            self.on_evaluation(split, found[split])
         if best and not self.weights_fault():
             self.checkpoints.best = self.whole_weights()
-            self.state.best = best
-        milestone = self.args.keep_every and self.state.epoch % self.args.keep_every == 0
-        if milestone or manager.is_due(self.args.save_every, "epoch", self.state.epoch) or self.is_done():
-            self.save(keep=bool(milestone))
+            state.best = {**best, "epoch": math.ceil(state.step / self.plan.steps), "step": state.step}
         return True
 
     def on_evaluation(self, split: str, figures: dict[str, float]) -> None:
         """Do nothing: override it for what a validation decides, as ReduceLROnPlateau does. The save comes later.
 
-        `figures` are the same on all ranks; {} if there is no val split.
+        `figures` are the same on all ranks.
         """
+
+    def on_epoch_end(self) -> None:
+        """Do nothing: override it for what comes after an epoch's last step and validation. The save comes later."""
 
     @torch.no_grad()
     def evaluate(self, split: str) -> dict[str, float] | None:
         """Return the metrics of a split over the samples of all ranks. None if all ranks agree to stop."""
         totals = metrics.Sums()
         self.predictions.reset()
-        with self.evaluating():
+        with self.rate.paused(), self.evaluating():
             for micro_batch, batch in self.loaders[split].epoch(0):
                 seeding.seed(seeding.EVALUATION, self.args.seed, micro_batch.number, device=self.world.device)
                 count = self.count_targets(batch, micro_batch.count)
@@ -406,7 +439,7 @@ class Trainer:
 
     def save(self, keep: bool = False) -> None:
         """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
-        if self.saved == (self.state.step, self.state.epoch) and not self.checkpoints.failures:
+        if self.saved == (self.state.step, self.state.evaluated) and not self.checkpoints.failures:
             return
         self.check_replicas()
         self.read_losses()
@@ -416,7 +449,7 @@ class Trainer:
         facts = {"state": dataclasses.asdict(self.state), "config": self.config, "states": parts.states(tensors)}
         facts["about"] = runtime.describe(self.world)
         self.checkpoints.save(tensors, facts, step=self.state.step, keep=keep)
-        self.saved = self.state.step, self.state.epoch
+        self.saved = self.state.step, self.state.evaluated
 
     def weights_fault(self) -> str:
         """Return why the weights are not worth keeping, "" if they are; the same on all ranks."""
@@ -460,7 +493,7 @@ class Trainer:
             return {}
         self.may_stop = True
         found: dict[str, dict[str, float] | None] = {}
-        if self.state.best and self.state.best["epoch"] < self.state.epoch:
+        if self.state.best and self.state.best["evaluation"] < self.state.evaluations:
             with self.best_weights():
                 found["test_best"] = self.evaluate("test")
         if None not in found.values():
@@ -482,9 +515,9 @@ class Trainer:
         self.save()
         self.checkpoints.close()
         outcome = {"state": "finished" if finished else "stopped", **dataclasses.asdict(self.stop.cause)}
-        outcome |= {name: getattr(self.state, name) for name in ("epoch", "step", "samples", "best")}
+        outcome |= {name: getattr(self.state, name) for name in ("epoch", "step", "samples", "evaluations", "best")}
         outcome |= {"test": {}, **(figures or {})}
-        if finished and self.state.epoch < self.args.epochs:
+        if finished and self.state.step < self.total_steps:
             last = outcome["best"]["epoch"]
             outcome["reason"] = f"-stop_after {self.args.stop_after}: nothing better since epoch {last}"
         if self.world.is_writer:

@@ -37,8 +37,8 @@ class Trainer(trainer.Trainer):
 
     def act(self, where):
         fault, here = self.fault, (where, self.state.step)
-        epochs = fault.get("epochs", self.state.epoch)  # done: 3 of 3 while the test split is evaluated
-        if (*here, self.state.epoch) != (fault.get("where", "training"), fault.get("step"), epochs):
+        evaluated = fault.get("evaluated", self.state.evaluated)  # as while the test split is evaluated
+        if (*here, self.state.evaluated) != (fault.get("where", "training"), fault.get("step"), evaluated):
             return
         if fault.get("rank", self.world.rank) == self.world.rank:
             self.fault = {}

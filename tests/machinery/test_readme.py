@@ -38,7 +38,7 @@ FORMS = (
 PAGE_PLUGINS = {  # plugins that the pages define or take from elsewhere, by kind
     "arch": ["tiny", "my_net", "planar", "bert", "nano", "vision", "causal", "detector", "painter"],
     "dataset": ["stripes", "my_data", "rings", "parity", "counting", "boxes", "saddle"],
-    "trainer": ["sure", "detection", "gan", "contrastive", "profiled", "auroc"],
+    "trainer": ["sure", "detection", "gan", "contrastive", "profiled", "auroc", "free"],
 }
 INSTEAD = {"arch": "mlp", "dataset": "digits", "trainer": "trainer"}
 
@@ -164,6 +164,7 @@ RUNS = {  # runs of the files in the pages, in turn: name and flags
     "views": "-trainer contrastive -epochs 2 -micro_batch 32 -cpu 1 -model views",
     "views_3": "-trainer contrastive -epochs 2 -micro_batch 32 -cpu 3 -model views_3",
     "profiled": "-trainer profiled -epochs 1 -model profiled",
+    "free": "-arch mlp -trainer free -lr_start 2 -epochs 4 -model free",
     "photos": "-image_size 65 -epochs 1 -batch_size 12 -model photos",  # added to the README's own flags
 }
 WORLD_RUNS = {  # those that need packages of others
@@ -197,7 +198,7 @@ def test_the_files_in_the_pages_train(fork, output):
     assert {name.split("/")[-1][:-3] for name in FILES if name.startswith("lib/")} == {
         word for kind in PAGE_PLUGINS.values() for word in kind if not word.startswith("my_")
     }
-    for run, least in {"stripes_tiny": 0.9, "rings_planar": 0.9}.items():
+    for run, least in {"stripes_tiny": 0.9, "rings_planar": 0.9, "free": 0.9}.items():
         assert [line["val/accuracy"] for line in _lines(fork / "out" / run) if "val/accuracy" in line][-1] > least
     assert [line["val/mae"] for line in _lines(fork / "out" / "saddle_planar") if "val/mae" in line][-1] < 0.05
     assert any("val/sure" in line for line in _lines(fork / "out" / "rings_planar"))
@@ -225,8 +226,9 @@ def test_the_files_in_the_pages_that_need_packages_train(fork):
         pytest.param("-dataset parity", marks=needs.require_package("transformers", "world")),
         "-arch painter -trainer gan -micro_batch 32",
         "-dataset boxes -best overlap -batch_size 8 -micro_batch 4",
+        "-arch mlp -trainer free -lr_start 2",
     ],
-    ids=["nano", "bert", "gan", "detector"],
+    ids=["nano", "bert", "gan", "detector", "free"],
 )
 def test_models_of_other_libraries_in_the_pages_pass_check_resume(fork, flags):
     output = _run(fork, f"python train.py {flags} -check_resume -cpu 2 -limit_steps 3")

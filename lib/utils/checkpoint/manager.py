@@ -8,6 +8,7 @@ import concurrent.futures
 import logging
 import re
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
-EVERY = re.compile(r"(\d+)(epoch|step)?")  # the value of -save_every, which was checked
+EVERY = re.compile(r"(\d+)(epoch|step|minute)?")  # the value of -save_every, which was checked
 ADAM = 3  # numbers in a checkpoint for each weight, if the optimizer keeps two of them
 FAILURES = 3  # saves in a row that may fail before the run ends
 WAIT_S = 0.2  # between votes while all ranks wait for a save: votes keep collectives from timing out
@@ -52,6 +53,7 @@ class Checkpoints:
         self.number = 0  # of the last save
         self.saving: Save | None = None
         self.failures = 0  # in a row
+        self.saved_at = time.monotonic()  # when the last save began
         # The best weights, of `weights.gather`, for the next save: no checkpoint that names them comes before them.
         self.best: dict[str, Tensor] = {}
 
@@ -86,6 +88,7 @@ class Checkpoints:
         """
         run_folder.check_lock(self.folder.parent)
         self.finish()
+        self.saved_at = time.monotonic()
         self.number += 1
         name = f"{self.number:06d}_step_{step}"
         partial = self.folder / f"{name}.partial"
@@ -184,10 +187,10 @@ class Checkpoints:
         log.warning("%s: training continues; the checkpoint before it is good, and the next save tries again", text)
 
 
-def is_due(save_every: str, unit: str, done: int) -> bool:
-    """Return whether -save_every wants a save after so many epochs or optimizer steps (unit "epoch" or "step")."""
-    number, counted = EVERY.findall(save_every)[0]
-    return unit == (counted or "epoch") and done % int(number) == 0
+def interval(every: str) -> tuple[int, str]:
+    """Return the number and the unit ("epoch", "step" or "minute") of -save_every or -eval_every."""
+    number, unit = EVERY.findall(every)[0]
+    return int(number), unit or "epoch"
 
 
 def copy_to_cpu(values: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The past of a run: finds its newest good checkpoint, checks that the run may continue from it, and loads it."""
 
+import dataclasses
 import errno
 import functools
 import importlib.util
@@ -8,7 +9,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, *files
 MAY_DIFFER = ("processor", "torch", "pillow", "torchvision")  # facts that may change bits
 
 
-@dataclass
+@dataclasses.dataclass
 class Past:
     """A checkpoint to continue from, verified."""
 
@@ -174,7 +174,8 @@ def plan(args: "Args", data: dict, world: World, before: dict) -> Plan:
         engine = "exact" if args.deterministic else "stock"
     if importlib.util.find_spec("lib.core.exact") is None:
         engine = "stock"
-    return Plan(data["samples"], batch, micro, args.drop_last, data, engine)
+    plan = Plan(data["samples"], batch, micro, args.drop_last, data, engine)
+    return dataclasses.replace(plan, total_steps=args.steps or args.epochs * plan.steps)
 
 
 def config_to_save(args: "Args", plan: Plan) -> dict:
@@ -202,7 +203,7 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
         UsageError: before anything is written, for what the run may not continue with.
     """
     for flag in ("best", "stop_after"):
-        if (value := getattr(args, flag)) and "val" not in splits:
+        if (value := getattr(args, flag)) and not [name for name in splits if name.startswith("val")]:
             raise UsageError(f"-{flag} {value}: there is no val split to choose by")
     now, texts = config_to_save(args, plan), {}
     names = {*before, *now} - args.flag_rules.free if past else {*before} & {*plan.data}
@@ -236,9 +237,8 @@ def restore_state(past: Past | None, plan: Plan) -> State:
     saved, before = State(**past.manifest["state"]), past.manifest["config"]
     old = Plan(before["samples"], before["batch_size"], before["micro_batch"], before["drop_last"])
     if (old.batch, old.steps) != (plan.batch, plan.steps):
-        done = old.step_in_epoch(saved)
-        now = plan.steps if done == old.steps else min(done * old.batch // plan.batch, plan.steps)
-        saved.step = saved.epoch * plan.steps + now
+        epochs, done = divmod(saved.step, old.steps)
+        saved.step = epochs * plan.steps + min(done * old.batch // plan.batch, plan.steps - 1)
     return saved
 
 

@@ -22,12 +22,14 @@ log = logging.getLogger(__name__)
 class State:
     """How far the run is, over all processes, and what it has counted."""
 
-    epoch: int = 0  # epochs finished, their evaluation included
+    epoch: int = 0  # epochs finished
     step: int = 0  # optimizer steps
+    evaluations: int = 0  # validations
+    evaluated: bool = True  # whether what is due after the last step, as a validation, is done
     samples: int = 0  # training samples
     bad_steps: int = 0  # steps that were skipped, as far as they were read from the device
     bad_row: int = 0  # of these, in a row until now
-    best: dict | None = None  # metric, value and epoch of the weights in best/
+    best: dict | None = None  # metric, value, epoch and number of the validation of the weights in best/
     sums: dict[str, float] = field(default_factory=dict)  # the epoch's training metrics up to its last log line
     unlogged: dict[str, list[float]] = field(default_factory=dict)  # since then, as exact terms; as of the last save
 
@@ -38,7 +40,15 @@ def read_manifest(folder: Path) -> dict:
         manifest = shards.read_manifest(folder)
         state, config = State(**manifest["state"]), manifest["config"]
         plan = Plan(config["samples"], config["batch_size"], config["micro_batch"], config["drop_last"])
-        counts = [state.step, state.epoch, state.samples, plan.samples - 1, plan.batch - 1, plan.micro - 1]
+        counts = [
+            state.step,
+            state.epoch,
+            state.samples,
+            state.evaluations,
+            plan.samples - 1,
+            plan.batch - 1,
+            plan.micro - 1,
+        ]
         counts += [file["bytes"] for file in manifest["shards"].values()] + [len(manifest["shards"]) - 1]
         counts += [config.get("threads", 1) - 1, 4096 - config.get("threads", 1)]  # no machine has more
         sums = [*state.unlogged.values(), state.sums.values(), [(state.best or {"score": 0.0})["score"]]]
@@ -49,7 +59,7 @@ def read_manifest(folder: Path) -> dict:
             and len([math.fsum(terms) for terms in sums]) > 1  # which raises where one is no number
             and plan.step_in_epoch(state) in range(plan.steps + 1)
             and all(type(manifest["state"][name]) is kind for name, kind in kinds.items())
-            and (state.best is None or state.best.keys() >= {"metric", "value", "score", "epoch"})
+            and (state.best is None or state.best.keys() >= {"metric", "value", "score", "epoch", "evaluation"})
             and all(map(shards.FILE_NAME.fullmatch, manifest["shards"]))  # none in another folder
         ):
             raise ValueError("a number or a name is none of a run's")

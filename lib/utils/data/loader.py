@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
+SPLIT = re.compile(r"train|test|val(_\w+)?")
 COMPUTING = "computing a batch, summing over the processes, or compiling"
 
 
@@ -73,15 +75,15 @@ class Loader:
 
 
 def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, MapDataset]:
-    """Return what get_dataset gave as {"train": ..., "val": ..., "test": ...}.
+    """Return what get_dataset gave as {"train": ..., "val": ..., "test": ...}; val_NAME are more validation sets.
 
     With `overfit`, these are the first so many training samples, evaluated on as well. Raises UsageError for what
     cannot be trained on.
     """
     parts = dataset if isinstance(dataset, dict) else {"train": dataset}
-    if isinstance(dataset, (tuple, list)) or "train" not in parts or not set(parts) <= {"train", "val", "test"}:
+    if isinstance(dataset, (tuple, list)) or "train" not in parts or not all(map(SPLIT.fullmatch, map(str, parts))):
         given = f"the splits {sorted(parts)}" if isinstance(dataset, dict) else f"a {type(dataset).__name__}"
-        wanted = "a dataset or a dict of splits is needed: train is required, val and test may be there"
+        wanted = "a dataset or a dict of splits is needed: train is required, val, val_NAME and test may be there"
         raise UsageError(f"-dataset {name}: get_dataset returns {given}; {wanted}")
     for split, part in parts.items():
         if isinstance(part, IterableDataset) or not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):

@@ -33,11 +33,17 @@ class Plan:
     drop_last: bool = False
     data: dict = field(default_factory=dict)  # what the samples are: fingerprint.describe
     engine: str = "exact"  # which one sums the micro-batches: a module of lib/core
+    total_steps: int = 0  # of the run
 
     @property
     def steps(self) -> int:
         """Optimizer steps in an epoch."""
         return self.samples // self.batch if self.drop_last else math.ceil(self.samples / self.batch)
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the run; -steps may end it within the last one."""
+        return math.ceil(self.total_steps / self.steps)
 
     @property
     def least(self) -> int:

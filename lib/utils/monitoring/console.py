@@ -57,6 +57,13 @@ class TerminalHandler(logging.StreamHandler):
         with tqdm.external_write_mode(file=self.stream):
             super().emit(record)
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Write no more to a terminal or pipe that is gone: the log file has all lines."""
+        if isinstance(sys.exc_info()[1], OSError):
+            logging.getLogger().removeHandler(self)
+        else:
+            super().handleError(record)
+
 
 def format_metrics(figures: dict[str, float]) -> str:
     """Return the figures of an evaluation as text."""

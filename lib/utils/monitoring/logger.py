@@ -1,6 +1,7 @@
 """What a run reports of itself: to the terminal and the logs, metrics.jsonl, TensorBoard, a tracker."""
 
 import logging
+import math
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lib.utils import files
+from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
 from lib.utils.errors import load_optional
 from lib.utils.monitoring import console, images, metrics
@@ -34,10 +36,10 @@ class NoLogger:
 class Logger:
     """The logger of a run, on its writers. A public method is one of NoLogger, too."""
 
-    def __init__(self, folder: Path, world: World, args: Namespace, start_step: int, total_steps: int):
+    def __init__(self, folder: Path, world: World, args: Namespace, plan: Plan, start_step: int):
         from torch.utils.tensorboard import SummaryWriter, summary
 
-        self.folder, self.args, self.start_step, self.total_steps = folder, args, start_step, total_steps
+        self.folder, self.args, self.plan, self.start_step = folder, args, plan, start_step
         # Steps after the checkpoint come again; an evaluation at its very step may be logged already.
         self.logged = metrics.truncate_lines(folder / "metrics.jsonl", start_step)
         self.metrics_file = files.open_regular(folder / "metrics.jsonl", "a", buffering=1)
@@ -48,7 +50,7 @@ class Logger:
         # Without torch's list of flags and metrics, which holds for one run, TensorBoard shows those of all runs.
         self._board.file_writer.add_summary(summary.hparams(hparams, {})[1])
         # disable=None: no bar unless stderr is a terminal.
-        self.bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=None)
+        self.bar = tqdm(total=plan.total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=None)
         self.tracker = None
         if world.is_main and args.track != "none":
             self.tracker = load_optional("lib.utils.monitoring.trackers", "-track").Tracker(args.track, folder)
@@ -67,7 +69,7 @@ class Logger:
         if state.bad_steps:
             others["bad_steps"] = state.bad_steps
         left = tqdm.format_interval(round(speed.pop("left_s")))
-        place = f"epoch {state.epoch + 1}/{self.args.epochs}  step {state.step}/{self.total_steps}"
+        place = f"{self._epoch(state.step)}  step {state.step}/{self.plan.total_steps}"
         log.info("%s  %s  left %s", place, console.format_training({**figures, **speed}, others), left)
         tagged = {f"train/{name}": value for name, value in {**figures, **others}.items()}
         self._write(state, tagged | {f"perf/{name}": value for name, value in speed.items()})
@@ -76,7 +78,8 @@ class Logger:
         """Log the metrics of a split, and the confusion matrix if there is one."""
         if not figures:
             return
-        log.info("epoch %d/%d  %s  %s", state.epoch, self.args.epochs, split, console.format_metrics(figures))
+        within = f"  step {state.step}/{self.plan.total_steps}" if state.step % self.plan.steps else ""
+        log.info("%s%s  %s  %s", self._epoch(state.step), within, split, console.format_metrics(figures))
         tagged = {f"{split}/{name}": value for name, value in figures.items()}
         if state.step == self.start_step and self.logged & tagged.keys():
             return
@@ -91,27 +94,33 @@ class Logger:
             self.tracker.close(finished=bool(outcome) and outcome["state"] == "finished")
             self.tracker = None  # closed once
         if outcome and outcome["state"] == "stopped":
-            place = f"epoch {outcome['epoch'] + 1}" if outcome["epoch"] < self.args.epochs else "the last evaluation"
+            ended = outcome["step"] == self.plan.total_steps
+            place = "the last evaluation" if ended else self._epoch(outcome["step"])
             log.info("stopped (%s) in %s at step %d, state saved", outcome["reason"], place, outcome["step"])
             log.info("resume:      python train.py -cfg %s", self.folder / "config.yaml")
         elif outcome:
             self._log_results(outcome)
 
     def _log_results(self, outcome: dict) -> None:
-        best, epoch = outcome["best"], outcome["epoch"]
+        best, epoch = outcome["best"], math.ceil(outcome["step"] / self.plan.steps)
         chosen = final = f"final weights, of epoch {epoch}"
         if best:
-            chosen = f"best weights: val {best['metric']} {best['value']:.4f} in epoch {best['epoch']}"
-            final = chosen if best["epoch"] == epoch else final
+            metric = best["metric"] if "/" in best["metric"] else f"val {best['metric']}"
+            chosen = f"best weights: {metric} {best['value']:.4f} in epoch {best['epoch']}"
+            final = chosen if best["evaluation"] == outcome["evaluations"] else final
         tests = [(outcome.get("test_best"), chosen), (outcome["test"], final)]
         lines = [f"test {console.format_metrics(figures)}  ({weights})" for figures, weights in tests if figures]
         for title, line in zip(("finished:", "final:"), lines or [f"{epoch} epochs  ({chosen})"]):
             log.info("%-12s %s", title, line)
-        if epoch < self.args.epochs:
+        if outcome["step"] < self.plan.total_steps:
             log.info("early:       %s", outcome["reason"])
         for name in ("best", "final") if best else ("final",):
             log.info("weights:     %s", self.folder / name / "weights.safetensors")
         log.info("logs:        %s, tensorboard --logdir %s", self.folder / "logs", self.folder.parent)
+
+    def _epoch(self, step: int) -> str:
+        """Return in which epoch a step is, the first of them for 0."""
+        return f"epoch {max(1, math.ceil(step / self.plan.steps))}/{self.plan.epochs}"
 
     def _write(self, state: Any, tagged: dict, pictures: dict | None = None) -> None:
         if self._board:  # first: it has every line of metrics.jsonl, also after kill -9

@@ -78,8 +78,10 @@ def mean(totals: dict[str, float], name: str) -> float:
     return totals.get(name, math.nan) / count if count else math.nan
 
 
-def new_best(best: dict | None, figures: dict[str, float], metric: str | None, epoch: int) -> dict | None:
+def new_best(best: dict | None, figures: dict[str, float], metric: str | None, number: int) -> dict | None:
     """Return the new best validation, or None if these figures are not better than `best` or the loss is NaN.
+
+    `number`: this is the run's validation number so many.
 
     `metric` is the one to go by: a name, or NAME:min if less is better; without one it is accuracy, or else the loss.
     Raises UsageError if the evaluation does not give it.
@@ -88,16 +90,16 @@ def new_best(best: dict | None, figures: dict[str, float], metric: str | None, e
     given = ", ".join(figures) or "nothing"
     if name not in figures:
         if metric:
-            raise UsageError(f"-best {metric}: the evaluation on val gives {given}{suggest(name, figures)}")
-        if epoch == 1:
-            log.warning("no best weights: the evaluation gives %s; choose one by -best NAME or NAME:min", given)
+            raise UsageError(f"-best {metric}: the validation gives {given}{suggest(name, figures)}")
+        if number == 1:
+            log.warning("no best weights: the validation gives %s; choose one by -best NAME or NAME:min", given)
         return None
-    less = direction == "min" or (not direction and name in LOWER_IS_BETTER)
+    less = direction == "min" or (not direction and name.rpartition("/")[2] in LOWER_IS_BETTER)
     score = -figures[name] if less else figures[name]
     is_nan = math.isnan(score) or math.isnan(figures.get("loss", 0.0))  # outputs that are NaN have an accuracy, too
     if is_nan or (best and best["metric"] == name and score <= best["score"]):
         return None
-    return {"metric": name, "value": figures[name], "score": score, "epoch": epoch}
+    return {"metric": name, "value": figures[name], "score": score, "evaluation": number}
 
 
 def write_line(file: TextIO, figures: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """How fast a run is: samples per second, waiting for data, time left, memory."""
 
+import contextlib
 import resource
 import sys
 import time
@@ -28,6 +29,13 @@ class Throughput:
                 self._waited += clock() - began
             yield batch
             began = clock()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the block out of the time of the interval."""
+        began = time.monotonic()
+        yield
+        self._interval_start += time.monotonic() - began
 
     def interval(self, state: Any) -> dict[str, float]:
         """Return the figures since the last call, and the time left by that since the start, evaluations included."""

@@ -108,8 +108,8 @@ def test_the_checkpoint_that_was_saved_last_is_the_newest_whatever_its_step_and_
 
 def test_an_unknown_best_metric_is_one_clear_error_and_no_epoch_is_lost(refused, tmp_path):
     _, events, there = refused(f"{SMALL} -cpu 2 -best bleu -save_every 9epochs").partition("-best bleu: ")
-    given = there.removeprefix("the evaluation on val gives ").split(", ")
-    assert events and sorted(given) == ["accuracy", "f1", "loss"]
+    given = there.removeprefix("the validation gives ").split(", ")
+    assert events and sorted(given) == "accuracy f1 loss val/accuracy val/f1 val/loss".split()
     folder = tmp_path / "few_norm_net"
     assert saves.steps(folder) == [4], "the epoch's training is saved"
     run(tmp_path, f"{SMALL} -cpu 2 -best accuracy -save_every 9epochs")
@@ -159,7 +159,7 @@ def test_best_is_the_highest_score_and_never_nan(caplog):
     best = None
     for epoch, loss in enumerate((float("nan"), 3.0, 2.0, float("nan"), 2.5)):
         best = metrics.new_best(best, {"loss": loss}, None, epoch) or best
-    assert (best["value"], best["epoch"]) == (2.0, 2)
+    assert (best["value"], best["evaluation"]) == (2.0, 2)
     assert metrics.new_best(None, {"loss": float("nan"), "accuracy": 0.1}, None, 1) is None
     best = metrics.new_best(best, {"loss": 9.0, "accuracy": 0.1}, "accuracy", 5)
     assert (best["metric"], best["value"]) == ("accuracy", 0.1)
@@ -168,9 +168,9 @@ def test_best_is_the_highest_score_and_never_nan(caplog):
         best = None
         for epoch, value in enumerate((2.0, 1.0, 5.0, 4.0)):
             best = metrics.new_best(best, {"rec": value, "loss": value}, flag, epoch + 1) or best
-        assert best["epoch"] == {3: 3, 1: 2}[wanted] and best["metric"] == flag.partition(":")[0]
+        assert best["evaluation"] == {3: 3, 1: 2}[wanted] and best["metric"] == flag.partition(":")[0]
     assert metrics.new_best(None, {"rec": 1.0}, None, 1) is None
-    assert "the evaluation gives rec; choose one by -best" in caplog.text
+    assert "the validation gives rec; choose one by -best" in caplog.text
 
 
 # Disk space

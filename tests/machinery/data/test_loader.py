@@ -148,7 +148,7 @@ def test_the_default_micro_batch_fits_the_largest_number_of_processes_or_is_that
     for name, value in {"TORCHELASTIC_MAX_RESTARTS": "9", "PET_NNODES": nodes}.items() if nodes else ():
         monkeypatch.setenv(name, value)
     args = types.SimpleNamespace(
-        batch_size=64, batch_per_gpu=None, micro_batch=None, drop_last=False, deterministic=None
+        batch_size=64, batch_per_gpu=None, micro_batch=None, drop_last=False, deterministic=None, steps=None, epochs=1
     )
     config = {"batch_size": 64, "batch_per_gpu": None, "micro_batch": before}
     plan = resume.plan(args, {"samples": 1000}, World(size=2, local_size=2), config if before else {})

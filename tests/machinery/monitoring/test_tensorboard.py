@@ -19,13 +19,14 @@ from torch import nn
 
 from lib import config
 from lib.utils.checkpoint.state import State
+from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
 from lib.utils.monitoring import images
 from lib.utils.monitoring.logger import Logger
 
 
 def new_logger(folder, start_step=0, flags=""):
-    return Logger(folder, World(), config.parse_args(flags.split()), start_step, total_steps=100)
+    return Logger(folder, World(), config.parse_args(flags.split()), Plan(100, 1, 1, total_steps=100), start_step)
 
 
 def log_loss(logger, step, loss=0.5, predictions=None):

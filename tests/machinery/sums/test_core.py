@@ -19,6 +19,8 @@ STEADY = settings(deadline=None, derandomize=True, max_examples=100)
 FLAGS = {
     "arch": "x",
     "optimizer": "adamw",
+    "optimizer_arg": [],
+    "num_classes": 10,
     "lr_start": 1e-3,
     "weight_decay": 0.1,
     "momentum": 0.9,
@@ -88,7 +90,7 @@ class Mixed(nn.Module):
         self.scale, self.frozen = nn.Parameter(torch.ones(())), nn.Linear(2, 2).requires_grad_(False)
 
 
-@pytest.mark.parametrize("name", optimizers.BY_NAME)
+@pytest.mark.parametrize("name", ["sgd", "Adam", "adamw", "muon"])
 def test_biases_and_norms_have_no_weight_decay_and_frozen_parameters_are_left_out(name):
     model = Mixed()
     optimizer = optimizers.get_optimizer(model, nn.Identity(), flags(optimizer=name))
@@ -167,7 +169,7 @@ class OfGpu(torch.Tensor):
 
 
 @pytest.mark.parametrize("switch", [True, False])
-@pytest.mark.parametrize("name", optimizers.BY_NAME)
+@pytest.mark.parametrize("name", ["sgd", "Adam", "adamw", "muon"])
 def test_a_skipped_first_step_on_a_gpu_or_by_the_scaler_leaves_no_trace(name, switch, monkeypatch):
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]
     models[1].load_state_dict(models[0].state_dict())

@@ -1,0 +1,130 @@
+"""A run of N steps, validations and saves at any interval, and several validation sets."""
+
+import json
+
+import pytest
+import saves
+from runs import distance, few, lines, outcome, plugins, run
+from saves import SMALL
+
+from lib import config
+from lib.trainer import trainer
+from lib.utils.checkpoint import manager
+from lib.utils.errors import UsageError
+
+# 4 steps an epoch: the run ends in the third epoch, after validations at steps 3, 6, 9 and 10.
+STEPS = f"{SMALL.replace('-epochs 3', '-steps 10')} -eval_every 3steps"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins(small_plugins):
+    with plugins(dataset={"two_sets": two_sets}, trainer={"notes": NotesEvaluations}):
+        yield
+
+
+def two_sets(args):
+    data = few(args)
+    return {"train": data["train"], "val": data["val"], "val_clean": data["test"], "test": data["test"]}
+
+
+class NotesEvaluations(trainer.Trainer):
+    def on_evaluation(self, split, figures):
+        self.log_scalar(f"{split}_loss", figures["loss"])
+
+    def on_epoch_end(self):
+        self.log_scalar("ended", self.state.epoch)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(_plugins, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("steps"), f"{STEPS} -cpu 1")
+
+
+def test_a_run_of_n_steps_ends_there_and_its_schedule_with_it(undisturbed):
+    logged, result = lines(undisturbed), outcome(undisturbed)
+    assert [line["step"] for line in logged if "val/loss" in line] == [3, 6, 9, 10]
+    assert [line["step"] for line in logged if "train/loss" in line] == [4, 8, 10]
+    assert logged[-1]["step"] == 10 and [line["train/lr"] for line in logged if "train/lr" in line][-1] == 1e-6
+    assert (result["state"], result["step"], result["epoch"], result["evaluations"]) == ("finished", 10, 2, 4)
+    saved = config.parse_args(["-cfg", str(undisturbed / "config.yaml")], describe=False)
+    assert saved.steps == 10
+
+
+@pytest.mark.parametrize(("stop", "cpu"), [(3, 2), (5, 3), (6, 1), (10, 2)])
+def test_a_run_that_stops_anywhere_goes_on_with_the_same_bits_and_the_same_log(
+    stop, cpu, undisturbed, tmp_path, monkeypatch
+):
+    """At the steps 3, 6 and 10 the stop comes before the validation, which is left to the next start."""
+    with monkeypatch.context() as patch:
+        saves.stop_at(patch, stop)
+        folder = run(tmp_path, f"{STEPS} -cpu 2 -save_every 2steps", wanted=75)
+        assert sum("val/loss" in line for line in lines(folder)) == (stop - 1) // 3
+    run(tmp_path, f"{STEPS} -cpu {cpu} -save_every 2steps")
+    assert distance(folder, undisturbed) == 0.0
+    assert figures(folder) == figures(undisturbed)
+    assert outcome(folder)["best"] == outcome(undisturbed)["best"]
+
+
+def figures(folder):
+    """All lines of metrics.jsonl but for speed and memory."""
+    return [{name: one for name, one in line.items() if not name.startswith("perf/")} for line in lines(folder)]
+
+
+def test_a_stop_within_a_validation_leaves_it_to_the_next_start(undisturbed, tmp_path, monkeypatch):
+    real = trainer.Trainer.evaluation_step
+
+    def evaluation_step(self, *batch):
+        if self.state.step == 6:
+            self.stop.request_stop("a test")
+        return real(self, *batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "evaluation_step", evaluation_step)
+        folder = run(tmp_path, f"{STEPS} -cpu 1", wanted=75)
+    assert outcome(folder)["step"] == 6 and [line["step"] for line in lines(folder) if "val/loss" in line] == [3]
+    run(tmp_path, f"{STEPS} -cpu 1")
+    assert distance(folder, undisturbed) == 0.0 and figures(folder) == figures(undisturbed)
+
+
+def test_early_stopping_counts_validations(tmp_path):
+    folder = run(tmp_path, f"{STEPS} -cpu 1 -best loss:max -stop_after 2")
+    result = outcome(folder)
+    assert (result["step"], result["evaluations"], result["best"]["step"]) == (9, 3, 3), "the loss falls"
+    assert result["reason"].startswith("-stop_after 2")
+
+
+@pytest.mark.parametrize("metric", ["val_clean/loss", "val/loss", "loss", "val_clean/accuracy:min"])
+def test_each_validation_set_has_its_figures_and_best_may_go_by_any(metric, tmp_path):
+    folder = run(tmp_path, f"{SMALL} -dataset two_sets -trainer notes -log_every 1 -best {metric} -cpu 2")
+    logged = lines(folder)
+    clean, val = (
+        [line[f"{split}/loss"] for line in logged if f"{split}/loss" in line] for split in ("val_clean", "val")
+    )
+    assert len(clean) == len(val) == 3 and clean != val
+    assert clean[-1] == pytest.approx(outcome(folder)["test"]["loss"], abs=1e-6), "the same samples"
+    best = outcome(folder)["best"]
+    assert best["metric"] == metric.partition(":")[0]
+    if metric == "val_clean/loss":
+        assert best["value"] == min(clean)
+    for split, losses in (("val", val), ("val_clean", clean)):
+        assert [line[f"train/{split}_loss"] for line in logged if f"train/{split}_loss" in line] == losses[:2]
+    assert [line["train/ended"] for line in logged if "train/ended" in line] == [1, 2]
+
+
+def test_saves_by_minutes_come_when_all_ranks_have_voted(tmp_path, monkeypatch):
+    real = manager.interval
+    monkeypatch.setattr(manager, "interval", lambda every: (1e-9, "minute") if "minute" in every else real(every))
+    monkeypatch.setattr(saves.preemption, "ASK_EVERY_S", 0.0)
+    folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 5minutes -keep_last 99")
+    assert saves.steps(folder) == [*range(12, 0, -1)]
+    folder = run(tmp_path, f"{SMALL} -cpu 1 -save_every 5epochs -keep_last 99 -model rare")
+    assert saves.steps(folder) == [12]
+
+
+def test_steps_and_epochs_exclude_each_other_and_the_command_line_wins_over_a_file(tmp_path):
+    with pytest.raises(UsageError, match="-epochs and -steps exclude each other"):
+        config.parse_args(["-epochs", "3", "-steps", "10"])
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({"steps": 10}))
+    args = config.parse_args(["-cfg", str(file), "-epochs", "3"])
+    assert (args.steps, args.epochs) == (None, 3)

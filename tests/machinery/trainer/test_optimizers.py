@@ -1,0 +1,101 @@
+"""-optimizer takes any class of torch.optim, and muon, on any number of processes."""
+
+import inspect
+import re
+
+import pytest
+import torch
+from runs import distance, plugins, run
+from saves import SMALL
+from torch import nn
+
+from lib.core import muon, optimizer
+
+
+def matrices(args):
+    """Has an embedding, hidden matrices of both shapes, a head, and vectors."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 24), nn.LayerNorm(24), nn.ReLU(), nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 4)
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins(small_plugins):
+    with plugins(arch={"matrices": matrices}):
+        yield
+
+
+RUN = f"{SMALL} -arch matrices -epochs 1"
+USABLE = [
+    name
+    for name, one in vars(torch.optim).items()
+    if inspect.isclass(one)
+    and issubclass(one, torch.optim.Optimizer)
+    and name not in ("Optimizer", "LBFGS", "SparseAdam")
+]
+
+
+@pytest.mark.parametrize("name", USABLE[::2])
+def test_any_optimizer_of_torch_trains_with_the_same_bits_on_two_processes(name, tmp_path):
+    one, two = (run(tmp_path, f"{RUN} -optimizer {name} -cpu {cpu} -model on_{cpu}") for cpu in (1, 2))
+    assert distance(one, two) == 0.0
+
+
+@pytest.mark.parametrize("flags", ["-cpu 2", "-cpu 2 -parallel fsdp", "-cpu 3 -parallel fsdp"])
+def test_muon_has_the_same_bits_sharded_or_not_and_after_a_stop(flags, tmp_path):
+    base = f"{RUN} -optimizer muon -optimizer_arg momentum=0.9 -optimizer_arg betas=0.8,0.9"
+    whole = run(tmp_path, f"{base} -cpu 1 -model whole")
+    run(tmp_path, f"{base} {flags} -model stopped -limit_steps 2", wanted=75)
+    assert distance(whole, run(tmp_path, f"{base} -cpu 1 -model stopped")) == 0.0
+    run(tmp_path, f"{base} -cpu 1 -model back -limit_steps 2", wanted=75)
+    assert distance(whole, run(tmp_path, f"{base} {flags} -model back")) == 0.0
+
+
+def test_muon_trains_hidden_matrices_as_torchs_muon_and_all_else_as_torchs_adamw():
+    model = nn.ModuleList([nn.Embedding(9, 8), nn.Linear(8, 16), nn.Conv1d(2, 3, 3), nn.Linear(16, 4)])
+    groups = muon.mark_matrices(optimizer.decay_groups(model, 0.1), model, outputs=4)
+    ours = muon.Muon(groups, lr=0.01)
+    hidden = [one for group in ours.param_groups if group["muon"] for one in group["params"]]
+    assert len(hidden) == 1 and hidden[0] is model[1].weight
+    rest = [one for one in model.parameters() if one is not hidden[0]]
+    copies = {one: nn.Parameter(one.detach().clone()) for one in model.parameters()}
+    theirs = [
+        torch.optim.Muon([copies[hidden[0]]], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([copies[one] for one in rest if one.ndim > 1], lr=0.01, weight_decay=0.1),
+        torch.optim.AdamW([copies[one] for one in rest if one.ndim < 2], lr=0.01, weight_decay=0.0),
+    ]
+    for _ in range(3):
+        for mine, other in copies.items():
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        for one in (ours, *theirs):
+            one.step()
+    for mine, other in copies.items():
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ("-optimizer LBFGS", "computes the loss several times a step"),
+        ("-optimizer rmsprob", "there are adadelta, .*do you mean rmsprop"),
+        ("-optimizer adamw -optimizer_arg bets=1", "unexpected keyword argument 'bets'"),
+        ("-optimizer adamw -optimizer_arg betas=2,2", "Invalid beta"),
+        ("-optimizer adamw -optimizer_arg lr=1", "-optimizer_arg lr=1: take -lr_start"),
+        ("-optimizer sgd -optimizer_arg nesterov", "KEY=VALUE is needed"),
+    ],
+)
+def test_what_an_optimizer_does_not_take_is_refused_in_one_line(flags, wanted, refused):
+    assert re.search(wanted, refused(f"{RUN} {flags}"))
+
+
+def test_options_are_python_values_yes_and_no_or_text():
+    words = ["betas=0.9,0.95", "nesterov=yes", "foreach=no", "adjust_lr_fn=original", "eps=1e-6", "name='yes'"]
+    assert optimizer.read_options(words) == {
+        "betas": (0.9, 0.95),
+        "nesterov": True,
+        "foreach": False,
+        "adjust_lr_fn": "original",
+        "eps": 1e-6,
+        "name": "yes",
+    }
