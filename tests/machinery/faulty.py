@@ -28,19 +28,12 @@ class Trainer(trainer.Trainer):
         self.fault = json.loads(os.environ.get("FAULT", "{}"))
 
     def training_step(self, batch):
-        self.act("training")
+        self.act()
         return super().training_step(batch)
 
-    def evaluation_step(self, model, batch, count):
-        self.act("evaluation")
-        return super().evaluation_step(model, batch, count)
-
-    def act(self, where):
-        fault, here = self.fault, (where, self.state.step)
-        evaluated = fault.get("evaluated", self.state.evaluated)  # as while the test split is evaluated
-        if (*here, self.state.evaluated) != (fault.get("where", "training"), fault.get("step"), evaluated):
-            return
-        if fault.get("rank", self.world.rank) == self.world.rank:
+    def act(self):
+        fault = self.fault
+        if fault.get("step") == self.state.step and fault.get("rank", self.world.rank) == self.world.rank:
             self.fault = {}
             write_note(Path(fault["notes"]), self.world.rank)
             FAULTS[fault["do"]](fault)

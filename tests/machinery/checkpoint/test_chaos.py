@@ -18,5 +18,6 @@ def test_thirty_kills_with_changing_numbers_of_ranks_and_loaders_change_no_bit_a
     message = "\n".join(tally.lines())
     assert tally.faults == 0, f"{message}\nthe differing runs are in {tmp_path}, named bad_N"
     assert tally.total == 30, message
-    assert set(tally.kills) == set(chaos.SIGNALS) and tally.switches > 12
+    targets, signals = (set(kinds) for kinds in zip(*tally.kills))
+    assert len(targets) == 3 and len(signals) == 2 and tally.switches > 12
     assert tally.early + tally.late < 24, "many kills must hit a run during training, even on a busy machine"

@@ -281,8 +281,6 @@ FORGED = {
         "state/best": ([], {"metric": "x"}, 7, {"metric": "x", "value": 1, "score": "x", "epoch": 1}),
         "state/sums": ([], None, {"loss": "x"}, {"loss": [1]}),
         "state/unlogged": (["loss"], 4, {"loss": "x"}, {"loss": ["x"]}),
-        "state/scaler": (["x"],),
-        "state/other": (1,),
         "config": ([], None, ...),
         "config/batch_size": (0, -4, "16", 1e300, ...),
         "config/samples": (-1, 0, {}, ...),

@@ -1,7 +1,5 @@
 """Manifests of other versions of the code or of an attacker are refused, and nothing in them is executed."""
 
-import json
-
 import pytest
 import saves
 import torch
@@ -86,24 +84,3 @@ def test_files_with_a_valid_checksum_and_wrong_content_are_refused_and_no_code_i
         with pytest.raises((SafetensorError, shards.Damaged), match=r"header|its files lack a part of model"):
             run(copy.parent, f"{SMALL} -cpu 1 -model few_norm_net")
     assert not mark.exists()
-
-
-def test_a_reader_opens_only_the_files_that_it_needs_and_puts_parts_in_their_place(tmp_path, monkeypatch):
-    rows, count = torch.arange(12.0).reshape(6, 2), torch.tensor(7)
-    for rank in range(3):
-        blocks = {"rows": rows[2 * rank : 2 * rank + 2], **({} if rank else {"count": count})}
-        starts = json.dumps({"rows": [2 * rank, 0]})
-        shards.write(tmp_path / shards.file_name(rank), blocks, {"starts": starts})
-    opened, real = [], shards.safe_open
-    monkeypatch.setattr(
-        shards, "safe_open", lambda path, **options: (opened.append(path.name), real(path, **options))[1]
-    )
-    files = [shards.file_name(rank) for rank in (0, 1, 2)]
-    found = {"rows": torch.zeros(6, 2), "count": torch.tensor(0)}
-    shards.read(tmp_path, files, found)
-    assert torch.equal(found["rows"], rows) and found["count"] == 7 and opened == files
-    opened.clear()
-    shards.read(tmp_path, files, {"count": torch.tensor(0)})
-    assert opened == files[:1]
-    with pytest.raises(shards.Damaged, match="lack a part of rows"):
-        shards.read(tmp_path, files[1:], {"rows": torch.zeros(6, 2)})

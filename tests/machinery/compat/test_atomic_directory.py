@@ -139,7 +139,7 @@ def raise_no_space(*_, **__):
 
 
 def test_two_ranks_share_folders_and_an_error_on_one_is_raised_on_both(tmp_path):
-    checks = [_check_forced_saves, _check_failing_saves, _check_async, _check_mono]
+    checks = [_check_forced_saves, _check_failing_saves, _check_async]
 
     def run(rank):
         for check in checks:
@@ -194,10 +194,3 @@ def _check_async(rank, folder):
         "2",
     ]
     assert latest(saver).name == f"AtomicDirectory_rank_{rank}_checkpoint_{2 * rank}"
-
-
-def _check_mono(rank, folder):
-    if rank == 1:
-        assert save(AtomicDirectory(folder, strategy="mono", name="one")) == "one_checkpoint_0"
-    dist.barrier()
-    assert (folder / "one.latest_checkpoint").exists()

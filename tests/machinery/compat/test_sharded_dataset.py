@@ -60,24 +60,3 @@ def test_the_seed_determines_the_shards_and_global_generators_do_not_change(data
     assert torch.equal(state, torch.get_rng_state())
     assert first == again != numbers(load(data, 0, 3, 1 / 3, seed=2).samples)
     assert numbers(load(data, 1, 3, 1 / 3, shuffle=False).samples) == list(range(1, COUNT, 3))
-
-
-def test_transforms_are_applied_when_loading_or_at_each_access(data):
-    calls = []
-    shard = load(
-        data,
-        0,
-        2,
-        0.5,
-        device_id=None,
-        loader=lambda path: calls.append(path) or int(path[-7:-4]),
-        sample_load_transform=lambda number: torch.tensor([number, 1000]),
-        target_load_transform=lambda target: target + 10,
-        sample_getitem_transform=lambda sample: sample * 2,
-        target_getitem_transform=lambda target: target * 3,
-    )
-    assert len(calls) == len(shard) == 12 and isinstance(shard.samples, list)
-    for path, (sample, target) in zip(calls[:12], (shard[index] for index in range(12)), strict=True):
-        assert sample.tolist() == [2 * int(path[-7:-4]), 2000]
-        assert target == 3 * (10 + (int(path[-7:-4]) >= 9))
-    assert len(calls) == 12

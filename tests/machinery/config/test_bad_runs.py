@@ -13,7 +13,6 @@ import runs
 import torch
 from command_line import tree
 from processes import until
-from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import train
@@ -63,16 +62,6 @@ def test_a_dataset_of_the_wrong_type_or_size_is_refused(given, parts, error_of):
     with runs.plugins(dataset={"odd": lambda args: given}):
         line = error_of([*FAST, "-dataset", "odd"])
     assert line.startswith("-dataset odd: ") and all(part in line for part in parts)
-
-
-class ReturnsNothing(nn.Linear):
-    def forward(self, inputs):
-        super().forward(inputs.flatten(1))
-
-
-def test_a_forward_method_without_a_return_is_reported(refused):
-    with runs.plugins(arch={"odd": lambda args: ReturnsNothing(64, 10)}):
-        assert "the model returns a NoneType without a loss" in refused("-arch odd -cpu 1")
 
 
 @pytest.mark.parametrize("loss", [None, 0.5, torch.zeros(3)])

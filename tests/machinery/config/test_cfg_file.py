@@ -49,16 +49,6 @@ def test_flags_of_a_replaced_plugin_are_refused_and_what_another_dataset_set_is_
     assert "unknown flag -mlp_width" in refusal(["-cfg", cfg_file(tmp_path, "arch: resnet\nmlp_width: 3\n")])
 
 
-def test_a_flag_of_the_command_line_replaces_the_flag_of_the_file_that_it_excludes(tmp_path):
-    args = parsed(["-cfg", cfg_file(tmp_path, "batch_size: 8\ngpus: 0,1\n"), "-batch_per_gpu", "3", "--cpu=2"])
-    assert args.batch_per_gpu == 3 and args.cpu == 2 and args.gpus is None
-    args = parsed(["-cfg", cfg_file(tmp_path, "batch_per_gpu: 8\ncpu: 2\n"), "-batch_size=6", "-gpus", "1"])
-    assert args.batch_per_gpu is None and args.batch_size == 6 and args.gpus == "1" and args.cpu is None
-    assert parsed(["-cfg", cfg_file(tmp_path, "gpus: 0,1\n"), "-model", "xcpu", "-best", "-1"]).gpus == "0,1"
-    assert "give one of them" in refusal(["-cfg", cfg_file(tmp_path, "batch_size: 8\nbatch_per_gpu: 8\n")])
-    assert "give one of them" in refusal(["-cfg", cfg_file(tmp_path, "fp16: yes\nbf16: yes\n")])
-
-
 def test_numbers_booleans_and_lists_of_a_file_are_read_as_written(tmp_path):
     args = parsed(
         [

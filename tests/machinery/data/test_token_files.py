@@ -98,20 +98,6 @@ def test_beside_a_foreign_meta_json_the_vocabulary_must_be_given(folder):
     assert wanted in refusal(folder)
 
 
-def test_meta_json_decides_on_the_type_and_tells_a_file_that_was_cut_off(folder):
-    meta = {"vocabulary": 50, "type": "uint16", "train": 1000, "val": 100}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    assert splits_of(folder)["train"].vocabulary == 50
-    assert splits_of(folder, "-num_classes", "70000")["train"][0][0].max() < 50, "a padded vocabulary"
-    every_other = np.arange(1000) % 50 * (np.arange(1000) % 2)
-    every_other.astype(np.uint16).tofile(folder / "train.bin")
-    splits_of(folder)
-    (folder / "meta.json").unlink()
-    assert "looks like a wider type" in refusal(folder)
-    (folder / "meta.json").write_text(json.dumps({**meta, "train": 1001}))
-    assert "train.bin has 1,000 tokens, and meta.json says 1,001" in refusal(folder)
-
-
 def test_links_to_nothing_and_files_that_are_missing_are_refused(folder):
     for split in ("test", "val", "train"):
         file = folder / f"{split}.bin"

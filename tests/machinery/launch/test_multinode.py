@@ -108,23 +108,6 @@ def test_fsdp_without_a_shared_disk_is_refused_before_a_checkpoint_is_sent(tmp_p
     assert "a sharded model needs a folder that all nodes share" in refused(f"{SMALL} -cpu 2 -parallel fsdp")
 
 
-def test_a_file_stop_on_the_disk_of_any_node_stops_all_nodes_once(tmp_path, monkeypatch):
-    _give_each_process_a_disk(monkeypatch)
-    monkeypatch.setattr(saves.preemption, "ASK_EVERY_S", 0.0)
-    out = tmp_path / "node1" / "few_norm_net"
-    out.mkdir(parents=True)
-    (out / "STOP").touch()
-    one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
-    assert two == out and not (two / "STOP").exists()
-    for node in (one, two):
-        assert outcome(node)["step"] == 1 and outcome(node)["reason"].startswith("the file STOP is")
-        (node / "STOP").touch()
-    _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
-    assert not [node for node in (one, two) if (node / "STOP").exists()]
-    _run_on_nodes(tmp_path, f"{SMALL} -cpu 2")
-    assert outcome(one)["state"] == "finished"
-
-
 def test_a_shared_disk_is_detected(tmp_path, monkeypatch):
     _give_each_process_a_disk(monkeypatch)
     for node in ("node1", "node2"):

@@ -1,7 +1,6 @@
 """However a run ends, it saves its state if it can, and the next start ends with the same weights, bit for bit."""
 
 import itertools
-import multiprocessing
 import os
 import re
 import signal
@@ -65,20 +64,6 @@ def wait_until_stopped(run, reason) -> int:
 
 def new_stop(folder, world=None):
     return preemption.Stop(folder, world or World(), max_hours=None, grace_s=60, limit_steps=None)
-
-
-def test_a_plugins_process_pool_that_ends_does_not_stop_the_run(tmp_path):
-    """multiprocessing.Pool ends its processes, forks of the run, by SIGTERM."""
-    stop, context = new_stop(tmp_path), multiprocessing.get_context("fork")
-    started = context.Event()
-    with stop.handle_signals():
-        process = context.Process(target=lambda: (started.set(), time.sleep(SOON_S)))
-        process.start()
-        assert started.wait(SOON_S)
-        process.terminate()
-        process.join()
-    assert process.exitcode == -signal.SIGTERM
-    assert stop.request is None
 
 
 def check_resumes(start, name, uninterrupted, *flags, **how):

@@ -11,7 +11,6 @@ import urllib.parse
 import urllib.request
 
 import torch
-from disks import full_disk
 from processes import address_in, until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
@@ -32,21 +31,6 @@ def new_logger(folder, start_step=0, flags=""):
 def log_loss(logger, step, loss=0.5, predictions=None):
     predictions = predictions or images.Predictions(nn.MSELoss(), 0, [], World())
     logger.log_evaluation(State(step=step, epoch=1), "val", {"loss": loss}, predictions)
-
-
-def test_a_full_disk_keeps_event_files_readable_and_gives_one_warning(tmp_path, caplog):
-    logger = new_logger(tmp_path)
-    log_loss(logger, 1)
-    [file] = tmp_path.glob("events.*")
-    with full_disk(file.stat().st_size + 1000):
-        for step in range(2, 60):
-            log_loss(logger, step)
-    log_loss(logger, 60)
-    logger.close()
-    log_loss(new_logger(tmp_path, 60), 61)  # the next start
-    points = [point.step for point in read_events(tmp_path).Scalars("val/loss")]
-    assert points == [*range(1, len(points)), 61] and 3 < len(points) < 50
-    assert caplog.text.count("nothing more is written for TensorBoard") == 1
 
 
 def read_events(folder):

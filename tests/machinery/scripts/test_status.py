@@ -38,21 +38,6 @@ def test_finished_stopped_and_failed_runs_are_shown_with_their_reasons(tmp_path)
     assert not found["whole"]["left"] and found["whole"]["seen"].endswith("ago")
 
 
-def test_a_stopped_or_killed_run_shows_the_step_of_its_newest_checkpoint(tmp_path):
-    run(tmp_path, "-cpu 1 -arch mlp -epochs 2 -model early -limit_steps 7", wanted=75)  # no log line yet
-    later = run(tmp_path, f"{FLAGS} -model later -limit_steps 23", wanted=75)
-    found = rows(tmp_path)
-    assert [found["early"][name] for name in ("state", "epoch", "step", "best")] == ["stopped", "1/2", "7/40", ""]
-    assert float(found["early"]["loss"]) > 0
-    assert [found["later"][name] for name in ("state", "epoch", "step")] == ["stopped", "2/2", "23/40"]
-    assert found["later"]["best"].startswith("accuracy 0.") and float(found["later"]["loss"]) > 0
-    killed = {**run_folder.read_json(later / "outcome.json"), "state": "running", "best": None}
-    (later / "outcome.json").write_text(json.dumps(killed))
-    (later / "metrics.jsonl").unlink()
-    now = rows(tmp_path)["later"]
-    assert (now["state"], now["step"], now["best"]) == ("lost", "23/40", found["later"]["best"])
-
-
 def write_run(folder, outcome, loss=None):
     """Write the folder of a run, with as much as a table needs."""
     folder.mkdir()

@@ -184,17 +184,6 @@ def test_gpus_are_divided_among_the_trials_or_all_trials_get_all_of_them():
     assert len(plan_of("-seed 1,2 -jobs 9").slots) == 2, "no more slots than trials"
 
 
-def test_only_flags_that_change_the_result_vary_and_trial_names_are_valid_run_names(tmp_path):
-    plan = plan_of("-seed=1,2 -slurm_nodelist a,b -lr_end -1e-3,1e-4 -optimizer sgd,adamw,sgd")
-    assert list(plan.spaces) == ["seed", "lr_end", "optimizer"] and plan.count == 8
-    assert plan.examples[0].args.slurm_nodelist == "a,b" and plan.examples[0].args.lr_end == -1e-3
-    assert plan.examples[0].args.model == "sweep_seed_1_lr_end_-1e-3_optimizer_sgd"
-    odd = plan_of("-arch torchvision -torchvision_name lib/arch,lib/core").examples
-    long = plan_of(f"-model {'n' * 98} -seed 1,2").examples
-    for one, other in (odd, long):
-        assert one.args.model != other.args.model and len(one.args.model) <= 100
-
-
 # Optuna
 
 CHOSEN = f"{LONG} -trials 4 -lr_start log:1e-4:1e-2 -mlp_depth lin:1:3 -optimizer sgd,adamw"

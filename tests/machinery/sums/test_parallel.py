@@ -74,13 +74,6 @@ def _assert_float32(block, inputs):
     assert inputs[0].dtype is torch.float32
 
 
-def test_weights_from_a_file_are_loaded_into_an_fsdp_model(tmp_path):
-    source = run(tmp_path, f"{NET} -epochs 1 -cpu 1 -model source")
-    flags = f"{NET} -epochs 1 -lr_start 1e-12 -lr_end 0 -weight_decay 0 -cpu 3 -parallel fsdp -model copy"
-    copy = run(tmp_path, f"{flags} -weights {source}/final/weights.safetensors")
-    assert relative_distance(weights(source), weights(copy)) < 1e-6
-
-
 def test_recomputing_changes_no_bit_and_updates_batchnorm_once(tmp_path):
     """Dropout draws the same mask again, and BatchNorm's running statistics are updated once."""
     plain, again = (weights(run(tmp_path, f"{NORM} {flag} -model a{flag}")) for flag in ("", "-recompute"))
