@@ -1,4 +1,4 @@
-"""bash and zsh complete flags and plugin names with the TAB key."""
+"""bash completes flags and plugin names with the TAB key."""
 
 import contextlib
 import subprocess
