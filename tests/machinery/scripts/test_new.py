@@ -176,9 +176,9 @@ def test_the_scripts_of_a_project_pass_with_plugins_in_any_style(fork):
         name.unlink()
     assert "finished:" in output_of(fork, "./scripts/train.sh", "-dataset", "Blobs", "-arch", "deep", "-cpu", "2")
     # All cases pass in the template. Only those that use this project's plugins may differ here.
-    own = " or ".join(("deep", "Blobs", "dicts", "own_", "test_mine", "test_importing"))
+    own = " or ".join(("deep", "Blobs", "dicts", "own_arch", "own_dataset", "own_trainer", "test_mine"))
     output = output_of(fork, "./scripts/test.sh", PYTEST_ADDOPTS=shlex.join(["-vv", "-k", own]))
-    assert not re.search(r"\d+ failed", output) and int(re.search(r"(\d+) passed", output)[1]) > 15
+    assert not re.search(r"\d+ failed", output) and int(re.search(r"(\d+) passed", output)[1]) > 9
     for name in ("deep", "Blobs", "dicts", "own_arch", "own_dataset", "own_trainer", "test_mine.py::test_it"):
         results = re.findall(rf"(PASSED|SKIPPED) .*\b{name}\]?\s*$", output, re.M)
         assert results and set(results) == {"PASSED"}, f"{name}: {results}"
