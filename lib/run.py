@@ -4,7 +4,6 @@ import contextlib
 import gc
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +16,6 @@ from lib.trainer.trainer import Trainer
 from lib.utils import distributed, runtime, seeding, watchdog
 from lib.utils.checkpoint import resume, run_folder, weights
 from lib.utils.data import fingerprint, loader
-from lib.utils.data.plan import Plan
 from lib.utils.errors import EXIT_CODES
 from lib.utils.monitoring import console
 from lib.utils.monitoring.logger import Logger, NoLogger
@@ -38,50 +36,44 @@ def load_plugins(args: Args) -> Iterator[tuple[ModuleType, ModuleType, ModuleTyp
 
 @contextlib.contextmanager
 def open_run(args: Args, dataset: Any) -> Iterator["Run"]:
-    """Open the run with what get_dataset returned, and close it at the block's end. In this order:
-
-    1. Join the process group, and set up this process's device.
-    2. Lock the run's folder, unless this is -eval or -debug.
-    3. Find what its first start settled, and its newest good checkpoint.
-    4. Leave out the files of -skip_bad_files; cut the samples into steps and micro-batches as the first start did.
-    5. Set the number of threads, and compare flags and data with those before.
-
-    Raises:
-        UsageError: the run cannot be what the flags say. Nothing is written by then.
-    """
-    splits = loader.splits(dataset, args.dataset, args.overfit)
-    watchdog.begin(distributed.rendezvous())
+    """Open the run with what get_dataset returned, and close it at the block's end."""
     with contextlib.ExitStack() as stack:
+        yield Run(args, dataset, stack)
+
+
+class Run:
+    """What this process knows of its run before the training."""
+
+    def __init__(self, args: Args, dataset: Any, stack: contextlib.ExitStack):
+        """Find out what the run is. Nothing is written by then.
+
+        1. Join the process group, and set up this process's device.
+        2. Lock the run's folder, unless this is -eval or -debug.
+        3. Find what its first start settled, and its newest good checkpoint.
+        4. Leave out the files of -skip_bad_files; cut the samples into steps and micro-batches as the first start did.
+        5. Set the number of threads, and compare flags and data with those before.
+
+        Raises:
+            UsageError: the run cannot be what the flags say.
+        """
+        self.args, self.stack = args, stack
+        splits = loader.splits(dataset, args.dataset, args.overfit)
+        watchdog.begin(distributed.rendezvous())
         world = stack.enter_context(distributed.join(args))
         runtime.configure_kernels(world, bool(args.deterministic))
         watchdog.begin(f"opening the run's folder in {args.out}, and its checkpoints")
         lock = run_folder.acquire(args, world, distributed.job_id())
-        folder = None if args.eval or args.debug else stack.enter_context(lock)
-        world = folder.world if folder else world
-        start = resume.read_start(args, world)
-        past = resume.find(args, world, start)
-        splits, skipped = check_data.skip(splits, args, world, past)
-        before = past.manifest["config"] if past else start
-        plan = resume.plan(args, fingerprint.describe(splits, args, world), world, before)
-        runtime.choose_threads(args, world, saved=before.get("threads"))
-        changes = resume.check_flags(args, plan, past, before, splits)
-        yield Run(args, world, folder, past, plan, splits, skipped, changes, stack)
-
-
-@dataclass
-class Run:
-    """What this process knows of its run before the training."""
-
-    args: Args
-    world: distributed.World
-    folder: run_folder.RunFolder | None  # None for -eval and -debug, which write no checkpoints
-    past: resume.Past | None  # the checkpoint to continue from
-    plan: Plan
-    splits: dict
-    skipped: dict  # by -skip_bad_files
-    changes: str  # of flags and data since the run began
-    stack: contextlib.ExitStack  # of what is open
-    loaded: str = ""  # what -weights filled
+        self.folder = None if args.eval or args.debug else stack.enter_context(lock)
+        self.world = self.folder.world if self.folder else world
+        start = resume.read_start(args, self.world)
+        self.past = resume.find(args, self.world, start)
+        self.splits, self.skipped = check_data.skip(splits, args, self.world, self.past)
+        before = self.past.manifest["config"] if self.past else start
+        data = fingerprint.describe(self.splits, args, self.world)
+        self.plan = resume.plan(args, data, self.world, before)
+        runtime.choose_threads(args, self.world, saved=before.get("threads"))
+        self.changes = resume.check_flags(args, self.plan, self.past, before, self.splits)
+        self.loaded = ""  # what -weights filled
 
     def build(self, arch: ModuleType) -> nn.Module:
         """Return the model: built, filled by -weights at a run's first start, on its device, in DDP or FSDP2."""

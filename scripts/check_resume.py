@@ -23,7 +23,6 @@ import torch
 
 from lib import launch
 from lib.launch import local
-from lib.utils.data.plan import largest_divisor
 from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE, UsageError
 from scripts import ledger
 
@@ -141,8 +140,8 @@ class Check:
             print("other numbers of processes are not compared: without -deterministic they agree to rounding only")
             return [killed]
         batch, micro = facts["batch"], facts["micro"]
-        cut = micro if micro < batch else largest_divisor(batch, math.ceil(batch / 4))
-        most = min(batch // cut, max(SIZES) if self.cpu else self.size)
+        cut = micro if micro < batch else math.ceil(batch / 4)
+        most = min(math.ceil(batch / cut), max(SIZES) if self.cpu else self.size)
         half_shards = self.args.parallel == "fsdp" and (self.args.bf16 or self.args.fp16)  # one process has none
         others = [size for size in SIZES if size <= most and size != self.size and (size > 1 or not half_shards)]
         if not others:

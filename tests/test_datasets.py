@@ -2,19 +2,14 @@
 
 import subprocess
 import sys
-import time
-import urllib.error
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_data
 import torch
-from torchvision.datasets import cifar
 
 from lib import config
-from lib.dataset import cifar10, digits, folder
+from lib.dataset import digits, folder
 from lib.utils.data import loader
 from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
@@ -56,33 +51,6 @@ def test_a_missing_digits_file_is_named(tmp_path):
     args = config.parse_args(["-data", str(tmp_path)])
     with pytest.raises(UsageError, match=f"-data {tmp_path}: no digits.npz"):
         digits.get_dataset(args)
-
-
-def test_cifar10_is_downloaded_once_if_several_processes_start_together(tmp_path, monkeypatch):
-    source, target, calls = tmp_path / "source", tmp_path / "target", []
-    tiny_data.make_cifar10(source, monkeypatch)
-
-    def download(url, root, **_):
-        calls.append(url)
-        time.sleep(0.2)  # long enough for the others to arrive
-        tiny_data.make_cifar10(Path(root), monkeypatch)
-
-    monkeypatch.setattr(cifar, "download_and_extract_archive", download)
-    with ThreadPoolExecutor(3) as pool:  # threads with lock files of their own, like processes
-        got = list(pool.map(cifar10.load, [str(target)] * 3))
-    assert len(calls) == 1
-    assert [len(part[0]) for loaded in got for part in loaded] == [20, 4] * 3
-
-
-def test_a_damaged_cifar10_that_cannot_be_downloaded_is_reported_in_one_line(tmp_path, monkeypatch):
-    def no_network(*_, **__):
-        raise urllib.error.URLError("no network")
-
-    tiny_data.make_cifar10(tmp_path, monkeypatch)
-    monkeypatch.setattr(cifar, "download_and_extract_archive", no_network)
-    (tmp_path / "cifar-10-batches-py" / "data_batch_2").write_bytes(b"cut")
-    with pytest.raises(UsageError, match=f"-data {tmp_path}: CIFAR-10 is missing or damaged.*no network"):
-        cifar10.get_dataset(config.parse_args(["-dataset", "cifar10", "-data", str(tmp_path)]))
 
 
 def test_folder_counts_its_classes_and_keeps_their_order(tmp_path):

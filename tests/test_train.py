@@ -163,8 +163,20 @@ def test_one_line_says_how_many_processes_have_no_micro_batch(tmp_path):
     flags = SMALL.replace("-micro_batch 4", "-micro_batch 8") + " -log_every 1 -model"
     folder, single = (run(tmp_path, f"{flags} on_{size} -cpu {size}") for size in (4, 1))
     log = (folder / "logs" / "rank_0.log").read_text()
-    assert "2 of 4 processes idle: a lower -micro_batch gives them work" in log
+    assert "2 of 4 processes idle: a lower -micro_batch or larger -batch_size helps" in log
     assert bits(folder) == bits(single)
+
+
+@pytest.mark.parametrize("sizes", ["-batch_size 2 -micro_batch 2", "-batch_size 11 -micro_batch 4"])
+def test_a_batch_may_be_smaller_than_the_number_of_processes_and_no_multiple_of_the_micro_batch(sizes, tmp_path):
+    flags = SMALL.replace("-batch_size 16 -micro_batch 4", sizes)
+    one, three = (run(tmp_path, f"{flags} -cpu {size} -model on_{size}") for size in (1, 3))
+    assert bits(one) == bits(three)
+
+
+def test_the_micro_batch_is_a_share_of_the_batch_also_of_a_prime_one(tmp_path):
+    folder = run(tmp_path, f"{SMALL.replace('-batch_size 16 -micro_batch 4', '-batch_size 7 -drop_last')} -cpu 2")
+    assert yaml.safe_load((folder / "config.yaml").read_text())["micro_batch"] == 4
 
 
 def test_the_learning_rate_is_scaled_to_the_batch_only_by_lr_batch(tmp_path):

@@ -1,7 +1,7 @@
 """torchvision's residual networks, with a stem for small images where they are small."""
 
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 
 SMALL = 64  # pixels: up to here the usual stem, which divides height and width by 4, would leave too little
 
@@ -13,7 +13,7 @@ def add_args(parser):
 
 
 def get_model(args) -> nn.Module:
-    """(B, C, H, W) to (B, num_classes), without pretrained weights.
+    """(B, C, H, W) to (B, num_classes).
 
     He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385; the small stem, a 3x3 convolution and
     no pooling, is the one of its section 4.2.
@@ -25,6 +25,11 @@ def get_model(args) -> nn.Module:
     elif args.channels != 3:
         model.conv1 = _first(args.channels, size=7, stride=2)
     return model
+
+
+def get_weights(args) -> dict[str, Tensor]:
+    """Return the weights for -weights imagenet, of torch.hub's cache or downloaded. Raises OSError."""
+    return getattr(torchvision.models, f"resnet{args.resnet_depth}")(weights="DEFAULT", progress=False).state_dict()
 
 
 def _first(channels, size, stride):

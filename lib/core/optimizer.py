@@ -9,12 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lib.core.muon import Muon, mark_matrices
-from lib.utils.checkpoint.shards import is_sharded, local_part
+from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.errors import UsageError, suggest
 
 BY_NAME = {"muon": Muon}  # next to all classes of torch.optim
@@ -102,42 +100,30 @@ def _may_fuse(parameters: list[Tensor], args: Namespace) -> bool:
     return devices == {"cuda"} and (args.optimizer.lower() != "sgd" or args.parallel != "fsdp")
 
 
-def clip(parameters: list[nn.Parameter], limit: float, by_rows: bool) -> Tensor:
+def clip(parameters: list[nn.Parameter], limit: float, exact: bool) -> Tensor:
     """Return the norm of the whole gradient, 0-d, the same on all ranks; cut a longer one to `limit` (0: never).
 
-    `by_rows`: it is the norm of the norms of all rows, which has the same bits sharded or not.
+    `exact`: sharded gradients are gathered, one at a time, so that the norm has the bits of whole ones.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return torch.zeros((), device=parameters[0].device if parameters else None)
-    if by_rows or any(map(is_sharded, gradients)):
-        norm = torch.linalg.vector_norm(torch.cat(_row_norms(gradients)))
-    else:
-        norm = torch.nn.utils.get_total_norm(gradients)
-    for sharded in (True, False) if limit else ():  # torch takes no mixture
+    if exact:
+        norms = [torch.linalg.vector_norm(_whole(gradient)) for gradient in gradients]
+    else:  # torch takes no mixture
+        parts = [[one for one in gradients if is_sharded(one) == sharded] for sharded in (True, False)]
+        norms = [_whole(torch.nn.utils.get_total_norm(part)) for part in parts if part]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for sharded in (True, False) if limit else ():
         torch.nn.utils.clip_grads_with_norm_([p for p in parameters if is_sharded(p) == sharded], limit, norm)
     return norm
 
 
-def _row_norms(gradients: list[Tensor]) -> list[Tensor]:
-    """Return the norm of each row of each gradient, of all ranks' shards: the same bits, sharded or not."""
-    norms = []
-    for local in map(local_part, gradients):
-        if local.is_cuda and local.data_ptr() % 16:  # the bits of a row's norm depend on where it begins
-            local = local.clone()
-        norms.append(local.reshape(-1) if local.ndim < 2 else torch.linalg.vector_norm(local.flatten(1), dim=1))
-    sharded = {number: gradient for number, gradient in enumerate(gradients) if is_sharded(gradient)}
-    if not sharded:
-        return norms
-    group = next(iter(sharded.values())).device_mesh.get_group()
-    rows = [-(-len(gradient) // group.size()) for gradient in sharded.values()]  # of each rank, at most
-    padded = [functional.pad(norms[at], (0, most - len(norms[at]))) for at, most in zip(sharded, rows, strict=True)]
-    mine = torch.cat(padded)
-    whole = mine.new_empty(group.size(), len(mine))
-    dist.all_gather_into_tensor(whole.view(-1), mine, group=group)
-    for (number, gradient), part in zip(sharded.items(), whole.split(rows, 1), strict=True):
-        norms[number] = part.reshape(-1)[: len(gradient)]
-    return norms
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor of which FSDP has shards, or a view into a row of others, as one that stands alone."""
+    if is_sharded(tensor):
+        return tensor.full_tensor()
+    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor  # else its norm has other bits
 
 
 def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> None:

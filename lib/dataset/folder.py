@@ -68,7 +68,7 @@ class Images(Dataset):
     log_lines = ()
 
     def __init__(self, files: list[tuple[str, int]], classes: list[str], args, drawn: bool):
-        self.files, self.classes, self.fixed = files, [printable(name) for name in classes], not drawn
+        self.files, self.classes = files, [printable(name) for name in classes]
         self.folder, self.size, self.box = args.data, args.image_size, random_box if drawn else centre_box
         self.mode, (mean, deviation) = ("L", GREY) if args.channels == 1 else ("RGB", COLOUR)
         self.on_device = Pixels(mean, deviation, mirror=drawn)

@@ -62,19 +62,13 @@ def get_dataset(args) -> dict[str, Dataset]:
 
 
 def get_transform(args):
-    """Return a function from a text or bytes to its last tokens, int64: the model gives the next one."""
-    file = Path(args.data) / "tokenizer.json"
-    if args.num_classes == 256 and not file.is_file():
-        return lambda text: torch.tensor([*(text.encode() if isinstance(text, str) else text)][-args.tokens_length :])
-    if not file.is_file():
-        raise UsageError(f"-data {args.data}: no tokenizer.json there, which would make tokens of a text")
-    import tokenizers  # optional
-
-    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    """Return a function from a text or bytes to its last bytes, int64: the model gives the next one."""
 
     def transform(text: str | bytes) -> Tensor:
-        text = text if isinstance(text, str) else text.decode(errors="replace")
-        return torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids[-args.tokens_length :])
+        if args.num_classes != 256:
+            hint = "in lib.predict, give a tensor of tokens"
+            raise UsageError(f"-num_classes {args.num_classes}: only models of bytes read a text; {hint}")
+        return torch.tensor([*(text.encode() if isinstance(text, str) else text)][-args.tokens_length :])
 
     return transform
 
@@ -84,8 +78,6 @@ class Windows(Dataset):
 
     Sample i begins in stretch i: at a place that follows from (seed, i), or without a seed at its beginning.
     """
-
-    fixed = True
 
     def __init__(self, tokens: np.ndarray, args, samples: int, seed: int | None = None):
         self.tokens, self.length, self.vocabulary, self.seed = tokens, args.tokens_length, args.num_classes, seed

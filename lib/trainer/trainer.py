@@ -251,9 +251,7 @@ class Trainer:
         """Return the norm of the gradient of these optimizers' parameters (0-d); cut a longer one to -clip_grad."""
         for optimizer in due if self.scaler.is_enabled() else ():
             self.scaler.unscale_(optimizer)
-        may_be_sharded = self.args.parallel == "fsdp" or self.args.deterministic or self.args.clip_grad > 0
-        by_rows = self.plan.engine == "exact" and bool(may_be_sharded)
-        return optimizers.clip(parameters_of(due), self.args.clip_grad, by_rows)
+        return optimizers.clip(parameters_of(due), self.args.clip_grad, exact=self.plan.engine == "exact")
 
     def set_learning_rate(self) -> None:
         """Give the model's optimizer the learning rate of this step; a group's "lr_scale" multiplies it."""

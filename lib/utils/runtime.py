@@ -75,10 +75,10 @@ def cores_per_process(world: World) -> int:
 
 
 def describe(world: World) -> dict[str, Any]:
-    """Return facts on the code and the machine for config.yaml and every checkpoint. Called by all ranks."""
+    """Return facts on the code and the machine for config.yaml and every checkpoint; on writers also git's."""
     return {
         "command": " ".join(["python", *sys.argv]),
-        **_code(world),
+        "git": _git_status() if world.is_writer else None,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "host": socket.gethostname(),
@@ -87,17 +87,12 @@ def describe(world: World) -> dict[str, Any]:
 
 
 @functools.cache  # each checkpoint has it, and a save must start no process
-def _code(world: World) -> dict[str, Any]:
-    """Return what git says on rank 0: not all ranks read the repository, which may lie on a shared disk."""
-    return distributed.run_on_main(
-        lambda: {"git": _git("rev-parse", "HEAD"), "changed_files": _git("status", "--porcelain")}, world
-    )
-
-
-def _git(*words: str) -> str | None:
-    words = ("git", "--no-optional-locks", *words)  # or kill -9 could leave a lock in the user's repository
+def _git_status() -> list[str] | None:
+    """Return the commit, the branch and the files that differ, a line for each; None without a repository."""
+    # With a lock, kill -9 could leave one in the user's repository.
+    words = ("git", "--no-optional-locks", "status", "--porcelain=v2", "--branch")
     try:
         done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.splitlines() if done.returncode == 0 else None

@@ -17,7 +17,6 @@ LONGEST = """readme slurm elastic stops sweep gpu trackers check_resume chaos ne
 SLOW_FIXTURES = {"start", "uninterrupted", "fork"}
 SLOW_TESTS = """
     test_variables_for_debugging_and_caches_are_set_before_torch_is_imported
-    test_a_torchvision_classifier_of_each_family_has_one_output_for_each_class
     test_a_tokenizer_is_trained_and_can_be_used_for_other_texts
     test_a_compiled_run_keeps_its_parameter_names_and_resumes_uncompiled
 """.split()

@@ -22,8 +22,8 @@ def shipped(folder: str, names: str) -> list[str]:
 
 
 PLUGINS = [
-    *shipped("lib/arch", "__init__ convnet gpt mlp resnet torchvision"),
-    *shipped("lib/dataset", "__init__ cifar10 digits fake folder tokens"),
+    *shipped("lib/arch", "__init__ convnet gpt mlp resnet"),
+    *shipped("lib/dataset", "__init__ digits fake folder tokens"),
     *shipped("lib/trainer", "__init__ ema trainer"),
 ]
 TESTS = shipped(

@@ -7,11 +7,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import needs
 import ports
 import pytest
+import tiny_data
 import torch
 import torchvision
 from PIL import Image
@@ -37,7 +39,7 @@ FORMS = (
 )
 PAGE_PLUGINS = {  # plugins that the pages define or take from elsewhere, by kind
     "arch": ["tiny", "my_net", "planar", "bert", "nano", "vision", "causal", "detector", "painter"],
-    "dataset": ["stripes", "my_data", "rings", "parity", "counting", "boxes", "saddle"],
+    "dataset": ["stripes", "my_data", "rings", "parity", "counting", "boxes", "saddle", "cifar10"],
     "trainer": ["sure", "detection", "gan", "contrastive", "profiled", "auroc", "free"],
 }
 INSTEAD = {"arch": "mlp", "dataset": "digits", "trainer": "trainer"}
@@ -211,6 +213,26 @@ def test_the_files_in_the_pages_train(fork, output):
     assert any("val/overlap" in line for line in _lines(fork / "out" / "boxes_detector"))
     (trace,) = (fork / "out" / "profiled" / "profile").glob("rank_0.*.pt.trace.json")
     assert trace.read_text().count('"name": "ProfilerStep#') == 5
+
+
+def test_the_dataset_of_torchvision_in_the_page_has_the_splits_and_the_augmentation_that_it_says(
+    tmp_path, monkeypatch
+):
+    tiny_data.make_cifar10(tmp_path, monkeypatch)
+    code = {}
+    exec(FILES["lib/dataset/cifar10.py"], code)
+    parts = code["get_dataset"](types.SimpleNamespace(data=str(tmp_path), augment=True))
+    assert {split: len(part) for split, part in parts.items()} == {"train": 18, "val": 2, "test": 4}
+    image, label = parts["test"][3]
+    assert image.shape == (3, 32, 32) and image.dtype == torch.uint8 and parts["test"].classes[int(label)] == "b"
+    draws = torch.full((2, 8), 0.5)
+    batch = parts["train"].__getitems__([0, 1])
+    assert torch.equal(parts["train"].on_device(batch, draws)[0], parts["val"].on_device(batch, draws)[0])
+    moved = parts["train"].on_device(batch, torch.tensor([[0.0, 0.99, 0, *[0] * 5]] * 2))[
+        0
+    ]  # 4 down, 4 left, mirrored
+    still = parts["val"].on_device(batch, draws)[0].flip(3)
+    assert torch.equal(moved[:, :, 4:, 4:], still[:, :, :28, :28])
 
 
 @needs.require_package("torchmetrics", "track")

@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lib.utils import distributed, watchdog
@@ -25,10 +24,6 @@ EVERY = re.compile(r"(\d+)(epoch|step|minute)?")  # the value of -save_every, wh
 ADAM = 3  # numbers in a checkpoint for each weight, if the optimizer keeps two of them
 FAILURES = 3  # saves in a row that may fail before the run ends
 WAIT_S = 0.2  # between votes while all ranks wait for a save: votes keep collectives from timing out
-
-
-class SaveError(RuntimeError):
-    """Checkpoints cannot be written; the run ends rather than continue without."""
 
 
 @dataclass
@@ -83,7 +78,7 @@ class Checkpoints:
             keep: spare it from removal.
 
         Raises:
-            SaveError: saving fails for good.
+            RuntimeError: saving fails for good, and the run ends rather than continue without.
             OSError: another process has the run's folder.
         """
         run_folder.check_lock(self.folder.parent)
@@ -94,16 +89,13 @@ class Checkpoints:
         partial = self.folder / f"{name}.partial"
         facts = {**facts, "tensors": shards.schema(tensors)}
         blocks, metadata = shards.blocks_of_rank(tensors, self.world)
-        copies = {name: copy_to_cpu(block) for name, block in blocks.items()}
-        copied = torch.cuda.Event(blocking=True) if self.world.device.type == "cuda" else None
-        if copied:
-            copied.record()
+        copies = {name: block.to("cpu", copy=True) for name, block in blocks.items()}
         best, self.best = self.best, {}
-        job = self.thread.submit(self._write, partial, copies, metadata, copied, best)
+        job = self.thread.submit(self._write, partial, copies, metadata, best)
         self.saving = Save(self.folder / name, partial, facts, keep, best, job)
 
     def poll(self) -> None:
-        """Move the save in flight on, once every rank is ready. Raises SaveError when saving fails for good."""
+        """Move the save in flight on, once every rank is ready. Raises RuntimeError when saving fails for good."""
         save = self.saving
         watchdog.moved()
         if save is None or distributed.all_reduce_max([not save.job.done()], self.world)[0]:
@@ -122,7 +114,7 @@ class Checkpoints:
             save.job = self.thread.submit(self._publish, save, mine)
 
     def finish(self) -> None:
-        """Wait until nothing is in flight. Raises SaveError when saving fails for good."""
+        """Wait until nothing is in flight. Raises RuntimeError when saving fails for good."""
         while self.saving:
             concurrent.futures.wait([self.saving.job], WAIT_S)
             self.poll()
@@ -132,11 +124,11 @@ class Checkpoints:
         distributed.attempt(lambda: weights.write(self.folder.parent / "final", tensors), self.world)
 
     def close(self) -> None:
-        """Wait for what is in flight and end the writing thread. Raises SaveError if the last save failed."""
+        """Wait for what is in flight and end the writing thread. Raises RuntimeError if the last save failed."""
         self.finish()
         self.thread.shutdown()
         if self.failures:
-            raise SaveError(f"{self.folder}: the last state could not be saved; the one before it is good")
+            raise RuntimeError(f"{self.folder}: the last state could not be saved; the one before it is good")
 
     def _sweep(self) -> int:
         """Remove what kills left in the run's folder, and sync it. Return the number of the newest checkpoint."""
@@ -149,12 +141,7 @@ class Checkpoints:
         checkpoints = run_folder.list_checkpoints(self.folder)
         return run_folder.checkpoint_number(checkpoints[0].name) if checkpoints else 0
 
-    def _write(
-        self, partial: Path, blocks: dict, metadata: dict, copied: torch.cuda.Event | None, best: dict[str, Tensor]
-    ) -> dict:
-        if copied:
-            torch.cuda.set_device(self.world.device)  # a thread begins with GPU 0, and would take memory there
-            copied.synchronize()
+    def _write(self, partial: Path, blocks: dict, metadata: dict, best: dict[str, Tensor]) -> dict:
         weights.write(self.folder.parent / "best", best)
         for folder in (self.folder, partial) if blocks else ():  # no parents: a run's folder that is gone stays gone
             folder.mkdir(exist_ok=True)
@@ -183,7 +170,7 @@ class Checkpoints:
         text = f"{save.folder} could not be saved ({reason})"
         if self.failures >= FAILURES:
             self.thread.shutdown()
-            raise SaveError(f"{text}, nor could the {FAILURES - 1} before it")
+            raise RuntimeError(f"{text}, nor could the {FAILURES - 1} before it")
         log.warning("%s: training continues; the checkpoint before it is good, and the next save tries again", text)
 
 
@@ -191,9 +178,3 @@ def interval(every: str) -> tuple[int, str]:
     """Return the number and the unit ("epoch", "step" or "minute") of -save_every or -eval_every."""
     number, unit = EVERY.findall(every)[0]
     return int(number), unit or "epoch"
-
-
-def copy_to_cpu(values: Tensor) -> Tensor:
-    """Return a copy. That of a GPU's tensor is in its queue, before all that follows, into pinned memory."""
-    block = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    return block.copy_(values, non_blocking=values.is_cuda)

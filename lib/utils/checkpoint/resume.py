@@ -19,7 +19,7 @@ from torch import Tensor
 from lib.utils import distributed, files
 from lib.utils.checkpoint import run_folder, shards, state, weights
 from lib.utils.checkpoint.state import Parts, State
-from lib.utils.data.plan import Plan, largest_divisor
+from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -153,20 +153,13 @@ def plan(args: "Args", data: dict, world: World, before: dict) -> Plan:
     """Return how this run cuts its samples, and which engine sums them: as its first start did, or by new flags.
 
     `data` is what `fingerprint.describe` returns, and `before` what the first start settled, {} for a new run. Raises
-    UsageError for a batch that cannot be shared out.
+    UsageError if -drop_last leaves nothing.
     """
     batch = args.batch_per_gpu * world.size if args.batch_per_gpu else args.batch_size
     if args.batch_per_gpu and args.batch_per_gpu == before.get("batch_per_gpu"):
         batch = before["batch_size"]
-    if batch < world.size:
-        fault = f"-batch_size {batch} has not a sample for each of {world.size} processes"
-        raise UsageError(f"{fault}: try -batch_size {world.size}, or fewer processes")
-    micro = args.micro_batch or before.get("micro_batch")
-    if not micro or (batch % micro and not args.micro_batch):  # one for the most ranks to come
-        micro = largest_divisor(batch, math.ceil(batch / distributed.max_world_size(world)))
-    if batch % micro:
-        fault = f"-batch_size {batch} cannot be cut into micro-batches of -micro_batch {micro}"
-        raise UsageError(f"{fault}: try -batch_size {max(micro, batch - batch % micro)}")
+    share = math.ceil(batch / distributed.max_world_size(world))  # one for each of the most ranks to come
+    micro = args.micro_batch or before.get("micro_batch") or share
     if args.drop_last and data["samples"] < batch:
         raise UsageError(f"-batch_size {batch} with -drop_last leaves nothing of {data['samples']} training samples")
     engine = before.get("engine", "exact" if world.device.type == "cpu" else "stock")

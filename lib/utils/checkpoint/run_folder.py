@@ -37,9 +37,7 @@ HINTS = {  # by what is in an error of a GPU
 }
 WAIT_S = 120.0  # for another process with the lock, which may be saving; NFS keeps the lock of a lost host for 90 s
 PATIENCE_S = 2.0  # a network disk may show a host the files of another a little later
-
-
-# Checkpoints by name: a number that grows with every save, and the step for people
+_locks: dict[Path, IO] = {}  # of each run of this process: .lock as it was at the start, open
 
 
 def path_of(args: Args) -> Path:
@@ -60,12 +58,6 @@ def checkpoint_number(name: str) -> int:
     """Return the running number in a checkpoint's name, 0 without one."""
     match = NAME.fullmatch(name)
     return int(match[1] or 0) if match else 0
-
-
-# The lock
-
-
-_locks: dict[Path, IO] = {}  # of each run of this process: .lock as it was at the start, open
 
 
 def check_lock(run: Path) -> None:
@@ -238,9 +230,6 @@ def _move_away(folder: Path) -> None:
         if entry.name not in (".lock", "slurm"):
             target.mkdir(parents=True, exist_ok=True)
             entry.rename(target / entry.name)
-
-
-# How the run ended
 
 
 def write_outcome(folder: Path, world: World, state: str, **facts: Any) -> None:

@@ -46,11 +46,11 @@ class Damaged(Exception):
     """A checkpoint differs from what was written; the message names the file and the reason."""
 
 
-# The manifest: a run's progress and flags, the type and shape of every tensor, size and checksum of every file
-
-
 def encode_manifest(manifest: dict) -> bytes:
-    """Return a manifest as it is written: a line for each entry, the checksum in the last."""
+    """Return a manifest as it is written: a line for each entry, the checksum in the last.
+
+    It has a run's progress and flags, the type and shape of every tensor, and size and checksum of every file.
+    """
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.items()]
     body = ("{\n" + ",\n".join(lines)).encode()
     return body + CHECKSUM_LINE % zlib.crc32(body)
@@ -83,9 +83,6 @@ def schema(tensors: dict[str, Tensor]) -> dict[str, list]:
             hint = "use another type, or a buffer with persistent=False"
             raise UsageError(f"{name} is of {tensor.dtype}, which a checkpoint cannot hold: {hint}")
     return {name: [DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
-
-
-# The tensors
 
 
 def file_name(rank: int) -> str:

@@ -76,7 +76,7 @@ class Fetch(Dataset):
 
     def __init__(self, dataset: MapDataset, seed: int, collate_fn: Callable | None = None):
         self.dataset: Any = dataset  # it may have __getitems__
-        self.seed, self.fixed = seed, option(dataset, "fixed", False)
+        self.seed = seed
         self.collate_fn = collate_fn or option(dataset, "collate_fn", default_collate)
 
     def __getitem__(self, key: tuple[int, MicroBatch]) -> Any:
@@ -97,19 +97,15 @@ class Fetch(Dataset):
     def _read(self, epoch: int, indices: list[int]) -> Any:
         """Return the dataset's items, or a whole batch if the dataset gives batches."""
         if has_whole_batches(self.dataset):
-            self._seed(epoch, indices[0])
+            seeding.seed(seeding.SAMPLE, self.seed, epoch, indices[0])
             return self.dataset.__getitems__(indices)
         items = []
         for index in indices:
             self.current = index
-            self._seed(epoch, index)
+            seeding.seed(seeding.SAMPLE, self.seed, epoch, index)
             items.append(self.dataset[index])
         self.current = indices
         return items
-
-    def _seed(self, epoch: int, index: int) -> None:
-        if not self.fixed:
-            seeding.seed(seeding.SAMPLE, self.seed, epoch, index)
 
 
 class Requests:

@@ -107,9 +107,9 @@ def open_loaders(
     """
     for line in option(splits["train"], "log_lines", ()) if world.is_main else ():
         log.warning("%s", line)
-    idle = world.size - plan.batch // plan.micro
+    idle = world.size - len(plan.cut(0))
     if world.is_main and idle > 0:
-        log.warning("%d of %d processes idle: a lower -micro_batch gives them work", idle, world.size)
+        log.warning("%d of %d processes idle: a lower -micro_batch or larger -batch_size helps", idle, world.size)
     with contextlib.ExitStack() as stack:
         loaders = {}
         for name, part in splits.items():

@@ -63,7 +63,7 @@ class Plan:
         """
         start = step * self.batch
         count = min(self.batch, self.samples - start)
-        parts = max(math.ceil(count / self.micro), min(self.batch // self.micro, count // 2))
+        parts = max(math.ceil(count / self.micro), min(math.ceil(self.batch / self.micro), count // 2))
         edges = [start + number * count // parts for number in range(parts + 1)]
         return [range(*pair) for pair in itertools.pairwise(edges)]
 
@@ -88,8 +88,3 @@ def rank_share(count: int, rank: int, size: int, round_robin: bool = False) -> r
     They are consecutive. If `round_robin`, the ranks take one each in turn, as sharded models need it.
     """
     return range(rank, count, size) if round_robin else range(rank * count // size, (rank + 1) * count // size)
-
-
-def largest_divisor(number: int, at_most: int) -> int:
-    """Return the largest divisor of a number up to a limit."""
-    return next(part for part in range(at_most, 0, -1) if number % part == 0)

@@ -12,8 +12,6 @@ from torch.utils.data import TensorDataset
 class Tensors(TensorDataset):
     """torch's TensorDataset, fetched by whole batches."""
 
-    fixed = True
-
     def __init__(self, *tensors: Tensor, on_device: Callable | None = None, classes: Sequence[str] | None = None):
         super().__init__(*tensors)
         self.on_device, self.classes = on_device, classes

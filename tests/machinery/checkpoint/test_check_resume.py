@@ -76,8 +76,6 @@ def noisy(generator):
 
 
 class Noisy(Tensors):
-    fixed = False
-
     def __init__(self, generator, *tensors):
         super().__init__(*tensors)
         self.generator = generator

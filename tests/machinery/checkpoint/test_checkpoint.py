@@ -68,18 +68,21 @@ def test_at_most_one_save_is_in_progress_and_the_next_one_waits_for_it(tmp_path,
 def test_only_rank_0_calls_git_and_only_once(tmp_path, monkeypatch):
     from lib.utils import runtime
 
-    real = runtime._git
+    real = runtime.subprocess.run
 
-    def log_call(*args):
-        with (tmp_path / "git_calls").open("a") as file:
-            file.write(f"{os.environ['RANK']} {args[0]}\n")
-        return real(*args)
+    def log_call(words, **options):
+        if words[0] == "git":
+            with (tmp_path / "git_calls").open("a") as file:
+                file.write(f"{os.environ['RANK']} {words[2]}\n")
+        return real(words, **options)
 
-    monkeypatch.setattr(runtime, "_git", log_call)
+    runtime._git_status.cache_clear()
+    monkeypatch.setattr(runtime.subprocess, "run", log_call)
     folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 4steps")
-    assert (tmp_path / "git_calls").read_text().splitlines() == ["0 rev-parse", "0 status"]
+    assert (tmp_path / "git_calls").read_text().splitlines() == ["0 status"]
+    monkeypatch.undo()
     newest = folder / "checkpoints" / names(folder)[0]
-    assert shards.read_manifest(newest)["about"]["git"] == real("rev-parse", "HEAD")
+    assert shards.read_manifest(newest)["about"]["git"] == runtime._git_status()
 
 
 # Retention

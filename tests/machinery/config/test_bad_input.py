@@ -79,8 +79,6 @@ def test_a_path_that_is_not_utf_8_is_refused(error_of, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        ("-cpu 1 -batch_size 10 -micro_batch 4", ["-batch_size 10", "-micro_batch 4", "try -batch_size 8"]),
-        ("-cpu 1 -batch_per_gpu 3 -micro_batch 2", ["-batch_size 3", "cannot be cut", "-micro_batch 2"]),
         ("-cpu 1 -batch_size 5000 -drop_last", ["-batch_size 5000", "-drop_last", "1259 training samples"]),
         ("-cpu 1 -data nowhere", ["-data nowhere", "digits.npz"]),
         ("-cpu 1 -arch gpt -gpt_heads 5", ["-gpt_width 128", "-gpt_heads 5"]),

@@ -41,10 +41,10 @@ def test_flags_of_a_replaced_plugin_are_refused_and_what_another_dataset_set_is_
     assert (args.arch, args.dataset, args.epochs, args.image_size) == ("resnet", "digits", 7, 8)
     refused = f"{file}: unknown flag -resnet_depth: it is a flag of -arch resnet"
     assert refusal(["-cfg", str(file), "-arch", "mlp"]) == refused
-    args = parsed(["-cfg", str(file), "-dataset", "cifar10", "-channels", "1"])
-    assert (args.dataset, args.arch, args.resnet_depth, args.epochs) == ("cifar10", "resnet", 34, 7)
-    assert (args.channels, args.image_size) == (1, 32), "the data sets the size, the command line the channels"
-    args = parsed(["-cfg", cfg_file(tmp_path, "num_classes: 4\n"), "-dataset", "cifar10"])
+    args = parsed(["-cfg", str(file), "-dataset", "fake", "-channels", "1"])
+    assert (args.dataset, args.arch, args.resnet_depth, args.epochs) == ("fake", "resnet", 34, 7)
+    assert (args.channels, args.image_size) == (1, 224), "the data sets the size, the command line the channels"
+    args = parsed(["-cfg", cfg_file(tmp_path, "num_classes: 4\n"), "-dataset", "fake"])
     assert args.num_classes == 4, "the file names no other dataset"
     assert "unknown flag -mlp_width" in refusal(["-cfg", cfg_file(tmp_path, "arch: resnet\nmlp_width: 3\n")])
 

@@ -111,11 +111,11 @@ def test_the_page_lists_all_optional_attributes_of_a_dataset():
     table = page.partition("These attributes of a dataset are optional")[2].partition("`draws` holds")[0]
     listed = set(re.findall(r"^\| `(\w+)", table, re.M))
     code = "".join(file.read_text() for file in Path(options.__file__).parent.glob("*.py"))
-    assert listed >= set(re.findall(r'option\(.*, "(\w+)"', code)) >= {"fixed", "on_device", "classes", "log_lines"}
+    assert listed >= set(re.findall(r'option\(.*, "(\w+)"', code)) >= {"on_device", "classes", "log_lines"}
 
 
 def test_a_part_of_a_dataset_has_the_attributes_of_the_whole():
     part = Subset(Subset(tensors.Tensors(torch.zeros(4), on_device=len, classes="ab"), [0, 1]), [1])
     assert options.has_whole_batches(part) and options.option(part, "on_device") is len
     assert options.class_names(part) == ["a", "b"] and options.class_names(Subset(Ragged(), [0])) == []
-    assert not options.has_whole_batches(Subset(Ragged(), [0])) and not options.option([1], "fixed", False)
+    assert not options.has_whole_batches(Subset(Ragged(), [0])) and not options.option([1], "classes", False)

@@ -23,7 +23,7 @@ from lib.utils.data.tensors import Tensors
 from lib.utils.distributed import World
 
 images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
-dataset = Tensors(images, torch.arange(64), on_device=Pixels((0.5,), (0.3,), pad=4, mirror=True))
+dataset = Tensors(images, torch.arange(64), on_device=Pixels((0.5,), (0.3,), mirror=True))
 plan, seen = Plan(64, 8, 8), []
 for device in ("cpu", "cuda"):
     for workers in (0, 1):

@@ -1,7 +1,6 @@
-"""-arch torchvision: each of its models by name, and -weights imagenet."""
+"""-weights imagenet: what torchvision has for a model."""
 
 import json
-import sys
 
 import pytest
 import runs
@@ -10,48 +9,7 @@ import torch
 import torchvision
 from PIL import Image
 
-from lib import config, predict
-from lib.arch import torchvision as plugin
-from lib.config import plugins
-from lib.utils.errors import UsageError
-
-FAMILIES = {
-    torchvision.models.get_model_builder(name).__module__: name
-    for name in torchvision.models.list_models(module=torchvision.models)
-    if name.endswith("400mf") or not name.startswith("regnet")  # the smallest, as its constructor reads values
-}
-
-
-def args_of(*flags):
-    return config.parse_args(["-arch", "torchvision", "-channels", "3", "-image_size", "224", *flags])
-
-
-def test_a_plugin_with_the_name_of_a_package_does_not_hide_the_package():
-    module = plugins.load("arch", "torchvision")
-    assert module.__name__ == "lib.arch.torchvision" and sys.modules["torchvision"] is not module
-    assert plugin.models is torchvision.models
-
-
-@pytest.mark.parametrize("name", FAMILIES.values())
-def test_a_torchvision_classifier_of_each_family_has_one_output_for_each_class(name):
-    with torch.device("cpu" if name.startswith("regnet") else "meta"):
-        model = plugin.get_model(args_of("-torchvision_name", name, "-num_classes", "7"))
-        assert model(torch.empty(2, 3, 224, 224)).shape == (2, 7)
-
-
-def test_wrong_model_names_and_sizes_are_refused_in_one_line():
-    def refused(*flags, function=plugin.get_model):
-        with pytest.raises(UsageError) as caught:
-            function(args_of(*flags))
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
-
-    assert "-torchvision_name resnet_50: Unknown model" in refused("-torchvision_name", "resnet_50")
-    vit = ("-torchvision_name", "vit_b_16", "-image_size")
-    assert "-image_size 30 -torchvision_name vit_b_16: Input shape indivisible" in refused(*vit, "30")
-    assert "expected value 224 but got 32" in refused(*vit, "32", function=plugin.get_weights)
-    maxvit = ("-torchvision_name", "maxvit_t", "-image_size", "50")
-    assert "-image_size 50 -torchvision_name maxvit_t" in refused(*maxvit)
+from lib import predict
 
 
 def no_network(*_, **__):
@@ -72,8 +30,8 @@ def imagenet(tmp_path, monkeypatch):
 
 
 def test_a_run_from_imagenet_weights_has_a_new_head_and_needs_the_file_only_once(imagenet, tmp_path):
-    flags = f"-dataset folder -data {tmp_path}/photos -arch torchvision -torchvision_name resnet18 -weights imagenet "
-    flags += "-image_size 64 -batch_size 2 -epochs 2 -lr_start 1e-30 -lr_end 0 -weight_decay 0 -cpu 1 -model photos"
+    flags = f"-dataset folder -data {tmp_path}/photos -arch resnet -weights imagenet "
+    flags += "-image_size 65 -batch_size 2 -epochs 2 -lr_start 1e-30 -lr_end 0 -weight_decay 0 -cpu 1 -model photos"
     folder = runs.run(tmp_path / "out", f"{flags} -limit_steps 1", wanted=75)
     log = (folder / "logs" / "rank_0.log").read_text()
     assert "120 tensors loaded; not loaded, as missing or of another shape: fc.bias (" in log
@@ -93,5 +51,5 @@ def test_imagenet_weights_that_cannot_be_loaded_are_reported_in_one_line(tmp_pat
     assert message.startswith("train.py: -weights imagenet: cannot be read (module 'lib.arch.mlp' has no attribute")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", no_network)
-    message = refused("-dataset fake -arch torchvision -weights imagenet -cpu 1")
+    message = refused("-dataset fake -arch resnet -weights imagenet -cpu 1")
     assert message.startswith("train.py: -weights imagenet: cannot be read (no network)")
