@@ -9,10 +9,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-import safetensors.torch
-
-WATCHED = tuple("open close write pwrite sendfile ftruncate truncate fsync".split())
-WATCHED += tuple("rename symlink link mkdir rmdir unlink".split())
+WATCHED = tuple("open close write pwrite fsync rename symlink mkdir rmdir unlink".split())
 TWINS = {"replace": "rename", "remove": "unlink", "fdatasync": "fsync"}
 REAL = {name: getattr(os, name) for name in WATCHED}
 REAL_OPEN = io.open
@@ -43,7 +40,6 @@ class Calls:
         for name in (*WATCHED, *TWINS):
             setattr(os, name, getattr(self, TWINS.get(name, name)))
         io.open = builtins.open = self.open_file
-        safetensors.torch.serialize_file = self.serialize_file
         bound = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10's pathlib keeps the functions of os
         for name in [name for name in (*WATCHED, *TWINS) if hasattr(bound, name)]:
             setattr(bound, name, self.open_file if name == "open" else getattr(os, name))
@@ -100,12 +96,6 @@ class Calls:
     def pwrite(self, fd, data, offset):
         return self.put(fd, data, offset) if fd in self.files else REAL["pwrite"](fd, data, offset)
 
-    def sendfile(self, out_fd, in_fd, offset, count):
-        if out_fd not in self.files:
-            return REAL["sendfile"](out_fd, in_fd, offset, count)
-        data = os.pread(in_fd, count, offset)
-        return self.put(out_fd, data) if data else 0
-
     def put(self, fd, data, offset=None):
         data = bytes(data)
         handle, where, flags = self.files[fd]
@@ -130,28 +120,11 @@ class Calls:
         handle, where, _ = self.files[number]
         return self.call(("fsync", where, handle), lambda: None)
 
-    def ftruncate(self, fd, length):
-        handle, where, _ = self.files.get(fd, (None, None, None))
-        return self.named("truncate", where, lambda: REAL["ftruncate"](fd, length), handle, length)
-
-    def truncate(self, path, length):
-        number = path if isinstance(path, int) else self.open(path, os.O_WRONLY)
-        try:
-            self.ftruncate(number, length)
-        finally:
-            if number != path:
-                self.close(number)
-
     def rename(self, src, dst, *, src_dir_fd=None, dst_dir_fd=None):
         def act():
             REAL["rename"](src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
         self.named("rename", self.where(src, src_dir_fd), act, self.where(dst, dst_dir_fd))
-
-    def link(self, src, dst, **options):
-        dir_fds = options.get("src_dir_fd"), options.get("dst_dir_fd")
-        target = self.where(dst, dir_fds[1])
-        self.named("link", self.where(src, dir_fds[0]), lambda: REAL["link"](src, dst, **options), target)
 
     def symlink(self, src, dst, target_is_directory=False, *, dir_fd=None):
         where = self.where(dst, dir_fd)
@@ -180,11 +153,6 @@ class Calls:
         buffered = kind(raw, size)
         return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline, buffering == 1)
 
-    def serialize_file(self, tensors, filename, metadata=None):
-        data = safetensors.serialize(tensors, metadata)
-        with self.open_file(filename, "wb", buffering=0) as file:
-            file.write(data)
-
 
 class _Raw(io.FileIO):
     """The file under Python's buffers."""
@@ -195,11 +163,6 @@ class _Raw(io.FileIO):
 
     def write(self, data):
         return self.calls.write(self.fileno(), data)
-
-    def truncate(self, size=None):
-        size = self.tell() if size is None else size
-        self.calls.ftruncate(self.fileno(), size)
-        return size
 
     def close(self):
         if not self.closed and self.closefd:

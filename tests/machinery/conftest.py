@@ -6,22 +6,17 @@ from pathlib import Path
 import pytest
 from processes import fork_server, serve, start, uninterrupted  # noqa: F401
 
-# Only in ./scripts/test.sh --all: files whose tests take long or need Slurm, etcd, Chromium or zsh; tests that start
+# Only in ./scripts/test.sh --all: files whose tests take long or need Slurm, etcd or Chromium; tests that start
 # runs as processes of their own, or make a fork; and single tests of other files, which take long or need a compiler
 # or an optional package. .ci/run runs all others before it installs these.
-SLOW_FILES = """bench browser chaos check_resume cluster_scripts completion doctor elastic export failing_disks gpu
-    kubernetes machines multinode plot slurm status stops sweep tensorboard trackers transformers
-    tunnel""".split()
+SLOW_FILES = """browser chaos check_resume cluster_scripts completion doctor elastic export failing_disks gpu
+    kubernetes multinode plot slurm status stops sweep tensorboard trackers transformers tunnel""".split()
 # Begun first, as each file is run by one process: those that take longest.
-LONGEST = """slurm elastic readme stops chaos gpu launch new sweep check_resume bench machines parallel exact edits
+LONGEST = """readme slurm elastic stops sweep gpu trackers check_resume chaos new launch parallel exact edits
     storage_faults config trainer_state train""".split()
 SLOW_FIXTURES = {"start", "uninterrupted", "fork"}
 SLOW_TESTS = """
-    test_a_terminal_that_was_closed_does_not_stop_the_run
-    test_any_call_of_a_save_may_fail_once_or_from_then_on
     test_variables_for_debugging_and_caches_are_set_before_torch_is_imported
-    test_the_benchmark_of_the_samplers_runs_in_new_processes
-    test_samples_that_loader_processes_prefetch_do_not_count_as_progress
     test_a_tokenizer_is_trained_and_can_be_used_for_other_texts
     test_a_compiled_run_keeps_its_parameter_names_and_resumes_uncompiled
 """.split()
@@ -30,7 +25,7 @@ SLOW_TESTS = """
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST.index(name) if (name := file_of(item)) in LONGEST else len(LONGEST))
     for item in items:
-        if item.path.parent == Path(__file__).parent and is_slow(item):
+        if Path(__file__).parent in item.path.parents and is_slow(item):
             item.add_marker(pytest.mark.slow)
 
 

@@ -1,8 +1,8 @@
 """All ways to cut a save short: a kill or an error at each file-system call, or a loss of power at any moment.
 
 `save` is any function that writes below one folder, also in threads, if it starts them itself. It runs in a forked
-child (before, import what it needs and set torch to one thread) where os, open() and safetensors.torch.save_file are
-watched. Each time the folder is first put back to what it was; while the loop's body runs it holds what is left:
+child (before, import what it needs and set torch to one thread) where os and open() are watched. Each time the folder
+is first put back to what it was; while the loop's body runs it holds what is left:
 
     for cut in crash.kills(save, folder):              # before each call, and with half of each write done
     for cut in crash.failures(save, folder):           # each call, with ERRORS in turn; of a write, half is done

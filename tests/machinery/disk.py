@@ -75,7 +75,7 @@ class Disk:
         return self.root if path == "." else folder.entries[name]
 
     def apply(self, call: tuple):
-        """One call, as tests/machinery/crash.py records them."""
+        """One call, as crash.py records them."""
         match call:
             case ("open" | "read", path, handle, flags):
                 folder, name = self.place(path)
@@ -86,14 +86,10 @@ class Disk:
                     self.opened[handle].writes.append((0, None))
             case ("write", _, handle, offset, data):
                 self.opened[handle].writes.append((offset, data))
-            case ("truncate", _, handle, length):
-                self.opened[handle].writes.append((length, None))
             case ("fsync", _, handle):
                 self.sync(self.opened[handle])
             case ("rename", old, new):
                 self.change((*self.place(old), None), (*self.place(new), self.find(old)))
-            case ("link", old, new):
-                self.change((*self.place(new), self.find(old)))
             case ("symlink", path, target):
                 self.change((*self.place(path), Node(target)))
             case ("mkdir", path):

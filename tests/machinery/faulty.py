@@ -1,7 +1,4 @@
-"""A trainer with faults for tests: the variable FAULT says which fault, when, and on which rank.
-
-`faulty.py FLAGS` is train.py with this file as `-trainer faulty`.
-"""
+"""A trainer with faults for tests: the variable FAULT says which fault, when, and on which rank."""
 
 import json
 import os
@@ -16,7 +13,7 @@ import torch
 from lib.config import plugins
 from lib.trainer import trainer
 from lib.utils import preemption
-from lib.utils.errors import STOP_SIGNALS, UsageError
+from lib.utils.errors import STOP_SIGNALS
 
 LIMIT = 120  # seconds a rank waits for the test to release it, or for its signal handler
 NAMES = {number.name for number in STOP_SIGNALS}
@@ -31,19 +28,12 @@ class Trainer(trainer.Trainer):
         self.fault = json.loads(os.environ.get("FAULT", "{}"))
 
     def training_step(self, batch):
-        self.act("training")
+        self.act()
         return super().training_step(batch)
 
-    def evaluation_step(self, model, batch, count):
-        self.act("evaluation")
-        return super().evaluation_step(model, batch, count)
-
-    def act(self, where):
-        fault, here = self.fault, (where, self.state.step)
-        evaluated = fault.get("evaluated", self.state.evaluated)  # as while the test split is evaluated
-        if (*here, self.state.evaluated) != (fault.get("where", "training"), fault.get("step"), evaluated):
-            return
-        if fault.get("rank", self.world.rank) == self.world.rank:
+    def act(self):
+        fault = self.fault
+        if fault.get("step") == self.state.step and fault.get("rank", self.world.rank) == self.world.rank:
             self.fault = {}
             write_note(Path(fault["notes"]), self.world.rank)
             FAULTS[fault["do"]](fault)
@@ -81,10 +71,6 @@ def fail_and_linger(fault):
     fail(fault)
 
 
-def refuse(fault):
-    raise UsageError("-epochs 3: not today")
-
-
 def send_signal(fault):
     """Send a signal to this process."""
     os.kill(os.getpid(), signal.Signals[fault["signal"]])
@@ -94,7 +80,7 @@ def debug(fault):
     breakpoint()
 
 
-FAULTS = {act.__name__: act for act in (pause, fail, fail_and_linger, refuse, send_signal, debug)}
+FAULTS = {act.__name__: act for act in (pause, fail, fail_and_linger, send_signal, debug)}
 
 
 def register():
@@ -102,12 +88,3 @@ def register():
     names_before = plugins.names
     plugins.names = lambda kind: [*names_before(kind), "faulty"] if kind == "trainer" else names_before(kind)
     sys.modules["lib.trainer.faulty"] = sys.modules[__name__]
-
-
-if __name__ == "__main__":
-    import faulty
-
-    import train
-
-    faulty.register()
-    sys.exit(train.main())

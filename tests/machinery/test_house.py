@@ -5,7 +5,6 @@ These tests do not judge what a fork puts into lib/arch, lib/dataset, lib/traine
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +43,7 @@ BUDGETS = {  # name: most lines, patterns of files, patterns of files that are l
     "the reader's path": (2480, READERS_PATH, []),  # the goal is 2,200
     "README.md": (220, ["README.md"], []),
     "tests without machinery": (2500, TESTS, []),
+    "tests/machinery": (13000, ["tests/machinery/**/*.py"], []),
 }
 README_WORDS = 1800
 
@@ -76,36 +76,6 @@ def test_the_lock_has_an_exact_version_of_each_direct_dependency():
     assert len(direct) > 12 and {name.lower() for name in direct} <= {line.partition("==")[0] for line in lines}
 
 
-# Style, by ruff
-
-BANNED = {  # rule: a folder, and code that breaks the rule there
-    "T201": ("lib/utils", "print(1)"),
-    "TID251": ("lib/core", "import os\n\nRANK = os.environ['RANK']"),
-    "TID253": ("lib/utils", "from torch.utils import tensorboard\n\nx = tensorboard"),
-    "E722": ("scripts", "try:\n    x = 1\nexcept:\n    x = 2"),
-    "SIM105": ("lib/utils", "try:\n    x = 1\nexcept OSError:\n    pass"),
-    "D100": ("lib/core", "x = 1"),
-}
-
-
-def test_code_that_breaks_a_style_rule_is_found_except_in_the_files_of_a_fork(tmp_path):
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for rule, (folder, text) in BANNED.items():
-        write(tmp_path / folder / f"breaks_{rule}.py", f"{text}\n")
-    for folder in ("lib/arch", "lib/dataset", "lib/trainer", "tests"):
-        write(tmp_path / folder / "mine.py", "import torch, os\ndef f( x ):\n  print(x)\n")
-    command = [Path(sys.executable).with_name("ruff"), "check", "--no-cache", "--output-format", "concise", "."]
-    output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120).stdout
-    for rule, (folder, _) in BANNED.items():
-        assert re.search(rf"^{folder}/breaks_{rule}\.py:\S+ {rule} ", output, re.M), output
-    assert "mine.py" not in output
-
-
-def write(file: Path, text: str):
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-
-
 # Import contracts
 
 
@@ -119,28 +89,6 @@ def check_imports(root) -> str:
 
 def test_imports_follow_the_contracts():
     assert " 0 broken" in check_imports(ROOT)
-
-
-FORBIDDEN = {  # a file: an import that it may not have
-    "lib/core/loss.py": "from lib import launch",
-    "lib/core/optimizer.py": "def f():\n    import lib.trainer.trainer",
-    "lib/utils/data/tensors.py": "from lib.core import loss",
-    "lib/launch/environment.py": "from lib.launch import slurm",
-}
-
-
-def test_an_import_against_a_contract_is_found_except_in_the_plugins_of_a_fork(tmp_path):
-    shutil.copytree(ROOT / "lib", tmp_path / "lib")
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for file, line in FORBIDDEN.items():
-        write(tmp_path / file, f"{(tmp_path / file).read_text()}\n{line}\n")
-    for kind in ("arch", "dataset", "trainer"):
-        anything = "from lib import launch\nfrom lib.utils.checkpoint import manager\n"
-        write(tmp_path / "lib" / kind / "mine.py", anything)
-    output = check_imports(tmp_path)
-    for file in FORBIDDEN:
-        assert f"{file.removesuffix('.py').replace('/', '.')} -> " in output, output
-    assert ".mine" not in output
 
 
 # The map

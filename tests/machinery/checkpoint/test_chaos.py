@@ -1,0 +1,23 @@
+"""kill -9 and SIGTERM at random instants, of ranks and parents: only steps since the last save are lost, and every
+run ends as an uninterrupted one. scripts/chaos.py does the same for longer."""
+
+import sys
+
+import pytest
+
+from scripts import chaos
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks of its runs in /proc")
+
+
+@pytest.mark.timeout(900)
+def test_thirty_kills_with_changing_numbers_of_ranks_and_loaders_change_no_bit_and_no_sample(tmp_path):
+    tally = chaos.Tally()
+    switch = ("-parallel ddp -workers 1", "-parallel fsdp -workers 0")
+    chaos.storm(tmp_path, tally, 30, [1, 2, 3, 5], switch=switch, seed=1, base=f"{chaos.RUN} -epochs 2")
+    message = "\n".join(tally.lines())
+    assert tally.faults == 0, f"{message}\nthe differing runs are in {tmp_path}, named bad_N"
+    assert tally.total == 30, message
+    targets, signals = (set(kinds) for kinds in zip(*tally.kills))
+    assert len(targets) == 3 and len(signals) == 2 and tally.switches > 12
+    assert tally.early + tally.late < 24, "many kills must hit a run during training, even on a busy machine"

@@ -1,0 +1,203 @@
+"""-check_resume: a run that resumes exactly passes; a fault is reported with its first step and its likely cause."""
+
+import os
+import re
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from runs import few, norm_net, plugins
+from torch import nn
+
+import train
+from lib.trainer import trainer
+from lib.utils.data import plan
+from lib.utils.data.tensors import Tensors
+from scripts import check_resume, ledger
+
+STEPS, BATCH = 8, 8
+SMALL = f"-num_classes 4 -batch_size {BATCH} -micro_batch 4 -lr_start 1e-2 -epochs 9 -cpu 2 -limit_steps {STEPS}"
+ROWS = ["killed 3 times and resumed", "on another number of processes", "killed and resumed on others"]
+STATE = torch.Generator()  # its state changes with each draw, and is in no checkpoint
+
+
+@pytest.fixture
+def check_run(tmp_path, capfd):
+    """A function that checks a run and returns exit code, lines of stdout, and stderr. No file may remain."""
+
+    def check(flags):
+        before = signal.getsignal(signal.SIGTERM)
+        code = train.main([*flags.split(), "-check_resume", "-out", str(tmp_path / "out")])
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert not list(tmp_path.glob("out/*"))
+        captured = capfd.readouterr()
+        return code, captured.out.splitlines(), captured.err
+
+    return check
+
+
+def test_the_default_run_passes_and_the_check_says_how_long_it_takes(check_run):
+    code, lines, _ = check_run(f"-cpu 2 -limit_steps {STEPS}")
+    assert code == 0 and lines[-1] == "all as promised"
+    assert re.fullmatch(r"3 more runs: about \d+ (s|minutes)", lines[2])
+    assert [line[:44].strip() for line in lines[4:-1]] == ROWS
+    assert [line[44:56].strip() for line in lines[4:-1]] == ["2", "1", "1, 2"]
+    assert all(line.endswith("the same bits") for line in lines[4:-1])
+
+
+def test_with_the_stock_engine_only_the_same_number_of_processes_is_compared(check_run):
+    with plugins(arch={"norm_net": norm_net}, dataset={"few": few}):
+        code, lines, message = check_run(f"{SMALL} -arch norm_net -dataset few -deterministic no")
+    assert code == 0, message
+    assert "other numbers of processes are not compared: without -deterministic they" in lines[2]
+    assert [line[:44].strip() for line in lines[5:-1]] == ROWS[:1]
+
+
+def test_an_fsdp_run_is_compared_with_other_numbers_of_processes(check_run):
+    with plugins(arch={"norm_net": norm_net}, dataset={"few": few}):
+        code, lines, message = check_run(f"{SMALL} -arch norm_net -dataset few -parallel fsdp")
+    assert code == 0 and lines[-1] == "all as promised", "\n".join([*lines, message])
+    assert [line[:44].strip() for line in lines[4:-1]] == ROWS
+    assert all(line.endswith("the same bits") for line in lines[4:-1])
+
+
+# Faults, and the causes that are reported for them
+
+
+def noisy(generator):
+    """The small dataset with noise from a generator of its own."""
+
+    def get_dataset(args):
+        parts = few(args)
+        return {**parts, "train": Noisy(generator, *parts["train"].tensors)}
+
+    return get_dataset
+
+
+class Noisy(Tensors):
+    def __init__(self, generator, *tensors):
+        super().__init__(*tensors)
+        self.generator = generator
+
+    def __getitems__(self, indices):
+        inputs, targets = super().__getitems__(indices)
+        return inputs + torch.randn(64, generator=self.generator()), targets
+
+
+def unseeded():
+    generator = torch.Generator()
+    generator.seed()
+    return generator
+
+
+def norm_net_and(forward):
+    """The small model with a last layer that applies a function to the outputs during training."""
+
+    class Layer(nn.Module):
+        passes = 0
+
+        def forward(self, outputs):
+            self.passes += self.training
+            return forward(outputs, self) if self.training else outputs
+
+    return lambda args: norm_net(args).append(Layer())
+
+
+def drift(outputs, layer):
+    return outputs * (1 + layer.passes / 100)
+
+
+def by_size(outputs, _):
+    return outputs * int(os.environ["WORLD_SIZE"])
+
+
+class Guided(trainer.Trainer):
+    """Has a module whose gradients it sums itself, in bf16."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.guide = nn.Linear(4, 4)
+
+    def training_step(self, batch):
+        return self.loss(self.guide(self.model(batch[0])), batch[1])
+
+    @torch.no_grad()
+    def optimizer_step(self):
+        norm = super().optimizer_step()
+        for parameter in self.guide.parameters():
+            total = parameter.grad.bfloat16()
+            if self.world.size > 1:
+                dist.all_reduce(total)
+            parameter -= 0.1 * total
+            parameter.grad = None
+        return norm
+
+
+MODEL = "model, loss or trainer"
+FAULTS = {  # plugin: its builder, the row that differs, when, the kind of difference, the likely cause
+    "dataset a_generator": (noisy(lambda: STATE), "killed", "later", ledger.DRAWN, "a state of the dataset"),
+    "dataset no_seed": (noisy(unseeded), "killed", "at once", ledger.DRAWN, "randomness or time in the dataset"),
+    "arch counter": (norm_net_and(drift), "killed", "later", ledger.LOSS, f"a state of the {MODEL}"),
+    "arch size": (norm_net_and(by_size), "on_1", "at once", ledger.LOSS, f"a {MODEL} that depends on the number"),
+    "trainer guided": (Guided, "on_1", "later", ledger.LOSS, "sums over processes that the trainer makes itself"),
+}
+
+
+@pytest.mark.parametrize("plugin", FAULTS)
+def test_a_fault_is_reported_with_its_first_step_and_its_likely_cause(check_run, plugin, monkeypatch):
+    kind, name = plugin.split()
+    builder, run, when, why, cause = FAULTS[plugin]
+    real = check_resume.Check.planned
+    monkeypatch.setattr(check_resume.Check, "planned", lambda *all: [row for row in real(*all) if row.run == run])
+    chosen = {"arch": {"norm_net": norm_net}, "dataset": {"few": few}, "trainer": {}}
+    chosen[kind][name] = builder
+    names = {"arch": "norm_net", "dataset": "few", "trainer": "trainer", kind: name}
+    with plugins(**chosen):
+        code, lines, message = check_run(f"{SMALL} {' '.join(f'-{kind} {name}' for kind, name in names.items())}")
+    text = "\n".join([*lines, message])
+    assert code == 1 and lines[-1].startswith("not as promised: it looks like ") and cause in lines[-1], text
+    step, sample = map(int, re.search(rf"! step (\d+), sample (\d+): {why}$", lines[4]).groups())
+    assert (step > 0) == (when == "later"), text
+    assert sample in plan.order(50, 0, 0)[step * BATCH : (step + 1) * BATCH]
+
+
+# Runs that cannot be checked
+
+
+def failing(args):
+    raise RuntimeError("no such luck")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        ("-limit_steps 1", 2, "-limit_steps 1: -check_resume needs 2 steps or more"),
+        ("-out README.md/out", 2, "-out README.md/out: cannot be written (Not a directory)"),
+        ("-dataset few -arch failing", 1, "RuntimeError: no such luck"),
+    ],
+)
+def test_a_run_that_cannot_be_checked_is_reported_with_the_reason(capfd, tmp_path, flags, code, message):
+    with plugins(arch={"failing": failing}, dataset={"few": few}):
+        flags = ["-out", str(tmp_path / "out"), "-cpu", "2", *flags.split(), "-check_resume"]
+        assert train.main(flags) == code
+    output = capfd.readouterr().err
+    assert message in output and "train.py: " in output
+    assert code == 1 or len(output.splitlines()) == 1
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_a_check_under_torchrun_is_refused(check_run, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    code, _, output = check_run("-cpu 2")
+    assert code == 2 and "run it without torchrun" in output
+
+
+def test_a_check_that_is_stopped_leaves_no_files(start):
+    run = start("run", "-check_resume", fault={"do": "pause", "step": 5})
+    run.wait_for_notes(2)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM, run.text()
+    run.wait_until_gone()
+    assert not any(run.folder.parent.iterdir())

@@ -1,0 +1,187 @@
+"""Disks that fill up, vanish, become read-only or are slow during a run; unusual folders; signals during a save."""
+
+import concurrent.futures
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import threading
+import time
+
+import pytest
+import saves
+from runs import distance, outcome, run
+from saves import SMALL, log_of, names
+
+from lib.trainer import trainer
+from lib.utils import preemption
+from lib.utils.checkpoint import shards
+
+pytestmark = pytest.mark.usefixtures("small_plugins")
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """A run that is not interrupted."""
+    return run(tmp_path_factory.mktemp("done"), SMALL)
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """A function that mounts a small disk, or a folder read-only."""
+    mounted = []
+
+    def command(*args):
+        tried = subprocess.run(["mount", *args], capture_output=True, text=True)
+        if tried.returncode:
+            pytest.skip(f"a disk cannot be mounted here: {tried.stderr.strip()}")
+
+    def new(size=None, of=None):
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        command(*(["-t", "tmpfs", "-o", f"size={size}", "none"] if size else ["--bind", str(of)]), str(folder))
+        mounted.append(folder)
+        if of:
+            command("-o", "remount,bind,ro", str(folder))
+        return folder
+
+    yield new
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def call_at_steps(monkeypatch, actions):
+    """Call actions[step] on rank 0 at the end of a step, before what is due then, and after the save in progress."""
+    real = trainer.Trainer.after_step
+
+    def boundary(self):
+        if self.world.is_main and self.state.step in actions:
+            save = self.checkpoints.saving
+            concurrent.futures.wait([save.job] if save and save.job else [])
+            if self.world.size == 1:
+                self.checkpoints.finish()
+            actions[self.state.step]()
+        return real(self)
+
+    monkeypatch.setattr(trainer.Trainer, "after_step", boundary)
+
+
+# Full disks
+
+
+def fill(disk):
+    with (disk / "filler").open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
+def test_a_disk_that_stays_full_ends_the_run_and_the_older_checkpoint_is_good(
+    mount, monkeypatch, finished_run, capfd
+):
+    disk = mount("8m")
+    with monkeypatch.context() as patch:
+        call_at_steps(patch, {5: lambda: fill(disk)})
+        with pytest.raises(RuntimeError, match=r"could not be saved .*No space left"):
+            run(disk, f"{SMALL} -save_every 1steps -log_every 1")
+    folder = disk / finished_run.name
+    assert saves.steps(folder)[0] == 4
+    assert outcome(folder)["state"] == "running", "there is no space for another outcome.json"
+    assert "cannot be written (No space left" in saves.refused(disk, f"{SMALL} -model new", capfd)
+    (disk / "filler").unlink()
+    assert distance(run(disk, SMALL), finished_run) == 0.0
+
+
+# Missing folders and read-only disks
+
+
+def test_a_run_whose_folder_is_moved_away_fails_with_the_reason_and_does_not_create_it_again(tmp_path, monkeypatch):
+    folder = tmp_path / "out" / "few_norm_net"
+
+    def take_away():
+        folder.rename(tmp_path / "moved")
+
+    monkeypatch.setattr(preemption, "ASK_EVERY_S", 0.0)
+    call_at_steps(monkeypatch, {5: take_away})
+    with pytest.raises((OSError, RuntimeError), match=f"No such file or directory: '{folder}/"):
+        run(tmp_path / "out", SMALL)
+    assert not folder.exists()
+
+
+def test_a_read_only_disk_is_refused_and_its_checkpoints_can_be_resumed_elsewhere(
+    tmp_path, mount, monkeypatch, capfd, finished_run
+):
+    with monkeypatch.context() as patch:
+        saves.stop_at(patch, 6)
+        run(tmp_path / "out", SMALL, wanted=75)
+    disk = mount(of=tmp_path / "out")
+    assert "cannot be written (Read-only file system" in saves.refused(disk, SMALL, capfd)
+    assert "cannot be written (" in saves.refused(disk, f"{SMALL} -model new", capfd)
+    folder = run(tmp_path, f"{SMALL} -resume {disk / finished_run.name}")
+    assert f"resuming from {disk}/{finished_run.name}/checkpoints/000002_step_6:" in log_of(folder)
+    assert distance(folder, finished_run) == 0.0
+
+
+# Slow disks
+
+
+def test_a_slow_disk_is_no_hang_of_the_ranks_that_wait_for_it(tmp_path, monkeypatch, finished_run):
+    """Once the disk of the writing rank takes longer than a process may wait for another one."""
+    real, waits = os.fsync, [8]
+
+    def fsync(fd):
+        if threading.current_thread().name.startswith("checkpoint") and waits:
+            time.sleep(waits.pop())
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 99epochs -hang_minutes 0.1")
+    assert saves.steps(folder) == [12] and distance(folder, finished_run) == 0.0
+
+
+# Unusual folders
+
+
+def test_a_restrictive_umask_a_link_and_a_name_with_spaces_work(tmp_path, monkeypatch, finished_run):
+    before = os.umask(0o077)
+    try:
+        (tmp_path / "real one").mkdir()
+        (tmp_path / "link").symlink_to("real one")
+        for out in ("link", "real one/deeper ünd"):
+            with monkeypatch.context() as patch:
+                saves.stop_at(patch, 6)
+                run(tmp_path / out, SMALL, wanted=75)
+            assert distance(run(tmp_path / out, SMALL), finished_run) == 0.0
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "real one").rglob("*") if not path.is_symlink()]
+    assert files and not [path for path in files if stat.S_IMODE(path.stat().st_mode) & 0o077]
+    (tmp_path / "real one").rename(tmp_path / "moved")
+    (tmp_path / "link").unlink()
+    run(tmp_path / "moved", SMALL)
+
+
+# Signals during a save
+
+
+def test_signals_during_a_save_and_during_the_last_save_leave_both_checkpoints_complete(
+    tmp_path, monkeypatch, finished_run
+):
+    real = shards.write
+
+    def write(path, *blocks):
+        if "shard" in path.name and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+        return real(path, *blocks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write", write)
+        saves.stop_at(patch, 99)  # so that the ranks vote at every step
+        folder = run(tmp_path, f"{SMALL} -cpu 2 -keep_last 9", wanted=75)
+    assert len(names(folder)) >= 2 and saves.steps(folder)[-1] == 4  # with a slow disk the next save was reached
+    for name in names(folder):
+        saves.tensors(folder / "checkpoints" / name)
+    assert distance(run(tmp_path, f"{SMALL} -cpu 2 -keep_last 9"), finished_run) == 0.0

@@ -1,0 +1,198 @@
+"""-weights of files that other programs saved: their names, formats and folders."""
+
+import argparse
+import json
+import os
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from lib.utils.checkpoint.weights import load_into
+from lib.utils.errors import UsageError
+
+
+class Tied(nn.Module):
+    """A model whose head is its embedding."""
+
+    def __init__(self, classes: int = 7):
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(classes, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, classes, bias=False)
+        self.head.weight = self.embed.weight
+
+    def get_extra_state(self):
+        return {"no": "tensor"}
+
+
+class WithBackbone(nn.Module):
+    """A model around another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 5)), nn.Linear(5, 2)
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of a model's tensors by name, tied ones under each name."""
+    return {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(tensors_of(one).values(), tensors_of(other).values(), strict=True))
+
+
+def save(tensors: object, path) -> str:
+    save_file(tensors, path) if path.suffix == ".safetensors" else torch.save(tensors, path)
+    return str(path)
+
+
+def refusal(file, model=None) -> str:
+    with pytest.raises(UsageError) as refused:
+        load_into(str(file), model or Tied())
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+# Names
+
+
+@pytest.mark.parametrize("dropped", ["embed.weight", "head.weight"])
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
+def test_tied_weights_that_a_file_has_once_are_found_under_either_name(tmp_path, dropped, name):
+    made, given = Tied(), Tied()
+    tensors = {key: value for key, value in tensors_of(given).items() if key != dropped}
+    assert load_into(save(tensors, tmp_path / name), made).endswith("3 tensors loaded") and same(made, given)
+
+
+PREFIXES = "module. _orig_mod. model. backbone. module.model. _orig_mod.module.backbone. backbone.model. "
+PREFIXES += "model._orig_mod.module. state_dict.module.net."
+
+
+@pytest.mark.parametrize("prefix", PREFIXES.split())
+def test_prefixes_in_any_order_are_left_out(tmp_path, prefix):
+    for given, made in ((Tied(), Tied()), (WithBackbone(), WithBackbone())):
+        tensors = {prefix + name: value for name, value in tensors_of(given).items()}
+        said = load_into(save(tensors, tmp_path / "w.safetensors"), made)
+        assert same(made, given) and f"; as {prefix}" in said and "not " not in said
+
+
+def test_a_name_that_may_mean_two_tensors_is_not_taken(tmp_path):
+    two = nn.ModuleDict({"encoder": nn.Linear(4, 4), "net": nn.Linear(4, 4)})
+    assert "not the weights of this model" in refusal(save(tensors_of(nn.Linear(4, 4)), tmp_path / "w.pt"), two)
+    assert "not the weights of this model" in refusal(save(tensors_of(two), tmp_path / "w.pt"), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model."])
+def test_weights_of_a_backbone_go_into_the_backbone(tmp_path, prefix):
+    given, made = WithBackbone().backbone, WithBackbone()
+    tensors = {prefix + name: value for name, value in tensors_of(given).items()}
+    tensors[f"{prefix}fc.weight"] = torch.ones(1000, 5)
+    said = load_into(save(tensors, tmp_path / "w.pt"), made)
+    assert same(made.backbone, given)
+    assert "not loaded, as missing or of another shape: head.bias, head.weight; not used: " in said
+
+
+def test_shapes_and_types_that_do_not_fit_are_named(tmp_path):
+    given = {**tensors_of(WithBackbone()), "head.weight": torch.ones(9, 5), "head.bias": torch.ones(9)}
+    said = load_into(save(given, tmp_path / "w.pt"), WithBackbone())
+    assert "head.bias (torch.float32 (9,) there, torch.float32 (2,) here), head.weight (" in said
+    message = refusal(save({f"{n}": torch.ones(2) for n in tensors_of(Tied())}, tmp_path / "w.pt"))
+    assert "not the weights of this model" in message and "embed.weight (torch.float32 (2,) there, " in message
+
+
+@pytest.mark.parametrize("names", [["conv1.weight"], ["a.b", "c.d.e"], ["inner.scale"]])
+def test_where_nothing_fits_a_name_of_each_side_is_shown(tmp_path, names):
+    message = refusal(save({name: torch.ones(3, 2) for name in names}, tmp_path / "w.safetensors"))
+    assert f"it has {', '.join(names)}, and lacks embed.weight, " in message
+
+
+def test_values_that_cannot_be_the_models_are_refused(tmp_path):
+    good, file = tensors_of(Tied()), tmp_path / "w.pt"
+    two = {**good, "head.weight": good["head.weight"] + 1}
+    assert "embed.weight and head.weight are one tensor here" in refusal(save(two, file))
+    for kind in (torch.float8_e4m3fn, torch.int8):
+        message = refusal(save({name: value.to(kind) for name, value in good.items()}, file))
+        there = f"embed.weight ({kind} (7, 4) there, torch.float32 (7, 4) here)"
+        assert f"{there}: save quantized weights as floats first" in message
+
+
+# Formats
+
+
+def lightning(tensors: dict) -> dict:
+    """As Lightning saves."""
+    tensors = {f"model.{name}": value for name, value in tensors.items()}
+    optimizer = {"state": {0: {"exp_avg": torch.ones(4, 4)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    about = {"epoch": 3, "global_step": 9, "pytorch-lightning_version": "2.5.0", "hyper_parameters": {"lr": 0.1}}
+    return {**about, "state_dict": tensors, "optimizer_states": [optimizer], "callbacks": {"best": torch.ones(())}}
+
+
+def timm(tensors: dict) -> dict:
+    """As timm's train.py saves."""
+    arguments = argparse.Namespace(model="vit", lr=0.1)
+    return {"epoch": 3, "arch": "vit", "state_dict": tensors, "optimizer": {"state": {}}, "args": arguments}
+
+
+def tutorial(tensors: dict) -> dict:
+    """As torch's tutorial saves, from DDP."""
+    tensors = {f"module.{name}": value for name, value in tensors.items()}
+    return {"epoch": 3, "model_state_dict": tensors, "loss": torch.ones(())}
+
+
+@pytest.mark.parametrize("form", [lightning, timm, tutorial])
+@pytest.mark.parametrize("name", ["w.ckpt", "w.safetensors.pt"])
+def test_checkpoints_of_other_programs_are_read(tmp_path, form, name):
+    given, made = WithBackbone(), WithBackbone()
+    load_into(save(form(tensors_of(given)), tmp_path / name), made, whole=True)
+    assert same(made, given)
+
+
+# Folders
+
+
+def shards_in(folder, ending: str, write) -> nn.Module:
+    """Write a model in two shards and their index, as Hugging Face has them; return it."""
+    model = Tied()
+    tensors = {name: value for name, value in tensors_of(model).items() if name != "head.weight"}
+    files = {name: f"m-0000{n % 2 + 1}-of-00002.{ending}" for n, name in enumerate(tensors)}
+    for file in {*files.values()}:
+        write({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
+    index = {"metadata": {"total_size": 1}, "weight_map": files}
+    (folder / f"{'pytorch_' * (ending == 'bin')}model.{ending}.index.json").write_text(json.dumps(index))
+    return model
+
+
+@pytest.mark.parametrize(("ending", "write"), [("safetensors", save_file), ("bin", torch.save)])
+def test_a_folder_of_shards_is_read_by_its_index(tmp_path, ending, write):
+    given, made = shards_in(tmp_path, ending, write), Tied()
+    torch.save({"lr": 0.1}, tmp_path / "training_args.bin")
+    load_into(str(tmp_path), made, whole=True)
+    assert same(made, given)
+    load_into(str(next(tmp_path.glob("*.index.json"))), Tied(), whole=True)
+    assert "it is one of 2 shards: give their folder" in refusal(tmp_path / f"m-00001-of-00002.{ending}")
+    (tmp_path / f"m-00002-of-00002.{ending}").unlink()
+    assert re.search(f"No such file.*m-00002-of-00002.{ending}", refusal(tmp_path))
+
+
+def test_an_index_leads_to_no_file_outside_its_folder(tmp_path):
+    (tmp_path / "model").mkdir()
+    save(tensors_of(Tied()), tmp_path / "w.pt")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"head.weight": "../w.pt"}}))
+    assert re.search("No such file.*model/w.pt", refusal(tmp_path / "model"))
+    index.unlink()
+    os.mkfifo(index)
+    assert "not a regular file" in refusal(tmp_path / "model")
+    (tmp_path / "config.json").write_text("{}")
+    assert "config.json: cannot be read" in refusal(tmp_path / "config.json")
+
+
+def test_a_folder_in_which_nothing_or_too_much_may_be_meant_is_refused(tmp_path):
+    wanted = "a run's folder with best or final weights, a file, or a folder with one weights file is needed"
+    assert f"{wanted}; in this folder are none" in refusal(tmp_path)
+    for name in ("a.pt", "b.pt"):
+        save(tensors_of(Tied()), tmp_path / name)
+    assert f"{wanted}; in this folder are a.pt, b.pt" in refusal(tmp_path)

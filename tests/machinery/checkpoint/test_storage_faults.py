@@ -1,0 +1,267 @@
+"""Damaged files and failed saves: the older checkpoint is used, and the log says so."""
+
+import errno
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import saves
+from runs import distance, outcome, run
+from saves import SMALL, all_entries, log_of, names
+
+from lib.utils import files
+from lib.utils.checkpoint import resume, shards
+
+pytestmark = pytest.mark.usefixtures("small_plugins")
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """A finished run on two processes with all its checkpoints, one for each epoch."""
+    return run(tmp_path_factory.mktemp("done"), f"{SMALL} -cpu 2 -keep_last 9")
+
+
+# Damaged files
+
+
+def is_undamaged(folder: Path) -> bool:
+    """Whether a checkpoint is undamaged."""
+    try:
+        for file, wanted in shards.read_manifest(folder)["shards"].items():
+            shards.verify(folder / file, wanted)
+    except shards.Damaged:
+        return False
+    return True
+
+
+def test_every_one_of_500_flipped_bits_and_50_truncations_is_detected(copy):
+    folder, draw = copy / "checkpoints" / names(copy)[0], random.Random(0)
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    assert is_undamaged(folder) and len(files) == 2
+    for number in range(550):
+        path = draw.choice([*files])
+        data = bytearray(files[path])
+        if number < 500:
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        else:
+            del data[draw.randrange(len(data)) :]
+        path.write_bytes(data)
+        assert not is_undamaged(folder), f"{path.name} {number}"
+        path.write_bytes(files[path])
+    assert is_undamaged(folder)
+
+
+def _truncate(part):
+    return lambda folder: os.truncate(folder / SHARD, int((folder / SHARD).stat().st_size * part))
+
+
+def _zero_block(folder):
+    with (folder / SHARD).open("r+b") as file:
+        file.seek(4096)
+        file.write(bytes(4096))
+
+
+def _append_to(name):
+    def append(folder):
+        with (folder / name).open("ab") as file:
+            file.write(b"garbage")
+
+    return append
+
+
+def _copy_from_older(name):
+    return lambda folder: shutil.copy(folder.parent / "000001_step_4" / name, folder / name)
+
+
+def _replace_with(make):
+    def replace(folder):
+        shutil.rmtree(folder)
+        make(folder)
+
+    return replace
+
+
+def _put_instead_of(name, make):
+    def replace(folder):
+        (folder / name).unlink()
+        make(folder / name)
+
+    return replace
+
+
+SHARD, MANIFEST = "shard_0000.safetensors", "manifest.json"
+DAMAGE = {
+    **{f"{part} of a shard": _truncate(part) for part in (0, 0.5, 0.9999)},
+    "no bytes of the manifest": lambda folder: os.truncate(folder / MANIFEST, 0),
+    "a hole of 4 KB": _zero_block,
+    "garbage behind a shard": _append_to(SHARD),
+    "garbage behind the manifest": _append_to(MANIFEST),
+    "a shard missing": lambda folder: (folder / SHARD).unlink(),
+    "no manifest": lambda folder: (folder / MANIFEST).unlink(),
+    "a shard of another generation": _copy_from_older(SHARD),
+    "a manifest of another generation": _copy_from_older(MANIFEST),
+    "an empty folder": _replace_with(Path.mkdir),
+    "a file": _replace_with(Path.touch),
+    "a dangling link": _replace_with(lambda folder: folder.symlink_to("nowhere")),
+    "a looping link": _replace_with(lambda folder: folder.symlink_to(folder)),
+    "a link to another good one": _replace_with(lambda folder: folder.symlink_to(folder.parent.parent / "kept")),
+    "a folder for a shard": _put_instead_of(SHARD, Path.mkdir),
+    "a link for a shard": _put_instead_of(SHARD, lambda path: path.symlink_to(f"../../kept/{SHARD}")),
+    "a pipe for a shard": _put_instead_of(SHARD, os.mkfifo),
+    "a pipe for the manifest": _put_instead_of(MANIFEST, os.mkfifo),
+    "a device for the manifest": _put_instead_of(MANIFEST, lambda path: path.symlink_to("/dev/zero")),
+    "a huge shard": lambda folder: os.truncate(folder / SHARD, 1 << 40),  # a hole: it takes no room
+    "a huge manifest": lambda folder: os.truncate(folder / MANIFEST, 1 << 40),
+}
+
+
+def test_a_damaged_checkpoint_is_reported_with_its_reason_and_the_one_before_is_used(copy):
+    newest, before = (copy / "checkpoints" / name for name in names(copy)[:2])
+    kept = shutil.copytree(newest, copy / "kept")
+    for what, damage in DAMAGE.items():
+        damage(newest)
+        found = saves.found(copy)
+        assert found.folder == before, what
+        assert len(found.damaged) == 1 and newest.name in found.damaged[0], what
+        shutil.rmtree(newest) if newest.is_dir() and not newest.is_symlink() else newest.unlink()
+        shutil.copytree(kept, newest)
+    assert saves.found(copy).folder == newest
+
+
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(copy, finished_run):
+    for name, damage in zip(names(copy)[:2], ("a hole of 4 KB", "a shard missing"), strict=True):
+        DAMAGE[damage](copy / "checkpoints" / name)
+    folder = run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9")
+    assert distance(folder, finished_run) == 0.0
+    before, _, after = log_of(folder).rpartition("an older checkpoint is taken")
+    assert before.count("an older checkpoint is taken") == 1 and "resuming from" in after
+    assert saves.steps(folder)[:2] == [12, 8], "new checkpoints count as newer than the damaged ones"
+    assert saves.found(folder).damaged == []
+
+
+def test_a_run_with_only_damaged_checkpoints_does_not_start_from_scratch_without_reset(copy, finished_run, refused):
+    for name in names(copy):
+        (copy / "checkpoints" / name / SHARD).unlink()
+    for count in (1, 2):
+        message = refused(f"{SMALL} -cpu {count}", out=copy.parent)
+        assert "is left: -reset without -resume starts from scratch" in message
+    assert len(names(copy)) == 3, "a checkpoint was moved"
+    run(copy.parent, f"{SMALL} -cpu 2 -reset -resume {finished_run}")
+    assert names(copy) and distance(copy, finished_run) == 0.0
+    run(copy.parent, f"{SMALL} -cpu 2 -reset -epochs 1")
+    assert saves.steps(copy) == [4]
+
+
+def _fail_to_read(monkeypatch, name, code):
+    """Make the reading of files and folders of this name fail with this error."""
+
+    def failing(real):
+        def read(path, *args, **more):
+            if path.name == name:
+                raise OSError(code, os.strerror(code), str(path))
+            return real(path, *args, **more)
+
+        return read
+
+    monkeypatch.setattr(files, "open_regular", failing(files.open_regular))
+    monkeypatch.setattr(Path, "iterdir", failing(Path.iterdir))
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [(SHARD, errno.ESTALE), (SHARD, errno.EMFILE), (MANIFEST, errno.EIO), ("checkpoints", errno.ESTALE)],
+)
+def test_a_read_error_does_not_count_as_damage(copy, monkeypatch, name, code):
+    checkpoints = saves.new_checkpoints(copy)
+    with monkeypatch.context() as patch:
+        _fail_to_read(patch, name, code)
+        with pytest.raises(OSError, match=os.strerror(code)):
+            resume.find_newest_good(checkpoints.folder, checkpoints.world)
+    assert resume.find_newest_good(checkpoints.folder, checkpoints.world).folder.name == names(copy)[0]
+
+
+def test_an_unreadable_disk_ends_the_start_on_all_ranks(copy, monkeypatch):
+    before = all_entries(copy)
+    with monkeypatch.context() as patch:
+        _fail_to_read(patch, SHARD, errno.EIO)
+        run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
+    assert "Input/output error" in outcome(copy)["reason"] and all_entries(copy) == before
+
+
+def test_if_a_rank_does_not_see_the_newest_checkpoint_no_older_one_is_used(copy, monkeypatch):
+    before, newest, real = all_entries(copy), names(copy)[0], resume._verify
+
+    def verify(folder, world, there):
+        hidden = os.environ["RANK"] == "1" and folder.name == newest
+        return real(folder.parent / "hidden" if hidden else folder, world, there)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resume, "_verify", verify)
+        run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
+    assert "this one does not" in outcome(copy)["reason"] and all_entries(copy) == before
+    run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9")
+    assert f"resuming from {copy}/checkpoints/{newest}:" in log_of(copy)
+
+
+# Failing disks
+
+
+def fail_writes(monkeypatch, when):
+    """Make the write of a shard fail half way if when(rank, step) is true."""
+    real = shards.write
+
+    def write(path, *blocks):
+        if "shard" in path.name and when(
+            int(os.environ["RANK"]), int(path.parent.name.removesuffix(".partial").partition("_step_")[2])
+        ):
+            path.write_bytes(b"half")
+            raise FULL
+        return real(path, *blocks)
+
+    monkeypatch.setattr(shards, "write", write)
+
+
+def test_a_save_that_fails_on_one_rank_loses_only_this_checkpoint(tmp_path, monkeypatch):
+    fail_writes(monkeypatch, lambda rank, step: step in (4, 8) and rank == 0)
+    folder = run(tmp_path, f"{SMALL} -cpu 3 -keep_last 9 -save_every 2steps")
+    assert saves.steps(folder) == [12, 12, 10, 6, 2]
+    assert all_entries(folder) == sorted(names(folder))
+    for rank in range(3):
+        message = [line for line in log_of(folder, rank).splitlines() if "could not be saved" in line]
+        assert len(message) == 2 and "WARNING" in message[0] and "training continues" in message[0]
+        assert f"000002_step_4 could not be saved (rank 0: OSError: [Errno {errno.ENOSPC}]" in message[0]
+
+
+def test_three_failed_saves_in_a_row_end_the_run_and_the_older_checkpoint_is_good(
+    tmp_path, monkeypatch, finished_run
+):
+    with monkeypatch.context() as patch:
+        fail_writes(patch, lambda rank, step: step > 5 and rank == 0)
+        folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 1steps", wanted=1)
+    assert all("nor could the 2 before it" in log_of(folder, rank) for rank in range(2))
+    assert saves.steps(folder) == [5, 4] and len(all_entries(folder)) == 2
+    run(tmp_path, f"{SMALL} -cpu 2")
+    assert distance(folder, finished_run) == 0.0
+
+
+def test_a_failed_last_save_is_retried_and_a_run_that_could_not_save_has_failed(tmp_path, monkeypatch):
+    attempts = []
+
+    def fails_once(rank, step):
+        if step == 12 and rank == 0:
+            attempts.append(step)
+        return step == 12 and len(attempts) == 1
+
+    with monkeypatch.context() as patch:
+        fail_writes(patch, fails_once)
+        folder = run(tmp_path, f"{SMALL} -cpu 1 -model again")
+    assert saves.steps(folder)[0] == 12 and "training continues" in log_of(folder)
+    with monkeypatch.context() as patch:
+        fail_writes(patch, lambda rank, step: step == 6)
+        saves.stop_at(patch, 6)
+        folder = run(tmp_path, f"{SMALL} -cpu 2 -model never", wanted=1)
+    assert all("the last state could not be saved" in log_of(folder, rank) for rank in range(2))
+    assert outcome(folder)["state"] == "failed" and saves.steps(folder) == [4]

@@ -1,0 +1,126 @@
+"""cycling_utils' classes together: a loop like its Fashion-MNIST example stops anywhere and resumes."""
+
+import functools
+import re
+import time
+from operator import itemgetter
+from pathlib import Path
+
+import torch
+from ranks import on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from lib.utils.compat import (
+    AtomicDirectory,
+    InterruptableDistributedSampler,
+    MetricsTracker,
+    TimestampedTimer,
+    atomic_torch_save,
+)
+
+EPOCHS, BATCH, ROWS = 3, 4, {"train": 30, "test": 10}
+
+
+def loop(rank, out, stop):
+    """Train and test; end without a save after `stop` batches, as if killed."""
+    timer = TimestampedTimer("imports")
+    torch.manual_seed(0)
+    data = {part: TensorDataset(torch.randn(rows, 3), torch.randint(2, (rows,))) for part, rows in ROWS.items()}
+    samplers = {part: InterruptableDistributedSampler(data[part]) for part in data}
+    loaders = {part: DataLoader(data[part], BATCH, sampler=samplers[part]) for part in data}
+    metrics = {part: MetricsTracker() for part in data}
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)))
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    state |= {f"{part}_sampler": samplers[part] for part in data}
+    state |= {f"{part}_metrics": metrics[part] for part in data}
+
+    saver = AtomicDirectory(output_directory=str(out), is_master=rank == 0)
+    restore(saver, state)
+    done = 0
+    for epoch in range(samplers["train"].epoch, EPOCHS):
+        for sampler in samplers.values():
+            sampler.set_epoch(epoch)
+        for part, loader in loaders.items():
+            model.train(part == "train")
+            for inputs, targets in loader:
+                batch = samplers[part].progress // BATCH + 1
+                is_last = batch == len(loader)
+                optimizer.zero_grad()
+                with torch.set_grad_enabled(part == "train"):
+                    loss = criterion(model(inputs), targets)
+                if part == "train":
+                    loss.backward()
+                    optimizer.step()
+                samplers[part].advance(len(inputs))
+                metrics[part].update({"examples": len(inputs), "loss": loss.item()})
+                metrics[part].reduce().reset_local()
+                total, examples = itemgetter("loss", "examples")(metrics[part].agg)
+                if is_last and part == "train":
+                    schedule.step()
+                if is_last and (part == "train" or rank == 0):  # in the example only the master ends a test's epoch
+                    metrics[part].end_epoch()
+                if is_last or batch % 2 == 0:
+                    save(saver, state, rank)
+                timer.report(f"epoch {epoch} {part} batch {batch}: {total / examples:.3f}")
+                done += 1
+                if done == stop:
+                    return
+        for sampler in samplers.values():
+            sampler.reset_progress()
+
+
+def restore(saver, state):
+    link = Path(saver.output_directory, saver.symlink_name)
+    if link.is_symlink():
+        saved = torch.load(link.readlink() / "checkpoint.pt")
+        for name, one in state.items():
+            one.load_state_dict(saved[name])
+
+
+def save(saver, state, rank):
+    folder = saver.prepare_checkpoint_directory()
+    if rank == 0:
+        atomic_torch_save({name: one.state_dict() for name, one in state.items()}, f"{folder}/checkpoint.pt")
+    saver.symlink_latest(folder)
+
+
+def test_a_loop_with_all_classes_resumes_with_the_same_bits_after_any_stop(tmp_path):
+    """Stops before the first save, during an epoch's training, after a test, and in a later epoch's training."""
+    found = {}
+    for name, stops in {"whole": [None], "stopped": [1, 3, 5, 9, None]}.items():
+        out = tmp_path / name
+        for number, stop in enumerate(stops):
+            meeting = tmp_path / f"{name}_{number}"
+            meeting.mkdir()
+            on_ranks(2, functools.partial(loop, out=out, stop=stop), meeting)
+        (link,) = out.glob("*.latest_checkpoint")
+        found[name] = torch.load(link.readlink() / "checkpoint.pt")
+    whole, stopped = found["whole"], found["stopped"]
+    assert [one["examples"] for one in whole["train_metrics"]["epoch_reports"]] == [30] * EPOCHS
+    assert [one["examples"] for one in whole["test_metrics"]["epoch_reports"]] == [10] * EPOCHS
+    assert whole["model"].keys() == stopped["model"].keys()
+    assert all(torch.equal(value, stopped["model"][name]) for name, value in whole["model"].items())
+    for name in ("train_sampler", "test_sampler", "train_metrics", "test_metrics"):
+        assert whole[name] == stopped[name], name
+
+
+def test_a_timer_prints_each_part_and_the_total_on_rank_0(monkeypatch, capsys):
+    timer = TimestampedTimer(start_time=time.time() - 3)
+    assert 3 <= timer.report("before", ret=True) < 60
+    clock = [100.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    capsys.readouterr()
+    timer = TimestampedTimer(start_time=99.0, running=5.0)
+    clock[0] += 1
+    assert timer.report("sleeping") is None and timer.report("nothing", ret=True) == 0
+    assert (timer.running, timer.start_time) == (7.0, 101.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\[ [\d: -]+ \] Start {65,} 0\.000 ms, +5\.00 s total", lines[0]), lines[0]
+    assert re.search(r"\] sleeping +2,000\.000 ms, +7\.00 s total$", lines[1])
+    monkeypatch.setenv("RANK", "1")
+    assert TimestampedTimer("x").report("y", ret=True) == 0 and capsys.readouterr().out == ""

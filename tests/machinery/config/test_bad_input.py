@@ -1,0 +1,102 @@
+"""Wrong input to train.py: one line that says what would be right, exit code 2, nothing written."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import command_line
+import pytest
+from command_line import shared
+
+from lib import config
+from lib.config import plugins
+
+NUMBERS = {name: action for name, action in shared().items() if action.metavar in ("N", "X")}
+NO_NUMBERS = ["", " 1", "1 2", "\u0661", *"nan inf -inf 1e400 1_0 x 1,5 0x10 -1 --1".split()]
+ZERO_FITS = """ignore_index workers val_workers seed lr_end lr_warmup weight_decay momentum clip_grad label_smoothing
+    keep_every""".split()
+NO_PLUGINS = "nope ../x /abs/olute lib/arch/mlp lib.arch.mlp mlp.py .. os __init__ MLP import -x".split()
+NO_PLUGINS += ["mlp\n", "mlp\0", "ä", "x" * 300]
+NO_RUNS = "../../x /absolute a/b a\\b .. .hidden é a:b ~ $HOME * -x \u202e".split()
+NO_RUNS += ["", " ", "a b", "a\n", "a\0b", "x" * 101]
+
+
+@pytest.fixture
+def error_of(tmp_path, capsys):
+    """A function that returns the error of a command line."""
+    return partial(command_line.error_of, out=tmp_path / "out", capsys=capsys)
+
+
+# Names
+
+
+@pytest.mark.parametrize("kind", ["arch", "dataset", "trainer"])
+def test_an_unknown_plugin_is_refused_and_the_existing_ones_are_listed(kind, error_of):
+    for name in NO_PLUGINS:
+        before = set(sys.modules)
+        line = error_of([f"-{kind}", name])
+        assert line.startswith(f"-{kind} {name!r}: no such file in lib/{kind}; there are ")
+        assert all(existing in line for existing in plugins.names(kind))
+        assert not {module for module in set(sys.modules) - before if module.endswith(name)}
+
+
+def test_a_run_name_with_invalid_characters_is_refused(error_of):
+    for name in NO_RUNS:
+        line = error_of([f"-model={name}"])
+        assert line == f"argument -model: {name!r} is not a name of letters, digits, dots, dashes and underscores"
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_an_invalid_number_is_refused_for_every_numeric_flag(name, error_of):
+    bad = NO_NUMBERS + ([] if name in ZERO_FITS else ["0", "-0", "0e5"])
+    bad += ["0.5", "1e3", "9" * 5000] if NUMBERS[name].metavar == "N" else []
+    bad += ["1e-400"] if NUMBERS[name].metavar == "X" and name not in ZERO_FITS else []
+    for value in set(bad) - ({"-1"} if name in ("lr_end", "ignore_index") else set()):
+        line = error_of([f"-{name}={value}", *([] if name == "cpu" else ["-cpu", "1"])])
+        assert line.startswith(f"argument -{name}: ") and "is not a" in line and "number" in line
+        assert repr(value) in line or len(value) > 1000
+
+
+def test_an_invalid_interval_is_refused(error_of):
+    for value in ("", "x", "-1", "0steps", "1.5epochs", "5 steps", "1_0steps", "5hours", "steps"):
+        wanted = f"argument -save_every: {value!r} is not an interval like 5epochs or 500steps"
+        assert error_of([f"-save_every={value}"]).startswith(wanted)
+
+
+def test_a_path_that_is_not_utf_8_is_refused(error_of, tmp_path):
+    for flag in ("out", "data", "resume", "weights"):
+        path = str(tmp_path / os.fsdecode(b"\xff"))
+        assert error_of([f"-{flag}", path]) == f"argument -{flag}: {path!r} is not a line of text in UTF-8"
+
+
+# Flags that contradict each other
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ("-cpu 1 -batch_size 5000 -drop_last", ["-batch_size 5000", "-drop_last", "1259 training samples"]),
+        ("-cpu 1 -data nowhere", ["-data nowhere", "digits.npz"]),
+        ("-cpu 1 -arch gpt -gpt_heads 5", ["-gpt_width 128", "-gpt_heads 5"]),
+    ],
+)
+def test_contradicting_flags_are_refused_with_values_that_would_work(flags, parts, error_of, monkeypatch):
+    monkeypatch.chdir(config.ROOT)
+    line = error_of([*flags.split(), *([] if "-data" in flags else ["-data", str(config.ROOT / "data")])])
+    assert all(part in line for part in parts), line
+
+
+# As a command of the shell
+
+
+def test_an_error_is_one_line_and_exit_code_2_in_the_shell(tmp_path):
+    env = {**os.environ, "LC_ALL": "C", "PYTHONPATH": "", "COLUMNS": "20"}
+    line = [sys.executable, "-B", str(config.ROOT / "train.py"), "-model", "é\n"]
+    run = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=env)
+    assert run.returncode == 2 and not run.stdout
+    assert len(run.stderr.splitlines()) == 1 and run.stderr.startswith("train.py: argument -model: ")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,218 @@
+"""Runs that are refused once their parts are built: data sets, models, folders, other runs, checkpoints to resume."""
+
+import argparse
+import signal
+import socket
+import subprocess
+import sys
+from functools import partial
+
+import command_line
+import pytest
+import runs
+import torch
+from command_line import tree
+from processes import until
+from torch.utils.data import Dataset, IterableDataset
+
+import train
+from lib import config
+from lib.trainer.trainer import Trainer
+from lib.utils.checkpoint import run_folder
+from lib.utils.data.tensors import Tensors
+
+FAST = ["-cpu", "1", "-epochs", "1"]
+
+
+@pytest.fixture
+def error_of(tmp_path, capsys):
+    """A function that returns the error of a command line."""
+    return partial(command_line.error_of, out=tmp_path / "out", capsys=capsys)
+
+
+# Data sets and models
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(9))
+
+
+class Unsized(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+WHOLE, EMPTY = Tensors(torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), Tensors(torch.zeros(0), torch.zeros(0))
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        (Stream(), ["train split is a Stream", "len()"]),
+        (Unsized(), ["train split is a Unsized", "len()"]),
+        (EMPTY, ["train split is empty"]),
+        (None, ["train split is a NoneType"]),
+        ({"training": WHOLE}, ["training", "train is required"]),
+        ({"train": WHOLE, "dev": WHOLE}, ["dev", "val and test may be there"]),
+        ({"train": WHOLE, "val": EMPTY}, ["val split is empty"]),
+    ],
+)
+def test_a_dataset_of_the_wrong_type_or_size_is_refused(given, parts, error_of):
+    with runs.plugins(dataset={"odd": lambda args: given}):
+        line = error_of([*FAST, "-dataset", "odd"])
+    assert line.startswith("-dataset odd: ") and all(part in line for part in parts)
+
+
+@pytest.mark.parametrize("loss", [None, 0.5, torch.zeros(3)])
+def test_a_training_step_that_does_not_return_a_scalar_tensor_is_refused(loss, refused):
+    class Odd(Trainer):
+        def training_step(self, batch):
+            return loss
+
+    with runs.plugins(trainer={"odd": Odd}):
+        line = refused("-trainer odd -cpu 1")
+    assert "training_step returns " in line and "the mean loss" in line
+
+
+def parse_others(args):
+    argparse.ArgumentParser().parse_args(["arguments", "of", "others"])
+
+
+class QuitsInAStep(Trainer):
+    def training_step(self, batch):
+        if self.world.is_main:
+            sys.exit(0)
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "quits", "flags", "call"),
+    [
+        ("dataset", parse_others, "-cpu 2", "sys.exit(2)"),
+        ("arch", lambda args: sys.exit(0), "-cpu 1", "sys.exit(0)"),
+        ("trainer", QuitsInAStep, "-cpu 2", "sys.exit(0)"),
+    ],
+    ids=["dataset", "arch", "trainer"],
+)
+def test_a_plugin_that_calls_sys_exit_fails_the_run(kind, quits, flags, call, tmp_path, capfd):
+    with runs.plugins(**{kind: {"quits": quits}}):
+        try:
+            code = train.main(f"-arch mlp -{kind} quits {flags} -model run -out {tmp_path}".split())
+            message = capfd.readouterr().err
+        except RuntimeError as error:  # with one process the error is raised here
+            code, message = 1, str(error)
+    assert code == 1 and f"{call} was called" in message
+    if kind == "trainer":  # the run had begun
+        outcome = run_folder.read_json(tmp_path / "run" / "outcome.json")
+        assert outcome["state"] == "failed" and outcome["reason"].startswith("rank 0: ") and call in outcome["reason"]
+
+
+def test_an_out_of_memory_error_suggests_flags_that_need_less(tmp_path):
+    class Hungry(Trainer):
+        def training_step(self, batch):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90 GiB")
+
+    flags = [*FAST, "-trainer", "hungry", "-model", "big", "-out", str(tmp_path)]
+    with runs.plugins(trainer={"hungry": Hungry}), pytest.raises(torch.OutOfMemoryError, match="a smaller -micro"):
+        train.main(flags)
+    assert "a smaller -micro_batch" in runs.outcome(tmp_path / "big")["reason"]
+
+
+@pytest.mark.parametrize("flags", ["-resume nowhere", "-resume README.md", "-weights nowhere", "-weights README.md"])
+def test_errors_that_need_the_built_run_are_found_before_anything_is_written(flags, error_of, monkeypatch):
+    monkeypatch.chdir(config.ROOT)
+    assert flags in error_of([*FAST, *flags.split()])
+
+
+def colour_images(count, size=8, classes=4):
+    """Images with 3 channels and ascending labels; the last image is of the last class."""
+    return Tensors(torch.randn(count, 3, size, size), torch.arange(count) * classes // count)
+
+
+ODD = {
+    "colour": lambda args: colour_images(20),
+    "late": lambda args: {"train": colour_images(20, classes=2), "val": colour_images(90, classes=9)},
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("digits -loss mse", "this -loss needs the same shape"),
+        ("digits -num_classes 3", "are 0 to 9: labels are 0 to 2 for 3 outputs (-num_classes)"),
+        ("late -channels 3 -num_classes 8", "to 8: labels are 0 to 7 for 8 outputs (-num_classes)"),
+    ],
+)
+def test_flags_that_contradict_the_data_are_refused(flags, message, tmp_path, capfd):
+    flags = [*FAST, "-dataset", *flags.split(), "-data", str(config.ROOT / "data"), "-out", str(tmp_path)]
+    with runs.plugins(dataset=ODD):
+        assert train.main(flags) == 2
+    assert message in capfd.readouterr().err.splitlines()[-1]
+
+
+# Folders
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(error_of, tmp_path):
+    file, taken, locked = tmp_path / "file", tmp_path / "taken", tmp_path / "locked"
+    file.touch()
+    taken.mkdir()
+    (taken / "digits_convnet").touch()
+    (locked / "digits_convnet" / ".lock").mkdir(parents=True)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for out in (file, file / "below" / "it", taken, locked, tmp_path / "loop", tmp_path / ("x" * 300)):
+        before = tree(tmp_path)
+        line = error_of([*FAST, "-out", str(out)])
+        assert line.startswith(f"-out {out} -model digits_convnet: cannot be written (")
+        assert tree(tmp_path) == before
+    for out in ("", "a\0b", "a\nb"):
+        assert error_of([f"-out={out}", "-out", out]).startswith(f"argument -out: {out!r} is not a line of text")
+
+
+def test_a_refused_start_does_not_change_an_existing_run(error_of, tmp_path):
+    out = tmp_path / "out"
+    folder = runs.run(out, "-cpu 1 -epochs 1 -model old")
+    kept = {name: data for name, data in tree(folder).items() if "logs" not in name}
+    for flags in ("-lr_start 0.5", "-cpu 1 -seed 4", "-arch mlp", "-batch_size 0", "-reset -data nowhere"):
+        assert "-" in error_of([*FAST, "-model", "old", *flags.split()])
+    assert kept.items() <= tree(folder).items()
+    assert runs.outcome(folder)["state"] == "finished"
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process that trains in out/same."""
+    flags = f"-cpu 1 -epochs 100000 -save_every 100000epochs -model same -out {tmp_path / 'out'}"
+    command = [sys.executable, "train.py", *flags.split()]
+    process = subprocess.Popen(command, cwd=config.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    outcome = tmp_path / "out" / "same" / "outcome.json"
+    until(lambda: outcome.is_file() or process.poll() is not None)
+    assert process.poll() is None
+    yield process
+    process.kill()
+    process.wait(60)
+
+
+def test_a_second_run_in_one_folder_is_refused_until_the_first_has_ended(
+    other, tmp_path, capsys, monkeypatch, caplog
+):
+    out = tmp_path / "out"
+    before = runs.outcome(out / "same")
+    assert before["state"] == "running" and before["pid"] == other.pid
+    monkeypatch.setattr(run_folder, "WAIT_S", 0.1)
+    for more in ([], ["-reset"], ["-lr_start", "0.5"], ["-epochs", "3"]):
+        assert train.main([*FAST, "-out", str(out), "-model", "same", "-grace_s", "0.1", *more]) == 2
+        captured = capsys.readouterr()
+        assert len(captured.err.splitlines()) == 1 and not captured.out
+        assert captured.err.startswith(
+            f"train.py: -model same: {out / 'same'} is in use by host {socket.gethostname()}, "
+        )
+        assert f"pid {other.pid}" in captured.err and other.poll() is None
+    assert runs.outcome(out / "same") == before and not (out / ".old").exists()
+
+    assert caplog.text.count("waiting up to") == 4
+    monkeypatch.setattr(run_folder, "WAIT_S", 60)
+    other.send_signal(signal.SIGKILL)  # it ends a little later
+    runs.run(out, "-cpu 1 -epochs 1 -model same -reset")
+    assert [path.name.partition("-")[0] for path in (out / ".old").iterdir()] == ["same"]

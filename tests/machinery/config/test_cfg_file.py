@@ -1,0 +1,179 @@
+"""The -cfg file: its syntax, the flags that override it, and config.yaml, which every run writes."""
+
+import contextlib
+
+import pytest
+import yaml
+from command_line import cfg_file, other_value, parsed, read_back, refusal, saved_args, shared
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from lib import config
+from lib.config import flags, types
+from lib.utils.errors import UsageError
+
+NOT_DRAWN = ("cfg", "gpus", "steps", "bf16", "micro_batch", "lr_end", "batch_per_gpu", "trainer", "ngrok")
+RELAXED = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def test_the_command_line_overrides_the_file_the_plugin_and_the_shared_default_in_this_order(tmp_path):
+    epochs = {action.dest: action.default for action in config.new_parser()._actions}["epochs"]
+    assert parsed("-dataset fake -arch mlp").epochs == epochs != parsed("").epochs == 30
+    file = cfg_file(tmp_path, "epochs: 4\nlr_start: 0.5\n")
+    assert parsed(["-cfg", file]).epochs == 4
+    assert parsed(["-cfg", file, "-epochs", "5"]).epochs == 5 == parsed(["-epochs", "5", "-cfg", file]).epochs
+    assert parsed(["-cfg", file, "--epochs=5"]).lr_start == 0.5
+    assert parsed(["-cfg", file, "-seed", "3"]).cfg == file
+
+
+def test_plugins_of_the_command_line_override_those_of_the_file(tmp_path):
+    file = cfg_file(tmp_path, "dataset: fake\narch: resnet\nresnet_depth: 34\n")
+    args = parsed(["-cfg", file])
+    assert (args.dataset, args.arch, args.resnet_depth, args.model) == ("fake", "resnet", 34, "fake_resnet")
+    file = cfg_file(tmp_path, "dataset: fake\narch: resnet\n")
+    assert parsed(["-cfg", file, "-arch", "mlp"]).arch == "mlp"
+
+
+def test_flags_of_a_replaced_plugin_are_refused_and_what_another_dataset_set_is_dropped(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml(parsed("-arch resnet -resnet_depth 34 -epochs 7"), {}))
+    args = parsed(["-cfg", str(file), "-arch", "resnet"])
+    assert (args.arch, args.dataset, args.epochs, args.image_size) == ("resnet", "digits", 7, 8)
+    refused = f"{file}: unknown flag -resnet_depth: it is a flag of -arch resnet"
+    assert refusal(["-cfg", str(file), "-arch", "mlp"]) == refused
+    args = parsed(["-cfg", str(file), "-dataset", "fake", "-channels", "1"])
+    assert (args.dataset, args.arch, args.resnet_depth, args.epochs) == ("fake", "resnet", 34, 7)
+    assert (args.channels, args.image_size) == (1, 224), "the data sets the size, the command line the channels"
+    args = parsed(["-cfg", cfg_file(tmp_path, "num_classes: 4\n"), "-dataset", "fake"])
+    assert args.num_classes == 4, "the file names no other dataset"
+    assert "unknown flag -mlp_width" in refusal(["-cfg", cfg_file(tmp_path, "arch: resnet\nmlp_width: 3\n")])
+
+
+def test_numbers_booleans_and_lists_of_a_file_are_read_as_written(tmp_path):
+    args = parsed(
+        [
+            "-cfg",
+            cfg_file(tmp_path, "lr_start: 3e-4\nlr_end: 1e-9\nshuffle: false\nreset: true\nmodel: 007\nseed: 010\n"),
+        ]
+    )
+    assert (args.lr_start, args.lr_end, args.shuffle, args.reset) == (3e-4, 1e-9, False, True)
+    assert args.model == "007" and args.seed == 10
+    listed = parsed(
+        ["-cfg", cfg_file(tmp_path, "allow_change: [epochs, seed]\n"), "-allow_change", "loss"]
+    ).allow_change
+    assert (
+        listed
+        == ["epochs", "seed", "loss"]
+        == [*parsed(["-cfg", cfg_file(tmp_path, "allow_change:\n- epochs\n- seed")]).allow_change, "loss"]
+    )
+    assert parsed(["-cfg", cfg_file(tmp_path, "allow_change: []\nabout: {git: abc, x: [1, 2]}\n")]).allow_change == []
+    assert parsed(["-cfg", cfg_file(tmp_path, "class_weights: [1, 2.5]\n")]).class_weights == "1,2.5"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr_strat: 3", "unknown flag -lr_strat (do you mean -lr_start"),
+        ("batch-size: 3", "batch-size: write a flag with underscores (not cfg)"),
+        ("cfg: other.yaml", "cfg: write a flag with underscores (not cfg)"),
+        ("[1, 2]: 3", "cannot be read"),
+        ("epochs: 0", "-epochs: '0' is not a whole number of at least 1"),
+        ("arch: nope", "-arch 'nope': no such file in lib/arch; there are convnet"),
+        ("epochs: [3, 4]", "-epochs: '3,4' is not a whole number"),
+        ("epochs: {a: 3}", "epochs: write a flag with underscores (not cfg), and one value or a list"),
+        ("epochs:", "-epochs: '' is not a whole number"),
+        ('out: "a\\0b"', "-out: 'a\\x00b' is not a line of text in UTF-8"),
+        ("", "empty"),
+        ("- epochs: 3", "no mapping"),
+        ("epochs: 3\n---\nepochs: 4\n", "cannot be read"),
+        ("epochs: 3\n\tseed: 4", "cannot be read"),
+        (b"\xff\xfe\x00e", "cannot be read"),
+    ],
+    ids=lambda text: repr(text)[:30],
+)
+def test_a_wrong_file_is_refused_with_the_reason(text, message, tmp_path):
+    assert message in refusal(["-cfg", cfg_file(tmp_path, text)])
+
+
+def test_a_yaml_tag_executes_nothing(tmp_path):
+    mark = tmp_path / "made"
+    text = f"model: !!python/object/apply:os.system ['touch {mark}']\n"
+    assert "is not a name" in refusal(["-cfg", cfg_file(tmp_path, text)])
+    assert parsed(["-cfg", cfg_file(tmp_path, "epochs: !!int 3")]).epochs == 3 and not mark.exists()
+
+
+@RELAXED
+@given(
+    st.binary(max_size=60)
+    | st.text(st.sampled_from("epochs: \n-[]{}&*!|>'\"#%@,?0\t\r"), max_size=60).map(str.encode)
+)
+@example(b"? [a]\n: b")
+@example(b"'epochs': 3")
+def test_no_file_ends_in_a_traceback(tmp_path, content):
+    with contextlib.suppress(UsageError):
+        parsed(["-cfg", cfg_file(tmp_path, content)])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "-arch mlp -dataset fake -loss mse -mlp_width 7",
+        "-arch resnet -resnet_depth 50 -shuffle no -reset -drop_last -best loss",
+        "-model 1e3 -out 007 -data null -slurm_partition yes -slurm_nodelist a,b",
+        "-cpu 2 -fp16 -allow_change seed -resume x -batch_per_gpu 7 -max_hours 0.5",
+    ],
+)
+def test_config_yaml_repeats_the_command_line(command, tmp_path):
+    args = parsed(command)
+    assert read_back(args, tmp_path) == saved_args(args)
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert not flags.rules().forgotten & set(saved) and list(saved)[-1] == "about"
+    settled = read_back(args, tmp_path, batch_size=96, micro_batch=48)
+    assert settled == {**saved_args(args), "batch_size": 96, "micro_batch": 48}
+
+
+@RELAXED
+@given(st.data())
+def test_config_yaml_repeats_any_command_line(tmp_path, data):
+    line = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1, max_size=30)
+    text = line | st.sampled_from(["null", "~", "yes", "1e3", "- a", "a: b", "'", '"', "#x", " x ", "!t", "*a", "%"])
+    strategies = {
+        name: text
+        if action.type is types.text
+        else st.integers(1, 10**18 - 1).map(str)
+        if action.metavar == "N"
+        else st.floats(1e-300, 1, exclude_max=True, allow_subnormal=False).map(repr)
+        if action.metavar == "X"
+        else st.just(other_value(action))
+        for name, action in shared().items()
+        if name not in NOT_DRAWN
+    }
+    chosen = data.draw(st.fixed_dictionaries({}, optional=strategies))
+    args = parsed(
+        [
+            "-parallel=fsdp",
+            "-deterministic=no",
+            "-lr_end=0",
+            *(f"-{name}={value}" for name, value in chosen.items()),
+        ]
+    )
+    assert read_back(args, tmp_path) == saved_args(args)
+
+
+@pytest.mark.parametrize("flag", ["out", "data", "cache_dir", "slurm_dir", "resume", "weights"])
+def test_home_and_variables_in_paths_are_replaced(tmp_path, monkeypatch, flag):
+    """A shell does so only for a word that begins with ~, and not in a file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SOME", "thing")
+    for word, wanted in (("~/a", f"{tmp_path}/a"), ("$HOME/a b", f"{tmp_path}/a b"), ("x/${SOME}", "x/thing")):
+        path = cfg_file(tmp_path, f"{flag}: {word}\n")
+        for command in ([f"-{flag}={word}"], [f"-{flag}", word], ["-cfg", path], ["-cfg=~/run.yaml"]):
+            assert getattr(parsed(command), flag) == wanted
+    for word, unknown in (
+        ("$NOWHERE/a", "$NOWHERE"),
+        ("a/${NOWHERE}", "${NOWHERE}"),
+        ("~nobody_here/a", "~nobody_here"),
+    ):
+        for command in ([f"-{flag}={word}"], ["-cfg", cfg_file(tmp_path, f"{flag}: {word}\n")]):
+            assert f"{unknown} is no variable and no home here" in refusal(command)
+    assert "$NOWHERE is no variable" in refusal(["-cfg=$NOWHERE/run.yaml"])

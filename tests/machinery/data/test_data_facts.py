@@ -1,0 +1,252 @@
+"""A run knows its data, and what its first start settled, also if it is killed before its first save."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from command_line import parsed
+from PIL import Image
+from runs import few, outcome, plugins, run, same_tensors, weights
+from saves import SMALL, log_of, names, refused, stop_at
+from torch.utils.data import Dataset, Subset
+
+from lib.trainer import trainer
+from lib.utils import distributed
+from lib.utils.checkpoint import resume
+from lib.utils.data import fingerprint
+from lib.utils.data.tensors import Tensors
+from lib.utils.distributed import World
+
+pytestmark = pytest.mark.usefixtures("small_plugins")
+ODD = SMALL.replace("-dataset few", "-dataset odd")
+
+
+def describe(part, flags=""):
+    return fingerprint.describe({"train": part}, parsed(f"-cpu 1 {flags}"), World())
+
+
+def changed(part, other):
+    """The names of the facts that differ between two datasets."""
+    before, now = describe(part), describe(other)
+    return [name for name in now if before[name] != now[name]]
+
+
+class Items(Dataset):
+    """Any items, with any attributes."""
+
+    def __init__(self, items, **attributes):
+        self.items = items
+        vars(self).update(attributes)
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]() if callable(self.items[index]) else self.items[index]
+
+
+class Graph:
+    """A sample of a library of its own, with a way back to itself."""
+
+    def __init__(self, value):
+        self.names, self.edges, self.whole = {"a", "b", "c"}, torch.tensor(value), self
+
+
+ROWS = torch.arange(50.0)
+KINDS = {
+    "tensors": lambda number: (ROWS[:3] + number, number),
+    "half": lambda number: (ROWS[:3].bfloat16() + number, torch.tensor(number)),
+    "dicts": lambda number: {"image": np.full((2, 2), number, np.uint8), "labels": number},
+    "images": lambda number: (Image.new("L", (4, 4), number), number),
+    "texts": lambda number: (f"text {number}", b"1" * number),
+    "objects": lambda number: (np.array([number, "a"], object), [number, None]),
+    "sparse": lambda number: (torch.full((2, 2), number + 1).to_sparse(), number),
+    "objects of a library": Graph,
+    "sets": lambda number: {f"{number}", "b"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_another_first_middle_or_last_sample_is_other_data(kind):
+    items = [kind(number) for number in range(9)]
+    assert changed(Items(items), Items([kind(number) for number in range(9)])) == []
+    for place in (0, 4, 8):
+        other = [kind(7) if number == place else one for number, one in enumerate(items)]
+        assert changed(Items(items), Items(other)) == ["train digest"]
+    assert changed(Items(items), Items([*items, kind(8)])) == ["train digest", "samples"]
+
+
+def test_a_fingerprint_of_its_own_counts_in_place_of_samples():
+    one, same, other = (Items([1, None, 3], fingerprint=name) for name in ("a", "a", "b"))
+    same.items = ["never read"] * 3
+    assert changed(one, same) == changed(Subset(one, [0, 2]), Subset(same, [0, 2])) == []
+    assert changed(one, other) == ["train digest"]
+    assert changed(Items([1, 2], fingerprint=len), Items([1, 2], fingerprint=len)) == [], "a method is none"
+
+
+class Draws(Dataset):
+    """Draws from the usual generators."""
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        return index, random.random(), np.random.random(), torch.rand(300, 300).sum()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("part", [Draws(), Tensors(ROWS, ROWS), Items([(1, 2)] * 5)], ids=["draws", "whole", "items"])
+def test_the_facts_are_the_same_with_any_number_of_loader_processes_and_do_not_depend_on_generators(part):
+    wanted = describe(part, "-workers 0")
+    torch.manual_seed(5)
+    random.seed(5)
+    assert wanted == describe(part, "-workers 2") == describe(part, "-workers 0 -val_workers 1")
+    assert wanted == describe(part, "-workers 0 -threads 2")
+
+
+def test_a_folder_of_the_data_that_moved_changes_nothing(tmp_path):
+    def at(folder):
+        return Items([{"file": str(folder / f"{number}.png"), "path": folder / "x"} for number in range(3)])
+
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    (tmp_path / "b").mkdir()
+    one = describe(at(tmp_path / "a"), f"-data {tmp_path / 'a'}")
+    for place, given in (("b", "b"), ("b", "link"), ("link", "link")):
+        assert one == describe(at(tmp_path / place), f"-data {tmp_path / given}")
+
+
+# Runs
+
+
+def other_labels(args):
+    parts = few(args)
+    inputs, labels = parts["train"].tensors
+    return {**parts, "train": Tensors(inputs, (labels + 1) % 4)}
+
+
+def other_val(args):
+    return {**few(args), "val": few(args)["train"]}
+
+
+def named(*classes):
+    def get_dataset(args):
+        return {name: Tensors(*part.tensors, classes=classes) for name, part in few(args).items()}
+
+    return get_dataset
+
+
+CHANGES = {
+    "labels": (few, other_labels, "train digest was "),
+    "val": (few, other_val, "val samples was 13 and is 50"),
+    "classes": (named("a", "b"), named("b", "a"), "classes was ['a', 'b'] and is ['b', 'a']"),
+}
+
+
+@pytest.mark.parametrize(("first", "then", "message"), CHANGES.values(), ids=CHANGES)
+def test_a_run_on_other_data_is_refused_like_a_changed_flag(first, then, message, tmp_path, capfd):
+    with plugins(dataset={"odd": first}):
+        folder = run(tmp_path, f"{ODD} -cpu 2 -limit_steps 4", wanted=75)
+        before = (folder / "outcome.json").read_bytes()
+    with plugins(dataset={"odd": then}):
+        line = refused(tmp_path, f"{ODD} -cpu 1", capfd)
+        assert message in line and "-allow_change data" in line and before == (folder / "outcome.json").read_bytes()
+        run(tmp_path, f"{ODD} -cpu 1 -allow_change data")
+        assert message in log_of(folder)
+        run(tmp_path, f"{ODD} -cpu 2")  # the new data are the run's data from now on
+
+
+def test_another_version_of_a_library_is_named_as_what_may_have_changed_the_samples(tmp_path, capfd, monkeypatch):
+    with plugins(dataset={"odd": few}):
+        folder = run(tmp_path, f"{ODD} -limit_steps 4", wanted=75)
+    monkeypatch.setattr(resume.metadata, "version", lambda name: "99.0")
+    with plugins(dataset={"odd": other_labels}):
+        line = refused(tmp_path, ODD, capfd)
+        assert "pillow was " in line and "train digest was " in line and "-allow_change pillow" not in line
+    with plugins(dataset={"odd": few}):
+        run(tmp_path, ODD)
+        assert "and is 99.0" in log_of(folder), "the same pixels: said, and continued"
+
+
+def test_an_evaluation_on_other_data_says_so(tmp_path, capfd):
+    with plugins(dataset={"odd": few}):
+        run(tmp_path, ODD)
+        run(tmp_path, f"{ODD} -eval")
+        assert "changed since" not in capfd.readouterr().out
+    with plugins(dataset={"odd": other_labels}):
+        run(tmp_path, f"{ODD} -eval")
+        assert "changed since the run began: train digest was" in capfd.readouterr().out
+
+
+# A first start that is killed before its first save
+
+
+@pytest.fixture
+def killed(monkeypatch):
+    """Run until step 3 as if it was killed there: no checkpoint, no outcome."""
+
+    def start(out, flags):
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.Trainer, "save", lambda *_, **__: None)
+            stop_at(patch, 3)
+            folder = run(out, flags, wanted=75)
+        assert not names(folder)
+        (folder / "outcome.json").unlink()
+        return folder
+
+    return start
+
+
+FREE = SMALL.replace("-batch_size 16 -micro_batch 4", "")
+
+
+@pytest.mark.parametrize(("flags", "settled"), [("-batch_size 16", (16, 8)), ("-batch_per_gpu 6", (12, 6))])
+def test_numbers_that_a_killed_first_start_settled_are_kept(flags, settled, killed, tmp_path, monkeypatch):
+    folder = killed(tmp_path, f"{FREE} {flags} -cpu 2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    run(tmp_path, f"{FREE} {flags} -cpu 1")
+    start = json.loads((folder / "start.json").read_text())
+    assert (start["batch_size"], start["micro_batch"], start["threads"]) == (*settled, 1)
+    whole = run(tmp_path, f"{FREE} -cpu 1 -threads 1 -batch_size {settled[0]} -micro_batch {settled[1]} -model whole")
+    assert same_tensors(weights(folder), weights(whole))
+    run(tmp_path, f"{FREE} -batch_size 16 -cpu 1 -threads 1 -reset -limit_steps 1", wanted=75)
+    assert json.loads((folder / "start.json").read_text())["micro_batch"] == 16
+
+
+def test_the_origin_of_a_killed_first_start_is_kept_until_there_is_a_checkpoint(killed, finished_run, tmp_path):
+    flags = f"{SMALL} -epochs 4 -model branch -allow_change epochs"
+    at = finished_run / "checkpoints" / "000006_step_6"
+    folder = killed(tmp_path, f"{flags} -resume {at} -cpu 1")
+    run(tmp_path, f"{flags} -cpu 2 -limit_steps 8", wanted=75)
+    assert log_of(folder).count(f"resuming from {at}") == 2 and outcome(folder)["step"] == 8
+    run(tmp_path, f"{flags} -cpu 1 -limit_steps 9", wanted=75)
+    assert log_of(folder).count(f"resuming from {at}") == 2 and outcome(folder)["step"] == 9
+    assert json.loads((folder / "start.json").read_text())["resume"] is None, "its own checkpoints count from now on"
+
+
+def test_other_data_before_the_first_save_are_said_and_taken(killed, tmp_path):
+    with plugins(dataset={"odd": few}):
+        folder = killed(tmp_path, ODD)
+    with plugins(dataset={"odd": other_labels}):
+        run(tmp_path, ODD)
+    assert "changed since the run began: train digest was" in log_of(folder)
+
+
+def summed(args):
+    """Data that depend on the number of threads which `get_dataset` computes with."""
+    parts = few(args)
+    scale = torch.rand(1 << 20, generator=torch.Generator().manual_seed(3)).sum() * (1 + torch.get_num_threads())
+    return {split: Tensors(part.tensors[0] * scale.log(), part.tensors[1]) for split, part in parts.items()}
+
+
+def test_what_get_dataset_computes_has_one_thread_on_any_number_of_processes(tmp_path):
+    with plugins(dataset={"odd": summed}):
+        run(tmp_path, f"{ODD} -cpu 3 -threads 2 -limit_steps 4", wanted=75)  # this process keeps one thread
+        run(tmp_path, f"{ODD} -cpu 2 -threads 2")
+
+
+@pytest.mark.parametrize("name", ["MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
+def test_variables_that_choose_instructions_are_a_fact_of_the_run(name, monkeypatch):
+    monkeypatch.setenv(name, "SSE41")
+    assert distributed.kernel_variables() == [f"{name}=SSE41"]

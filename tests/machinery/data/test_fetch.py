@@ -1,0 +1,121 @@
+"""Batches: an error while one is fetched names the sample, and a batch keeps its form."""
+
+import collections
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from processes import ROOT
+from torch.utils.data import Dataset, Subset
+
+from lib.utils.data import options, tensors
+from lib.utils.data.fetch import Fetcher
+from lib.utils.data.plan import MicroBatch
+
+
+def micro_batch(indices):
+    return MicroBatch(0, 0, indices, len(indices), step_samples=8, step_parts=1, first=True, last=True)
+
+
+class OwnText(Exception):
+    """Has its own text and two arguments."""
+
+    def __init__(self, path, code):
+        super().__init__(path, code)
+        self.path, self.code = path, code
+
+    def __str__(self):
+        return f"{self.path} answers {self.code}"
+
+
+class FailsAtSomeSamples(Dataset):
+    """Fails at some samples, also with errors whose text does not follow from their arguments; one is None."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        match index:
+            case 5:
+                return 1 // 0
+            case 13:
+                return None
+            case 17:
+                return Path("nowhere").read_text()
+            case 21:
+                return next(iter([]))  # this StopIteration would end the epoch like the end of the samples
+            case 22:
+                return b"\xff".decode()
+            case 23:
+                raise OwnText("a.jpg", 404)
+            case 24:
+                raise KeyError("label")
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_names_the_sample_that_cannot_be_fetched(workers):
+    for indices, message in (
+        ([3, 5, 4], r"\(while fetching sample 5\)"),
+        ([12, 13], r"sample \[12, 13\]\)"),
+        ([*range(14, 5, -1)], r"sample \[14, 13, 12, 11, 10, 9, \.\.\.\]\)"),
+        ([17], r"No such file or directory: .nowhere. \(while fetching sample 17\)"),
+        ([21], r"StopIteration.*\(while fetching sample 21\)"),
+        ([22], r"UnicodeDecodeError: .*invalid start byte.* \(while fetching sample 22"),
+        ([23], r"OwnText: a.jpg answers 404.* \(while fetching sample 23"),
+        ([24], r"label.* \(while fetching sample 24"),
+    ):
+        fetcher = Fetcher(FailsAtSomeSamples(), 0, workers, pin=False)
+        with contextlib.closing(fetcher), pytest.raises(RuntimeError, match=f"(?s){message}"):
+            next(iter(fetcher(0, [micro_batch(indices)])))
+
+
+@pytest.mark.parametrize("change", [torch.zeros_like, torch.Tensor.double])
+def test_tensors_in_a_batch_of_any_form_are_mapped(change):
+    Pair, Own = collections.namedtuple("Pair", "image label"), type("Own", (dict,), {})
+    one = torch.ones(2)
+    batch = {"pair": Pair(one, [one, (one, "name")]), "own": Own(x=one)}
+    now = tensors.map_tensors(batch, change)
+    assert [tensor.tolist() for _, tensor in tensors.named_tensors(now)] == [change(one).tolist()] * 4
+    assert all(tensor.dtype == change(one).dtype for _, tensor in tensors.named_tensors(now))
+    assert type(now["pair"]) is Pair and type(now["pair"].label) is list and now["pair"].label[1][1] == "name"
+
+
+class Ragged(Dataset):
+    """Sequences of different lengths, with a collate_fn."""
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        return torch.arange(index), index
+
+    @staticmethod
+    def collate_fn(items):
+        return torch.nn.utils.rnn.pad_sequence([item[0] for item in items], batch_first=True), len(items)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_may_define_a_collate_fn(workers):
+    fetched = Fetcher(torch.utils.data.Subset(Ragged(), range(9)), 0, workers, pin=False)
+    one, (rows, count) = next(iter(fetched(0, [micro_batch([2, 3])])))
+    assert one == micro_batch([2, 3])
+    assert rows.tolist() == [[0, 1, 0], [0, 1, 2]] and count == 2
+    fetched.close()
+
+
+def test_the_page_lists_all_optional_attributes_of_a_dataset():
+    page = (ROOT / "docs" / "extending.md").read_text()
+    table = page.partition("These attributes of a dataset are optional")[2].partition("`draws` holds")[0]
+    listed = set(re.findall(r"^\| `(\w+)", table, re.M))
+    code = "".join(file.read_text() for file in Path(options.__file__).parent.glob("*.py"))
+    assert listed >= set(re.findall(r'option\(.*, "(\w+)"', code)) >= {"on_device", "classes", "log_lines"}
+
+
+def test_a_part_of_a_dataset_has_the_attributes_of_the_whole():
+    part = Subset(Subset(tensors.Tensors(torch.zeros(4), on_device=len, classes="ab"), [0, 1]), [1])
+    assert options.has_whole_batches(part) and options.option(part, "on_device") is len
+    assert options.class_names(part) == ["a", "b"] and options.class_names(Subset(Ragged(), [0])) == []
+    assert not options.has_whole_batches(Subset(Ragged(), [0])) and not options.option([1], "classes", False)

@@ -1,0 +1,274 @@
+"""Photos as phones and people make them: turned, in 16 bits, next to debris, damaged, on a failing disk."""
+
+import errno
+import os
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_data
+import torch
+import yaml
+from PIL import Image
+from PIL.Image import Transpose
+from runs import run
+
+from lib import config
+from lib.dataset import folder
+from lib.utils.data import photos
+from lib.utils.errors import UsageError
+from scripts import check_data, doctor
+
+FLAGS = "-dataset folder -arch convnet -image_size 16 -batch_size 4 -epochs 1"
+INVERSE = {
+    2: Transpose.FLIP_LEFT_RIGHT,
+    3: Transpose.ROTATE_180,
+    4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE,
+}
+INVERSE |= {6: Transpose.ROTATE_90, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_270}
+
+
+def dataset(data, *flags):
+    return folder.get_dataset(config.parse_args([*FLAGS.split(), "-data", str(data), *flags]))
+
+
+def refusal(data, *flags) -> str:
+    with pytest.raises(UsageError) as caught:
+        dataset(data, *flags)
+    assert "\n" not in str(caught.value) and str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def scene(width=40, height=30) -> Image.Image:
+    """A picture whose four quarters differ."""
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[: height // 2, :, 0] = 220
+    pixels[:, : width // 3, 1] = 160
+    pixels[height // 4 :, width // 2 :, 2] = 90
+    return Image.fromarray(pixels)
+
+
+def store(file: Path, image: Image.Image, orientation: int, **options) -> None:
+    """Save an image as a camera does that was held in this way."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    turned = image.transpose(INVERSE[orientation]) if orientation in INVERSE else image
+    turned.save(file, exif=exif, **options)
+
+
+@pytest.mark.parametrize("ending", [".png", ".webp"])
+def test_turned_photos_are_the_same_samples_as_upright_ones_in_training_and_evaluation(tmp_path, ending):
+    tiny_data.make_folder(tmp_path)
+    options = {"lossless": True} if ending == ".webp" else {}
+    for orientation in range(1, 9):
+        store(tmp_path / "train" / "ant" / f"x{orientation}{ending}", scene(), orientation, **options)
+    for flags in (["-augment", "no"], ["-image_size", "12"]):
+        train = dataset(tmp_path, *flags)["train"]
+        items = []
+        for index in range(2, 10):
+            torch.manual_seed(5)
+            items.append(train[index][0])
+        assert items[0].float().std() > 20 and all(torch.equal(item, items[0]) for item in items)
+
+
+def test_turned_jpegs_are_upright_also_when_they_are_decoded_smaller(tmp_path):
+    args = config.parse_args(["-dataset", "folder", "-data", str(tmp_path), "-image_size", "16"], describe=False)
+    upright, turned = tmp_path / "1.jpg", tmp_path / "2.jpg"
+    store(upright, scene(640, 480), 1, quality=95)
+    for orientation in range(2, 9):
+        store(turned, scene(640, 480), orientation, quality=95)
+        one, other = (photos.read(file, folder.get_transform(args)) for file in (upright, turned))
+        assert (one - other).abs().mean() < 0.05, orientation
+        loaded = Image.open(turned)
+        loaded.load()  # as in a notebook that has shown it
+        one, other = photos.read(upright, folder.get_transform(args)), folder.get_transform(args)(loaded)
+        assert (other - one).abs().mean() < 0.1, orientation
+
+
+def test_images_of_16_bits_look_like_those_of_8(tmp_path):
+    grey = np.tile(np.linspace(0, 255, 32).astype(np.uint8), (32, 1))
+    Image.fromarray(grey).save(tmp_path / "8.png")
+    wide = grey.astype(np.uint16) * 257
+    for name in ("16.png", "16.tif", "16.pgm"):
+        Image.fromarray(wide).save(tmp_path / name)
+    (tmp_path / "12.pgm").write_bytes(b"P5 32 32 4095\n" + (grey.astype(int) * 4095 // 255).astype(">u2").tobytes())
+    for mode in ("L", "RGB"):
+        see = lambda image: np.asarray(photos.view(image, mode, 32), np.int16)  # noqa: B023, E731
+        wanted = photos.read(tmp_path / "8.png", see)
+        for name in ("16.png", "16.tif", "16.pgm", "12.pgm"):
+            assert np.abs(photos.read(tmp_path / name, see) - wanted).max() <= 1, name
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("F", np.float32), ("I", np.int32)])
+def test_images_without_a_range_are_refused_with_file_and_mode(tmp_path, mode, kind):
+    tiny_data.make_folder(tmp_path)
+    file = tmp_path / "train" / "ant" / "x.tiff"
+    Image.fromarray(np.full((20, 20), 300, kind)).save(file)
+    with pytest.raises(UsageError, match=f"{file}: .*mode {mode} has no range"):
+        dataset(tmp_path)["train"][2]
+
+
+def test_a_jpeg_is_decoded_no_smaller_than_its_crop_needs(tmp_path):
+    image = scene(800, 608)
+    for name, options in {"base": {}, "progressive": {"progressive": True}}.items():
+        image.save(tmp_path / f"{name}.jpg", quality=95, **options)
+        for size, box, decoded in [
+            (32, None, (100, 76)),
+            (76, None, (100, 76)),
+            (77, None, (200, 152)),
+            (128, None, (200, 152)),
+            (400, None, (800, 608)),
+            (32, (0, 0, 800, 70), (400, 304)),
+            (100, (300, 200, 390, 290), (800, 608)),
+        ]:
+            place = (lambda width, height: box) if box else None  # noqa: B023
+            with Image.open(tmp_path / f"{name}.jpg") as opened:
+                got = np.asarray(photos.view(opened, "RGB", size, place), np.float32)
+                assert opened.size == decoded
+            whole = image.resize((size, size), Image.Resampling.BILINEAR, box)
+            assert np.abs(got - np.asarray(whole, np.float32)).mean() < 4
+
+
+# Folders
+
+
+def test_debris_is_no_class_and_no_image_and_what_is_not_read_is_counted_by_ending(tmp_path):
+    tiny_data.make_folder(tmp_path)
+    before = [label for _, label in dataset(tmp_path)["train"].files]
+    train = tmp_path / "train"
+    for name in ("__MACOSX", ".ipynb_checkpoints", "@eaDir", "ant/@eaDir", "ant/.ipynb_checkpoints", "$RECYCLE.BIN"):
+        (train / name).mkdir()
+        tiny_data.image(train / name / "0.jpg")
+    for name in ("ant/._0.jpg", "ant/.hidden.png", "ant/Thumbs.db", "bee/desktop.ini", ".DS_Store", "Thumbs.db"):
+        (train / name).write_bytes(b"\0\5\x16\7")
+    parts = dataset(tmp_path)
+    assert [label for _, label in parts["train"].files] == before and parts["train"].log_lines == ()
+    for name in ("ant/a.heic", "ant/b.HEIC", "bee/c.gif", "bee/d.jfif", "bee/e", "loose.jpg"):
+        (train / name).touch()
+    (tmp_path / "val" / "bee" / "f.heic").touch()
+    [line] = dataset(tmp_path)["train"].log_lines
+    assert "7 files are not read: 3 .heic, " in line and all(
+        f"1 {one}" in line for one in (".gif", ".jfif", "no ending")
+    )
+    assert "1 outside the class folders" in line and ".jpeg" in line
+    for file in (train / "ant").glob("*.jpg"):
+        file.unlink()
+    assert "no image in " in refusal(tmp_path) and "2 .heic" in refusal(tmp_path)
+
+
+def test_a_single_class_is_refused(tmp_path):
+    for part in ("train", "val"):
+        (tmp_path / part / "cats").mkdir(parents=True)
+        tiny_data.image(tmp_path / part / "cats" / "1.png")
+    (tmp_path / "train" / "__MACOSX").mkdir()
+    assert "cats is the only class folder in " in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(("one", "other"), [("caf\xe9", "cafe\u0301"), ("ant", "ant ")])
+def test_classes_that_look_the_same_are_called_by_what_differs(tmp_path, one, other):
+    for name, train, val in (("1", [one, "bee"], [other, "bee"]), ("2", [one, other], [one, other])):
+        root = tmp_path / name
+        for part, names in (("train", train), ("val", val)):
+            for name in names:
+                (root / part / name).mkdir(parents=True)
+                tiny_data.image(root / part / name / "1.png")
+        message = refusal(root)
+        assert ascii(one) in message and ascii(other) in message and "Unicode form" in message
+    assert unicodedata.normalize("NFC", "cafe\u0301") == "caf\xe9"
+
+
+# Disks that fail, and damaged files
+
+
+def failing(monkeypatch, number: int, times: int) -> None:
+    """Let the next `times` openings of images fail."""
+    real, left = Image.open, [times]
+
+    def open_(*args, **options):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(number, "injected")
+        return real(*args, **options)
+
+    monkeypatch.setattr(Image, "open", open_)
+    monkeypatch.setattr(photos, "RETRY_S", 0.2)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE])
+def test_an_error_of_the_disk_is_tried_again_and_never_taken_for_a_bad_image(tmp_path, monkeypatch, number):
+    tiny_data.make_folder(tmp_path)
+    part = dataset(tmp_path)["val"]
+    with monkeypatch.context() as patch:
+        failing(patch, number, times=2)
+        assert part[0][0].shape == (3, 16, 16)
+    with monkeypatch.context() as patch:
+        failing(patch, number, times=10**6)
+        with pytest.raises(OSError, match="injected") as caught:
+            part[0]
+        assert caught.value.errno == number
+
+
+def test_a_run_on_a_failing_disk_fails_with_the_number_and_skips_nothing(tmp_path, monkeypatch):
+    tiny_data.make_folder(tmp_path / "data")
+    failing(monkeypatch, errno.EIO, times=10**6)
+    for flags in ("-model b -workers 1", "-model c -skip_bad_files"):
+        with pytest.raises((RuntimeError, OSError), match="Errno 5"):  # exit code 1
+            run(tmp_path / "out", f"{FLAGS} -data {tmp_path / 'data'} -cpu 1 {flags}")
+        assert "[Errno 5]" in (tmp_path / "out" / flags.split()[1] / "outcome.json").read_text()
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """Photos of which three cannot be read."""
+    tiny_data.make_folder(tmp_path / "data")
+    bad = ["train/ant/0.jpg", "train/bee/empty.png", "val/bee/text.jpg"]
+    files = [tmp_path / "data" / name for name in bad]
+    files[0].write_bytes(files[0].read_bytes()[:300])
+    files[1].touch()
+    files[2].write_text("no image")
+    return tmp_path / "data", files
+
+
+def test_check_data_and_the_doctor_list_every_file_that_cannot_be_read(damaged, capsys):
+    data, files = damaged
+    (data / "train" / "ant" / "x.heic").touch()
+    args = config.parse_args([*FLAGS.split(), "-data", str(data), "-cpu", "1"])
+    assert check_data.check(args) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(f"{file}: not a readable image (") for line, file in zip(lines, files))
+    assert len(lines) == 4 and lines[3].startswith("-check_data: 3 of 8 samples cannot be read")
+    found = list(doctor.guarded(doctor.data, args))
+    assert sorted(level for level, _ in found) == ["bad", "bad", "bad", "note", "ok", "ok"]
+    assert any(level == "note" and "1 .heic" in text for level, text in found)
+    for file in files:
+        file.unlink()
+    assert check_data.check(config.parse_args([*FLAGS.split(), "-data", str(data)])) == 0
+
+
+def test_skipped_files_are_kept_with_the_run_and_all_starts_and_ranks_agree(damaged, tmp_path):
+    data, files = damaged
+    names = sorted(str(file.relative_to(data)) for file in files)
+    flags = f"{FLAGS} -data {data} -batch_size 2 -skip_bad_files -model s"
+    made = run(tmp_path / "out", f"{flags} -cpu 2 -limit_steps 1", wanted=75)
+    skipped = lambda: yaml.safe_load((made / "config.yaml").read_text())["about"]["skipped"]  # noqa: E731
+    assert skipped() == names
+    tiny_data.image(files[0])  # good now; the run keeps its list, on any number of processes
+    (data / "val" / "bee" / "0.jpg").rename(data / "val" / "bee" / "z.jpg")
+    run(tmp_path / "out", f"{flags} -cpu 1")
+    assert skipped() == names
+    run(tmp_path / "out", f"{flags} -cpu 1 -eval")
+    run(tmp_path / "out", f"{flags.replace('-skip_bad_files ', '')} -cpu 1", wanted=2)
+    run(tmp_path / "out", f"{flags} -cpu 1 -reset")
+    assert skipped() == names[1:]
+
+
+def test_links_to_nothing_and_pipes_are_bad_files(tmp_path, capsys):
+    tiny_data.make_folder(tmp_path)
+    (tmp_path / "train" / "ant" / "\x1b[31mx.jpg").symlink_to("nothing")
+    os.mkfifo(tmp_path / "train" / "ant" / "y.jpg")
+    assert check_data.check(config.parse_args([*FLAGS.split(), "-data", str(tmp_path)])) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "\\x1b[31mx.jpg: not a readable image" in lines[0] and "y.jpg: not a readable image" in lines[1]
+    assert lines[-1].startswith("-check_data: 2 of ")

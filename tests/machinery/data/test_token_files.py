@@ -1,0 +1,130 @@
+"""Files that hold no tokens, or tokens in another form: one line each, before the first step."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import tiny_data
+
+from lib import config
+from lib.dataset import tokens
+from lib.utils.errors import UsageError
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A folder of two texts."""
+    (tmp_path / "texts").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "texts" / name).write_text("to be or not to be " * 50)
+    return tmp_path / "texts"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny_data.make_tokens(tmp_path)
+
+
+def splits_of(data, *flags):
+    return tokens.get_dataset(
+        config.parse_args(["-dataset", "tokens", "-data", str(data), "-tokens_length", "16", *flags])
+    )
+
+
+def refusal(data, *flags) -> str:
+    with pytest.raises(UsageError) as refused:
+        splits_of(data, *flags)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("vocabulary", ["50257", "128256"])
+def test_files_of_other_types_are_refused_by_their_type(folder, split, vocabulary):
+    """Read as uint16 or uint32, most of them would be tokens, too: with zeros, or with bytes exchanged."""
+    wanted = "uint16" if int(vocabulary) <= 1 << 16 else "uint32"
+    values = np.random.default_rng(0).integers(0, int(vocabulary), 1000)
+    for kind in ("int32", "int64", "float32", "float64", ">i4", ">i8", ">u2" if wanted == "uint16" else ">u4"):
+        for name in ("train", "val"):
+            values.astype(wanted).tofile(folder / f"{name}.bin")
+        if wanted == kind.replace("int", "uint"):
+            continue  # the same bytes
+        values.astype(kind).tofile(folder / f"{split}.bin")
+        message = refusal(folder, "-num_classes", vocabulary)
+        assert f"{split}.bin looks like a wider type than {wanted}" in message or "has the token" in message, kind
+        assert ("wider" in message) >= ("int" in kind), kind
+
+
+@pytest.mark.parametrize("size", [0, 1, 1999])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_files_of_odd_lengths_and_empty_ones_are_refused(folder, split, size):
+    (folder / f"{split}.bin").write_bytes(bytes(range(1, 251)) * 8)
+    with (folder / f"{split}.bin").open("r+b") as file:
+        file.truncate(size)
+    assert f"{split}.bin: {size:,} bytes are no tokens of uint16" in refusal(folder)
+
+
+def test_files_with_a_header_are_refused(folder):
+    tokens_there, file = np.arange(1000, dtype=np.uint16), folder / "train.bin"
+    for kind in (np.uint16, np.float32, np.int64):
+        with file.open("wb") as opened:
+            np.save(opened, tokens_there.astype(kind))
+        assert "train.bin begins with the header of another format" in refusal(folder)
+    for magic in (20240520, 20240801):
+        header = np.zeros(256, np.int32)
+        header[:3] = magic, 1, 1000
+        file.write_bytes(header.tobytes() + tokens_there.tobytes())
+        assert "begins with the header of another format" in refusal(folder)
+    file.write_bytes(b"PK\x03\x04" + tokens_there.tobytes())  # as torch.save begins
+    assert "begins with the header" in refusal(folder)
+
+
+FOREIGN = ["{", "[1]", "\0", "[" * 100_000, '{"vocab_size": 65}', '{"vocabulary": "65", "type": "uint16"}']
+FOREIGN += [
+    json.dumps({"vocabulary": 60} | odd)
+    for odd in ({"train": "train.bin"}, {"train": None}, {"val": [1]}, {"vocabulary": True}, {"vocabulary": -5})
+]
+
+
+def test_beside_a_foreign_meta_json_the_vocabulary_must_be_given(folder):
+    wanted = "meta.json has no vocabulary: give the number of tokens by -num_classes"
+    for meta in FOREIGN:
+        (folder / "meta.json").write_text(meta)
+        assert wanted in refusal(folder), meta[:50]
+        assert splits_of(folder, "-num_classes", "50")["train"].vocabulary == 50
+    (folder / "meta.json").unlink()
+    (folder / "meta.json").mkdir()
+    assert wanted in refusal(folder)
+
+
+def test_links_to_nothing_and_files_that_are_missing_are_refused(folder):
+    for split in ("test", "val", "train"):
+        file = folder / f"{split}.bin"
+        file.unlink(missing_ok=True)
+        file.symlink_to(folder / "nothing")
+        assert f"{split}.bin is a link to nothing" in refusal(folder)
+        file.unlink()
+        os.mkfifo(file)
+        assert f"{split}.bin is a link to nothing, or no regular file" in refusal(folder)
+        file.unlink()
+    np.arange(1000, dtype=np.uint16).tofile(folder / "val.bin")
+    assert ".bin is no text: -data is a text, or a folder of texts, or of train.bin" in refusal(folder)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_tokens_outside_the_vocabulary_and_files_shorter_than_a_sample_are_refused_before_training(folder, split):
+    np.arange(100, 1100, dtype=np.uint16).tofile(folder / f"{split}.bin")
+    assert "-num_classes 1099: the data has the token 1099" in refusal(folder, "-num_classes", "1099")
+    splits_of(folder, "-num_classes", "1100")
+    for count in (1, 16):
+        np.arange(count, dtype=np.uint16).tofile(folder / f"{split}.bin")
+        assert f"a split of {count} tokens has no such sample" in refusal(folder)
+    for length in ("0", "-3"):
+        assert f"-tokens_length {length}: a split of " in refusal(folder, "-tokens_length", length)
+
+
+@pytest.mark.parametrize("content", [b"to be or not to be, " * 20, bytes(range(1, 65)) * 4], ids=["text", "uint8"])
+def test_a_text_and_tokens_of_one_byte_are_refused(folder, content):
+    (folder / "train.bin").write_bytes(content)
+    assert "train.bin is a text, or holds tokens of one byte" in refusal(folder)

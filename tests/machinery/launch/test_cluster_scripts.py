@@ -1,0 +1,171 @@
+"""The cluster scripts on a machine without a cluster: fakes of `module`, uv, srun, sbatch and torchrun print their
+arguments."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import ROOT
+
+import train
+
+MODULE = 'module() { echo "module $*"; }; export -f module; '
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy of the scripts and the code, with a folder `bin` for fake programs."""
+    for name in ("scripts", "lib", "data"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("train.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "bin").mkdir()
+    return tmp_path
+
+
+def fake_program(folder: Path, name: str, text: str):
+    """Write bin/NAME, a bash script."""
+    (folder / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+    (folder / "bin" / name).chmod(0o755)
+
+
+def bash(folder: Path, command: str, **variables) -> str:
+    """The output of a command, run in an environment of its own. The command must exit with 0."""
+    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
+    env = {"PATH": path, "HOME": str(folder), "PYTHONPATH": str(folder), **variables}
+    output = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    assert output.returncode == 0, output.stdout + output.stderr
+    return output.stdout + output.stderr
+
+
+def test_set_up_on_a_login_node_loads_modules_and_installs_packages(project):
+    make_venv = "mkdir -p .venv/bin && touch .venv/bin/python && chmod +x .venv/bin/python"
+    fake_program(project, "python", f'[ "$2" != venv ] || ({make_venv})')
+    fake_program(project, "uv", 'echo "uv $*"')
+    output = bash(project, f"{MODULE} ./scripts/slurm/set_up.sh", SYSTEMNAME="juwelsbooster", PYTHON="python")
+    loads = [line for line in output.splitlines() if line.startswith("module")]
+    assert loads == [f"module load {name}" for name in ("Stages", "GCC", "CUDA", "Python")]
+    assert "uv pip install --python .venv/bin/python --compile-bytecode -r pyproject.toml" in output
+    assert "ready: . .venv/bin/activate; python train.py -slurm" in output
+    again = bash(project, f"{MODULE} ./scripts/slurm/set_up.sh", BATON_MODULES="CUDA/12.8", PYTHON="python")
+    assert again.startswith("module load CUDA/12.8\nready:"), "the second call installs nothing"
+
+
+AGENT = """for arg in "$@"; do
+    echo "arg $arg"
+    case "$arg" in --rdzv-endpoint=*) python tries.py ${arg##*:} ;; esac
+done
+env | grep -E "^(BATON|GLOO|TORCH|HF|PET|OMP)_" | sort"""
+
+
+TRIES = """import contextlib, socket, sys
+with contextlib.suppress(OSError):
+    socket.socket().bind(("", int(sys.argv[1])))
+    print("anybody may take the port")
+socket.create_server(("", int(sys.argv[1])))  # reuses the address, as torch's store does
+print("torchrun listens there")
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "head", "interface", "processes"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "4"}, "", "jwb0001", None, 4),
+        ({"SYSTEMNAME": "juwels", "SLURM_GPUS_ON_NODE": "4"}, "-cfg two.yaml", "jwb0001i", "ib0", 2),
+    ],
+)
+def test_the_sbatch_file_gives_torchrun_the_address_of_the_host_and_says_which_node_it_is(
+    project, variables, flags, head, interface, processes
+):
+    """torchrun must not guess from host names which node is the host (pytorch issue 73656)."""
+    (project / "two.yaml").write_text("cpu: 2\n")
+    (project / "tries.py").write_text(TRIES)
+    fake_program(project, "scontrol", "[ $1 = show ] && printf 'jwb0001\\njwb0002\\n'")
+    fake_program(
+        project,
+        "srun",
+        'while [ "$1" != bash ]; do shift; done; for SLURM_NODEID in 0 1; do\n'
+        'export SLURM_NODEID SLURMD_NODENAME=jwb000$((SLURM_NODEID + 1)); "$@"; done',
+    )
+    python = f'case "$*" in *torch.distributed.run*) {AGENT} ;; *) exec {sys.executable} "$@" ;; esac'
+    fake_program(project, "python_of_the_job", python)
+    job = {"SLURM_JOB_NODELIST": "jwb[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "5"}
+    job |= {"SLURM_SUBMIT_DIR": str(project), "PYTHON": str(project / "bin" / "python_of_the_job")}
+    command = (
+        f"bash scripts/slurm/train.sbatch -epochs 3 -grace_s 89.5 -debug_dist -cache_dir cache {flags} || [ $? = 1 ]"
+    )
+    output = bash(project, command, **job, **variables)
+    heads, hosts, own = (
+        [line for line in output.splitlines() if line.startswith(f"arg --{option}")]
+        for option in ("rdzv-endpoint", "rdzv-conf", "local-addr")
+    )
+    assert len(heads) == 2 and all(line.startswith(f"arg --rdzv-endpoint={head}:") for line in heads), output
+    assert output.count("torchrun listens there") == 2 and "anybody may take" not in output
+    assert [line[-9:] for line in hosts] == ["is_host=1", "is_host=0"]
+    assert own == [f"arg --local-addr=jwb000{node}{head[7:]}" for node in (1, 2)]
+    assert output.count(f"arg --nproc-per-node={processes}\n") == 2
+    assert output.count("\nGLOO_SOCKET_IFNAME=") == (2 if interface else 0)
+    assert not interface or f"\nGLOO_SOCKET_IFNAME={interface}\n" in output
+    assert "\nTORCH_LOGS=+distributed\n" in output, "-debug_dist also applies to the agent"
+    assert f"\nTORCH_HOME={project}/cache/torch\n" in output and "arg -debug_dist\n" in output
+    history = project / "out" / "digits_convnet" / "slurm" / "5.json"
+    assert history.exists() and output.splitlines().count(f"BATON_HISTORY={history}") == 2
+    assert output.count("\nTORCH_ELASTIC_SHUTDOWN_TIMEOUT=95\n") == 2, "torchrun waits longer than -grace_s"
+    assert output.count("arg --rdzv-id=5\n") == 2, "a requeue does not apply -reset again"
+
+
+def test_an_elastic_agent_uses_the_address_from_which_it_reaches_the_head_node(project):
+    fake_program(project, "torchrun", AGENT)
+    flags = "./scripts/elastic.sh -epochs 3"
+    output = bash(project, flags, HEAD="127.0.0.1:29400", PER_NODE="1")
+    assert "arg --rdzv_endpoint=127.0.0.1:29400\n" in output and "\nPET_LOCAL_ADDR=127.0.0.1\n" in output
+    assert "\nGLOO_SOCKET_IFNAME=lo\n" in output and "TORCH_LOGS" not in output and "is_host=1" in output
+    output = bash(project, f"{flags} -debug_dist -gpus 2,3", HEAD="nowhere.invalid:1", SYSTEMNAME="jusuf")
+    assert "arg --nproc_per_node=2\n" in output
+    assert "arg --rdzv_endpoint=nowherei.invalid:1\n" in output and "is_host=0" in output
+    assert "PET_LOCAL_ADDR" not in output
+    assert "\nGLOO_SOCKET_IFNAME=ib0\n" in output and "\nTORCH_LOGS=" in output
+    other = bash(project, flags, HEAD="localhost:1", PER_NODE="1", GLOO_SOCKET_IFNAME="mine", IS_HOST="0")
+    assert "\nGLOO_SOCKET_IFNAME=mine\n" in other and "is_host=0" in other
+    own = bash(project, flags, HEAD=f"{socket.gethostname()}:1", PER_NODE="1")
+    assert "is_host=1" in own, "the head may be any name of this machine"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("-epochs many", "train.py: argument -epochs: 'many' is not a whole number"),
+        ("-reset", "train.py: -reset without RUN_ID: a second -reset would be taken for a restart of the first"),
+    ],
+)
+def test_wrong_flags_never_reach_torchrun(project, flags, message):
+    """torchrun would restart a run with wrong flags a hundred times."""
+    fake_program(project, "torchrun", AGENT)
+    output = bash(project, f"./scripts/elastic.sh {flags}; [ $? = 2 ]", HEAD="127.0.0.1:1", PER_NODE="1")
+    assert output.startswith(message) and output.count("\n") == 1
+
+
+def test_an_error_of_sbatch_is_reported_in_one_line(project, monkeypatch, capsys):
+    error = "sbatch: error: Batch job submission failed: Invalid partition name specified"
+    fake_program(project, "sbatch", f"echo '{error}' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{project / 'bin'}:{os.environ['PATH']}")
+    assert train.main(["-slurm", "-slurm_partition", "gpus", "-out", str(project / "out")]) == 2
+    assert capsys.readouterr().err == f"train.py: -slurm: sbatch refused the job: {error}\n"
+    assert train.main(["-slurm", "-gpus", "0", "-out", str(project / "out")]) == 2
+    assert "-gpus 0 with -slurm: Slurm says which GPUs" in capsys.readouterr().err
+
+
+def test_a_job_folder_is_private_if_baton_creates_it(project, monkeypatch):
+    fake_program(project, "sbatch", "echo Submitted batch job 7 on cluster there")
+    monkeypatch.setenv("PATH", f"{project / 'bin'}:{os.environ['PATH']}")
+    groups = project / "groups"
+    groups.mkdir()
+    groups.chmod(0o2770)
+    for folder, mode in ((groups, 0o2770), (project / "mine" / "jobs", 0o700)):
+        assert train.main(["-slurm", "-slurm_dir", str(folder), "-out", str(project / "out")]) == 0
+        assert folder.stat().st_mode & 0o7777 == mode
+        assert [path.name for path in folder.glob("code_*/*.pkl")] == ["submitted.pkl"]

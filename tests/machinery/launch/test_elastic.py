@@ -1,0 +1,173 @@
+"""torchrun with nodes that join and leave, on loopback: the run continues on the remaining nodes where it was."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import ports
+import pytest
+from needs import require
+from processes import CLEAN, ROOT, until
+from runs import distance, lines, outcome, run
+
+pytestmark = pytest.mark.timeout(600)  # 4,000 steps take minutes on a machine with other work
+FLAGS = "-cpu 1 -threads 1 -micro_batch 16 -epochs 200 -save_every 500epochs -log_every 10 -model elastic "
+FLAGS += "-arch mlp -mlp_depth 0 -optimizer sgd -lr_start 0.05"
+
+
+class Node:
+    """A node of an elastic run: scripts/elastic.sh in a session of its own."""
+
+    def __init__(self, out: Path, number: int, env: dict):
+        self.log = (out.parent / f"node_{number}.log").open("w+")
+        usual = {"NODES": "1:2", "PER_NODE": "1", "OMP_NUM_THREADS": "1", "IS_HOST": str(int(not number))}
+        command = ["./scripts/elastic.sh", *FLAGS.split(), "-out", str(out)]
+        streams = {"stdout": self.log, "stderr": self.log, "start_new_session": True}
+        self.agent = subprocess.Popen(command, cwd=ROOT, env={**CLEAN, **usual, **env}, **streams)
+
+    def worker(self) -> int:
+        """The process id of the node's worker, as soon as it trains."""
+        children = Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children")
+        return until(lambda: children.exists() and [int(pid) for pid in children.read_text().split()])[0]
+
+    def end(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.agent.pid, signal.SIGKILL)
+        self.agent.wait()
+        self.log.close()
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """A function that starts nodes; the remaining ones are ended after the test."""
+    started = []
+
+    def start(**env):
+        started.append(Node(tmp_path / "out", len(started), env))
+        return started[-1]
+
+    yield start
+    for node in started:
+        node.end()
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """The same run on one process, not interrupted."""
+    return run(tmp_path_factory.mktemp("alone"), FLAGS)
+
+
+def test_a_run_continues_when_nodes_join_and_are_lost(tmp_path, nodes, single):
+    """No step is lost if a node joins or an agent is killed; a killed worker loses the steps since the last save."""
+    env = {"HEAD": f"127.0.0.1:{ports.free()}"}
+    log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
+    first = nodes(**env)
+    _wait_until_it_trains(log, starts=1)
+
+    second = nodes(**env)
+    joined = _wait_for_start(log, 2, limit=120)
+    assert joined["stopped"] == joined["resumed"] > 0
+
+    until(lambda: _steps(log) > joined["resumed"] + 20)
+    os.kill(second.worker(), signal.SIGKILL)
+    replaced = _wait_for_start(log, 3, limit=120)
+    assert replaced["resumed"] >= joined["resumed"]
+
+    until(lambda: _steps(log) > replaced["resumed"] + 20)
+    os.kill(second.agent.pid, signal.SIGKILL)
+    smaller = _wait_for_start(log, 4, limit=120)
+    assert smaller["stopped"] == smaller["resumed"] > replaced["resumed"]
+    assert "signal SIGTERM" in log.read_text()
+
+    assert first.agent.wait(400) == 0
+    _check_same_end(tmp_path / "out" / "elastic", single)
+    print({"joined_s": joined["took"], "worker_s": replaced["took"], "agent_s": smaller["took"]})
+
+
+@pytest.fixture
+def etcd(tmp_path):
+    """The address of an etcd server."""
+    client, peer = (f"127.0.0.1:{ports.free()}" for _ in range(2))
+    options = {"data-dir": tmp_path / "etcd", "log-level": "error", "listen-client-urls": f"http://{client}"}
+    options |= {"advertise-client-urls": f"http://{client}", "listen-peer-urls": f"http://{peer}"}
+    options |= {"initial-advertise-peer-urls": f"http://{peer}", "initial-cluster": f"default=http://{peer}"}
+    command = ["etcd", "--enable-v2", *(f"--{name}={value}" for name, value in options.items())]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with socket.socket() as probe:
+        until(lambda: probe.connect_ex(("127.0.0.1", int(client.partition(":")[2]))) == 0)
+    yield client
+    server.terminate()
+    server.wait()
+
+
+@require("" if shutil.which("etcd") else "needs etcd: apt-get install etcd-server, pip install python-etcd")
+def test_a_node_that_gets_sigterm_saves_and_its_replacement_continues_by_etcd(tmp_path, nodes, etcd, single):
+    """An eviction sends SIGTERM to the agent, which passes it to its own workers only. The other node waits. Where
+    the number may change, it continues alone: the test above."""
+    env = {"HEAD": etcd, "RENDEZVOUS": "etcd-v2", "NODES": "2"}
+    log = tmp_path / "out" / "elastic" / "logs" / "rank_0.log"
+    head, other = nodes(**env), nodes(**env)
+    _wait_until_it_trains(log, starts=1)
+    other.worker()
+    os.kill(other.agent.pid, signal.SIGTERM)
+    assert other.agent.wait(60)
+    nodes(**env)
+    replaced = _wait_for_start(log, 2, limit=120)
+    assert replaced["stopped"] == replaced["resumed"] > 0
+    assert head.agent.wait(400) == 0
+    _check_same_end(tmp_path / "out" / "elastic", single)
+
+
+def _wait_until_it_trains(log, starts):
+    until(lambda: log.exists() and log.read_text().count("resuming from") >= starts - 1 and _steps(log) >= 20)
+
+
+def _wait_for_start(log, starts, limit):
+    """Wait for the given start of the run and return its step before and after, and the seconds between."""
+    began = time.monotonic()
+    until(lambda: log.read_text().count("resuming from") >= starts - 1, limit)
+    text = log.read_text()
+    resumed_at = int(re.findall(r"resuming from .*: epoch \d+, step (\d+)", text)[-1])
+    stopped = [int(step) for step in re.findall(r"stopped \(.*\) in epoch \d+ at step (\d+)", text)]
+    return {"resumed": resumed_at, "stopped": stopped[-1] if stopped else None, "took": time.monotonic() - began}
+
+
+def _steps(log):
+    return int((re.findall(r"  step (\d+)/", log.read_text()) or ["0"])[-1])
+
+
+def _check_same_end(folder, single):
+    """Check that the run ended as one that was not interrupted, with every step logged once."""
+    ours, truth = outcome(folder), outcome(single)
+    assert ours["state"] == "finished"
+    steps = [line["step"] for line in lines(folder) if any(name.startswith("train/") for name in line)]
+    assert steps == sorted(set(steps)) and steps[-1] == 4000
+    assert distance(folder, single) == 0.0
+    for name in ("samples", "best", "test"):
+        assert ours[name] == truth[name]
+
+
+def test_a_worker_whose_agent_ends_before_torch_is_imported_detects_that_it_is_an_orphan(tmp_path):
+    """The agent is a shell that ends at once; its worker imports torch afterwards."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import os, pathlib, time\n"
+        "from lib.utils import errors\n"
+        "pathlib.Path('ready').touch()\n"
+        "while os.getppid() == errors.PARENT:\n"
+        "    time.sleep(0.01)\n"
+        "from lib.utils import distributed\n"
+        "pathlib.Path('partial').write_text(str(distributed.is_orphan()))\n"
+        "os.rename('partial', 'answer')\n"
+    )
+    env = {**CLEAN, "PYTHONPATH": str(ROOT), "TORCHELASTIC_MAX_RESTARTS": "3"}
+    agent = f"{sys.executable} {worker} & until [ -e ready ]; do sleep 0.05; done"
+    subprocess.run(["sh", "-c", agent], cwd=tmp_path, env=env, check=True, stdin=subprocess.DEVNULL)
+    assert until((tmp_path / "answer").exists) and (tmp_path / "answer").read_text() == "True"

@@ -1,0 +1,111 @@
+"""Environment variables for torch and other libraries: caches, debugging, the fast network of some machines."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from command_line import parsed
+from processes import ROOT
+
+from lib.launch import environment
+from scripts import agent
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    """An environment without any of these variables."""
+    before = dict(os.environ)
+    ours = (*environment.CACHES, *environment.DEBUG, *environment.OPENMP_SPIN)
+    for name in (*ours, "SCRATCH", "SYSTEMNAME", "OMP_WAIT_POLICY", "CUBLAS_WORKSPACE_CONFIG"):
+        os.environ.pop(name, None)
+    os.environ["USER"] = "ann"
+    yield monkeypatch
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_caches_are_in_the_folder_of_cache_dir_or_in_scratch(bare, tmp_path):
+    environment.export(parsed(""))
+    assert not environment.CACHES.keys() & os.environ.keys()
+    bare.setenv("SCRATCH", str(tmp_path / "scratch"))
+    bare.setenv("HF_HOME", "/mine")
+    environment.export(parsed(""))
+    assert os.environ["TORCH_HOME"] == f"{tmp_path}/scratch/cache_ann/torch"
+    for name in environment.CACHES.keys() - {"HF_HOME"}:
+        bare.delenv(name)
+    environment.export(parsed(f"-cache_dir {tmp_path}/mine"))
+    assert {name: os.environ[name] for name in environment.CACHES} == {
+        "TORCH_HOME": f"{tmp_path}/mine/torch",
+        "TORCH_EXTENSIONS_DIR": f"{tmp_path}/mine/torch_extensions",
+        "TRITON_CACHE_DIR": f"{tmp_path}/mine/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/mine/torchinductor",
+        "HF_HOME": "/mine",
+    }
+
+
+def test_variables_for_debugging_and_caches_are_set_before_torch_is_imported(bare, tmp_path):
+    """In a real run of two processes torch's C++ code and the process group log, inductor's cache is in -cache_dir,
+    and the user's own setting is kept."""
+    code = "import os, sys, train; code = train.main(sys.argv[1:]); print(dict(os.environ)); sys.exit(code)"
+    flags = f"-arch mlp -epochs 1 -limit_steps 2 -cpu 2 -debug_dist -cache_dir {tmp_path} -out {tmp_path}".split()
+    env = {**os.environ, "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *flags]
+    loud = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert loud.returncode == 75, loud.stderr
+    for message in ("TCPStore", "Reducer"):
+        assert any(message in line and "[I" in line for line in loud.stderr.splitlines()), message
+    caches = {name: f"{tmp_path}/{part}" for name, part in environment.CACHES.items()}
+    for name, value in {**environment.DEBUG, **caches, "NCCL_DEBUG": "WARN"}.items():
+        assert f"'{name}': '{value}'" in loud.stdout
+
+
+@pytest.mark.parametrize(
+    ("visible", "flags", "chosen"),
+    [
+        ({}, "-gpus 0,1", "0,1"),
+        ({"CUDA": "4, 5"}, "-gpus 1,0", "5,4"),
+        ({"CUDA": "GPU-aa,GPU-bb"}, "-gpus 1", "GPU-bb"),
+        ({"CUDA": "0,1", "HIP": "4,5,6"}, "-gpus 1,2", "5,6"),
+        ({"CUDA": "4,5"}, "-cpu 2", ""),
+        ({"CUDA": "4,5"}, "", "4,5"),
+    ],
+)
+def test_gpus_are_numbered_among_the_visible_ones(visible, flags, chosen, bare):
+    """torch for ROCm reads its own variable first."""
+    bare.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in visible.items():
+        bare.setenv(f"{name}_VISIBLE_DEVICES", value)
+    environment.choose_gpus(parsed(flags))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == chosen == os.environ.get("HIP_VISIBLE_DEVICES", chosen)
+
+
+@pytest.mark.parametrize("system", ["juwels", "juwelsbooster", "jurecadc", "jusuf"])
+def test_some_clusters_have_another_host_name_on_their_fast_network(bare, system):
+    bare.setenv("SYSTEMNAME", system)
+    assert environment.infiniband_name("jwb0001") == "jwb0001i"
+    assert environment.infiniband_name("jwb0001.juwels") == "jwb0001i.juwels"
+    assert environment.infiniband_name("jwb0001i.juwels") == "jwb0001i.juwels"
+    for address in ("10.13.23.64", "fe80::1"):
+        assert environment.infiniband_name(address) == address
+    assert agent.interface_of("10.13.23.64") == "ib0"
+    variables = environment.rank_variables({"RANK": 0}, "run", ("10.13.23.64", 10_000))
+    assert variables["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"RANK": "", "WORLD_SIZE": ""}, "RANK is ''"),
+        ({"SLURM_STEP_NUM_TASKS": ""}, "SLURM_STEP_NUM_TASKS is ''"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}, "MASTER_PORT is '99999'"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "one"}, "SLURM_PROCID is 'one'"),
+    ],
+)
+def test_left_over_variables_of_launchers_are_one_line(given, name, monkeypatch, refused):
+    for variable, value in given.items():
+        monkeypatch.setenv(variable, value)
+    line = refused("-cpu 2 -arch mlp")
+    assert re.search(name, line) and "unset RANK" in line and "\n" not in line.strip()

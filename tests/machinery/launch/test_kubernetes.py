@@ -1,0 +1,159 @@
+"""The files in scripts/kubernetes fit each other, train.py and elastic.sh; process 1 of a pod stops correctly."""
+
+import fnmatch
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import kubernetes_validate
+import ports
+import pytest
+import yaml
+from command_line import parsed
+from kubeflow_trainer_api import models as trainer_api
+from processes import CLEAN, ROOT, until
+
+from lib.utils.checkpoint import run_folder
+
+FOLDER = ROOT / "scripts" / "kubernetes"
+DOCUMENTS = {
+    (name, document["kind"]): document
+    for name in ("runs", "network", "trainjob", "pytorchjob", "etcd")
+    for document in yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text())
+}
+RUNTIME, JOB = DOCUMENTS["trainjob", "TrainingRuntime"]["spec"], DOCUMENTS["trainjob", "TrainJob"]["spec"]
+OPERATOR = DOCUMENTS["pytorchjob", "PyTorchJob"]["spec"]
+PODS = {  # the pod specs of each job
+    "v2": RUNTIME["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"],
+    "v1": OPERATOR["pytorchReplicaSpecs"]["Worker"]["template"]["spec"],
+}
+STARTS = {"v2": JOB["trainer"], "v1": PODS["v1"]["containers"][0]}  # what the pods start
+# What operators set in a pod, after PET_: Kubeflow Trainer's torch plugin, the Training Operator for elastic jobs.
+GIVEN = {
+    "v2": "NNODES=1 NPROC_PER_NODE=2 NODE_RANK=0 MASTER_ADDR=localhost MASTER_PORT={port}",
+    "v1": "NNODES=1:4 NPROC_PER_NODE=2 MAX_RESTARTS=100 RDZV_BACKEND=c10d RDZV_ENDPOINT=localhost:{port}",
+}
+
+
+@pytest.mark.parametrize("kind", ["TrainingRuntime", "TrainJob"])
+def test_kubeflow_trainer_knows_every_key_of_its_files(kind):
+    document = DOCUMENTS["trainjob", kind]
+    known = getattr(trainer_api, f"TrainerV1alpha1{kind}").from_dict(document)
+    assert known.to_dict() == document, "the API model leaves out unknown keys"
+
+
+def test_kubernetes_knows_every_key_of_its_files():
+    own = [document for document in DOCUMENTS.values() if "kubeflow" not in document["apiVersion"]]
+    pods = [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec} for spec in PODS.values()]
+    assert len(own) == 5
+    for document in own + pods:
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("kind", PODS)
+def test_a_pod_starts_a_file_of_the_image_with_flags_that_train_py_accepts(kind):
+    start, pod = STARTS[kind], PODS[kind]
+    args = parsed(start["args"])
+    assert start["command"] == ["./scripts/elastic.sh"] and (ROOT / start["command"][0]).is_file()
+    assert start["image"] == pod["containers"][0]["image"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert set(mounts.values()) == set(volumes) and args.workers and "/dev/shm" in mounts
+    claim = volumes[mounts[args.out]]["persistentVolumeClaim"]["claimName"]
+    wanted = DOCUMENTS["runs", "PersistentVolumeClaim"]
+    assert claim == wanted["metadata"]["name"] and wanted["spec"]["accessModes"] == ["ReadWriteMany"]
+
+    cut = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-(\d+)", (ROOT / "scripts" / "elastic.sh").read_text())[1])
+    assert args.grace_s < cut < pod["terminationGracePeriodSeconds"]
+
+
+def test_the_image_starts_the_default_run_from_the_files_of_its_build_context(tmp_path):
+    lines = (FOLDER / "Dockerfile").read_text().splitlines()
+    assert "USER 1000:1000" in lines and "RUN useradd --uid 1000 baton" in (FOLDER / "Dockerfile").read_text()
+    command = yaml.safe_load(next(line for line in lines if line.startswith("CMD ")).removeprefix("CMD "))
+    assert parsed(command[2:]).out == "/runs" and command[:2] == ["python", "train.py"]
+
+    sent = context(tmp_path / "image")
+    assert sum(file.stat().st_size for file in sent) < 2_000_000
+    assert {tmp_path / "image" / "scripts" / "elastic.sh", tmp_path / "image" / "pyproject.toml"} <= set(sent)
+    command = [sys.executable, *command[1:3], str(tmp_path / "runs"), "-epochs", "1"]
+    run = subprocess.run(command, cwd=tmp_path / "image", env=CLEAN, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and "finished:" in run.stdout, run.stderr
+    command = [sys.executable, "scripts/status.py", str(tmp_path / "runs")]
+    table = subprocess.run(command, cwd=tmp_path / "image", env=CLEAN, capture_output=True, text=True, timeout=60)
+    assert "digits_convnet  finished" in table.stdout, table.stderr
+    assert any(line.startswith("RUN apt-get") and " g++ " in line for line in lines), "-compile needs a compiler"
+
+
+def context(target: Path) -> list[Path]:
+    """Copy the files that Dockerfile.dockerignore includes to `target`: the last matching pattern decides."""
+    patterns = (FOLDER / "Dockerfile.dockerignore").read_text().split()
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in names.splitlines():
+        fits = [p for p in patterns if any(_fits(part, p.lstrip("!")) for part in _parts(name))]
+        if fits[-1].startswith("!") and (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+    return [file for file in target.rglob("*") if file.is_file()]
+
+
+def _parts(name):
+    return [name, *(str(parent) for parent in Path(name).parents if parent.name)]
+
+
+def _fits(part, pattern):
+    return fnmatch.fnmatch(part, pattern.replace("**/", "*")) if "*" in pattern else part == pattern
+
+
+def can_unshare() -> bool:
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
+    return bool(shutil.which("unshare")) and not subprocess.run(command, capture_output=True).returncode
+
+
+@pytest.mark.skipif(not can_unshare(), reason="needs root and util-linux' unshare, to be process 1 as in a pod")
+def test_process_1_of_a_pod_stops_with_its_state_saved_and_a_pod_of_the_other_kind_resumes(tmp_path):
+    command = [*STARTS["v2"]["args"], *"-epochs 4000 -cpu 2 -arch mlp -workers 0 -log_every 5".split()]
+    command[command.index("-out") + 1] = str(tmp_path)
+    folder = tmp_path / "digits"
+    image = tmp_path / "image"
+    context(image)
+    (image / ".venv").symlink_to(sys.prefix)
+    with Pod("v2", command, image) as pod:
+        until(lambda: (folder / "metrics.jsonl").is_file() and (folder / "metrics.jsonl").read_text(), 120)
+        os.kill(pod.first(), signal.SIGTERM)
+        assert pod.wait() == 1  # so that Kubernetes starts it again
+    stopped = run_folder.read_json(folder / "outcome.json")
+    assert stopped["state"] == "stopped" and stopped["step"] > 0
+
+    with Pod("v1", [*command, "-limit_steps", str(stopped["step"] + 1)], image) as pod:
+        assert pod.wait() == 0
+    assert run_folder.read_json(folder / "outcome.json")["step"] == stopped["step"] + 1
+
+
+class Pod:
+    """Start the command of a pod from the image's files, as process 1 of a namespace of its own, with the variables
+    of its operator."""
+
+    def __init__(self, kind, command, image):
+        port = ports.free()
+        given = dict(f"PET_{one}".split("=") for one in GIVEN[kind].format(port=port).split())
+        command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *STARTS[kind]["command"], *command]
+        env = {**CLEAN, "OMP_NUM_THREADS": "1", **given}
+        self.process = subprocess.Popen(command, cwd=image, env=env)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+
+    def first(self) -> int:
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+
+    def wait(self) -> int:
+        return self.process.wait(120)

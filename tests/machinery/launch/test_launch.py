@@ -1,0 +1,235 @@
+"""How the processes of a run are started, get their ranks, are watched, and are ended when one of them fails."""
+
+import concurrent.futures
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import ports
+import pytest
+import torch
+import yaml
+from command_line import parsed
+from processes import ROOT
+
+from lib import launch
+from lib.launch import local
+from lib.utils.errors import FAILED, STOPPED
+from scripts import check_resume
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
+STEPS = 60  # of three epochs
+STRAY = {"RANK": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}  # left over from another program
+SOON_S = 30  # seconds until a failed run has ended, on a machine with other work
+
+
+def test_a_single_process_runs_in_the_parent_so_that_breakpoint_works(start):
+    fault = {"do": "debug", "step": 5}
+    run = start("one", fault=fault, cpu=1, terminal=("stdin", "stdout", "stderr"))
+    run.wait_for_output("starting:    one (-dataset digits -arch mlp)")
+    run.wait_for_output("(Pdb)")
+    run.type("p 6 * 7\n")
+    run.wait_for_output("42")
+    run.type("c\n")
+    assert run.wait() == 0, run.text()
+    assert [note["pid"] for note in run.wait_for_notes(1)] == [run.pid]
+    assert run.wait_for_notes(1)[0]["environ"]["WORLD_SIZE"] == "1"
+
+
+def test_two_processes_import_torch_once_and_share_the_cores(start, uninterrupted):
+    command, env = ["-X", "importtime", "train.py"], {"OMP_NUM_THREADS": None}
+    run = start("real", "-arch", "mlp", "-epochs", 3, command=command, env=env)
+    assert run.wait() == 0, run.text()
+    imported = re.findall(r"^import time:.*\| +(\S+)$", run.text(), re.MULTILINE)
+    for name in ("torch", "torch.distributed", "torch._dynamo.eval_frame", "numpy"):
+        assert imported.count(name) == 1, name
+    threads = yaml.safe_load((run.folder / "config.yaml").read_text())["threads"]
+    assert threads == max(1, len(os.sched_getaffinity(0)) // 2) or threads < 3  # of two hardware threads a core
+    assert threads > 1 or run.weights() == uninterrupted.weights()
+
+
+def test_children_get_their_ranks_and_listen_on_this_machine_only(start):
+    run = start("place", fault={"do": "pause", "step": 5}, env={"OMP_NUM_THREADS": "3", **STRAY})
+    notes = run.wait_for_notes(2)
+    for rank, note in enumerate(notes):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+        assert {name: note["environ"][name] for name in place} == {name: str(value) for name, value in place.items()}
+        assert int(note["environ"]["MASTER_PORT"]) > 0
+        assert note["parent"] == run.pid
+        assert (note["environ"]["OMP_NUM_THREADS"], note["threads"]) == ("3", 3), "the user's setting"
+    assert run.processes() == {run.pid, *(note["pid"] for note in notes)}
+    listening = [address for pid in run.processes() for address in ports.listens(pid)]
+    assert len(listening) >= 3  # the store, and gloo in each rank
+    assert {address.partition(":")[0] for address in listening} == {"0100007F"}
+    run.release()
+    assert run.wait() == 0, run.text()
+    run.wait_until_gone(SOON_S)
+
+
+def test_runs_started_at_the_same_moment_never_collide(start):
+    runs = [start(f"run_{number}", "-epochs", 1) for number in range(4)]
+    for run in runs:
+        assert run.wait() == 0, run.text()
+
+
+def test_the_error_of_a_rank_is_shown_first_once_and_in_full(start):
+    fault = {"do": "fail", "step": 25, "rank": 1, "text": f"a sample {'x' * 200_000} that nobody can bear"}
+    run = start("raises", "-workers", 1, fault=fault)
+    assert run.wait() == 1, run.text()
+    assert time.monotonic() - run.wait_for_notes(1)[0]["time"] < SOON_S
+    assert run.text().count("Traceback (most recent call last)") == 1
+    shown = run.text()[run.text().index("Traceback") :].strip()
+    assert re.search(r"File .*faulty.py.*, in fail\n", shown)
+    whole, last = [line for line in shown.splitlines() if line != "failed"][-2:]  # "failed": of rank 0
+    assert whole == f"ValueError: {fault['text']}"
+    assert last.startswith("train.py: rank 1 failed with exit code 1")
+    assert run.outcome()["state"] == "failed"
+    assert run.outcome()["reason"].startswith(f"rank 1: {whole}")
+    run.wait_until_gone(SOON_S)
+
+
+def test_a_killed_loader_process_fails_the_run(start):
+    run = start("loader", "-workers", 1, fault={"do": "pause", "step": 5})
+    ranks = {note["pid"] for note in run.wait_for_notes(2)}
+    loaders = [pid for pid in run.processes() - ranks - {run.pid} if not is_tracker(pid)]
+    assert len(loaders) == 2
+    os.kill(loaders[0], signal.SIGKILL)
+    run.release()
+    assert run.wait() == 1, run.text()
+    # torch has another message for a loader that dies while it sends a batch.
+    assert re.search(f"DataLoader worker .*{loaders[0]}|ConnectionResetError", run.text())
+    assert run.outcome()["state"] == "failed"
+    run.wait_until_gone(SOON_S)
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether a process is multiprocessing's resource tracker."""
+    return "resource_tracker" in Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def test_a_killed_rank_is_reported_with_its_signal(start):
+    run = start("killed", fault={"do": "send_signal", "signal": "SIGSEGV", "step": 5, "rank": 0})
+    assert run.wait() == 1, run.text()
+    assert time.monotonic() - run.wait_for_notes(1)[0]["time"] < SOON_S
+    assert run.text().strip().splitlines()[-1].startswith("train.py: rank 0 was killed by SIGSEGV")
+    run.wait_until_gone(SOON_S)
+
+
+def test_an_abort_that_follows_another_ranks_failure_does_not_hide_it():
+    """torch aborts when it loses a peer."""
+    assert local.failed_rank([-signal.SIGABRT, 1]) == 1
+    assert local.failed_rank([None, -signal.SIGABRT]) == 1
+    assert local.failed_rank([None, 75, 0]) is None
+
+
+@pytest.mark.parametrize(("forwarded", "code"), [([signal.SIGTERM], STOPPED), ([], FAILED)])
+def test_a_rank_that_a_signal_ends_before_its_handler_is_installed_is_no_failure(forwarded, code):
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=signal.pause)
+    process.start()
+    process.terminate()
+    assert local.watch([process], forwarded, context.Lock()) == code
+
+
+def test_a_failed_rank_that_does_not_exit_is_killed(start):
+    run = start("lingers", fault={"do": "fail_and_linger", "step": 5, "rank": 1})
+    assert run.wait() == 1, run.text()
+    assert time.monotonic() - run.wait_for_notes(1)[0]["time"] < SOON_S
+    assert "ValueError" in run.text()
+    run.wait_until_gone(SOON_S)
+
+
+def test_children_that_cannot_be_forked_are_spawned(start, tmp_path, uninterrupted):
+    script = tmp_path / "spawned.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(ROOT)!r})
+        import train
+        from lib.launch import local
+        local.fork_is_safe = lambda: False
+        if __name__ == "__main__":
+            sys.exit(train.main())
+    """)
+    )
+    run = start("spawned", "-arch", "mlp", "-epochs", 3, command=[str(script)])
+    assert run.wait() == 0, run.text()
+    assert run.weights() == uninterrupted.weights()
+    run.wait_until_gone(SOON_S)
+
+
+@pytest.mark.parametrize(("gpus", "threads", "safe"), [(False, 0, True), (True, 0, False), (False, 1, False)])
+def test_children_are_forked_where_there_are_neither_gpus_nor_threads_of_a_plugin(gpus, threads, safe, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpus)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for _ in range(threads):
+            pool.submit(time.sleep, 0).result()
+        assert local.fork_is_safe() is safe
+
+
+def test_there_are_as_many_processes_as_the_flags_say_or_one_for_each_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    for flags, count in (("", 4), ("-gpus 2,3", 2), ("-cpu 3", 3)):
+        args = parsed(flags)
+        assert local.count_processes(args) == check_resume.Check(args, tmp_path).size == count
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "is_one"), [("1", "2", True), ("0", None, False), (None, "2", False), ("2", "2", False)]
+)
+def test_a_process_counts_as_launched_if_its_rank_fits_its_world_size(rank, size, is_one, monkeypatch):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert launch.is_launched() == is_one
+
+
+@pytest.mark.parametrize(
+    "ends, code, lines",
+    [
+        ("return 75", 75, ["end of main", "atexit", "finalizer"]),
+        ("sys.exit(3)", 3, ["end of main", "atexit", "finalizer", "objects"]),
+        ("raise OSError('no disk')", 1, ["end of main", "atexit", "finalizer", "objects"]),
+    ],
+)
+def test_a_program_runs_its_exit_handlers_and_flushes_but_skips_destructors(ends, code, lines):
+    """If main returns no exit code, it ends as Python does, with destructors."""
+    text = f"""
+import atexit, sys, threading, time
+from multiprocessing.util import Finalize
+from lib.utils.monitoring import startup
+class Object:
+    def __del__(self, write=sys.stdout.write):
+        write("objects\\n")
+kept = Object()
+def main():
+    Finalize(None, print, ("finalizer",), exitpriority=1)
+    atexit.register(print, "atexit")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("end of main"))).start()
+    {ends}
+startup.run_program(main)
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stdout.split("\n")[:-1]) == (code, lines)
+    assert ("no disk" in done.stderr) == (code == 1)
+
+
+def test_torchrun_starts_the_same_run(start, uninterrupted):
+    command = ["-m", "torch.distributed.run", "--nproc_per_node=2", "train.py"]
+    flags = ["-arch", "mlp", "-epochs", 3]
+    run = start("torchrun", *flags, "-max_hours", 1e-9, command=command)
+    assert run.wait() == 0, run.text()
+    assert run.outcome()["state"] == "stopped"
+    assert 0 < run.outcome()["step"] < STEPS
+    run = start("torchrun", *flags, command=command)
+    assert run.wait() == 0, run.text()
+    assert run.outcome()["state"] == "finished"
+    assert run.weights() == uninterrupted.weights()
+    run.wait_until_gone(SOON_S)

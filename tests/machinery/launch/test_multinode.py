@@ -1,0 +1,165 @@
+"""Nodes that torchrun started separately: without a shared disk each has the whole state and sends it to nodes that
+lost theirs; a launch has one id even if nodes have others; all nodes need the same flags."""
+
+import os
+import shutil
+
+import pytest
+import saves
+from runs import distance, outcome, run, same_tensors
+from safetensors.torch import load_file
+from saves import SMALL, log_of, names
+
+import train
+from lib import config
+from lib.trainer import trainer
+from lib.utils.checkpoint import run_folder
+
+pytestmark = pytest.mark.usefixtures("small_plugins")
+
+
+# Nodes with a disk of their own
+
+
+def _give_each_process_a_disk(monkeypatch, patience=0.0):
+    """Make every process a node with a folder OUT/nodeR of its own."""
+    real = train.train
+
+    def run_on_node(args):
+        rank = int(os.environ["RANK"])
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        mine = config.Args()
+        vars(mine).update({**vars(args), "out": f"{args.out}/node{rank}"})
+        return real(mine)
+
+    monkeypatch.setattr(train, "train", run_on_node)
+    monkeypatch.setattr(run_folder, "PATIENCE_S", patience)
+
+
+def _run_on_nodes(out, flags, wanted=0):
+    run(out, flags, wanted)
+    return [out / f"node{rank}" / "few_norm_net" for rank in range(3)]
+
+
+def test_a_damaged_or_missing_checkpoint_of_a_node_is_sent_by_another_also_to_more_nodes(
+    finished_run, tmp_path, monkeypatch
+):
+    _give_each_process_a_disk(monkeypatch)
+    with monkeypatch.context() as patch:
+        saves.stop_at(patch, 7)
+        one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75)
+    assert [outcome(node)["state"] for node in (one, two)] == ["stopped"] * 2
+    shard = next((two / "checkpoints" / names(two)[0]).glob("shard_*"))
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with monkeypatch.context() as patch:
+        saves.stop_at(patch, 9)
+        _run_on_nodes(tmp_path, f"{SMALL} -cpu 3", wanted=75)
+    assert f"rank 1: {shard}: " in log_of(two, 1) and "; rank 0 sends it" in log_of(two, 1)
+    assert "an older checkpoint is taken" not in log_of(two, 1)
+    shutil.rmtree(one / "checkpoints" / names(one)[0])
+    one, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2")
+    assert distance(one, finished_run) < 1e-5 and "resuming from" in log_of(one)
+    assert [outcome(node)["state"] for node in (one, two)] == ["finished"] * 2
+
+
+def test_a_run_resumes_with_the_same_bits_after_a_node_is_replaced_by_an_empty_or_an_outdated_one(
+    finished_run, tmp_path, monkeypatch
+):
+    _give_each_process_a_disk(monkeypatch)
+
+    def start(stop=None):
+        with monkeypatch.context() as patch:
+            if stop:
+                saves.stop_at(patch, stop)
+            return _run_on_nodes(tmp_path, f"{SMALL} -cpu 2", wanted=75 if stop else 0)[:2]
+
+    one, two = start(stop=3)
+    shutil.copytree(two, tmp_path / "past", symlinks=True)
+    shutil.rmtree(two.parent)
+    for last, stop, node in ((3, 5, one), (5, 6, two), (6, 9, one)):
+        assert start(stop) == [one, two]
+        truth = saves.tensors(finished_run / "checkpoints" / saves.at_step(finished_run, stop))
+        for rank, each in enumerate((one, two)):
+            assert f"_step_{last}: epoch" in log_of(each, rank).rpartition("resuming from ")[2]
+            saved = saves.tensors(each / "checkpoints" / saves.at_step(each, stop))
+            assert same_tensors(saved, truth)
+        shutil.rmtree(node.parent)  # the next start finds an empty machine
+        if node == two:
+            shutil.copytree(tmp_path / "past", node, symlinks=True)
+    start()
+    assert distance(one, finished_run) == 0.0
+    result = outcome(one)
+    assert [result[name] for name in ("state", "step", "samples")] == ["finished", 12, 150]
+    assert _tensors_of(one) == _tensors_of(two) == _tensors_of(finished_run)
+    for name in ("best", "final"):
+        assert same_tensors(*(load_file(each / name / "weights.safetensors") for each in (one, two))), name
+    assert f"out: {tmp_path}/node1" in (two / "config.yaml").read_text()
+
+
+def _tensors_of(folder):
+    """The checksums of all tensors that a run saved."""
+    return {name: value for name, value in saves.bits(folder).items() if name != "figures"}
+
+
+def test_fsdp_without_a_shared_disk_is_refused_before_a_checkpoint_is_sent(tmp_path, monkeypatch, refused):
+    _give_each_process_a_disk(monkeypatch)
+    _, two, _ = _run_on_nodes(tmp_path, f"{SMALL} -cpu 2 -limit_steps 3", wanted=75)
+    shutil.rmtree(two)
+    assert "a sharded model needs a folder that all nodes share" in refused(f"{SMALL} -cpu 2 -parallel fsdp")
+
+
+def test_a_shared_disk_is_detected(tmp_path, monkeypatch):
+    _give_each_process_a_disk(monkeypatch)
+    for node in ("node1", "node2"):
+        (tmp_path / node).symlink_to(tmp_path / "node0")
+    (tmp_path / "node0").mkdir()
+    folder = _run_on_nodes(tmp_path, f"{SMALL} -cpu 3")[0]
+    newest = folder / "checkpoints" / names(folder)[0]
+    assert len(list(newest.glob("shard_*"))) == 1, "rank 0 writes what all ranks have"
+    assert not list(folder.rglob("*.partial")) and not list((tmp_path / "node0").glob("*.partial"))
+
+
+# Nodes whose torchrun got no id, or other flags
+
+
+def _set_flags_by_rank(monkeypatch, change):
+    """Make every process call change(rank), which returns flags for this rank, before it runs."""
+    real = train.train
+
+    def differing(args):
+        mine = config.Args()
+        vars(mine).update({**vars(args), **(change(int(os.environ["RANK"])) or {})})
+        return real(mine)
+
+    monkeypatch.setattr(train, "train", differing)
+
+
+def test_a_restart_of_nodes_with_different_launch_ids_does_not_apply_reset_again(tmp_path, monkeypatch):
+    """This happens under torchrun on several nodes without --rdzv-id; the first start fails on the other node."""
+    _set_flags_by_rank(monkeypatch, lambda rank: os.environ.update(TORCHELASTIC_RUN_ID=f"node{rank}-1"))
+    real = trainer.Trainer.after_step
+
+    def failing(self):
+        if self.world.rank == 1 and self.state.step == 6:
+            raise ValueError("a broken sample")
+        return real(self)
+
+    flags = f"{SMALL} -cpu 2 -reset -save_every 2steps"
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "after_step", failing)
+        folder = run(tmp_path, flags, wanted=1)
+    facts = {"state": "failed", "reason": "rank 1: ValueError: a broken sample", "lost_peer": False}
+    assert outcome(folder).items() >= {**facts, "launch": "node0-1"}.items()
+    run(tmp_path, flags)
+    assert "resuming from" in log_of(folder) and not (tmp_path / ".old").exists()
+    monkeypatch.undo()
+    run(tmp_path, flags)
+    assert (tmp_path / ".old").exists(), "a new command applies -reset"
+
+
+def test_a_flag_that_differs_between_nodes_is_refused_with_both_values(tmp_path, monkeypatch, refused):
+    """Only folders and devices may differ between nodes."""
+    _set_flags_by_rank(monkeypatch, lambda rank: {"lr_start": 0.5, "out": f"{tmp_path}/own"} if rank == 1 else None)
+    message = refused(f"{SMALL} -cpu 3")
+    assert message == "train.py: -lr_start is 0.5 on rank 1 and 0.001 on rank 0: give all processes the same"
+    assert not list(tmp_path.iterdir()), "something was written"

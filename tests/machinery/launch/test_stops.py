@@ -1,0 +1,207 @@
+"""However a run ends, it saves its state if it can, and the next start ends with the same weights, bit for bit."""
+
+import itertools
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import until
+
+from lib.utils import preemption
+from lib.utils.distributed import World
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inspects its runs in /proc")
+EPOCH, STEPS = 20, 60  # steps of an epoch, and of the run
+PAUSE = {"do": "pause", "step": 25}
+NEXT = PAUSE["step"] + 1  # the step at which a run stops that was asked to stop during its pause
+QUIET = "stopped at once, as there was nothing to save"
+SOON_S = 30  # seconds until a run reacts, on a machine with other work
+
+
+def signal_parent(run, number):
+    os.kill(run.pid, number)
+
+
+def signal_all(run, number):
+    os.killpg(run.pid, number)
+
+
+def signal_rank(rank):
+    def send(run, number):
+        os.kill(run.wait_for_notes(2)[rank]["pid"], number)
+
+    return send
+
+
+def wait_until_noticed(run, number):
+    """Wait until a rank has noticed this signal and wants to stop."""
+    message, logs = f"signal {number.name}: stopping", run.folder / "logs"
+    until(lambda: any(message in log.read_text() for log in logs.glob("rank_*.log")), what=message)
+
+
+def saved_steps(run) -> list[int]:
+    """The steps of the checkpoints, sorted."""
+    return sorted(
+        int(folder.name.partition("_step_")[2]) for folder in (run.folder / "checkpoints").glob("*_step_*[0-9]")
+    )
+
+
+def wait_until_stopped(run, reason) -> int:
+    """Wait until the run has stopped with its state saved, and return the step."""
+    assert run.wait() == 75, run.text()
+    run.wait_until_gone(SOON_S)
+    outcome = run.outcome()
+    assert outcome["state"] == "stopped"
+    assert reason in outcome["reason"]
+    assert saved_steps(run)[-1] == outcome["step"] < STEPS
+    assert "Traceback" not in run.text()
+    return outcome["step"]
+
+
+def new_stop(folder, world=None):
+    return preemption.Stop(folder, world or World(), max_hours=None, grace_s=60, limit_steps=None)
+
+
+def check_resumes(start, name, uninterrupted, *flags, **how):
+    """Check that the next start of a run resumes and ends as if it had not been interrupted."""
+    run = start(name, *flags, **how)
+    assert run.wait() == 0, run.text()
+    assert "resuming from" in run.text()
+    outcome = run.outcome()
+    assert [outcome[name] for name in ("state", "step", "samples")] == ["finished", STEPS, 3 * 1259]
+    assert run.weights() == uninterrupted.weights()
+
+
+@pytest.mark.parametrize(("send", "workers"), [(signal_rank(1), 0), (signal_all, 2)])
+def test_a_signal_stops_all_ranks_at_one_step_and_the_next_start_resumes(start, uninterrupted, send, workers):
+    run = start("signalled", "-workers", workers, fault=PAUSE)
+    run.wait_for_notes(2)
+    for _ in range(3):  # repeated signals change nothing
+        send(run, signal.SIGTERM)
+    wait_until_noticed(run, signal.SIGTERM)
+    run.release()
+    assert wait_until_stopped(run, "SIGTERM") == NEXT
+    assert saved_steps(run)[-2:-1] == [EPOCH]
+    check_resumes(start, "signalled", uninterrupted, "-workers", workers)
+
+
+def test_the_interval_between_votes_stays_short_on_a_gpu_whose_steps_are_queued(monkeypatch):
+    """After a wait the next steps are queued at once and seem to take no time. Here a step takes 1 s, four are in the
+    queue, and a log line every ten steps waits for the GPU."""
+    clock, queue, votes = [0.0], [], []
+    stop = new_stop(Path("nowhere"), World(size=2))
+    monkeypatch.setattr(stop, "is_requested", lambda: bool(votes.append(clock[0])))
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(preemption.distributed, "all_reduce_max", lambda values, world: values)
+    for step in range(1, 400):
+        clock[0] += 0.02
+        queue.append(max([clock[0], *queue]) + 1.0)
+        if len(queue) > 4 or step % 10 == 0:
+            clock[0] = max(clock[0], queue[-1] if step % 10 == 0 else queue[-5])
+        queue = queue[-4:]
+        stop.tick(training=True)
+    assert len(votes) > 40 and max(after - before for before, after in itertools.pairwise(votes)) < 10
+
+
+def test_one_ctrl_c_stops_the_run_and_a_second_one_ends_it_at_once(start, uninterrupted):
+    terminal = {"terminal": ("stdin", "stdout", "stderr")}
+    run = start("keys", fault=PAUSE, **terminal)
+    run.wait_for_notes(2)
+    run.type("\x03")
+    run.wait_for_output("signal SIGINT: stopping")
+    run.release()
+    first = wait_until_stopped(run, "SIGINT")
+    run = start("keys", fault={**PAUSE, "step": 45}, **terminal)
+    run.wait_for_notes(2)
+    run.type("\x03")
+    run.wait_for_output("signal SIGINT: stopping")
+    time.sleep(1.2)  # Ctrl-C twice within a second counts as once
+    run.type("\x03")
+    assert run.wait(SOON_S) == 130, run.text()
+    run.wait_until_gone(SOON_S)
+    assert first in saved_steps(run)  # the save of the second epoch may have been in progress
+    check_resumes(start, "keys", uninterrupted)
+
+
+def test_a_lost_terminal_stops_only_runs_that_write_to_it(start, uninterrupted):
+    run = start("terminal", fault=PAUSE, terminal=("stdin", "stdout", "stderr"))
+    run.wait_for_notes(2)
+    run.hang_up()
+    wait_until_noticed(run, signal.SIGHUP)
+    run.release()
+    assert wait_until_stopped(run, "SIGHUP") == NEXT
+    check_resumes(start, "terminal", uninterrupted)
+    run = start("elsewhere", fault=PAUSE, terminal=("stdin", "stderr"))
+    run.wait_for_notes(2)
+    run.hang_up()
+    run.release()
+    assert run.wait() == 0, run.text()
+    assert run.weights() == uninterrupted.weights()
+
+
+def test_max_hours_stops_a_run_and_the_file_stop_stops_it_once_whatever_its_timestamp(start, uninterrupted):
+    first = wait_until_stopped(start("limited", "-max_hours", 1e-9), "-max_hours is over")
+    run = start("limited", fault=PAUSE)
+    run.wait_for_notes(2)
+    signal_parent(run, signal.SIGUSR2)
+    wait_until_noticed(run, signal.SIGUSR2)
+    (run.folder / "STOP").touch()  # as if during a preemption or while the job waits to be requeued
+    run.release()
+    assert first < wait_until_stopped(run, "SIGUSR2") == NEXT
+    for number, age in enumerate((-86400, 86400), 1):  # clocks of machines differ
+        (run.folder / "STOP").touch()
+        os.utime(run.folder / "STOP", 2 * (time.time() + age,))
+        assert wait_until_stopped(start("limited"), "STOP") == NEXT + number
+        assert not (run.folder / "STOP").exists()
+    check_resumes(start, "limited", uninterrupted)
+
+
+def test_a_start_waits_for_ranks_that_are_still_saving_after_their_launcher_was_killed(start, uninterrupted):
+    old = start("again", "-workers", 1, fault=PAUSE)
+    old.wait_for_notes(2)
+    os.kill(old.pid, signal.SIGKILL)
+    new = start("again")
+    new.wait_for_output("waiting up to")
+    assert new.ended() is None
+    old.wait_for_output("signal SIGINT: stopping")  # within a second
+    old.release()
+    assert new.wait() == 0, new.text()
+    assert f"_step_{NEXT}: epoch" in new.text().partition("resuming from")[2]
+    assert new.weights() == uninterrupted.weights()
+    old.wait_until_gone(SOON_S)
+
+
+def test_a_stop_that_takes_longer_than_grace_s_shows_the_stack_and_ends(start, uninterrupted):
+    run = start("stuck", "-grace_s", 2, fault={"do": "send_signal", "signal": "SIGSTOP", "step": 45, "rank": 1})
+    run.wait_for_notes(1)
+    time.sleep(0.2)  # rank 0 is in its collective, waiting for rank 1
+    signal_parent(run, signal.SIGTERM)
+    sent = time.monotonic()
+    assert run.wait() == 1, run.text()
+    assert 2 < time.monotonic() - sent < 2 + SOON_S
+    assert re.search(r"Timeout \(0:00:02\)!\nThread 0x", run.text())
+    assert re.search(r"File .*trainer\.py.* in ", run.text())
+    assert "rank 0 failed with exit code 1" in run.text()
+    run.wait_until_gone(SOON_S)
+    assert EPOCH in saved_steps(run)  # the save of the second epoch waited for it, and may still be in progress
+    check_resumes(start, "stuck", uninterrupted)
+
+
+def test_a_signal_in_the_first_seconds_exits_with_75_and_does_no_harm(start, uninterrupted):
+    flags = ("-arch", "mlp", "-epochs", 3)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        run = start("early", *flags, command=["train.py"])
+        until(
+            lambda maps=Path(f"/proc/{run.pid}/maps"): "libtorch_cpu" in maps.read_text()
+        )  # torch is being imported
+        signal_parent(run, number)
+        assert run.wait() == 75, run.text()
+        assert run.text() == f"train.py: {number.name} before or after the training: {QUIET}\n"
+        run.wait_until_gone(SOON_S)
+    run = start("early")
+    assert run.wait() == 0, run.text()
+    assert run.weights() == uninterrupted.weights()

@@ -1,0 +1,180 @@
+"""A run that hangs is ended, and each rank logs where it was."""
+
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+import types
+
+import processes
+import pytest
+import torch
+from runs import plugins
+from torch.utils.data import Dataset
+
+import train
+from lib.utils import watchdog
+from lib.utils.data import fetch
+
+MINUTES = 0.1
+SOON_S = 30  # seconds after the time limit
+TIMEOUT_S = 0.6  # of the run in a process that steps by itself
+
+
+def test_a_frozen_rank_fails_the_run_and_all_other_ranks_log_their_stacks(start):
+    fault = {"do": "send_signal", "signal": "SIGSTOP", "step": 45, "rank": 0}
+    run = start("frozen", "-hang_minutes", MINUTES, fault=fault, cpu=3, env={"VOTE_S": "1"})
+    assert run.wait() == 1, run.text()
+    assert time.monotonic() - run.wait_for_notes(1)[0]["time"] < MINUTES * 60 + SOON_S
+    assert run.outcome()["state"] == "running" or run.outcome()["lost_peer"], (
+        "a requeue counts both as a lost process"
+    )
+    assert "nothing moved" not in (run.folder / "logs" / "rank_0.log").read_text()
+    for other in (1, 2):
+        log = (run.folder / "logs" / f"rank_{other}.log").read_text()
+        assert re.search(r"nothing moved for 6 s \(-hang_minutes 0.1\) at step 4\d: rank \d on ", log)
+        assert re.search(r"Thread 0x.*(exact|distributed)\.py", log, re.S), "no stacks in the rank's own log"
+    run.wait_until_gone()
+
+
+def test_a_single_process_that_hangs_is_ended_and_logs_its_stack(start):
+    """It is not ended if it has a terminal, where somebody may be at a breakpoint."""
+    run = start("single", "-hang_minutes", MINUTES, fault={"do": "pause", "step": 45}, cpu=1)
+    on_terminal = start(
+        "terminal", "-hang_minutes", MINUTES, fault={"do": "pause", "step": 45}, cpu=1, terminal=("stdin",)
+    )
+    assert run.wait() == 1, run.text()
+    message = "nothing moved for 6 s (-hang_minutes 0.1) at step 45: rank 0 on "
+    assert message in run.text() and run.outcome()["state"] == "running", "as for a killed process"
+    assert "in pause" in (run.folder / "logs" / "rank_0.log").read_text()
+    processes.until(lambda: "nothing moved for" in on_terminal.log.read_text())
+    on_terminal.release()
+    assert on_terminal.wait() == 0, on_terminal.text()
+
+
+@pytest.fixture
+def endings(monkeypatch):
+    """The exit codes with which the watchdog would end this process; an event is set with the first one."""
+    ended = threading.Event()
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(watchdog.sys, "stdin", None)
+    monkeypatch.setattr(watchdog, "SAY_AFTER_S", 0.2)
+    return ended
+
+
+def test_a_process_that_hangs_in_a_log_call_is_ended(endings):
+    """A dead disk of the log file or an unread terminal causes this. The report must not wait for logging's lock."""
+    handler = logging.NullHandler()
+    handler.handle = handler.emit = lambda record: handler.acquire() and handler.release()
+    handler.name = "lib.file"
+    logging.getLogger().addHandler(handler)
+    handler.acquire()
+    try:
+        with watchdog.watch(0.1 / 60):
+            assert endings.wait(SOON_S)
+    finally:
+        handler.release()
+        logging.getLogger().removeHandler(handler)
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What the watchdog writes to stderr before there is a log."""
+    texts = []
+    monkeypatch.setattr(watchdog.os, "write", lambda number, data: texts.append(data.decode()))
+    return texts
+
+
+def test_what_a_process_does_is_said_before_it_is_ended_and_movement_prevents_both(endings, shown):
+    with watchdog.watch(0.6 / 60):
+        watchdog.begin("waiting for the mail", hint=lambda: "; it is Sunday")
+        processes.until(lambda: "Sunday" in "".join(shown))
+        assert "(-hang_minutes 0.01) before the first step: rank 0 on " in "".join(shown)
+        assert "waiting for the mail; it is Sunday" in "".join(shown) and not endings.is_set()
+        watchdog.begin("reading")
+        watchdog.moved(step=3)
+        shown.clear()
+        assert endings.wait(SOON_S)
+    assert "at step 3: rank 0 on " in "".join(shown) and "reading; the stacks of its threads" in "".join(shown)
+
+
+def test_a_suspended_process_does_not_count_as_hanging(tmp_path):
+    """A scheduler may suspend a job by SIGSTOP for longer than -hang_minutes."""
+    (tmp_path / "logs").mkdir()
+    reader, writer = multiprocessing.get_context("fork").Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=step_until_message, args=(tmp_path, reader))
+    process.start()
+    processes.until(lambda: (tmp_path / "started").exists())
+    for _ in range(3):
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(2 * TIMEOUT_S)
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(TIMEOUT_S / 4)
+    writer.send("end")
+    process.join(SOON_S)
+    assert process.exitcode == 0
+
+
+def step_until_message(folder, reader):
+    """A run whose steps take a third of the limit."""
+    with watchdog.watch(TIMEOUT_S / 60):
+        watchdog.moved(step=3)
+        (folder / "started").touch()
+        while not reader.poll():
+            for _ in range(10):  # a single sleep would be over as soon as the process continues
+                time.sleep(TIMEOUT_S / 30)
+            watchdog.moved(step=3)
+
+
+class Waits(Dataset):
+    """Waits for ever at its first sample."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        threading.Event().wait()
+
+
+class WaitsInForward(torch.nn.Linear):
+    """Waits for ever in its first pass."""
+
+    def forward(self, inputs):
+        threading.Event().wait()
+
+
+class Zeros(Waits):
+    def __getitem__(self, index):
+        return torch.zeros(64), index % 4
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model", "flags", "message"),
+    [
+        (lambda args: threading.Event().wait(), None, "", "get_dataset of -dataset waits"),
+        (lambda args: Waits(), None, "-workers 0", "waiting for a batch of Waits from this process"),
+        (
+            lambda args: Waits(),
+            None,
+            "-workers 2",
+            "waiting for a batch of Waits from 1 loader processes (-workers); they hand it over in /dev/shm, which "
+            "has 8 MB free: docker run --shm-size=8g, a smaller -micro_batch, or -workers 0",
+        ),
+        (lambda args: Zeros(), lambda args: threading.Event().wait(), "", "building -arch waits"),
+        (lambda args: Zeros(), lambda args: WaitsInForward(64, 4), "-workers 2", "computing a batch"),
+    ],
+    ids=["get_dataset", "sample", "loader", "get_model", "forward"],
+)
+def test_a_start_that_hangs_says_where_and_is_ended(dataset, model, flags, message, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(watchdog, "SAY_AFTER_S", 2.0)
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=8_000_000))
+    model = model or (lambda args: torch.nn.Linear(64, 4))
+    with plugins(dataset={"waits": dataset}, arch={"waits": model}):
+        small = "-dataset waits -arch waits -cpu 2 -batch_size 4 -num_classes 4 -hang_minutes 0.04"
+        assert train.main([*f"{small} {flags}".split(), "-out", str(tmp_path)]) == 1
+    shown = capfd.readouterr()
+    logs = [file.read_text() for file in tmp_path.glob("*/logs/*.log")]
+    assert message in "".join([shown.out, shown.err, *logs])

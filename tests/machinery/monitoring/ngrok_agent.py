@@ -1,0 +1,66 @@
+"""A fake of ngrok's agent: it has the same local API and log on stdout, and opens no tunnel.
+
+AGENT_NOTES is the file for what it receives.
+"""
+
+import json
+import os
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+NOTES = Path(os.environ["AGENT_NOTES"])
+PUBLIC = "https://a-public-address.example"
+
+
+class Api(BaseHTTPRequestHandler):
+    """The agent's local API, which opens tunnels."""
+
+    def do_GET(self):
+        self.reply(200, {"endpoints": []})
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        note(request=request)
+        self.reply(201, {"name": request["name"], "url": PUBLIC, "public_url": PUBLIC})
+
+    def reply(self, code, answer):
+        body = json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        """stdout is the agent's log."""
+
+
+def serve(handler) -> str:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return f"127.0.0.1:{server.server_port}"
+
+
+def note(**facts):
+    facts = {"argv": sys.argv, "token": os.environ.get("NGROK_AUTHTOKEN"), "pid": os.getpid(), **facts}
+    partial = NOTES.with_suffix(".partial")
+    partial.write_text(json.dumps(facts))
+    partial.replace(NOTES)
+
+
+def say(level, message, **fields):
+    more = "".join(f" {name}={value}" for name, value in fields.items())
+    print(f't=2026-01-01T00:00:00Z lvl={level} msg="{message}"{more}', flush=True)
+
+
+def main():
+    note()
+    say("info", "starting web service", obj="web", addr=serve(Api))
+    say("info", "tunnel session started", obj="tunnels.session")
+    say("info", "client session established", obj="csess")
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

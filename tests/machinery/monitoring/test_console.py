@@ -1,0 +1,142 @@
+"""Output of a run: a progress bar on a terminal, plain lines elsewhere, and the log files."""
+
+import fcntl
+import math
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from contextlib import suppress
+
+import torch
+from processes import ROOT
+
+from lib.utils.checkpoint.state import State
+from lib.utils.monitoring import console, throughput
+
+RUN = """
+import logging, sys, time, warnings
+from tqdm import tqdm
+from lib.utils.monitoring import console
+folder, rank = sys.argv[1], int(sys.argv[2])
+console.setup_logging(folder, rank)
+log = logging.getLogger("lib.trainer")
+bar = tqdm(total=200, initial=100, unit="step", dynamic_ncols=True, disable=None)  # as the logger's
+for step in range(101, 201):
+    bar.update()
+    if step % 10 == 0:
+        text = f"loss {step / 1000:.3f}  data 25 %"
+        if rank == 0:
+            logging.getLogger("lib.logger").info("step %d/200  %s", step, text)
+    if step == 150:
+        log.info("saved step_%08d", step)
+        warnings.warn("careful", stacklevel=1)
+        logging.getLogger("somebody").info("chatter")
+bar.close()
+log.info("finished")
+print("last words")
+"""
+
+
+def run_code(code, *args, **streams):
+    return subprocess.run([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, timeout=240, **streams)
+
+
+def on_a_terminal(code, *args, stdout=None, bytes_read=1 << 20):
+    """The lines of a terminal of 80 columns, and its raw output. The terminal is closed after `bytes_read` bytes."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    command = [sys.executable, "-c", code, *map(str, args)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=stdout or theirs, stderr=theirs)
+    os.close(theirs)
+    written = b""
+    with suppress(OSError):  # on Linux the error means that the other end is closed
+        while len(written) < bytes_read:
+            written += os.read(ours, 65536)
+    os.close(ours)
+    assert process.wait() == 0
+    text = written.decode(errors="replace")
+    return [_shown(line) for line in text.replace("\r\n", "\n").split("\n")], text
+
+
+def _shown(line):
+    shown = ""
+    for piece in line.split("\r"):  # a carriage return overwrites the line from its start
+        shown = piece + shown[len(piece) :]
+    return shown.rstrip()
+
+
+def test_a_terminal_shows_a_bar_and_log_lines_do_not_break_it(tmp_path):
+    screen, written = on_a_terminal(RUN, tmp_path, 0)
+    assert "saved step_00000150" in screen and "finished" in screen and "chatter" not in written
+    bars = [line for line in screen if "|" in line]
+    assert len(bars) == 1, "one bar that is updated in place"
+    assert re.match(r"100%\|█+\| 200/200 \[00:0\d<00:0\d, ", bars[0]), bars[0]
+    assert "loss 0.110" in (tmp_path / "logs/rank_0.log").read_text()
+
+
+def test_without_a_terminal_lines_are_plain_and_each_rank_has_a_log_file(tmp_path):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    main, other = (run_code(RUN, tmp_path, rank, **pipes) for rank in range(2))
+    lines = main.stdout.splitlines()
+    assert lines[0] == "step 110/200  loss 0.110  data 25 %" and lines[-2:] == ["finished", "last words"]
+    assert len([line for line in lines if line.startswith("step")]) == 10 and main.stderr == ""
+    assert (other.stdout, other.stderr) == ("last words\n", "")
+    logs = [(tmp_path / f"logs/rank_{rank}.log").read_text() for rank in range(2)]
+    for text in logs:
+        assert " INFO saved step_00000150\n" in text and "careful" in text
+    assert "careful" in main.stdout and "loss 0.110" in logs[0] and "loss" not in logs[1]
+    run_code(RUN, tmp_path, 1, **pipes)
+    assert (tmp_path / "logs/rank_1.log").read_text().startswith(logs[1]), "the next start appends"
+
+
+def test_a_traceback_is_in_the_log_file_and_not_on_the_terminal(tmp_path):
+    code = "import logging, sys\nfrom lib.utils.monitoring import console\n"
+    code += "for _ in range(2):\n    console.setup_logging(sys.argv[1], 0)\n"
+    code += "try:\n    1 / 0\nexcept ZeroDivisionError:\n    logging.critical('failed', exc_info=True)\n"
+    done = run_code(code, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "failed\n", "")
+    text = (tmp_path / "logs/rank_0.log").read_text()
+    assert text.count("CRITICAL failed") == 1 and "Traceback" in text and "ZeroDivisionError" in text
+
+
+FIGURES = {"loss": 0.1234, "loss_mean": 0.15, "lr": 1e-3, "grad_norm": 0.52}
+FIGURES |= {"samples_per_s": 12345.4, "data_share": 0.03, "memory": 1.2e9}
+
+
+def test_a_log_line_has_short_names_and_units():
+    usual = "loss 0.1234  mean 0.15  lr 1.0e-03  grad 0.52  12,345 samples/s  data 3 %  mem 1.20 GB"
+    assert console.format_training(FIGURES, {}) == usual
+    more = {"accuracy": 0.98512, "bad_steps": 2}
+    assert console.format_training(FIGURES, more) == f"{usual}  accuracy 0.9851  bad_steps 2"
+    slow = console.format_training({**FIGURES, "loss": math.nan, "samples_per_s": 0.123}, {})
+    assert slow.startswith("loss nan  ") and "  0.12 samples/s  " in slow
+
+
+def test_speed_data_share_and_time_left_are_computed_from_the_clock(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(throughput.time, "monotonic", lambda: clock[0])
+
+    def batches():
+        for number in range(4):
+            clock[0] += 0.5
+            yield number
+
+    state = State(step=4, samples=36)
+    rate = throughput.Throughput(24, state, torch.device("cpu"))
+    seen, figures = [], []
+    for samples in (36, 32):  # of two epochs
+        for batch in rate.time_data_loading(batches()):
+            seen.append(batch)
+            clock[0] += 1.5
+            state.step += 1
+        state.samples += samples
+        figures.append(rate.interval(state))
+        clock[0] += 3  # an evaluation
+    assert seen == [*range(4)] * 2
+    first, second = ({name: figure for name, figure in one.items() if name != "memory"} for one in figures)
+    assert first == {"samples_per_s": 4.5, "data_share": 0.25, "left_s": 16 * 8 / 4}
+    assert second == {"samples_per_s": 4.0, "data_share": 0.25, "left_s": 12 * 19 / 8}

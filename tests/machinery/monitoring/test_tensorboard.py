@@ -1,0 +1,100 @@
+"""TensorBoard's event files are read back, and the server of -tb is tested."""
+
+import errno
+import json
+import math
+import os
+import re
+import signal
+import socket
+import urllib.parse
+import urllib.request
+
+import torch
+from processes import address_in, until
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+from torch import nn
+
+from lib import config
+from lib.utils.checkpoint.state import State
+from lib.utils.data.plan import Plan
+from lib.utils.distributed import World
+from lib.utils.monitoring import images
+from lib.utils.monitoring.logger import Logger
+
+
+def new_logger(folder, start_step=0, flags=""):
+    return Logger(folder, World(), config.parse_args(flags.split()), Plan(100, 1, 1, total_steps=100), start_step)
+
+
+def log_loss(logger, step, loss=0.5, predictions=None):
+    predictions = predictions or images.Predictions(nn.MSELoss(), 0, [], World())
+    logger.log_evaluation(State(step=step, epoch=1), "val", {"loss": loss}, predictions)
+
+
+def read_events(folder):
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+    return events.Reload()
+
+
+def test_an_event_file_has_scalars_hparams_and_images(tmp_path):
+    logger = new_logger(tmp_path, flags="-lr_start 0.1 -image_size 300")
+    predictions = images.Predictions(nn.CrossEntropyLoss(), 3, [], World())
+    predictions.add(torch.arange(5) % 3, torch.rand(5, 3), 5)
+    log_loss(logger, 10, predictions=predictions)
+    log_loss(logger, 11, math.nan)
+    events = read_events(tmp_path)  # before close, as after kill -9
+    logger.close()
+
+    assert events.Tags()["scalars"] == ["val/loss"]
+    first, second = events.Scalars("val/loss")
+    assert (first.step, first.value, second.step) == (10, 0.5, 11) and math.isnan(second.value)
+    (picture,) = events.Images("val/confusion")
+    assert (picture.width, picture.height) == (60 + 3 * 12, 3 * 12)
+
+    events = read_events(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    content = events.PluginTagToContent("hparams")
+    start = plugin_data_pb2.HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info
+    assert start.hparams["lr_start"].number_value == 0.1 and start.hparams["image_size"].number_value == 300
+    assert start.hparams["fp16"].string_value == "False" and "workers" not in start.hparams
+
+
+def fetch(address, path=""):
+    with urllib.request.urlopen(address + path, timeout=60) as answer:
+        return answer.read().decode()
+
+
+def is_refused(address):
+    place = urllib.parse.urlsplit(address)
+    with socket.socket() as probe:
+        return probe.connect_ex((place.hostname, place.port)) == errno.ECONNREFUSED
+
+
+def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    logger = new_logger(tmp_path / "first", flags="-arch mlp -lr_start 0.25")
+    log_loss(logger, 7)
+    logger.close()
+    log_loss(new_logger(tmp_path / "second", flags="-arch mlp -lr_start 0.5"), 7, 0.4)
+    first, second = serve(tmp_path), serve(tmp_path)
+    address, other = (address_in(run.stdout.readline()) for run in (first, second))
+    assert all(re.fullmatch(r"http://127\.0\.0\.1:6\d{3}/", one) for one in (address, other)) and address != other
+
+    os.killpg(second.pid, signal.SIGINT)  # like Ctrl-C
+    assert second.stdout.readline() == "interrupted\n"
+    until(lambda: json.loads(fetch(address, "data/runs")) == ["first", "second"])
+    assert json.loads(fetch(address, "data/plugin/scalars/scalars?run=first&tag=val/loss"))[0][1:] == [7, 0.5]
+    experiment = json.loads(fetch(address, "data/plugin/hparams/experiment?request=%7B%7D"))
+    names = [one["name"] for one in experiment["hparamInfos"]]
+    assert names[0] == "lr_start" and "arch" in names, "the flags of all runs, those that differ first"
+    assert experiment["hparamInfos"][0]["type"] == "DATA_TYPE_FLOAT64"
+    assert "val/loss" in [one["name"]["tag"] for one in experiment["metricInfos"]]
+
+    assert "TensorBoard" in fetch(other), "Ctrl-C stops only the run"
+    second.kill()
+    until(lambda: is_refused(other))
+    assert first.communicate() == ("", None), "no request is logged"
+    assert is_refused(address)

@@ -1,0 +1,189 @@
+"""-track: a real MLflow server and W&B offline; killed runs, lost servers, and no key in any file."""
+
+import json
+import math
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import runs
+from processes import ROOT, until
+
+SECRET = "3f" * 20
+NEEDS = "needs uv pip install -r pyproject.toml --group track"
+
+
+def logged_points(folder) -> dict[str, list[tuple[int, float]]]:
+    """The points of metrics.jsonl by tag, without speeds, of which the tracker keeps the first values."""
+    points = {}
+    for line in runs.lines(folder):
+        for tag, value in line.items():
+            if "/" in tag and not tag.startswith("perf/"):
+                points.setdefault(tag, []).append((line["step"], math.nan if value is None else value))
+    return points
+
+
+def has_no_key(folder) -> bool:
+    return not any(SECRET.encode() in file.read_bytes() for file in folder.rglob("*") if file.is_file())
+
+
+def run_killed_at(start, name, flags, env, step, sent):
+    """Kill a run at a step, after the tracker has received more than the newest checkpoint contains."""
+    run = start(name, *flags, cpu=1, env=env, fault={"do": "pause", "step": step})
+    [note] = run.wait_for_notes(1)
+    until(lambda: sent(run.folder), what=lambda: f"figures in the tracker:\n{run.text()}")
+    os.kill(note["pid"], signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
+    return run
+
+
+# MLflow
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+class Server:
+    """MLflow's server with a store in SQLite."""
+
+    def __init__(self, folder: Path):
+        # Below the range of ephemeral ports, which may be taken in the half minute until the server listens.
+        self.port, self.folder = next(one for one in random.sample(range(20000, 32000), 99) if is_free(one)), folder
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self):
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder / 'store.db'}"]
+        env = {**os.environ, "MLFLOW_TELEMETRY_ENABLED": "false", "DO_NOT_TRACK": "true"}
+        with (self.folder / "server.log").open("ab") as log:
+            streams = {"stdout": log, "stderr": log, "start_new_session": True}
+            self.process = subprocess.Popen(command, cwd=self.folder, env=env, **streams)
+        until(self.is_ready, 250, what=lambda: (self.folder / "server.log").read_text())
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, (self.folder / "server.log").read_text()
+        with suppress(OSError):
+            return urllib.request.urlopen(f"{self.uri}/health", timeout=5).status == 200
+        return False
+
+    def stop(self):
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def tracked(self) -> list:
+        """All runs of the experiment, oldest first."""
+        import mlflow
+
+        client = mlflow.MlflowClient(self.uri)
+        experiment = client.get_experiment_by_name("baton")
+        found = client.search_runs([experiment.experiment_id]) if experiment else []
+        return sorted(found, key=lambda run: run.info.start_time)
+
+    def points(self, run) -> dict[str, list[tuple[int, float]]]:
+        import mlflow
+
+        client = mlflow.MlflowClient(self.uri)
+        history = {tag: client.get_metric_history(run.info.run_id, tag) for tag in run.data.metrics}
+        points = {tag: [(one.step, one.value) for one in points] for tag, points in history.items()}
+        assert len(points.pop("perf/samples_per_s")) == len(points["train/loss"])
+        return {tag: values for tag, values in points.items() if not tag.startswith("perf/")}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    pytest.importorskip("mlflow", reason=NEEDS)
+    one = Server(tmp_path_factory.mktemp("mlflow"))
+    yield one
+    one.stop()
+
+
+def test_mlflow_has_each_step_of_a_killed_run_once(server, start):
+    flags = ("-track", "mlflow", "-log_every", 1, "-save_every", "7steps")
+    env = {"MLFLOW_TRACKING_URI": server.uri.replace("//", f"//somebody:{SECRET}@")}
+
+    def sent(folder) -> bool:
+        last = logged_points(folder)["train/loss"][-1][1]
+        return server.tracked() and server.tracked()[-1].data.metrics.get("train/loss") == last
+
+    run_killed_at(start, "run", flags, env, 33, sent)
+    run = start("run", *flags, cpu=1, env=env)
+    assert run.wait() == 0
+    until(lambda: server.tracked()[0].info.status == "FINISHED", what=run.text)  # it may end in the background
+    [tracked] = server.tracked()
+    assert "-track: nothing" not in run.text()
+    assert server.points(tracked) == logged_points(run.folder), "each step once, the same values"
+    assert [step for step, _ in server.points(tracked)["train/loss"]] == [*range(1, 61)]
+    assert (tracked.info.run_name, tracked.info.status) == ("run", "FINISHED")
+    assert tracked.data.params["arch"] == "mlp" and float(tracked.data.params["lr_start"]) > 0
+    assert has_no_key(run.folder)
+
+    command = [sys.executable, "scripts/track.py", "mlflow", str(run.folder)]  # all is there: nothing is sent again
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, check=True, timeout=250)
+    assert len(server.tracked()) == 1 and server.points(server.tracked()[0]) == logged_points(run.folder)
+
+
+# W&B
+
+
+def records(file: Path):
+    """The records of W&B's file of a run, which has LevelDB's log format."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # the rest of the block is too small for a header
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or its last part
+            yield Record.FromString(whole)
+            whole = b""
+
+
+def rows(folder: Path) -> list[dict]:
+    """The rows of a run in W&B, of all its starts."""
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+    found = [record.history for file in files for record in records(file) if record.HasField("history")]
+    return [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in found]
+
+
+def test_wandb_has_each_step_of_a_killed_run_once(start):
+    pytest.importorskip("wandb", reason=NEEDS)
+    flags = ("-track", "wandb", "-log_every", 1, "-save_every", "7steps")
+    env = {"WANDB_MODE": "offline", "WANDB_API_KEY": SECRET}
+    run = run_killed_at(start, "run", flags, env, 33, lambda folder: len(rows(folder)) >= 33)
+    assert start("run", *flags, cpu=1, env=env).wait() == 0
+    until(lambda: len(rows(run.folder)) >= len(runs.lines(run.folder)), what=lambda: f"{len(rows(run.folder))} rows")
+    found = rows(run.folder)
+    points = {}
+    for row in found:
+        for tag in [tag for tag in row if tag.startswith(("train/", "val/", "test/"))]:
+            points.setdefault(tag, []).append((row["step"], float(row[tag])))
+    assert points == logged_points(run.folder)
+    assert [row["_step"] for row in found] == [*range(len(found))], "rows must be in order over all starts"
+    ids = {file.stem for file in run.folder.glob("wandb/offline-run-*/*.wandb")}
+    assert ids == {f"run-{json.loads((run.folder / 'wandb.json').read_text())['id']}"}
+    assert has_no_key(run.folder)
+
+
+def test_a_tracker_that_is_not_installed_gives_one_warning(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "mlflow.py").write_text("raise ModuleNotFoundError(\"No module named 'mlflow'\")\n")
+    command = [sys.executable, "scripts/track.py", "mlflow", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stdout == "-track: nothing more is sent to mlflow (No module named 'mlflow')\n" and done.stderr == ""

@@ -1,0 +1,32 @@
+"""scripts/doctor.py reports whether a run would start, and what prevents it."""
+
+import subprocess
+import sys
+
+from processes import CLEAN, ROOT
+
+
+def run_doctor(*flags, code, **env) -> list[str]:
+    command, env = [sys.executable, "scripts/doctor.py", *flags], {**CLEAN, **env}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert run.returncode == code, run.stdout + run.stderr
+    return run.stdout.splitlines()
+
+
+def test_a_machine_that_can_train_passes_and_no_file_is_left(tmp_path):
+    lines = run_doctor("-cpu", "2", "-out", str(tmp_path / "out"), code=0)
+    assert lines[-1] == "a run would start" and {line[:6] for line in lines[:-2]} <= {"ok    ", "note  "}
+    text = "\n".join(lines)
+    parts = ["Python 3", "torch 2", "all-reduce over two processes on the CPU by gloo adds up", "2 processes here"]
+    parts += ["shared memory", "open files", "1,259 train", "parameters", "GB free", "several machines"]
+    assert [part for part in parts if part not in text] == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_whatever_prevents_a_run_is_bad_and_makes_the_exit_code_1(tmp_path):
+    lines = run_doctor("-out", "/proc/out", "-data", str(tmp_path), code=1, GLOO_SOCKET_IFNAME="nothing0")
+    bad = [line for line in lines if line.startswith("bad")]
+    assert lines[-1].startswith("a run would not start") and len(bad) == 4
+    assert "all-reduce" in bad[0] and f"-data {tmp_path}" in bad[1] and "cannot be written" in bad[2]
+    assert bad[3].startswith("bad   GLOO_SOCKET_IFNAME=nothing0 is not one of the interfaces here: ")
+    assert run_doctor("-epoch", "3", code=2) == []

@@ -1,0 +1,99 @@
+"""scripts/make_tokens.py: token files, the size of their vocabulary and their tokenizer."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from needs import require_package
+
+from lib import config
+from lib.dataset import tokens
+from scripts import make_tokens
+
+TOKENIZERS = require_package("tokenizers", "world")
+TEXT = "".join(f"{number} bottles of beer, ünd another line\n" for number in range(400))
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A folder with two texts and a hidden file."""
+    (tmp_path / "texts" / "inner").mkdir(parents=True)
+    (tmp_path / "texts" / "inner" / "first.txt").write_text(TEXT)
+    (tmp_path / "texts" / "second.md").write_text(TEXT)
+    (tmp_path / "texts" / ".hidden").write_text("not text")
+    return tmp_path / "texts"
+
+
+def all_tokens(folder, kind="uint16") -> list[int]:
+    """All tokens, in the order of the texts."""
+    return np.concatenate([np.fromfile(folder / f"{split}.bin", kind) for split in ("train", "val")]).tolist()
+
+
+def test_bytes_are_tokens_without_a_package(texts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    monkeypatch.setattr(make_tokens, "PIECE", 1000)
+    out = tmp_path / "tokens"
+    assert make_tokens.main([str(texts), "-bytes", "-val", "0.3", "-o", str(out)]) == 0
+    assert bytes(all_tokens(out)) == 2 * TEXT.encode()
+    val = bytes(np.fromfile(out / "val.bin", np.uint16).tolist())
+    assert 0 <= len(val) - 0.3 * len(2 * TEXT.encode()) < 50 and val[:1].isdigit(), "val begins at a line"
+    assert f"{len(val):,} for validation" in capsys.readouterr().out
+    assert sorted(file.name for file in out.iterdir()) == ["meta.json", "train.bin", "val.bin"]
+    args = config.parse_args(["-dataset", "tokens", "-data", str(out)])
+    assert args.num_classes == 256 and set(tokens.get_dataset(args)) == {"train", "val"}
+
+
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """A function that returns the one-line error of make_tokens.py."""
+
+    def error_of(*args) -> str:
+        with pytest.raises(SystemExit) as end:
+            make_tokens.main([*map(str, args), "-o", str(tmp_path / "tokens")])
+        message = capsys.readouterr().err
+        assert end.value.code == 2 and message.startswith("make_tokens.py: ") and message.count("\n") == 1
+        return message
+
+    return error_of
+
+
+def test_texts_and_flags_that_make_no_tokens_are_refused_in_one_line(texts, tmp_path, monkeypatch, refused):
+    assert "none: no such file" in refused(tmp_path / "none", "-bytes")
+    for value in ("-1", "256"):
+        assert "-vocabulary at least 257" in refused(texts, f"-vocabulary={value}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert "tokenizers is not installed: `uv pip install tokenizers`" in refused(texts)
+    assert not (tmp_path / "tokens").exists()
+    assert "no text is left for train: take another -val" in refused(texts, "-bytes", "-val", "1")
+    assert "no text is left for val: take another -val" in refused(texts, "-bytes", "-val", "0")
+    for value in ("nan", "-0.5", "1.5"):
+        assert "-val is a share from 0 to 1" in refused(texts, "-bytes", f"-val={value}")
+    (texts / "inner" / "broken").symlink_to(texts / "nothing")
+    assert "broken: a link to nothing" in refused(texts, "-bytes")
+    assert not list(tmp_path.glob("tokens/*"))
+
+
+@TOKENIZERS
+def test_a_tokenizer_is_trained_and_can_be_used_for_other_texts(texts, tmp_path, capsys):
+    import tokenizers
+
+    out, other = tmp_path / "tokens", tmp_path / "other"
+    assert make_tokens.main([str(texts), "-vocabulary", "400", "-o", str(out)]) == 0
+    meta = json.loads((out / "meta.json").read_text())
+    tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    assert meta["vocabulary"] == tokenizer.get_vocab_size() <= 400 and meta["train"] + meta["val"] == len(
+        all_tokens(out)
+    )
+    assert tokenizer.decode(all_tokens(out), skip_special_tokens=False) == 2 * f"{TEXT}<|endoftext|>"
+    assert len(all_tokens(out)) < len(2 * TEXT) / 3
+
+    assert (
+        make_tokens.main([str(texts / "second.md"), "-tokenizer", str(out / "tokenizer.json"), "-o", str(other)]) == 0
+    )
+    assert tokenizer.decode(all_tokens(other), skip_special_tokens=False) == f"{TEXT}<|endoftext|>"
+    assert config.parse_args(["-dataset", "tokens", "-data", str(other)]).num_classes == meta["vocabulary"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        make_tokens.main([str(texts), "-tokenizer", str(texts / "second.md")])
+    assert "second.md: not a tokenizer.json" in capsys.readouterr().err

@@ -1,0 +1,52 @@
+"""scripts/plot.py draws the logged metrics, and marks where runs resumed."""
+
+import sys
+
+import pytest
+from runs import run
+
+from scripts import plot, reading
+
+NEEDED = "needs uv pip install -r pyproject.toml --group plot"
+FLAGS = "-cpu 1 -arch mlp -epochs 3 -log_every 5"
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """A run without an interruption, and one that resumed at step 27."""
+    out = tmp_path_factory.mktemp("plot")
+    run(out, f"{FLAGS} -model parts -limit_steps 27", wanted=75)
+    return [run(out, f"{FLAGS} -model whole -lr_start 1e-2"), run(out, f"{FLAGS} -model parts")]
+
+
+def test_the_curves_are_the_logged_metrics_and_resumes_are_marked(two_runs):
+    pytest.importorskip("matplotlib", reason=NEEDED)
+    lines = {folder: reading.lines(folder) for folder in two_runs}
+    figure = plot.draw(lines)
+    titles = {axis.get_title(loc="left"): axis for axis in figure.axes}
+    shown = ["Loss", "Validation accuracy", "Validation f1", "Learning rate", "Throughput (samples a second)"]
+    assert list(titles) == shown
+    curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in titles["Validation accuracy"].get_lines()]
+    for folder in two_runs:
+        truth = [(line["step"], line["val/accuracy"]) for line in lines[folder] if "val/accuracy" in line]
+        assert [list(part) for part in zip(*truth)] in [list(curve) for curve in curves]
+    for axis in figure.axes:
+        marked = [line.get_xdata()[0] for line in axis.get_lines() if line.get_marker() == "v"]
+        assert marked == [27], "one mark where the second run resumed"
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["whole (finished, step 60)", "parts (finished, step 60)", "went on after a stop or a crash"]
+
+
+def test_a_plot_that_cannot_be_drawn_is_reported_in_one_line(two_runs, tmp_path, capsys, monkeypatch):
+    def refused(*args):
+        with pytest.raises(SystemExit) as end:
+            plot.main([str(arg) for arg in args])
+        assert end.value.code == 2
+        legend = capsys.readouterr().err
+        assert len(legend.splitlines()) == 1
+        return legend
+
+    assert "no figures there" in refused(tmp_path)
+    assert "one of .png, .svg, .pdf" in refused(two_runs[0], "-o", tmp_path / "x.gif")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "needs matplotlib: uv pip" in refused(two_runs[0], "-o", tmp_path / "x.png")

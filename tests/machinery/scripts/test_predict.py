@@ -1,0 +1,166 @@
+"""scripts/predict.py and lib/predict.py: predictions for files equal those of the run's evaluation."""
+
+import csv
+import json
+import logging
+import os
+import re
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+from runs import lines, run
+
+from lib import predict
+from scripts import predict as script
+
+PHOTOS = "-dataset folder -arch convnet -image_size 16 -cpu 1 -epochs 4 -batch_size 8 -lr_start 0.01"
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Noisy images of three brightnesses; a few val images are classified wrongly."""
+    folder = tmp_path_factory.mktemp("photos")
+    draw = np.random.default_rng(0)
+    for part, count in (("train", 12), ("val", 20)):
+        for name, light in (("dark", 100), ("grey", 120), ("light", 140)):
+            (folder / part / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = np.clip(draw.normal(light, 30, (20, 24, 1)) + draw.normal(0, 20), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels.repeat(3, 2)).save(folder / part / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained_run(photos, tmp_path_factory):
+    """A run on these images."""
+    return run(tmp_path_factory.mktemp("out"), f"{PHOTOS} -data {photos} -model photos")
+
+
+def predictions(capsys, *args) -> str:
+    capsys.readouterr()
+    logging.disable(logging.INFO)  # a run in this process has enabled it
+    try:
+        assert script.main([str(arg) for arg in args]) == 0
+    finally:
+        logging.disable(logging.NOTSET)
+    return capsys.readouterr().out
+
+
+def refused(capsys, *args) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        script.main([str(arg) for arg in args])
+    text = capsys.readouterr().err
+    assert end.value.code == 2 and text.startswith("predict.py: ") and len(text.splitlines()) == 1
+    return text
+
+
+def test_predictions_for_the_val_images_have_the_accuracy_of_the_evaluation(
+    photos, trained_run, tmp_path, capsys, monkeypatch
+):
+    run(trained_run.parent, f"{PHOTOS} -data {photos} -model photos -eval")
+    accuracy = json.loads((trained_run / "eval.json").read_text())["val"]["accuracy"]
+    moved = shutil.copytree(photos / "val", tmp_path / "val")
+    hidden = photos.rename(photos.parent / "away")  # on another machine they do not exist
+    monkeypatch.setattr(script, "BATCH", 7)
+    try:
+        predictions(capsys, trained_run, moved, "-device", "cpu", "-o", tmp_path / "answers.csv")
+        predictions(capsys, trained_run, moved, "-device", "cpu", "-o", tmp_path / "answers.json")
+        table = predictions(capsys, trained_run, moved / "dark" / "3.png", "-device", "cpu")
+    finally:
+        hidden.rename(photos)
+    rows = list(csv.DictReader((tmp_path / "answers.csv").open()))
+    right = sum(f"/{row['class']}/" in row["file"] for row in rows)
+    assert len(rows) == 60 and right / 60 == pytest.approx(accuracy, abs=1e-9) and 0.34 < accuracy < 1
+    for row in rows:
+        shares = {name: float(row[name]) for name in ("dark", "grey", "light")}
+        assert sum(shares.values()) == pytest.approx(1, abs=1e-5)
+        assert float(row["probability"]) == shares[row["class"]] == max(shares.values())
+    others = json.loads((tmp_path / "answers.json").read_text())
+    assert [{name: str(value) for name, value in one.items()} for one in others] == rows
+    first = next(row for row in rows if row["file"].endswith("dark/3.png"))
+    assert table.startswith(first["file"]) and f"{first['class']} {float(first['probability']):.4f}" in table
+    [values] = predict.load(trained_run)([Image.open(moved / "dark" / "3.png")])  # the function for notebooks
+    assert values == pytest.approx({name: float(first[name]) for name in values}, abs=1e-6)
+
+
+def test_images_of_any_size_are_resized_for_the_digits_model(tmp_path, capsys):
+    folder = run(tmp_path, "-cpu 1 -epochs 3 -model digits")
+    with np.load("data/digits.npz") as arrays:
+        chosen = np.flatnonzero(arrays["split"] == "val")
+        images, labels = arrays["images"][chosen], arrays["labels"][chosen]
+    for number, (image, label) in enumerate(zip(images, labels)):
+        pixels = np.round(image / 16 * 255).astype(np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{label}_{number}.png")
+    printed = json.loads(predictions(capsys, folder, tmp_path, "-format", "json", "-device", "cpu"))
+    right = sum(one["file"].rpartition("/")[2].split("_")[0] == one["class"] for one in printed)
+    accuracy = max(line["val/accuracy"] for line in lines(folder) if "val/accuracy" in line)
+    assert len(printed) == len(labels) and right / len(labels) == pytest.approx(accuracy, abs=0.006)
+
+
+def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys):
+    (tmp_path / "text").write_text("abcdefghijklmnopqrstuvwxyz\n" * 400)
+    flags = f"-dataset tokens -data {tmp_path / 'text'} -tokens_length 16 -tokens_samples 512"
+    folder = run(tmp_path, f"{flags} -gpt_depth 1 -gpt_width 32 -gpt_heads 2 -cpu 1 -epochs 2 -model letters")
+    (tmp_path / "text").rename(tmp_path / "away")
+    file = tmp_path / "start.txt"
+    file.write_text("xyz\nabcdefghij" * 9)
+    printed = json.loads(predictions(capsys, folder, file, "-text", "mno", "-format", "json", "-device", "cpu"))
+    assert [one["class"] for one in printed] == ["k", "p"] and printed[0]["probability"] == printed[0]["k"] > 0.1
+    assert "\\n" in printed[0] and sum(value for value in list(printed[0].values())[3:]) == pytest.approx(1, abs=1e-4)
+    answer = predict.load(folder)
+    assert answer(["mno", "abcdefgh"]) == [*answer(["mno"]), *answer(["abcdefgh"])], "texts of other lengths"
+    assert "an empty text" in refused(capsys, folder, "-text", "")
+    Image.new("L", (8, 8)).save(tmp_path / "image.png")
+    assert script.main([str(folder), str(tmp_path / "image.png"), "-device", "cpu"]) == 1
+    assert "takes no images" in capsys.readouterr().out
+
+
+def test_every_file_gets_its_row_whatever_becomes_of_the_others(trained_run, tmp_path, capsys):
+    folder = tmp_path / "new"
+    folder.mkdir()
+    light = Image.new("RGB", (4000, 3000), (140, 140, 140))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    light.save(folder / "a.jpg", exif=exif)
+    (folder / "b.jpg").write_bytes((folder / "a.jpg").read_bytes()[:5000])
+    Image.new("1", (20000, 15000)).save(folder / "c.png")  # 300 megapixels
+    light.resize((16000, 12500)).save(folder / "d.jpg")  # 200 megapixels, read at an eighth
+    light.resize((1, 50000)).save(folder / "e.png")
+    (folder / "f.png").write_bytes(b"no image")
+    (folder / "._a.jpg").write_bytes(b"debris")
+    odd = folder / os.fsdecode(b"g\xff\x1b.jpg")
+    light.resize((9, 9)).save(odd)
+    files = [folder, tmp_path / "missing.png", tmp_path / "note.txt"]
+    (tmp_path / "note.txt").write_text("a text")
+    for form in ("csv", "json", "table"):
+        command = [trained_run, *files, "-device", "cpu", "-format", form, "-o", tmp_path / f"x.{form}"]
+        assert script.main([str(one) for one in command]) == 1
+    assert "5 of 9 files could not be predicted" in capsys.readouterr().err
+    rows = list(csv.DictReader((tmp_path / "x.csv").open()))
+    faults = {row["file"].rpartition("/")[2]: row["error"] for row in rows}
+    assert list(faults) == [*"a.jpg b.jpg c.png d.jpg e.png f.png g\\udcff\\x1b.jpg missing.png note.txt".split()]
+    assert [name for name, fault in faults.items() if not fault] == ["a.jpg", "d.jpg", "e.png", "g\\udcff\\x1b.jpg"]
+    assert "truncated" in faults["b.jpg"] and "300000000 pixels" in faults["c.png"]
+    assert "no such file" in faults["missing.png"] and "a file .txt is not read (read are .jpg" in faults["note.txt"]
+    assert [row["class"] for row in rows if not row["error"]] == ["light"] * 4
+    assert len(json.loads((tmp_path / "x.json").read_text())) == len((tmp_path / "x.table").read_text().splitlines())
+
+
+def test_classes_of_one_name_and_classes_called_like_columns_lose_nothing(trained_run, photos, tmp_path, capsys):
+    for names in (["same", "same", "other"], ["class", "file", "probability"]):
+        copy = shutil.copytree(trained_run, tmp_path / names[0])
+        text = (copy / "config.yaml").read_text()
+        for old, new in zip(("dark", "grey", "light"), names):
+            text = re.sub(rf"\b{old}\b", new, text)
+        (copy / "config.yaml").write_text(text)
+        file = photos / "val" / "dark" / "0.png"
+        [values] = predict.load(copy)([Image.open(file)])
+        assert len(values) == 3 and sum(values.values()) == pytest.approx(1)
+        printed = predictions(capsys, copy, file, "-format", "csv", "-device", "cpu")
+        [row] = csv.DictReader(printed.splitlines())
+        assert row["file"] == str(file) and len(row) == 6
+        [record] = json.loads(predictions(capsys, copy, file, "-format", "json", "-device", "cpu"))
+        assert sum(list(record.values())[3:]) == pytest.approx(1, abs=1e-5)

@@ -1,0 +1,97 @@
+"""scripts/set_up.sh with fakes of python3 and uv: what it says, and which .venv it makes anew."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import ROOT
+
+PYTHON = f"""
+echo "python $*" >> calls
+case "$*" in
+    -c*version_info*) {sys.executable} "$@" ;;
+    "-m venv"*)
+        if [ "$3" = --clear ]; then rm -rf .venv; fi
+        mkdir -p .venv/bin
+        cp "$0" .venv/bin/python
+        rm -f .venv/broken
+        ;;
+    "-m pip --version") [ ! -e .venv/broken ] ;;
+    *install*uv) cp bin/fake_uv .venv/bin/uv ;;
+esac
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A folder with set_up.sh, and with all programs that it needs in `bin`."""
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "cat", "cp", "mkdir", "rm", "uname"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    for name, text in (("python3", PYTHON), ("fake_uv", 'echo "uv $*" >> calls')):
+        fake_program(tmp_path, name, text)
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/set_up.sh", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def fake_program(folder: Path, name: str, text: str):
+    (folder / "bin" / name).write_text(f"#!{shutil.which('bash')}\n{text}\n")
+    (folder / "bin" / name).chmod(0o755)
+
+
+def set_up(folder: Path, code: int = 0, **variables) -> tuple[list[str], list[str]]:
+    """Run it with the group dev. Returns the lines that it prints and the calls of python and uv."""
+    (folder / "calls").unlink(missing_ok=True)
+    (folder / "calls").touch()
+    command = ["bash", "-euc", ". scripts/set_up.sh dev"]
+    env = {"PATH": str(folder / "bin"), **variables}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and not done.stdout, done.stderr
+    return done.stderr.splitlines(), (folder / "calls").read_text().splitlines()
+
+
+def test_it_says_what_it_installs_and_is_silent_the_second_time(project):
+    lines, calls = set_up(project)
+    assert lines[:2] == [
+        "baton: installing uv into .venv (about 25 MB)",
+        "baton: installing the packages of pyproject.toml and its group dev into .venv",
+    ]
+    install = "uv pip install --python .venv/bin/python --compile-bytecode -r pyproject.toml --group dev"
+    assert calls[-1] == install, "uv shows its progress"
+    assert set_up(project) == ([], [])
+    assert set_up(project, UV_TORCH_BACKEND="cpu")[1][-1:] == [install], "it has uv"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux the package index's own build is the one for CUDA")
+def test_the_small_build_of_torch_is_proposed_once_where_there_is_no_gpu(project):
+    none = not any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd"))
+
+    def proposed(**variables) -> bool:
+        shutil.rmtree(project / ".venv", ignore_errors=True)
+        return "export UV_TORCH_BACKEND=cpu" in "\n".join(set_up(project, **variables)[0])
+
+    assert not proposed(UV_TORCH_BACKEND="cpu") and not proposed(UV_TORCH_BACKEND="auto")
+    assert proposed() == none and proposed(UV_TORCH_BACKEND="") == none
+    (project / ".venv" / ".installed_dev").write_text("an older one")
+    assert len(set_up(project)[0]) == 1, "torch is there"
+    fake_program(project, "nvidia-smi", "")
+    assert not proposed()
+
+
+@pytest.mark.parametrize("state", ["no Python", "no pip"])
+def test_a_venv_that_is_not_whole_is_made_again(project, state):
+    (project / ".venv" / "bin").mkdir(parents=True)
+    if state == "no Python":  # an update of the system removed it
+        (project / ".venv" / "bin" / "python").symlink_to(project / "removed")
+        (project / ".venv" / ".installed_dev").write_text(f"{(project / 'pyproject.toml').read_text().rstrip()} ")
+        made = "python -m venv --clear .venv"
+    else:  # Ctrl-C, or Debian's python3 without python3-venv
+        shutil.copy(project / "bin" / "python3", project / ".venv" / "bin" / "python")
+        (project / ".venv" / "broken").touch()
+        made = "python -m venv .venv"
+    calls = set_up(project)[1]
+    assert made in calls and calls[-1].startswith("uv pip install "), calls

@@ -1,0 +1,219 @@
+"""scripts/sweep.py runs each trial once and to its end, even if it is stopped; wrong flags are one line."""
+
+import contextlib
+import json
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import needs
+import pytest
+from processes import CLEAN, ROOT, until
+from runs import outcome, run, weights
+
+from scripts import reading, status, sweep
+
+TINY = "-cpu 1 -threads 1 -arch mlp -mlp_width 8 -epochs 2 -log_every 5"
+LONG = "-cpu 1 -threads 1 -arch mlp -mlp_width 8 -epochs 15 -save_every 2epochs"
+GRID = "-seed 1,2 -lr_start 1e-2,1e-3"
+TRIALS = [f"sweep_seed_{seed}_lr_start_{lr}" for seed in (1, 2) for lr in ("1e-2", "1e-3")]
+
+
+@contextlib.contextmanager
+def running_sweep(out, flags):
+    """A sweep in a session of its own. When the block ends, the sweep and its trials are ended."""
+    command = [sys.executable, "scripts/sweep.py", *flags.split(), "-out", str(out)]
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "output").open("ab") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=CLEAN, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        until(lambda: not any(map(reading.is_locked, reading.folders(out))), what="the end of the trials")
+
+
+def run_sweep(out, flags, expected_code=0) -> str:
+    """Run a sweep to its end and return its output."""
+    with running_sweep(out, flags) as process:
+        code = process.wait(240)
+    output = (out / "output").read_text()
+    assert code == expected_code, output
+    (out / "output").unlink()
+    return output
+
+
+def wait_until_trained(out, name, epochs):
+    """Wait until a trial has logged this number of epochs."""
+    until(lambda: sum("val/loss" in line for line in reading.lines(out / name)) >= epochs, what=f"{name} in {out}")
+
+
+def plan_of(flags) -> sweep.Plan:
+    return sweep.parse(flags.split())[0]
+
+
+def have_same_weights(one, other, names) -> bool:
+    finals = [[(out / name / "final" / "weights.safetensors").read_bytes() for name in names] for out in (one, other)]
+    return finals[0] == finals[1]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A sweep that is not interrupted."""
+    out = tmp_path_factory.mktemp("uninterrupted")
+    run_sweep(out, f"{LONG} {GRID}")
+    return out
+
+
+def test_a_grid_runs_each_combination_and_prints_a_table_with_the_best_first(uninterrupted, tmp_path):
+    output = run_sweep(uninterrupted, f"{LONG} {GRID}")  # all its trials are finished already
+    assert output.startswith("sweep: 4 trials over -seed -lr_start, 1 at once\n")
+    assert output.count(" finished before ") == 4
+    assert sorted(folder.name for folder in reading.folders(uninterrupted)) == TRIALS
+    rows = re.findall(r"^(sweep_\S+) +finished +15/15 .* accuracy (\S+)", output, re.M)
+    scores = [float(score) for _, score in rows]
+    assert len(rows) == 4 and scores == sorted(scores, reverse=True)
+    best = [status.row(uninterrupted / name)["best"] for name, _ in rows]
+    assert best == [f"accuracy {score}" for _, score in rows], "the same as in scripts/status.py"
+    plain = run(tmp_path, f"{LONG} -seed 2 -lr_start 1e-3 -model plain")
+    trial_weights = weights(uninterrupted / TRIALS[3])
+    assert all((trial_weights[name] == value).all() for name, value in weights(plain).items())
+    pytest.importorskip("matplotlib", reason="needs uv pip install -r pyproject.toml --group plot")
+    assert (uninterrupted / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_that_was_stopped_and_then_killed_resumes_with_the_same_bits(uninterrupted, tmp_path):
+    output = tmp_path / "output"
+    with running_sweep(tmp_path, f"{LONG} {GRID}") as process:
+        wait_until_trained(tmp_path, TRIALS[0], 2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 75, output.read_text()
+    assert f"{TRIALS[0]}: stopped in" in output.read_text()
+    assert output.read_text().endswith("stopped: the same command continues\n")
+    assert outcome(tmp_path / TRIALS[0])["state"] == "stopped"
+    assert [folder.name for folder in reading.folders(tmp_path)] == TRIALS[:1], "no other trial was started"
+
+    with running_sweep(tmp_path, f"{LONG} {GRID} -jobs 2") as process:
+        until(lambda: "finished" in output.read_text())
+        until(lambda: len({file.parents[2] for file in tmp_path.glob("*/checkpoints/*/manifest.json")}) > 2)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        done = {name for name in TRIALS if (tmp_path / name / "final").exists()}
+        with running_sweep(
+            tmp_path, f"{LONG} {GRID} -jobs 2"
+        ) as again:  # trials of the killed one may still be saving
+            written = {name: (tmp_path / name / "outcome.json").stat().st_mtime_ns for name in done}
+            assert again.wait(240) == 0, output.read_text()
+    assert 0 < len(done) < 4 and have_same_weights(uninterrupted, tmp_path, TRIALS)
+    assert written == {name: (tmp_path / name / "outcome.json").stat().st_mtime_ns for name in done}
+    assert reading.resumes(tmp_path / TRIALS[0])
+
+
+def test_a_trial_that_fails_does_not_end_the_sweep_and_is_run_again_by_the_next(tmp_path):
+    flags = f"{TINY} -max_bad_steps 1 -lr_start 1e30,1e-2 -model mine"
+    output = run_sweep(tmp_path, flags, expected_code=1)
+    line = re.search(r"^\[1/2\] mine_lr_start_1e30: failed in .* (\S+)\)$", output, re.M)
+    assert "gradient" in line[0] and "Traceback" in Path(line[1].strip("(")).read_text()
+    assert "[2/2] mine_lr_start_1e-2: finished" in output
+    assert output.index("mine_lr_start_1e-2  finished") < output.index("mine_lr_start_1e30  failed"), "best first"
+    output = run_sweep(tmp_path, flags, expected_code=1)
+    assert "mine_lr_start_1e-2: finished before" in output and "mine_lr_start_1e30: failed in" in output
+
+
+def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_its_epoch(tmp_path):
+    def trial(name, values, state="", sign=-1):
+        one = sweep.Trial(sweep.config.parse_args(["-out", str(tmp_path), "-model", name]), [])
+        one.state = state
+        one.folder.mkdir()
+        lines = [{"step": n, "epoch": n + 1, "val/loss": value} for n, value in enumerate(values)]
+        (one.folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        best = {"metric": "loss", "value": min(values), "score": sign * min(values)}
+        (one.folder / "outcome.json").write_text(json.dumps({"state": state, "best": best}))
+        return one
+
+    plan = plan_of(f"-out {tmp_path} -seed 1,2")
+    runner = sweep.Runner(plan, 2, None)
+    for name, values in {"a": [5, 3, 1], "b": [5, 4, 6]}.items():
+        runner.end(trial(name, values, "finished"), "finished")
+    slow = trial("slow", [6, 5])
+    assert not runner.is_poor(slow), "two finished trials are not enough"
+    runner.end(trial("c", [5, 2], "finished"), "finished")
+    runner.end(trial("stopped", [1, 1], "stopped"), "stopped")
+    assert runner.is_poor(slow)
+    assert not runner.is_poor(trial("first", [9])), "-prune 2 starts at epoch 2"
+    assert not runner.is_poor(trial("middle", [5, 3])), "as good as the median"
+    assert not runner.is_poor(trial("earlier", [2, 9])), "the best value so far counts"
+    assert not runner.is_poor(trial("late", [9, 9, 9])), "only two trials finished that many epochs"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("-lr_start 1e-3", "nothing varies: give a flag that changes the result several values"),
+        ("-workers 0,1", "nothing varies: give a flag that changes the result several values"),
+        ("-lr_start 1e-4:1e-2 -trials 3", "nothing varies: give a flag that changes the result a range, as -lr"),
+        ("-lr_start 1e-3,,1e-2", "a value is missing"),
+        ("-lr_strat 1e-3,1e-2", "unknown flag -lr_strat (do you mean -lr_start"),
+        ("-arch mlp,convnot", "no such file in lib/arch"),
+        ("-lr_start log:1e-4:1e-2", "add -trials N"),
+        ("-lr_start log:0:1 -trials 3", "two rising numbers"),
+        ("-lr_end 1e-6,1 -lr_start 1e-3", "-lr_end 1.0 is above -lr_start"),
+        ("-seed 1,2 -reset", "-reset is for a single run"),
+        ("-seed 1,2 -gpus 0,1 -gpus_per_trial 3", "-gpus_per_trial 3 needs"),
+        ("-seed 1,2 -jobs 0", "-jobs"),
+        ("mlp -seed 1,2", "belongs to no flag"),
+        ("-seed lin:1:9 -trials 3", "-trials needs Optuna: uv pip"),
+    ],
+)
+def test_wrong_flags_are_refused_in_one_line_before_the_first_trial(flags, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert sweep.main([*flags.split(), "-out", str(tmp_path / "out")]) == 2
+    output = capsys.readouterr()
+    assert message in output.err and output.err.startswith("sweep.py: ") and len(output.err.splitlines()) == 1
+    assert not output.out and not list(tmp_path.glob("out/*"))
+
+
+def test_gpus_are_divided_among_the_trials_or_all_trials_get_all_of_them():
+    assert plan_of("-seed 1,2 -gpus 0,1,2,3,4 -gpus_per_trial 2").slots == [["-gpus", "0,1"], ["-gpus", "2,3"]]
+    assert plan_of("-seed 1,2,3 -gpus 0,1 -jobs 2").slots == [[], []]
+    assert plan_of("-seed 1,2 -gpus 0,1").examples[0].args.gpus == "0,1"
+    assert len(plan_of("-seed 1,2 -jobs 9").slots) == 2, "no more slots than trials"
+
+
+# Optuna
+
+CHOSEN = f"{LONG} -trials 4 -lr_start log:1e-4:1e-2 -mlp_depth lin:1:3 -optimizer sgd,adamw"
+
+
+def study_trials(out) -> list[tuple]:
+    """The trials of the Optuna study: number, state and value."""
+    with contextlib.closing(sqlite3.connect(out / "sweep.db")) as db:
+        rows = "SELECT number, state, value FROM trials LEFT JOIN trial_values USING (trial_id) ORDER BY number"
+        return db.execute(rows).fetchall()
+
+
+@needs.require_package("optuna", "sweep")
+def test_optuna_suggests_the_same_trials_after_a_kill(tmp_path):
+    uninterrupted_folder, killed = tmp_path / "calm", tmp_path / "killed"
+    output = run_sweep(uninterrupted_folder, CHOSEN)
+    assert output.count(": finished in") == 4
+    with running_sweep(killed, CHOSEN) as process:
+        until(lambda: list(killed.glob("sweep_*/final")) or process.poll() is not None)
+        assert process.poll() is None, (killed / "output").read_text()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    run_sweep(killed, CHOSEN)
+    names = [folder.name for folder in reading.folders(uninterrupted_folder)]
+    assert names == [folder.name for folder in reading.folders(killed)] and len(names) == 4
+    assert have_same_weights(uninterrupted_folder, killed, names)
+    trials = study_trials(uninterrupted_folder)
+    assert trials == study_trials(killed) and {state for _, state, _ in trials} == {"COMPLETE"}
+    best = [status.row(uninterrupted_folder / name)["best"] for name in names]
+    assert sorted(best) == sorted(f"accuracy {value:.4g}" for _, _, value in trials)
+    for name in names:
+        lr, depth, optimizer = re.fullmatch(r"sweep_lr_start_(.+)_mlp_depth_(\d)_optimizer_(\w+)", name).groups()
+        assert 1e-4 <= float(lr) <= 1e-2 and 1 <= int(depth) <= 3 and optimizer in ("sgd", "adamw")

@@ -1,0 +1,193 @@
+"""A real Slurm of two nodes on this machine, for tests, and runs submitted to it."""
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from processes import ROOT, until
+from runs import lines
+
+import lib.dataset
+import train
+from lib.config import plugins
+from lib.launch import slurm
+
+SCRIPT = ROOT / "scripts" / "slurm" / "mini_cluster.sh"
+MISSING = next(
+    (tool for tool in ("slurmctld", "slurmd", "munged") if not shutil.which(tool, path="/usr/sbin:/usr/bin")), ""
+)
+ENABLED_BY = "apt-get install -y slurm-wlm munge, as root" if MISSING or os.getuid() else ""
+ENABLED_BY = ENABLED_BY and f"no Slurm here; enabled by: {ENABLED_BY}"
+SLOW = '''"""The digits without augmentation, read slowly; they can kill their process."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from lib.dataset import digits
+from lib.utils.data.tensors import Tensors
+
+
+def add_args(parser):
+    digits.add_args(parser)
+    parser.set_defaults(arch="mlp", epochs=3, micro_batch=16, log_every=2)
+    parser.add_argument("-slow_s", type=float, default=0.02, help="seconds a micro-batch takes")
+    parser.add_argument("-slow_deadly", type=int, default=0, help="micro-batches before it kills itself")
+
+
+class Slow(Tensors):
+    args, done = None, 0
+
+    def __getitems__(self, indices):
+        time.sleep(self.args.slow_s)
+        self.done += 1
+        mark = Path(self.args.out) / f"{self.args.model}.deadly"
+        if self.args.slow_deadly and (mark.exists() or self.done > self.args.slow_deadly):
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitems__(indices)
+
+
+def get_dataset(args):
+    parts = digits.get_dataset(args)
+    train = Slow(*parts["train"].tensors)
+    train.args = args
+    return {**parts, "train": train}
+'''
+
+
+def copy_of_the_code(folder: Path) -> Path:
+    """A copy of the repository, with a dataset called slow."""
+    for part in ("lib", "scripts"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "data", folder / "data")
+    shutil.copy(ROOT / "train.py", folder)
+    (folder / "lib" / "dataset" / "slow.py").write_text(SLOW)
+    return folder
+
+
+class Cluster:
+    """A mini cluster, and the code that its jobs run. Requeued jobs start without the usual delay."""
+
+    def __init__(self, code: Path, out: Path, **options):
+        self.code, self.out, self.options = code, out, {name: str(value) for name, value in options.items()}
+        self.folder = Path(tempfile.mkdtemp(prefix="baton_slurm_", dir="/tmp"))
+        self.environ = dict(os.environ)  # `run_here` changes it for a moment, in which a thread may read it
+        self.over = threading.Event()
+        self.starter = threading.Thread(target=self._start_requeued_jobs, daemon=True)
+
+    def __enter__(self):
+        subprocess.run([SCRIPT, "start", self.folder], env={**self.environ, **self.options}, check=True, timeout=120)
+        self.starter.start()
+        return self
+
+    def __exit__(self, *error):
+        self.over.set()
+        self.starter.join()
+        subprocess.run([SCRIPT, "stop", self.folder], check=True, timeout=120)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def env(self, **more) -> dict[str, str]:
+        """The environment of a user on the login node."""
+        python = {"PATH": f"{Path(sys.executable).parent}:{self.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo"}
+        own = {name: value for name, value in self.environ.items() if name != "OMP_NUM_THREADS"}
+        return {**own, "SLURM_CONF": str(self.folder / "slurm.conf"), **python, **more}
+
+    def run(self, *command, wanted: int | None = 0, **more) -> str:
+        """The output of a command, started in the folder of the code. Its exit code must be `wanted`."""
+        command = [str(part) for part in command]
+        output = subprocess.run(
+            command, env=self.env(**more), cwd=self.code, capture_output=True, text=True, timeout=240
+        )
+        assert wanted in (None, output.returncode), (
+            f"{command}: exit code {output.returncode}: {output.stdout}{output.stderr}"
+        )
+        return output.stdout + output.stderr
+
+    def train(self, flags: str, wanted: int = 0, **more) -> str:
+        """The output of `python train.py FLAGS -out OUT`."""
+        return self.run(sys.executable, "train.py", *flags.split(), "-out", self.out, wanted=wanted, **more)
+
+    def run_here(self, flags: str, wanted: int = 0, **more) -> str:
+        """The same as train(), in this process, which has imported torch already."""
+        output, before, names_before = io.StringIO(), dict(os.environ), (slurm.ROOT, plugins.names)
+        os.environ.update(self.env(**more))
+        slurm.ROOT, plugins.names = self.code, lambda kind: [*names_before[1](kind), "slow"]
+        lib.dataset.__path__.append(str(self.code / "lib" / "dataset"))
+        try:
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                code = train.main([*flags.split(), "-out", str(self.out)])
+        finally:
+            lib.dataset.__path__.pop()
+            slurm.ROOT, plugins.names = names_before
+            os.environ.clear()
+            os.environ.update(before)
+        assert code == wanted, f"{flags}: exit code {code}: {output.getvalue()}"
+        return output.getvalue()
+
+    def submit(self, flags: str, nodes: int = 2, **more) -> str:
+        """Submit a run with 2 tasks a node, unless -cpu is given, and return the job id."""
+        cpu = "" if "-cpu" in flags else "-cpu 2"
+        output = self.run_here(f"-slurm -slurm_nnodes {nodes} {cpu} -slurm_cpus 1 -dataset slow {flags}", **more)
+        return re.search(r"submitted: +job (\d+)", output)[1]
+
+    def submit_urgent(self, seconds: float) -> str:
+        """Submit a job that preempts the jobs on all nodes."""
+        return self.run(
+            "sbatch", "--parsable", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap", f"sleep {seconds}"
+        ).strip()
+
+    def job(self, job: str) -> dict[str, str]:
+        """The fields of `scontrol show job`."""
+        return dict(re.findall(r"(?:^| )(\w+)=(\S*)", self.run("scontrol", "show", "job", "-o", job)))
+
+    def wait_for_end(self, job: str) -> dict[str, str]:
+        """Wait until a job is over and return its fields."""
+        unfinished = ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED")
+        until(lambda: self.job(job)["JobState"] not in unfinished, what=self.log(job), pause=0.2)
+        return self.job(job)
+
+    def wait_until_it_trains(self, name: str, step: int = 1):
+        """Wait until a run has logged this step."""
+        until(lambda: (steps_of(self.out / name) or [0])[-1] >= step, what=self.log(name))
+
+    def log(self, name: str):
+        """A function that returns all output of a run's jobs."""
+        logs = [*(self.out / name / "slurm").glob("*.out"), *self.out.glob(f"{name}.log")]
+        return lambda: "".join(f"{log}:\n{log.read_text()}" for log in logs)
+
+    def pid_of(self, job: str, rank: int) -> int:
+        """The process id of a rank."""
+        wanted = {f"SLURM_JOB_ID={job}", f"SLURM_PROCID={rank}", "SLURM_STEP_ID=0"}
+        wanted |= {f"SLURM_CONF={self.folder}/slurm.conf"}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                found = wanted <= set((entry / "environ").read_text().split("\0"))
+                if found and b"slurm_task" in (entry / "cmdline").read_bytes():
+                    return int(entry.name)
+        raise AssertionError(f"no process of rank {rank} of job {job}")
+
+    def _start_requeued_jobs(self):
+        """Start requeued jobs soon: Slurm delays them by two minutes. A start in the same second would fail."""
+        done = set()
+        while not self.over.wait(0.5):
+            output = self.run("squeue", "-h", "-t", "PENDING", "-o", "%A %r", wanted=None).splitlines()
+            waiting = {line.split()[0] for line in output if line.endswith(" BeginTime")}
+            for job in waiting - done:
+                self.run("scontrol", "update", f"JobId={job}", "StartTime=now+2", wanted=None)
+            done = waiting
+
+
+def steps_of(folder: Path) -> list[int]:
+    """The steps in a run's metrics.jsonl, in order."""
+    with contextlib.suppress(OSError, ValueError):
+        return [line["step"] for line in lines(folder) if "train/loss" in line]
+    return []

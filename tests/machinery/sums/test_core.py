@@ -1,0 +1,218 @@
+"""lib/core compared with torch's schedulers and clipping, with the formulas of papers, and with plain gradients."""
+
+import copy
+import math
+import types
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import in_a_child
+from torch import nn
+
+from lib.core import loss as losses
+from lib.core import optimizer as optimizers
+from lib.core import scheduler
+
+STEADY = settings(deadline=None, derandomize=True, max_examples=100)
+FLAGS = {
+    "arch": "x",
+    "optimizer": "adamw",
+    "optimizer_arg": [],
+    "num_classes": 10,
+    "lr_start": 1e-3,
+    "weight_decay": 0.1,
+    "momentum": 0.9,
+    "parallel": "ddp",
+    "deterministic": False,
+    "class_weights": None,
+    "ignore_index": -100,
+}
+
+
+def flags(**changes):
+    return types.SimpleNamespace(**{**FLAGS, **changes})
+
+
+# The learning rate
+
+
+def torch_rates(kind, total, warmup, start, end):
+    """The same schedule by torch's own schedulers, step by step."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=start)
+    schedulers, steps = torch.optim.lr_scheduler, max(1, total - 1 - warmup)
+    last = steps // 5  # the decay of wsd
+    falls = {
+        "cosine": lambda: [schedulers.CosineAnnealingLR(optimizer, steps, eta_min=end)],
+        "linear": lambda: [schedulers.LinearLR(optimizer, 1.0, end / start, steps)],
+        "constant": lambda: [schedulers.ConstantLR(optimizer, 1.0)],
+        "step": lambda: [schedulers.MultiStepLR(optimizer, [-(-steps // 3), -(-2 * steps // 3)])],
+        "wsd": lambda: [
+            schedulers.ConstantLR(optimizer, 1.0),
+            schedulers.LinearLR(optimizer, 1.0, end / start, max(1, last)),
+        ],
+    }
+    rise = [schedulers.LinearLR(optimizer, 1 / (warmup + 1), 1.0, warmup)] if warmup else []
+    edges = ([warmup] if warmup else []) + ([warmup + steps - last] if kind == "wsd" else [])
+    schedule = schedulers.SequentialLR(optimizer, [*rise, *falls[kind]()], edges)
+    for _ in range(total):
+        yield optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        schedule.step()
+
+
+@STEADY
+@given(
+    total=st.integers(2, 120), share=st.floats(0, 1), start=st.floats(1e-4, 1), fall=st.floats(0, 1), data=st.data()
+)
+@pytest.mark.parametrize("kind", scheduler.BY_NAME)
+def test_the_learning_rate_is_that_of_torch_at_any_step_in_any_order(kind, total, share, start, fall, data):
+    warmup, end = int(share * (total - 2)), start * (0.0 if kind == "step" else fall)
+    if kind == "wsd":
+        total = warmup + 1 + 5 * -(-(total - 1 - warmup) // 5)  # so that a fifth is a whole number of steps
+    wanted = list(torch_rates(kind, total, warmup, start, end))
+    for step in data.draw(st.permutations(range(total))):
+        rate = scheduler.lr_at(step, kind=kind, total=total, warmup=float(warmup), start=start, end=end)
+        assert rate == pytest.approx(wanted[step], rel=1e-9, abs=1e-12)
+
+
+# The optimizer
+
+
+class Mixed(nn.Module):
+    """One module of each kind that has parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = nn.ModuleList([nn.Conv2d(2, 3, 3), nn.Linear(4, 5), nn.Embedding(6, 4)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(3), nn.LayerNorm(4), nn.GroupNorm(1, 3)])
+        self.scale, self.frozen = nn.Parameter(torch.ones(())), nn.Linear(2, 2).requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", ["sgd", "Adam", "adamw", "muon"])
+def test_biases_and_norms_have_no_weight_decay_and_frozen_parameters_are_left_out(name):
+    model = Mixed()
+    optimizer = optimizers.get_optimizer(model, nn.Identity(), flags(optimizer=name))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decay_of = [(names[p], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]]
+    trained = [name for name in names.values() if not name.startswith("frozen")]
+    assert sorted(name for name, _ in decay_of) == sorted(trained)
+    decays = {f"matrices.{number}.weight" for number in range(3)}
+    assert dict(decay_of) == {name: 0.1 if name in decays else 0.0 for name in trained}
+    before = copy.deepcopy(model.state_dict())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == decays
+
+
+@STEADY
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=5),
+    limit=st.floats(0, 9),
+    scale=st.sampled_from([0.0, 1e-3, 1.0, 1e4]),
+    without=st.booleans(),
+    by_rows=st.booleans(),
+)
+def test_gradients_are_clipped_as_by_torch(shapes, limit, scale, without, by_rows):
+    ours = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for parameter in ours:
+        parameter.grad = scale * torch.randn(parameter.shape)
+    ours += [nn.Parameter(torch.zeros(2))] if without else []
+    theirs = copy.deepcopy(ours)
+    for mine, other in zip(ours, theirs, strict=True):
+        other.grad = None if mine.grad is None else mine.grad.clone()
+    norm = optimizers.clip(ours, limit, by_rows)
+    wanted = torch.nn.utils.clip_grad_norm_(theirs, limit or math.inf)
+    assert norm.ndim == 0
+    torch.testing.assert_close(norm, wanted)  # ours is a sum over rows, which is the same for shards
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is other.grad is None or torch.allclose(mine.grad, other.grad, rtol=1e-5)
+
+
+def test_a_row_has_the_same_norm_by_itself_and_among_others_with_two_threads():
+    """A shard may be one row, and torch splits the sum of a single row over its threads. A vector stays as it is."""
+
+    def check_equal_norms():
+        torch.set_num_threads(2)
+        whole = torch.randn(4, 70_001, generator=torch.Generator().manual_seed(3))
+        rows = [optimizers._row_norms([whole[number : number + 1].clone()])[0] for number in range(4)]
+        assert torch.equal(torch.cat(rows), optimizers._row_norms([whole])[0])
+        assert torch.equal(optimizers._row_norms([whole[0]])[0], whole[0])
+
+    in_a_child(check_equal_norms)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(bad):
+    model = nn.Linear(3, 2)
+    optimizer, scaler = (
+        optimizers.get_optimizer(model, nn.Identity(), flags()),
+        torch.amp.GradScaler("cpu", enabled=False),
+    )
+    for good in (True, False):
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        model.weight.grad[0, 0] = 1.0 if good else bad
+        optimizers.step(optimizer, scaler, optimizers.clip(list(model.parameters()), 1.0, by_rows=False))
+        after = (model.state_dict(), optimizer.state_dict()["state"])
+        assert repr(before) != repr(after) if good else repr(before) == repr(after)
+
+
+class OfGpu(torch.Tensor):
+    """A norm that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("switch", [True, False])
+@pytest.mark.parametrize("name", ["sgd", "Adam", "adamw", "muon"])
+def test_a_skipped_first_step_on_a_gpu_or_by_the_scaler_leaves_no_trace(name, switch, monkeypatch):
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    models[1].load_state_dict(models[0].state_dict())
+    scaler = torch.amp.GradScaler("cpu", enabled=not switch)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN, to be noticed
+    torch.use_deterministic_algorithms(True)
+    try:
+        for model, values in zip(models, ([math.inf, 1.0, 2.0], [1.0, 2.0]), strict=True):
+            optimizer = optimizers.get_optimizer(model, nn.Identity(), flags(optimizer=name))
+            if switch and not getattr(optimizer, "_step_supports_amp_scaling", False):
+                pytest.skip(f"this torch has no such switch in {name}")
+            for value in values:
+                optimizer.zero_grad()
+                scaler.scale(value * model(torch.ones(1, 3)).sum()).backward()
+                scaler.unscale_(optimizer)
+                norm = optimizers.clip(list(model.parameters()), 0, by_rows=False)
+                optimizers.step(optimizer, scaler, norm.as_subclass(OfGpu) if switch else norm)
+                scaler.update()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for mine, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_the_class_dimension_is_the_first_for_pixels_and_the_last_for_tokens_even_if_both_fit(size):
+    loss = losses.get_loss(flags(loss="cross_entropy", label_smoothing=0.0))
+    pixels, tokens = torch.randint(4, (2, size, size)), torch.randint(size, (2, size))
+    images, rows = torch.randn(2, 4, size, size), torch.randn(2, size, size)
+    assert torch.equal(loss(images, pixels), nn.functional.cross_entropy(images, pixels))
+    assert losses.metric_sums(loss, images, pixels) == {}
+    assert torch.equal(loss(rows, tokens), nn.functional.cross_entropy(rows.flatten(0, 1), tokens.flatten()))
+    assert losses.metric_sums(loss, rows, tokens).keys() == {"bits_per_token"}
+
+
+def test_losses_and_accuracy_are_those_of_torch():
+    outputs, labels = torch.randn(9, 4), torch.randint(4, (9,))
+    loss = losses.get_loss(flags(loss="cross_entropy", label_smoothing=0.2))
+    theirs = nn.functional.cross_entropy(outputs, labels, label_smoothing=0.2)
+    torch.testing.assert_close(loss(outputs, labels), theirs)  # ours is a sum, divided
+    assert losses.metric_sums(loss, outputs, labels) == {"accuracy": (outputs.argmax(1) == labels).sum()}
+    assert losses.metric_sums(loss, outputs, outputs.softmax(1)) == {}
+    for name, theirs in {"mse": "mse_loss", "l1": "l1_loss", "huber": "huber_loss"}.items():
+        loss = losses.get_loss(flags(loss=name, label_smoothing=0.2))
+        assert torch.equal(loss(outputs, 2 * outputs), getattr(nn.functional, theirs)(outputs, 2 * outputs))
+        assert losses.metric_sums(loss, outputs, outputs + 1)["mae"] == pytest.approx(9)

@@ -1,0 +1,129 @@
+"""Tests that need a GPU (marked gpu), each in a process of its own: a process that has used CUDA cannot be forked.
+
+And tests with a fake card that computes nothing.
+"""
+
+import os
+import subprocess
+import sys
+
+import cards
+import pytest
+import torch
+from runs import distance
+
+from lib import config
+
+BATCHES = """
+import torch
+from lib.utils.data.plan import Plan
+from lib.utils.data import loader
+from lib.utils.data.transforms import Pixels
+from lib.utils.data.tensors import Tensors
+from lib.utils.distributed import World
+
+images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
+dataset = Tensors(images, torch.arange(64), on_device=Pixels((0.5,), (0.3,), mirror=True))
+plan, seen = Plan(64, 8, 8), []
+for device in ("cpu", "cuda"):
+    for workers in (0, 1):
+        world = World(device=torch.device(device))
+        one = loader.Loader(dataset, plan, world, seed=0, shuffle=True, workers=workers)
+        batches = []
+        for key, (inputs, labels) in one.epoch(1):
+            inputs @ inputs.transpose(2, 3)  # work that takes a while
+            assert inputs.device.type == labels.device.type == device
+            batches.append((inputs.cpu(), labels.cpu()))
+        one.fetcher.close()
+        seen.append(batches)
+for batches in seen[1:]:
+    for (inputs, labels), (others, same) in zip(seen[0], batches, strict=True):
+        assert torch.equal(labels, same) and torch.allclose(inputs, others, atol=1e-5)
+"""
+
+
+NORMS = """
+import torch
+from lib.core import optimizer
+
+def norm(values, dim=None, real=torch.linalg.vector_norm):
+    print(values.data_ptr() % 16)
+    return real(values, dim=dim)
+
+torch.linalg.vector_norm = norm
+bucket = torch.ones(1000, device="cuda")
+parameter = torch.nn.Parameter(bucket[1:129].view(1, 128))
+parameter.grad = bucket[201:329].view(1, 128)
+optimizer.clip([parameter], 1.0, by_rows=True)
+"""
+
+
+def python(*args, env=None):
+    command = [sys.executable, *args]
+    done = subprocess.run(command, cwd=config.ROOT, env=env, capture_output=True, text=True, timeout=280)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+def test_batches_on_a_gpu_are_the_same_as_on_the_cpu():
+    code, output = python("-c", BATCHES)
+    assert code == 0, output
+
+
+@pytest.mark.gpu
+def test_a_stopped_run_with_dropout_and_augmentation_resumes_with_the_same_bits_on_a_gpu(tmp_path):
+    flags = ["-epochs", "2", "-convnet_dropout", "0.3", "-deterministic", "-out", str(tmp_path), "-gpus", "0"]
+    for name, more in (("whole", []), ("parts", ["-limit_steps", "13"]), ("parts", [])):
+        code, output = python("train.py", "-model", name, *flags, *more)
+        assert code == (75 if more else 0), output
+    assert distance(tmp_path / "whole", tmp_path / "parts") == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_one_and_two_gpus_end_at_the_same_bits(parallel, tmp_path):
+    flags = ["-epochs", "2", "-micro_batch", "16", "-deterministic", "-out", str(tmp_path), "-parallel", parallel]
+    flags += ["-clip_grad", "0.1"] if parallel == "ddp" else []  # under FSDP: docs/resume.md, "Exceptions"
+    for gpus in ("0", "0,1"):
+        code, output = python("train.py", "-model", f"on_{gpus[-1]}", *flags, "-gpus", gpus)
+        assert code == 0, output
+    assert distance(tmp_path / "on_0", tmp_path / "on_1") == 0
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory):
+    missing = cards.missing()
+    if missing and (not os.environ.get("CI") or not missing.startswith("needs gcc")):
+        pytest.skip(missing)
+    return cards.build(tmp_path_factory.mktemp("card"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "-bf16 -augment -optimizer sgd -class_weights 1,1,1,1,1,1,1,1,1,2",
+        "-gpus 0,1 -fp16 -micro_batch 16 -workers 1",
+        "-gpus 0,1 -parallel fsdp -dataset tokens -tokens_samples 176 -arch gpt -fp16 -recompute -workers 1 "
+        "-clip_grad 1",
+    ],
+    ids=["one", "ddp", "fsdp"],
+)
+def test_on_a_fake_card_runs_finish_and_resume_and_no_step_waits_for_the_device(card, flags, tmp_path):
+    """The number of waits and of copies from unpinned memory is the same for nine steps as for four."""
+    flags = ["-W", "ignore", "train.py", *flags.split(), "-epochs", "1", "-log_every", "999", "-out", str(tmp_path)]
+    flags += ["-max_bad_steps", "999", "-allow_change", "nan"]  # a card that computes nothing gives arbitrary norms
+    env, waits = {**card, "CARDS": "2" if "0,1" in flags else "1"}, []
+    for steps in ("4", "9"):
+        code, output = python(*flags, "-model", steps, "-limit_steps", steps, env=env)
+        assert code == 75, output
+        waits.append(output.count("card: "))
+    assert waits[0] == waits[1] > 0
+    code, output = python(*flags, "-model", "9", env=env)
+    assert code == 0 and "resuming from" in output, output
+
+
+def test_the_norm_of_a_row_does_not_depend_on_its_place_in_a_bucket(card):
+    """torch's sum over a row takes what lies before a multiple of 16 bytes apart: ATen/native/cuda/Reduce.cuh."""
+    code, output = python("-W", "ignore", "-c", NORMS, env=card)
+    assert code == 0 and [line for line in output.splitlines() if line.isdigit()] == ["0", "0"], output

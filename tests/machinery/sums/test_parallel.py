@@ -1,0 +1,215 @@
+"""DDP, FSDP2 and one process train alike and load each other's checkpoints, with any usual model."""
+
+import math
+import multiprocessing
+import os
+import shutil
+import types
+
+import needs
+import pytest
+import torch
+import torchvision
+from nets import NET, BlocksNet
+from processes import in_a_child
+from runs import few, norm_net, plugins, run, same_tensors, weights
+from saves import bits
+from torch import nn
+
+from lib.core import parallel
+from lib.utils.distributed import World
+
+NORM = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 8 -epochs 2 -cpu 1"
+
+RECOMPUTE = types.SimpleNamespace(recompute=True, compile=None, parallel="ddp", arch="line", channels_last=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins():
+    made = {
+        "blocks_net": lambda args: BlocksNet(),
+        "float32_net": float32_net,
+        "still_net": lambda args: BlocksNet(dropout=0.0),
+    }
+    with plugins(arch={**made, "norm_net": norm_net}, dataset={"few": few}):
+        yield
+
+
+@pytest.fixture(scope="module")
+def ddp_weights(tmp_path_factory):
+    """The weights after 52 steps under DDP without an interruption."""
+    return weights(run(tmp_path_factory.mktemp("ddp"), f"{NET} -cpu 2"))
+
+
+def relative_distance(one: dict, other: dict) -> float:
+    """The largest relative difference between the weights of two models, by tensor."""
+    assert one.keys() == other.keys()
+    return max(
+        ((one[name].double() - other[name]).norm() / one[name].double().norm().clamp(min=1e-9)).item() for name in one
+    )
+
+
+@pytest.mark.parametrize("flags", ["-cpu 3", "-cpu 4 -deterministic no -recompute"])
+def test_fsdp_runs_end_with_the_weights_of_ddp_up_to_rounding(flags, ddp_weights, tmp_path):
+    assert relative_distance(ddp_weights, weights(run(tmp_path, f"{NET} -parallel fsdp {flags}"))) < 1e-5
+
+
+def test_half_precision_gives_the_same_weights_under_ddp_and_fsdp(tmp_path):
+    """The scaler skips the same steps, and blocks get inputs of the same dtype."""
+    for flag in ("-bf16", "-fp16"):
+        flags = f"{NET} {flag} -arch float32_net -epochs 5 -cpu 2"
+        runs = [weights(run(tmp_path, f"{flags} -parallel {kind} -model {kind}{flag}")) for kind in ("ddp", "fsdp")]
+        assert relative_distance(*runs) < 1e-5
+
+
+def float32_net(args):
+    """A model whose blocks accept only 32-bit inputs, which is what autocast gives them."""
+    net = BlocksNet()
+    for block in net.blocks:
+        block.register_forward_pre_hook(_assert_float32)
+    return net
+
+
+def _assert_float32(block, inputs):
+    assert inputs[0].dtype is torch.float32
+
+
+def test_recomputing_changes_no_bit_and_updates_batchnorm_once(tmp_path):
+    """Dropout draws the same mask again, and BatchNorm's running statistics are updated once."""
+    plain, again = (weights(run(tmp_path, f"{NORM} {flag} -model a{flag}")) for flag in ("", "-recompute"))
+    assert same_tensors(plain, again)
+
+
+@needs.require("" if shutil.which("g++") else "needs a C++ compiler: apt-get install g++")
+def test_a_compiled_run_keeps_its_parameter_names_and_resumes_uncompiled(tmp_path):
+    """Without dropout, for which a compiler may draw other masks."""
+    flags = f"{NET} -arch still_net -epochs 2 -cpu 1"
+    plain = weights(run(tmp_path, f"{flags} -model plain"))
+    compiled = f"{flags} -compile blocks -recompute -model compiled -limit_steps 5"
+    in_a_child(lambda: run(tmp_path, compiled, wanted=75))  # whose threads would keep later tests from forking
+    assert relative_distance(plain, weights(run(tmp_path, f"{flags} -model compiled"))) < 1e-5
+
+
+def test_all_ranks_begin_with_the_values_of_rank_0(tmp_path):
+    """Even those of a model that draws otherwise on each rank; one that has other shapes there is refused."""
+
+    def shifted_net(args):
+        model = norm_net(args)
+        for value in model.state_dict().values():
+            value += int(os.environ["RANK"])
+        return model
+
+    def wider_net(args):
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 4 + int(os.environ["RANK"])))
+
+    with plugins(arch={"shifted": shifted_net, "wider": wider_net}):
+        runs = [run(tmp_path, f"{NORM} -arch shifted -cpu {size} -model on_{size}") for size in (1, 2)]
+        run(tmp_path, f"{NORM} -arch wider -cpu 2 -model wider", wanted=1)
+    assert bits(runs[0]) == bits(runs[1])
+
+
+def test_blocks_are_the_outermost_module_lists_or_the_children_of_a_sequential():
+    net = BlocksNet()
+    assert parallel.blocks(net) == list(net.blocks)
+    assert parallel.blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))[0].in_features == 2
+    assert len(parallel.blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))) == 2
+    nested = nn.ModuleList([nn.ModuleList([nn.Linear(1, 1)]), nn.Linear(1, 1)])
+    assert parallel.blocks(nn.Sequential(nested)) == list(nested)
+    assert parallel.blocks(nn.Linear(2, 2)) == []
+
+
+def test_a_block_that_shares_a_parameter_with_the_rest_stays_in_the_root_group():
+    net = BlocksNet()
+    assert parallel._untied(net, parallel.blocks(net)) == [net.blocks[0]]
+
+
+def test_recompute_for_a_model_without_blocks_is_refused():
+    with pytest.raises(parallel.UsageError, match="get_blocks"):
+        parallel.wrap(nn.Linear(2, 2), RECOMPUTE, World())
+
+
+def test_an_arch_may_define_its_own_blocks():
+    net = BlocksNet()
+    before = {module: module.forward for module in net.modules()}
+    arch = types.SimpleNamespace(get_blocks=lambda model: [model.inner, model.head])
+    parallel.wrap(net, RECOMPUTE, World(), arch=arch)
+    assert [module for module in net.modules() if module.forward != before[module]] == [net.inner, net.head]
+
+
+# With FSDP a model starts with the same values as if it were built without
+
+
+class Odd(nn.Module):
+    """Tied, frozen and scaled parameters, constants, a padding row, an orthogonal matrix, a bf16 layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6, padding_idx=2)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.tokens.weight
+        self.register_buffer("constant", torch.tensor([1.0, math.pi]))
+        self.register_buffer("table", torch.outer(torch.arange(5).float(), torch.ones(3)).cos(), persistent=False)
+        self.register_buffer("empty", torch.zeros(0, 3))
+        self.square = nn.Linear(4, 4)
+        nn.init.orthogonal_(self.square.weight)
+        self.scale = nn.Parameter(torch.randn(3) * 0.1, requires_grad=False)
+        self.norm = nn.BatchNorm2d(7)
+        self.mixed = nn.Linear(5, 5, dtype=torch.bfloat16)
+        self.apply(lambda m: nn.init.normal_(m.weight, std=0.02) if isinstance(m, nn.Embedding) else None)
+        with torch.no_grad():
+            self.square.weight.mul_(1 / math.sqrt(2))
+            self.head.weight[3:5] += 1
+
+
+class Depths(nn.Module):
+    """Reads values of tensors in its constructor, as stochastic depth does."""
+
+    def __init__(self):
+        super().__init__()
+        self.drops = nn.ModuleList(nn.Dropout(rate.item()) for rate in torch.linspace(0, 0.3, 4))
+        self.last = nn.Linear(3, 3)
+
+
+def all_tensors(model):
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize(
+    ("make", "in_full"),
+    [
+        (Odd, False),
+        (lambda: torchvision.models.VisionTransformer(16, 8, 2, 2, 32, 32), False),
+        (Depths, True),
+    ],
+    ids=["odd", "vit", "depths"],
+)
+def test_an_fsdp_model_starts_with_the_values_of_a_model_built_without_fsdp(make, in_full, tmp_path):
+    context = multiprocessing.get_context("fork")
+    other = context.Process(target=check_initial_values, args=(1, make, in_full, tmp_path / "store"))
+    other.start()
+    in_a_child(lambda: check_initial_values(0, make, in_full, tmp_path / "store"))
+    other.join()
+    assert other.exitcode == 0
+
+
+def check_initial_values(rank, make, in_full, store):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    args = types.SimpleNamespace(
+        **{**vars(RECOMPUTE), "parallel": "fsdp", "recompute": False, "seed": 5, "fp16": False, "bf16": False}
+    )
+    arch = types.SimpleNamespace(get_model=lambda args: make())
+    usual = parallel.build(arch, args, World())
+    world = World(rank=rank, size=2)
+    model = parallel.build(arch, args, world)
+    on_meta = {tensor.is_meta for tensor in all_tensors(model).values()}
+    assert on_meta == {rank == 1 and not in_full} and str(model) == str(usual)
+
+    model = parallel.wrap(model, args, world)
+    wanted, found = all_tensors(usual), all_tensors(model)
+    assert wanted.keys() == found.keys()
+    for name, value in wanted.items():
+        whole = (
+            found[name].full_tensor() if isinstance(found[name], torch.distributed.tensor.DTensor) else found[name]
+        )
+        assert torch.equal(whole, value) and found[name].requires_grad == value.requires_grad, name
+    assert not isinstance(usual, Odd) or model.head.weight is model.tokens.weight

@@ -1,0 +1,287 @@
+"""Models and data from elsewhere train unchanged, with the same bits on any number of processes."""
+
+import collections
+import dataclasses
+
+import pytest
+import torch
+from command_line import parsed
+from runs import few, lines, norm_net, plugins, run, weights
+from saves import SMALL, bits
+from sklearn import metrics as truth
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from lib.core import loss as losses
+from lib.utils.data.tensors import Tensors, map_tensors, named_tensors
+from lib.utils.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("small_plugins")
+
+
+class Output(collections.OrderedDict):
+    """A dict whose entries are also attributes, without those that are None, as Hugging Face's ModelOutput."""
+
+    def __init__(self, **entries):
+        super().__init__({name: value for name, value in entries.items() if value is not None})
+
+    def __getattr__(self, name):
+        return self.get(name)
+
+
+@dataclasses.dataclass
+class Answer:
+    """A dataclass that a model may return."""
+
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class Net(nn.Sequential):
+    """The network of SMALL; each subclass returns its outputs in another form."""
+
+    def __init__(self, args):
+        super().__init__(*norm_net(args))
+
+    def outputs_and_loss(self, inputs, targets):
+        logits = super().forward(inputs)
+        return logits, None if targets is None else functional.cross_entropy(logits, targets)
+
+
+class LikeHuggingFace(Net):
+    def forward(self, input_values=None, position=None, labels=None, **options):
+        logits, loss = self.outputs_and_loss(input_values, labels)
+        return Output(loss=loss, logits=logits, attentions=None)
+
+
+class LikeNanoGpt(Net):
+    def forward(self, tokens, targets=None):
+        return self.outputs_and_loss(tokens, targets)
+
+
+class FromKwargs(Net):
+    def forward(self, **batch):
+        return Answer(*self.outputs_and_loss(batch["input_values"], batch["label"]))
+
+
+class Rows(Dataset):
+    """A dataset like Hugging Face's: rows are dicts, and its methods have common names."""
+
+    def __init__(self, part: Tensors):
+        self.part, self.column_names = part, ["idx", "input_values", "label"]
+
+    def __len__(self):
+        return len(self.part)
+
+    def __getitem__(self, index):
+        return {"idx": index, "input_values": self.part[index][0], "label": self.part[index][1]}
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+    def shard(self, num_shards, index):
+        raise AssertionError("the trainer must not shard a dataset")
+
+    map = select = with_format = filter = shard
+
+
+class Named(Rows):
+    """Rows with only those entries that a model with one input can take."""
+
+    def __getitem__(self, index):
+        return {"input_values": self.part[index][0], "label": self.part[index][1]}
+
+
+ARCHS = {"hugging": LikeHuggingFace, "nano": LikeNanoGpt, "batch": FromKwargs}
+DATASETS = {
+    "rows": lambda args: {name: Rows(part) for name, part in few(args).items()},
+    "named": lambda args: {name: Named(part) for name, part in few(args).items()},
+}
+
+
+@pytest.fixture(scope="module")
+def usual_run(small_plugins, tmp_path_factory):
+    """A run on (inputs, targets), with a model that returns a tensor."""
+    return run(tmp_path_factory.mktemp("usual"), f"{SMALL} -cpu 1")
+
+
+@pytest.mark.parametrize(
+    ("arch", "dataset"),
+    [
+        ("hugging", "rows"),
+        ("batch", "rows"),
+        ("nano", "few"),
+        ("norm_net", "named"),
+    ],
+)
+def test_models_and_batches_of_many_forms_train_with_the_same_bits_as_the_usual_ones(
+    arch, dataset, usual_run, tmp_path
+):
+    """Losses, weights and metrics are the same if the model computes the loss, or if the batch is a dict."""
+    with plugins(arch=ARCHS, dataset=DATASETS):
+        for size in (1, 2):
+            flags = f"{SMALL} -arch {arch} -dataset {dataset} -cpu {size} -model on_{size}"
+            assert bits(run(tmp_path, flags)) == bits(usual_run), size
+
+
+def test_a_sequence_of_labels_is_not_measured_because_the_model_may_shift_it():
+    class Causal(nn.Linear):
+        def forward(self, inputs, labels=None):
+            return Output(loss=super().forward(inputs).mean(), logits=super().forward(inputs))
+
+    batch = {"inputs": torch.randn(2, 5, 3), "labels": torch.zeros(2, 5, dtype=torch.int64)}
+    done = losses.forward(Causal(3, 4), batch, losses.CrossEntropy())
+    assert done.outputs is None and losses.metric_sums(losses.CrossEntropy(), done.outputs, done.targets) == {}
+
+
+def test_outputs_of_a_model_with_its_own_loss_are_measured_only_if_they_are_class_scores():
+    """An autoencoder's outputs are no class scores, and with one output a sample the argmax says nothing."""
+
+    class Autoencoder(nn.Linear):
+        def forward(self, inputs):
+            outputs = super().forward(inputs)
+            return Answer(outputs, (outputs - inputs).square().mean())
+
+    class Binary(nn.Linear):
+        def forward(self, inputs, labels=None):
+            outputs = super().forward(inputs)
+            return outputs, functional.binary_cross_entropy_with_logits(outputs[:, 0], labels.float())
+
+    criterion = losses.CrossEntropy()
+    for model, count in ((Autoencoder(12, 12), 12), (Binary(12, 1), 2)):
+        done = losses.forward(model, (torch.randn(8, 12), torch.randint(count, (8,))), criterion)
+        assert losses.metric_sums(criterion, done.outputs, done.targets) == {}
+
+
+def test_a_scalar_next_to_the_outputs_is_a_loss_only_if_the_model_got_targets_or_calls_it_loss():
+    """The auxiliary loss of a mixture of experts is such a scalar: alone it would teach the model nothing."""
+
+    class Experts(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs), self.weight.square().mean()
+
+    class Named(nn.Linear):
+        def forward(self, inputs):
+            return {"outputs": super().forward(inputs), "loss": self.weight.square().mean()}
+
+    inputs, labels, criterion = torch.randn(8, 4), torch.randint(3, (8,)), losses.CrossEntropy()
+    for batch in ((inputs, labels), {"image": inputs, "label": labels}):
+        with pytest.raises(UsageError, match="is it the whole loss, or a part") as caught:
+            losses.forward(Experts(4, 3), batch, criterion)
+        assert "\n" not in str(caught.value)
+    for model, batch in ((Named(4, 3), (inputs, labels)), (Experts(4, 3), inputs), (Experts(4, 3), {"x": inputs})):
+        assert losses.forward(model, batch, criterion).loss == model.weight.square().mean()
+
+
+def test_a_batch_may_be_any_mapping():
+    """Hugging Face's BatchEncoding, which its collators return, is a mapping."""
+    inputs, labels = torch.randn(8, 4), torch.randint(3, (8,))
+    batch = collections.UserDict({"input": inputs, "labels": labels})
+    model, criterion = nn.Linear(4, 3), losses.CrossEntropy()
+    assert losses.forward(model, batch, criterion).loss == criterion(model(inputs), labels)
+    assert map_tensors(batch, len) == {"input": 8, "labels": 8}
+    assert [name for name, _ in named_tensors(batch)] == ["input", "labels"]
+
+
+class Three(Tensors):
+    """Gives one entry too many."""
+
+    def __init__(self, part):
+        super().__init__(*part.tensors, part.tensors[1])
+
+
+class Unlabelled(Rows):
+    """Gives no labels."""
+
+    def __getitem__(self, index):
+        return {"input_values": self.part[index][0]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Three, "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): python scripts/new.py trainer NAME"),
+        (
+            Unlabelled,
+            "this dataset gives a dict of input_values: (4, 64), and the model returns a Tensor without a loss",
+        ),
+    ],
+)
+def test_a_batch_that_the_default_trainer_cannot_use_is_refused_in_one_line(kind, message, tmp_path, refused):
+    with plugins(dataset={"odd": lambda args: kind(few(args)["train"])}):
+        line = refused(f"{SMALL} -dataset odd -cpu 1")
+    assert "the default trainer takes (inputs, targets) or a dict with labels" in line and message in line
+
+
+# Losses and metrics
+
+
+def criterion(flags: str):
+    return losses.get_loss(parsed(flags))
+
+
+def test_a_regression_with_cross_entropy_is_refused_in_one_line(tmp_path, refused):
+    with plugins(dataset={"numbers": numbers}):
+        line = refused("-dataset numbers -arch norm_net -num_classes 1 -cpu 1")
+    assert "for a regression: -loss mse" in line
+
+
+def test_class_weights_multiply_the_loss_of_each_sample():
+    outputs, labels = torch.randn(12, 3), torch.randint(3, (12,))
+    weighted = criterion("-num_classes 3 -class_weights 1,2.5,0 -label_smoothing 0")
+    alone = functional.cross_entropy(outputs, labels, reduction="none")
+    assert torch.allclose(weighted(outputs, labels), (alone * torch.tensor([1, 2.5, 0])[labels]).mean())
+    halves = [weighted(outputs[part], labels[part]) for part in (slice(0, 6), slice(6, 12))]
+    assert torch.allclose(weighted(outputs, labels), sum(halves) / 2)
+    ignored = torch.where(torch.arange(12) < 4, -100, labels)
+    assert torch.allclose(weighted(outputs, ignored), weighted(outputs[4:], labels[4:]))
+    soft, smooth = (
+        outputs.roll(1, 0).softmax(1),
+        criterion("-num_classes 3 -class_weights 1,1,1 -label_smoothing 0.1"),
+    )
+    assert torch.allclose(smooth(outputs, soft), functional.cross_entropy(outputs, soft, label_smoothing=0.1))
+    pixels, soft = torch.randn(2, 3, 5, 5), torch.randn(2, 3, 5, 5).softmax(1)
+    assert torch.allclose(smooth(pixels, soft), functional.cross_entropy(pixels, soft, label_smoothing=0.1))
+    with pytest.raises(UsageError, match="-class_weights 1,2: give one for each of -num_classes 3"):
+        criterion("-num_classes 3 -class_weights 1,2")
+
+
+def many(args):
+    """Data of 12 classes; val lacks one."""
+    generator = torch.Generator().manual_seed(3)
+
+    def part(count, classes):
+        labels = torch.randint(classes, (count,), generator=generator)
+        return Tensors(torch.randn(count, 64, generator=generator) + labels[:, None] / 4, labels)
+
+    return {"train": part(60, 12), "val": part(37, 11)}
+
+
+def test_classification_metrics_are_those_of_scikit_learn_on_any_number_of_processes(tmp_path):
+    flags = "-dataset many -arch norm_net -num_classes 12 -batch_size 16 -micro_batch 4 -epochs 2 -lr_start 1e-2"
+    with plugins(dataset={"many": many}):
+        folders = [run(tmp_path, f"{flags} -cpu {size} -model on_{size}") for size in (1, 3)]
+    found = [[line for line in lines(folder) if "val/f1" in line][-1] for folder in folders]
+    model = norm_net(parsed("-num_classes 12"))
+    model.load_state_dict(weights(folders[0]))
+    inputs, labels = many(None)["val"].tensors
+    outputs = model.eval()(inputs).detach()
+    wanted = {
+        "val/accuracy": truth.accuracy_score(labels, outputs.argmax(1)),
+        "val/f1": truth.f1_score(labels, outputs.argmax(1), average="macro"),
+        "val/top5": truth.top_k_accuracy_score(labels, outputs, k=5, labels=range(12)),
+    }
+    for line in found:
+        assert {name: line[name] for name in wanted} == pytest.approx(wanted)
+    assert bits(folders[0])["figures"] == bits(folders[1])["figures"]
+
+
+def numbers(args):
+    generator = torch.Generator().manual_seed(5)
+
+    def part(count):
+        inputs = torch.randn(count, 64, generator=generator)
+        return Tensors(inputs, inputs[:, :2].sum(1, keepdim=True) + 100)
+
+    return {"train": part(60), "val": part(37), "test": part(9)}

@@ -1,0 +1,158 @@
+"""Targets that a loss cannot take, in any batch, and batches that BatchNorm cannot train on: one line each."""
+
+import re
+
+import pytest
+import torch
+from command_line import parsed
+from runs import few, outcome, plugins, run
+from torch import nn
+from torch.nn import functional
+
+from lib.core import loss as losses
+from lib.utils.data.tensors import Tensors
+from lib.utils.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("small_plugins")
+ROWS = torch.randn(60, 64, generator=torch.Generator().manual_seed(1))
+FLAGS = "-dataset odd -arch norm_net -num_classes 4 -batch_size 16 -epochs 1 -cpu 1 -shuffle no"
+
+
+def criterion(flags: str = ""):
+    return losses.get_loss(parsed(f"-label_smoothing 0 {flags}"))
+
+
+def with_targets(targets):
+    """A dataset of these targets."""
+    return {"odd": lambda args: {"train": Tensors(ROWS[: len(targets)], targets), "val": few(args)["val"]}}
+
+
+def soft(*changed):
+    """Probabilities of 4 classes for 60 samples; `changed`: a row and its values."""
+    rows = torch.eye(4)[torch.arange(60) % 4]
+    for row, values in changed:
+        rows[row] = torch.tensor(values)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("label", "place"), [(-1, 3), (4, 55), (255, 59), (1 << 40, 20)], ids=["minus", "count", "mask", "large"]
+)
+def test_a_label_out_of_range_in_any_batch_is_one_line_that_names_the_range_and_the_flag(label, place, refused):
+    labels = torch.arange(60) % 4
+    labels[place] = label
+    with plugins(dataset=with_targets(labels)):
+        line = refused(FLAGS)
+    assert re.search(rf"a batch are ({label} to 3|0 to {label}): labels are 0 to 3 for 4 .*-ignore_index", line)
+
+
+@pytest.mark.parametrize("values", [[1.0, 1, 0, 0], [0.0, 0, 0, 0], [2.0, -1, 0, 0]], ids=["two", "none", "negative"])
+def test_rows_that_are_no_probabilities_are_refused_after_batches_with_one_label_a_sample(values, refused):
+    with plugins(dataset=with_targets(soft((57, values)))):
+        line = refused(FLAGS)
+    assert "rows that do not sum to 1, as several labels a sample, or are negative" in line
+
+
+def test_floats_that_are_no_probabilities_are_found_at_the_next_check():
+    loss, outputs = criterion("-num_classes 4"), torch.zeros(60, 4)
+    loss(outputs, soft())
+    losses.check_probabilities(loss)
+    losses.check_probabilities(nn.MSELoss())
+    loss(outputs, soft((3, [1.0, 1, 0, 0])))
+    loss(outputs, soft())
+    with pytest.raises(UsageError, match="several labels a sample"):
+        losses.check_probabilities(loss)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.bool])
+def test_labels_of_any_whole_type_give_the_loss_of_int64(kind):
+    labels, outputs = torch.arange(8) % 2, torch.randn(8, 2)
+    assert torch.equal(criterion()(outputs, labels.to(kind)), functional.cross_entropy(outputs, labels))
+    places = torch.arange(24).view(2, 12) % 2
+    rows = torch.randn(2, 12, 2)
+    assert torch.equal(
+        criterion()(rows, places.to(kind)), functional.cross_entropy(rows.flatten(0, 1), places.flatten())
+    )
+    assert losses.metric_sums(criterion(), rows, places.to(kind)).keys() == {"bits_per_token"}
+
+
+SHAPES = {
+    "several labels": ((8, 4), torch.ones(8, 4, dtype=torch.int64)),
+    "a column": ((8, 4), torch.ones(8, 1, dtype=torch.int64)),
+    "a mask with a channel": ((2, 3, 5, 5), torch.ones(2, 1, 5, 5, dtype=torch.uint8)),
+    "another number": ((8, 4), torch.ones(7, dtype=torch.int64)),
+    "no classes": ((8,), torch.ones(8, dtype=torch.int64)),
+    "one output": ((8, 1), torch.zeros(8, dtype=torch.int64)),
+    "float numbers": ((8, 4), torch.ones(8)),
+}
+
+
+@pytest.mark.parametrize(("shape", "targets"), SHAPES.values(), ids=SHAPES)
+def test_targets_of_another_shape_are_one_line(shape, targets):
+    with pytest.raises(UsageError, match=r"-loss cross_entropy takes class numbers or probabilities.*-loss mse"):
+        criterion()(torch.randn(shape), targets)
+
+
+@pytest.mark.parametrize("ignored", [-1, 255, 0])
+def test_ignored_labels_are_left_out_of_the_loss_and_of_bits_per_token(ignored):
+    loss = criterion(f"-ignore_index {ignored} -num_classes 3")
+    masks, images = torch.randint(1, 3, (2, 5, 5)), torch.randn(2, 3, 5, 5)
+    masks[0, 2:] = ignored
+    assert torch.equal(loss(images, masks), functional.cross_entropy(images, masks, ignore_index=ignored))
+    tokens, rows = masks.flatten(1), images.flatten(2).transpose(1, 2)
+    assert torch.allclose(loss(rows, tokens), loss(images, masks))
+    nats = losses.metric_sums(loss, rows, tokens)["bits_per_token"] * torch.tensor(2.0).log()
+    assert torch.allclose(nats / losses.count_targets(loss, (rows, tokens), 2), loss(images, masks))
+
+
+# BatchNorm
+
+
+class Norms(nn.Sequential):
+    """BatchNorm over rows, or over places."""
+
+    def __init__(self, args):
+        super().__init__(nn.Unflatten(1, (4, 16)), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(64, args.num_classes))
+
+
+ALONE = {  # samples and flags: what is said
+    "the last sample": (33, "", r"33 training samples, -batch_size 16 -micro_batch 16: .*-drop_last"),
+    "three by two": (19, "-micro_batch 2", r"-batch_size 16 -micro_batch 2: .*-drop_last"),
+    "micro-batches of one": (32, "-micro_batch 1", r"-batch_size 16 -micro_batch 1: .*-micro_batch 2 or more"),
+    "two processes": (33, "-cpu 2", r"33 training samples.*-drop_last"),
+}
+
+
+@pytest.mark.parametrize(("samples", "flags", "message"), ALONE.values(), ids=ALONE)
+def test_a_batch_of_one_that_batchnorm_cannot_train_on_is_said_in_the_first_pass(
+    samples, flags, message, tmp_path, capfd
+):
+    with plugins(dataset={"odd": lambda args: few(args, samples)}, arch={"places": Norms}):
+        folder = run(tmp_path, f"{FLAGS} {flags} -model rows", wanted=2)
+        assert "step" not in outcome(folder) and not list(folder.glob("checkpoints/*"))
+        assert re.search(message, outcome(folder)["reason"])
+        run(tmp_path, f"{FLAGS} {flags} -arch places -model places")
+        if "drop_last" in message:
+            run(tmp_path, f"{FLAGS} {flags} -drop_last -model dropped")
+
+
+@pytest.mark.parametrize("ignored", [0, 255])
+def test_labels_are_ignored_also_with_class_weights(ignored):
+    labels = torch.arange(60) % 4
+    labels[::5] = ignored
+    outputs, kept, flags = ROWS[:, :4], labels != ignored, f"-num_classes 4 -ignore_index {ignored}"
+    equal = criterion(f"{flags} -class_weights 1,1,1,1")
+    assert equal(outputs, labels).item() == pytest.approx(criterion(flags)(outputs, labels).item())
+    truth = functional.cross_entropy(outputs[kept], labels[kept], torch.tensor([1.0, 2, 3, 4]), reduction="none")
+    heavier = criterion(f"{flags} -class_weights 1,2,3,4")
+    assert heavier(outputs, labels).item() == pytest.approx(truth.mean().item())
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+@pytest.mark.parametrize("flags", ["", "-class_weights 1,2,3,4"])
+def test_a_batch_of_ignored_targets_alone_has_the_loss_0(shape, flags):
+    loss, outputs = criterion(f"-num_classes 4 {flags}"), torch.randn(*shape, 4, requires_grad=True)
+    targets = torch.full(shape, -100)
+    loss(outputs, targets).backward()
+    assert loss(outputs, targets).item() == 0 and not outputs.grad.any()
+    assert all(figure == 0 for figure in losses.metric_sums(loss, outputs, targets).values())

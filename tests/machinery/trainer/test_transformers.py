@@ -1,0 +1,40 @@
+"""The shipped transformers, beyond what test_plugins.py checks for all."""
+
+import torch
+from torch import nn
+
+from lib import config
+from lib.arch import gpt
+
+SMALL = ["-arch", "gpt", "-num_classes", "17", "-gpt_depth", "3", "-gpt_width", "24", "-gpt_heads", "3"]
+
+
+def test_a_gpt_output_does_not_depend_on_later_tokens():
+    torch.manual_seed(0)
+    model = gpt.get_model(config.parse_args(SMALL))
+    for parameter in model.parameters():  # with the small initial values a change would hardly be visible
+        nn.init.normal_(parameter, std=0.5)
+    tokens = torch.randint(17, (2, 12))
+    before = model(tokens)
+    for place in range(12):
+        other = tokens.clone()
+        other[:, place] = (other[:, place] + 1) % 17
+        changed = (model(other) - before).abs().amax((0, 2)) > 1e-6
+        assert changed.tolist() == [False] * place + [True] * (12 - place)
+
+
+def test_rotary_positions_rotate_complex_numbers():
+    """Features i and i + half are a complex number times exp(i place speed), so products depend only on distances."""
+    torch.manual_seed(0)
+    x, size = torch.randn(2, 3, 10, 8), 8
+    speeds = 10_000.0 ** -(torch.arange(size // 2, dtype=torch.float64) * 2 / size)
+    places = torch.arange(10, dtype=torch.float64)[:, None]
+    wanted = torch.complex(*x.double().chunk(2, -1)) * torch.exp(1j * places * speeds)
+    got = gpt.apply_rotary(x, *gpt.rotary_angles(10, size, x.device))
+    assert torch.allclose(torch.cat((wanted.real, wanted.imag), -1).float(), got, atol=1e-6)
+
+    query, key = torch.randn(2, 8)
+    turns = gpt.rotary_angles(10, size, x.device)
+    query, key = (gpt.apply_rotary(one.expand(10, size), *turns) for one in (query, key))
+    products = query @ key.T
+    assert torch.allclose(products.diagonal(-3), products[3, 0].expand(7), atol=1e-5)
