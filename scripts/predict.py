@@ -3,7 +3,7 @@
 FILES are images, text files, or folders, which are searched for images. The run's dataset prepares each file
 (get_transform). The weights are the best ones, or else the final ones. The training data is not needed.
 Each file gets a row: its prediction, or the reason why there is none. Exit code 1: some files have none.
-In a notebook: from lib import predict; predict.load("out/NAME")([image]).
+In a notebook: from scripts import predict; predict.load("out/NAME")([image]).
 """
 
 import argparse
@@ -16,13 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import yaml
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lib import config, predict
+from lib import config
 from lib.config import plugins
-from lib.utils.checkpoint import atomic
+from lib.core import loss, parallel
+from lib.utils.checkpoint import atomic, weights
 from lib.utils.data import photos
 from lib.utils.errors import FAILED, FINISHED, UsageError, printable
 
@@ -45,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     form = args.format or (ending if ending in FORMATS else "table")
     try:
         check_device(args.device)
-        model = predict.load(args.run, args.device)
+        model = load(args.run, args.device)
         config_of_run = config.parse_args(["-cfg", str(args.run / "config.yaml")], describe=False)
         transform = plugins.load("dataset", config_of_run.dataset).get_transform(config_of_run)
         rows = list(answers(transform, model, [*files(args.files), *args.text]))
@@ -61,6 +63,46 @@ def main(argv: list[str] | None = None) -> int:
     if failed:
         print(f"predict.py: {failed} of {len(rows)} files could not be predicted", file=sys.stderr)
     return FAILED if failed else FINISHED
+
+
+def load(run: str | Path, device: str = "cpu") -> Callable[[list], list[dict[str, float]]]:
+    """Return a function from a list of PIL images, or of texts, to a dict for each: its probability by class.
+
+    They may also be tensors, made by the dataset's get_transform. Where classes share a name, a number follows it.
+
+    With another loss than cross_entropy it is the model's outputs by number. Of a sequence, the last place counts.
+    The weights are the run's best ones, or where there are none, its final ones. The run's data is not needed.
+    """
+    file = Path(run) / "config.yaml"
+    args = config.parse_args(["-cfg", str(file)], describe=False)
+    names = yaml.safe_load(file.read_text())["about"].get("classes", [])
+    dataset = plugins.load("dataset", args.dataset)
+    if not hasattr(dataset, "get_transform"):
+        raise UsageError(f"lib/dataset/{args.dataset}.py has no get_transform(args): see lib/dataset/__init__.py")
+    best = weights.find(Path(run))
+    if best is None:
+        raise UsageError(f"{run} has no best or final weights yet: they come with the first evaluation")
+    transform = dataset.get_transform(args)
+    model = plugins.load("arch", args.arch).get_model(args).eval()
+    weights.load_into(str(best), model, whole=True)
+    model, precision = model.to(device), parallel.autocast(args, torch.device(device))
+
+    @torch.no_grad()
+    def predict(inputs: list) -> list[dict[str, float]]:
+        rows = [one if isinstance(one, Tensor) else transform(one) for one in inputs]
+        alike = len({row.shape for row in rows}) == 1
+        answers = []
+        for batch in [torch.stack(rows)] if alike else [row[None] for row in rows]:  # texts have their own lengths
+            with precision:
+                answer = model(batch.to(device))
+            outputs = loss.split_output(answer)[0].float()
+            outputs = outputs[:, -1] if outputs.ndim == 3 else outputs
+            answers += (outputs.softmax(1) if args.loss == "cross_entropy" else outputs).tolist()
+        shown = [*names, *map(str, range(len(names), len(answers[0])))]
+        keys = [f"{name} ({n})" if shown.count(name) > 1 else name for n, name in enumerate(shown)]
+        return [dict(zip(keys, one)) for one in answers]
+
+    return predict
 
 
 def default_device() -> str:

@@ -23,10 +23,10 @@ class Muon(torch.optim.Muon):
             super().step()
             return
         for parameter, group in parameters:
-            whole = nn.Parameter(_gather(parameter))
-            whole.grad = _gather(parameter.grad)
+            whole = nn.Parameter(parameter.full_tensor())
+            whole.grad = parameter.grad.full_tensor()
             alone = torch.optim.Muon([{**group, "params": [whole]}])
-            alone.state[whole] = {name: _gather(value) for name, value in self.state[parameter].items()}
+            alone.state[whole] = {name: value.full_tensor() for name, value in self.state[parameter].items()}
             alone.step()
             parameter.copy_(_shard(whole.detach(), parameter))
             self.state[parameter] = {name: _shard(value, parameter) for name, value in alone.state[whole].items()}
@@ -40,14 +40,8 @@ def hidden_matrices(model: nn.Module, outputs: int) -> list[nn.Parameter]:
     return [one for one in matrices if one not in embedded and len(one) != outputs]
 
 
-def _gather(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
-
-
 def _shard(whole: Tensor, like: Any) -> Tensor:
     """Return a tensor, which is the same on all ranks, sharded as another one is."""
-    if not is_sharded(like):
-        return whole
     from torch.distributed.tensor import DTensor, Replicate
 
     replicated = DTensor.from_local(whole, like.device_mesh, [Replicate()], run_check=False)

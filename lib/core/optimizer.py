@@ -46,13 +46,14 @@ def _build(kind: Any, groups: list[dict], options: dict, args: Namespace) -> tor
     if "weight_decay" not in takes and not any(one.kind is one.VAR_KEYWORD for one in takes.values()):  # as Rprop
         groups = [{"params": group["params"]} for group in groups]
     parameters = [parameter for group in groups for parameter in group["params"]]
-    options = {"lr": args.lr_start, **({"momentum": args.momentum} if kind is torch.optim.SGD else {}), **options}
-    optimizer = None
-    if kind in FUSED and _may_fuse(parameters, args):
-        with contextlib.suppress(RuntimeError, TypeError, ValueError):  # no fused kernel for this device or dtype
-            optimizer = kind(groups, fused=True, **options)
+    defaults: dict[str, Any] = {"lr": args.lr_start}
+    if kind is torch.optim.SGD:
+        defaults["momentum"] = args.momentum
+    if kind in FUSED and "foreach" not in options and _may_fuse(parameters, args):
+        defaults["fused"] = True
+    options = {**defaults, **options}
     try:
-        optimizer = optimizer or kind(groups, **options)
+        optimizer = kind(groups, **options)
     except (RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"-optimizer {args.optimizer}: {error}") from None
     if kind is torch.optim.SGD and options["momentum"] and not options.get("dampening"):
@@ -63,15 +64,11 @@ def _build(kind: Any, groups: list[dict], options: dict, args: Namespace) -> tor
 
 
 def find_class(name: str) -> Any:
-    """Return the optimizer of a name, in upper or lower case. Raises UsageError if there is none that can be used."""
+    """Return the optimizer of a name, in upper or lower case. Raises UsageError if there is none."""
     classes = [one for one in vars(torch.optim).values() if inspect.isclass(one) and one is not torch.optim.Optimizer]
     there = {one.__name__.lower(): one for one in classes if issubclass(one, torch.optim.Optimizer)} | BY_NAME
     if name.lower() not in there:
         raise UsageError(f"-optimizer {name}: there are {', '.join(sorted(there))}{suggest(name.lower(), there)}")
-    if there[name.lower()] is torch.optim.LBFGS:
-        raise UsageError(
-            f"-optimizer {name} computes the loss several times a step: a trainer of your own must do that"
-        )
     return there[name.lower()]
 
 

@@ -66,7 +66,7 @@ def get_transform(args):
 
     def transform(text: str | bytes) -> Tensor:
         if args.num_classes != 256:
-            hint = "in lib.predict, give a tensor of tokens"
+            hint = "in scripts/predict.py, load takes a tensor of tokens"
             raise UsageError(f"-num_classes {args.num_classes}: only models of bytes read a text; {hint}")
         return torch.tensor([*(text.encode() if isinstance(text, str) else text)][-args.tokens_length :])
 

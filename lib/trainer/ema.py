@@ -41,22 +41,8 @@ class Trainer(trainer.Trainer):
         torch._foreach_lerp_(*self.local_tensors(), 1 - min(self.args.ema_decay, done / (done + 9)))
         return norm
 
-    def evaluate(self, split: str) -> dict[str, float] | None:
-        with self.averaged():
-            return super().evaluate(split)
-
-    def whole_weights(self) -> dict[str, Tensor]:
-        with self.averaged():
-            return super().whole_weights()
-
     @contextlib.contextmanager
-    def best_weights(self) -> Iterator[None]:
-        with super().best_weights(), self.averaged():  # the best weights take the average's place
-            yield
-
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """The model with the averaged weights while the block runs."""
+    def evaluated_weights(self) -> Iterator[None]:
         self.swap()
         try:
             yield

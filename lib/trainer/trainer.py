@@ -20,10 +20,9 @@ from lib.utils.checkpoint import manager, resume, run_folder, shards, weights
 from lib.utils.checkpoint.resume import Past
 from lib.utils.checkpoint.state import State, find_parts, model_tensors
 from lib.utils.data.loader import Loader
-from lib.utils.data.options import class_names
 from lib.utils.data.plan import MicroBatch
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import images, metrics, throughput
+from lib.utils.monitoring import metrics, predictions, throughput
 from lib.utils.monitoring.logger import Logger
 
 if TYPE_CHECKING:
@@ -32,10 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 HINT = "-debug names the first bad tensor; try a lower -lr_start, -clip_grad, or -bf16 in place of -fp16"
 SCALAR, CALLS = "scalar/", "calls/"  # of log_scalar, among the sums
-
-
-class BadSteps(RuntimeError):
-    """Too many steps in a row were skipped, or all of them, as their gradients were not finite."""
 
 
 class Trainer:
@@ -73,8 +68,7 @@ class Trainer:
         buffers.refuse_single_samples(model, self.plan)
         self.pending_losses, self.pending_norms = [], []  # losses and gradient norms not yet read from the device
         self.last_norm = math.nan  # the last one that was read
-        shown = loaders[self.val_splits[0] if self.val_splits else "train"].dataset
-        self.predictions = images.Predictions(loss, args.num_classes, class_names(shown), world)
+        self.predictions = predictions.Predictions(loss, args.num_classes, world)
         limit = args.limit_steps if (args.limit_steps or 0) < self.total_steps else None
         self.stop = preemption.Stop(
             self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s, limit_steps=limit
@@ -330,7 +324,7 @@ class Trainer:
         if self.state.bad_row >= self.args.max_bad_steps:
             self.checkpoints.finish()
             bad = f"{self.state.bad_row} steps in a row without a finite gradient (-max_bad_steps)"
-            raise BadSteps(f"{bad}, the last of them step {self.state.step - 1}; {HINT}")
+            raise RuntimeError(f"{bad}, the last of them step {self.state.step - 1}; {HINT}")
 
     def read_losses(self) -> None:
         """Count the losses and gradient norms since the last call, and check the targets. Waits for the device."""
@@ -357,7 +351,7 @@ class Trainer:
             self.may_stop = False
             if found[split] is None:
                 return
-            self.logger.log_evaluation(state, split, found[split], self.predictions)
+            self.logger.log_evaluation(state, split, found[split])
         state.validated, best = state.step, None
         if found:
             figures = {f"{split}/{name}": value for split in found for name, value in found[split].items()}
@@ -389,7 +383,7 @@ class Trainer:
         """Return the metrics of a split over the samples of all ranks. None if all ranks agree to stop."""
         totals = metrics.Sums()
         self.predictions.reset()
-        with self.rate.paused(), self.evaluating():
+        with self.rate.paused(), self.evaluated_weights(), self.evaluating():
             for micro_batch, batch in self.loaders[split].epoch(0):
                 seeding.seed(seeding.EVALUATION, self.args.seed, micro_batch.number, device=self.world.device)
                 count = self.count_targets(batch, micro_batch.count)
@@ -466,13 +460,22 @@ class Trainer:
         odd = weights.not_finite(self.model, self.world)
         return f"the parameter {odd[0]} ({len(odd)} in all) is not finite" if odd else ""
 
+    @contextlib.contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """The model with the weights that are evaluated and kept while the block runs: override it for an average.
+
+        It exchanges the model's weights and the others: what the model holds within the block is theirs after it.
+        """
+        yield
+
     def whole_weights(self) -> dict[str, Tensor]:
         """Return copies of what best/ and final/ hold, as `weights.gather` does. All ranks call this."""
-        return weights.gather(model_tensors(self.model), self.world)
+        with self.evaluated_weights():
+            return weights.gather(model_tensors(self.model), self.world)
 
     @contextlib.contextmanager
     def best_weights(self) -> Iterator[None]:
-        """The model with the run's best weights while the block runs: override it together with `whole_weights`.
+        """Evaluations with the run's best weights while the block runs.
 
         All ranks enter it together. Raises UsageError if the weights are not those of the model.
         """
@@ -481,7 +484,8 @@ class Trainer:
         try:
             (self.folder / "best" / "weights.safetensors").stat()  # an OSError and no usage error if the disk is gone
             weights.load_into(str(self.folder / "best"), self.model, whole=True, world=self.world)
-            yield
+            with self.evaluated_weights():  # the best ones are now on the other side
+                yield
         finally:
             for tensor, values in zip(tensors, kept, strict=True):
                 tensor.copy_(values)
@@ -494,7 +498,7 @@ class Trainer:
         """
         self.checkpoints.finish()  # the state is safe, however long the evaluation takes
         if self.is_done() and (why := self.weights_fault()):
-            raise BadSteps(f"{why}: no final weights are written; {HINT}")
+            raise RuntimeError(f"{why}: no final weights are written; {HINT}")
         if not (self.is_done() and "test" in self.loaders):
             return {}
         self.may_stop = True
@@ -517,7 +521,7 @@ class Trainer:
         finished = self.is_done() and figures is not None
         if finished:
             for split, values in (figures or {}).items():
-                self.logger.log_evaluation(self.state, split, values, self.predictions)
+                self.logger.log_evaluation(self.state, split, values)
             self.checkpoints.write_final(self.whole_weights())
         self.save()
         self.checkpoints.close()

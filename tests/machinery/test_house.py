@@ -40,7 +40,7 @@ READERS_PATH = [
 BUDGETS = {  # name: most lines, patterns of files, patterns of files that are left out
     "train.py and lib without compat": (7500, MACHINERY + PLUGINS, [COMPAT]),
     "compat": (500, [COMPAT], []),
-    "the reader's path": (2480, READERS_PATH, []),  # the goal is 2,200
+    "the reader's path": (2570, READERS_PATH, []),  # since lib/run.py is one of them; the goal is 2,200
     "README.md": (220, ["README.md"], []),
     "tests without machinery": (2500, TESTS, []),
     "tests/machinery": (13000, ["tests/machinery/**/*.py"], []),

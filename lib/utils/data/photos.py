@@ -3,7 +3,6 @@
 import errno
 import os
 import struct
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from lib.utils.errors import UsageError
 
 SIDEWAYS = (5, 6, 7, 8)  # orientations in EXIF that swap width and height
 MOST_PIXELS = 250_000_000  # of an image: a gigabyte when decoded in full
-RETRY_S = 5.0  # for a disk that fails
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
@@ -45,28 +43,24 @@ def describe(others: Counter[str]) -> str:
 
 
 def read(file: str | Path, use: Callable[[Image.Image], Any]) -> Any:
-    """Return what `use` makes of an image file. A disk that fails is asked again for RETRY_S seconds.
+    """Return what `use` makes of an image file.
 
     Raises:
         UsageError: the content is no image that can be read.
-        OSError: the disk still fails; it has the number of the error.
+        OSError: the disk fails; it has the number of the error.
     """
     Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2  # Pillow refuses twice as many
-    until = time.monotonic() + RETRY_S
-    while True:
-        try:
-            with files.open_regular(Path(file), "rb", follow=True) as opened, Image.open(opened) as image:
-                return use(image)
-        except (MemoryError, AttributeError, TypeError):  # say nothing about the file
-            raise
-        except Exception as error:  # Pillow raises many kinds for bad content, none with a number
-            number = error.errno if isinstance(error, OSError) else None
-            if number in (None, *files.UNFIT) or (number == errno.ENOENT and Path(file).is_symlink()):
-                fault = f"{file}: not a readable image ({error})"
-                raise UsageError(f"{fault}; fix or remove it, or train with -skip_bad_files") from None
-            if time.monotonic() > until:
-                raise
-            time.sleep(RETRY_S / 50)
+    try:
+        with files.open_regular(Path(file), "rb", follow=True) as opened, Image.open(opened) as image:
+            return use(image)
+    except (MemoryError, AttributeError, TypeError):  # say nothing about the file
+        raise
+    except Exception as error:  # Pillow raises many kinds for bad content, none with a number
+        number = error.errno if isinstance(error, OSError) else None
+        if number in (None, *files.UNFIT) or (number == errno.ENOENT and Path(file).is_symlink()):
+            fault = f"{file}: not a readable image ({error})"
+            raise UsageError(f"{fault}; fix or remove it, or train with -skip_bad_files") from None
+        raise
 
 
 def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box] | None = None) -> Image.Image:

@@ -4,15 +4,17 @@ import logging
 import math
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from lib.utils import files
-from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
 from lib.utils.errors import load_optional
-from lib.utils.monitoring import console, images, metrics
+from lib.utils.monitoring import console, metrics
+
+if TYPE_CHECKING:
+    from lib.utils.data.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ class NoLogger:
     def log_training(self, state: Any, interval: dict, figures: dict, speed: dict) -> None:
         """Do nothing."""
 
-    def log_evaluation(self, state: Any, split: str, figures: dict, predictions: images.Predictions) -> None:
+    def log_evaluation(self, state: Any, split: str, figures: dict) -> None:
         """Do nothing."""
 
     def close(self, outcome: dict | None = None) -> None:
@@ -36,7 +38,7 @@ class NoLogger:
 class Logger:
     """The logger of a run, on its writers. A public method is one of NoLogger, too."""
 
-    def __init__(self, folder: Path, world: World, args: Namespace, plan: Plan, start_step: int):
+    def __init__(self, folder: Path, world: World, args: Namespace, plan: "Plan", start_step: int):
         from torch.utils.tensorboard import SummaryWriter, summary
 
         self.folder, self.args, self.plan, self.start_step = folder, args, plan, start_step
@@ -74,8 +76,8 @@ class Logger:
         tagged = {f"train/{name}": value for name, value in {**figures, **others}.items()}
         self._write(state, tagged | {f"perf/{name}": value for name, value in speed.items()})
 
-    def log_evaluation(self, state: Any, split: str, figures: dict, predictions: images.Predictions) -> None:
-        """Log the metrics of a split, and the confusion matrix if there is one."""
+    def log_evaluation(self, state: Any, split: str, figures: dict) -> None:
+        """Log the metrics of a split."""
         if not figures:
             return
         within = f"  step {state.step}/{self.plan.total_steps}" if state.step % self.plan.steps else ""
@@ -83,7 +85,7 @@ class Logger:
         tagged = {f"{split}/{name}": value for name, value in figures.items()}
         if state.step == self.start_step and self.logged & tagged.keys():
             return
-        self._write(state, tagged, {f"{split}/confusion": predictions.draw()} if predictions.counts.any() else {})
+        self._write(state, tagged)
 
     def close(self, outcome: dict | None = None) -> None:
         """Close all. A run that ends well says how (as in outcome.json), where its files are, and what to do next."""
@@ -122,13 +124,11 @@ class Logger:
         """Return in which epoch a step is, the first of them for 0."""
         return f"epoch {max(1, math.ceil(step / self.plan.steps))}/{self.plan.epochs}"
 
-    def _write(self, state: Any, tagged: dict, pictures: dict | None = None) -> None:
+    def _write(self, state: Any, tagged: dict) -> None:
         if self._board:  # first: it has every line of metrics.jsonl, also after kill -9
             try:
                 for tag, value in tagged.items():
                     self._board.add_scalar(tag, value, state.step)
-                for tag, picture in (pictures or {}).items():
-                    self._board.add_image(tag, picture, state.step, dataformats="HW")
                 self._board.flush()
             except OSError as error:
                 self._board = None

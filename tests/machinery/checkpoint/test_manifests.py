@@ -59,8 +59,8 @@ class Odd(torch.optim.SGD):
 
 
 def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(refused, monkeypatch):
-    monkeypatch.setitem(optimizers.BY_NAME, "sgd", Odd)
-    assert "optim.groups.0.odd is a object" in refused(f"{SMALL} -optimizer sgd")
+    monkeypatch.setitem(optimizers.BY_NAME, "odd", Odd)
+    assert "optim.groups.0.odd is a object" in refused(f"{SMALL} -optimizer odd")
 
 
 # Manipulated files

@@ -1,4 +1,4 @@
-"""scripts/predict.py and lib/predict.py: predictions for files equal those of the run's evaluation."""
+"""scripts/predict.py: predictions for files equal those of the run's evaluation."""
 
 import csv
 import json

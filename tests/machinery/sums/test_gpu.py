@@ -54,7 +54,7 @@ torch.linalg.vector_norm = norm
 bucket = torch.ones(1000, device="cuda")
 parameter = torch.nn.Parameter(bucket[1:129].view(1, 128))
 parameter.grad = bucket[201:329].view(1, 128)
-optimizer.clip([parameter], 1.0, by_rows=True)
+optimizer.clip([parameter], 1.0, exact=True)
 """
 
 

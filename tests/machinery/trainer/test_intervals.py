@@ -1,6 +1,7 @@
 """A run of N steps, validations and saves at any interval, and several validation sets."""
 
 import json
+import math
 
 import pytest
 import saves
@@ -11,6 +12,7 @@ from lib import config
 from lib.trainer import trainer
 from lib.utils.checkpoint import manager
 from lib.utils.errors import UsageError
+from lib.utils.monitoring import metrics
 
 # 4 steps an epoch: the run ends in the third epoch, after validations at steps 3, 6, 9 and 10.
 STEPS = f"{SMALL.replace('-epochs 3', '-steps 10')} -eval_every 3steps"
@@ -24,7 +26,7 @@ def _plugins(small_plugins):
 
 def two_sets(args):
     data = few(args)
-    return {"train": data["train"], "val": data["val"], "val_clean": data["test"], "test": data["test"]}
+    return {"train": data["train"], "val_clean": data["test"], "val": data["val"], "test": data["test"]}
 
 
 class NotesEvaluations(trainer.Trainer):
@@ -119,6 +121,68 @@ def test_saves_by_minutes_come_when_all_ranks_have_voted(tmp_path, monkeypatch):
     assert saves.steps(folder) == [*range(12, 0, -1)]
     folder = run(tmp_path, f"{SMALL} -cpu 1 -save_every 5epochs -keep_last 99 -model rare")
     assert saves.steps(folder) == [12]
+
+
+def test_saves_by_minutes_come_next_to_validations_after_every_step(tmp_path, monkeypatch):
+    real = manager.interval
+    monkeypatch.setattr(manager, "interval", lambda every: (1e-9, "minute") if "minute" in every else real(every))
+    monkeypatch.setattr(saves.preemption, "ASK_EVERY_S", 0.0)
+    folder = run(tmp_path, f"{SMALL} -cpu 2 -eval_every 1steps -save_every 5minutes -keep_last 99")
+    assert len(saves.steps(folder)) > 6
+
+
+@pytest.mark.parametrize(("stop", "batch"), [(5, 32), (1, 48), (6, 8)])
+def test_another_batch_in_mid_epoch_brings_no_validation_twice(stop, batch, tmp_path):
+    flags = f"{SMALL} -cpu 1 -trainer notes -log_every 1"
+    run(tmp_path, f"{flags} -limit_steps {stop}", wanted=75)
+    more = f"-batch_size {batch} -allow_change batch_size"
+    folder = run(tmp_path, f"{flags} {more}")
+    assert outcome(folder)["evaluations"] == 3 and outcome(folder)["epoch"] == 3
+    assert [line["train/ended"] for line in lines(folder) if "train/ended" in line] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "more", ["-batch_size 8 -allow_change batch_size", "-batch_size 48 -allow_change batch_size"]
+)
+def test_under_steps_each_step_counts_whatever_its_batch(more, tmp_path):
+    run(tmp_path, f"{STEPS} -cpu 1 -limit_steps 6", wanted=75)
+    folder = run(tmp_path, f"{STEPS} -cpu 1 {more}")
+    result = outcome(folder)
+    assert (result["state"], result["step"], result["evaluations"]) == ("finished", 10, 4)
+
+
+def test_a_run_that_is_to_end_where_it_already_is_begins_with_its_last_validation(tmp_path):
+    run(tmp_path, f"{STEPS} -cpu 1 -limit_steps 8", wanted=75)
+    folder = run(tmp_path, f"{STEPS.replace('-steps 10', '-steps 7')} -cpu 1 -allow_change steps -best loss:max")
+    result = outcome(folder)
+    assert (result["state"], result["step"], result["evaluations"]) == ("finished", 8, 3)
+    assert result["test"] != result["test_best"] and result["best"]["evaluation"] == 1, "the loss falls"
+
+
+class CountsItself(trainer.Trainer):
+    """A step of its own, which knows nothing of what is due after it, and hooks that return nothing."""
+
+    def train_step(self, batches):
+        before = self.state.evaluated
+        super().train_step(batches)
+        self.state.evaluated = before
+
+    def after_step(self):
+        super().after_step()
+
+
+def test_a_trainer_with_a_step_of_its_own_stops_and_goes_on_as_others(undisturbed, tmp_path):
+    with plugins(trainer={"own": CountsItself}):
+        run(tmp_path, f"{STEPS} -cpu 1 -trainer own -limit_steps 4 -model own", wanted=75)
+        folder = run(tmp_path, f"{STEPS} -cpu 1 -trainer own -model own")
+    assert distance(folder, undisturbed) == 0.0 and figures(folder) == figures(undisturbed)
+
+
+def test_a_set_whose_loss_is_nan_is_never_the_best_and_others_may_be():
+    figures = {"val/loss": math.nan, "val/f1": 0.9, "val_a/loss": 1.0, "val_a/f1": 0.5, "loss": math.nan, "f1": 0.9}
+    assert metrics.new_best(None, figures, "f1", 1) is None
+    assert metrics.new_best(None, figures, "val_a/f1", 1)["value"] == 0.5
+    assert metrics.new_best(None, {**figures, "val_a/loss": math.nan}, "val_a/f1", 1) is None
 
 
 def test_steps_and_epochs_exclude_each_other_and_the_command_line_wins_over_a_file(tmp_path):

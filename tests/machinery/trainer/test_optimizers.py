@@ -9,7 +9,8 @@ from runs import distance, plugins, run
 from saves import SMALL
 from torch import nn
 
-from lib.core import muon, optimizer
+from lib import config
+from lib.core import optimizer
 
 
 def matrices(args):
@@ -52,13 +53,15 @@ def test_muon_has_the_same_bits_sharded_or_not_and_after_a_stop(flags, tmp_path)
 
 
 def test_muon_trains_hidden_matrices_as_torchs_muon_and_all_else_as_torchs_adamw():
-    model = nn.ModuleList([nn.Embedding(9, 8), nn.Linear(8, 16), nn.Conv1d(2, 3, 3), nn.Linear(16, 4)])
-    groups = muon.mark_matrices(optimizer.decay_groups(model, 0.1), model, outputs=4)
-    ours = muon.Muon(groups, lr=0.01)
-    hidden = [one for group in ours.param_groups if group["muon"] for one in group["params"]]
-    assert len(hidden) == 1 and hidden[0] is model[1].weight
-    rest = [one for one in model.parameters() if one is not hidden[0]]
-    copies = {one: nn.Parameter(one.detach().clone()) for one in model.parameters()}
+    kinds = [nn.Embedding(9, 8), nn.EmbeddingBag(9, 8), nn.Linear(8, 16), nn.Conv1d(2, 3, 3), nn.Linear(16, 4)]
+    model = nn.ModuleList([*kinds, nn.Linear(8, 8).requires_grad_(False)])
+    args = config.parse_args("-optimizer muon -num_classes 4 -lr_start 0.01 -weight_decay 0.1 -deterministic".split())
+    ours = optimizer.get_optimizers(model, nn.Identity(), args)
+    hidden = [one for group in ours[1].param_groups for one in group["params"]]
+    assert len(hidden) == 1 and hidden[0] is model[2].weight
+    trained = [one for one in model.parameters() if one.requires_grad]
+    copies = {one: nn.Parameter(one.detach().clone()) for one in trained}
+    rest = [one for one in trained if one is not hidden[0]]
     theirs = [
         torch.optim.Muon([copies[hidden[0]]], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW([copies[one] for one in rest if one.ndim > 1], lr=0.01, weight_decay=0.1),
@@ -68,16 +71,40 @@ def test_muon_trains_hidden_matrices_as_torchs_muon_and_all_else_as_torchs_adamw
         for mine, other in copies.items():
             mine.grad = torch.randn_like(mine)
             other.grad = mine.grad.clone()
-        for one in (ours, *theirs):
+        for one in (*ours, *theirs):
             one.step()
-    for mine, other in copies.items():
-        assert torch.equal(mine, other)
+    assert all(torch.equal(mine, other) for mine, other in copies.items())
+
+
+class TakesAnything(torch.optim.AdamW):
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+
+
+def test_an_optimizer_of_a_fork_gets_the_flags_that_it_can_take(monkeypatch):
+    monkeypatch.setitem(optimizer.BY_NAME, "mine", TakesAnything)
+    args = config.parse_args("-optimizer mine -weight_decay 0.3 -optimizer_arg eps=1e-3".split())
+    [made] = optimizer.get_optimizers(nn.Linear(2, 2), nn.Identity(), args)
+    assert [group["weight_decay"] for group in made.param_groups] == [0.3, 0.0] and made.defaults["eps"] == 1e-3
+    monkeypatch.setitem(optimizer.BY_NAME, "mine", lambda groups, lr: torch.optim.Rprop(groups, lr=lr))
+    [made] = optimizer.get_optimizers(nn.Linear(2, 2), nn.Identity(), config.parse_args(["-optimizer", "mine"]))
+    assert type(made) is torch.optim.Rprop
+
+
+def test_an_option_that_is_allowed_to_change_takes_effect(tmp_path):
+    base = f"{RUN} -cpu 1 -optimizer adamw -model options"
+    run(tmp_path, f"{base} -optimizer_arg betas=0.9,0.95 -limit_steps 2", wanted=75)
+    changed = run(tmp_path, f"{base} -optimizer_arg betas=0.5,0.6 -allow_change optimizer_arg")
+    kept = run(tmp_path, f"{base.replace('options', 'kept')} -optimizer_arg betas=0.9,0.95")
+    assert distance(changed, kept) > 0
 
 
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        ("-optimizer LBFGS", "computes the loss several times a step"),
+        ("-optimizer LBFGS", "LBFGS doesn't support"),
+        ("-optimizer muon -arch norm_net -num_classes 24", "no matrix of a hidden layer"),
+        ("-slurm_dry -optimizer nope", "there are"),
         ("-optimizer rmsprob", "there are adadelta, .*do you mean rmsprop"),
         ("-optimizer adamw -optimizer_arg bets=1", "unexpected keyword argument 'bets'"),
         ("-optimizer adamw -optimizer_arg betas=2,2", "Invalid beta"),

@@ -1,29 +1,22 @@
-"""The confusion matrix of a classifier: counted, as a macro F1, and as an image for TensorBoard."""
+"""What a classifier answers in an evaluation, counted: a confusion matrix, and its macro F1."""
 
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor, nn
 
 from lib.utils import distributed
 from lib.utils.distributed import World
 
 MAX_CLASSES = 100  # of a confusion matrix
-CELL, MARGIN = 12, 60  # pixels: a cell's width and height, and the room for names
 
 
 class Predictions:
-    """Count what a classifier with cross-entropy and at most 100 classes answers in an evaluation.
+    """Count what a classifier with cross-entropy and at most 100 classes answers in an evaluation."""
 
-    A class without a name is called by its number.
-    """
-
-    def __init__(self, loss: nn.Module, classes: int, names: list[str], world: World):
+    def __init__(self, loss: nn.Module, classes: int, world: World):
         self.classes = classes if isinstance(loss, nn.CrossEntropyLoss) and classes <= MAX_CLASSES else 0
         self.world = world
-        self.names = [*names, *map(str, range(len(names), self.classes))]
         self.reset()
 
     def reset(self) -> None:
@@ -54,17 +47,3 @@ class Predictions:
         counts = self.counts.double()
         both = counts.sum(0) + counts.sum(1)
         return {"f1": (2 * counts.diag() / both)[both > 0].mean().item()} if both.any() else {}
-
-    def draw(self) -> np.ndarray:
-        """Return the confusion matrix as an image (height, width), uint8, after `figures`.
-
-        A row for each class, with its name at the left, dark at its answers. The columns have the same order.
-        """
-        shares = self.counts / self.counts.sum(1, keepdim=True).clamp_min(1)
-        shades = (255 * (1 - shares.sqrt())).byte()  # the root shows few answers, too
-        cells = shades.repeat_interleave(CELL, 0).repeat_interleave(CELL, 1)
-        image = ImageOps.expand(Image.fromarray(cells.numpy()), (MARGIN, 0, 0, 0), fill=255)
-        draw = ImageDraw.Draw(image)
-        for row, name in enumerate(self.names):
-            draw.text((MARGIN - 4, CELL * (row + 0.5)), name[:10], fill=0, anchor="rm")
-        return np.array(image)

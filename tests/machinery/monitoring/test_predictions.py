@@ -1,29 +1,26 @@
-"""The confusion matrix is counted and drawn correctly."""
+"""The answers of a classifier are counted correctly."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lib.utils.distributed import World
-from lib.utils.monitoring import images
+from lib.utils.monitoring import predictions
 
 
-def test_answers_are_counted_by_class_and_drawn():
-    answers = images.Predictions(nn.CrossEntropyLoss(), 3, ["cat", "dog", "owl"], World())
+def test_answers_are_counted_by_class():
+    answers = predictions.Predictions(nn.CrossEntropyLoss(), 3, World())
     targets, given = torch.tensor([0, 1, 2, 1, -100, 255]), torch.tensor([0, 2, 2, 1, 1, 1])
     for count in (6, 0):  # a batch of padding counts nothing, nor does a target out of range
         answers.add(targets, nn.functional.one_hot(given, 3).float(), count)
     assert answers.counts.tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
-    picture = answers.draw()
-    assert picture.dtype == np.uint8 and picture.shape == (3 * 12, 60 + 3 * 12)
     answers.reset()
     assert not answers.counts.any(), "nothing was evaluated since"
 
 
 def test_float_targets_are_not_taken_for_classes():
     """A model with one output that computes the loss of a regression itself has such targets."""
-    answers = images.Predictions(nn.CrossEntropyLoss(), 1, [], World())
+    answers = predictions.Predictions(nn.CrossEntropyLoss(), 1, World())
     answers.add(torch.tensor([0.5, 1.0, -2.0]), torch.rand(3, 1), 3)
     assert answers.figures() == {} and not answers.counts.any()
 
@@ -32,6 +29,6 @@ def test_float_targets_are_not_taken_for_classes():
 @pytest.mark.parametrize("classes", [12, 17, 100])
 def test_f1_is_right_for_labels_of_any_type(kind, classes):
     targets = torch.arange(classes).repeat(3)
-    answers = images.Predictions(nn.CrossEntropyLoss(), classes, [], World())
+    answers = predictions.Predictions(nn.CrossEntropyLoss(), classes, World())
     answers.add(targets.to(kind), nn.functional.one_hot(targets, classes).float(), len(targets))
     assert answers.figures() == {"f1": 1.0}
