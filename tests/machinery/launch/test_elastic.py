@@ -135,7 +135,7 @@ def _wait_for_start(log, starts, limit):
     until(lambda: log.read_text().count("resuming from") >= starts - 1, limit)
     text = log.read_text()
     resumed_at = int(re.findall(r"resuming from .*: epoch \d+, step (\d+)", text)[-1])
-    stopped = [int(step) for step in re.findall(r"stopped \(.*\) in epoch \d+ at step (\d+)", text)]
+    stopped = [int(step) for step in re.findall(r"stopped \(.*\) in epoch \d+/\d+ at step (\d+)", text)]
     return {"resumed": resumed_at, "stopped": stopped[-1] if stopped else None, "took": time.monotonic() - began}
 
 
