@@ -44,7 +44,7 @@ def test_any_optimizer_of_torch_trains_with_the_same_bits_on_two_processes(name,
 
 @pytest.mark.parametrize("flags", ["-cpu 2", "-cpu 2 -parallel fsdp", "-cpu 3 -parallel fsdp"])
 def test_muon_has_the_same_bits_sharded_or_not_and_after_a_stop(flags, tmp_path):
-    base = f"{RUN} -optimizer muon -optimizer_arg momentum=0.9 -optimizer_arg betas=0.8,0.9"
+    base = f"{RUN} -deterministic -optimizer muon -optimizer_arg momentum=0.9 -optimizer_arg betas=0.8,0.9"
     whole = run(tmp_path, f"{base} -cpu 1 -model whole")
     run(tmp_path, f"{base} {flags} -model stopped -limit_steps 2", wanted=75)
     assert distance(whole, run(tmp_path, f"{base} -cpu 1 -model stopped")) == 0.0
