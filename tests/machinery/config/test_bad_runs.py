@@ -54,7 +54,7 @@ WHOLE, EMPTY = Tensors(torch.zeros(4, 1, 8, 8), torch.zeros(4).long()), Tensors(
         (EMPTY, ["train split is empty"]),
         (None, ["train split is a NoneType"]),
         ({"training": WHOLE}, ["training", "train is required"]),
-        ({"train": WHOLE, "dev": WHOLE}, ["dev", "val and test may be there"]),
+        ({"train": WHOLE, "dev": WHOLE}, ["dev", "val, val_NAME and test may be there"]),
         ({"train": WHOLE, "val": EMPTY}, ["val split is empty"]),
     ],
 )

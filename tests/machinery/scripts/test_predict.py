@@ -12,8 +12,7 @@ import pytest
 from PIL import Image
 from runs import lines, run
 
-from lib import predict
-from scripts import predict as script
+from scripts import predict
 
 PHOTOS = "-dataset folder -arch convnet -image_size 16 -cpu 1 -epochs 4 -batch_size 8 -lr_start 0.01"
 
@@ -42,7 +41,7 @@ def predictions(capsys, *args) -> str:
     capsys.readouterr()
     logging.disable(logging.INFO)  # a run in this process has enabled it
     try:
-        assert script.main([str(arg) for arg in args]) == 0
+        assert predict.main([str(arg) for arg in args]) == 0
     finally:
         logging.disable(logging.NOTSET)
     return capsys.readouterr().out
@@ -51,7 +50,7 @@ def predictions(capsys, *args) -> str:
 def refused(capsys, *args) -> str:
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        script.main([str(arg) for arg in args])
+        predict.main([str(arg) for arg in args])
     text = capsys.readouterr().err
     assert end.value.code == 2 and text.startswith("predict.py: ") and len(text.splitlines()) == 1
     return text
@@ -64,7 +63,7 @@ def test_predictions_for_the_val_images_have_the_accuracy_of_the_evaluation(
     accuracy = json.loads((trained_run / "eval.json").read_text())["val"]["accuracy"]
     moved = shutil.copytree(photos / "val", tmp_path / "val")
     hidden = photos.rename(photos.parent / "away")  # on another machine they do not exist
-    monkeypatch.setattr(script, "BATCH", 7)
+    monkeypatch.setattr(predict, "BATCH", 7)
     try:
         predictions(capsys, trained_run, moved, "-device", "cpu", "-o", tmp_path / "answers.csv")
         predictions(capsys, trained_run, moved, "-device", "cpu", "-o", tmp_path / "answers.json")
@@ -114,7 +113,7 @@ def test_the_prediction_for_a_text_is_its_next_byte(tmp_path, capsys):
     assert answer(["mno", "abcdefgh"]) == [*answer(["mno"]), *answer(["abcdefgh"])], "texts of other lengths"
     assert "an empty text" in refused(capsys, folder, "-text", "")
     Image.new("L", (8, 8)).save(tmp_path / "image.png")
-    assert script.main([str(folder), str(tmp_path / "image.png"), "-device", "cpu"]) == 1
+    assert predict.main([str(folder), str(tmp_path / "image.png"), "-device", "cpu"]) == 1
     assert "takes no images" in capsys.readouterr().out
 
 
@@ -137,7 +136,7 @@ def test_every_file_gets_its_row_whatever_becomes_of_the_others(trained_run, tmp
     (tmp_path / "note.txt").write_text("a text")
     for form in ("csv", "json", "table"):
         command = [trained_run, *files, "-device", "cpu", "-format", form, "-o", tmp_path / f"x.{form}"]
-        assert script.main([str(one) for one in command]) == 1
+        assert predict.main([str(one) for one in command]) == 1
     assert "5 of 9 files could not be predicted" in capsys.readouterr().err
     rows = list(csv.DictReader((tmp_path / "x.csv").open()))
     faults = {row["file"].rpartition("/")[2]: row["error"] for row in rows}

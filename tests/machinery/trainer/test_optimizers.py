@@ -117,12 +117,5 @@ def test_what_an_optimizer_does_not_take_is_refused_in_one_line(flags, wanted, r
 
 
 def test_options_are_python_values_yes_and_no_or_text():
-    words = ["betas=0.9,0.95", "nesterov=yes", "foreach=no", "adjust_lr_fn=original", "eps=1e-6", "name='yes'"]
-    assert optimizer.read_options(words) == {
-        "betas": (0.9, 0.95),
-        "nesterov": True,
-        "foreach": False,
-        "adjust_lr_fn": "original",
-        "eps": 1e-6,
-        "name": "yes",
-    }
+    found = optimizer.read_options(["betas=0.9,0.95", "nesterov=yes", "foreach=no", "mode=original", "eps=1e-6"])
+    assert found == {"betas": (0.9, 0.95), "nesterov": True, "foreach": False, "mode": "original", "eps": 1e-6}

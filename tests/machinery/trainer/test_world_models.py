@@ -9,7 +9,7 @@ import torch
 import torchvision
 from PIL import Image
 
-from lib import predict
+from scripts import predict
 
 
 def no_network(*_, **__):
