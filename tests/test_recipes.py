@@ -32,7 +32,7 @@ def test_a_recipe_can_be_parsed_and_trains_on_two_processes(file, tmp_path, monk
         made[file.stem](tmp_path)
         flags += ["-data", str(tmp_path)]
     args = config.parse_args(flags)
-    assert all(f"{name}: " in file.read_text() for name in ("dataset", "arch", "epochs"))
+    assert all(f"{name}: " in file.read_text() for name in ("dataset", "arch", "steps" if args.steps else "epochs"))
     assert args.parallel == ("fsdp" if "fsdp" in file.stem else "ddp")
     small = f"{SMALL[args.arch]} {SMALL.get(args.dataset, '')}".split()
     monkeypatch.setattr(torch, "compile", lambda forward: forward)  # saves half a minute of C++ compiler
