@@ -294,7 +294,7 @@ class Trainer:
             self.save(keep=bool(milestone))
 
     def is_due(self, every: str) -> bool:
-        """Return whether a thing is due after this step that comes every N steps or epochs, or as a save every N minutes."""
+        """Return whether what comes every N steps or epochs, or as a save every N minutes, is due after this step."""
         number, unit = manager.interval(every)
         if unit == "minute":
             late = time.monotonic() - self.checkpoints.saved_at >= 60 * number
@@ -343,7 +343,7 @@ class Trainer:
         self.pending_losses, self.pending_norms = [], []
 
     def validate(self) -> None:
-        """Evaluate the validation sets, log it, and keep the best weights, unless all ranks agree to stop meanwhile."""
+        """Evaluate the validation sets, log it, keep the best weights, unless all ranks agree to stop meanwhile."""
         state, found = self.state, {}
         for split in self.val_splits:
             self.may_stop = True
