@@ -106,6 +106,7 @@ def drop_replaced(entries: dict[str, list[str]], given: set[str], dataset: str) 
     They are the other one of a pair and, if it names another dataset, what the old one sets.
     """
     replaced = {name for pair in EITHER_OR if given & {*pair} for name in pair}
+    replaced.update(["weights"] if "eval" in given else ())  # -eval then takes the run's own
     replaced.update(DATA_FLAGS if entries.get("dataset", [dataset]) != [dataset] else ())
     return {key: values for key, values in entries.items() if key not in replaced}
 

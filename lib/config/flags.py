@@ -112,7 +112,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
 
     group("optimization", "refuse")
     add(
-        "-optimizer", PLUGIN, "any class of torch.optim, as sgd or RMSprop, or muon (with AdamW for vectors)", "adamw"
+        "-optimizer", PLUGIN, "any class of torch.optim, as sgd or RMSprop, or muon (and AdamW for the rest)", "adamw"
     )
     option = "option of the optimizer, as betas=0.9,0.95 or nesterov=yes; repeatable"
     add("-optimizer_arg", value(text, "KEY=VALUE", **REPEATABLE), option)
@@ -135,10 +135,10 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
         value(types.metric, "METRIC"),
         "val metric of the best weights: f1, mae:min, val_clean/f1 (accuracy, else loss)",
     )
-    add("-stop_after", COUNT, "early stopping after N validations without a better -best; -epochs sets the schedule")
+    add("-stop_after", COUNT, "early stopping after N validations without a better -best")
     add("-resume", PATH, "continue from another run's folder or checkpoint", on_resume="forget")
     add("-weights", FILE, "start from these weights: safetensors, a torch file, a run's folder, or imagenet")
-    allowed = "flag that may differ from the checkpoint, or samples, or nan (weights that are not finite); repeatable"
+    allowed = "flag that may differ from the checkpoint, or data, engine, or nan (weights not finite); repeatable"
     add("-allow_change", value(text, "FLAG", **REPEATABLE), allowed, on_resume="forget")
     add("-max_hours", POSITIVE, "stop, with the state saved, after X hours")
     add("-grace_s", PERIOD, "seconds until a stop that does not finish ends the process", 60.0)

@@ -33,11 +33,12 @@ class Muon(torch.optim.Muon):
 
 
 def hidden_matrices(model: nn.Module, outputs: int) -> list[nn.Parameter]:
-    """Return the 2-d parameters of all modules but embeddings, without those of `outputs` rows: the head."""
+    """Return the 2-d parameters of all modules but embeddings, without the head: the last one of `outputs` rows."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     embedded = {one for module in model.modules() if isinstance(module, kinds) for one in module.parameters()}
-    matrices = [one for one in model.parameters() if one.requires_grad and one.ndim == 2]
-    return [one for one in matrices if one not in embedded and len(one) != outputs]
+    matrices = [one for one in model.parameters() if one.requires_grad and one.ndim == 2 and one not in embedded]
+    head = {*[one for one in matrices if len(one) == outputs][-1:]}
+    return [one for one in matrices if one not in head]
 
 
 def _shard(whole: Tensor, like: Any) -> Tensor:

@@ -80,6 +80,8 @@ class Engine:
         """
         if self.world.size == 1:
             return self.total
+        for module in self.modules:
+            take_first(() if module in self.wrapped else module.buffers())
         dist.all_reduce(self.total)
         own = [p for p in self.parameters if p not in self.by_ddp and not is_sharded(p)]
         if not own:

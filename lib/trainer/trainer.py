@@ -34,7 +34,7 @@ SCALAR, CALLS = "scalar/", "calls/"  # of log_scalar, among the sums
 
 
 class Trainer:
-    """Trains a model on `loaders["train"]` and evaluates it on "val" and "test" if they exist."""
+    """Trains a model on `loaders["train"]` and evaluates it on the other splits: "val", "val_NAME", "test"."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class Trainer:
         return optimizers.clip(parameters_of(due), self.args.clip_grad, exact=self.plan.engine == "exact")
 
     def set_learning_rate(self) -> None:
-        """Give -optimizer the learning rate of this step; a group's "lr_scale" multiplies it."""
+        """Give the optimizers of -optimizer the learning rate of this step; a group's "lr_scale" multiplies it."""
         lr = scheduler.lr_at(self.state.step, **self.schedule)
         for optimizer in (self.optimizer, *self.more_optimizers):
             for group in optimizer.param_groups:
@@ -363,11 +363,11 @@ class Trainer:
                 self.checkpoints.finish()
                 raise
             state.evaluations += 1
-        for split in found:
-            self.on_evaluation(split, found[split])
         if best and not self.weights_fault():
             self.checkpoints.best = self.whole_weights()
             state.best = {**best, "epoch": math.ceil(state.step / self.plan.steps), "step": state.step}
+        for split in found:
+            self.on_evaluation(split, found[split])
 
     def on_evaluation(self, split: str, figures: dict[str, float]) -> None:
         """Do nothing: override it for what a validation decides, as ReduceLROnPlateau does. The save comes later.

@@ -81,7 +81,7 @@ def mean(totals: dict[str, float], name: str) -> float:
 def new_best(best: dict | None, figures: dict[str, float], metric: str | None, number: int) -> dict | None:
     """Return the new best validation, or None if these figures are not better than `best` or the loss is NaN.
 
-    `number`: this is the run's validation number so many.
+    `number`: of this validation, from 1.
 
     `metric` is the one to go by: a name, or NAME:min if less is better; without one it is accuracy, or else the loss.
     Raises UsageError if the evaluation does not give it.

@@ -179,6 +179,6 @@ def test_steps_and_epochs_exclude_each_other_and_the_command_line_wins_over_a_fi
     with pytest.raises(UsageError, match="-epochs and -steps exclude each other"):
         config.parse_args(["-epochs", "3", "-steps", "10"])
     file = tmp_path / "run.yaml"
-    file.write_text(json.dumps({"steps": 10}))
-    args = config.parse_args(["-cfg", str(file), "-epochs", "3"])
-    assert (args.steps, args.epochs) == (None, 3)
+    file.write_text(json.dumps({"steps": 10, "weights": "x"}))
+    args = config.parse_args(["-cfg", str(file), "-epochs", "3", "-eval"])
+    assert (args.steps, args.epochs, args.weights) == (None, 3, None), "-eval takes the run's own weights"

@@ -103,7 +103,7 @@ def test_an_option_that_is_allowed_to_change_takes_effect(tmp_path):
     ("flags", "wanted"),
     [
         ("-optimizer LBFGS", "LBFGS doesn't support"),
-        ("-optimizer muon -arch norm_net -num_classes 24", "no matrix of a hidden layer"),
+        ("-optimizer muon -dataset digits -arch convnet -num_classes 10", "no matrix of a hidden layer"),
         ("-slurm_dry -optimizer nope", "there are"),
         ("-optimizer rmsprob", "there are adadelta, .*do you mean rmsprop"),
         ("-optimizer adamw -optimizer_arg bets=1", "unexpected keyword argument 'bets'"),
