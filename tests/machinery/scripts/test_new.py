@@ -162,7 +162,8 @@ def test_a_project_that_deletes_an_optional_part_trains_without_it(parts, flag, 
             file.write_text(text)
     engine = json.loads((tmp_path / "digits_convnet" / "start.json").read_text())["engine"]
     assert engine == ("exact" if flag else "stock")
-    assert re.fullmatch(rf"train.py: {flag.split()[0]}: No module named .* deleted it.*\n", refused) if flag else True
+    wanted = f"train.py: {flag.split()[0]}: No module named " if flag else ""
+    assert any(line.startswith(wanted) for line in refused.splitlines() or [""]), refused
 
 
 @pytest.mark.slow
