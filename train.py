@@ -40,9 +40,10 @@ def train(args: config.Args) -> int:
     from lib.core import loss as losses
     from lib.core import modes, optimizer
     from lib.run import open_run
-    from lib.utils import watchdog
+    from lib.utils import seeding, watchdog
 
     with watchdog.watch(args.hang_minutes):
+        seeding.seed(seeding.MODEL, args.seed)  # a dataset may draw while it is built
         dataset, arch, trainers = plugins.load_chosen(args)
         watchdog.begin(f"get_dataset of -dataset {args.dataset}")
         data = dataset.get_dataset(args)
@@ -52,8 +53,9 @@ def train(args: config.Args) -> int:
             optimizers = optimizer.get_optimizers(model, loss, args)
             loaders, logger = run.begin()  # nothing was written before
             trainer = trainers.Trainer(args, run.world, loaders, model, loss, optimizers, logger)
-            work = modes.evaluate if args.eval else modes.debug if args.debug else type(trainer).fit
-            return EXIT_CODES[work(trainer, run.past)]
+            if args.eval:
+                return EXIT_CODES[modes.evaluate(trainer)]
+            return EXIT_CODES[modes.debug(trainer, run.past) if args.debug else trainer.fit(run.past)]
 
 
 if __name__ == "__main__":

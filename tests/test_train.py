@@ -502,3 +502,16 @@ def test_weights_that_are_best_and_final_are_tested_once(uninterrupted):
         is_best = found["best"]["epoch"] == found["epoch"]
         assert ("test_best" in found) != is_best
         assert ("INFO final:" in last) != is_best
+
+
+def drawn_dataset(args):
+    """Draws its samples from the generators that everybody uses."""
+    inputs, labels = torch.randn(40, 64), torch.from_numpy(np.random.randint(0, 4, 40))
+    return {"train": Tensors(inputs, labels), "val": Tensors(inputs[:9] + random.random(), labels[:9])}
+
+
+def test_a_dataset_that_draws_has_the_same_samples_at_each_start_and_on_each_process(tmp_path):
+    with plugins(dataset={"drawn": drawn_dataset}):
+        one, two = (run(tmp_path, f"{SMALL} -dataset drawn -cpu {cpu} -model on_{cpu}") for cpu in (1, 2))
+        run(tmp_path, f"{SMALL} -dataset drawn -cpu 2 -model on_1")
+    assert distance(one, two) == 0.0

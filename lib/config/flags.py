@@ -111,9 +111,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-max_bad_steps", COUNT, "fail after N steps in a row whose gradients are not finite", 10, on_resume="allow")
 
     group("optimization", "refuse")
-    add(
-        "-optimizer", PLUGIN, "any class of torch.optim, as sgd or RMSprop, or muon (and AdamW for the rest)", "adamw"
-    )
+    add("-optimizer", PLUGIN, "any class of torch.optim, as sgd or RMSprop; muon: and AdamW for the rest", "adamw")
     option = "option of the optimizer, as betas=0.9,0.95 or nesterov=yes; repeatable"
     add("-optimizer_arg", value(text, "KEY=VALUE", **REPEATABLE), option)
     add("-lr_schedule", {"choices": table("scheduler")}, "curve after warm-up, of lib/core/scheduler.py", "cosine")
@@ -130,11 +128,8 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-save_every", every, "interval of saves, in epochs if bare", "1epoch")
     add("-keep_last", COUNT, "checkpoints to keep", 2)
     add("-keep_every", COUNT_OR_0, "keep every Nth epoch's checkpoint for good; 0: none", 0)
-    add(
-        "-best",
-        value(types.metric, "METRIC"),
-        "val metric of the best weights: f1, mae:min, val_clean/f1 (accuracy, else loss)",
-    )
+    best = "val metric of the best weights: f1, mae:min, val_clean/f1 (accuracy, else loss)"
+    add("-best", value(types.metric, "METRIC"), best)
     add("-stop_after", COUNT, "early stopping after N validations without a better -best")
     add("-resume", PATH, "continue from another run's folder or checkpoint", on_resume="forget")
     add("-weights", FILE, "start from these weights: safetensors, a torch file, a run's folder, or imagenet")

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 DEBUG_STEPS = 10  # unless -limit_steps says otherwise
 
 
-def evaluate(trainer: "Trainer", past: Past | None) -> str:
+def evaluate(trainer: "Trainer") -> str:
     """Evaluate -weights, or the run's best or final weights, on val and test; log the figures and write eval.json.
 
     Raises:

@@ -31,13 +31,14 @@ def get_optimizers(model: nn.Module, loss: nn.Module, args: Namespace) -> list[t
     matrices = hidden_matrices(model, args.num_classes)
     if not matrices:
         raise UsageError("-optimizer muon: the model has no matrix of a hidden layer to train; take adamw")
+    hidden = {*matrices}
     for group in groups:
-        group["params"] = [one for one in group["params"] if one not in {*matrices}]
+        group["params"] = [one for one in group["params"] if one not in hidden]
     of_muon = inspect.signature(Muon).parameters
     of_adamw = {name: options.pop(name) for name in [*options] if name not in of_muon}
     options.setdefault("adjust_lr_fn", "match_rms_adamw")  # so that AdamW's learning rate and weight decay hold
-    hidden = [{"params": matrices, "weight_decay": args.weight_decay}]
-    return [_build(torch.optim.AdamW, groups, of_adamw, args), _build(Muon, hidden, options, args)]
+    of_hidden = [{"params": matrices, "weight_decay": args.weight_decay}]
+    return [_build(torch.optim.AdamW, groups, of_adamw, args), _build(Muon, of_hidden, options, args)]
 
 
 def _build(kind: Any, groups: list[dict], options: dict, args: Namespace) -> torch.optim.Optimizer:

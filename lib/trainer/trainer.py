@@ -273,7 +273,7 @@ class Trainer:
             self.checkpoints.poll()
 
     def evaluate_and_save(self) -> None:
-        """Evaluate and save if that is due after this step, unless all ranks agree to stop meanwhile.
+        """Validate and save where this step calls for it. A stop that all ranks agree on ends it.
 
         The log comes before the save: a run that continues from an older checkpoint logs again; after the save, a
         kill would lose it.
@@ -343,7 +343,7 @@ class Trainer:
         self.pending_losses, self.pending_norms = [], []
 
     def validate(self) -> None:
-        """Evaluate the validation sets, log it, keep the best weights, unless all ranks agree to stop meanwhile."""
+        """Evaluate the validation sets, log the figures, keep the best weights. A stop ends it."""
         state, found = self.state, {}
         for split in self.val_splits:
             self.may_stop = True

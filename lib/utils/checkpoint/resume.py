@@ -195,8 +195,9 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
     Raises:
         UsageError: before anything is written, for what the run may not continue with.
     """
-    for flag in ("best", "stop_after"):
-        if (value := getattr(args, flag)) and not [name for name in splits if name.startswith("val")]:
+    can_choose = any(name.startswith("val") for name in splits)
+    for flag, value in (("best", args.best), ("stop_after", args.stop_after)):
+        if value and not can_choose:
             raise UsageError(f"-{flag} {value}: there is no val split to choose by")
     now, texts = config_to_save(args, plan), {}
     free = args.flag_rules.free | ({"epochs"} if args.steps else set())
