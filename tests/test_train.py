@@ -515,3 +515,16 @@ def test_a_dataset_that_draws_has_the_same_samples_at_each_start_and_on_each_pro
         one, two = (run(tmp_path, f"{SMALL} -dataset drawn -cpu {cpu} -model on_{cpu}") for cpu in (1, 2))
         run(tmp_path, f"{SMALL} -dataset drawn -cpu 2 -model on_1")
     assert distance(one, two) == 0.0
+
+
+def test_a_dataset_that_differs_from_process_to_process_is_refused(tmp_path, capfd):
+    def drawn(args):
+        return {
+            "train": Tensors(
+                torch.from_numpy(np.random.default_rng().random((40, 64), np.float32)), torch.arange(40) % 4
+            )
+        }
+
+    with plugins(dataset={"drawn": drawn}):
+        run(tmp_path, f"{SMALL} -dataset drawn -cpu 2", wanted=2)
+    assert "the train samples of rank 1 are not those of rank 0" in capfd.readouterr().err

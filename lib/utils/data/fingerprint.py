@@ -19,21 +19,25 @@ from lib.utils.data import fetch
 from lib.utils.data.options import MapDataset, class_names, option
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
+from lib.utils.errors import UsageError
 
 NEVER_THE_SAME = "another one each time"  # as a digest: samples that are not a function of their seeds
 
 
 def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> dict[str, Any]:
-    """Return the facts by which a later start knows the data again. All ranks call this, and rank 0 reads.
+    """Return the facts by which a later start knows the data again. All ranks call this, and all must have the same.
 
     A run with loader processes reads in one of its own: a file that a dataset opens at first use is shared by none.
     """
     facts: dict[str, Any] = {"classes": class_names(splits["train"])}
     workers = max(fetch.count_workers(args, name, part, world) for name, part in splits.items())
     for name, part in splits.items():
-        read = functools.partial(_digest_of_three, part, args, min(1, workers))
-        own = option(part, "fingerprint")
-        digest = own if isinstance(own, str) else distributed.run_on_main(read, world)
+        own, read = option(part, "fingerprint"), functools.partial(_digest_of_three, part, args, min(1, workers))
+        digest = own if isinstance(own, str) else distributed.attempt(read, world)
+        all_ranks = distributed.gather((len(part), digest), world)
+        if odd := [rank for rank, theirs in enumerate(all_ranks) if theirs != all_ranks[0]]:
+            fault = f"-dataset {args.dataset}: the {name} samples of rank {odd[0]} are not those of rank 0"
+            raise UsageError(f"{fault}: get_dataset must give the same on each; seed the generators that it makes")
         facts |= {f"{name} digest": digest, "samples" if name == "train" else f"{name} samples": len(part)}
     return facts
 
