@@ -16,8 +16,7 @@ from lib.utils import files
 from lib.utils.errors import UsageError, no_exit
 
 DATA_FLAGS = ("num_classes", "channels", "image_size")  # set by a dataset
-# Pairs: one on the command line replaces the other of -cfg.
-EITHER_OR = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"), ("epochs", "steps"))
+EITHER_OR = (("batch_size", "batch_per_gpu"), ("gpus", "cpu"), ("epochs", "steps"))  # one replaces that of -cfg
 CFG_BYTES = 1 << 22  # of a -cfg file
 TITLE = "Trains a model. A flag may also be written --x v or -x=v; none may be shortened."
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.core.buffers import take_first
+from lib.core.buffers import Buffers, take_first
 from lib.utils.checkpoint.shards import is_sharded
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
@@ -23,6 +23,7 @@ class Engine:
 
     def __init__(self, modules: list[nn.Module], world: World, args: Namespace):
         self.world, self.modules, self.find_unused = world, modules, args.find_unused
+        Buffers(modules, world)  # names those that are rank 0's
         self.wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
         if self.wrapped and any(map(is_sharded, (p for module in modules for p in module.parameters()))):
             raise UsageError("-parallel fsdp: no module of a trainer can be in DistributedDataParallel")
