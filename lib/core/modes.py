@@ -12,7 +12,7 @@ from lib.utils.checkpoint import atomic, run_folder, weights
 from lib.utils.checkpoint.resume import Past
 from lib.utils.data.tensors import named_tensors
 from lib.utils.errors import UsageError
-from lib.utils.monitoring import console
+from lib.utils.monitoring import console, metrics
 
 if TYPE_CHECKING:
     from lib.trainer.trainer import Trainer
@@ -37,6 +37,7 @@ def evaluate(trainer: "Trainer") -> str:
     log.info("weights:     %s", weights.load_into(str(path), trainer.model, whole=True))
     trainer.make_engine()
     figures = {split: trainer.evaluate(split) or {} for split in splits}
+    metrics.check_same(figures, trainer.world)
     for split in splits:
         log.info("%s  %s", split, console.format_metrics(figures[split]))
     if trainer.world.is_main:

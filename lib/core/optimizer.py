@@ -90,7 +90,7 @@ def read_options(words: list[str]) -> dict[str, Any]:
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Return parameter groups: weight decay for matrices and filters, none for biases, norms and other vectors.
 
-    A group of your own may have an "lr_scale", by which each step multiplies the learning rate.
+    A group may have an "lr" of its own, or an "lr_scale", by which each step multiplies the learning rate.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     return [

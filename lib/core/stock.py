@@ -63,6 +63,8 @@ class Engine:
 
     def _check(self, module: DistributedDataParallel) -> None:
         named = [(name, p) for name, p in module.module.named_parameters() if p in self.by_ddp]
+        if not {*self.parameters}.intersection(p for _, p in named):
+            return  # a copy of the model that nobody trains, as a teacher
         if module not in self.called and any(p in self.reached for _, p in named):
             raise UsageError(
                 "training_step computes gradients of a model without calling it: DistributedDataParallel sums only "

@@ -74,25 +74,33 @@ class Trainer:
             self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s, limit_steps=limit
         )
         self.in_pass = False  # whether a micro-batch is being computed
+        self.unsaved: dict[str, Any] | None = (
+            None  # what no checkpoint has, after the first step: replicas.plain_values
+        )
         self.untrained: list[str] = []  # parameters with a gradient that no optimizer trains
         self.last_agreed = 0  # the last step at which the ranks had the same weights
         self.may_stop = False  # whether `evaluate` votes on a stop: where nothing is lost by it
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
         self.saved = None  # the step of the last checkpoint, and whether what was due after it was done
         self.rate = throughput.Throughput(self.total_steps, self.state, world.device)
+        self.of_base = {*vars(self), "engine", "parts", "all_optimizers", "trained", "of_base"}  # not a subclass's
 
     def training_step(self, batch: Any) -> Tensor:
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
         done = losses.forward(self.model, batch, self.loss)
         if self.args.train_metrics:
-            self.metrics.update(losses.metric_sums(self.loss, done.outputs, done.targets))
+            self.metrics.update(self.metric_sums(done.outputs, done.targets))
         return done.loss
 
     def evaluation_step(self, model: nn.Module, batch: Any, count: Any) -> dict[str, Tensor]:
         """Return what a batch of `count` targets (see count_targets) adds to each metric: sums, 0-d tensors."""
         done = losses.forward(model, batch, self.loss)
         self.predictions.add(done.targets, done.outputs, count)
-        return {"loss": done.loss * count, **losses.metric_sums(self.loss, done.outputs, done.targets)}
+        return {"loss": done.loss * count, **self.metric_sums(done.outputs, done.targets)}
+
+    def metric_sums(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+        """Return what a batch adds to each metric but the loss: sums over its targets. Override it for others."""
+        return losses.metric_sums(self.loss, outputs, targets)
 
     def count_targets(self, batch: Any, samples: int) -> Tensor | int:
         """Return how many targets the mean loss of a batch is a mean over: its weight. 0 for padding (0 samples)."""
@@ -123,16 +131,19 @@ class Trainer:
 
     def make_engine(self) -> None:
         """Make what sums gradients, once all modules are there. Those of the trainer take rank 0's values."""
+        for name, kind in (("metrics", metrics.Sums), ("predictions", predictions.Predictions)):
+            if not isinstance(own := getattr(self, name), kind):
+                raise UsageError(f"self.{name} is a {type(own).__name__}: the trainer needs that name, take another")
         parts = find_parts(self)
         self.parts, self.all_optimizers = parts.ids(), [*parts.optimizers.values()]
         trained = [one for optimizer in self.all_optimizers for one in parameters_of([optimizer])]
         if len(trained) > len({*trained}) and type(self).due_optimizers is Trainer.due_optimizers:
             raise UsageError("two optimizers train the same parameter: let due_optimizers() say which takes a step")
-        own = [one for name, one in parts.weights().items() if name.startswith("trainer.")]
-        buffers.take_first(own if self.world.size > 1 else ())
+        its_own = [one for name, one in parts.weights().items() if name.startswith("trainer.")]
+        buffers.take_first(its_own if self.world.size > 1 else ())
         engine = importlib.import_module(f"lib.core.{self.plan.engine}")  # exact, or stock
         self.engine = engine.Engine([*parts.modules.values()], self.world, self.args)
-        self.numbers = replicas.plain_numbers(parts.modules)
+        self.keep_own_rates(self.args.lr_start)
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""
@@ -200,10 +211,14 @@ class Trainer:
         # From here on what is drawn is the same on every rank.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         norm = self.optimizer_step()
+        if not isinstance(norm, Tensor) or norm.ndim:
+            raise UsageError(f"optimizer_step returns {norm!r:.40}: it must return the norm of the gradient, 0-d")
         self.pending_norms.append(norm)
         self.state.step += 1
         self.state.samples += micro_batch.step_samples
         self.logger.step()
+        if self.unsaved is None:  # not before: a first step may build caches and choose modes
+            self.unsaved = replicas.plain_values(self)
 
     def compute_loss(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
@@ -213,6 +228,10 @@ class Trainer:
         self.in_pass, self.metrics.counts = False, True
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UsageError(f"training_step returns {loss!r:.40}: it must return the mean loss, a 0-d tensor")
+        if not loss.requires_grad:
+            raise UsageError(
+                "training_step returns a loss without a gradient: compute it from what the model returns"
+            )
         return loss
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
@@ -255,11 +274,29 @@ class Trainer:
         return optimizers.clip(parameters_of(due), self.args.clip_grad, exact=self.plan.engine == "exact")
 
     def set_learning_rate(self) -> None:
-        """Give the optimizers of -optimizer the learning rate of this step; a group's "lr_scale" multiplies it."""
+        """Give the optimizers of -optimizer the learning rate of this step; a group's "lr_scale" multiplies it.
+
+        Raises UsageError if anything else has changed a rate since the last step: it would be overwritten.
+        """
         lr = scheduler.lr_at(self.state.step, **self.schedule)
-        for optimizer in (self.optimizer, *self.more_optimizers):
-            for group in optimizer.param_groups:
-                group["lr"] = lr * group.get("lr_scale", 1.0)
+        for group in self.keep_own_rates(lr):
+            if group["lr"] != group.get("lr_set", group["lr"]):
+                fault = f"something set the learning rate to {float(group['lr']):.4g}, which the next step overwrites"
+                raise UsageError(f"{fault}: override set_learning_rate, which sets it, or change a group's lr_scale")
+            group["lr"] = group["lr_set"] = lr * group["lr_scale"]
+
+    def keep_own_rates(self, lr: float) -> list[dict]:
+        """Return the groups of the optimizers of -optimizer. A new one's own learning rate becomes its "lr_scale".
+
+        That is its ratio to `lr`, the rate of now; of the optimizer's default rate, to -lr_start.
+        """
+        optimizers = (self.optimizer, *self.more_optimizers)
+        pairs = [(group, one.defaults.get("lr")) for one in optimizers for group in one.param_groups]
+        for group, default in pairs:
+            rate = group.setdefault("lr", self.args.lr_start)
+            base = lr if lr and rate != default else self.args.lr_start
+            group.setdefault("lr_scale", float(rate) / base)
+        return [group for group, _ in pairs]
 
     def after_step(self) -> None:
         """Write a log line if it is due, vote on a stop, move a save on."""
@@ -357,6 +394,7 @@ class Trainer:
             figures = {f"{split}/{name}": value for split in found for name, value in found[split].items()}
             figures |= found[self.val_splits[0]]  # the first set's need no name in front
             try:
+                metrics.check_same(figures, self.world)
                 best = metrics.new_best(state.best, figures, self.args.best, state.evaluations + 1)
             except UsageError:
                 self.save()  # the training up to here: the next start begins with the validation
@@ -417,7 +455,7 @@ class Trainer:
     def check_replicas(self) -> None:
         """Compare the ranks' copies of all weights and buffers, and what has a state with that at the start.
 
-        Name what has a gradient and is trained by no optimizer, and numbers that modules count outside of buffers.
+        Name what has a gradient and is trained by no optimizer, and what training changes outside of checkpoints.
         """
         parts = find_parts(self)
         if other := self.parts ^ parts.ids():
@@ -428,11 +466,9 @@ class Trainer:
         if odd and odd != self.untrained:
             log.warning("no optimizer trains %s (%d in all), which has a gradient", odd[0], len(odd))
         self.untrained = odd
-        numbers = replicas.plain_numbers(parts.modules)
-        moved = [name for name, value in numbers.items() if self.numbers.get(name, value) != value]
-        if moved:
-            log.warning("%s is a number that training changes, and in no checkpoint: make it a buffer", moved[0])
-            self.numbers = {}  # said once
+        for name in replicas.find_changes(self.unsaved or {}, replicas.plain_values(self)):
+            advice = "make it a buffer, or an object with state_dict and load_state_dict"
+            log.warning("training changes %s, which is in no checkpoint: %s", name, advice)
         self.engine.share_buffers()
         replicas.check(parts.weights(), self.world, self.state.step, self.last_agreed)
         self.last_agreed = self.state.step
@@ -509,6 +545,7 @@ class Trainer:
                 found["test_best"] = self.evaluate("test")
         if None not in found.values():
             found["test"] = self.evaluate("test")
+        metrics.check_same(found, self.world)
         return None if None in found.values() else {split: one for split, one in found.items() if one}
 
     def finish(self, figures: dict[str, dict[str, float]] | None) -> str:

@@ -18,6 +18,7 @@ MODEL, TRAINER = 3, 5  # seed: building them
 DRAWS = 4  # seed, epoch, index: see `uniform`
 EVALUATION = 6  # seed, number: a micro-batch of an evaluation, at any step, and in -eval
 STEP = 7  # seed, step: what follows the passes of a step
+ON_DEVICE = 8  # seed, epoch, step, number: a dataset's on_device for a micro-batch
 
 
 def hash_ints(*numbers: int) -> int:

@@ -15,12 +15,12 @@ from lib.utils.data.plan import Plan
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
-NOT_RESTORED = ("params", "fused", "foreach")  # of an optimizer's groups: how it computes is this start's
+NOT_RESTORED = ("params", "fused", "foreach", "lr_set")  # of an optimizer's groups: how it computes is this start's
 
 
-@dataclass
+@dataclass(slots=True)
 class State:
-    """How far the run is, over all processes, and what it has counted."""
+    """How far the run is, over all processes, and what it has counted. It has no room for others' attributes."""
 
     epoch: int = 0  # epochs finished
     step: int = 0  # optimizer steps
@@ -60,7 +60,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def unwrap(module: Any) -> Any:
     """Return the module that the user wrote, with its own names; anything else as it is."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    return getattr(inner, "_orig_mod", inner)  # of torch.compile
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,8 @@ class Fetch(Dataset):
 
     def __getitem__(self, key: tuple[int, MicroBatch]) -> Any:
         epoch, micro_batch = key
+        if set_epoch := option(self.dataset, "set_epoch"):
+            set_epoch(epoch)
         self.current = micro_batch.indices  # for error messages: what is being fetched, one sample or several
         try:
             # As torch's loader processes do, with one thread: sums by another number have other bits.

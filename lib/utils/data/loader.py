@@ -46,6 +46,8 @@ class Loader:
             watchdog.begin(COMPUTING)
             batch = tensors.to_device(batch, self.world.device)
             if self.on_device:
+                place = epoch, micro_batch.step, micro_batch.number
+                seeding.seed(seeding.ON_DEVICE, self.seed, *place, device=self.world.device)
                 draws = seeding.uniform(self.seed, epoch, micro_batch.indices)
                 batch = self.on_device(batch, tensors.to_device(draws, self.world.device))
             yield micro_batch, tensors.to_device(batch, self.world.device)

@@ -78,6 +78,17 @@ def mean(totals: dict[str, float], name: str) -> float:
     return totals.get(name, math.nan) / count if count else math.nan
 
 
+def check_same(figures: dict[str, Any], world: distributed.World) -> None:
+    """Raise UsageError, on all ranks, if they have other figures, as those of what each has collected by itself."""
+    first, *others = distributed.gather(figures, world)
+    for rank, theirs in enumerate(others, 1):
+        for name in {**first, **theirs}:
+            mine, other = first.get(name), theirs.get(name)
+            if repr(mine) != repr(other):  # NaN is like NaN
+                fault = f"the figure {name} is {mine} on rank 0 and {other} on rank {rank}"
+                raise UsageError(f"{fault}: compute it from sums over all ranks, as metric_sums returns them")
+
+
 def new_best(best: dict | None, figures: dict[str, float], metric: str | None, number: int) -> dict | None:
     """Return the new best validation, or None if these figures are not better than `best` or the loss is NaN.
 

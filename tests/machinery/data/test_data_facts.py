@@ -106,6 +106,25 @@ def test_the_facts_are_the_same_with_any_number_of_loader_processes_and_do_not_d
     assert wanted == describe(part, "-workers 0 -threads 2")
 
 
+class DrawsOwn(Dataset):
+    """Draws from a generator of its own: no resume is exact."""
+
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return torch.rand(64, generator=self.generator), index % 2
+
+
+def test_samples_that_differ_each_time_they_are_read_are_named_at_the_start(tmp_path):
+    with plugins(dataset={"own": lambda args: DrawsOwn()}):
+        folder = run(tmp_path, "-dataset own -arch mlp -epochs 1 -cpu 2")
+    assert "train digest: another one each time, by a generator of its own: no resume is exact" in log_of(folder)
+
+
 def test_a_folder_of_the_data_that_moved_changes_nothing(tmp_path):
     def at(folder):
         return Items([{"file": str(folder / f"{number}.png"), "path": folder / "x"} for number in range(3)])

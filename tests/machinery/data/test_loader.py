@@ -291,6 +291,42 @@ def test_a_random_sample_is_the_same_for_any_workers_ranks_and_first_step(datase
     assert len(rest) == 30 - 8 * first and rest.items() <= wanted.items()
 
 
+class Curriculum(Dataset):
+    """Knows its epoch, and draws on the device."""
+
+    def __init__(self):
+        self.epoch = -1
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.tensor([self.epoch, index])
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def on_device(self, batch, draws):
+        return torch.cat([batch, torch.rand(len(batch), 1) + random.random() + np.random.random()], 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_dataset_knows_its_epoch_and_on_device_draws_the_same_on_any_number_of_ranks(workers, whole):
+    dataset = Curriculum() if whole else Subset(Curriculum(), range(12))
+    plan = Plan(12, 8, 2)
+    found = []
+    for ranks in (1, 2, 3):
+        loaders = [new_loader(dataset, plan, rank, ranks, workers=workers) for rank in range(ranks)]
+        done = [pair for one in loaders for epoch in (0, 1) for pair in one.epoch(epoch, epoch) if pair[0].count]
+        for one in loaders:
+            one.fetcher.close()
+        rows = [batch for _, batch in sorted(done, key=lambda pair: (pair[1][0, 0], pair[0].step, pair[0].number))]
+        found.append(torch.cat(rows))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert found[0][:, 0].tolist() == [0] * 12 + [1] * 4 and len(found[0][:, 2].unique()) == 16
+
+
 def test_samples_of_different_indices_epochs_or_seeds_differ():
     runs = itertools.product((0, 1, 2**40), (0, 1, 2))
     rows = [row for seed, epoch in runs for row in random_samples(Drawing(), epoch, seed=seed).values()]

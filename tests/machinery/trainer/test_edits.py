@@ -1,16 +1,20 @@
 """Edits that people make to a trainer, model or wrapper: the same bits on 1, 2 and 3 processes, or one clear line."""
 
 import copy
+import re
 
+import numpy as np
 import pytest
 import torch
-from runs import few, norm_net, outcome, plugins, run, same_tensors, weights
+from runs import few, lines, norm_net, outcome, plugins, run, same_tensors, weights
 from saves import SMALL, bits, log_of, names, tensors
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
-from lib.core import loss, parallel
+from lib.core import loss, parallel, scheduler
 from lib.trainer import trainer
+from lib.utils.checkpoint import shards
+from lib.utils.checkpoint.state import decode
 
 FLAGS = f"{SMALL} -micro_batch 4 -log_every 1"
 
@@ -250,23 +254,62 @@ def test_sparse_and_expanded_buffers_are_refused_by_name(made, cpu, refused):
 
 
 class Counts(nn.Module):
-    """Warms up by a number that its own passes count."""
+    """Warms up by a number that its own passes count, and keeps a prototype; a cached mask is no state."""
 
     def __init__(self):
         super().__init__()
-        self.net, self.calls, self.most = plain_net(), 0, 0.5
+        self.net, self.calls, self.most, self.mask = plain_net(), 0, 0.5, None
+        self.prototype, self.weight = torch.zeros(4), self.net[1].weight.detach()
 
     def forward(self, inputs):
-        self.calls += self.training
-        return self.net(inputs) * min(self.most, self.calls / 20)
+        outputs = self.net(inputs)
+        if self.training:
+            self.calls += 1
+            self.prototype = 0.9 * self.prototype + 0.1 * outputs.detach().mean(0)
+            self.outputs, self.mask = outputs, torch.ones(4)
+        return outputs * min(self.most, self.calls / 20)
+
+
+CHANGES = re.compile(r"training changes (\S+), which is in no checkpoint")
 
 
 @pytest.mark.parametrize("more", ["-cpu 1", "-cpu 3", "-cpu 2 -deterministic no", "-cpu 2 -parallel fsdp"])
-def test_a_number_that_passes_count_outside_of_buffers_is_named_once(more, tmp_path):
+def test_what_passes_change_outside_of_buffers_is_named_once(more, tmp_path):
     with plugins(arch={"counts": lambda args: Counts(), "plain": plain_net}):
         said = [log_of(run(tmp_path, f"{FLAGS} -arch {name} {more} -model {name}")) for name in ("counts", "plain")]
-    line = "model.calls is a number that training changes, and in no checkpoint: make it a buffer"
-    assert [text.count("a number that training changes") for text in said] == [1, 0] and line in said[0]
+    assert [sorted(CHANGES.findall(text)) for text in said] == [["model.calls", "model.prototype"], []]
+
+
+class Keeps(trainer.Trainer):
+    """Keeps values of many kinds. Those of `steady`, and modes that each step sets, are as they were."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.running, self.history, self.phase = 0.0, [], "warm"
+        self.draws, self.arrays = torch.Generator().manual_seed(1), {"mean": np.zeros(3)}
+        self.batches_of = (number for number in range(10**6))
+        self.teacher, self.head = copy.deepcopy(self.model), self.model[-1]
+        self.steady = {"scale": torch.ones(2), "names": ["a", "b"], "function": torch.relu, "lambda": lambda: 1}
+
+    def training_step(self, batch):
+        self.teacher.eval()
+        loss = super().training_step(batch)
+        self.running = 0.9 * self.running + 0.1 * loss.item()
+        self.history.append(self.state.step)
+        self.phase = f"phase {self.state.step}"
+        torch.rand(1, generator=self.draws)
+        self.arrays["mean"] += next(self.batches_of) + 1
+        if self.state.epoch:
+            self.model[2].eval()
+        return loss
+
+
+def test_what_a_trainer_changes_outside_of_checkpoints_is_named_once(tmp_path):
+    with plugins(trainer={"keeps": Keeps}):
+        text = log_of(run(tmp_path, f"{FLAGS} -trainer keeps -cpu 2"))
+    changed = ["running", "history", "phase", "draws", "arrays", "batches_of"]
+    found = CHANGES.findall(text)
+    assert sorted(found) == sorted([*(f"trainer.{name}" for name in changed), "model.2.training"])
 
 
 class TwoOfOne(trainer.Trainer):
@@ -319,6 +362,169 @@ def test_stock_ddp_names_what_its_last_pass_does_not_reach(refused, tmp_path):
         assert "no backward pass reached the parameter 1.weight" in refused(f"{STOCK} -arch plain -trainer freezes")
         both = run(tmp_path, f"{STOCK} -arch some -find_unused -model both")
         assert close(both, run(tmp_path, f"{STOCK} -cpu 1 -arch some -model alone"))
+
+
+class NoNorm(trainer.Trainer):
+    def optimizer_step(self):
+        super().optimizer_step()
+
+
+class NoGradient(trainer.Trainer):
+    def training_step(self, batch):
+        return super().training_step(batch).detach()
+
+
+class OwnMetrics(trainer.Trainer):
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.metrics = {"seen": 0}
+
+
+class OwnPredictions(trainer.Trainer):
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.predictions = []
+
+
+SLIPS = {
+    NoNorm: "optimizer_step returns None: it must return the norm",
+    NoGradient: "training_step returns a loss without a gradient",
+    OwnMetrics: "self.metrics is a dict: the trainer needs that name, take another",
+    OwnPredictions: "self.predictions is a list: the trainer needs that name, take another",
+}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_is_one_line(slip, refused):
+    with plugins(trainer={"slip": slip}):
+        assert SLIPS[slip] in refused(f"{FLAGS} -trainer slip -cpu 1")
+
+
+class OwnRates(trainer.Trainer):
+    """Has an optimizer with a rate of its own, a group with another one, and groups that come later."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        groups = [{"params": self.model[1].parameters()}, {"params": self.model[2].parameters(), "lr": 0.02}]
+        self.optimizer = torch.optim.SGD(groups, lr=0.2)
+
+    def train_epoch(self):
+        if self.state.epoch == 1 and len(self.optimizer.param_groups) == 2:
+            now = self.optimizer.param_groups[0]["lr"]
+            self.optimizer.add_param_group({"params": self.model[5].weight, "lr": now / 2})
+            self.optimizer.add_param_group({"params": self.model[5].bias})
+        return super().train_epoch()
+
+
+def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
+    flags = f"{FLAGS} -trainer own -lr_start 0.1 -lr_end 0.01 -save_every 1steps -keep_last 99"
+    with plugins(trainer={"own": OwnRates}):
+        alone = run(tmp_path, f"{flags} -cpu 1 -model alone")
+        run(tmp_path, f"{flags} -cpu 3 -model moved -limit_steps 6", wanted=75)
+        assert bits(run(tmp_path, f"{flags} -cpu 2 -model moved")) == bits(alone)
+    manifest = shards.read_manifest(alone / "checkpoints" / names(alone)[0])
+    groups = decode(manifest["states"]["optim"][1], {})
+    last = scheduler.lr_at(11, kind="cosine", total=12, warmup=0, start=0.1, end=0.01)
+    ratios = [2.0, 0.2, 1.0, 2.0]  # the third's is half of the first group's
+    assert [group["lr"] / last for group in groups] == pytest.approx(ratios, rel=0.2)
+
+
+class NoOverride(trainer.Trainer):
+    """Has a schedule of torch's, and does not say so."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.scheduler = StepLR(self.optimizer, 5)
+
+    def optimizer_step(self):
+        norm = super().optimizer_step()
+        self.scheduler.step()
+        return norm
+
+
+def test_a_rate_that_something_else_sets_is_refused_and_a_removed_line_mends_it(tmp_path, refused):
+    flags = f"{FLAGS} -trainer odd -cpu 1 -save_every 1steps"
+    with plugins(trainer={"odd": NoOverride}):
+        assert "set_learning_rate" in refused(flags)
+    with plugins(trainer={"odd": trainer.Trainer}):
+        mended = run(tmp_path, f"{flags} -reset")
+        assert bits(mended) == bits(run(tmp_path, f"{flags} -model plain"))
+
+
+class CollectsPredictions(trainer.Trainer):
+    """Computes a figure from what this rank has seen."""
+
+    def evaluation_step(self, model, batch, count):
+        self.seen = [*getattr(self, "seen", []), *batch[1][: int(count)].tolist()]
+        return super().evaluation_step(model, batch, count)
+
+    def evaluate(self, split):
+        self.seen = []
+        figures = super().evaluate(split)
+        return figures and {**figures, "spread": float(np.std(self.seen))}
+
+
+def test_figures_that_differ_between_the_ranks_are_refused_and_the_training_is_saved(tmp_path, refused):
+    with plugins(trainer={"collects": CollectsPredictions}):
+        run(tmp_path, f"{FLAGS} -trainer collects -cpu 1 -model alone")
+        assert "the figure val/spread is " in refused(f"{FLAGS} -trainer collects -cpu 2 -model both")
+    assert names(tmp_path / "both")[0].endswith("_step_4")
+
+
+class Distils(trainer.Trainer):
+    """Has a copy of the model as its teacher."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    def training_step(self, batch):
+        outputs = self.model(batch[0])
+        with torch.no_grad():
+            wanted = self.teacher(batch[0])
+        return self.loss(outputs, batch[1]) + (outputs - wanted).square().mean()
+
+
+class DistilsWhole(Distils):
+    """Leaves the teacher's parameters as they are."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.teacher.requires_grad_(True)
+
+
+@pytest.mark.parametrize("edit", [Distils, DistilsWhole])
+@pytest.mark.parametrize("engine", ["", "-deterministic no"])
+def test_a_copy_of_the_model_is_a_teacher(edit, engine, tmp_path):
+    with plugins(trainer={"edit": edit}, arch={"plain": plain_net}):
+        flags = f"{FLAGS} -trainer edit -arch plain {engine}"
+        assert close(*(run(tmp_path, f"{flags} -cpu {n} -model of{n}") for n in (1, 2)))
+
+
+def compiled_net(args):
+    return torch.compile(plain_net(), backend="eager")
+
+
+def test_a_model_that_get_model_compiles_has_its_own_names_and_signature(tmp_path):
+    with plugins(arch={"compiled": compiled_net, "plain": plain_net}):
+        for more in ("-cpu 1", "-cpu 2 -deterministic no"):
+            both = [run(tmp_path, f"{FLAGS} -arch {n} {more} -model {n}{more[5]}") for n in ("compiled", "plain")]
+            assert weights(both[0]).keys() == weights(both[1]).keys() and close(*both)
+
+
+class Measures(trainer.Trainer):
+    """Has a metric of its own."""
+
+    def metric_sums(self, outputs, targets):
+        return {**super().metric_sums(outputs, targets), "sure": outputs.softmax(1).amax(1).sum()}
+
+
+def test_a_metric_of_its_own_is_a_hook_for_training_and_evaluation(tmp_path):
+    with plugins(trainer={"measures": Measures}):
+        found = [run(tmp_path, f"{FLAGS} -trainer measures -train_metrics -cpu {n} -model of{n}") for n in (1, 2)]
+    test = [outcome(folder)["test"] for folder in found]
+    assert test[0] == test[1] and 0.25 < test[0]["sure"] < 1 and test[0].keys() >= {"accuracy", "f1"}
+    assert any(0.25 < line.get("train/sure", 0) < 1 for line in lines(found[0]))
 
 
 class Parts(trainer.Trainer):
