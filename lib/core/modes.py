@@ -36,7 +36,7 @@ def evaluate(trainer: "Trainer") -> str:
         raise UsageError(f"-eval: -dataset {args.dataset} has neither a val nor a test split")
     log.info("weights:     %s", weights.load_into(str(path), trainer.model, whole=True))
     trainer.make_engine()
-    figures = {split: trainer.evaluate(split) or {} for split in splits}
+    figures = {split: trainer.evaluate(split) for split in splits}
     metrics.check_same(figures, trainer.world)
     for split in splits:
         log.info("%s  %s", split, console.format_metrics(figures[split]))

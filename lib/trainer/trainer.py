@@ -111,11 +111,15 @@ class Trainer:
         with self.stop.handle_signals():
             self.resume(past)
             self.rate = throughput.Throughput(self.total_steps, self.state, self.world.device)
-            if not self.state.evaluated:  # a stop has left it to this start
-                self.evaluate_and_save()
-            while not (self.stop.agreed or self.is_done()):
-                self.train_epoch()
-            return self.finish(self.evaluate_test())
+            try:
+                if not self.state.evaluated:  # a stop has left it to this start
+                    self.evaluate_and_save()
+                while not (self.stop.agreed or self.is_done()):
+                    self.train_epoch()
+                figures = self.evaluate_test()
+            except preemption.Stopped:  # in an evaluation, which the next start repeats
+                figures = None
+            return self.finish(figures)
 
     def resume(self, past: Past | None) -> None:
         """Continue from a checkpoint, or start a new run."""
@@ -321,8 +325,6 @@ class Trainer:
         save = milestone or self.is_due(self.args.save_every)
         if self.is_due(self.args.eval_every) or state.step >= self.total_steps:
             self.validate()
-            if self.stop.agreed:
-                return
         state.evaluated = True
         if state.step % self.plan.steps == 0:
             state.sums = {}
@@ -386,8 +388,6 @@ class Trainer:
             self.may_stop = True
             found[split] = self.evaluate(split)
             self.may_stop = False
-            if found[split] is None:
-                return
             self.logger.log_evaluation(state, split, found[split])
         state.validated, best = state.step, None
         if found:
@@ -417,8 +417,11 @@ class Trainer:
         """Do nothing: override it for what comes after an epoch's last step and validation. The save comes later."""
 
     @torch.no_grad()
-    def evaluate(self, split: str) -> dict[str, float] | None:
-        """Return the metrics of a split over the samples of all ranks. None if all ranks agree to stop."""
+    def evaluate(self, split: str) -> dict[str, float]:
+        """Return the metrics of a split over the samples of all ranks.
+
+        Raises preemption.Stopped if all ranks agree to stop, in an evaluation that the next start can repeat.
+        """
         totals = metrics.Sums()
         self.predictions.reset()
         with self.rate.paused(), self.evaluated_weights(), self.evaluating():
@@ -430,7 +433,9 @@ class Trainer:
                 if micro_batch.count:
                     totals.update({**sums, "samples": count})
                 if self.may_stop and self.stop.tick(training=False):
-                    return None
+                    break
+        if self.may_stop and self.stop.agreed:
+            raise preemption.Stopped
         # What is drawn from here on is as if there had been no evaluation.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
         losses.check_probabilities(self.loss)
@@ -526,27 +531,25 @@ class Trainer:
             for tensor, values in zip(tensors, kept, strict=True):
                 tensor.copy_(values)
 
-    def evaluate_test(self) -> dict[str, dict[str, float]] | None:
+    def evaluate_test(self) -> dict[str, dict[str, float]]:
         """Return the metrics of the test split once the training is over: "test" with the final weights.
 
         "test_best" are those with the best weights, if they are others. {} if the training is not over, or without a
-        test split. None if the run is to stop.
+        test split.
         """
         self.checkpoints.finish()  # the state is safe, however long the evaluation takes
         if self.is_done() and (why := self.weights_fault()):
             raise RuntimeError(f"{why}: no final weights are written; {HINT}")
         if not (self.is_done() and "test" in self.loaders):
             return {}
-        self.may_stop = True
-        found: dict[str, dict[str, float] | None] = {}
+        self.may_stop, found = True, {}
         best, step = self.state.best, self.state.step
         if best and (best["evaluation"] < self.state.evaluations or self.state.validated < step):
             with self.best_weights():
                 found["test_best"] = self.evaluate("test")
-        if None not in found.values():
-            found["test"] = self.evaluate("test")
+        found["test"] = self.evaluate("test")
         metrics.check_same(found, self.world)
-        return None if None in found.values() else {split: one for split, one in found.items() if one}
+        return found
 
     def finish(self, figures: dict[str, dict[str, float]] | None) -> str:
         """Save for the last time, and write the final weights of a finished run. `figures`: of `evaluate_test`.

@@ -38,6 +38,10 @@ class Request:
     signal: str | None = None  # its name, where a signal is the reason
 
 
+class Stopped(Exception):
+    """All ranks agree to stop, in an evaluation."""
+
+
 class Stop:
     """This process's request to stop, and the vote of all ranks on it, at step boundaries that all know beforehand.
 

@@ -460,8 +460,7 @@ class CollectsPredictions(trainer.Trainer):
 
     def evaluate(self, split):
         self.seen = []
-        figures = super().evaluate(split)
-        return figures and {**figures, "spread": float(np.std(self.seen))}
+        return {**super().evaluate(split), "spread": float(np.std(self.seen))}
 
 
 def test_figures_that_differ_between_the_ranks_are_refused_and_the_training_is_saved(tmp_path, refused):
