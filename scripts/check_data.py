@@ -53,7 +53,8 @@ def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past |
         return splits, {}
     folder = past.folder.parents[1] if past else run_folder.path_of(args)
     known = past or not run_folder.is_reset_due(args, world)
-    bad = distributed.run_on_main(lambda: read_list(folder / "config.yaml") if known else None, world)
+    read = (lambda: read_list(folder / "config.yaml")) if known and world.is_main else None
+    bad = distributed.broadcast(distributed.attempt(read, world), world)
     if bad is None:
         parts = distributed.gather_results(lambda: find_faults(splits, world), world)
         faults: Faults = {name: fault for part in parts for name, fault in part.items()}

@@ -74,9 +74,7 @@ class Trainer:
             self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s, limit_steps=limit
         )
         self.in_pass = False  # whether a micro-batch is being computed
-        self.unsaved: dict[str, Any] | None = (
-            None  # what no checkpoint has, after the first step: replicas.plain_values
-        )
+        self.unsaved: dict[str, Any] | None = None  # what no checkpoint has, as it was after the first step
         self.untrained: list[str] = []  # parameters with a gradient that no optimizer trains
         self.last_agreed = 0  # the last step at which the ranks had the same weights
         self.may_stop = False  # whether `evaluate` votes on a stop: where nothing is lost by it
@@ -147,7 +145,7 @@ class Trainer:
         buffers.take_first(its_own if self.world.size > 1 else ())
         engine = importlib.import_module(f"lib.core.{self.plan.engine}")  # exact, or stock
         self.engine = engine.Engine([*parts.modules.values()], self.world, self.args)
-        self.keep_own_rates(self.args.lr_start)
+        self.scheduled_groups()  # notes their own rates, which a checkpoint does not have
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""
@@ -182,8 +180,9 @@ class Trainer:
             return
         # As after an evaluation: what is drawn from here on does not depend on where a start begins.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
-        batches = self.rate.time_data_loading(self.batches())
-        for _ in range(self.plan.step_in_epoch(self.state), self.plan.steps):
+        first = self.plan.step_in_epoch(self.state)
+        batches = self.rate.time_data_loading(self.loaders["train"].epoch(self.state.epoch, first))
+        for _ in range(first, self.plan.steps):
             self.train_step(batches)
             self.state.evaluated = False
             self.after_step()
@@ -191,10 +190,6 @@ class Trainer:
                 self.evaluate_and_save()
             if self.stop.agreed or self.is_done():
                 break
-
-    def batches(self) -> Iterator[tuple[MicroBatch, Any]]:
-        """Return the rest of the epoch's micro-batches of this rank."""
-        return self.loaders["train"].epoch(self.state.epoch, self.plan.step_in_epoch(self.state))
 
     def train_step(self, batches: Iterator[tuple[MicroBatch, Any]]) -> None:
         """Take one optimizer step: a pass for each of this rank's micro-batches, the sum of all ranks, the update."""
@@ -230,12 +225,9 @@ class Trainer:
         with self.precision:
             loss = self.training_step(batch)
         self.in_pass, self.metrics.counts = False, True
-        if not isinstance(loss, Tensor) or loss.ndim:
-            raise UsageError(f"training_step returns {loss!r:.40}: it must return the mean loss, a 0-d tensor")
-        if not loss.requires_grad:
-            raise UsageError(
-                "training_step returns a loss without a gradient: compute it from what the model returns"
-            )
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+            wanted = "it must return the mean loss, a 0-d tensor with a gradient"
+            raise UsageError(f"training_step returns {loss!r:.40}: {wanted}")
         return loss
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
@@ -283,24 +275,18 @@ class Trainer:
         Raises UsageError if anything else has changed a rate since the last step: it would be overwritten.
         """
         lr = scheduler.lr_at(self.state.step, **self.schedule)
-        for group in self.keep_own_rates(lr):
+        for group in self.scheduled_groups():
             if group["lr"] != group.get("lr_set", group["lr"]):
                 fault = f"something set the learning rate to {float(group['lr']):.4g}, which the next step overwrites"
                 raise UsageError(f"{fault}: override set_learning_rate, which sets it, or change a group's lr_scale")
             group["lr"] = group["lr_set"] = lr * group["lr_scale"]
 
-    def keep_own_rates(self, lr: float) -> list[dict]:
-        """Return the groups of the optimizers of -optimizer. A new one's own learning rate becomes its "lr_scale".
-
-        That is its ratio to `lr`, the rate of now; of the optimizer's default rate, to -lr_start.
-        """
-        optimizers = (self.optimizer, *self.more_optimizers)
-        pairs = [(group, one.defaults.get("lr")) for one in optimizers for group in one.param_groups]
-        for group, default in pairs:
-            rate = group.setdefault("lr", self.args.lr_start)
-            base = lr if lr and rate != default else self.args.lr_start
-            group.setdefault("lr_scale", float(rate) / base)
-        return [group for group, _ in pairs]
+    def scheduled_groups(self) -> list[dict]:
+        """Return the groups of -optimizer's optimizers. A group's own learning rate is its peak, as -lr_start is."""
+        groups = [group for one in (self.optimizer, *self.more_optimizers) for group in one.param_groups]
+        for group in groups:
+            group.setdefault("lr_scale", float(group["lr"]) / self.args.lr_start)
+        return groups
 
     def after_step(self) -> None:
         """Write a log line if it is due, vote on a stop, move a save on."""
@@ -562,7 +548,8 @@ class Trainer:
         if finished:
             for split, values in (figures or {}).items():
                 self.logger.log_evaluation(self.state, split, values)
-            self.checkpoints.write_final(self.whole_weights())
+            final = self.whole_weights()
+            distributed.attempt(lambda: weights.write(self.folder / "final", final), self.world)
         self.save()
         self.checkpoints.close()
         outcome = {"state": "finished" if finished else "stopped", **dataclasses.asdict(self.stop.cause)}

@@ -247,8 +247,3 @@ def attempt(action: Callable[[], Any] | None, world: World) -> Any:
 def gather_results(action: Callable[[], Any] | None, world: World) -> list:
     """Return what `action()` gave on each rank, by rank, on all ranks. See `attempt`."""
     return gather(attempt(action, world), world)
-
-
-def run_on_main(action: Callable[[], Any], world: World) -> Any:
-    """Return what `action()` gave on rank 0, on all ranks. See `attempt`."""
-    return broadcast(attempt(action if world.is_main else None, world), world)

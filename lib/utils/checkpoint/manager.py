@@ -119,10 +119,6 @@ class Checkpoints:
             concurrent.futures.wait([self.saving.job], WAIT_S)
             self.poll()
 
-    def write_final(self, tensors: dict[str, Tensor]) -> None:
-        """Write final/weights.safetensors from tensors that `weights.gather` gave."""
-        distributed.attempt(lambda: weights.write(self.folder.parent / "final", tensors), self.world)
-
     def close(self) -> None:
         """Wait for what is in flight and end the writing thread. Raises RuntimeError if the last save failed."""
         self.finish()

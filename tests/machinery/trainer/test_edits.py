@@ -388,7 +388,7 @@ class OwnPredictions(trainer.Trainer):
 
 SLIPS = {
     NoNorm: "optimizer_step returns None: it must return the norm",
-    NoGradient: "training_step returns a loss without a gradient",
+    NoGradient: "it must return the mean loss, a 0-d tensor with a gradient",
     OwnMetrics: "self.metrics is a dict: the trainer needs that name, take another",
     OwnPredictions: "self.predictions is a list: the trainer needs that name, take another",
 }
@@ -410,8 +410,7 @@ class OwnRates(trainer.Trainer):
 
     def train_epoch(self):
         if self.state.epoch == 1 and len(self.optimizer.param_groups) == 2:
-            now = self.optimizer.param_groups[0]["lr"]
-            self.optimizer.add_param_group({"params": self.model[5].weight, "lr": now / 2})
+            self.optimizer.add_param_group({"params": self.model[5].weight, "lr": 0.05})
             self.optimizer.add_param_group({"params": self.model[5].bias})
         return super().train_epoch()
 
@@ -425,8 +424,7 @@ def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
     manifest = shards.read_manifest(alone / "checkpoints" / names(alone)[0])
     groups = decode(manifest["states"]["optim"][1], {})
     last = scheduler.lr_at(11, kind="cosine", total=12, warmup=0, start=0.1, end=0.01)
-    ratios = [2.0, 0.2, 1.0, 2.0]  # the third's is half of the first group's
-    assert [group["lr"] / last for group in groups] == pytest.approx(ratios, rel=0.2)
+    assert [group["lr"] / last for group in groups] == pytest.approx([2.0, 0.2, 0.5, 2.0])
 
 
 class NoOverride(trainer.Trainer):
