@@ -15,6 +15,7 @@ import os
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
 import uuid
@@ -33,7 +34,21 @@ from scripts.reading import parse
 
 log = logging.getLogger(__name__)
 INTERVAL_S = 1.0  # seconds between reads of metrics.jsonl
+CLOSE_S, STOP_S = 5.0, 0.5  # most that a run waits for this process at its end: a finished run, and any other
 MOST = 1000  # metrics in a request to MLflow
+
+
+class Tracker:
+    """Follow the run's metrics.jsonl for a tracker, "wandb" or "mlflow", until `close`."""
+
+    def __init__(self, name: str, folder: Path):
+        command = [sys.executable, __file__, name, str(folder), "-parent", str(os.getpid())]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C is the run's
+
+    def close(self, finished: bool) -> None:
+        """Say how the run ended, and wait a moment until the rest is sent."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it then goes on in the background
+            self.process.communicate(b"finished" if finished else b"stopped", CLOSE_S if finished else STOP_S)
 
 
 def main() -> int:

@@ -111,6 +111,12 @@ def _may_fuse(parameters: list[Tensor], args: Namespace) -> bool:
     return devices == {"cuda"} and (args.optimizer.lower() != "sgd" or args.parallel != "fsdp")
 
 
+def parameters_of(optimizers: list[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    """Return the parameters that these optimizers train as of now, each once."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [*dict.fromkeys(parameter for group in groups for parameter in group["params"])]
+
+
 def clip(parameters: list[nn.Parameter], limit: float, exact: bool) -> Tensor:
     """Return the norm of the whole gradient, 0-d, the same on all ranks; cut a longer one to `limit` (0: never).
 

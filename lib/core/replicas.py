@@ -1,5 +1,7 @@
 """Checks that all ranks train the same model, and that checkpoints have all that training changes."""
 
+import io
+import logging
 import pickle
 import zlib
 from collections.abc import Iterator
@@ -9,15 +11,60 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lib.core.optimizer import parameters_of
 from lib.utils import distributed
 from lib.utils.checkpoint import shards
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.distributed import World
+from lib.utils.errors import UsageError
+from lib.utils.monitoring.metrics import Sums
+from lib.utils.monitoring.predictions import Predictions
 
-MOST_BYTES = 1 << 22  # of a value that `plain_values` compares
+log = logging.getLogger(__name__)
+MOST_BYTES = 1 << 22  # of a tensor or an array that `plain_values` compares
 
 
-def check(tensors: dict[str, Tensor], world: World, step: int, agreed: int) -> None:
+class Checks:
+    """What is checked before each evaluation and save of a trainer, on all ranks alike."""
+
+    def __init__(self, trainer: Any):
+        for name, kind in (("metrics", Sums), ("predictions", Predictions)):
+            if not isinstance(own := getattr(trainer, name), kind):
+                raise UsageError(f"self.{name} is a {type(own).__name__}: the trainer needs that name, take another")
+        self.trainer, self.parts = trainer, find_parts(trainer).ids()
+        self.untrained: list[str] = []  # parameters with a gradient that no optimizer trains
+        self.values: dict[str, Any] = {}  # `plain_values` as of the first step: before it a step may build caches
+        self.agreed = 0  # the last step at which the ranks had the same weights
+
+    def after_step(self) -> None:
+        """Note, after the first step of this start, what no checkpoint has."""
+        self.values = self.values or plain_values(self.trainer)
+
+    def run(self) -> None:
+        """Compare the ranks' copies of all weights and buffers, and what has a state with that at the start.
+
+        Name what has a gradient and is trained by no optimizer, and what training changes outside of checkpoints.
+
+        Raises:
+            UsageError: a module or an optimizer was made after the start. RuntimeError: the ranks' copies differ.
+        """
+        parts, state = find_parts(self.trainer), self.trainer.state
+        if other := self.parts ^ parts.ids():
+            name = min(name for name, _ in other)
+            raise UsageError(f"{name} was made or replaced after the start: the trainer's __init__ must make it")
+        trained = {*parameters_of(self.trainer.all_optimizers)}
+        odd = [name for name, one in parts.parameters().items() if one.grad is not None and one not in trained]
+        if odd and odd != self.untrained:
+            log.warning("no optimizer trains %s (%d in all), which has a gradient", odd[0], len(odd))
+        self.untrained = odd
+        for name in find_changes(self.values, plain_values(self.trainer) if self.values else {}):
+            advice = "make it a buffer, or an object with state_dict and load_state_dict"
+            log.warning("training changes %s, which is in no checkpoint: %s", name, advice)
+        compare(parts.weights(), self.trainer.world, state.step, self.agreed)
+        self.agreed = state.step
+
+
+def compare(tensors: dict[str, Tensor], world: World, step: int, agreed: int) -> None:
     """Compare a digest of each tensor that is not sharded. All ranks call this at the same step.
 
     Raises RuntimeError on all ranks; it names the first tensor that differs, the ranks, and the step at which all
@@ -57,25 +104,19 @@ class Mark(pickle.Pickler):
     """Computes the CRC32 of a value's pickle. What has a state itself is no part of it."""
 
     def __init__(self, skipped: set[int], storages: set[int]):
-        super().__init__(self)
+        self.file, self.skipped, self.storages = io.BytesIO(), skipped, storages
+        super().__init__(self.file)
         self.fast = True  # without references, which depend on more than the value
-        self.crc, self.size, self.skipped, self.storages = 0, 0, skipped, storages
 
     def of(self, value: Any) -> Any:
-        """Return the CRC32; None for what is large or cannot be pickled, and an iterator is always another one."""
+        """Return the CRC32; None for what cannot be pickled, and for an iterator another object each time."""
         if isinstance(value, Iterator):
             return object()
         try:
             self.dump(value)
         except Exception:  # noqa: BLE001  # that of any class
             return None
-        return self.crc
-
-    def write(self, data: Any) -> None:
-        """Take a part of the pickle."""
-        self.crc, self.size = zlib.crc32(data, self.crc), self.size + len(data)
-        if self.size > MOST_BYTES:
-            raise ValueError("too large")
+        return zlib.crc32(self.file.getbuffer())
 
     def persistent_id(self, value: Any) -> Any:
         """Return what stands for an object: of a tensor its digest, unless it is the model's or has a gradient."""

@@ -74,14 +74,11 @@ class Trainer:
             self.folder, world, max_hours=args.max_hours, grace_s=args.grace_s, limit_steps=limit
         )
         self.in_pass = False  # whether a micro-batch is being computed
-        self.unsaved: dict[str, Any] | None = None  # what no checkpoint has, as it was after the first step
-        self.untrained: list[str] = []  # parameters with a gradient that no optimizer trains
-        self.last_agreed = 0  # the last step at which the ranks had the same weights
         self.may_stop = False  # whether `evaluate` votes on a stop: where nothing is lost by it
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
         self.saved = None  # the step of the last checkpoint, and whether what was due after it was done
         self.rate = throughput.Throughput(self.total_steps, self.state, world.device)
-        self.of_base = {*vars(self), "engine", "parts", "all_optimizers", "trained", "of_base"}  # not a subclass's
+        self.of_base = {*vars(self), "engine", "checks", "all_optimizers", "trained", "of_base"}  # not a subclass's
 
     def training_step(self, batch: Any) -> Tensor:
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
@@ -133,16 +130,13 @@ class Trainer:
 
     def make_engine(self) -> None:
         """Make what sums gradients, once all modules are there. Those of the trainer take rank 0's values."""
-        for name, kind in (("metrics", metrics.Sums), ("predictions", predictions.Predictions)):
-            if not isinstance(own := getattr(self, name), kind):
-                raise UsageError(f"self.{name} is a {type(own).__name__}: the trainer needs that name, take another")
         parts = find_parts(self)
-        self.parts, self.all_optimizers = parts.ids(), [*parts.optimizers.values()]
-        trained = [one for optimizer in self.all_optimizers for one in parameters_of([optimizer])]
+        self.all_optimizers, self.checks = [*parts.optimizers.values()], replicas.Checks(self)
+        trained = [one for optimizer in self.all_optimizers for one in optimizers.parameters_of([optimizer])]
         if len(trained) > len({*trained}) and type(self).due_optimizers is Trainer.due_optimizers:
             raise UsageError("two optimizers train the same parameter: let due_optimizers() say which takes a step")
-        its_own = [one for name, one in parts.weights().items() if name.startswith("trainer.")]
-        buffers.take_first(its_own if self.world.size > 1 else ())
+        own = [one for name, one in parts.weights().items() if name.startswith("trainer.")]
+        buffers.take_first(own if self.world.size > 1 else ())
         engine = importlib.import_module(f"lib.core.{self.plan.engine}")  # exact, or stock
         self.engine = engine.Engine([*parts.modules.values()], self.world, self.args)
         self.scheduled_groups()  # notes their own rates, which a checkpoint does not have
@@ -193,7 +187,7 @@ class Trainer:
 
     def train_step(self, batches: Iterator[tuple[MicroBatch, Any]]) -> None:
         """Take one optimizer step: a pass for each of this rank's micro-batches, the sum of all ranks, the update."""
-        self.trained = parameters_of(self.all_optimizers)
+        self.trained = optimizers.parameters_of(self.all_optimizers)
         for parameter in self.trained:
             parameter.grad = None
         for micro_batch, batch in batches:
@@ -216,8 +210,7 @@ class Trainer:
         self.state.step += 1
         self.state.samples += micro_batch.step_samples
         self.logger.step()
-        if self.unsaved is None:  # not before: a first step may build caches and choose modes
-            self.unsaved = replicas.plain_values(self)
+        self.checks.after_step()
 
     def compute_loss(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
@@ -267,7 +260,7 @@ class Trainer:
         """Return the norm of the gradient of these optimizers' parameters (0-d); cut a longer one to -clip_grad."""
         for optimizer in due if self.scaler.is_enabled() else ():
             self.scaler.unscale_(optimizer)
-        return optimizers.clip(parameters_of(due), self.args.clip_grad, exact=self.plan.engine == "exact")
+        return optimizers.clip(optimizers.parameters_of(due), self.args.clip_grad, exact=self.plan.engine == "exact")
 
     def set_learning_rate(self) -> None:
         """Give the optimizers of -optimizer the learning rate of this step; a group's "lr_scale" multiplies it.
@@ -432,7 +425,8 @@ class Trainer:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Set all modules of this trainer to evaluation mode for the block; then each has its own mode again."""
-        self.check_replicas()
+        self.engine.share_buffers()
+        self.checks.run()
         roots = find_parts(self).modules.values()
         modes = [(module, module.training) for root in roots for module in root.modules()]
         for root in roots:
@@ -443,32 +437,12 @@ class Trainer:
             for module, training in modes:
                 module.training = training
 
-    def check_replicas(self) -> None:
-        """Compare the ranks' copies of all weights and buffers, and what has a state with that at the start.
-
-        Name what has a gradient and is trained by no optimizer, and what training changes outside of checkpoints.
-        """
-        parts = find_parts(self)
-        if other := self.parts ^ parts.ids():
-            name = min(name for name, _ in other)
-            raise UsageError(f"{name} was made or replaced after the start: the trainer's __init__ must make it")
-        named, trained = parts.parameters().items(), {*parameters_of(self.all_optimizers)}
-        odd = [name for name, one in named if one.grad is not None and one not in trained]
-        if odd and odd != self.untrained:
-            log.warning("no optimizer trains %s (%d in all), which has a gradient", odd[0], len(odd))
-        self.untrained = odd
-        for name in replicas.find_changes(self.unsaved or {}, replicas.plain_values(self)):
-            advice = "make it a buffer, or an object with state_dict and load_state_dict"
-            log.warning("training changes %s, which is in no checkpoint: %s", name, advice)
-        self.engine.share_buffers()
-        replicas.check(parts.weights(), self.world, self.state.step, self.last_agreed)
-        self.last_agreed = self.state.step
-
     def save(self, keep: bool = False) -> None:
         """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
         if self.saved == (self.state.step, self.state.evaluated) and not self.checkpoints.failures:
             return
-        self.check_replicas()
+        self.engine.share_buffers()
+        self.checks.run()
         self.read_losses()
         self.state.unlogged = self.metrics.pending()
         parts = find_parts(self)
@@ -564,9 +538,3 @@ class Trainer:
                 self.stop.file.unlink(missing_ok=True)  # it stops a run once
         self.logger.close(outcome)
         return "failed" if self.stop.only_other_nodes_leave() and not finished else outcome["state"]
-
-
-def parameters_of(optimizers: list[torch.optim.Optimizer]) -> list[nn.Parameter]:
-    """Return the parameters that these optimizers train as of now, each once."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [*dict.fromkeys(parameter for group in groups for parameter in group["params"])]

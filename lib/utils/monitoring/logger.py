@@ -55,7 +55,7 @@ class Logger:
         self.bar = tqdm(total=plan.total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=None)
         self.tracker = None
         if world.is_main and args.track != "none":
-            self.tracker = load_optional("lib.utils.monitoring.trackers", "-track").Tracker(args.track, folder)
+            self.tracker = load_optional("scripts.track", "-track").Tracker(args.track, folder)
         if world.is_main and (args.tb or args.ngrok):
             server = load_optional("lib.utils.monitoring.tensorboard_server", "-tb")
             server.start(folder.parent, args.ngrok_auth if args.ngrok else "")

@@ -80,13 +80,12 @@ def mean(totals: dict[str, float], name: str) -> float:
 
 def check_same(figures: dict[str, Any], world: distributed.World) -> None:
     """Raise UsageError, on all ranks, if they have other figures, as those of what each has collected by itself."""
-    first, *others = distributed.gather(figures, world)
-    for rank, theirs in enumerate(others, 1):
-        for name in {**first, **theirs}:
-            mine, other = first.get(name), theirs.get(name)
-            if repr(mine) != repr(other):  # NaN is like NaN
-                fault = f"the figure {name} is {mine} on rank 0 and {other} on rank {rank}"
-                raise UsageError(f"{fault}: compute it from sums over all ranks, as metric_sums returns them")
+    texts = distributed.gather({name: str(value) for name, value in figures.items()}, world)  # NaN is like NaN
+    for name in sorted(set().union(*texts)):
+        values = [one.get(name, "not there") for one in texts]
+        if len({*values}) > 1:
+            wanted = "compute it from sums over all ranks, as metric_sums returns them"
+            raise UsageError(f"the figure {name} differs between the ranks, by rank {', '.join(values)}: {wanted}")
 
 
 def new_best(best: dict | None, figures: dict[str, float], metric: str | None, number: int) -> dict | None:

@@ -144,7 +144,7 @@ def test_new_plugins_are_short_and_can_be_trained_at_once(fork):
     ("parts", "flag"),
     [
         ("lib/launch/slurm.py lib/launch/slurm_task.py lib/launch/requeue.py", "-slurm"),
-        ("lib/utils/monitoring/trackers.py", "-track mlflow"),
+        ("scripts/track.py", "-track mlflow"),
         ("lib/utils/monitoring/tensorboard_server.py", "-tb"),
         ("lib/core/exact.py", ""),
     ],
