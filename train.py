@@ -1,7 +1,6 @@
 """Trains a model: the whole run on one page."""
 
 import gc
-import importlib
 
 from lib import config, launch
 from lib.config import plugins
@@ -23,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
             launch.prepare(args)
         for script in ("check_resume", "check_data"):
             if getattr(args, script):
-                return importlib.import_module(f"scripts.{script}").check(args)
+                return load_optional(f"scripts.{script}", f"-{script}").check(args)
         if launch.is_launched():  # by torchrun, srun, or one of the two below
             return launch.call(args, "train:train")
         if args.slurm or args.slurm_dry:
@@ -55,7 +54,9 @@ def train(args: config.Args) -> int:
             trainer = trainers.Trainer(args, run.world, loaders, model, loss, optimizers, logger)
             if args.eval:
                 return EXIT_CODES[modes.evaluate(trainer)]
-            return EXIT_CODES[modes.debug(trainer, run.past) if args.debug else trainer.fit(run.past)]
+            if args.debug:
+                return EXIT_CODES[load_optional("scripts.debug", "-debug").debug(trainer, run.past)]
+            return EXIT_CODES[trainer.fit(run.past)]
 
 
 if __name__ == "__main__":

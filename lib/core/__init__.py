@@ -1,1 +1,1 @@
-"""What a run is built of: loss, optimizer, schedule, DDP and FSDP, sums over processes, -debug and -eval."""
+"""What a run is built of: loss, optimizer, schedule, DDP and FSDP, sums over processes, and -eval."""

@@ -28,7 +28,7 @@ def prepare(args: Args) -> None:
     optimizer.find_class(args.optimizer)
     optimizer.read_options(args.optimizer_arg)
     if args.ngrok:
-        load_optional("lib.utils.monitoring.tensorboard_server", "-ngrok").check_password()
+        load_optional("scripts.tensorboard_server", "-ngrok").check_password()
 
 
 def is_launched() -> bool:

@@ -314,7 +314,7 @@ def serve():
 SERVE = """
 import signal, sys
 from pathlib import Path
-from lib.utils.monitoring import tensorboard_server
+from scripts import tensorboard_server
 signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
 server = tensorboard_server.start(Path(sys.argv[1]), sys.argv[2])
 sys.stdin.read()

@@ -22,7 +22,7 @@ def setup_logging(folder: Path | None, rank: int) -> None:
     for handler in [one for one in root.handlers if isinstance(one, (LogFileHandler, TerminalHandler))]:
         root.removeHandler(handler)
         handler.close()
-    for name in ("lib", "train", "__main__"):
+    for name in ("lib", "scripts", "train", "__main__"):
         logging.getLogger(name).setLevel(logging.INFO)
     logging.captureWarnings(True)
     if folder is not None:

@@ -57,7 +57,7 @@ class Logger:
         if world.is_main and args.track != "none":
             self.tracker = load_optional("scripts.track", "-track").Tracker(args.track, folder)
         if world.is_main and (args.tb or args.ngrok):
-            server = load_optional("lib.utils.monitoring.tensorboard_server", "-tb")
+            server = load_optional("scripts.tensorboard_server", "-tb")
             server.start(folder.parent, args.ngrok_auth if args.ngrok else "")
 
     def step(self) -> None:

@@ -145,7 +145,8 @@ def test_new_plugins_are_short_and_can_be_trained_at_once(fork):
     [
         ("lib/launch/slurm.py lib/launch/slurm_task.py lib/launch/requeue.py", "-slurm"),
         ("scripts/track.py", "-track mlflow"),
-        ("lib/utils/monitoring/tensorboard_server.py", "-tb"),
+        ("scripts/tensorboard_server.py", "-tb"),
+        ("scripts/debug.py", "-debug"),
         ("lib/core/exact.py", ""),
     ],
 )

@@ -1,0 +1,60 @@
+"""-debug: trains a few steps, names the first tensor that is not finite, and leaves the run as it is."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lib.utils.checkpoint.resume import Past
+from lib.utils.data.tensors import named_tensors
+
+if TYPE_CHECKING:
+    from lib.trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
+DEBUG_STEPS = 10  # unless -limit_steps says otherwise
+
+
+def debug(trainer: "Trainer", past: Past | None) -> str:
+    """Train a few steps, from the newest checkpoint if there is one, and check each tensor as it comes.
+
+    Raises RuntimeError for the first one that is not finite, or by torch's anomaly detection, whose warning shows
+    the line.
+    """
+    if past:
+        trainer.load(past)
+    model, first = trainer.model, trainer.state.step
+    _check("the parameter", model.named_parameters())
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(lambda p, name=name: _check("the gradient of", [(name, p.grad)]))
+    for name, module in model.named_modules():
+        what = f"the output of {name or 'the model'} ({type(module).__name__}), tensor"
+        module.register_forward_hook(lambda module, inputs, output, what=what: _check(what, named_tensors(output)))
+    trainer.make_engine()
+    begun, steps = trainer.plan.step_in_epoch(trainer.state), trainer.args.limit_steps or DEBUG_STEPS
+    batches = _check_batches(trainer.loaders["train"].epoch(trainer.state.epoch, begun))
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        for _ in range(min(steps, trainer.plan.steps - begun)):
+            trainer.train_step(batches)
+            loss = trainer.pending_losses[-1][0]
+            trainer.read_losses()
+            log.info("step %d  loss %.4g  grad %.3g", trainer.state.step, loss.item(), trainer.last_norm)
+            _check("after a step, the parameter", model.named_parameters())
+    log.info("-debug: no bad tensor in %d steps; nothing was written", trainer.state.step - first)
+    return "finished"
+
+
+def _check_batches(batches: Iterable) -> Iterator:
+    for micro_batch, batch in batches:
+        _check(f"in the batch of the samples {micro_batch.indices[:8]}..., the tensor", named_tensors(batch))
+        yield micro_batch, batch
+
+
+def _check(what: str, named: Iterable[tuple[str, Any]]) -> None:
+    """Raise RuntimeError for the first of these tensors that is not finite."""
+    for name, tensor in named:
+        bad = int((~torch.isfinite(tensor)).sum())
+        if bad:
+            raise RuntimeError(f"first bad tensor: {what} {name}: {bad} of {tensor.numel()} values are not finite")
