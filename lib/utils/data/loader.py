@@ -1,6 +1,7 @@
 """The samples of a split, fetched and put on the device: this rank's micro-batches, in their order."""
 
 import contextlib
+import functools
 import logging
 import math
 import re
@@ -23,7 +24,7 @@ SPLIT = re.compile(r"train|test|val(_\w+)?")
 COMPUTING = "computing a batch, summing over the processes, or compiling"
 
 
-@dataclass
+@dataclass(frozen=True)  # its processes have the dataset already: another one would be read by none of them
 class Loader:
     """The samples of a split, shared out to the ranks by whole micro-batches; `round_robin` as in `rank_share`."""
 
@@ -35,21 +36,23 @@ class Loader:
     workers: int
     round_robin: bool = False
 
-    def __post_init__(self) -> None:
-        self.on_device = option(self.dataset, "on_device")
-        self.fetcher = fetch.Fetcher(self.dataset, self.seed, self.workers, pin=self.world.device.type == "cuda")
+    @functools.cached_property
+    def fetcher(self) -> fetch.Fetcher:
+        """What reads the samples."""
+        return fetch.Fetcher(self.dataset, self.seed, self.workers, pin=self.world.device.type == "cuda")
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield this rank's micro-batches of an epoch, in order, each with its batch on the device."""
+        on_device = option(self.dataset, "on_device")
         self.fetcher.begin_fetching()
         for micro_batch, batch in self.fetcher(epoch, self.micro_batches(epoch, first_step)):
             watchdog.begin(COMPUTING)
             batch = tensors.to_device(batch, self.world.device)
-            if self.on_device:
+            if on_device:
                 place = epoch, micro_batch.step, micro_batch.number
                 seeding.seed(seeding.ON_DEVICE, self.seed, *place, device=self.world.device)
                 draws = seeding.uniform(self.seed, epoch, micro_batch.indices)
-                batch = self.on_device(batch, tensors.to_device(draws, self.world.device))
+                batch = on_device(batch, tensors.to_device(draws, self.world.device))
             yield micro_batch, tensors.to_device(batch, self.world.device)
             self.fetcher.begin_fetching()
         watchdog.begin(COMPUTING)

@@ -1,6 +1,7 @@
 """Edits that people make to a trainer, model or wrapper: the same bits on 1, 2 and 3 processes, or one clear line."""
 
 import copy
+import dataclasses
 import re
 
 import numpy as np
@@ -398,6 +399,19 @@ SLIPS = {
 def test_a_slip_is_one_line(slip, refused):
     with plugins(trainer={"slip": slip}):
         assert SLIPS[slip] in refused(f"{FLAGS} -trainer slip -cpu 1")
+
+
+class OtherData(trainer.Trainer):
+    """Puts another dataset in the place of the loader's."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.loaders["train"].dataset = few(self.args, 20)["train"]
+
+
+def test_another_dataset_for_a_loader_is_an_error(tmp_path, capfd):
+    with plugins(trainer={"other": OtherData}), pytest.raises(dataclasses.FrozenInstanceError, match="dataset"):
+        run(tmp_path, f"{FLAGS} -trainer other -cpu 1")
 
 
 class OwnRates(trainer.Trainer):
