@@ -50,18 +50,3 @@ def figures_of(folder) -> dict[str, list[tuple[int, float]]]:
         for tag in line.keys() - {"step", "epoch", "samples"}:
             figures.setdefault(tag, []).append((line["step"], line[tag]))
     return figures
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere"], "nowhere is no folder"),
-        ([".", "-ngrok"], "opens no tunnel without a password"),
-        ([".", "--ngrok"], "opens no tunnel without a password"),
-    ],
-)
-def test_a_server_that_cannot_start_says_why_in_one_line(arguments, message, tmp_path):
-    env = {name: value for name, value in CLEAN.items() if name != "NGROK_PASSWORD"}
-    command = [sys.executable, SCRIPT, *arguments]
-    answer = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-    assert answer.returncode == 2 and message in answer.stderr and answer.stderr.count("\n") == 1
