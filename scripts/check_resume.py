@@ -307,6 +307,7 @@ class Start:
 def _run_in_session(args: "Args", target: str, log: str) -> None:
     """The target of a Start's process."""
     os.setsid()
+    os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # this start has no torchrun agent, even if -check_resume has
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)

@@ -46,7 +46,13 @@ def load(kind: str, name: str) -> ModuleType:
 
 def load_chosen(args: Namespace) -> list[ModuleType]:
     """Import the files of -dataset, -arch and -trainer. Raises UsageError as `load` does."""
-    return [load(kind, getattr(args, kind)) for kind in BUILDERS]
+    from lib.utils import watchdog  # which imports torch
+
+    modules = []
+    for kind in BUILDERS:
+        watchdog.begin(f"importing -{kind} {getattr(args, kind)}")
+        modules.append(load(kind, getattr(args, kind)))
+    return modules
 
 
 def load_flags(kind: str, name: str) -> ModuleType:

@@ -14,7 +14,7 @@ from lib.utils.errors import FINISHED, STOPPED, load_optional
 
 def prepare(args: Args) -> None:
     """Say what starts, set what torch reads when it is imported, and import the plugins. Raises UsageError."""
-    environment.check_variables()
+    environment.check_variables(args)
     if sys.stderr.isatty() and not is_launched():
         print(f"starting:    {args.model} (-dataset {args.dataset} -arch {args.arch})", file=sys.stderr, flush=True)
     environment.export(args)
@@ -22,13 +22,13 @@ def prepare(args: Args) -> None:
     import torch
 
     from lib.core import optimizer
+    from lib.utils import watchdog
 
     torch.set_num_threads(1)  # or what plugins compute leaves threads, which forked processes would wait for
-    plugins.load_chosen(args)
+    with watchdog.watch(args.hang_minutes):
+        plugins.load_chosen(args)
     optimizer.find_class(args.optimizer)
     optimizer.read_options(args.optimizer_arg)
-    if args.ngrok:
-        load_optional("scripts.tensorboard_server", "-ngrok").check_password()
 
 
 def is_launched() -> bool:

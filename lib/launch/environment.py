@@ -5,11 +5,12 @@ keep others that are set.
 """
 
 import os
+import socket
 import sys
 from pathlib import Path
 
 from lib.config import Args
-from lib.utils.errors import UsageError
+from lib.utils.errors import UsageError, load_optional
 
 # SYSTEMNAME of machines on which HOSTi is the name of HOST on InfiniBand, the only network between distant nodes.
 INFINIBAND = ("juwels", "juwelsbooster", "jurecadc", "jusuf")
@@ -40,6 +41,8 @@ NUMBERS += ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_
 
 def export(args: Args) -> dict[str, str]:
     """Set what torch reads when it is imported or starts. Returns what was set."""
+    if not has_rank():
+        os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no torchrun agent started this process
     cache_dir = args.cache_dir
     if not cache_dir and "SCRATCH" in os.environ:
         cache_dir = f"{os.environ['SCRATCH']}/cache_{os.environ.get('USER') or os.getuid()}"
@@ -61,7 +64,12 @@ def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | 
         place: RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
         run_id: the same for all processes and restarts of a launch.
         store: host and port of the rendezvous store; a single process needs none.
+
+    Raises:
+        UsageError: the user's network interface for gloo is not there, and there are several processes.
     """
+    if place.get("WORLD_SIZE", 1) > 1:
+        check_interfaces()
     variables: dict[str, object] = {**place, "TORCHELASTIC_RUN_ID": run_id}
     if store:
         variables |= {"MASTER_ADDR": store[0], "MASTER_PORT": store[1]}
@@ -81,14 +89,38 @@ def is_task() -> bool:
     return "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
 
 
-def check_variables() -> None:
-    """Raise UsageError for a launcher's variable that is no number."""
+def check_variables(args: Args) -> None:
+    """Raise UsageError for a launcher's variable that is wrong, or a password that is none for -ngrok."""
     for name in NUMBERS:
         text = os.environ.get(name, "1")
         least, most = int(name.endswith("WORLD_SIZE")), 65535 if name == "MASTER_PORT" else 1 << 31
         if not (text.isdecimal() and least <= int(text) <= most):
             hint = "unset RANK, WORLD_SIZE and SLURM_STEP_NUM_TASKS if no launcher started this process"
             raise UsageError(f"{name} is {text!r} in the environment: {hint}")
+    if has_rank() and int(os.environ["WORLD_SIZE"]) > 1:
+        check_interfaces()
+        check_host(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    if args.ngrok:
+        load_optional("scripts.tensorboard_server", "-ngrok").check_password()
+
+
+def check_interfaces() -> None:
+    """Raise UsageError for a network interface of GLOO_SOCKET_IFNAME that this machine does not have."""
+    given = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    existing = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in given.split(",") if name.partition(":")[0] not in existing]  # eth0:1 is one of eth0's
+    if given and missing:
+        place = f"{socket.gethostname()} has no network interface {', '.join(missing)}"
+        raise UsageError(f"GLOO_SOCKET_IFNAME is {given!r} in the environment: {place}; it has {', '.join(existing)}")
+
+
+def check_host(name: str) -> None:
+    """Raise UsageError if MASTER_ADDR is a name without an address: torch would try again for half an hour."""
+    try:
+        socket.getaddrinfo(name, None)
+    except (socket.gaierror, UnicodeError) as error:
+        wanted = f"{socket.gethostname()} finds no address of it ({error}); name the machine of rank 0"
+        raise UsageError(f"MASTER_ADDR is {name!r} in the environment: {wanted}") from None
 
 
 def choose_gpus(args: Args) -> None:

@@ -30,7 +30,6 @@ def start(args: Args, target: str) -> int:
 
     Returns the exit code. Raises UsageError, and in a run of one process whatever it fails with.
     """
-    os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # leaked: no torchrun agent started this process
     if args.debug:  # at a breakpoint, Ctrl-C is the debugger's
         return start_one(args, target)
     with signals.exit_on_signal():

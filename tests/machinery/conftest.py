@@ -12,8 +12,8 @@ from processes import fork_server, serve, start, uninterrupted  # noqa: F401
 SLOW_FILES = """chaos check_resume cluster_scripts completion curves doctor elastic export failing_disks gpu
     kubernetes multinode plot slurm status stops sweep tensorboard trackers transformers tunnel""".split()
 # Begun first, as each file is run by one process: those that take longest.
-LONGEST = """readme slurm elastic stops sweep gpu trackers check_resume chaos new launch parallel exact edits
-    storage_faults config trainer_state train""".split()
+LONGEST = """page_files page_commands slurm elastic stops sweep gpu trackers check_resume chaos new launch parallel
+    exact edits storage_faults config trainer_state train""".split()
 SLOW_FIXTURES = {"start", "uninterrupted", "fork"}
 SLOW_TESTS = """
     test_variables_for_debugging_and_caches_are_set_before_torch_is_imported

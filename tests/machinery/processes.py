@@ -295,12 +295,12 @@ class Starter:
 
 @pytest.fixture
 def serve():
-    """Start the server of -tb for a folder of runs, with a tunnel if there is a user. The process acts as the run:
-    it prints "interrupted" at SIGINT, and ends when its stdin is closed."""
+    """Start the server of -tb for a folder of runs. The process acts as the run: it prints "interrupted" at SIGINT,
+    and ends when its stdin is closed."""
     started = []
 
-    def start_server(runs: Path, user: str = "") -> subprocess.Popen:
-        command = [sys.executable, "-c", SERVE, str(runs), user]
+    def start_server(runs: Path) -> subprocess.Popen:
+        command = [sys.executable, "-c", SERVE, str(runs)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         started.append(subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes))
         return started[-1]
@@ -316,7 +316,7 @@ import signal, sys
 from pathlib import Path
 from scripts import tensorboard_server
 signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
-server = tensorboard_server.start(Path(sys.argv[1]), sys.argv[2])
+server = tensorboard_server.start(Path(sys.argv[1]))
 sys.stdin.read()
 server.terminate()
 """

@@ -122,9 +122,10 @@ def test_an_unknown_best_metric_is_one_clear_error_and_no_epoch_is_lost(refused,
     assert list(scores) == [1, 2, 3] and best["epoch"] == max(scores, key=scores.get), "the evaluation was repeated"
 
 
-def test_best_without_a_val_split_is_refused_before_anything_is_written(refused, tmp_path):
+def test_a_choice_without_a_val_split_is_refused_before_anything_is_written(refused, tmp_path):
     with plugins(dataset={"trained": lambda args: few(args)["train"]}):
-        assert "-best loss: there is no val split" in refused(f"{SMALL} -dataset trained -best loss -model alone")
+        for flag in ("-best loss", "-stop_after 2"):
+            assert f"{flag}: there is no val split" in refused(f"{SMALL} -dataset trained {flag} -model alone")
     assert not (tmp_path / "alone").exists()
 
 

@@ -70,9 +70,3 @@ def test_the_same_command_does_not_train_further_and_a_larger_stop_after_does(fu
     result = outcome(folder)
     assert (result["state"], result["epoch"], result["reason"]) == ("finished", 12, None)
     assert distance(folder, full_run) == 0.0 and result["best"] == outcome(full_run)["best"]
-
-
-def test_stop_after_without_a_val_split_is_refused(tmp_path, capfd):
-    with runs_plugins(dataset={"trained": lambda args: PLUGINS["dataset"]["few"](args)["train"]}):
-        message = saves.refused(tmp_path, f"{SMALL} -dataset trained -stop_after 2", capfd)
-    assert "-stop_after 2: there is no val split to choose by" in message

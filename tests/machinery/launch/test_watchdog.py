@@ -1,10 +1,12 @@
 """A run that hangs is ended, and each rank logs where it was."""
 
+import importlib
 import logging
 import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import types
@@ -12,10 +14,12 @@ import types
 import processes
 import pytest
 import torch
+from command_line import parsed
 from runs import plugins
 from torch.utils.data import Dataset
 
 import train
+from lib import launch
 from lib.utils import watchdog
 from lib.utils.data import fetch
 
@@ -178,3 +182,18 @@ def test_a_start_that_hangs_says_where_and_is_ended(dataset, model, flags, messa
     shown = capfd.readouterr()
     logs = [file.read_text() for file in tmp_path.glob("*/logs/*.log")]
     assert message in "".join([shown.out, shown.err, *logs])
+
+
+@pytest.mark.parametrize("kind", ["dataset", "arch", "trainer"])
+def test_a_plugin_that_hangs_while_it_is_imported_is_named_and_ended(kind, tmp_path, monkeypatch, endings, shown):
+    launch.prepare(parsed("-cpu 1"))  # imports what is slow, and does not hang
+    lines = f"import threading; threading.endings.wait({SOON_S})", "get_model = get_dataset = Trainer = None"
+    (tmp_path / "waits.py").write_text("\n".join(lines))
+    monkeypatch.setattr(threading, "endings", endings, raising=False)
+    package = importlib.import_module(f"lib.{kind}")
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    args = parsed("-cpu 1 -hang_minutes 0.01")
+    vars(args)[kind] = "waits"
+    launch.prepare(args)
+    del sys.modules[f"lib.{kind}.waits"]
+    assert endings.is_set() and f": importing -{kind} waits" in "".join(shown)

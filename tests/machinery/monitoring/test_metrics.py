@@ -2,13 +2,9 @@
 
 import json
 import math
-import multiprocessing
-import random
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from disks import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,53 +89,39 @@ def test_a_metric_that_is_not_a_scalar_is_refused_by_name():
 
 
 def test_two_ranks_with_different_names_and_counts_have_the_same_exact_sums(tmp_path):
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_run_rank, args=(rank, tmp_path)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    assert [process.exitcode for process in ranks] == [0, 0]
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert first == second
-    values = [value for rank in range(2) for value in _values(rank)]
-    expected = [
-        {"loss": 0.5, "only on 0": 1.0, "samples": 2.0},
-        {"loss": 7.0, "nobody's\nbut 1's": 9.0, "samples": 4.0},
-        {},
-        {"loss": 1.0},
-        {"loss": math.inf},
-        {"loss": pytest.approx(math.fsum(values), rel=1e-14), "samples": float(len(values))},
+    values = [torch.rand(61 + 76 * rank, generator=torch.Generator().manual_seed(rank)).tolist() for rank in range(2)]
+    exact = math.fsum(values[0] + values[1])
+    count = float(len(values[0] + values[1]))
+    intervals = [  # the updates of each rank, and the sums
+        (
+            [{"loss": torch.tensor(0.5), "samples": 2, "only on 0": 1}],
+            [],
+            {"loss": 0.5, "only on 0": 1.0, "samples": 2.0},
+        ),
+        (
+            [{"loss": 1.0, "samples": 1}],
+            [{"loss": 2.0, "samples": 1}] * 3 + [{"nobody's\nbut 1's": 9}],
+            {"loss": 7.0, "nobody's\nbut 1's": 9.0, "samples": 4.0},
+        ),
+        ([], [], {}),
+        ([], [{"loss": torch.tensor(1.0)}], {"loss": 1.0}),
+        ([{"loss": math.inf}], [{"loss": 0.1}], {"loss": math.inf}),
+        (
+            *([{"loss": torch.tensor(value), "samples": 1} for value in ours] for ours in values),
+            {"loss": pytest.approx(exact, rel=1e-14), "samples": count},
+        ),
     ]
-    assert first["intervals"] == expected
-    assert first["epoch"]["samples"] == 6.0 + len(values)
 
+    def run(rank):
+        tracker = MetricsTracker()
+        for *updates, wanted in intervals:
+            for update in updates[rank]:
+                tracker.update(update)
+            assert tracker.reduce().local == wanted
+        assert math.isnan(MetricsTracker().update({"loss": math.nan if rank else 1.0}).reduce().local["loss"])
+        assert tracker.end_epoch().epoch_reports[0]["samples"] == 6.0 + count
 
-def _values(rank):
-    return torch.rand(61 + 76 * rank, generator=torch.Generator().manual_seed(rank)).tolist()
-
-
-def _run_rank(rank, folder):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    tracker, intervals = MetricsTracker(), []
-    updates = [
-        ([{"loss": torch.tensor(0.5), "samples": 2, "only on 0": 1}], []),
-        ([{"loss": 1.0, "samples": 1}], [{"loss": 2.0, "samples": 1}] * 3 + [{"nobody's\nbut 1's": 9}]),
-        ([], []),
-        ([], [{"loss": torch.tensor(1.0)}]),
-        ([{"loss": math.inf}], [{"loss": 0.1}]),
-        [[{"loss": torch.tensor(value), "samples": 1} for value in _values(one)] for one in range(2)],
-    ]
-    for ours in updates:
-        for update in ours[rank]:
-            tracker.update(update)
-        intervals.append(tracker.reduce().local)
-    assert math.isnan(MetricsTracker().update({"loss": math.nan if rank else 1.0}).reduce().local["loss"])
-    report = {"intervals": intervals, "epoch": tracker.end_epoch().epoch_reports[0]}
-    (folder / f"{rank}.json").write_text(json.dumps(report))
-    dist.destroy_process_group()
+    on_ranks(2, run, tmp_path)
 
 
 FLOATS = st.one_of(st.floats(-1e30, 1e30), st.sampled_from([1e16, -1e16, 0.1, 2.0**-1074]))
@@ -161,30 +143,6 @@ def test_sums_added_in_pairs_along_a_tree_are_exact(ranks):
     total.add(merged[0])
     names = {name for values in ranks for name in values}
     assert total.reduce() == {name: math.fsum(v for one in ranks for v in one.get(name, [])) for name in names}
-
-
-def test_five_ranks_have_the_exact_sum_of_each_name(tmp_path):
-    draw, size = random.Random(5), 5
-    values = [
-        {
-            f"name {draw.randrange(40)}": [draw.uniform(-1, 1) * 10.0 ** draw.randrange(-20, 20) for _ in range(9)]
-            for _ in range(20)
-        }
-        for _ in range(size)
-    ]
-    wanted = {}
-    for name in {name for one in values for name in one}:
-        wanted[name] = math.fsum(value for one in values for value in one.get(name, []))
-
-    def run(rank):
-        sums = metrics.Sums()
-        sums.add(values[rank])
-        pending = sums.pending()
-        assert pending == sums.pending()
-        assert sums.reduce() == wanted and sums.reduce() == {}
-
-    torch.set_num_threads(1)
-    on_ranks(size, run, tmp_path)
 
 
 def test_a_line_of_metrics_jsonl_is_written_at_once_and_valid_json_even_with_nan(tmp_path):

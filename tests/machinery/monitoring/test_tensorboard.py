@@ -78,7 +78,6 @@ def test_each_server_has_its_own_port_and_ends_with_its_run(tmp_path, serve):
     os.killpg(second.pid, signal.SIGINT)  # like Ctrl-C
     assert second.stdout.readline() == "interrupted\n"
     until(lambda: json.loads(fetch(address, "data/runs")) == ["first", "second"])
-    assert json.loads(fetch(address, "data/plugin/scalars/scalars?run=first&tag=val/loss"))[0][1:] == [7, 0.5]
     experiment = json.loads(fetch(address, "data/plugin/hparams/experiment?request=%7B%7D"))
     names = [one["name"] for one in experiment["hparamInfos"]]
     assert names[0] == "lr_start" and "arch" in names, "the flags of all runs, those that differ first"

@@ -10,6 +10,7 @@ import pytest
 from processes import address_in, until
 
 import train
+from scripts import tensorboard_server
 
 TOKEN, PASSWORD = "2secretTokenOfTheUser", "correct-horse-9"
 
@@ -58,5 +59,10 @@ def test_a_run_with_a_tunnel_but_without_a_good_password_is_refused(password, tm
     if password:
         monkeypatch.setenv("NGROK_PASSWORD", password)
     assert train.main(["-ngrok", "-out", str(tmp_path / "out")]) == 2
-    message = capfd.readouterr().err
-    assert "set NGROK_PASSWORD to 12 to 128 characters" in message and (not password or password not in message)
+    with pytest.raises(SystemExit, match="2"):
+        tensorboard_server.main([str(tmp_path), "--ngrok"])
+    for message in capfd.readouterr().err.splitlines():
+        assert "set NGROK_PASSWORD to 12 to 128 characters" in message and (not password or password not in message)
+    with pytest.raises(SystemExit, match="2"):
+        tensorboard_server.main([str(tmp_path / "nowhere")])
+    assert "nowhere is no folder: give the one that -out" in capfd.readouterr().err

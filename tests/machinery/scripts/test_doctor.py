@@ -24,9 +24,10 @@ def test_a_machine_that_can_train_passes_and_no_file_is_left(tmp_path):
 
 
 def test_whatever_prevents_a_run_is_bad_and_makes_the_exit_code_1(tmp_path):
-    lines = run_doctor("-out", "/proc/out", "-data", str(tmp_path), code=1, GLOO_SOCKET_IFNAME="nothing0")
+    env = {"NCCL_SOCKET_IFNAME": "nothing0", "GLOO_DEVICE_TRANSPORT": "nothing"}
+    lines = run_doctor("-out", "/proc/out", "-data", str(tmp_path), code=1, **env)
     bad = [line for line in lines if line.startswith("bad")]
     assert lines[-1].startswith("a run would not start") and len(bad) == 4
     assert "all-reduce" in bad[0] and f"-data {tmp_path}" in bad[1] and "cannot be written" in bad[2]
-    assert bad[3].startswith("bad   GLOO_SOCKET_IFNAME=nothing0 is not one of the interfaces here: ")
+    assert bad[3].startswith("bad   NCCL_SOCKET_IFNAME=nothing0 is not one of the interfaces here: ")
     assert run_doctor("-epoch", "3", code=2) == []

@@ -1,7 +1,6 @@
 """DDP, FSDP2 and one process train alike and load each other's checkpoints, with any usual model."""
 
 import math
-import multiprocessing
 import os
 import shutil
 import types
@@ -12,6 +11,7 @@ import torch
 import torchvision
 from nets import NET, BlocksNet
 from processes import in_a_child
+from ranks import on_ranks
 from runs import few, norm_net, plugins, run, same_tensors, weights
 from saves import bits
 from torch import nn
@@ -35,12 +35,6 @@ def _plugins():
         yield
 
 
-@pytest.fixture(scope="module")
-def ddp_weights(tmp_path_factory):
-    """The weights after 52 steps under DDP without an interruption."""
-    return weights(run(tmp_path_factory.mktemp("ddp"), f"{NET} -cpu 2"))
-
-
 def relative_distance(one: dict, other: dict) -> float:
     """The largest relative difference between the weights of two models, by tensor."""
     assert one.keys() == other.keys()
@@ -49,9 +43,10 @@ def relative_distance(one: dict, other: dict) -> float:
     )
 
 
-@pytest.mark.parametrize("flags", ["-cpu 3", "-cpu 4 -deterministic no -recompute"])
-def test_fsdp_runs_end_with_the_weights_of_ddp_up_to_rounding(flags, ddp_weights, tmp_path):
-    assert relative_distance(ddp_weights, weights(run(tmp_path, f"{NET} -parallel fsdp {flags}"))) < 1e-5
+def test_a_stock_fsdp_run_ends_with_the_weights_of_ddp_up_to_rounding(tmp_path):
+    """In the exact engine they have the same bits: test_exact.py."""
+    runs = "-cpu 2 -model ddp", "-cpu 4 -deterministic no -recompute -parallel fsdp -model fsdp"
+    assert relative_distance(*(weights(run(tmp_path, f"{NET} {flags}")) for flags in runs)) < 1e-5
 
 
 def test_half_precision_gives_the_same_weights_under_ddp_and_fsdp(tmp_path):
@@ -184,16 +179,10 @@ def all_tensors(model):
     ids=["odd", "vit", "depths"],
 )
 def test_an_fsdp_model_starts_with_the_values_of_a_model_built_without_fsdp(make, in_full, tmp_path):
-    context = multiprocessing.get_context("fork")
-    other = context.Process(target=check_initial_values, args=(1, make, in_full, tmp_path / "store"))
-    other.start()
-    in_a_child(lambda: check_initial_values(0, make, in_full, tmp_path / "store"))
-    other.join()
-    assert other.exitcode == 0
+    on_ranks(2, lambda rank: check_initial_values(rank, make, in_full), tmp_path)
 
 
-def check_initial_values(rank, make, in_full, store):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def check_initial_values(rank, make, in_full):
     args = types.SimpleNamespace(
         **{**vars(RECOMPUTE), "parallel": "fsdp", "recompute": False, "seed": 5, "fp16": False, "bf16": False}
     )

@@ -1,0 +1,50 @@
+"""The commands in README.md and docs do what they say, in a fork with the files of the pages."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import ports
+import pytest
+from pages import PAGES, commands, run_command
+
+from lib import config
+
+pytestmark = pytest.mark.timeout(900)  # many runs in turn
+
+
+def test_the_commands_of_the_first_hour_work_in_turn(fork):
+    """On the user's own photos."""
+    hour = commands(PAGES["docs/extending.md"].split("## The first hour")[1].split("\n## ")[0])
+    hour = [command for command in hour if "-slurm" not in command and "-watch" not in command]
+    output = dict(zip(hour, [run_command(fork, command) for command in hour], strict=True))
+    assert all("finished:" in output[one] for one in hour if re.search(r"-cpu 2|-arch my_net$", one))
+    status, check = output["python scripts/status.py"], next(one for one in hour if "-check_resume" in one)
+    assert "first" in status and "finished" in status and "all as promised" in output[check]
+    assert (fork / "my_net.pt").is_file()
+
+
+def test_everything_that_the_faq_allows_to_delete_can_be_deleted(fork, tmp_path):
+    folder = shutil.copytree(fork, tmp_path / "bare", ignore=shutil.ignore_patterns("out"))
+    section = PAGES["docs/faq.md"].split("## How do I remove what I do not need?")[1]
+    named = [folder / name for name in re.findall(r"`([\w/.]+)`", section) if "/" in name and "machinery" not in name]
+    kept = set(re.findall(r"`(\w+)`", re.search(r"except the defaults ([^.]+)\.", section)[1]))
+    assert len(named) >= 9 and {"digits", "convnet", "trainer"} == kept
+    others = [
+        file for kind in config.BUILDERS for file in (folder / "lib" / kind).glob("[!_]*.py") if file.stem not in kept
+    ]
+    for path in [*named, *others]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert "finished:" in run_command(folder, "python train.py -epochs 1 -cpu 2")
+
+
+def test_the_commands_for_two_machines_in_the_page_start_one_run(fork):
+    page, place = commands(PAGES["docs/launching.md"]), f"localhost:{ports.free()}"
+    typed = [one.replace("node1:29400", place).replace("node=8", "node=1") for one in page if "--nnodes" in one]
+    flags = [[*shlex.split(one)[1:], *"-cpu 1 -epochs 1 -model two_machines".split()] for one in typed]
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    runs = [subprocess.Popen([*torchrun, *one], cwd=fork, stdout=subprocess.PIPE, text=True) for one in flags]
+    output = [run.communicate(timeout=240)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0] and "".join(output).count("finished:") == 1

@@ -1,0 +1,118 @@
+"""The files in README.md and docs run unchanged, in a fork that has them."""
+
+import json
+import re
+import shlex
+
+import needs
+import pytest
+import torch
+import torchvision
+from pages import COMMANDS, FILES, PAGE_PLUGINS, README, run_command
+
+pytestmark = pytest.mark.timeout(900)  # many runs in turn
+RUNS = {  # runs of the files in the pages, in turn: name and flags
+    "digits_convnet": "",
+    "two": "-cpu 2 -model two",
+    "stripes_tiny": "-dataset stripes",
+    "again": "-cfg out/stripes_tiny/config.yaml -model again",
+    "digits_tiny": "-arch tiny -epochs 1",
+    "rings_planar": "-dataset rings",
+    "saddle_planar": "-dataset saddle",
+    "tokens_nano": "-dataset tokens -data lib -tokens_samples 64 -tokens_length 32 -arch nano",
+    "boxes_detector": "-dataset boxes -best overlap -epochs 1 -batch_size 16 -micro_batch 8 -cpu 2",
+    "gan": "-arch painter -trainer gan -epochs 1 -micro_batch 32 -cpu 1 -model gan",
+    "gan_2": "-arch painter -trainer gan -epochs 1 -micro_batch 32 -cpu 2 -model gan_2",
+    "views": "-trainer contrastive -epochs 2 -micro_batch 32 -cpu 1 -model views",
+    "views_3": "-trainer contrastive -epochs 2 -micro_batch 32 -cpu 3 -model views_3",
+    "profiled": "-trainer profiled -epochs 1 -model profiled",
+    "free": "-arch mlp -trainer free -lr_start 2 -epochs 4 -model free",
+    "photos": "-image_size 65 -epochs 1 -batch_size 12 -model photos",  # added to the README's own flags
+}
+WORLD_RUNS = {  # those that need packages of others
+    "parity_bert": "-dataset parity -epochs 1",
+    "vision": "-arch vision -image_size 32 -dataset folder -data data/photos -epochs 1 -batch_size 12 -model vision",
+    "counting_causal": "-dataset counting -epochs 1",
+    "auroc": "-trainer auroc -best auroc -epochs 1 -cpu 2 -model auroc",
+}
+
+
+def train_in_turn(fork, runs, **variables) -> str:
+    """The output of one process that does all these runs."""
+    code = "import train, shlex, sys; sys.exit(max(train.main(shlex.split(run)) for run in sys.argv[1:]))"
+    output = run_command(fork, shlex.join(["python", "-c", code, *runs.values()]), **variables)
+    assert output.count("finished:") == len(runs)
+    return output
+
+
+@pytest.fixture(scope="module")
+def output(fork):
+    """The output of RUNS."""
+    weights = next(one for one in COMMANDS if "-weights imagenet" in one).removeprefix("python train.py ")
+    cache = fork / "cache" / "hub" / "checkpoints"  # where torch.hub would have downloaded it
+    cache.mkdir(parents=True)
+    torch.save(torchvision.models.resnet18().state_dict(), cache / "resnet18-f37072fd.pth")
+    runs = {**RUNS, "photos": f"{weights} {RUNS['photos']}"}
+    return train_in_turn(fork, runs, TORCH_HOME=str(fork / "cache"))
+
+
+def test_the_files_in_the_pages_train(fork, output):
+    assert {name.split("/")[-1][:-3] for name in FILES if name.startswith("lib/")} == {
+        word for kind in PAGE_PLUGINS.values() for word in kind if not word.startswith("my_")
+    }
+    for run, least in {"stripes_tiny": 0.9, "rings_planar": 0.9, "free": 0.9}.items():
+        assert [line["val/accuracy"] for line in _lines(fork / "out" / run) if "val/accuracy" in line][-1] > least
+    assert [line["val/mae"] for line in _lines(fork / "out" / "saddle_planar") if "val/mae" in line][-1] < 0.05
+    assert any("val/sure" in line for line in _lines(fork / "out" / "rings_planar"))
+    assert all("train/critic" in line for line in _lines(fork / "out" / "gan") if "train/loss" in line)
+    assert _weights(fork, "gan") == _weights(fork, "gan_2"), "both networks' gradients are sums over the processes"
+    assert _weights(fork, "views") == _weights(fork, "views_3")
+    assert _weights(fork, "stripes_tiny") == _weights(fork, "again"), "config.yaml repeats a run"
+    losses = [line["val/loss"] for line in _lines(fork / "out" / "views") if "val/loss" in line]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    assert any("val/overlap" in line for line in _lines(fork / "out" / "boxes_detector"))
+    (trace,) = (fork / "out" / "profiled" / "profile").glob("rank_0.*.pt.trace.json")
+    assert trace.read_text().count('"name": "ProfilerStep#') == 5
+
+
+def _lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _weights(folder, name):
+    return (folder / "out" / name / "final" / "weights.safetensors").read_bytes()
+
+
+def test_the_default_run_reaches_the_accuracy_in_the_readme(output):
+    """At least 98.5 % of the test digits, on one process and on two: the first of RUNS."""
+    accuracies = re.findall(r"finished: +test accuracy ([\d.]+)", output)
+    assert min(float(one) for one in accuracies[:2]) >= 0.985
+    shown = re.search(r"```\n(finished:.*?)```", README, re.S)[1]
+    for line in shown.splitlines():
+        assert f"\n{line.split(':')[0]}:" in output, "the last lines of a run differ from those in the README"
+
+
+def test_a_run_starts_from_pretrained_weights_as_the_readme_describes(output):
+    assert "imagenet: 120 tensors loaded; not loaded, as missing or of another shape: fc.bias (" in output
+
+
+@needs.require_package("torchmetrics", "track")
+@needs.require_package("transformers", "world")
+def test_the_files_in_the_pages_that_need_packages_train(fork):
+    train_in_turn(fork, WORLD_RUNS)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "-dataset tokens -data lib -tokens_samples 256 -tokens_length 32 -arch nano",
+        pytest.param("-dataset parity", marks=needs.require_package("transformers", "world")),
+        "-arch painter -trainer gan -micro_batch 32",
+        "-dataset boxes -best overlap -batch_size 8 -micro_batch 4",
+        "-arch mlp -trainer free -lr_start 2",
+    ],
+    ids=["nano", "bert", "gan", "detector", "free"],
+)
+def test_models_of_other_libraries_in_the_pages_pass_check_resume(fork, flags):
+    output = run_command(fork, f"python train.py {flags} -check_resume -cpu 2 -limit_steps 3")
+    assert "all as promised" in output.splitlines()

@@ -1,0 +1,147 @@
+"""What README.md and docs say: their commands, links, flags and names are right."""
+
+import re
+import shlex
+import types
+
+import tiny_data
+import torch
+from pages import COMMANDS, FENCE, FILES, FORMS, PAGE_PLUGINS, PAGES, README, make_photos
+from processes import ROOT
+
+import train
+from lib import config
+from scripts import flags_page
+
+INSTEAD = {"arch": "mlp", "dataset": "digits", "trainer": "trainer"}
+
+
+def test_every_command_of_the_pages_has_a_known_form():
+    assert len(COMMANDS) > 60
+    strange = [command for command in COMMANDS if not command.startswith((*FORMS, ". .venv/bin/activate"))]
+    assert strange == []
+
+
+def test_every_train_py_command_of_the_pages_can_be_parsed(tmp_path):
+    make_photos(tmp_path / "photos")
+    (tmp_path / "config.yaml").write_text("epochs: 3\n")
+    shapes = {
+        r"-cfg out/\S+": f"-cfg {tmp_path}/config.yaml",
+        r"-data (data/photos|DIR)": f"-data {tmp_path}/photos",
+        r"-data PATH": "-data lib",
+        r"-image_size \S+": "",
+    }
+    for kind, names in PAGE_PLUGINS.items():
+        shapes[rf"-{kind} ({'|'.join(names)})\b"] = f"-{kind} {INSTEAD[kind]}"
+    understood = 0
+    for command in COMMANDS:
+        parts = re.split(r"train\.py|train\.sbatch|train\.sh|elastic\.sh|doctor\.py", command)
+        if len(parts) == 2 and not command.startswith("kubectl"):
+            for shape, instead in shapes.items():
+                parts[1] = re.sub(shape, instead, parts[1])
+            if "-h" not in shlex.split(parts[1]):
+                config.parse_args(shlex.split(parts[1]))
+            understood += 1
+    assert understood >= 40
+
+
+def test_no_link_in_the_pages_is_dead():
+    count = 0
+    for name, page in PAGES.items():
+        for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page):
+            path, _, anchor = target.partition("#")
+            file = (ROOT / name).parent / path if path else ROOT / name
+            assert file.exists(), f"{name}: {target}"
+            assert not anchor or anchor in _anchors(file.read_text()), f"{name}: {target}"
+            count += 1
+    assert count > 60
+    linked = set(re.findall(r"\]\(docs/(\w+\.md)", README))
+    assert linked == {file.name for file in ROOT.glob("docs/*.md")}, "the README links to every page"
+
+
+def _anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", page), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_stub_of_args_has_every_flag_with_its_type():
+    assert flags_page.STUB.read_text() == flags_page.stub(), "run python scripts/flags_page.py"
+    assert "    max_hours: float | None\n    grace_s: float\n" in flags_page.stub()
+
+
+def test_the_page_of_flags_is_generated_from_the_help():
+    page = PAGES["docs/flags.md"]
+    assert page == flags_page.page(), "run python scripts/flags_page.py"
+    shown = set(re.findall(r"^\| `(-\w+)", page, re.M))
+    assert shown >= {f"-{action.dest}" for action in config.new_parser()._actions if action.dest not in ("h", "help")}
+
+
+def test_every_test_named_in_a_page_exists():
+    existing = {
+        name
+        for file in ROOT.glob("tests/**/test_*.py")
+        for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)
+    }
+    named = {name for page in PAGES.values() for name in re.findall(r"`(test_\w+)`", page)}
+    assert len(named) >= 10 and named <= existing, named - existing
+
+
+def test_the_files_and_folders_named_in_the_pages_exist():
+    for name in re.findall(r"^([\w./]+)  ", README.split("## Where things are")[1].split("```")[1], re.M):
+        assert (ROOT / name).exists(), name
+    for page, text in PAGES.items():
+        for name in re.findall(r"`((?:lib|scripts|tests|docs|data)/[\w/.]+\w)`", text):
+            made = name in FILES or name.endswith(("NAME.py", "my_net.py", "my_data.py"))
+            assert made or (ROOT / name).exists(), f"{page}: {name}"
+
+
+def test_every_flag_named_in_the_pages_exists():
+    """A flag of train.py, of one of the plugins, or of a script."""
+    files = [*ROOT.glob("lib/*/*.py"), *ROOT.glob("scripts/**/*.py"), *ROOT.glob("tests/machinery/docs/*.py")]
+    others = set(re.findall(r'"(-\w+)"', "".join(file.read_text() for file in files)))
+    existing = {option for action in config.new_parser()._actions for option in action.option_strings} | others
+    texts = [page for name, page in PAGES.items() if name != "CHANGELOG.md"]  # it also names removed flags
+    codes = [code for page in texts for code in re.findall(r"`([^`\n]+)`", FENCE.sub("", page))]
+    named = set(re.findall(r"(?<![\w-])-[a-z]\w+", " ".join(codes))) - {"-stripes_noise"}
+    assert len(named) > 60 and named <= existing, named - existing
+
+
+def test_missing_gpus_and_a_missing_slurm_are_reported_in_one_line(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PATH", str(tmp_path))  # as where there is no Slurm
+    shown, refused = 0, 0
+    for command in sorted(set(COMMANDS)):
+        flags = shlex.split(command)[2:] if command.startswith("python train.py") else []
+        if "-slurm_dry" in flags and "my_data" not in flags:
+            assert train.main([*flags, "-out", str(tmp_path / "out")]) == 0
+            assert "#SBATCH --partition=general\n" in capfd.readouterr().out
+            shown += 1
+        elif "-slurm_dry" not in flags and ("-slurm" in flags or ("-gpus" in flags and _gpus() < 3)):
+            assert train.main(flags) == 2
+            output = capfd.readouterr().err
+            assert len(output.splitlines()) == 1 and output.startswith("train.py: -"), command
+            refused += 1
+    assert shown and refused
+
+
+def _gpus():
+    return torch.cuda.device_count()
+
+
+def test_the_dataset_of_torchvision_in_the_page_has_the_splits_and_the_augmentation_that_it_says(
+    tmp_path, monkeypatch
+):
+    tiny_data.make_cifar10(tmp_path, monkeypatch)
+    code = {}
+    exec(FILES["lib/dataset/cifar10.py"], code)
+    parts = code["get_dataset"](types.SimpleNamespace(data=str(tmp_path), augment=True))
+    assert {split: len(part) for split, part in parts.items()} == {"train": 18, "val": 2, "test": 4}
+    image, label = parts["test"][3]
+    assert image.shape == (3, 32, 32) and image.dtype == torch.uint8 and parts["test"].classes[int(label)] == "b"
+    draws = torch.full((2, 8), 0.5)
+    batch = parts["train"].__getitems__([0, 1])
+    assert torch.equal(parts["train"].on_device(batch, draws)[0], parts["val"].on_device(batch, draws)[0])
+    down_left = torch.tensor([[0.0, 0.99, 0, *[0] * 5]] * 2)  # 4 down, 4 left, mirrored
+    moved = parts["train"].on_device(batch, down_left)[0]
+    still = parts["val"].on_device(batch, draws)[0].flip(3)
+    assert torch.equal(moved[:, :, 4:, 4:], still[:, :, :28, :28])
