@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 def train(args: config.Args) -> int:
     """Be one process of the run: build its parts and train. Returns the exit code."""
     from lib.core import loss as losses
-    from lib.core import modes, optimizer
+    from lib.core import optimizer
     from lib.run import open_run
     from lib.utils import seeding, watchdog
 
@@ -53,7 +53,7 @@ def train(args: config.Args) -> int:
             loaders, logger = run.begin()  # nothing was written before
             trainer = trainers.Trainer(args, run.world, loaders, model, loss, optimizers, logger)
             if args.eval:
-                return EXIT_CODES[modes.evaluate(trainer)]
+                return EXIT_CODES[load_optional("scripts.evaluate", "-eval").evaluate(trainer)]
             if args.debug:
                 return EXIT_CODES[load_optional("scripts.debug", "-debug").debug(trainer, run.past)]
             return EXIT_CODES[trainer.fit(run.past)]

@@ -54,11 +54,15 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
         are_answers = got_targets and isinstance(targets, Tensor) and targets.ndim == 1
         exact = loss if loss.dtype == torch.float64 else loss.float()  # bfloat16 has no room for sums over samples
         return ForwardResult(exact, targets, outputs if are_answers else None)
-    if outputs is None or targets is None:
-        raise _wrong_batch(batch, f", and the model returns a {type(answer).__name__} without a loss")
-    if isinstance(criterion, REGRESSION) and outputs.shape != targets.shape:  # torch would stretch one of them
-        shapes = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
-        raise UsageError(f"{shapes}: this -loss needs the same shape, as (samples, 1) for -num_classes 1")
+    needs_tensor = isinstance(criterion, (CrossEntropy, *REGRESSION)) and not isinstance(targets, Tensor)
+    if outputs is None or targets is None or needs_tensor:
+        kinds = f"the targets are a {type(targets).__name__}, the model returns a {type(answer).__name__}"
+        raise _wrong_batch(batch, f"; {kinds} without a loss")
+    if isinstance(criterion, REGRESSION):
+        if outputs.shape != targets.shape:  # torch would stretch one of them
+            shapes = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
+            raise UsageError(f"{shapes}: this -loss needs the same shape, as (samples, 1) for -num_classes 1")
+        targets = targets.to(torch.promote_types(outputs.dtype, torch.float32))
     return ForwardResult(criterion(outputs, targets), targets, outputs)
 
 
@@ -98,7 +102,7 @@ def count_targets(criterion: Callable, batch: Any, samples: int) -> Tensor | int
     if not (samples and are_rows):
         return samples
     if isinstance(criterion, nn.CrossEntropyLoss) and isinstance(targets, Tensor) and not targets.is_floating_point():
-        return (targets != criterion.ignore_index).sum()
+        return (targets.long() != criterion.ignore_index).sum()  # as uint8, -100 is 156
     return len(targets)
 
 

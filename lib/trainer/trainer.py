@@ -143,22 +143,14 @@ class Trainer:
 
     def load(self, past: Past) -> None:
         """Take the state and the tensors of a checkpoint."""
-        allowed = {*self.args.allow_change}
-        if "optimizer_arg" in allowed:  # the options' names, of both
-            words = [*self.args.optimizer_arg, *past.manifest["config"]["optimizer_arg"]]
-            allowed |= {word.partition("=")[0] for word in words}
-        resume.load(past, find_parts(self), self.world, allowed)
+        resume.load(past, find_parts(self), self.world, self.args)
         if past.manifest["state"]["best"]:
             self.checkpoints.best = resume.best_weights(past, self.world)
         self.state = resume.restore_state(past, self.plan)
         if self.world.is_main:
             self.metrics.add(self.state.unlogged)
-        own = past.folder.parent == self.checkpoints.folder
-        if own and not past.missing_on:
+        if past.folder.parent == self.checkpoints.folder and not past.missing_on:
             self.saved = self.state.step, self.state.evaluated
-        for flag in ("resume", "weights"):
-            if own and (given := getattr(self.args, flag)):
-                log.info("-%s %s is not used: this run has checkpoints of its own", flag, given)
         epoch = min(self.state.epoch + 1, self.plan.epochs)  # a finished run is evaluated again
         log.info("resuming from %s: epoch %d, step %d", past.folder, epoch, self.state.step)
 

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -243,12 +243,19 @@ def restore_state(past: Past | None, plan: Plan) -> State:
     return saved
 
 
-def load(past: Past, parts: Parts, world: World, allowed: Collection[str] = ()) -> None:
+def load(past: Past, parts: Parts, world: World, args: "Args") -> None:
     """Fill the parts of a run from a checkpoint, whatever number of ranks wrote it. Log what is damaged.
 
     Raises:
-        UsageError: the tensors are not those of the run; or a weight is not finite, and "nan" is not in `allowed`.
+        UsageError: the tensors are not those of the run; or a weight is not finite, without -allow_change nan.
     """
+    for flag in ("resume", "weights") if past.folder.parent == run_folder.path_of(args) / "checkpoints" else ():
+        if given := getattr(args, flag):
+            log.info("-%s %s is not used: this run has checkpoints of its own", flag, given)
+    allowed = {*args.allow_change}
+    if "optimizer_arg" in allowed:  # the options' names, of both
+        words = [*args.optimizer_arg, *past.manifest["config"]["optimizer_arg"]]
+        allowed |= {word.partition("=")[0] for word in words}
     for fault in past.damaged:
         log.warning("%s; an older checkpoint is taken", fault)
     saved, states = past.manifest["tensors"], past.manifest["states"]

@@ -147,6 +147,7 @@ def test_new_plugins_are_short_and_can_be_trained_at_once(fork):
         ("scripts/track.py", "-track mlflow"),
         ("scripts/tensorboard_server.py", "-tb"),
         ("scripts/debug.py", "-debug"),
+        ("scripts/evaluate.py", "-eval"),
         ("lib/core/exact.py", ""),
     ],
 )

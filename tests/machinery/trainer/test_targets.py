@@ -76,6 +76,31 @@ def test_labels_of_any_whole_type_give_the_loss_of_int64(kind):
     assert losses.metric_sums(criterion(), rows, places.to(kind)).keys() == {"bits_per_token"}
 
 
+@pytest.mark.parametrize("kind", [torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("name", ["mse", "l1", "huber"])
+def test_targets_of_a_regression_may_have_any_type(kind, name):
+    loss, model = losses.get_loss(parsed(f"-loss {name}")), nn.Linear(4, 1)
+    inputs, targets = torch.randn(6, 4), (torch.arange(6) % 2)[:, None]
+    done = losses.forward(model, (inputs, targets.to(kind)), loss)
+    done.loss.backward()
+    assert torch.equal(done.loss, loss(model(inputs), targets.float())) and done.loss.dtype == torch.float32
+
+
+ODD = {"list": [torch.ones(2), torch.ones(2)], "texts": ["a", "b"], "dict": {"a": torch.ones(2)}}
+
+
+@pytest.mark.parametrize("flags", ["-loss mse", ""])
+@pytest.mark.parametrize("targets", ODD.values(), ids=ODD)
+def test_targets_that_are_no_tensor_are_one_line(targets, flags):
+    with pytest.raises(UsageError, match=f"the targets are a {type(targets).__name__}.*new.py trainer"):
+        losses.forward(nn.Linear(4, 2), (torch.randn(2, 4), targets), criterion(flags))
+
+
+def test_no_label_of_one_byte_is_taken_for_the_ignored_one():
+    labels = torch.tensor([156, 3, 156, 200], dtype=torch.uint8)  # -100 as one byte is 156
+    assert losses.count_targets(criterion("-num_classes 256"), (None, labels), 4) == 4
+
+
 SHAPES = {
     "several labels": ((8, 4), torch.ones(8, 4, dtype=torch.int64)),
     "a column": ((8, 4), torch.ones(8, 1, dtype=torch.int64)),

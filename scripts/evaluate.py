@@ -1,4 +1,4 @@
-"""-eval: evaluates the weights of a run, and leaves the run as it is."""
+"""-eval: evaluates a trainer's weights, and leaves the run as it is."""
 
 import json
 import logging
