@@ -7,6 +7,7 @@ keep others that are set.
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 from lib.config import Args
@@ -34,6 +35,7 @@ DEBUG = {
 # How often a thread on the CPU checks whether the others are done before it sleeps: for some microseconds. GNU's
 # OpenMP checks 300,000 times by default, which keeps cores from the threads it waits for (docs/benchmarks.md).
 OPENMP_SPIN = {"GOMP_SPINCOUNT": "3000"}
+RESOLVE_S = 15.0  # for the name of rank 0's machine, which Kubernetes gives out with its pods
 # Variables of launchers that are numbers.
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 NUMBERS += ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -116,11 +118,16 @@ def check_interfaces() -> None:
 
 def check_host(name: str) -> None:
     """Raise UsageError if MASTER_ADDR is a name without an address: torch would try again for half an hour."""
-    try:
-        socket.getaddrinfo(name, None)
-    except (socket.gaierror, UnicodeError) as error:
-        wanted = f"{socket.gethostname()} finds no address of it ({error}); name the machine of rank 0"
-        raise UsageError(f"MASTER_ADDR is {name!r} in the environment: {wanted}") from None
+    until = time.monotonic() + RESOLVE_S
+    while True:
+        try:
+            socket.getaddrinfo(name, None)
+            return
+        except (socket.gaierror, UnicodeError) as error:
+            if time.monotonic() > until:
+                wanted = f"{socket.gethostname()} finds no address of it ({error}); name the machine of rank 0"
+                raise UsageError(f"MASTER_ADDR is {name!r} in the environment: {wanted}") from None
+        time.sleep(1.0)
 
 
 def choose_gpus(args: Args) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -137,8 +138,21 @@ def test_a_wrong_host_or_network_interface_is_one_line_for_several_processes(
 ):
     for variable, value in given.items():
         monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(environment, "RESOLVE_S", 0.0)
     assert re.search(message, refused(f"-arch mlp {flags}"))
     monkeypatch.delenv("RANK", raising=False)
     run(tmp_path, "-arch mlp -limit_steps 1 -cpu 1", wanted=75)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     run(tmp_path, "-arch mlp -limit_steps 2 -cpu 2", wanted=75)
+
+
+def test_a_name_that_gets_its_address_a_little_later_is_waited_for(monkeypatch):
+    answers = [socket.gaierror("unknown"), None]
+
+    def resolve(*_):
+        if error := answers.pop(0):
+            raise error
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    environment.check_host("pod-0")
+    assert not answers
