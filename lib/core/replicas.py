@@ -21,7 +21,7 @@ from lib.utils.monitoring.metrics import Sums
 from lib.utils.monitoring.predictions import Predictions
 
 log = logging.getLogger(__name__)
-MOST_BYTES = 1 << 22  # of a tensor or an array that `plain_values` compares
+MOST_BYTES, MOST_OBJECTS = 1 << 22, 100_000  # of a tensor or an array, and in a value, that `plain_values` compares
 
 
 class Checks:
@@ -104,12 +104,12 @@ class Mark(pickle.Pickler):
     """Computes the CRC32 of a value's pickle. What has a state itself is no part of it."""
 
     def __init__(self, skipped: set[int], storages: set[int]):
-        self.file, self.skipped, self.storages = io.BytesIO(), skipped, storages
+        self.file, self.skipped, self.storages, self.left = io.BytesIO(), skipped, storages, MOST_OBJECTS
         super().__init__(self.file)
         self.fast = True  # without references, which depend on more than the value
 
     def of(self, value: Any) -> Any:
-        """Return the CRC32; None for what cannot be pickled, and for an iterator another object each time."""
+        """Return the CRC32; None of what is large or cannot be pickled, another object each time of an iterator."""
         if isinstance(value, Iterator):
             return object()
         try:
@@ -120,6 +120,9 @@ class Mark(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         """Return what stands for an object: of a tensor its digest, unless it is the model's or has a gradient."""
+        self.left -= 1
+        if self.left < 0:
+            raise OverflowError("too many objects")
         is_large = isinstance(value, Tensor | np.ndarray) and value.nbytes > MOST_BYTES
         if is_large or id(value) in self.skipped:
             return ""
