@@ -1,8 +1,10 @@
 """Shared by the tests of the machinery: runs as processes of their own, and disks without waiting."""
 
 import os
+from functools import partial
 from pathlib import Path
 
+import command_line
 import pytest
 from processes import fork_server, serve, start, uninterrupted  # noqa: F401
 
@@ -42,3 +44,9 @@ def is_slow(item) -> bool:
 def no_fsync(monkeypatch):
     """Do not wait for the disk: the effect of fsync is tested on a model of a disk."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def error_of(tmp_path, capsys):
+    """A function that returns the error of a command line."""
+    return partial(command_line.error_of, out=tmp_path / "out", capsys=capsys)

@@ -54,14 +54,6 @@ def test_with_the_stock_engine_only_the_same_number_of_processes_is_compared(che
     assert [line[:44].strip() for line in lines[5:-1]] == ROWS[:1]
 
 
-def test_an_fsdp_run_is_compared_with_other_numbers_of_processes(check_run):
-    with plugins(arch={"norm_net": norm_net}, dataset={"few": few}):
-        code, lines, message = check_run(f"{SMALL} -arch norm_net -dataset few -parallel fsdp")
-    assert code == 0 and lines[-1] == "all as promised", "\n".join([*lines, message])
-    assert [line[:44].strip() for line in lines[4:-1]] == ROWS
-    assert all(line.endswith("the same bits") for line in lines[4:-1])
-
-
 # Faults, and the causes that are reported for them
 
 

@@ -14,6 +14,7 @@ from runs import few, lines, outcome, plugins, run, same_tensors
 from safetensors.torch import load_file
 from saves import SMALL, all_entries, log_of, names, new_checkpoints, save
 
+from lib.utils import runtime
 from lib.utils.checkpoint import shards, weights
 from lib.utils.monitoring import metrics
 
@@ -65,23 +66,8 @@ def test_at_most_one_save_is_in_progress_and_the_next_one_waits_for_it(tmp_path,
     assert saves.steps(tmp_path) == [4, 3, 2, 1]
 
 
-def test_only_rank_0_calls_git_and_only_once(tmp_path, monkeypatch):
-    from lib.utils import runtime
-
-    real = runtime.subprocess.run
-
-    def log_call(words, **options):
-        if words[0] == "git":
-            with (tmp_path / "git_calls").open("a") as file:
-                file.write(f"{os.environ['RANK']} {words[2]}\n")
-        return real(words, **options)
-
-    runtime._git_status.cache_clear()
-    monkeypatch.setattr(runtime.subprocess, "run", log_call)
-    folder = run(tmp_path, f"{SMALL} -cpu 2 -save_every 4steps")
-    assert (tmp_path / "git_calls").read_text().splitlines() == ["0 status"]
-    monkeypatch.undo()
-    newest = folder / "checkpoints" / names(folder)[0]
+def test_a_checkpoint_names_the_commit_of_the_code(finished_run):
+    newest = finished_run / "checkpoints" / names(finished_run)[0]
     assert shards.read_manifest(newest)["about"]["git"] == runtime._git_status()
 
 

@@ -1,6 +1,5 @@
 """Disks that fill up, vanish, become read-only or are slow during a run; unusual folders; signals during a save."""
 
-import concurrent.futures
 import contextlib
 import os
 import signal
@@ -9,22 +8,16 @@ import subprocess
 import threading
 import time
 
+import boundary
 import pytest
 import saves
 from runs import distance, outcome, run
 from saves import SMALL, log_of, names
 
-from lib.trainer import trainer
 from lib.utils import preemption
 from lib.utils.checkpoint import shards
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
-
-
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory):
-    """A run that is not interrupted."""
-    return run(tmp_path_factory.mktemp("done"), SMALL)
 
 
 @pytest.fixture
@@ -51,22 +44,6 @@ def mount(tmp_path):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def call_at_steps(monkeypatch, actions):
-    """Call actions[step] on rank 0 at the end of a step, before what is due then, and after the save in progress."""
-    real = trainer.Trainer.after_step
-
-    def boundary(self):
-        if self.world.is_main and self.state.step in actions:
-            save = self.checkpoints.saving
-            concurrent.futures.wait([save.job] if save and save.job else [])
-            if self.world.size == 1:
-                self.checkpoints.finish()
-            actions[self.state.step]()
-        return real(self)
-
-    monkeypatch.setattr(trainer.Trainer, "after_step", boundary)
-
-
 # Full disks
 
 
@@ -83,7 +60,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_older_checkpoint_is_good(
 ):
     disk = mount("8m")
     with monkeypatch.context() as patch:
-        call_at_steps(patch, {5: lambda: fill(disk)})
+        boundary.after_step(patch, 5, lambda folder: fill(disk))
         with pytest.raises(RuntimeError, match=r"could not be saved .*No space left"):
             run(disk, f"{SMALL} -save_every 1steps -log_every 1")
     folder = disk / finished_run.name
@@ -99,12 +76,8 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_older_checkpoint_is_good(
 
 def test_a_run_whose_folder_is_moved_away_fails_with_the_reason_and_does_not_create_it_again(tmp_path, monkeypatch):
     folder = tmp_path / "out" / "few_norm_net"
-
-    def take_away():
-        folder.rename(tmp_path / "moved")
-
     monkeypatch.setattr(preemption, "ASK_EVERY_S", 0.0)
-    call_at_steps(monkeypatch, {5: take_away})
+    boundary.after_step(monkeypatch, 5, lambda folder: folder.rename(tmp_path / "moved"))
     with pytest.raises((OSError, RuntimeError), match=f"No such file or directory: '{folder}/"):
         run(tmp_path / "out", SMALL)
     assert not folder.exists()

@@ -6,6 +6,7 @@ import shutil
 import stat
 from pathlib import Path
 
+import boundary
 import pytest
 import runs
 import saves
@@ -13,7 +14,6 @@ from runs import outcome, run
 from saves import SMALL, log_of, names
 
 from lib import config
-from lib.trainer import trainer
 from lib.utils import files
 from lib.utils.checkpoint import shards, weights
 from lib.utils.errors import UsageError, printable
@@ -148,20 +148,6 @@ def test_the_folder_of_another_user_is_refused_unless_out_is_made_for_a_group(co
 # Two runs in one folder
 
 
-def take_over(patch, step: int, take):
-    """Let `take(folder)` happen on rank 0 after this step."""
-    real = trainer.Trainer.after_step
-
-    def after_step(self):
-        if self.state.step == step:
-            self.checkpoints.finish()
-            if self.world.is_main:
-                take(self.folder)
-        return real(self)
-
-    patch.setattr(trainer.Trainer, "after_step", after_step)
-
-
 def another_run(folder: Path):
     """Put another run's folder in the place of one."""
     shutil.rmtree(folder)
@@ -183,7 +169,7 @@ def test_a_run_whose_folder_another_one_has_ends_and_writes_nothing_more(seize, 
         taken.update(tree(folder))
 
     taken: dict = {}
-    take_over(monkeypatch, 5, take)
+    boundary.after_step(monkeypatch, 5, take)
     with pytest.raises(OSError, match="another process has the run's folder"):
         runs.train.main([*f"{SMALL} {seen_by} -cpu 1 -model m -out {tmp_path}".split()])
     assert tree(tmp_path / "m") == taken
@@ -196,7 +182,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def test_a_lock_that_is_gone_without_another_one_does_not_end_a_run(tmp_path, monkeypatch):
-    take_over(monkeypatch, 5, lambda folder: (folder / ".lock").unlink())
+    boundary.after_step(monkeypatch, 5, lambda folder: (folder / ".lock").unlink())
     assert outcome(run(tmp_path, f"{SMALL} -cpu 1"))["state"] == "finished"
 
 

@@ -95,14 +95,6 @@ def test_weights_of_a_backbone_go_into_the_backbone(tmp_path, prefix):
     assert "not loaded, as missing or of another shape: head.bias, head.weight; not used: " in said
 
 
-def test_shapes_and_types_that_do_not_fit_are_named(tmp_path):
-    given = {**tensors_of(WithBackbone()), "head.weight": torch.ones(9, 5), "head.bias": torch.ones(9)}
-    said = load_into(save(given, tmp_path / "w.pt"), WithBackbone())
-    assert "head.bias (torch.float32 (9,) there, torch.float32 (2,) here), head.weight (" in said
-    message = refusal(save({f"{n}": torch.ones(2) for n in tensors_of(Tied())}, tmp_path / "w.pt"))
-    assert "not the weights of this model" in message and "embed.weight (torch.float32 (2,) there, " in message
-
-
 @pytest.mark.parametrize("names", [["conv1.weight"], ["a.b", "c.d.e"], ["inner.scale"]])
 def test_where_nothing_fits_a_name_of_each_side_is_shown(tmp_path, names):
     message = refusal(save({name: torch.ones(3, 2) for name in names}, tmp_path / "w.safetensors"))

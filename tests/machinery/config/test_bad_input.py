@@ -3,9 +3,7 @@
 import os
 import subprocess
 import sys
-from functools import partial
 
-import command_line
 import pytest
 from command_line import shared
 
@@ -20,12 +18,6 @@ NO_PLUGINS = "nope ../x /abs/olute lib/arch/mlp lib.arch.mlp mlp.py .. os __init
 NO_PLUGINS += ["mlp\n", "mlp\0", "ä", "x" * 300]
 NO_RUNS = "../../x /absolute a/b a\\b .. .hidden é a:b ~ $HOME * -x \u202e".split()
 NO_RUNS += ["", " ", "a b", "a\n", "a\0b", "x" * 101]
-
-
-@pytest.fixture
-def error_of(tmp_path, capsys):
-    """A function that returns the error of a command line."""
-    return partial(command_line.error_of, out=tmp_path / "out", capsys=capsys)
 
 
 # Names

@@ -5,9 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from functools import partial
 
-import command_line
 import pytest
 import runs
 import torch
@@ -22,12 +20,6 @@ from lib.utils.checkpoint import run_folder
 from lib.utils.data.tensors import Tensors
 
 FAST = ["-cpu", "1", "-epochs", "1"]
-
-
-@pytest.fixture
-def error_of(tmp_path, capsys):
-    """A function that returns the error of a command line."""
-    return partial(command_line.error_of, out=tmp_path / "out", capsys=capsys)
 
 
 # Data sets and models

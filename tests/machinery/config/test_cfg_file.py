@@ -26,14 +26,6 @@ def test_the_command_line_overrides_the_file_the_plugin_and_the_shared_default_i
     assert parsed(["-cfg", file, "-seed", "3"]).cfg == file
 
 
-def test_plugins_of_the_command_line_override_those_of_the_file(tmp_path):
-    file = cfg_file(tmp_path, "dataset: fake\narch: resnet\nresnet_depth: 34\n")
-    args = parsed(["-cfg", file])
-    assert (args.dataset, args.arch, args.resnet_depth, args.model) == ("fake", "resnet", 34, "fake_resnet")
-    file = cfg_file(tmp_path, "dataset: fake\narch: resnet\n")
-    assert parsed(["-cfg", file, "-arch", "mlp"]).arch == "mlp"
-
-
 def test_flags_of_a_replaced_plugin_are_refused_and_what_another_dataset_set_is_dropped(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(config.to_yaml(parsed("-arch resnet -resnet_depth 34 -epochs 7"), {}))
@@ -85,8 +77,6 @@ def test_numbers_booleans_and_lists_of_a_file_are_read_as_written(tmp_path):
         ('out: "a\\0b"', "-out: 'a\\x00b' is not a line of text in UTF-8"),
         ("", "empty"),
         ("- epochs: 3", "no mapping"),
-        ("epochs: 3\n---\nepochs: 4\n", "cannot be read"),
-        ("epochs: 3\n\tseed: 4", "cannot be read"),
         (b"\xff\xfe\x00e", "cannot be read"),
     ],
     ids=lambda text: repr(text)[:30],

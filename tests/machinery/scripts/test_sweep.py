@@ -158,7 +158,6 @@ def test_a_trial_is_pruned_if_it_is_worse_than_the_median_of_finished_trials_at_
         ("-lr_start 1e-4:1e-2 -trials 3", "nothing varies: give a flag that changes the result a range, as -lr"),
         ("-lr_start 1e-3,,1e-2", "a value is missing"),
         ("-lr_strat 1e-3,1e-2", "unknown flag -lr_strat (do you mean -lr_start"),
-        ("-arch mlp,convnot", "no such file in lib/arch"),
         ("-lr_start log:1e-4:1e-2", "add -trials N"),
         ("-lr_start log:0:1 -trials 3", "two rising numbers"),
         ("-lr_end 1e-6,1 -lr_start 1e-3", "-lr_end 1.0 is above -lr_start"),

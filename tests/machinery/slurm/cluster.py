@@ -164,17 +164,6 @@ class Cluster:
         logs = [*(self.out / name / "slurm").glob("*.out"), *self.out.glob(f"{name}.log")]
         return lambda: "".join(f"{log}:\n{log.read_text()}" for log in logs)
 
-    def pid_of(self, job: str, rank: int) -> int:
-        """The process id of a rank."""
-        wanted = {f"SLURM_JOB_ID={job}", f"SLURM_PROCID={rank}", "SLURM_STEP_ID=0"}
-        wanted |= {f"SLURM_CONF={self.folder}/slurm.conf"}
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                found = wanted <= set((entry / "environ").read_text().split("\0"))
-                if found and b"slurm_task" in (entry / "cmdline").read_bytes():
-                    return int(entry.name)
-        raise AssertionError(f"no process of rank {rank} of job {job}")
-
     def _start_requeued_jobs(self):
         """Start requeued jobs soon: Slurm delays them by two minutes. A start in the same second would fail."""
         done = set()

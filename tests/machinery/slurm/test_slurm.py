@@ -1,9 +1,7 @@
 """Runs on a real Slurm of two nodes: submitted, preempted, timed out, cancelled, killed; always the same weights."""
 
 import json
-import os
 import re
-import signal
 import sys
 import time
 
@@ -137,17 +135,6 @@ def test_a_job_that_does_not_train_ends_with_its_own_exit_code(slurm, out):
     assert (slurm.wait_for_end(wrong)["JobState"], slurm.job(wrong)["ExitCode"]) == ("FAILED", "2:0")
     assert not any("was lost" in slurm.log(name)() for name in ("debugged", "none", "debug_run"))
     assert "nanobind" not in slurm.log("none")(), "messages about leaks must not follow the error"
-
-
-def test_a_run_whose_task_is_killed_is_requeued(slurm, out):
-    job = slurm.submit("-model torn -cpu 1 -slow_s 0.1")
-    slurm.wait_until_it_trains("torn", step=24)
-    until(lambda: run_folder.list_checkpoints(out / "torn" / "checkpoints"))
-    os.kill(slurm.pid_of(job, rank=1), signal.SIGKILL)
-    job_info = slurm.wait_for_end(job)
-    assert (job_info["JobState"], job_info["Restarts"]) == ("COMPLETED", "1"), slurm.log("torn")()
-    assert outcome(out / "torn")["state"] == "finished"
-    assert "a process was lost: job" in slurm.log("torn")()
 
 
 def test_a_run_that_crashes_at_every_start_is_not_requeued_forever(background_jobs):

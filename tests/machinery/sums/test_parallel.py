@@ -113,11 +113,6 @@ def test_blocks_are_the_outermost_module_lists_or_the_children_of_a_sequential()
     assert parallel.blocks(nn.Linear(2, 2)) == []
 
 
-def test_a_block_that_shares_a_parameter_with_the_rest_stays_in_the_root_group():
-    net = BlocksNet()
-    assert parallel._untied(net, parallel.blocks(net)) == [net.blocks[0]]
-
-
 def test_recompute_for_a_model_without_blocks_is_refused():
     with pytest.raises(parallel.UsageError, match="get_blocks"):
         parallel.wrap(nn.Linear(2, 2), RECOMPUTE, World())

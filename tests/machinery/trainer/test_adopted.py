@@ -182,6 +182,8 @@ def test_a_batch_may_be_any_mapping():
     assert losses.forward(model, batch, criterion).loss == criterion(model(inputs), labels)
     assert map_tensors(batch, len) == {"input": 8, "labels": 8}
     assert [name for name, _ in named_tensors(batch)] == ["input", "labels"]
+    deep = {"pair": (inputs, [labels]), "number": 3}
+    assert [name for name, _ in named_tensors(deep)] == ["pair.0", "pair.1.0"]
 
 
 class Three(Tensors):
@@ -219,12 +221,6 @@ def test_a_batch_that_the_default_trainer_cannot_use_is_refused_in_one_line(kind
 
 def criterion(flags: str):
     return losses.get_loss(parsed(flags))
-
-
-def test_a_regression_with_cross_entropy_is_refused_in_one_line(tmp_path, refused):
-    with plugins(dataset={"numbers": numbers}):
-        line = refused("-dataset numbers -arch norm_net -num_classes 1 -cpu 1")
-    assert "for a regression: -loss mse" in line
 
 
 def test_class_weights_multiply_the_loss_of_each_sample():
@@ -275,13 +271,3 @@ def test_classification_metrics_are_those_of_scikit_learn_on_any_number_of_proce
     for line in found:
         assert {name: line[name] for name in wanted} == pytest.approx(wanted)
     assert bits(folders[0])["figures"] == bits(folders[1])["figures"]
-
-
-def numbers(args):
-    generator = torch.Generator().manual_seed(5)
-
-    def part(count):
-        inputs = torch.randn(count, 64, generator=generator)
-        return Tensors(inputs, inputs[:, :2].sum(1, keepdim=True) + 100)
-
-    return {"train": part(60), "val": part(37), "test": part(9)}

@@ -1,7 +1,6 @@
 """Nothing calls a model or reads a sample before training does, and items have the same bits in every process."""
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -64,32 +63,12 @@ class LazyFile(Rows):
         return row, index % 4
 
 
-class LazyPool(Rows):
-    """Makes a pool of threads at the first sample; a process that is forked later has none of its threads."""
-
-    pool = None
-
-    def __getitem__(self, index):
-        self.pool = self.pool or ThreadPoolExecutor(1)
-        return self.pool.submit(super().__getitem__, index).result()
-
-
 class LargeSums(Rows):
     """Items whose last bits depend on the number of threads that sum a large tensor."""
 
     def __getitem__(self, index):
         large = torch.rand(1 << 18, generator=torch.Generator().manual_seed(index))
         return self.rows[index] + large.sum() / 1e5, index % 4
-
-
-class LargeCollate(Rows):
-    """The same for what collate_fn computes."""
-
-    @staticmethod
-    def collate_fn(items):
-        rows, labels = zip(*items, strict=True)
-        large = torch.rand(1 << 18, generator=torch.Generator().manual_seed(labels[0]))
-        return torch.stack(rows) + large.sum() / 1e5, torch.tensor(labels)
 
 
 def test_a_model_that_keeps_something_of_its_first_pass_trains_as_one_that_does_not(tmp_path):
@@ -100,18 +79,16 @@ def test_a_model_that_keeps_something_of_its_first_pass_trains_as_one_that_does_
     assert same_tensors(*finals)
 
 
-@pytest.mark.parametrize("kind", [LazyFile, LazyPool])
-def test_what_a_dataset_makes_at_its_first_sample_is_made_in_each_loader_process(kind, tmp_path):
+def test_what_a_dataset_makes_at_its_first_sample_is_made_in_each_loader_process(tmp_path):
     (tmp_path / "rows").write_bytes(Rows().rows.numpy().tobytes())
-    model, data = {"first": lambda args: nn.Linear(64, 4)}, {"train": kind(tmp_path), "val": kind(tmp_path)}
+    model, data = {"first": lambda args: nn.Linear(64, 4)}, {"train": LazyFile(tmp_path), "val": LazyFile(tmp_path)}
     with plugins(arch=model, dataset={"first": lambda args: data}):
         run(tmp_path, f"{FLAGS} -workers 2 -hang_minutes 0.5")
 
 
-@pytest.mark.parametrize("kind", [LargeSums, LargeCollate])
-def test_items_have_the_same_bits_in_loader_processes_and_in_the_rank(kind, tmp_path):
+def test_items_have_the_same_bits_in_loader_processes_and_in_the_rank(tmp_path):
     model = {"first": lambda args: nn.Linear(64, 4)}
-    with plugins(arch=model, dataset={"first": lambda args: kind()}):
+    with plugins(arch=model, dataset={"first": lambda args: LargeSums()}):
         here, there = [run(tmp_path, f"{FLAGS} -workers {number} -model run_{number}") for number in (0, 1)]
     assert "threads:     2\n" in (here / "logs" / "rank_0.log").read_text()
     assert same_tensors(weights(here), weights(there))

@@ -72,22 +72,6 @@ def figures(folder):
     return [{name: one for name, one in line.items() if not name.startswith("perf/")} for line in lines(folder)]
 
 
-def test_a_stop_within_a_validation_leaves_it_to_the_next_start(undisturbed, tmp_path, monkeypatch):
-    real = trainer.Trainer.evaluation_step
-
-    def evaluation_step(self, *batch):
-        if self.state.step == 6:
-            self.stop.request_stop("a test")
-        return real(self, *batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "evaluation_step", evaluation_step)
-        folder = run(tmp_path, f"{STEPS} -cpu 1", wanted=75)
-    assert outcome(folder)["step"] == 6 and [line["step"] for line in lines(folder) if "val/loss" in line] == [3]
-    run(tmp_path, f"{STEPS} -cpu 1")
-    assert distance(folder, undisturbed) == 0.0 and figures(folder) == figures(undisturbed)
-
-
 def test_early_stopping_counts_validations(tmp_path):
     folder = run(tmp_path, f"{STEPS} -cpu 1 -best loss:max -stop_after 2")
     result = outcome(folder)
@@ -147,25 +131,6 @@ def test_a_run_that_is_to_end_where_it_already_is_begins_with_its_last_validatio
     result = outcome(folder)
     assert (result["state"], result["step"], result["evaluations"]) == ("finished", 8, 3)
     assert result["test"] != result["test_best"] and result["best"]["evaluation"] == 1, "the loss falls"
-
-
-class CountsItself(trainer.Trainer):
-    """A step of its own, which knows nothing of what is due after it, and hooks that return nothing."""
-
-    def train_step(self, batches):
-        before = self.state.evaluated
-        super().train_step(batches)
-        self.state.evaluated = before
-
-    def after_step(self):
-        super().after_step()
-
-
-def test_a_trainer_with_a_step_of_its_own_stops_and_goes_on_as_others(undisturbed, tmp_path):
-    with plugins(trainer={"own": CountsItself}):
-        run(tmp_path, f"{STEPS} -cpu 1 -trainer own -limit_steps 4 -model own", wanted=75)
-        folder = run(tmp_path, f"{STEPS} -cpu 1 -trainer own -model own")
-    assert distance(folder, undisturbed) == 0.0 and figures(folder) == figures(undisturbed)
 
 
 def test_a_set_whose_loss_is_nan_is_never_the_best_and_others_may_be():

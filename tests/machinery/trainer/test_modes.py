@@ -14,7 +14,6 @@ from torch.utils.data import Dataset
 
 import train
 from lib.trainer.trainer import Trainer
-from lib.utils.data import tensors
 from lib.utils.data.tensors import Tensors
 
 FLAGS = "-dataset few -arch norm_net -image_size 8 -num_classes 4 -batch_size 16 -epochs 3 -log_every 1 -model run"
@@ -69,18 +68,6 @@ def test_debug_names_the_first_bad_tensor(parts, tmp_path, flags, message):
     with pytest.raises(RuntimeError, match=message):  # raised in this process, whatever -cpu is
         train.main([*f"{FLAGS} {flags} -debug -cpu 2 -out {tmp_path / 'out'}".split()])
     assert not list(tmp_path.iterdir())
-
-
-def test_a_tensor_in_a_batch_is_named_by_its_path_at_any_depth():
-    batch = {"pair": (torch.zeros(1), [torch.ones(2)]), "number": 3, "row": torch.zeros(4)}
-    assert [(name, len(part)) for name, part in tensors.named_tensors(batch)] == [
-        ("pair.0", 1),
-        ("pair.1.0", 2),
-        ("row", 4),
-    ]
-    assert [name for name, _ in tensors.named_tensors(torch.zeros(3))] == ["0"] and tensors.named_tensors(
-        "text"
-    ) == []
 
 
 def test_debug_finds_a_gradient_that_is_not_finite(parts, tmp_path):

@@ -52,25 +52,6 @@ class WithCritic(trainer.Trainer):
         return norm
 
 
-class TrainsHeadTwice(trainer.Trainer):
-    """Trains a part of the model with an optimizer of its own, before the loss is computed."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.head = self.model[-1]
-        self.second = torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
-
-    def training_step(self, batch):
-        for parameter in self.head.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        self.second.step()
-        self.second.zero_grad()
-        return super().training_step(batch)
-
-    def due_optimizers(self):
-        return [self.optimizer]
-
-
 class StrayOptimizer(trainer.Trainer):
     """Has an optimizer for a parameter that belongs to no module."""
 
@@ -127,24 +108,9 @@ def test_a_second_model_and_optimizer_resume_exactly(ranks, tmp_path, request):
     assert truth["trainer.critic_optimizer.trainer.critic.0.bias.step"] == 11
 
 
-def test_training_during_a_save_does_not_change_the_checkpoint(tmp_path, request):
-    flags = (
-        f"{SMALL} -trainer twice -cpu 1 -save_every 1steps -keep_last 99 -micro_batch 16 -allow_change micro_batch"
-    )
-    with plugins(trainer={"twice": TrainsHeadTwice}):
-        whole = run(tmp_path, f"{flags} -model whole")
-        request.getfixturevalue("slow_writes")
-        part = run_with_stops(tmp_path, f"{flags} -model part", 5)
-    assert same_tensors(all_saved(part), all_saved(whole))
-    assert {name for name in saved(whole) if name.startswith("trainer.")} == {
-        "trainer.second.5.weight.momentum_buffer",
-        "trainer.second.5.bias.momentum_buffer",
-    }
-
-
 def test_resuming_with_a_trainer_that_has_other_modules_is_refused(tmp_path, capfd):
     flags = f"{SMALL} -cpu 1 -trainer pair"
-    with plugins(trainer={"pair": TrainsHeadTwice}):
+    with plugins(trainer={"pair": trainer.Trainer}):
         run(tmp_path, f"{flags} -limit_steps 5", wanted=75)
     with plugins(trainer={"pair": WithCritic}):
         run(tmp_path, flags, wanted=2)
@@ -248,21 +214,6 @@ def test_whatever_has_a_state_resumes_exactly(tmp_path):
     )
     assert one == other and same_tensors(saved(whole), saved(part)) and bits(whole) == bits(part)
     assert {"trainer.scheduler", "trainer.own", "trainer.other_optimizers.1", "optim"} < one.keys()
-
-
-class Counting(trainer.Trainer):
-    """Logs a metric that is 1 for every sample."""
-
-    def training_step(self, batch):
-        self.metrics.update({"one": len(batch[0])})
-        return super().training_step(batch)
-
-
-def test_a_trainers_own_metrics_count_each_sample_once(tmp_path):
-    """A rank without a micro-batch counts nothing."""
-    with plugins(trainer={"counting": Counting}):
-        folder = run(tmp_path, f"{SMALL} -trainer counting -cpu 3 -micro_batch 4 -log_every 1")
-    assert {line["train/one"] for line in lines(folder) if "train/one" in line} == {1.0}
 
 
 class Draws(trainer.Trainer):
