@@ -48,23 +48,39 @@ def read(file: str | Path, use: Callable[[Image.Image], Any]) -> Any:
     Raises:
         UsageError: the content is no image that can be read.
         OSError: the disk fails; it has the number of the error.
+        Exception: whatever `use` raises for an image that can be decoded.
     """
-    Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2  # Pillow refuses twice as many
     try:
-        with files.open_regular(Path(file), "rb", follow=True) as opened, Image.open(opened) as image:
-            return use(image)
-    except (MemoryError, AttributeError, TypeError):  # say nothing about the file
+        return _open(file, use)
+    except Exception as error:  # of the content, of the disk or of `use`
+        fault = error if isinstance(error, UsageError) else _find_fault(file)
+        if fault is None:
+            raise
+        text = f"{file}: not a readable image ({fault})"
+        raise UsageError(f"{text}; fix or remove it, or train with -skip_bad_files") from None
+
+
+def _open(file: str | Path, use: Callable[[Image.Image], Any]) -> Any:
+    Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2  # Pillow refuses twice as many
+    with files.open_regular(Path(file), "rb", follow=True) as opened, Image.open(opened) as image:
+        return use(image)
+
+
+def _find_fault(file: str | Path) -> Exception | None:
+    """Return why the content of a file cannot be decoded, None if it can. Raises OSError if the disk fails."""
+    try:
+        return _open(file, lambda image: image.load() and None)
+    except MemoryError:  # says nothing about the file
         raise
     except Exception as error:  # Pillow raises many kinds for bad content, none with a number
         number = error.errno if isinstance(error, OSError) else None
         if number in (None, *files.UNFIT) or (number == errno.ENOENT and Path(file).is_symlink()):
-            fault = f"{file}: not a readable image ({error})"
-            raise UsageError(f"{fault}; fix or remove it, or train with -skip_bad_files") from None
+            return error
         raise
 
 
 def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box] | None = None) -> Image.Image:
-    """Return the part of an image that `box` gives, upright, `size` pixels wide and high, in 8 bits.
+    """Return the part of an image that `box` gives, upright, `size` pixels wide and high, in 8 bits, on white.
 
     A JPEG that was not read yet is decoded at 1/2, 1/4 or 1/8 of its size, if the part still has `size` pixels each
     way: a photo of 12 megapixels then takes a third of the time.
@@ -76,7 +92,7 @@ def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box
         box: a function from width and height of the upright image to the part. None: the whole.
 
     Raises:
-        ValueError: the pixels' values have no known range.
+        UsageError: the pixels' values have no known range.
     """
     if not isinstance(image, JpegImageFile):
         image.load()  # a TIFF turns itself then, and a PNG's EXIF may follow its pixels
@@ -95,16 +111,23 @@ def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box
         image.info.pop("exif", None)  # exif_transpose rewrites it, and it may be damaged
         ImageOps.exif_transpose(image, in_place=True)
     image = _to_8_bits(image)
+    if image.has_transparency_data:  # the colours of transparent pixels are arbitrary
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     part = (left / scale, top / scale, right / scale, bottom / scale)
     return image.convert(mode).resize((size, size), Image.Resampling.BILINEAR, part)
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Return the image with values from 0 to 255: 16 bits are scaled. Raises ValueError for 32 bits and floats."""
+    """Return the image with values from 0 to 255: 16 bits are scaled. Raises UsageError if the range is unknown."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise ValueError(f"mode {image.mode} has no range from black to white: save it with 8 or 16 bits")
+        values = np.array(image)
+        if 0 < values.max() < 256:
+            raise UsageError(f"16 bits with values of 8 bits, up to {values.max()}: save it with 8 bits")
+        values[values == image.info.get("transparency", -1)] = 65535  # white
+        return Image.fromarray((values // 257).astype(np.uint8))
+    if image.mode in ("I", "F", "LAB"):
+        wanted = "save it with 8 or 16 bits, grey or RGB"
+        raise UsageError(f"mode {image.mode} has no range from black to white: {wanted}")
     return image
 
 
