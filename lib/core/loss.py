@@ -56,10 +56,16 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
         return ForwardResult(exact, targets, outputs if are_answers else None)
     if outputs is None or targets is None:
         raise _wrong_batch(batch, f", and the model returns a {type(answer).__name__} without a loss")
-    if isinstance(criterion, REGRESSION) and outputs.shape != targets.shape:  # torch would stretch one of them
+    if not isinstance(targets, Tensor) and isinstance(criterion, (CrossEntropy, *REGRESSION)):
+        inner = f" of {type(targets[0]).__name__}" if isinstance(targets, (tuple, list)) and targets else ""
+        raise _wrong_batch(batch, f", with a {type(targets).__name__}{inner} as targets, not one tensor")
+    if not isinstance(criterion, REGRESSION):
+        return ForwardResult(criterion(outputs, targets), targets, outputs)
+    if outputs.shape != targets.shape:  # torch would stretch one of them
         shapes = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
         raise UsageError(f"{shapes}: this -loss needs the same shape, as (samples, 1) for -num_classes 1")
-    return ForwardResult(criterion(outputs, targets), targets, outputs)
+    kind = torch.promote_types(outputs.dtype, torch.float32)  # bfloat16 has no room for targets
+    return ForwardResult(criterion(outputs.to(kind), targets.to(kind)), targets, outputs)
 
 
 def _call(model: nn.Module, batch: Any, inputs: Any, targets: Any) -> tuple[Any, bool]:
@@ -98,7 +104,7 @@ def count_targets(criterion: Callable, batch: Any, samples: int) -> Tensor | int
     if not (samples and are_rows):
         return samples
     if isinstance(criterion, nn.CrossEntropyLoss) and isinstance(targets, Tensor) and not targets.is_floating_point():
-        return (targets != criterion.ignore_index).sum()
+        return (targets.long() != criterion.ignore_index).sum()  # as uint8, -100 would be 156
     return len(targets)
 
 
