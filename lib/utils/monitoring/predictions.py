@@ -16,7 +16,7 @@ class Predictions:
 
     def __init__(self, loss: nn.Module, classes: int, world: World):
         self.classes = classes if isinstance(loss, nn.CrossEntropyLoss) and classes <= MAX_CLASSES else 0
-        self.world = world
+        self.ignored, self.world = getattr(loss, "ignore_index", -100), world
         self.reset()
 
     def reset(self) -> None:
@@ -31,7 +31,7 @@ class Predictions:
             return
         answers, targets = outputs.detach().argmax(1), targets.long()  # uint8 has no room for class times classes
         # The loss ignores others, as -100 and 255. A batch of padding has the count 0.
-        counted = (targets >= 0) & (targets < self.classes) & (count > 0)
+        counted = (targets >= 0) & (targets < self.classes) & (targets != self.ignored) & (count > 0)
         place = targets.clamp(0, self.classes - 1) * self.classes + answers
         self.counts.view(-1).index_add_(0, place, counted.long())
 
