@@ -27,7 +27,9 @@ def texts(tmp_path):
     draw = np.random.default_rng(0)
     for number, size in enumerate([700, 0, 2999, 1, 1500, 800, 0]):
         (tmp_path / "some" / f"{number % 3}").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "some" / f"{number % 3}" / f"{number}.txt").write_bytes(draw.bytes(size))
+        (tmp_path / "some" / f"{number % 3}" / f"{number}.txt").write_bytes(
+            draw.integers(1, 256, size, np.uint8).tobytes()
+        )
     (tmp_path / "some" / ".git").mkdir()
     (tmp_path / "some" / ".git" / "config").write_bytes(b"not text")
     return tmp_path / "some"
@@ -80,6 +82,15 @@ def test_without_data_the_text_is_the_standard_library_of_this_python(tmp_path):
     assert Path(argparse.__file__).read_bytes() in text and len(text) > 5e6
     assert Path(pytest.__file__).read_bytes() not in text, "installed packages must be left out"
     assert (args.arch, args.num_classes) == ("gpt", 256)
+
+
+def test_files_that_are_no_text_are_refused_by_name_alone_and_among_texts(texts):
+    for name, content in (("c.png", b"\x89PNG\r\n\0\0"), ("c.txt", "a text".encode("utf-16"))):
+        (texts / name).write_bytes(content)
+        for data in (texts, texts / name):
+            with pytest.raises(UsageError, match=f"{name} is no text: it has a zero byte; save a text as UTF-8"):
+                splits_of(data)
+        (texts / name).unlink()
 
 
 # Token files
