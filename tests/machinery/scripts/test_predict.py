@@ -9,9 +9,12 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from runs import lines, run
 
+from lib import config
+from lib.utils.errors import UsageError
 from scripts import predict
 
 PHOTOS = "-dataset folder -arch convnet -image_size 16 -cpu 1 -epochs 4 -batch_size 8 -lr_start 0.01"
@@ -163,3 +166,20 @@ def test_classes_of_one_name_and_classes_called_like_columns_lose_nothing(traine
         assert row["file"] == str(file) and len(row) == 6
         [record] = json.loads(predictions(capsys, copy, file, "-format", "json", "-device", "cpu"))
         assert sum(list(record.values())[3:]) == pytest.approx(1, abs=1e-5)
+
+
+def test_outputs_of_a_shape_that_no_row_can_show_are_one_line():
+    for name, shapes in {"mse": [(2,), (2, 3), (2, 7, 3)], "cross_entropy": [(2, 3), (2, 7, 3)]}.items():
+        args = config.parse_args(["-loss", name, "-num_classes", "3"])
+        rows = [predict.one_row_each(torch.ones(shape), 2, args) for shape in shapes]
+        assert [one.shape[1] for one in rows] == [shape[-1] if len(shape) > 1 else 1 for shape in shapes]
+        for shape in [(2, 3, 7), (2, 3, 4, 4), (1, 3), (2,), ()][: 3 + 2 * (name != "mse")]:
+            with pytest.raises(
+                UsageError, match=rf"-arch convnet gives outputs {re.escape(str(shape))} for 2 samples"
+            ):
+                predict.one_row_each(torch.ones(shape), 2, args)
+
+
+def test_an_error_of_a_transform_is_the_row_s_reason_and_not_the_photo_s(photos):
+    [row] = predict.answers(lambda image: image.size[5] / 0, None, [photos / "val" / "dark" / "0.png"])
+    assert row.fault == "get_transform fails: IndexError: tuple index out of range"
