@@ -45,27 +45,25 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     outputs, loss = split_output(answer)
     if loss is not None:
         if isinstance(answer, (tuple, list)) and outputs is not None and targets is not None and not got_targets:
-            raise UsageError(
-                "the model got no targets and returns a number next to its outputs: is it the whole loss, or a part? "
-                'Return {"loss": number} for the whole; add up parts in a trainer: python scripts/new.py trainer NAME'
-            )
+            found = "the model got no targets and returns a number next to outputs: is it the whole loss, or a part?"
+            hint = 'Return {"loss": number} for the whole; sum parts in a trainer: python scripts/new.py trainer NAME'
+            raise UsageError(f"{found} {hint}")
         # Without the targets, outputs need not be predictions (an autoencoder's are not). With rows of
         # targets, a model may shift them against the outputs, as for the next token.
         are_answers = got_targets and isinstance(targets, Tensor) and targets.ndim == 1
         exact = loss if loss.dtype == torch.float64 else loss.float()  # bfloat16 has no room for sums over samples
         return ForwardResult(exact, targets, outputs if are_answers else None)
-    if outputs is None or targets is None:
-        raise _wrong_batch(batch, f", and the model returns a {type(answer).__name__} without a loss")
-    if not isinstance(targets, Tensor) and isinstance(criterion, (CrossEntropy, *REGRESSION)):
-        inner = f" of {type(targets[0]).__name__}" if isinstance(targets, (tuple, list)) and targets else ""
-        raise _wrong_batch(batch, f", with a {type(targets).__name__}{inner} as targets, not one tensor")
-    if not isinstance(criterion, REGRESSION):
-        return ForwardResult(criterion(outputs, targets), targets, outputs)
-    if outputs.shape != targets.shape:  # torch would stretch one of them
-        shapes = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
-        raise UsageError(f"{shapes}: this -loss needs the same shape, as (samples, 1) for -num_classes 1")
-    kind = torch.promote_types(outputs.dtype, torch.float32)  # bfloat16 has no room for targets
-    return ForwardResult(criterion(outputs.to(kind), targets.to(kind)), targets, outputs)
+    takes = Tensor if isinstance(criterion, (CrossEntropy, *REGRESSION)) else object
+    if outputs is None or targets is None or not isinstance(targets, takes):
+        found = f"the model returns a {type(answer).__name__} without a loss"
+        raise _wrong_batch(batch, f", and {found} for targets of type {type(targets).__name__}")
+    if isinstance(criterion, REGRESSION):
+        if outputs.shape != targets.shape:  # torch would stretch one of them
+            shapes = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
+            raise UsageError(f"{shapes}: this -loss needs the same shape, as (samples, 1) for -num_classes 1")
+        kind = torch.promote_types(outputs.dtype, torch.float32)  # bfloat16 has no room for targets
+        outputs, targets = outputs.to(kind), targets.to(kind)
+    return ForwardResult(criterion(outputs, targets), targets, outputs)
 
 
 def _call(model: nn.Module, batch: Any, inputs: Any, targets: Any) -> tuple[Any, bool]:
@@ -110,10 +108,9 @@ def count_targets(criterion: Callable, batch: Any, samples: int) -> Tensor | int
 
 def _wrong_batch(batch: Any, more: str = "") -> UsageError:
     shapes = ", ".join(f"{name}: {tuple(one.shape)}" for name, one in named_tensors(batch)) or "no tensors"
-    return UsageError(
-        "the default trainer takes (inputs, targets) or a dict with labels; this dataset gives a "
-        f"{type(batch).__name__} of {shapes}{more}: python scripts/new.py trainer NAME"
-    )
+    takes = "the default trainer takes (inputs, targets) or a dict with labels"
+    found = f"this dataset gives a {type(batch).__name__} of {shapes}{more}"
+    return UsageError(f"{takes}; {found}: python scripts/new.py trainer NAME")
 
 
 def split_output(answer: Any) -> tuple[Any, Any]:

@@ -45,38 +45,29 @@ def describe(others: Counter[str]) -> str:
 def read(file: str | Path, use: Callable[[Image.Image], Any]) -> Any:
     """Return what `use` makes of an image file.
 
-    Raises:
+    Raises what `use` raises for an image that can be decoded, or:
         UsageError: the content is no image that can be read.
         OSError: the disk fails; it has the number of the error.
-        Exception: whatever `use` raises for an image that can be decoded.
     """
-    try:
-        return _open(file, use)
-    except Exception as error:  # of the content, of the disk or of `use`
-        fault = error if isinstance(error, UsageError) else _find_fault(file)
-        if fault is None:
-            raise
-        text = f"{file}: not a readable image ({fault})"
-        raise UsageError(f"{text}; fix or remove it, or train with -skip_bad_files") from None
-
-
-def _open(file: str | Path, use: Callable[[Image.Image], Any]) -> Any:
     Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2  # Pillow refuses twice as many
-    with files.open_regular(Path(file), "rb", follow=True) as opened, Image.open(opened) as image:
-        return use(image)
-
-
-def _find_fault(file: str | Path) -> Exception | None:
-    """Return why the content of a file cannot be decoded, None if it can. Raises OSError if the disk fails."""
     try:
-        return _open(file, lambda image: image.load() and None)
+        with files.open_regular(Path(file), "rb", follow=True) as opened, Image.open(opened) as image:
+            return use(image)
     except MemoryError:  # says nothing about the file
         raise
     except Exception as error:  # Pillow raises many kinds for bad content, none with a number
+        if use is not _decode and not isinstance(error, UsageError):
+            read(file, _decode)  # raises if the content is at fault
+            raise
         number = error.errno if isinstance(error, OSError) else None
         if number in (None, *files.UNFIT) or (number == errno.ENOENT and Path(file).is_symlink()):
-            return error
+            fault = f"{file}: not a readable image ({error})"
+            raise UsageError(f"{fault}; fix or remove it, or train with -skip_bad_files") from None
         raise
+
+
+def _decode(image: Image.Image) -> None:
+    image.load()
 
 
 def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box] | None = None) -> Image.Image:
@@ -126,8 +117,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
         values[values == image.info.get("transparency", -1)] = 65535  # white
         return Image.fromarray((values // 257).astype(np.uint8))
     if image.mode in ("I", "F", "LAB"):
-        wanted = "save it with 8 or 16 bits, grey or RGB"
-        raise UsageError(f"mode {image.mode} has no range from black to white: {wanted}")
+        raise UsageError(f"mode {image.mode} has no range from black to white: save it as grey or RGB of 8 bits")
     return image
 
 

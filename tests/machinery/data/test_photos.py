@@ -101,39 +101,15 @@ def test_images_of_16_bits_look_like_those_of_8(tmp_path):
             assert np.abs(photos.read(tmp_path / name, see) - wanted).max() <= 1, name
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB", "L", "I;16", "1"])
-def test_what_is_transparent_is_white_in_training_and_in_predictions(tmp_path, mode):
-    tiny_data.make_folder(tmp_path)
-    alpha = Image.fromarray(np.repeat(np.uint8([[255] * 20 + [0] * 20]), 40, 0))
-    image, options = Image.new("RGB" if mode in ("RGB", "RGBA") else "L", (40, 40), 40), {"transparency": 0}
-    image.paste(0, (20, 0, 40, 40))  # the colour that nobody sees
-    if mode.endswith("A"):
-        image, options = image.convert(mode), {}
-        image.putalpha(alpha)
-    elif mode == "I;16":
-        image = Image.fromarray(np.uint16(image) * 257)
-    else:
-        image, options = image.convert(mode), {"transparency": (0, 0, 0) if mode == "RGB" else 0}
-    file = tmp_path / "train" / "ant" / "x.png"
-    image.save(file, **options)
-    if mode == "1":  # no grey
-        assert np.asarray(photos.read(file, lambda opened: photos.view(opened, "L", 8))).min() == 255
-        return
-    args = config.parse_args([*FLAGS.split(), "-data", str(tmp_path), "-augment", "no"])
-    pixels = folder.get_dataset(args)["train"][2][0]
-    assert pixels[0, 8, 1] < 60 and (pixels[:, :, 9:] == 255).all()
-    assert photos.read(file, folder.get_transform(args))[:, :, 9:].min() > 2
-
-
 def test_8_bits_that_are_stored_in_16_are_refused_by_name_and_12_bits_are_not(tmp_path):
-    for name, values, wanted in (("8.png", [9, 255], None), ("8.tif", [1], None), ("12.png", [0, 4095], 15)):
-        Image.fromarray(np.full((8, 8), values[-1], np.uint16)).save(tmp_path / name)
-        read = lambda: photos.read(tmp_path / name, lambda image: photos.view(image, "L", 8))  # noqa: B023, E731
-        if wanted:
-            assert (np.asarray(read()) == wanted).all()
-            continue
-        with pytest.raises(UsageError, match=f"{name}: not a readable image .*values of 8 bits, up to {values[-1]}"):
-            read()
+    see = lambda image: photos.view(image, "L", 8).getpixel((0, 0))  # noqa: E731
+    for name, value in (("a.png", 255), ("b.tif", 1), ("c.png", 4095)):
+        Image.fromarray(np.full((8, 8), value, np.uint16)).save(tmp_path / name)
+        if value == 4095:
+            assert photos.read(tmp_path / name, see) == 15
+            break
+        with pytest.raises(UsageError, match=f"{name}: not a readable image .*values of 8 bits, up to {value}"):
+            photos.read(tmp_path / name, see)
 
 
 def test_an_error_of_a_transform_is_its_own_and_not_the_photo_s(tmp_path):
@@ -143,7 +119,7 @@ def test_an_error_of_a_transform_is_its_own_and_not_the_photo_s(tmp_path):
     def transform(image):
         raise ValueError(f"my own fault at {image.convert('L').size}")
 
-    with pytest.raises(ValueError, match="^my own fault at"):
+    with pytest.raises(ValueError, match="my own fault at"):
         photos.read(tmp_path / "good.png", transform)
     with pytest.raises(UsageError, match=r"cut.png: not a readable image .*truncated"):
         photos.read(tmp_path / "cut.png", transform)
