@@ -13,15 +13,6 @@ from lib.utils.errors import UsageError
 
 
 @pytest.fixture
-def texts(tmp_path):
-    """A folder of two texts."""
-    (tmp_path / "texts").mkdir()
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / "texts" / name).write_text("to be or not to be " * 50)
-    return tmp_path / "texts"
-
-
-@pytest.fixture
 def folder(tmp_path):
     return tiny_data.make_tokens(tmp_path)
 
@@ -122,28 +113,3 @@ def test_tokens_outside_the_vocabulary_and_files_shorter_than_a_sample_are_refus
         assert f"a split of {count} tokens has no such sample" in refusal(folder)
     for length in ("0", "-3"):
         assert f"-tokens_length {length}: a split of " in refusal(folder, "-tokens_length", length)
-
-
-DRAW = np.random.default_rng(0)
-ONE_BYTE = {
-    "text": b"to be or not to be, " * 20,
-    "uint8": bytes(range(1, 65)) * 4,
-    "text with zeros": b"to be\0or not\0to be\0" * 30,
-    "accents": "für größere Öfen, ja. ".encode() * 30,
-    "four": DRAW.integers(0, 4, 1000, np.uint8).tobytes(),
-    "vocabulary 150": DRAW.integers(0, 150, 1000, np.uint8).tobytes(),
-}
-
-
-@pytest.mark.parametrize("content", ONE_BYTE.values(), ids=ONE_BYTE)
-def test_a_text_and_tokens_of_one_byte_are_refused(folder, content):
-    (folder / "train.bin").write_bytes(content)
-    assert "train.bin is a text, or holds tokens of one byte" in refusal(folder)
-
-
-@pytest.mark.parametrize("vocabulary", [2, 65, 128, 256, 257, 300, 1024, 8192, 32000, 50257, 65536])
-@pytest.mark.parametrize("count", [20, 32, 100, 1000, 100_000])
-def test_tokens_of_two_bytes_are_never_taken_for_bytes(vocabulary, count):
-    for seed in range(20):
-        shares = DRAW.random(count) ** (1 + seed % 4)
-        assert not tokens.are_bytes((shares * vocabulary).astype(np.uint16))
