@@ -53,14 +53,15 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
         are_answers = got_targets and isinstance(targets, Tensor) and targets.ndim == 1
         exact = loss if loss.dtype == torch.float64 else loss.float()  # bfloat16 has no room for sums over samples
         return ForwardResult(exact, targets, outputs if are_answers else None)
-    takes = Tensor if isinstance(criterion, (CrossEntropy, *REGRESSION)) else object
-    if outputs is None or targets is None or not isinstance(targets, takes):
+    is_ours = isinstance(criterion, (CrossEntropy, *REGRESSION))
+    if outputs is None or targets is None or (is_ours and not isinstance(targets, Tensor)):
         found = f"the model returns a {type(answer).__name__} without a loss"
         raise _wrong_batch(batch, f", and {found} for targets of type {type(targets).__name__}")
     if isinstance(criterion, REGRESSION):
-        if outputs.shape != targets.shape:  # torch would stretch one of them
+        if outputs.shape != targets.shape or targets.is_complex():  # torch would stretch one of them
             shapes = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
-            raise UsageError(f"{shapes}: this -loss needs the same shape, as (samples, 1) for -num_classes 1")
+            wanted = "this -loss needs the same shape, as (samples, 1) for -num_classes 1, and real numbers"
+            raise UsageError(f"{shapes}: {wanted}")
         kind = torch.promote_types(outputs.dtype, torch.float32)  # bfloat16 has no room for targets
         outputs, targets = outputs.to(kind), targets.to(kind)
     return ForwardResult(criterion(outputs, targets), targets, outputs)
@@ -164,7 +165,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
             found = f"{targets.dtype} {tuple(targets.shape)} for outputs {tuple(outputs.shape)}"
             raise UsageError(f"{TAKES}; these targets are {found}")  # of 1 class, the loss would always be 0
         if not numbers:
-            self.found_odd |= (targets.min() < 0) | ((targets.sum(1) - 1).abs().max() > 0.01)
+            self.found_odd |= ~((targets.min() >= 0) & ((targets.sum(1) - 1).abs().max() <= 0.01))  # NaN is odd
             return self._sum(outputs, targets) / max(1, targets[:, 0].numel())
         targets = targets.long()
         try:

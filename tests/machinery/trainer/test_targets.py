@@ -46,7 +46,7 @@ def test_a_label_out_of_range_in_any_batch_is_one_line_that_names_the_range_and_
     assert re.search(rf"a batch are ({label} to 3|0 to {label}): labels are 0 to 3 for 4 .*-ignore_index", line)
 
 
-@pytest.mark.parametrize("values", [[1.0, 1, 0, 0], [0.0, 0, 0, 0], [2.0, -1, 0, 0]], ids=["two", "none", "negative"])
+@pytest.mark.parametrize("values", [[1.0, 1, 0, 0], [0.0, 0, 0, 0], [2.0, -1, 0, 0], [float("nan"), 0, 0, 1]])
 def test_rows_that_are_no_probabilities_are_refused_after_batches_with_one_label_a_sample(values, refused):
     with plugins(dataset=with_targets(soft((57, values)))):
         line = refused(FLAGS)
