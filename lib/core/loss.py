@@ -60,8 +60,7 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     if isinstance(criterion, REGRESSION):
         if outputs.shape != targets.shape or targets.is_complex():  # torch would stretch one of them
             shapes = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
-            wanted = "this -loss needs the same shape, as (samples, 1) for -num_classes 1, and real numbers"
-            raise UsageError(f"{shapes}: {wanted}")
+            raise UsageError(f"{shapes}: this -loss needs real numbers of one shape, (samples, 1) for -num_classes 1")
         kind = torch.promote_types(outputs.dtype, torch.float32)  # bfloat16 has no room for targets
         outputs, targets = outputs.to(kind), targets.to(kind)
     return ForwardResult(criterion(outputs, targets), targets, outputs)

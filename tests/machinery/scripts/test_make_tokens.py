@@ -76,11 +76,10 @@ def test_texts_and_flags_that_make_no_tokens_are_refused_in_one_line(texts, tmp_
 
 def test_files_that_are_not_utf_8_are_refused_with_the_place(texts, monkeypatch, refused):
     monkeypatch.setattr(make_tokens, "PIECE", 50)
-    for content in (b"a line\n" * 30 + "für".encode("latin-1"), b"a line\n" * 30 + b"f\0r"):
-        (texts / "odd.txt").write_bytes(content)
-        assert "odd.txt: byte 211 is 0x" in refused(texts)
-    (texts / "odd.txt").write_bytes("a text".encode("utf-16"))
-    assert "odd.txt: byte 0 is 0xff, no text in UTF-8" in refused(texts)
+    odd, lines = texts / "odd.txt", b"a line\n" * 30
+    for content, place in ((lines + b"f\xfcr", 211), (lines + b"f\0r", 211), ("a text".encode("utf-16"), 0)):
+        odd.write_bytes(content)
+        assert f"odd.txt: byte {place} is 0x" in refused(texts)
 
 
 def test_no_character_is_cut_between_train_and_val(tmp_path):

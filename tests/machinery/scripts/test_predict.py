@@ -169,15 +169,12 @@ def test_classes_of_one_name_and_classes_called_like_columns_lose_nothing(traine
 
 
 def test_outputs_of_a_shape_that_no_row_can_show_are_one_line():
-    for name, shapes in {"mse": [(2,), (2, 3), (2, 7, 3)], "cross_entropy": [(2, 3), (2, 7, 3)]}.items():
-        args = config.parse_args(["-loss", name, "-num_classes", "3"])
-        rows = [predict.one_row_each(torch.ones(shape), 2, args) for shape in shapes]
-        assert [one.shape[1] for one in rows] == [shape[-1] if len(shape) > 1 else 1 for shape in shapes]
-        for shape in [(2, 3, 7), (2, 3, 4, 4), (1, 3), (2,), ()][: 3 + 2 * (name != "mse")]:
-            with pytest.raises(
-                UsageError, match=rf"-arch convnet gives outputs {re.escape(str(shape))} for 2 samples"
-            ):
-                predict.one_row_each(torch.ones(shape), 2, args)
+    mse, classes = (config.parse_args(["-loss", name, "-num_classes", "3"]) for name in ("mse", "cross_entropy"))
+    for args, shape, width in ((mse, (2,), 1), (mse, (2, 5), 5), (classes, (2, 3), 3), (classes, (2, 7, 3), 3)):
+        assert predict.one_row_each(torch.ones(shape), 2, args).shape == (2, width)
+    for args, shape in ((classes, (2,)), (classes, (2, 3, 7)), (mse, (2, 3, 4, 4)), (mse, (1, 3)), (mse, ())):
+        with pytest.raises(UsageError, match=rf"-arch convnet gives outputs {re.escape(str(shape))} for 2 samples"):
+            predict.one_row_each(torch.ones(shape), 2, args)
 
 
 def test_an_error_of_a_transform_is_the_row_s_reason_and_not_the_photo_s(photos):
