@@ -40,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
                 "-val is a share from 0 to 1, and -vocabulary at least 257: the bytes and the end of a text"
             )
         files = found(args.texts, args.o)
+        if not args.bytes:
+            check_texts(files)
         train_bytes = round(sum(file.stat().st_size for file in files) * (1 - args.val))
         tokenizer = Bytes() if args.bytes else Tokenizer(args.tokenizer, args.vocabulary, pieces(files, train_bytes))
         counts = write(args.o, tokenizer, pieces(files, train_bytes))
@@ -67,6 +69,25 @@ def found(texts: list[Path], out: Path) -> list[Path]:
     return files
 
 
+def check_texts(files: list[Path]) -> None:
+    """Raise UsageError for a file that is not UTF-8, or has a zero byte, as other files than texts have."""
+    for file in files:
+        done = 0
+        with file.open("rb") as opened:
+            while piece := b"".join(opened.readlines(PIECE)):
+                place = piece.find(b"\0")
+                try:
+                    piece.decode()
+                except UnicodeDecodeError as error:
+                    place = error.start
+                if place >= 0:
+                    hint = "save it as UTF-8; -bytes takes any file"
+                    raise UsageError(
+                        f"{file}: byte {done + place:,} is {piece[place]:#04x}, no text in UTF-8: {hint}"
+                    )
+                done += len(piece)
+
+
 def pieces(files: list[Path], train_bytes: int) -> Iterator[tuple[str, bytes]]:
     """Return the bytes of the files in pieces, each with its split, and an empty piece behind each file."""
     done = 0
@@ -76,6 +97,8 @@ def pieces(files: list[Path], train_bytes: int) -> Iterator[tuple[str, bytes]]:
                 cut = max(0, min(train_bytes - done, len(piece)))
                 if 0 < cut < len(piece):
                     cut = piece.rfind(b"\n", 0, cut) + 1 or cut
+                    while cut > 0 and piece[cut] & 0xC0 == 0x80:  # inside a character
+                        cut -= 1
                 yield from ((split, part) for split, part in (("train", piece[:cut]), ("val", piece[cut:])) if part)
                 done += len(piece)
         yield "train" if done <= train_bytes else "val", b""
@@ -108,26 +131,24 @@ class Tokenizer:
                 self.inner = tokenizers.Tokenizer.from_file(str(file))
             except Exception as error:  # it raises nothing more specific
                 raise UsageError(f"-tokenizer {file}: not a tokenizer.json of Hugging Face ({error})") from error
+            self.inner.no_padding()  # a text is encoded in pieces of any length
+            self.inner.no_truncation()
         else:
             byte_level = tokenizers.pre_tokenizers.ByteLevel
             self.inner = tokenizers.Tokenizer(tokenizers.models.BPE())
             self.inner.pre_tokenizer, self.inner.decoder = byte_level(False), tokenizers.decoders.ByteLevel()
             options = {"special_tokens": [END], "initial_alphabet": byte_level.alphabet(), "show_progress": False}
             trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocabulary, **options)
-            self.inner.train_from_iterator((text(piece) for split, piece in texts if split == "train"), trainer)
+            self.inner.train_from_iterator((piece.decode() for split, piece in texts if split == "train"), trainer)
         self.vocabulary, end = max(self.inner.get_vocab().values()) + 1, self.inner.token_to_id(END)
         self.end = [] if end is None else [end]
 
     def encode(self, piece: bytes) -> list[int]:
-        return self.inner.encode(text(piece), add_special_tokens=False).ids if piece else self.end
+        return self.inner.encode(piece.decode(), add_special_tokens=False).ids if piece else self.end
 
     def save(self, folder: Path):
         """Write tokenizer.json."""
         atomic.write_file(folder / "tokenizer.json", self.inner.to_str())
-
-
-def text(piece: bytes) -> str:
-    return piece.decode(errors="replace")
 
 
 def write(folder: Path, tokenizer: Bytes | Tokenizer, texts: Iterator[tuple[str, bytes]]) -> dict[str, int]:

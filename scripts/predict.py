@@ -11,6 +11,7 @@ import csv
 import io
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,14 +96,27 @@ def load(run: str | Path, device: str = "cpu") -> Callable[[list], list[dict[str
         for batch in [torch.stack(rows)] if alike else [row[None] for row in rows]:  # texts have their own lengths
             with precision:
                 answer = model(batch.to(device))
-            outputs = loss.split_output(answer)[0].float()
-            outputs = outputs[:, -1] if outputs.ndim == 3 else outputs
+            outputs = one_row_each(loss.split_output(answer)[0], len(batch), args)
             answers += (outputs.softmax(1) if args.loss == "cross_entropy" else outputs).tolist()
         shown = [*names, *map(str, range(len(names), len(answers[0])))]
         keys = [f"{name} ({n})" if shown.count(name) > 1 else name for n, name in enumerate(shown)]
         return [dict(zip(keys, one)) for one in answers]
 
     return predict
+
+
+def one_row_each(outputs: Tensor | None, samples: int, args: Namespace) -> Tensor:
+    """Return outputs as (samples, numbers), float32. Raises UsageError for other shapes than those of `load`."""
+    shape = None if outputs is None else tuple(outputs.shape)
+    if isinstance(outputs, Tensor) and outputs.shape[:1] == (samples,):
+        if outputs.ndim == 2:
+            return outputs.float()
+        if outputs.ndim == 1 and args.loss != "cross_entropy":
+            return outputs[:, None].float()
+        if outputs.ndim == 3 and outputs.shape[2] == args.num_classes:
+            return outputs[:, -1].float()
+    wanted = f"(samples, numbers), (samples, length, {args.num_classes}) or, of a regression, (samples,)"
+    raise UsageError(f"-arch {args.arch} gives outputs {shape} for {samples} samples; predict.py shows {wanted}")
 
 
 def default_device() -> str:
@@ -177,6 +191,10 @@ def prepare(transform: Callable, one: Path | str) -> Tensor:
             raise UsageError(f"a file {one.suffix or 'without an ending'} is not read (read are {endings})") from None
         kind = "images" if is_image(one) else "texts"
         raise UsageError(f"the dataset of this run takes no {kind} ({error})") from None
+    except (UsageError, OSError):
+        raise
+    except Exception as error:  # whatever the dataset's get_transform raises
+        raise UsageError(f"get_transform fails: {type(error).__name__}: {error}") from error
 
 
 def to_table(rows: list[Row], classifier: bool) -> str:

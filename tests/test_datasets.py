@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import tiny_data
 import torch
+from PIL import Image
 
 from lib import config
 from lib.dataset import digits, folder
-from lib.utils.data import loader
+from lib.utils.data import loader, photos
 from lib.utils.data.plan import Plan
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -83,15 +84,21 @@ def test_folder_reports_missing_empty_and_unknown_classes(tmp_path):
     refused("no class folders in .*val")
 
 
-def test_folder_fails_at_a_damaged_image(tmp_path):
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB", "L", "I;16"])
+def test_what_is_transparent_is_white_in_training_and_in_predictions(tmp_path, mode):
     tiny_data.make_folder(tmp_path)
-    flags = folder_flags(tmp_path)
-    cut = tmp_path / "train" / "ant" / "1.jpg"
-    cut.write_bytes(cut.read_bytes()[:300])
-    train = folder.get_dataset(config.parse_args(flags))["train"]
-    assert train[0][0].shape == (3, 32, 32)
-    with pytest.raises(UsageError, match="not a readable image"):
-        train[1]
+    grey = np.repeat(np.uint8([[40] * 20 + [0] * 20]), 40, 0)  # nobody sees the 0
+    image = Image.fromarray(np.uint16(grey) * 257 if mode == "I;16" else grey).convert(mode)
+    options = {"transparency": (0, 0, 0) if mode == "RGB" else 0}
+    if mode.endswith("A"):
+        image.putalpha(Image.fromarray(grey).point(lambda value: 255 * (value > 0)))
+        options = {}
+    file = tmp_path / "train" / "ant" / "x.png"
+    image.save(file, **options)
+    args = config.parse_args([*folder_flags(tmp_path), "-augment", "no"])
+    pixels = folder.get_dataset(args)["train"][2][0]
+    assert (pixels[:, :, :14] == 40).all() and (pixels[:, :, 18:] == 255).all()
+    assert photos.read(file, folder.get_transform(args))[:, :, 18:].min() > 2
 
 
 @pytest.mark.parametrize("workers", [0, 1])

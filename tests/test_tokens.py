@@ -27,7 +27,9 @@ def texts(tmp_path):
     draw = np.random.default_rng(0)
     for number, size in enumerate([700, 0, 2999, 1, 1500, 800, 0]):
         (tmp_path / "some" / f"{number % 3}").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "some" / f"{number % 3}" / f"{number}.txt").write_bytes(draw.bytes(size))
+        (tmp_path / "some" / f"{number % 3}" / f"{number}.txt").write_bytes(
+            draw.integers(1, 256, size, np.uint8).tobytes()
+        )
     (tmp_path / "some" / ".git").mkdir()
     (tmp_path / "some" / ".git" / "config").write_bytes(b"not text")
     return tmp_path / "some"
@@ -80,6 +82,15 @@ def test_without_data_the_text_is_the_standard_library_of_this_python(tmp_path):
     assert Path(argparse.__file__).read_bytes() in text and len(text) > 5e6
     assert Path(pytest.__file__).read_bytes() not in text, "installed packages must be left out"
     assert (args.arch, args.num_classes) == ("gpt", 256)
+
+
+def test_files_that_are_no_text_are_refused_by_name_alone_and_among_texts(texts):
+    for name, content in (("c.png", b"\x89PNG\r\n\0\0"), ("c.txt", "a text".encode("utf-16"))):
+        (texts / name).write_bytes(content)
+        for data in (texts, texts / name):
+            with pytest.raises(UsageError, match=f"{name} is no text: it has a zero byte; save a text as UTF-8"):
+                splits_of(data)
+        (texts / name).unlink()
 
 
 # Token files
@@ -136,11 +147,33 @@ def test_a_file_larger_than_memory_is_mapped(folder):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 17  # KB
 
 
-def test_wrong_data_and_sizes_are_refused_in_one_line(folder, tmp_path):
-    with pytest.raises(UsageError, match=r"-num_classes 20: the data has the token [2-4]\d"):
-        splits_of(folder, "-num_classes", "20")["train"][0]
-    with pytest.raises(UsageError, match="-tokens_length 1000: a split of"):
-        splits_of(folder, "-tokens_length", "1000")
+DRAW = np.random.default_rng(0)
+ONE_BYTE = {
+    "text": b"to be or not to be, " * 20,
+    "uint8": bytes(range(1, 65)) * 4,
+    "text with zeros": b"to be\0or not\0to be\0" * 30,
+    "accents": "für größere Öfen, ja. ".encode() * 30,
+    "four": DRAW.integers(0, 4, 1000, np.uint8).tobytes(),
+    "vocabulary 150": DRAW.integers(0, 150, 1000, np.uint8).tobytes(),
+}
+
+
+@pytest.mark.parametrize("content", ONE_BYTE.values(), ids=ONE_BYTE)
+def test_a_text_and_tokens_of_one_byte_are_refused(folder, content):
+    (folder / "train.bin").write_bytes(content)
+    with pytest.raises(UsageError, match=r"train.bin is a text, or holds tokens of one byte"):
+        splits_of(folder)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 65, 128, 256, 257, 300, 1024, 8192, 32000, 50257, 65536])
+@pytest.mark.parametrize("count", [20, 32, 100, 1000, 100_000])
+def test_tokens_of_two_bytes_are_never_taken_for_bytes(vocabulary, count):
+    for seed in range(20):
+        shares = DRAW.random(count) ** (1 + seed % 4)
+        assert not tokens.are_bytes((shares * vocabulary).astype(np.uint16))
+
+
+def test_a_folder_without_a_text_is_refused_in_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     for name in ("empty", "none"):
         with pytest.raises(UsageError, match=f"-data .*/{name}: neither train.bin nor a text there"):

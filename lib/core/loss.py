@@ -45,24 +45,24 @@ def forward(model: nn.Module, batch: Any, criterion: Callable) -> ForwardResult:
     outputs, loss = split_output(answer)
     if loss is not None:
         if isinstance(answer, (tuple, list)) and outputs is not None and targets is not None and not got_targets:
-            raise UsageError(
-                "the model got no targets and returns a number next to its outputs: is it the whole loss, or a part? "
-                'Return {"loss": number} for the whole; add up parts in a trainer: python scripts/new.py trainer NAME'
-            )
+            found = "the model got no targets and returns a number next to outputs: is it the whole loss, or a part?"
+            hint = 'Return {"loss": number} for the whole; sum parts in a trainer: python scripts/new.py trainer NAME'
+            raise UsageError(f"{found} {hint}")
         # Without the targets, outputs need not be predictions (an autoencoder's are not). With rows of
         # targets, a model may shift them against the outputs, as for the next token.
         are_answers = got_targets and isinstance(targets, Tensor) and targets.ndim == 1
         exact = loss if loss.dtype == torch.float64 else loss.float()  # bfloat16 has no room for sums over samples
         return ForwardResult(exact, targets, outputs if are_answers else None)
-    needs_tensor = isinstance(criterion, (CrossEntropy, *REGRESSION)) and not isinstance(targets, Tensor)
-    if outputs is None or targets is None or needs_tensor:
-        kinds = f"the targets are a {type(targets).__name__}, the model returns a {type(answer).__name__}"
-        raise _wrong_batch(batch, f"; {kinds} without a loss")
+    is_ours = isinstance(criterion, (CrossEntropy, *REGRESSION))
+    if outputs is None or targets is None or (is_ours and not isinstance(targets, Tensor)):
+        found = f"the model returns a {type(answer).__name__} without a loss"
+        raise _wrong_batch(batch, f", and {found} for targets of type {type(targets).__name__}")
     if isinstance(criterion, REGRESSION):
-        if outputs.shape != targets.shape:  # torch would stretch one of them
+        if outputs.shape != targets.shape or targets.is_complex():  # torch would stretch one of them
             shapes = f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}"
-            raise UsageError(f"{shapes}: this -loss needs the same shape, as (samples, 1) for -num_classes 1")
-        targets = targets.to(torch.promote_types(outputs.dtype, torch.float32))
+            raise UsageError(f"{shapes}: this -loss needs real numbers of one shape, (samples, 1) for -num_classes 1")
+        kind = torch.promote_types(outputs.dtype, torch.float32)  # bfloat16 has no room for targets
+        outputs, targets = outputs.to(kind), targets.to(kind)
     return ForwardResult(criterion(outputs, targets), targets, outputs)
 
 
@@ -102,16 +102,15 @@ def count_targets(criterion: Callable, batch: Any, samples: int) -> Tensor | int
     if not (samples and are_rows):
         return samples
     if isinstance(criterion, nn.CrossEntropyLoss) and isinstance(targets, Tensor) and not targets.is_floating_point():
-        return (targets.long() != criterion.ignore_index).sum()  # as uint8, -100 is 156
+        return (targets.long() != criterion.ignore_index).sum()  # as uint8, -100 would be 156
     return len(targets)
 
 
 def _wrong_batch(batch: Any, more: str = "") -> UsageError:
     shapes = ", ".join(f"{name}: {tuple(one.shape)}" for name, one in named_tensors(batch)) or "no tensors"
-    return UsageError(
-        "the default trainer takes (inputs, targets) or a dict with labels; this dataset gives a "
-        f"{type(batch).__name__} of {shapes}{more}: python scripts/new.py trainer NAME"
-    )
+    takes = "the default trainer takes (inputs, targets) or a dict with labels"
+    found = f"this dataset gives a {type(batch).__name__} of {shapes}{more}"
+    return UsageError(f"{takes}; {found}: python scripts/new.py trainer NAME")
 
 
 def split_output(answer: Any) -> tuple[Any, Any]:
@@ -165,7 +164,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
             found = f"{targets.dtype} {tuple(targets.shape)} for outputs {tuple(outputs.shape)}"
             raise UsageError(f"{TAKES}; these targets are {found}")  # of 1 class, the loss would always be 0
         if not numbers:
-            self.found_odd |= (targets.min() < 0) | ((targets.sum(1) - 1).abs().max() > 0.01)
+            self.found_odd |= ~((targets.min() >= 0) & ((targets.sum(1) - 1).abs().max() <= 0.01))  # NaN is odd
             return self._sum(outputs, targets) / max(1, targets[:, 0].numel())
         targets = targets.long()
         try:

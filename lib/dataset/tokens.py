@@ -145,13 +145,21 @@ def open_tokens(file: Path, vocabulary: int, meta: dict) -> np.ndarray:
     begin = np.array(tokens[:CHECKED])
     if begin.tobytes().startswith(HEADERS):
         raise UsageError(f"{file} begins with the header of another format; {hint}")
-    if (text := begin.tobytes()).isascii() and b"\0" not in text and len(text) >= 64:
+    if "type" not in meta and are_bytes(begin):
         raise UsageError(f"{file} is a text, or holds tokens of one byte; {hint}")
     if "type" not in meta and is_wider(begin):
         raise UsageError(f"{file} looks like a wider type than {kind}, as int32, int64 or floats; {hint}")
     if begin.max() >= vocabulary:
         raise UsageError(f"-num_classes {vocabulary}: the data has the token {begin.max()}, in {file}; or {hint}")
     return tokens
+
+
+def are_bytes(tokens: np.ndarray) -> bool:
+    """Return whether low and high bytes are alike, as of tokens of one byte: neither few nor 0, none near 255."""
+    columns = tokens.view(np.uint8).reshape(len(tokens), -1)
+    low, high = len(np.unique(columns[:, 0])), len(np.unique(columns[:, -1]))
+    chance = ((1 + int(columns.max())) / 256) ** len(tokens)  # that the low bytes of real tokens are all so small
+    return bool(columns[:, -1].any()) and 2 * high >= low and chance < 1e-6
 
 
 def is_wider(tokens: np.ndarray) -> bool:
@@ -174,6 +182,10 @@ def read_text(data: str) -> np.ndarray:
     for file in files:
         if not file.is_file() or file.suffix.lower() in (".bin", ".npy", ".npz"):
             raise UsageError(f"{file} is no text: -data is a text, or a folder of texts, or of train.bin and val.bin")
-    if root.is_file():
-        return np.memmap(root, np.uint8, "r") if root.stat().st_size else np.empty(0, np.uint8)
-    return np.frombuffer(b"".join(file.read_bytes() for file in sorted(files)), np.uint8)
+    is_mapped = root.is_file() and root.stat().st_size
+    texts = [np.memmap(root, np.uint8, "r") if is_mapped else np.fromfile(file, np.uint8) for file in sorted(files)]
+    for file, text in zip(sorted(files), texts):
+        if 0 in text[:CHECKED]:
+            hint = "save a text as UTF-8; scripts/make_tokens.py -bytes takes any file"
+            raise UsageError(f"{file} is no text: it has a zero byte; {hint}")
+    return texts[0] if is_mapped else np.concatenate(texts)

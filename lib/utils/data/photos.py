@@ -45,7 +45,7 @@ def describe(others: Counter[str]) -> str:
 def read(file: str | Path, use: Callable[[Image.Image], Any]) -> Any:
     """Return what `use` makes of an image file.
 
-    Raises:
+    Raises what `use` raises for an image that can be decoded, or:
         UsageError: the content is no image that can be read.
         OSError: the disk fails; it has the number of the error.
     """
@@ -53,9 +53,12 @@ def read(file: str | Path, use: Callable[[Image.Image], Any]) -> Any:
     try:
         with files.open_regular(Path(file), "rb", follow=True) as opened, Image.open(opened) as image:
             return use(image)
-    except (MemoryError, AttributeError, TypeError):  # say nothing about the file
+    except MemoryError:  # says nothing about the file
         raise
     except Exception as error:  # Pillow raises many kinds for bad content, none with a number
+        if use is not _decode and not isinstance(error, UsageError):
+            read(file, _decode)  # raises if the content is at fault
+            raise
         number = error.errno if isinstance(error, OSError) else None
         if number in (None, *files.UNFIT) or (number == errno.ENOENT and Path(file).is_symlink()):
             fault = f"{file}: not a readable image ({error})"
@@ -63,8 +66,12 @@ def read(file: str | Path, use: Callable[[Image.Image], Any]) -> Any:
         raise
 
 
+def _decode(image: Image.Image) -> None:
+    image.load()
+
+
 def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box] | None = None) -> Image.Image:
-    """Return the part of an image that `box` gives, upright, `size` pixels wide and high, in 8 bits.
+    """Return the part of an image that `box` gives, upright, `size` pixels wide and high, in 8 bits, on white.
 
     A JPEG that was not read yet is decoded at 1/2, 1/4 or 1/8 of its size, if the part still has `size` pixels each
     way: a photo of 12 megapixels then takes a third of the time.
@@ -76,7 +83,7 @@ def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box
         box: a function from width and height of the upright image to the part. None: the whole.
 
     Raises:
-        ValueError: the pixels' values have no known range.
+        UsageError: the pixels' values have no known range.
     """
     if not isinstance(image, JpegImageFile):
         image.load()  # a TIFF turns itself then, and a PNG's EXIF may follow its pixels
@@ -95,16 +102,22 @@ def view(image: Image.Image, mode: str, size: int, box: Callable[[int, int], Box
         image.info.pop("exif", None)  # exif_transpose rewrites it, and it may be damaged
         ImageOps.exif_transpose(image, in_place=True)
     image = _to_8_bits(image)
+    if image.has_transparency_data:  # the colours of transparent pixels are arbitrary
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     part = (left / scale, top / scale, right / scale, bottom / scale)
     return image.convert(mode).resize((size, size), Image.Resampling.BILINEAR, part)
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Return the image with values from 0 to 255: 16 bits are scaled. Raises ValueError for 32 bits and floats."""
+    """Return the image with values from 0 to 255: 16 bits are scaled. Raises UsageError if the range is unknown."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise ValueError(f"mode {image.mode} has no range from black to white: save it with 8 or 16 bits")
+        values = np.array(image)
+        if 0 < values.max() < 256:
+            raise UsageError(f"16 bits with values of 8 bits, up to {values.max()}: save it with 8 bits")
+        values[values == image.info.get("transparency", -1)] = 65535  # white
+        return Image.fromarray((values // 257).astype(np.uint8))
+    if image.mode in ("I", "F", "LAB"):
+        raise UsageError(f"mode {image.mode} has no range from black to white: save it as grey or RGB of 8 bits")
     return image
 
 

@@ -101,6 +101,25 @@ def test_images_of_16_bits_look_like_those_of_8(tmp_path):
             assert np.abs(photos.read(tmp_path / name, see) - wanted).max() <= 1, name
 
 
+def test_8_bits_that_are_stored_in_16_are_refused_by_name_and_12_bits_are_not(tmp_path):
+    see = lambda image: photos.view(image, "L", 8).getpixel((0, 0))  # noqa: E731
+    for value in (1, 255, 4095):
+        Image.fromarray(np.full((8, 8), value, np.uint16)).save(tmp_path / f"{value}.png")
+    assert photos.read(tmp_path / "4095.png", see) == 15
+    for value in (1, 255):
+        with pytest.raises(UsageError, match=f"{value}.png: not a readable image .*values of 8 bits, up to {value}"):
+            photos.read(tmp_path / f"{value}.png", see)
+
+
+def test_an_error_of_a_transform_is_its_own_and_not_the_photo_s(tmp_path):
+    tiny_data.image(tmp_path / "good.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:900])
+    with pytest.raises(IndexError):
+        photos.read(tmp_path / "good.png", lambda image: image.getpixel((99, 99)))
+    with pytest.raises(UsageError, match=r"cut.png: not a readable image .*truncated"):
+        photos.read(tmp_path / "cut.png", lambda image: image.getpixel((0, 0)))
+
+
 @pytest.mark.parametrize(("mode", "kind"), [("F", np.float32), ("I", np.int32)])
 def test_images_without_a_range_are_refused_with_file_and_mode(tmp_path, mode, kind):
     tiny_data.make_folder(tmp_path)

@@ -13,15 +13,6 @@ from lib.utils.errors import UsageError
 
 
 @pytest.fixture
-def texts(tmp_path):
-    """A folder of two texts."""
-    (tmp_path / "texts").mkdir()
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / "texts" / name).write_text("to be or not to be " * 50)
-    return tmp_path / "texts"
-
-
-@pytest.fixture
 def folder(tmp_path):
     return tiny_data.make_tokens(tmp_path)
 
@@ -122,9 +113,3 @@ def test_tokens_outside_the_vocabulary_and_files_shorter_than_a_sample_are_refus
         assert f"a split of {count} tokens has no such sample" in refusal(folder)
     for length in ("0", "-3"):
         assert f"-tokens_length {length}: a split of " in refusal(folder, "-tokens_length", length)
-
-
-@pytest.mark.parametrize("content", [b"to be or not to be, " * 20, bytes(range(1, 65)) * 4], ids=["text", "uint8"])
-def test_a_text_and_tokens_of_one_byte_are_refused(folder, content):
-    (folder / "train.bin").write_bytes(content)
-    assert "train.bin is a text, or holds tokens of one byte" in refusal(folder)

@@ -74,6 +74,21 @@ def test_texts_and_flags_that_make_no_tokens_are_refused_in_one_line(texts, tmp_
     assert not list(tmp_path.glob("tokens/*"))
 
 
+def test_files_that_are_not_utf_8_are_refused_with_the_place(texts, monkeypatch, refused):
+    monkeypatch.setattr(make_tokens, "PIECE", 50)
+    odd, lines = texts / "odd.txt", b"a line\n" * 30
+    for content, place in ((lines + b"f\xfcr", 211), (lines + b"f\0r", 211), ("a text".encode("utf-16"), 0)):
+        odd.write_bytes(content)
+        assert f"odd.txt: byte {place} is 0x" in refused(texts)
+
+
+def test_no_character_is_cut_between_train_and_val(tmp_path):
+    (tmp_path / "line.txt").write_text("ü€" * 9)
+    for train_bytes in range(46):
+        parts = [part.decode() for _, part in make_tokens.pieces([tmp_path / "line.txt"], train_bytes)]
+        assert "".join(parts) == "ü€" * 9
+
+
 @TOKENIZERS
 def test_a_tokenizer_is_trained_and_can_be_used_for_other_texts(texts, tmp_path, capsys):
     import tokenizers
@@ -93,6 +108,11 @@ def test_a_tokenizer_is_trained_and_can_be_used_for_other_texts(texts, tmp_path,
     )
     assert tokenizer.decode(all_tokens(other), skip_special_tokens=False) == f"{TEXT}<|endoftext|>"
     assert config.parse_args(["-dataset", "tokens", "-data", str(other)]).num_classes == meta["vocabulary"]
+    tokenizer.enable_padding(length=50_000)
+    tokenizer.enable_truncation(9)
+    tokenizer.save(str(tmp_path / "padded.json"))
+    assert make_tokens.main([str(texts), "-tokenizer", str(tmp_path / "padded.json"), "-o", str(other)]) == 0
+    assert all_tokens(other) == all_tokens(out)
     capsys.readouterr()
     with pytest.raises(SystemExit):
         make_tokens.main([str(texts), "-tokenizer", str(texts / "second.md")])

@@ -9,9 +9,12 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from runs import lines, run
 
+from lib import config
+from lib.utils.errors import UsageError
 from scripts import predict
 
 PHOTOS = "-dataset folder -arch convnet -image_size 16 -cpu 1 -epochs 4 -batch_size 8 -lr_start 0.01"
@@ -163,3 +166,17 @@ def test_classes_of_one_name_and_classes_called_like_columns_lose_nothing(traine
         assert row["file"] == str(file) and len(row) == 6
         [record] = json.loads(predictions(capsys, copy, file, "-format", "json", "-device", "cpu"))
         assert sum(list(record.values())[3:]) == pytest.approx(1, abs=1e-5)
+
+
+def test_outputs_of_a_shape_that_no_row_can_show_are_one_line():
+    mse, classes = (config.parse_args(["-loss", name, "-num_classes", "3"]) for name in ("mse", "cross_entropy"))
+    for args, shape, width in ((mse, (2,), 1), (mse, (2, 5), 5), (classes, (2, 3), 3), (classes, (2, 7, 3), 3)):
+        assert predict.one_row_each(torch.ones(shape), 2, args).shape == (2, width)
+    for args, shape in ((classes, (2,)), (classes, (2, 3, 7)), (mse, (2, 3, 4, 4)), (mse, (1, 3)), (mse, ())):
+        with pytest.raises(UsageError, match=rf"-arch convnet gives outputs {re.escape(str(shape))} for 2 samples"):
+            predict.one_row_each(torch.ones(shape), 2, args)
+
+
+def test_an_error_of_a_transform_is_the_row_s_reason_and_not_the_photo_s(photos):
+    [row] = predict.answers(lambda image: image.size[5] / 0, None, [photos / "val" / "dark" / "0.png"])
+    assert row.fault == "get_transform fails: IndexError: tuple index out of range"

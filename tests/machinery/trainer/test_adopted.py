@@ -206,7 +206,7 @@ class Unlabelled(Rows):
         (Three, "this dataset gives a tuple of 0: (4, 64), 1: (4,), 2: (4,): python scripts/new.py trainer NAME"),
         (
             Unlabelled,
-            "a dict of input_values: (4, 64); the targets are a NoneType, the model returns a Tensor without a loss",
+            "a dict of input_values: (4, 64), and the model returns a Tensor without a loss",
         ),
     ],
 )
