@@ -22,6 +22,7 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
     Raises RuntimeError for the first one that is not finite, or by torch's anomaly detection, whose warning shows
     the line.
     """
+    trainer.make_engine()
     if past:
         trainer.load(past)
     model, first = trainer.model, trainer.state.step
@@ -32,7 +33,6 @@ def debug(trainer: "Trainer", past: Past | None) -> str:
     for name, module in model.named_modules():
         what = f"the output of {name or 'the model'} ({type(module).__name__}), tensor"
         module.register_forward_hook(lambda module, inputs, output, what=what: _check(what, named_tensors(output)))
-    trainer.make_engine()
     begun, steps = trainer.plan.step_in_epoch(trainer.state), trainer.args.limit_steps or DEBUG_STEPS
     batches = _check_batches(trainer.loaders["train"].epoch(trainer.state.epoch, begun))
     with torch.autograd.set_detect_anomaly(True, check_nan=True):

@@ -106,10 +106,10 @@ def recording_trainer(chosen: type, folder: Path) -> type:
             self.pause = float((folder / PAUSE).read_text()) if (folder / PAUSE).exists() else math.inf
             return super().fit(past)
 
-        def compute_loss(self, batch, micro_batch):
+        def call_training_step(self, batch, micro_batch):
             while self.state.step >= self.pause:
                 time.sleep(0.01)
-            loss = super().compute_loss(batch, micro_batch)
+            loss = super().call_training_step(batch, micro_batch)
             if micro_batch.count:
                 self.ledger.micro_batch(self.state, micro_batch, batch, loss.detach())
             return loss

@@ -224,13 +224,13 @@ def test_a_run_with_another_batch_size_resumes_at_the_same_samples(tmp_path, mon
     with monkeypatch.context() as patch:
         saves.stop_at(patch, 5)
         folder = run(tmp_path, f"{SMALL} -keep_last 1", wanted=75)
-    seen, real = [], trainer.Trainer.compute_loss
+    seen, real = [], trainer.Trainer.call_training_step
 
-    def compute_loss(self, batch, micro_batch):
+    def call_training_step(self, batch, micro_batch):
         seen.append((self.state.epoch, self.state.step, micro_batch.indices[: micro_batch.count]))
         return real(self, batch, micro_batch)
 
-    monkeypatch.setattr(trainer.Trainer, "compute_loss", compute_loss)
+    monkeypatch.setattr(trainer.Trainer, "call_training_step", call_training_step)
     flags = f"{SMALL} -batch_size {batch} -micro_batch {micro} -keep_last 1"
     folder = run(tmp_path, f"{flags} -allow_change batch_size -allow_change micro_batch")
     epochs = [[i for epoch, _, indices in seen for i in indices if epoch == number] for number in (1, 2)]

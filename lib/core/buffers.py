@@ -95,6 +95,10 @@ class Buffers:
                 total, changes = next(parts), next(parts)
                 end = torch.where(changes > 0, total, start)
             buffer.copy_(torch.where(torch.isfinite(end), end, start))
+        self.share()
+
+    def share(self) -> None:
+        """Give all ranks rank 0's values of the others, which an evaluation may have changed, too."""
         take_first(_read(self.others))
 
 

@@ -106,7 +106,8 @@ class Engine:
         return flags[-1]
 
     def share_buffers(self) -> None:
-        """Do nothing: all ranks have the same buffers."""
+        """Give all ranks the buffers of rank 0, before an evaluation or a save."""
+        self.buffers.share()
 
 
 # The tree

@@ -113,8 +113,7 @@ def _may_fuse(parameters: list[Tensor], args: Namespace) -> bool:
 
 def parameters_of(optimizers: list[torch.optim.Optimizer]) -> list[nn.Parameter]:
     """Return the parameters that these optimizers train as of now, each once."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [*dict.fromkeys(parameter for group in groups for parameter in group["params"])]
+    return [*dict.fromkeys(p for one in optimizers for group in one.param_groups for p in group["params"])]
 
 
 def clip(parameters: list[nn.Parameter], limit: float, exact: bool) -> Tensor:

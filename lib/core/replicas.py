@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib.core.optimizer import parameters_of
 from lib.utils import distributed
@@ -17,10 +17,11 @@ from lib.utils.checkpoint import shards
 from lib.utils.checkpoint.state import find_parts, unwrap
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
-from lib.utils.monitoring.metrics import Sums
-from lib.utils.monitoring.predictions import Predictions
 
 log = logging.getLogger(__name__)
+# Attributes that no subclass may replace.
+FIXED = ("args", "checkpoints", "config", "folder", "metrics", "plan", "precision", "predictions", "state")
+MADE_LATER = {"all_optimizers", "checks", "engine", "of_base", "trained"}  # by the trainer itself
 MOST_BYTES, MOST_OBJECTS = 1 << 22, 100_000  # of a tensor or an array, and in a value, that `plain_values` compares
 
 
@@ -28,8 +29,8 @@ class Checks:
     """What is checked before each evaluation and save of a trainer, on all ranks alike."""
 
     def __init__(self, trainer: Any):
-        for name, kind in (("metrics", Sums), ("predictions", Predictions)):
-            if not isinstance(own := getattr(trainer, name), kind):
+        for name in FIXED:
+            if id(own := getattr(trainer, name)) != trainer.of_base[name]:
                 raise UsageError(f"self.{name} is a {type(own).__name__}: the trainer needs that name, take another")
         self.trainer, self.parts = trainer, find_parts(trainer).ids()
         self.untrained: list[str] = []  # parameters with a gradient that no optimizer trains
@@ -53,7 +54,9 @@ class Checks:
             name = min(name for name, _ in other)
             raise UsageError(f"{name} was made or replaced after the start: the trainer's __init__ must make it")
         trained = {*parameters_of(self.trainer.all_optimizers)}
-        odd = [name for name, one in parts.parameters().items() if one.grad is not None and one not in trained]
+        bare = {f"trainer.{key}": one for key, one in vars(self.trainer).items() if isinstance(one, nn.Parameter)}
+        named = {**bare, **parts.parameters()}.items()
+        odd = [name for name, one in named if one.grad is not None and one not in trained]
         if odd and odd != self.untrained:
             log.warning("no optimizer trains %s (%d in all), which has a gradient", odd[0], len(odd))
         self.untrained = odd
@@ -92,7 +95,8 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     parts = find_parts(trainer)
     skipped = {id(trainer), *(number for _, number in parts.ids())}
     storages = {one.untyped_storage().data_ptr() for one in parts.weights().values() if not shards.is_sharded(one)}
-    named = {f"trainer.{key}": value for key, value in vars(trainer).items() if key not in trainer.of_base}
+    own = vars(trainer).keys() - trainer.of_base.keys() - MADE_LATER
+    named = {f"trainer.{key}": getattr(trainer, key) for key in sorted(own)}
     for part, root in parts.modules.items():
         for name, module in unwrap(root).named_modules(prefix=part):
             plain = {key: value for key, value in vars(module).items() if isinstance(value, int | float | Tensor)}
@@ -112,6 +116,8 @@ class Mark(pickle.Pickler):
         """Return the CRC32; None of what is large or cannot be pickled, another object each time of an iterator."""
         if isinstance(value, Iterator):
             return object()
+        if isinstance(value, Tensor) and value.grad_fn is not None:  # made by each pass
+            return None
         try:
             self.dump(value)
         except Exception:  # noqa: BLE001  # that of any class
@@ -128,7 +134,7 @@ class Mark(pickle.Pickler):
             return ""
         if not isinstance(value, Tensor):
             return None
-        is_other = value.requires_grad or shards.is_sharded(value) or value.layout is not torch.strided
+        is_other = value.grad_fn is not None or shards.is_sharded(value) or value.layout is not torch.strided
         return "" if is_other or value.untyped_storage().data_ptr() in self.storages else str(digest(value))
 
 

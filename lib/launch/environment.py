@@ -5,9 +5,7 @@ keep others that are set.
 """
 
 import os
-import socket
 import sys
-import time
 from pathlib import Path
 
 from lib.config import Args
@@ -35,7 +33,6 @@ DEBUG = {
 # How often a thread on the CPU checks whether the others are done before it sleeps: for some microseconds. GNU's
 # OpenMP checks 300,000 times by default, which keeps cores from the threads it waits for (docs/benchmarks.md).
 OPENMP_SPIN = {"GOMP_SPINCOUNT": "3000"}
-RESOLVE_S = 15.0  # for the name of rank 0's machine, which Kubernetes gives out with its pods
 # Variables of launchers that are numbers.
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 NUMBERS += ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -66,12 +63,7 @@ def rank_variables(place: dict[str, int], run_id: str, store: tuple[str, int] | 
         place: RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
         run_id: the same for all processes and restarts of a launch.
         store: host and port of the rendezvous store; a single process needs none.
-
-    Raises:
-        UsageError: the user's network interface for gloo is not there, and there are several processes.
     """
-    if place.get("WORLD_SIZE", 1) > 1:
-        check_interfaces()
     variables: dict[str, object] = {**place, "TORCHELASTIC_RUN_ID": run_id}
     if store:
         variables |= {"MASTER_ADDR": store[0], "MASTER_PORT": store[1]}
@@ -99,35 +91,8 @@ def check_variables(args: Args) -> None:
         if not (text.isdecimal() and least <= int(text) <= most):
             hint = "unset RANK, WORLD_SIZE and SLURM_STEP_NUM_TASKS if no launcher started this process"
             raise UsageError(f"{name} is {text!r} in the environment: {hint}")
-    if has_rank() and int(os.environ["WORLD_SIZE"]) > 1:
-        check_interfaces()
-        check_host(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     if args.ngrok:
         load_optional("scripts.tensorboard_server", "-ngrok").check_password()
-
-
-def check_interfaces() -> None:
-    """Raise UsageError for a network interface of GLOO_SOCKET_IFNAME that this machine does not have."""
-    given = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    existing = [name for _, name in socket.if_nameindex()]
-    missing = [name for name in given.split(",") if name.partition(":")[0] not in existing]  # eth0:1 is one of eth0's
-    if given and missing:
-        place = f"{socket.gethostname()} has no network interface {', '.join(missing)}"
-        raise UsageError(f"GLOO_SOCKET_IFNAME is {given!r} in the environment: {place}; it has {', '.join(existing)}")
-
-
-def check_host(name: str) -> None:
-    """Raise UsageError if MASTER_ADDR is a name without an address: torch would try again for half an hour."""
-    until = time.monotonic() + RESOLVE_S
-    while True:
-        try:
-            socket.getaddrinfo(name, None)
-            return
-        except (socket.gaierror, UnicodeError) as error:
-            if time.monotonic() > until:
-                wanted = f"{socket.gethostname()} finds no address of it ({error}); name the machine of rank 0"
-                raise UsageError(f"MASTER_ADDR is {name!r} in the environment: {wanted}") from None
-        time.sleep(1.0)
 
 
 def choose_gpus(args: Args) -> None:

@@ -78,7 +78,7 @@ class Trainer:
         self.checkpoints = manager.Checkpoints(self.folder / "checkpoints", world, keep_last=args.keep_last)
         self.saved = None  # the step of the last checkpoint, and whether what was due after it was done
         self.rate = throughput.Throughput(self.total_steps, self.state, world.device)
-        self.of_base = {*vars(self), "engine", "checks", "all_optimizers", "trained", "of_base"}  # not a subclass's
+        self.of_base = {name: id(value) for name, value in vars(self).items()}  # the others are a subclass's
 
     def training_step(self, batch: Any) -> Tensor:
         """Return the mean loss over a micro-batch (collated as the dataset gives it, on the device), for backward."""
@@ -186,7 +186,7 @@ class Trainer:
             seeding.seed(seeding.PASS, self.args.seed, self.state.step, micro_batch.number, device=self.world.device)
             self.engine.begin_pass(micro_batch, self.trained)
             count = self.count_targets(batch, micro_batch.count)
-            loss = self.compute_loss(batch, micro_batch)
+            loss = self.call_training_step(batch, micro_batch)
             self.pending_losses.append((loss.detach(), count))
             self.backward(loss, micro_batch, count)
             if micro_batch.last:
@@ -195,6 +195,7 @@ class Trainer:
         self.divide_gradients(total, micro_batch)
         # From here on what is drawn is the same on every rank.
         seeding.seed(seeding.STEP, self.args.seed, self.state.step, device=self.world.device)
+        self.set_learning_rate()
         norm = self.optimizer_step()
         if not isinstance(norm, Tensor) or norm.ndim:
             raise UsageError(f"optimizer_step returns {norm!r:.40}: it must return the norm of the gradient, 0-d")
@@ -204,7 +205,7 @@ class Trainer:
         self.logger.step()
         self.checks.after_step()
 
-    def compute_loss(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
+    def call_training_step(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
         self.in_pass, self.metrics.counts = True, micro_batch.count > 0
         with self.precision:
@@ -231,13 +232,12 @@ class Trainer:
             torch._foreach_mul_(gradients, factor)
 
     def optimizer_step(self) -> Tensor:
-        """Update the parameters by the step's gradients, and return the norm of the whole gradient (0-d).
+        """Update the parameters by the step's gradients; return the norm of the whole gradient (0-d).
 
         If it is not finite, no optimizer takes a step, on any rank.
         """
         due = self.due_optimizers()
         norm = self.clip_gradients(due)
-        self.set_learning_rate()
         for optimizer in due:
             optimizers.step(optimizer, self.scaler, norm)
         if due:
@@ -260,8 +260,9 @@ class Trainer:
         Raises UsageError if anything else has changed a rate since the last step: it would be overwritten.
         """
         lr = scheduler.lr_at(self.state.step, **self.schedule)
+        is_default = type(self).set_learning_rate is Trainer.set_learning_rate
         for group in self.scheduled_groups():
-            if group["lr"] != group.get("lr_set", group["lr"]):
+            if is_default and group["lr"] != group.get("lr_set", group["lr"]):
                 fault = f"something set the learning rate to {float(group['lr']):.4g}, which the next step overwrites"
                 raise UsageError(f"{fault}: override set_learning_rate, which sets it, or change a group's lr_scale")
             group["lr"] = group["lr_set"] = lr * group["lr_scale"]
@@ -269,6 +270,7 @@ class Trainer:
     def scheduled_groups(self) -> list[dict]:
         """Return the groups of -optimizer's optimizers. A group's own learning rate is its peak, as -lr_start is."""
         groups = [group for one in (self.optimizer, *self.more_optimizers) for group in one.param_groups]
+        groups = [group for group in groups if group.get("lr") is not None]  # else it has a schedule of its own
         for group in groups:
             group.setdefault("lr_scale", float(group["lr"]) / self.args.lr_start)
         return groups
@@ -285,7 +287,7 @@ class Trainer:
             self.checkpoints.poll()
 
     def evaluate_and_save(self) -> None:
-        """Validate and save where this step calls for it. A stop that all ranks agree on ends it.
+        """Validate and save where this step calls for it.
 
         The log comes before the save: a run that continues from an older checkpoint logs again; after the save, a
         kill would lose it.
@@ -329,7 +331,7 @@ class Trainer:
         means = {name: interval.pop(f"{SCALAR}{name}") / interval.pop(f"{CALLS}{name}") for name in scalars}
         for name, value in interval.items():
             self.state.sums[name] = self.state.sums.get(name, 0.0) + value
-        figures = {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self.last_norm, **means}
+        figures = {"lr": self.optimizer.param_groups[0].get("lr") or math.nan, "grad_norm": self.last_norm, **means}
         self.logger.log_training(self.state, interval, figures, self.rate.interval(self.state))
         if self.state.bad_row >= self.args.max_bad_steps:
             self.checkpoints.finish()

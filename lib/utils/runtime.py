@@ -43,8 +43,7 @@ def choose_threads(args: Namespace, world: World, saved: int | None) -> int:
     It is -threads; else that of the run's first start (`saved`), because sums by another number have other bits; else
     the user's OMP_NUM_THREADS; else a process's share of the cores. Raises UsageError for more than MOST_THREADS.
     """
-    share = min(cores_per_process(world), MOST_THREADS)
-    wanted = args.threads or saved or distributed.user_threads() or share
+    wanted = args.threads or saved or distributed.user_threads() or min(cores_per_process(world), MOST_THREADS)
     count = -int(distributed.all_reduce_max([-wanted], world)[0])  # machines may have different numbers of cores
     if count > MOST_THREADS:
         source = "-threads" if args.threads else "OMP_NUM_THREADS"

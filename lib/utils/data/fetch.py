@@ -82,6 +82,7 @@ class Fetch(Dataset):
     def __getitem__(self, key: tuple[int, MicroBatch]) -> Any:
         epoch, micro_batch = key
         if set_epoch := option(self.dataset, "set_epoch"):
+            seeding.seed(seeding.SAMPLE, self.seed, epoch)
             set_epoch(epoch)
         self.current = micro_batch.indices  # for error messages: what is being fetched, one sample or several
         try:

@@ -21,6 +21,7 @@ from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
+READS = 4  # of each sample: one that is mirrored by an odd generator is the same in half of them
 NEVER_THE_SAME = "another one each time"  # as a digest: samples that are not a function of their seeds
 
 
@@ -49,8 +50,8 @@ def _digest_of_three(part: MapDataset, args: Namespace, workers: int) -> str:
     reader = fetch.Fetcher(part, args.seed, workers, pin=False, collate_fn=digest)
     with contextlib.closing(reader):
         reader.begin_fetching()
-        first, again = (digest([sample for _, sample in reader(0, keys)]) for _ in range(2))
-    return first if first == again else NEVER_THE_SAME
+        first, *others = (digest([sample for _, sample in reader(0, keys)]) for _ in range(READS))
+    return first if {*others} == {first} else NEVER_THE_SAME
 
 
 def _digest(value: Any, data: str, depth: int = 9) -> str:

@@ -15,8 +15,10 @@ class MapDataset(Protocol):
 
 
 def option(dataset: Any, name: str, default: Any = None) -> Any:
-    """Return an optional attribute of a dataset; a Subset has those of the dataset that it is a part of."""
-    return option(dataset.dataset, name, default) if isinstance(dataset, Subset) else getattr(dataset, name, default)
+    """Return an optional attribute of a dataset; a Subset has its own, or those of what it is a part of."""
+    if isinstance(dataset, Subset) and name not in vars(dataset):
+        return option(dataset.dataset, name, default)
+    return getattr(dataset, name, default)
 
 
 def has_whole_batches(dataset: MapDataset) -> bool:

@@ -107,8 +107,6 @@ def test_the_facts_are_the_same_with_any_number_of_loader_processes_and_do_not_d
 
 
 class DrawsOwn(Dataset):
-    """Draws from a generator of its own: no resume is exact."""
-
     def __init__(self):
         self.generator = torch.Generator()
 

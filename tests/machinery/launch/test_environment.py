@@ -2,14 +2,12 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 from command_line import parsed
 from processes import ROOT
-from runs import run
 
 from lib.launch import environment
 from scripts import agent
@@ -111,48 +109,3 @@ def test_left_over_variables_of_launchers_are_one_line(given, name, monkeypatch,
         monkeypatch.setenv(variable, value)
     line = refused("-cpu 2 -arch mlp")
     assert re.search(name, line) and "unset RANK" in line and "\n" not in line.strip()
-
-
-LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29400"}
-
-
-@pytest.mark.parametrize(
-    ("given", "flags", "message"),
-    [
-        ({**LAUNCHED, "MASTER_ADDR": "nowhere.invalid"}, "", "MASTER_ADDR is 'nowhere.invalid'"),
-        ({**LAUNCHED, "MASTER_ADDR": "n" * 70}, "", f"MASTER_ADDR is '{'n' * 70}'"),
-        (
-            {**LAUNCHED, "GLOO_SOCKET_IFNAME": "nothing0"},
-            "",
-            "GLOO_SOCKET_IFNAME is 'nothing0'.* nothing0; it has .*lo",
-        ),
-        (
-            {"GLOO_SOCKET_IFNAME": "lo,nothing1"},
-            "-cpu 2",
-            "GLOO_SOCKET_IFNAME is 'lo,nothing1'.* nothing1; it has .*lo",
-        ),
-    ],
-)
-def test_a_wrong_host_or_network_interface_is_one_line_for_several_processes(
-    given, flags, message, monkeypatch, refused, tmp_path
-):
-    for variable, value in given.items():
-        monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(environment, "RESOLVE_S", 0.0)
-    assert re.search(message, refused(f"-arch mlp {flags}"))
-    monkeypatch.delenv("RANK", raising=False)
-    run(tmp_path, "-arch mlp -limit_steps 1 -cpu 1", wanted=75)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    run(tmp_path, "-arch mlp -limit_steps 2 -cpu 2", wanted=75)
-
-
-def test_a_name_that_gets_its_address_a_little_later_is_waited_for(monkeypatch):
-    answers = [socket.gaierror("unknown"), None]
-
-    def resolve(*_):
-        if error := answers.pop(0):
-            raise error
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    environment.check_host("pod-0")
-    assert not answers

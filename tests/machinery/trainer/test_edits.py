@@ -1,7 +1,6 @@
 """Edits that people make to a trainer, model or wrapper: the same bits on 1, 2 and 3 processes, or one clear line."""
 
 import copy
-import dataclasses
 import re
 
 import numpy as np
@@ -128,7 +127,28 @@ class Plateau(trainer.Trainer):
         pass
 
 
+class OwnStep(trainer.Trainer):
+    """Writes out the step of its optimizer."""
+
+    def optimizer_step(self):
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+
+class HalvesRate(trainer.Trainer):
+    """Takes half of the schedule's rate."""
+
+    def set_learning_rate(self):
+        super().set_learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
 EDITS = {
+    "step": OwnStep,
+    "halves": HalvesRate,
     "noise": GradientNoise,
     "optimizers": TwoOptimizers,
     "thaws": Thaws,
@@ -146,7 +166,9 @@ def test_an_edit_gives_the_same_bits_on_1_2_and_3_processes_and_after_stops(edit
         flags = f"{FLAGS} -trainer {edit}"
         plain = weights(run(tmp_path, f"{FLAGS} -cpu 1 -model plain"))
         alone = run(tmp_path, f"{flags} -cpu 1 -model alone")
-        assert edit == "between" or not same_tensors(weights(alone), plain), "the edit has an effect"
+        assert same_tensors(weights(alone), plain) == (edit == "between"), "all others have an effect"
+        last = [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1]
+        assert edit != "step" or last == pytest.approx(1e-6), "it follows the schedule"
         assert bits(run(tmp_path, f"{flags} -cpu 3 -model three")) == bits(alone)
         for limit, processes in ((3, 2), (6, 3), (9, 1)):
             run(tmp_path, f"{flags} -cpu {processes} -model moved -limit_steps {limit}", wanted=75)
@@ -185,13 +207,6 @@ def test_class_weights_may_change_at_a_resume(tmp_path):
     assert "trainer.loss.weight" not in tensors(folder / "checkpoints" / names(folder)[0])
 
 
-def test_an_evaluation_in_between_changes_nothing(tmp_path):
-    with plugins(trainer={"between": EvaluatesInBetween}):
-        plain = run(tmp_path, f"{FLAGS} -cpu 1 -model plain")
-        between = run(tmp_path, f"{FLAGS} -cpu 1 -model between -trainer between")
-    assert same_tensors(weights(plain), weights(between))
-
-
 class OwnBackward(trainer.Trainer):
     """Calls backward for a part of its loss."""
 
@@ -212,6 +227,17 @@ class Forgotten(trainer.Trainer):
         return self.loss(self.layer(self.model(batch[0])), batch[1])
 
 
+class Bare(trainer.Trainer):
+    """Learns a weight of its loss, which no optimizer has."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.log_scale = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch):
+        return super().training_step(batch) * self.log_scale.exp() - self.log_scale
+
+
 class ThawsAlone(trainer.Trainer):
     """Thaws a layer in the last epoch, and gives it to no optimizer."""
 
@@ -227,12 +253,14 @@ class ThawsAlone(trainer.Trainer):
 
 @pytest.mark.parametrize("engine", ["", "-deterministic no"])
 def test_a_backward_in_training_step_is_refused_and_an_untrained_layer_is_named(engine, tmp_path, refused, caplog):
-    edits = {"back": OwnBackward, "forgotten": Forgotten, "alone": ThawsAlone}
+    edits = {"back": OwnBackward, "forgotten": Forgotten, "alone": ThawsAlone, "bare": Bare}
     with plugins(trainer=edits, arch={"plain": plain_net}):
         line = refused(f"{FLAGS} -arch plain -trainer back -cpu 2 {engine}")
         assert "training_step calls backward by itself" in line
         run(tmp_path, f"{FLAGS} -arch plain -trainer forgotten -cpu 1 -model forgotten {engine}")
         run(tmp_path, f"{FLAGS} -arch plain -trainer alone -cpu 1 -model alone {engine}")
+        run(tmp_path, f"{FLAGS} -arch plain -trainer bare -cpu 1 -model bare {engine}")
+    assert "no optimizer trains trainer.log_scale (1 in all), which has a gradient" in caplog.text
     assert "no optimizer trains 1.weight (2 in all), which has a gradient" in caplog.text
     assert "no optimizer trains trainer.layer.weight (2 in all), which has a gradient" in caplog.text
 
@@ -264,10 +292,10 @@ class Counts(nn.Module):
 
     def forward(self, inputs):
         outputs = self.net(inputs)
+        self.outputs, self.mask = outputs, torch.ones(4)
         if self.training:
             self.calls += 1
             self.prototype = 0.9 * self.prototype + 0.1 * outputs.detach().mean(0)
-            self.outputs, self.mask = outputs, torch.ones(4)
         return outputs * min(self.most, self.calls / 20)
 
 
@@ -281,6 +309,18 @@ def test_what_passes_change_outside_of_buffers_is_named_once(more, tmp_path):
     assert [sorted(CHANGES.findall(text)) for text in said] == [["model.calls", "model.prototype"], []]
 
 
+class Average:
+    """Has an average of a model, and no state."""
+
+    def __init__(self, model):
+        self.model = copy.deepcopy(model)
+
+    def update(self, model):
+        with torch.no_grad():
+            for mine, new in zip(self.model.parameters(), model.parameters(), strict=True):
+                mine.lerp_(new, 0.5)
+
+
 class Keeps(trainer.Trainer):
     """Keeps values of many kinds. Those of `steady`, and modes that each step sets, are as they were."""
 
@@ -289,7 +329,7 @@ class Keeps(trainer.Trainer):
         self.running, self.history, self.phase = 0.0, [], "warm"
         self.draws, self.arrays = torch.Generator().manual_seed(1), {"mean": np.zeros(3)}
         self.batches_of = (number for number in range(10**6))
-        self.teacher, self.head = copy.deepcopy(self.model), self.model[-1]
+        self.teacher, self.head, self.average = copy.deepcopy(self.model), self.model[-1], Average(self.model)
         self.steady = {"scale": torch.ones(2), "names": ["a", "b"], "function": torch.relu, "lambda": lambda: 1}
 
     def training_step(self, batch):
@@ -297,6 +337,7 @@ class Keeps(trainer.Trainer):
         loss = super().training_step(batch)
         self.running = 0.9 * self.running + 0.1 * loss.item()
         self.history.append(self.state.step)
+        self.average.update(self.model)
         self.phase = f"phase {self.state.step}"
         torch.rand(1, generator=self.draws)
         self.arrays["mean"] += next(self.batches_of) + 1
@@ -308,7 +349,7 @@ class Keeps(trainer.Trainer):
 def test_what_a_trainer_changes_outside_of_checkpoints_is_named_once(tmp_path):
     with plugins(trainer={"keeps": Keeps}):
         text = log_of(run(tmp_path, f"{FLAGS} -trainer keeps -cpu 2"))
-    changed = ["running", "history", "phase", "draws", "arrays", "batches_of"]
+    changed = ["running", "history", "phase", "draws", "arrays", "batches_of", "average"]
     found = CHANGES.findall(text)
     assert sorted(found) == sorted([*(f"trainer.{name}" for name in changed), "model.2.training"])
 
@@ -375,23 +416,9 @@ class NoGradient(trainer.Trainer):
         return super().training_step(batch).detach()
 
 
-class OwnMetrics(trainer.Trainer):
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.metrics = {"seen": 0}
-
-
-class OwnPredictions(trainer.Trainer):
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.predictions = []
-
-
 SLIPS = {
     NoNorm: "optimizer_step returns None: it must return the norm",
     NoGradient: "it must return the mean loss, a 0-d tensor with a gradient",
-    OwnMetrics: "self.metrics is a dict: the trainer needs that name, take another",
-    OwnPredictions: "self.predictions is a list: the trainer needs that name, take another",
 }
 
 
@@ -401,17 +428,36 @@ def test_a_slip_is_one_line(slip, refused):
         assert SLIPS[slip] in refused(f"{FLAGS} -trainer slip -cpu 1")
 
 
-class OtherData(trainer.Trainer):
-    """Puts another dataset in the place of the loader's."""
+@pytest.mark.parametrize("name", ["metrics", "predictions", "config", "precision"])
+def test_an_attribute_of_a_name_that_the_trainer_needs_is_one_line(name, refused):
+    class Replaces(trainer.Trainer):
+        def __init__(self, *parts):
+            super().__init__(*parts)
+            setattr(self, name, {"seen": 0})
+
+    with plugins(trainer={"replaces": Replaces}):
+        said = refused(f"{FLAGS} -trainer replaces -cpu 1")
+    assert f"self.{name} is a dict: the trainer needs that name, take another" in said
+
+
+class Observes(trainer.Trainer):
+    """Keeps what this rank has seen in an evaluation in a buffer."""
 
     def __init__(self, *parts):
         super().__init__(*parts)
-        self.loaders["train"].dataset = few(self.args, 20)["train"]
+        self.seen = nn.Module()
+        self.seen.register_buffer("last", torch.zeros(()))
+
+    def evaluation_step(self, model, batch, count):
+        self.seen.last.copy_(batch[0].mean())
+        return super().evaluation_step(model, batch, count)
 
 
-def test_another_dataset_for_a_loader_is_an_error(tmp_path, capfd):
-    with plugins(trainer={"other": OtherData}), pytest.raises(dataclasses.FrozenInstanceError, match="dataset"):
-        run(tmp_path, f"{FLAGS} -trainer other -cpu 1")
+@pytest.mark.parametrize("engine", ["", "-deterministic no"])
+def test_a_buffer_that_evaluations_change_is_rank_0s(engine, tmp_path):
+    with plugins(trainer={"observes": Observes}):
+        folder = run(tmp_path, f"{FLAGS} -trainer observes -cpu 2 {engine}")
+    assert tensors(folder / "checkpoints" / names(folder)[0])["trainer.seen.last"] != 0
 
 
 class OwnRates(trainer.Trainer):
@@ -558,20 +604,6 @@ def test_replicas_that_part_are_an_error_that_names_tensor_ranks_and_step(engine
     reason = outcome(folder)["reason"]
     assert "the copies of model.1.weight differ: rank 1, 2 and rank 0" in reason
     assert "at step 8; at step 4 all were the same" in reason
-
-
-class Late(trainer.Trainer):
-    """Makes an optimizer in the second epoch."""
-
-    def train_epoch(self):
-        if self.state.epoch == 1:
-            self.late = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        return super().train_epoch()
-
-
-def test_an_optimizer_that_is_made_after_the_start_is_refused(tmp_path, refused):
-    with plugins(trainer={"late": Late}):
-        assert "trainer.late was made or replaced after the start" in refused(f"{FLAGS} -trainer late -cpu 1")
 
 
 class Experts(nn.Module):
