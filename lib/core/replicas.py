@@ -3,6 +3,7 @@
 import io
 import logging
 import pickle
+import random
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 # Attributes that no subclass may replace.
 FIXED = ("args", "checkpoints", "config", "folder", "metrics", "plan", "precision", "predictions", "state")
 MADE_LATER = {"all_optimizers", "checks", "engine", "of_base", "trained"}  # by the trainer itself
+KEPT = (int, float, list, dict, Tensor, np.ndarray, np.random.Generator, random.Random, torch.Generator)
+OF_MODULES = vars(nn.Module()).keys()
 MOST_BYTES, MOST_OBJECTS = 1 << 22, 100_000  # of a tensor or an array, and in a value, that `plain_values` compares
 
 
@@ -61,7 +64,7 @@ class Checks:
             log.warning("no optimizer trains %s (%d in all), which has a gradient", odd[0], len(odd))
         self.untrained = odd
         for name in find_changes(self.values, plain_values(self.trainer) if self.values else {}):
-            advice = "make it a buffer, or an object with state_dict and load_state_dict"
+            advice = "make it a buffer, or a state (state_dict, load_state_dict) that is the same on all ranks"
             log.warning("training changes %s, which is in no checkpoint: %s", name, advice)
         compare(parts.weights(), self.trainer.world, state.step, self.agreed)
         self.agreed = state.step
@@ -90,7 +93,7 @@ def compare(tensors: dict[str, Tensor], world: World, step: int, agreed: int) ->
 def plain_values(trainer: Any) -> dict[str, Any]:
     """Return a mark, the same for equal values, of what training may change and no checkpoint has, by name.
 
-    They are the attributes that a trainer adds, and of modules: numbers, tensors, and whether they train.
+    They are the attributes that a trainer adds, and of modules: those of the types KEPT, and whether they train.
     """
     parts = find_parts(trainer)
     skipped = {id(trainer), *(number for _, number in parts.ids())}
@@ -99,8 +102,9 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     named = {f"trainer.{key}": getattr(trainer, key) for key in sorted(own)}
     for part, root in parts.modules.items():
         for name, module in unwrap(root).named_modules(prefix=part):
-            plain = {key: value for key, value in vars(module).items() if isinstance(value, int | float | Tensor)}
-            named |= {f"{name}.{key}": value for key, value in plain.items()}
+            plain = {key: value for key, value in vars(module).items() if key not in OF_MODULES}
+            kept = {"training": module.training, **module._buffers, **plain}  # a saved buffer is among `storages`
+            named |= {f"{name}.{key}": value for key, value in kept.items() if isinstance(value, KEPT)}
     return {name: Mark(skipped, storages).of(value) for name, value in named.items()}
 
 

@@ -218,8 +218,10 @@ class Trainer:
 
     def backward(self, loss: Tensor, micro_batch: MicroBatch, count: Tensor | int) -> None:
         """Add the gradients of a micro-batch of `count` targets, times their number, to those of the step."""
-        if micro_batch.first and any(one.grad is not None for one in self.trained):
-            raise UsageError("training_step calls backward by itself: let it return the whole loss")
+        accumulates = self.plan.engine == "stock" and not micro_batch.first
+        if accumulates != any(one.grad is not None for one in self.trained):
+            cause = "zero_grad" if accumulates else "backward"
+            raise UsageError(f"training_step calls {cause} by itself: let it return the whole loss")
         if micro_batch.step_parts > 1 or not micro_batch.count:
             loss = loss * (count / micro_batch.step_samples)  # so that numbers stay small, see divide_gradients
         self.engine.backward(self.scaler.scale(loss), micro_batch, count)
@@ -232,10 +234,7 @@ class Trainer:
             torch._foreach_mul_(gradients, factor)
 
     def optimizer_step(self) -> Tensor:
-        """Update the parameters by the step's gradients; return the norm of the whole gradient (0-d).
-
-        If it is not finite, no optimizer takes a step, on any rank.
-        """
+        """Update the parameters by the whole gradient, on no rank if it is not finite; return its norm, 0-d."""
         due = self.due_optimizers()
         norm = self.clip_gradients(due)
         for optimizer in due:

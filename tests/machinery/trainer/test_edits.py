@@ -216,6 +216,12 @@ class OwnBackward(trainer.Trainer):
         return self.loss(outputs, batch[1])
 
 
+class OwnZero(trainer.Trainer):
+    def training_step(self, batch):
+        self.optimizer.zero_grad()
+        return super().training_step(batch)
+
+
 class Forgotten(trainer.Trainer):
     """Has a layer that no optimizer trains."""
 
@@ -253,10 +259,13 @@ class ThawsAlone(trainer.Trainer):
 
 @pytest.mark.parametrize("engine", ["", "-deterministic no"])
 def test_a_backward_in_training_step_is_refused_and_an_untrained_layer_is_named(engine, tmp_path, refused, caplog):
-    edits = {"back": OwnBackward, "forgotten": Forgotten, "alone": ThawsAlone, "bare": Bare}
+    edits = {"back": OwnBackward, "forgotten": Forgotten, "alone": ThawsAlone, "bare": Bare, "zero": OwnZero}
     with plugins(trainer=edits, arch={"plain": plain_net}):
         line = refused(f"{FLAGS} -arch plain -trainer back -cpu 2 {engine}")
         assert "training_step calls backward by itself" in line
+        if engine:  # the exact engine keeps the gradients elsewhere
+            zero = f"{FLAGS} -arch plain -trainer zero -cpu 2 -micro_batch 4 {engine} -model zero"
+            assert "training_step calls zero_grad by itself" in refused(zero)
         run(tmp_path, f"{FLAGS} -arch plain -trainer forgotten -cpu 1 -model forgotten {engine}")
         run(tmp_path, f"{FLAGS} -arch plain -trainer alone -cpu 1 -model alone {engine}")
         run(tmp_path, f"{FLAGS} -arch plain -trainer bare -cpu 1 -model bare {engine}")
@@ -289,12 +298,16 @@ class Counts(nn.Module):
         super().__init__()
         self.net, self.calls, self.most, self.mask = plain_net(), 0, 0.5, None
         self.prototype, self.weight = torch.zeros(4), self.net[1].weight.detach()
+        self.queue, self.draws = [], torch.Generator()
+        self.register_buffer("level", torch.zeros(()), persistent=False)
 
     def forward(self, inputs):
         outputs = self.net(inputs)
         self.outputs, self.mask = outputs, torch.ones(4)
         if self.training:
             self.calls += 1
+            self.queue.append(self.calls)
+            self.level += torch.rand((), generator=self.draws)
             self.prototype = 0.9 * self.prototype + 0.1 * outputs.detach().mean(0)
         return outputs * min(self.most, self.calls / 20)
 
@@ -306,7 +319,8 @@ CHANGES = re.compile(r"training changes (\S+), which is in no checkpoint")
 def test_what_passes_change_outside_of_buffers_is_named_once(more, tmp_path):
     with plugins(arch={"counts": lambda args: Counts(), "plain": plain_net}):
         said = [log_of(run(tmp_path, f"{FLAGS} -arch {name} {more} -model {name}")) for name in ("counts", "plain")]
-    assert [sorted(CHANGES.findall(text)) for text in said] == [["model.calls", "model.prototype"], []]
+    changed = [f"model.{name}" for name in ("calls", "draws", "level", "prototype", "queue")]
+    assert [sorted(CHANGES.findall(text)) for text in said] == [changed, []]
 
 
 class Average:
@@ -436,8 +450,7 @@ def test_an_attribute_of_a_name_that_the_trainer_needs_is_one_line(name, refused
             setattr(self, name, {"seen": 0})
 
     with plugins(trainer={"replaces": Replaces}):
-        said = refused(f"{FLAGS} -trainer replaces -cpu 1")
-    assert f"self.{name} is a dict: the trainer needs that name, take another" in said
+        assert f"self.{name} is a dict: the trainer needs" in refused(f"{FLAGS} -trainer replaces -cpu 1")
 
 
 class Observes(trainer.Trainer):
@@ -545,8 +558,6 @@ class Distils(trainer.Trainer):
 
 
 class DistilsWhole(Distils):
-    """Leaves the teacher's parameters as they are."""
-
     def __init__(self, *parts):
         super().__init__(*parts)
         self.teacher.requires_grad_(True)
