@@ -53,7 +53,7 @@ def train(args: config.Args) -> int:
             loaders, logger = run.begin()  # nothing was written before
             trainer = trainers.Trainer(args, run.world, loaders, model, loss, optimizers, logger)
             if args.eval:
-                return EXIT_CODES[load_optional("scripts.evaluate", "-eval").evaluate(trainer)]
+                return EXIT_CODES[load_optional("scripts.evaluation", "-eval").evaluate(trainer)]
             if args.debug:
                 return EXIT_CODES[load_optional("scripts.debug", "-debug").debug(trainer, run.past)]
             return EXIT_CODES[trainer.fit(run.past)]

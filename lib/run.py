@@ -87,7 +87,8 @@ class Run:
         if self.loaded:
             log.info("-weights:    %s", self.loaded)
         for name in [name for name, value in self.plan.data.items() if value == fingerprint.NEVER_THE_SAME]:
-            log.warning("%s: %s, by a generator of its own: no resume is exact", name, fingerprint.NEVER_THE_SAME)
+            split = name.removesuffix(" digest")
+            log.warning("the samples of %s differ each time they are read: no resume is exact (own generators?)", split)
         if self.changes:
             log.warning("changed since the run began: %s", self.changes)
         loaders = self.stack.enter_context(loader.open_loaders(self.splits, self.plan, world, args))

@@ -1,4 +1,4 @@
-"""-debug: trains a few steps, names the first tensor that is not finite, and leaves the run as it is."""
+"""python train.py -debug: trains a few steps, and names the first tensor that is not finite; writes nothing."""
 
 import logging
 from collections.abc import Iterable, Iterator

@@ -3,7 +3,7 @@
 import io
 import logging
 import pickle
-import random
+import sys
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -21,19 +21,18 @@ from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
 # Attributes that no subclass may replace.
-FIXED = ("args", "checkpoints", "config", "folder", "metrics", "plan", "precision", "predictions", "state")
-MADE_LATER = {"all_optimizers", "checks", "engine", "of_base", "trained"}  # by the trainer itself
-KEPT = (int, float, list, dict, Tensor, np.ndarray, np.random.Generator, random.Random, torch.Generator)
+FIXED = {"args", "checkpoints", "config", "folder", "metrics", "plan", "precision", "predictions", "saved", "state"}
+MADE_LATER = {"all_optimizers", "checks", "engine", "trained"}  # by the trainer itself
 OF_MODULES = vars(nn.Module()).keys()
-MOST_BYTES, MOST_OBJECTS = 1 << 22, 100_000  # of a tensor or an array, and in a value, that `plain_values` compares
+MOST_BYTES = 1 << 25  # of a value that `plain_values` compares
 
 
 class Checks:
     """What is checked before each evaluation and save of a trainer, on all ranks alike."""
 
     def __init__(self, trainer: Any):
-        for name in FIXED:
-            if id(own := getattr(trainer, name)) != trainer.of_base[name]:
+        for name in sorted(FIXED | MADE_LATER):
+            if id(own := vars(trainer).get(name)) != trainer.of_base.get(name, id(None)):
                 raise UsageError(f"self.{name} is a {type(own).__name__}: the trainer needs that name, take another")
         self.trainer, self.parts = trainer, find_parts(trainer).ids()
         self.untrained: list[str] = []  # parameters with a gradient that no optimizer trains
@@ -56,6 +55,7 @@ class Checks:
         if other := self.parts ^ parts.ids():
             name = min(name for name, _ in other)
             raise UsageError(f"{name} was made or replaced after the start: the trainer's __init__ must make it")
+        self.trainer.scheduled_groups()  # notes the rates of new ones
         trained = {*parameters_of(self.trainer.all_optimizers)}
         bare = {f"trainer.{key}": one for key, one in vars(self.trainer).items() if isinstance(one, nn.Parameter)}
         named = {**bare, **parts.parameters()}.items()
@@ -63,9 +63,9 @@ class Checks:
         if odd and odd != self.untrained:
             log.warning("no optimizer trains %s (%d in all), which has a gradient", odd[0], len(odd))
         self.untrained = odd
-        for name in find_changes(self.values, plain_values(self.trainer) if self.values else {}):
-            advice = "make it a buffer, or a state (state_dict, load_state_dict) that is the same on all ranks"
-            log.warning("training changes %s, which is in no checkpoint: %s", name, advice)
+        if names := find_changes(self.values, plain_values(self.trainer) if self.values else {}):
+            advice = "make it a saved buffer, or a state (state_dict, load_state_dict) that is the same on all ranks"
+            log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:12]), len(names), advice)
         compare(parts.weights(), self.trainer.world, state.step, self.agreed)
         self.agreed = state.step
 
@@ -93,18 +93,18 @@ def compare(tensors: dict[str, Tensor], world: World, step: int, agreed: int) ->
 def plain_values(trainer: Any) -> dict[str, Any]:
     """Return a mark, the same for equal values, of what training may change and no checkpoint has, by name.
 
-    They are the attributes that a trainer adds, and of modules: those of the types KEPT, and whether they train.
+    They are the attributes that a trainer adds, those of its modules, and whether these train.
     """
     parts = find_parts(trainer)
     skipped = {id(trainer), *(number for _, number in parts.ids())}
     storages = {one.untyped_storage().data_ptr() for one in parts.weights().values() if not shards.is_sharded(one)}
-    own = vars(trainer).keys() - trainer.of_base.keys() - MADE_LATER
+    own = vars(trainer).keys() - trainer.of_base.keys() - MADE_LATER - {"of_base"}
     named = {f"trainer.{key}": getattr(trainer, key) for key in sorted(own)}
     for part, root in parts.modules.items():
         for name, module in unwrap(root).named_modules(prefix=part):
             plain = {key: value for key, value in vars(module).items() if key not in OF_MODULES}
             kept = {"training": module.training, **module._buffers, **plain}  # a saved buffer is among `storages`
-            named |= {f"{name}.{key}": value for key, value in kept.items() if isinstance(value, KEPT)}
+            named |= {f"{name}.{key}": value for key, value in kept.items() if not callable(value)}
     return {name: Mark(skipped, storages).of(value) for name, value in named.items()}
 
 
@@ -112,13 +112,13 @@ class Mark(pickle.Pickler):
     """Computes the CRC32 of a value's pickle. What has a state itself is no part of it."""
 
     def __init__(self, skipped: set[int], storages: set[int]):
-        self.file, self.skipped, self.storages, self.left = io.BytesIO(), skipped, storages, MOST_OBJECTS
-        super().__init__(self.file)
+        super().__init__(self)
         self.fast = True  # without references, which depend on more than the value
+        self.skipped, self.storages, self.crc, self.left = skipped, storages, 0, MOST_BYTES
 
     def of(self, value: Any) -> Any:
         """Return the CRC32; None of what is large or cannot be pickled, another object each time of an iterator."""
-        if isinstance(value, Iterator):
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
             return object()
         if isinstance(value, Tensor) and value.grad_fn is not None:  # made by each pass
             return None
@@ -126,15 +126,18 @@ class Mark(pickle.Pickler):
             self.dump(value)
         except Exception:  # noqa: BLE001  # that of any class
             return None
-        return zlib.crc32(self.file.getbuffer())
+        return self.crc
+
+    def write(self, data: Any) -> None:
+        """Take a part of the pickle."""
+        self.crc = zlib.crc32(data, self.crc)
 
     def persistent_id(self, value: Any) -> Any:
         """Return what stands for an object: of a tensor its digest, unless it is the model's or has a gradient."""
-        self.left -= 1
+        self.left -= value.nbytes if isinstance(value, Tensor | np.ndarray) else sys.getsizeof(value)
         if self.left < 0:
-            raise OverflowError("too many objects")
-        is_large = isinstance(value, Tensor | np.ndarray) and value.nbytes > MOST_BYTES
-        if is_large or id(value) in self.skipped:
+            raise OverflowError("too large")
+        if id(value) in self.skipped:
             return ""
         if not isinstance(value, Tensor):
             return None

@@ -159,7 +159,7 @@ def are_bytes(tokens: np.ndarray) -> bool:
     columns = tokens.view(np.uint8).reshape(len(tokens), -1)
     low, high = len(np.unique(columns[:, 0])), len(np.unique(columns[:, -1]))
     chance = ((1 + int(columns.max())) / 256) ** len(tokens)  # that the low bytes of real tokens are all so small
-    return bool(columns[:, -1].any()) and 2 * high >= low and chance < 1e-6
+    return bool(columns[:, -1].any()) and 2 * high >= low > 1 and chance < 1e-6
 
 
 def is_wider(tokens: np.ndarray) -> bool:

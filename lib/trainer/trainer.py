@@ -220,8 +220,8 @@ class Trainer:
         """Add the gradients of a micro-batch of `count` targets, times their number, to those of the step."""
         accumulates = self.plan.engine == "stock" and not micro_batch.first
         if accumulates != any(one.grad is not None for one in self.trained):
-            cause = "zero_grad" if accumulates else "backward"
-            raise UsageError(f"training_step calls {cause} by itself: let it return the whole loss")
+            called = "zero_grad" if accumulates else "backward"
+            raise UsageError(f"training_step calls {called} by itself: let it return the whole loss")
         if micro_batch.step_parts > 1 or not micro_batch.count:
             loss = loss * (count / micro_batch.step_samples)  # so that numbers stay small, see divide_gradients
         self.engine.backward(self.scaler.scale(loss), micro_batch, count)
@@ -330,7 +330,7 @@ class Trainer:
         means = {name: interval.pop(f"{SCALAR}{name}") / interval.pop(f"{CALLS}{name}") for name in scalars}
         for name, value in interval.items():
             self.state.sums[name] = self.state.sums.get(name, 0.0) + value
-        figures = {"lr": self.optimizer.param_groups[0].get("lr") or math.nan, "grad_norm": self.last_norm, **means}
+        figures = {"lr": self.optimizer.param_groups[0].get("lr", math.nan), "grad_norm": self.last_norm, **means}
         self.logger.log_training(self.state, interval, figures, self.rate.interval(self.state))
         if self.state.bad_row >= self.args.max_bad_steps:
             self.checkpoints.finish()

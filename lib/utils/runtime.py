@@ -46,8 +46,7 @@ def choose_threads(args: Namespace, world: World, saved: int | None) -> int:
     wanted = args.threads or saved or distributed.user_threads() or min(cores_per_process(world), MOST_THREADS)
     count = -int(distributed.all_reduce_max([-wanted], world)[0])  # machines may have different numbers of cores
     if count > MOST_THREADS:
-        source = "-threads" if args.threads else "OMP_NUM_THREADS"
-        raise UsageError(f"{source} {count}: at most {MOST_THREADS} threads a process")
+        raise UsageError(f"{count} threads a process (-threads, OMP_NUM_THREADS): {MOST_THREADS} at most")
     torch.set_num_threads(count)
     return count
 

@@ -15,7 +15,7 @@ from lib.utils.data.plan import Plan
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
-NOT_RESTORED = ("params", "fused", "foreach", "lr_set")  # of an optimizer's groups: how it computes is this start's
+NOT_RESTORED = ("params", "fused", "foreach", "lr_set")  # of an optimizer's groups: they are this start's
 
 
 @dataclass(slots=True)
@@ -120,7 +120,8 @@ class Parts:
         for part, optimizer in self.optimizers.items():
             memory, groups = (decode(one, tensors) for one in states[part])
             for group in groups[len(optimizer.param_groups) :]:
-                optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
+                own = {"lr_scale": 1.0, **group}  # which older checkpoints lack
+                optimizer.add_param_group({**own, "params": [parameters[name] for name in group["params"]]})
             now, names = optimizer.state_dict()["param_groups"], self.trained(part)
             for group, saved in zip(now, groups, strict=False):
                 if other := sorted(optimizer.defaults.keys() - saved.keys()):

@@ -81,13 +81,13 @@ class Fetch(Dataset):
 
     def __getitem__(self, key: tuple[int, MicroBatch]) -> Any:
         epoch, micro_batch = key
-        if set_epoch := option(self.dataset, "set_epoch"):
-            seeding.seed(seeding.SAMPLE, self.seed, epoch)
-            set_epoch(epoch)
         self.current = micro_batch.indices  # for error messages: what is being fetched, one sample or several
         try:
             # As torch's loader processes do, with one thread: sums by another number have other bits.
             with no_exit(), runtime.one_thread():  # sys.exit would end a worker without a message
+                if set_epoch := option(self.dataset, "set_epoch"):
+                    seeding.seed(seeding.SAMPLE, self.seed, epoch)
+                    set_epoch(epoch)
                 batch = self._read(epoch, micro_batch.indices)
                 return micro_batch, self.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:

@@ -38,7 +38,7 @@ class Loader:
 
     @functools.cached_property
     def fetcher(self) -> fetch.Fetcher:
-        """What reads the samples."""
+        """Make the reader of the samples, once."""
         return fetch.Fetcher(self.dataset, self.seed, self.workers, pin=self.world.device.type == "cuda")
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[MicroBatch, Any]]:

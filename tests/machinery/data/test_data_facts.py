@@ -120,7 +120,7 @@ class DrawsOwn(Dataset):
 def test_samples_that_differ_each_time_they_are_read_are_named_at_the_start(tmp_path):
     with plugins(dataset={"own": lambda args: DrawsOwn()}):
         folder = run(tmp_path, "-dataset own -arch mlp -epochs 1 -cpu 2")
-    assert "train digest: another one each time, by a generator of its own: no resume is exact" in log_of(folder)
+    assert "the samples of train differ each time they are read: no resume is exact" in log_of(folder)
 
 
 def test_a_folder_of_the_data_that_moved_changes_nothing(tmp_path):

@@ -1,4 +1,4 @@
-"""-eval: evaluates a trainer's weights, and leaves the run as it is."""
+"""python train.py ... -eval: evaluates a run's weights, and leaves the run as it is."""
 
 import json
 import logging
