@@ -66,6 +66,7 @@ class Checks:
         if names := find_changes(self.values, plain_values(self.trainer) if self.values else {}):
             advice = "make it a saved buffer, or a state (state_dict, load_state_dict) that is the same on all ranks"
             log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:12]), len(names), advice)
+        self.trainer.engine.share_buffers()
         compare(parts.weights(), self.trainer.world, state.step, self.agreed)
         self.agreed = state.step
 

@@ -418,7 +418,6 @@ class Trainer:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Set all modules of this trainer to evaluation mode for the block; then each has its own mode again."""
-        self.engine.share_buffers()
         self.checks.run()
         roots = find_parts(self).modules.values()
         modes = [(module, module.training) for root in roots for module in root.modules()]
@@ -434,7 +433,6 @@ class Trainer:
         """Begin a checkpoint of this very moment, unless it has one. `keep`: it is never removed."""
         if self.saved == (self.state.step, self.state.evaluated) and not self.checkpoints.failures:
             return
-        self.engine.share_buffers()
         self.checks.run()
         self.read_losses()
         self.state.unlogged = self.metrics.pending()
