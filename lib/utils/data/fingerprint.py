@@ -21,7 +21,6 @@ from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
-READS = 4  # of each sample: one that is mirrored by an odd generator is the same in half of them
 NEVER_THE_SAME = "another one each time"  # as a digest: samples that are not a function of their seeds
 
 
@@ -36,7 +35,8 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
         own, read = option(part, "fingerprint"), functools.partial(_digest_of_three, part, args, min(1, workers))
         digest = own if isinstance(own, str) else distributed.attempt(read, world)
         all_ranks = distributed.gather((len(part), digest), world)
-        if odd := [rank for rank, theirs in enumerate(all_ranks) if theirs != all_ranks[0]]:
+        odd = [rank for rank, theirs in enumerate(all_ranks) if theirs != all_ranks[0]]
+        if odd:
             fault = f"-dataset {args.dataset}: the {name} samples of rank {odd[0]} are not those of rank 0"
             raise UsageError(f"{fault}: get_dataset must give the same on each; seed the generators that it makes")
         facts |= {f"{name} digest": digest, "samples" if name == "train" else f"{name} samples": len(part)}
@@ -50,7 +50,7 @@ def _digest_of_three(part: MapDataset, args: Namespace, workers: int) -> str:
     reader = fetch.Fetcher(part, args.seed, workers, pin=False, collate_fn=digest)
     with contextlib.closing(reader):
         reader.begin_fetching()
-        first, *others = (digest([sample for _, sample in reader(0, keys)]) for _ in range(READS))
+        first, *others = (digest([sample for _, sample in reader(0, keys)]) for _ in range(4))  # two may be alike
     return first if {*others} == {first} else NEVER_THE_SAME
 
 

@@ -512,13 +512,13 @@ class NoOverride(trainer.Trainer):
         return norm
 
 
-def test_a_rate_that_something_else_sets_is_refused_and_a_removed_line_mends_it(tmp_path, refused):
+def test_a_rate_that_something_else_sets_is_refused_and_a_removed_line_is_enough(tmp_path, refused):
     flags = f"{FLAGS} -trainer odd -cpu 1 -save_every 1steps"
     with plugins(trainer={"odd": NoOverride}):
         assert "set_learning_rate" in refused(flags)
     with plugins(trainer={"odd": trainer.Trainer}):
-        mended = run(tmp_path, f"{flags} -reset")
-        assert bits(mended) == bits(run(tmp_path, f"{flags} -model plain"))
+        fixed = run(tmp_path, f"{flags} -reset")
+        assert bits(fixed) == bits(run(tmp_path, f"{flags} -model plain"))
 
 
 class CollectsPredictions(trainer.Trainer):
