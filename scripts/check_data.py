@@ -118,19 +118,21 @@ class Attempts(Dataset):
     """Of each sample its index and what is wrong with it, as (index, number of the error, message), or None."""
 
     def __init__(self, dataset: MapDataset):
-        self.dataset = dataset
+        self.dataset, self.disk_failed = dataset, False
 
     def __len__(self):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[int, int, str] | None:
         whole = getattr(self.dataset, "__getitems__", None)
+        read = (lambda: whole([index])) if whole else (lambda: self.dataset[index])
         try:
             with no_exit():
-                whole([index]) if whole else self.dataset[index]
+                read() if self.disk_failed else files.retry(read)  # a disk that is gone is waited for once
         except Exception as error:  # noqa: BLE001  # whatever it is, it is listed
             kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
             number = getattr(error, "errno", None) if isinstance(error, OSError) else None
+            self.disk_failed |= number in files.OF_DISK
             return index, number or 0, f"{kind}{error}"
         return None
 

@@ -3,10 +3,14 @@
 import errno
 import os
 import stat
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 UNFIT = (errno.ELOOP, errno.ENXIO, errno.EMLINK, errno.EFBIG)  # errors of these functions
+OF_DISK = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)  # which say nothing about a file
+PAUSES_S = (0.5, 1.5, 3.0)  # between attempts to read from a disk that fails
 DEBRIS = {  # of systems, disk stations and archives, in lower case; names that begin with a dot are left out anyway
     *("__macosx", "__pycache__", "thumbs.db", "desktop.ini", "$recycle.bin", "system volume information"),
     *("lost+found", "@eadir", "@tmp", "#recycle", "@recycle", "#snapshot", "@synoresource", "@synoeastream"),
@@ -39,6 +43,18 @@ def read_bytes(path: Path, *, most: int = 1 << 26, follow: bool = False) -> byte
     if len(data) > most:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
     return data
+
+
+def retry(read: Callable[[], Any]) -> Any:
+    """Return what `read()` returns. Where the disk fails, call it again for some seconds. Raises what it raises."""
+    for pause in PAUSES_S:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in OF_DISK:
+                raise
+            time.sleep(pause)
+    return read()
 
 
 def is_debris(name: str) -> bool:

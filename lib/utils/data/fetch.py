@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lib.utils import runtime, seeding, watchdog
+from lib.utils import files, runtime, seeding, watchdog
 from lib.utils.data.options import MapDataset, has_whole_batches, option
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
@@ -88,7 +88,7 @@ class Fetch(Dataset):
                 if set_epoch := option(self.dataset, "set_epoch"):
                     seeding.seed(seeding.SAMPLE, self.seed, epoch)
                     set_epoch(epoch)
-                batch = self._read(epoch, micro_batch.indices)
+                batch = files.retry(lambda: self._read(epoch, micro_batch.indices))
                 return micro_batch, self.collate_fn(batch) if isinstance(batch, list) else batch
         except Exception as error:
             place = f"fetching sample {reprlib.repr(self.current)}"

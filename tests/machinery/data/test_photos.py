@@ -16,6 +16,7 @@ from runs import run
 
 from lib import config
 from lib.dataset import folder
+from lib.utils import files
 from lib.utils.data import photos
 from lib.utils.errors import UsageError
 from scripts import check_data, doctor
@@ -225,8 +226,21 @@ def test_an_error_of_the_disk_is_never_taken_for_a_bad_image(tmp_path, monkeypat
         assert caught.value.errno == number
 
 
+@pytest.mark.parametrize("flags", ["-workers 0", "-workers 1", "-workers 0 -skip_bad_files"])
+def test_a_disk_that_fails_for_a_moment_changes_no_bit(tmp_path, monkeypatch, flags):
+    tiny_data.make_folder(tmp_path / "data")
+    for model, times in (("calm", 0), ("odd", 3)):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "PAUSES_S", (0.01, 0.01, 0.01))
+            failing(patch, errno.ESTALE, times)
+            run(tmp_path / "out", f"{FLAGS} -data {tmp_path / 'data'} -cpu 1 -epochs 2 -model {model} {flags}")
+    calm, odd = ((tmp_path / "out" / one / "final" / "weights.safetensors").read_bytes() for one in ("calm", "odd"))
+    assert calm == odd
+
+
 def test_a_run_on_a_failing_disk_fails_with_the_number_and_skips_nothing(tmp_path, monkeypatch):
     tiny_data.make_folder(tmp_path / "data")
+    monkeypatch.setattr(files, "PAUSES_S", (0.01, 0.01))
     failing(monkeypatch, errno.EIO, times=10**6)
     for flags in ("-model b -workers 1", "-model c -skip_bad_files"):
         with pytest.raises((RuntimeError, OSError), match="Errno 5"):  # exit code 1
