@@ -47,6 +47,11 @@ def _make(arch: ModuleType, args: Namespace) -> nn.Module:
     model = arch.get_model(args)
     if not isinstance(model, nn.Module):
         raise UsageError(f"-arch {args.arch}: get_model returns {model!r}; it must return a model, an nn.Module")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+            raise UsageError(f"-arch {args.arch}: {name} is lazy: let get_model call the model once, or give all sizes")
+        if getattr(module, "sparse", False):
+            raise UsageError(f"-arch {args.arch}: {name} has sparse gradients, which are not summed: sparse=False")
     for name, one in model.named_buffers():
         if one.layout is not torch.strided or (one.numel() > 1 and 0 in one.stride()):
             raise UsageError(f"-arch {args.arch}: the buffer {name} is sparse or expanded: register a dense copy")

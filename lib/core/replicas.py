@@ -1,5 +1,6 @@
 """Checks that all ranks train the same model, and that checkpoints have all that training changes."""
 
+import contextlib
 import io
 import logging
 import pickle
@@ -16,6 +17,7 @@ from lib.core.optimizer import parameters_of
 from lib.utils import distributed
 from lib.utils.checkpoint import shards
 from lib.utils.checkpoint.state import find_parts, unwrap
+from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 FIXED = {"args", "checkpoints", "config", "folder", "metrics", "plan", "precision", "predictions", "saved", "state"}
 MADE_LATER = {"all_optimizers", "checks", "engine", "trained"}  # by the trainer itself
 OF_MODULES = vars(nn.Module()).keys()
+OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
 MOST_BYTES = 1 << 25  # of a value that `plain_values` compares
 
 
@@ -38,10 +41,25 @@ class Checks:
         self.untrained: list[str] = []  # parameters with a gradient that no optimizer trains
         self.values: dict[str, Any] = {}  # `plain_values` as of the first step: before it a step may build caches
         self.agreed = 0  # the last step at which the ranks had the same weights
+        self.steps = 0  # of this start
 
     def after_step(self) -> None:
         """Note, after the first step of this start, what no checkpoint has."""
         self.values = self.values or plain_values(self.trainer)
+        self.steps += 1
+
+    @contextlib.contextmanager
+    def watch_pass(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Name parameters that a pass changes, in one pass of the second step: a teacher is a copy at the first."""
+        watched = self.steps == 1 and micro_batch.first and micro_batch.step_parts > 1
+        weights = find_parts(self.trainer).weights() if watched else {}
+        parameters = {name: one for name, one in weights.items() if isinstance(one, nn.Parameter)}
+        before = {name: digest(shards.local_part(one)) for name, one in parameters.items()}
+        yield
+        changed = [name for name, one in parameters.items() if digest(shards.local_part(one)) != before[name]]
+        if changed:
+            fault = f"training_step changes {changed[0]} ({len(changed)}), and so once a micro-batch"
+            log.warning("%s: other processes do that another number of times; do it in optimizer_step", fault)
 
     def run(self) -> None:
         """Compare the ranks' copies of all weights and buffers, and what has a state with that at the start.
@@ -94,7 +112,7 @@ def compare(tensors: dict[str, Tensor], world: World, step: int, agreed: int) ->
 def plain_values(trainer: Any) -> dict[str, Any]:
     """Return a mark, the same for equal values, of what training may change and no checkpoint has, by name.
 
-    They are the attributes that a trainer adds, those of its modules, and whether these train.
+    They are the attributes that a trainer adds, those of its modules and of optimizers, and whether modules train.
     """
     parts = find_parts(trainer)
     skipped = {id(trainer), *(number for _, number in parts.ids())}
@@ -106,6 +124,10 @@ def plain_values(trainer: Any) -> dict[str, Any]:
             plain = {key: value for key, value in vars(module).items() if key not in OF_MODULES}
             kept = {"training": module.training, **module._buffers, **plain}  # a saved buffer is among `storages`
             named |= {f"{name}.{key}": value for key, value in kept.items() if not callable(value)}
+    for part, optimizer in parts.optimizers.items():
+        if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:  # which has none of these
+            own = {key: value for key, value in vars(optimizer).items() if key not in OF_OPTIMIZERS}
+            named |= {f"{part}.{key}": value for key, value in own.items() if not callable(value)}
     return {name: Mark(skipped, storages).of(value) for name, value in named.items()}
 
 

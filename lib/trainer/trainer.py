@@ -208,7 +208,7 @@ class Trainer:
     def call_training_step(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
         """Return what `training_step` returns, in the precision of the run."""
         self.in_pass, self.metrics.counts = True, micro_batch.count > 0
-        with self.precision:
+        with self.precision, self.checks.watch_pass(micro_batch):
             loss = self.training_step(batch)
         self.in_pass, self.metrics.counts = False, True
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:

@@ -367,6 +367,64 @@ def test_what_a_trainer_changes_outside_of_checkpoints_is_named_once(tmp_path):
     assert changes(text) == sorted([*(f"trainer.{name}" for name in changed), "model.2.training"])
 
 
+class Momentum(trainer.Trainer):
+    """Moves a teacher towards the model in each pass, as on one process many do."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    def training_step(self, batch):
+        for mine, new in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+            mine.data = mine.data.lerp(new.data, 0.1)
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("more", ["-cpu 1", "-cpu 2", "-cpu 2 -deterministic no"])
+def test_a_parameter_that_passes_change_is_named(more, tmp_path):
+    with plugins(trainer={"momentum": Momentum}):
+        said = [log_of(run(tmp_path, f"{FLAGS} {more} -trainer {name} -model {name}")) for name in ("momentum", "ema")]
+    assert said[0].count("training_step changes trainer.teacher.1.weight (5)") == 1
+    assert "training_step changes" not in said[1]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Goes back half of the way of another optimizer's steps, whose memory torch's state_dict does not have."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner, self.calls = inner, 0
+        self.slow = [one.detach().clone() for group in self.param_groups for one in group["params"]]
+
+    def step(self, closure=None):
+        self.inner.step()
+        self.calls += 1
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        for slow, fast in zip(self.slow, parameters, strict=True):
+            fast.data = slow.lerp_(fast.data, 0.5).clone()
+
+
+class LooksAhead(trainer.Trainer):
+    """Takes an optimizer that wraps the usual one."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.optimizer = Lookahead(self.optimizer)
+
+
+def test_an_optimizer_that_wraps_another_is_named(tmp_path):
+    with plugins(trainer={"ahead": LooksAhead}):
+        text = log_of(run(tmp_path, f"{FLAGS} -trainer ahead -cpu 2"))
+    assert changes(text) == ["optim.calls", "optim.inner", "optim.slow"]
+
+
+def test_lazy_modules_and_sparse_gradients_are_one_line(refused):
+    lazy, sparse = (lambda args: nn.LazyLinear(4)), (lambda args: nn.Sequential(nn.Embedding(4, 4, sparse=True)))
+    with plugins(arch={"lazy": lazy, "rare": sparse}):
+        assert " is lazy: " in refused(f"{FLAGS} -arch lazy -cpu 1")
+        assert "0 has sparse gradients" in refused(f"{FLAGS} -arch rare -cpu 2")
+
+
 class TwoOfOne(trainer.Trainer):
     """Has two optimizers of the same parameters, and says nothing of when each takes a step."""
 
