@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
 from lib.config import plugins
-from lib.utils import distributed, files, runtime, watchdog
+from lib.utils import distributed, files, runtime, signals, watchdog
 from lib.utils.checkpoint import run_folder
 from lib.utils.checkpoint.resume import Past
-from lib.utils.data import loader
+from lib.utils.data import fetch, loader
 from lib.utils.data.fetch import stop_signals_blocked
-from lib.utils.data.options import MapDataset
+from lib.utils.data.options import MapDataset, class_names
 from lib.utils.distributed import World
 from lib.utils.errors import FAILED, FINISHED, UsageError, no_exit, printable
 
@@ -29,8 +29,9 @@ Faults = dict[str, tuple[int, str]]  # by a sample's name: the number of the dis
 
 def check(args: "Args") -> int:
     """Print a line for each sample that cannot be read. Returns the exit code."""
-    splits = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
-    faults = find_faults(splits, World())
+    with signals.exit_on_signal():
+        splits = loader.splits(plugins.load("dataset", args.dataset).get_dataset(args), args.dataset, args.overfit)
+        faults = find_faults(splits, World())
     for _, text in faults.values():
         print(printable(text))
     total = sum(map(len, splits.values()))
@@ -68,6 +69,10 @@ def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past |
         if not good:
             raise UsageError(f"-skip_bad_files: no sample of {split} can be read")
         kept[split] = part if len(good) == len(part) else Subset(part, good)
+        labels = getattr(part, "labels", []) if class_names(part) else []
+        if labels and (lost := {*labels} - {labels[index] for index in good}):
+            name = class_names(part)[min(lost)]
+            raise UsageError(f"-skip_bad_files: no sample of the class {name} in {split} can be read")
     if bad and world.is_main:
         log.warning(
             "-skip_bad_files: %d files are left out, listed in config.yaml; the first is %s", len(bad), bad[0]
@@ -105,12 +110,16 @@ def find_faults(splits: dict[str, MapDataset], world: World) -> Faults:
         watchdog.begin(f"checking the samples of {split}")
         with stop_signals_blocked():  # in the worker processes
             answers = iter(results)
-        for fault in tqdm(answers, title, len(share), disable=quiet, mininterval=pause, maxinterval=pause):
-            watchdog.moved()
-            if fault:
-                index, number, text = fault
-                name = name_of(split, part, index)
-                faults[name] = (number, text if name in text else f"{name}: {text}")
+        try:
+            for fault in tqdm(answers, title, len(share), disable=quiet, mininterval=pause, maxinterval=pause):
+                watchdog.moved()
+                if fault:
+                    index, number, text = fault
+                    name = name_of(split, part, index)
+                    faults[name] = (number, text if name in text else f"{name}: {text}")
+        finally:
+            for worker in answers._workers:
+                worker.kill()  # one that did not end by itself: SIGTERM is blocked in it
     return faults
 
 
@@ -129,11 +138,10 @@ class Attempts(Dataset):
         try:
             with no_exit():
                 read() if self.disk_failed else files.retry(read)  # a disk that is gone is waited for once
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is listed
-            kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-            number = getattr(error, "errno", None) if isinstance(error, OSError) else None
+        except BaseException as error:  # noqa: BLE001  # whatever it is, as a panic of Rust's, it is listed
+            number = error.errno if isinstance(error, OSError) else None
             self.disk_failed |= number in files.OF_DISK
-            return index, number or 0, f"{kind}{error}"
+            return index, number or 0, str(error) if isinstance(error, UsageError) else fetch.describe(error)
         return None
 
 

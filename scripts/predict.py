@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lib import config
 from lib.config import plugins
 from lib.core import loss, parallel
+from lib.utils import seeding
 from lib.utils.checkpoint import atomic, weights
 from lib.utils.data import photos
 from lib.utils.errors import FAILED, FINISHED, UsageError, printable
@@ -169,6 +170,7 @@ def answers(transform: Callable, model: Callable, inputs: list[Path | str]) -> I
                     raise
                 rows[-1].fault = printable(str(error))
         good = [row for row in rows if not row.fault]
+        seeding.seed(seeding.EVALUATION, 0)  # the same answer each time, of models that draw, too
         for row, values in zip(good, model(tensors) if tensors else []):
             row.values = values
         yield from rows

@@ -24,7 +24,9 @@ def refuse_single_samples(model: nn.Module, plan: Plan) -> None:
     if plan.least > 1:
         return
     cause = f"{plan.samples} training samples, -batch_size {plan.batch} -micro_batch {plan.micro}"
-    advice = "-micro_batch 2 or more, -drop_last or another -batch_size makes larger ones"
+    advice = "-drop_last or another -batch_size makes larger ones"
+    advice = "take -micro_batch 2 or more" if plan.micro == 1 else advice
+    skipped = nn.SyncBatchNorm if distributed.current_world().size > 1 else ()
 
     def check(module: nn.Module, inputs: tuple) -> None:
         values = inputs[0] if inputs else torch.empty(0, 0)
@@ -32,7 +34,7 @@ def refuse_single_samples(model: nn.Module, plan: Plan) -> None:
             raise UsageError(f"{cause}: a micro-batch has one sample, and BatchNorm cannot train on one: {advice}")
 
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, skipped):
             module.register_forward_pre_hook(check)
 
 

@@ -69,6 +69,7 @@ class Images(Dataset):
 
     def __init__(self, files: list[tuple[str, int]], classes: list[str], args, drawn: bool):
         self.files, self.classes = files, [printable(name) for name in classes]
+        self.labels = [label for _, label in files]
         self.folder, self.size, self.box = args.data, args.image_size, random_box if drawn else centre_box
         self.mode, (mean, deviation) = ("L", GREY) if args.channels == 1 else ("RGB", COLOUR)
         self.on_device = Pixels(mean, deviation, mirror=drawn)
@@ -126,5 +127,6 @@ def _images(args, part: str, names: list[str], others: Counter) -> Images:
 
 
 def _appearance(name: str) -> str:
-    """Return a name without what few see: its Unicode form, and spaces around it."""
-    return unicodedata.normalize("NFKC", name).strip()
+    """Return a name without what few see: its Unicode form, characters of no width, and spaces around it."""
+    shown = (one for one in unicodedata.normalize("NFKC", name) if unicodedata.category(one) != "Cf")
+    return "".join(shown).strip()

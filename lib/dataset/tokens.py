@@ -15,11 +15,11 @@ from torch.utils.data import Dataset
 
 from lib.utils import seeding
 from lib.utils.errors import UsageError
-from lib.utils.files import is_debris
+from lib.utils.files import is_debris, read_bytes
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # of Python's own library
 CHECKED = 1 << 22  # tokens of a file that are looked at before training; each batch is checked, too
-HEADERS = (b"\x93NUMPY", b"PK\x03\x04", b"\x88\xd8\x34\x01", b"\xa1\xd9\x34\x01")  # .npy, zip archives, llm.c
+HEADERS = (b"\x93NUMPY", b"PK\x03\x04", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x80\x04", b"\x88\xd8\x34\x01", b"\xa1\xd9\x34\x01")  # .npy, zip, gzip, zstd, pickle, llm.c
 HELD_OUT = 20  # the last 1/20 of a text is for the test, the 1/20 before it for validation
 
 
@@ -50,7 +50,8 @@ def get_dataset(args) -> dict[str, Dataset]:
     if files := find_files(args.data):
         meta = read_meta(args.data) or {}
         if args.num_classes is None:
-            raise UsageError(f"{args.data}/meta.json has no vocabulary: give the number of tokens by -num_classes")
+            fault = f"{args.data}/meta.json has no vocabulary, or is not as scripts/make_tokens.py writes it"
+            raise UsageError(f"{fault}: give the number of tokens by -num_classes")
         parts = {file.stem: open_tokens(file, args.num_classes, meta) for file in files}
     else:
         text = read_text(args.data)
@@ -119,7 +120,7 @@ def find_files(data: str) -> list[Path]:
 def read_meta(data: str) -> dict | None:
     """Return what meta.json says, None without one: {} if scripts/make_tokens.py has not written it."""
     try:
-        meta = json.loads((Path(data) / "meta.json").read_text())
+        meta = json.loads(read_bytes(Path(data) / "meta.json", follow=True))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):
@@ -145,9 +146,10 @@ def open_tokens(file: Path, vocabulary: int, meta: dict) -> np.ndarray:
     begin = np.array(tokens[:CHECKED])
     if begin.tobytes().startswith(HEADERS):
         raise UsageError(f"{file} begins with the header of another format; {hint}")
-    if "type" not in meta and are_bytes(begin):
+    is_certain = "type" in meta and file.stem in meta  # the type and the number of tokens agree
+    if not is_certain and are_bytes(begin):
         raise UsageError(f"{file} is a text, or holds tokens of one byte; {hint}")
-    if "type" not in meta and is_wider(begin):
+    if not is_certain and is_wider(begin):
         raise UsageError(f"{file} looks like a wider type than {kind}, as int32, int64 or floats; {hint}")
     if begin.max() >= vocabulary:
         raise UsageError(f"-num_classes {vocabulary}: the data has the token {begin.max()}, in {file}; or {hint}")

@@ -15,6 +15,7 @@ DEBRIS = {  # of systems, disk stations and archives, in lower case; names that 
     *("__macosx", "__pycache__", "thumbs.db", "desktop.ini", "$recycle.bin", "system volume information"),
     *("lost+found", "@eadir", "@tmp", "#recycle", "@recycle", "#snapshot", "@synoresource", "@synoeastream"),
     *("recycler", "found.000", "network trash folder", "temporary items", "icon\r"),
+    *("recycled", "_vti_cnf", "@recently-snapshot", "found.001"),
 }
 
 

@@ -8,10 +8,12 @@ import json
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy._core.multiarray import scalar
 from torch import Tensor, nn
 
 from lib.utils import distributed, files
@@ -21,6 +23,9 @@ from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
 ALONE = World()
+# Classes without code of their own that files of others hold: flags, and NumPy's numbers.
+PLAIN = [argparse.Namespace, np.dtype, *(type(np.dtype(kind)) for kind in ("f4", "f8", "i8", "?"))]
+PLAIN += [(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]  # before NumPy 2, and since
 IMAGENET = "imagenet"  # as -weights: no file, but what the architecture's get_weights(args) returns
 # What a folder's weights are called, best first.
 FILES = ("*.safetensors.index.json", "model.safetensors", "*.safetensors", "*.bin.index.json", "pytorch_model.bin")
@@ -97,11 +102,14 @@ def _read_file(path: Path) -> dict[str, Tensor]:
             return shards.read_weights(path)
         file.seek(0)
         try:
-            with torch.serialization.safe_globals([argparse.Namespace]):  # it only has attributes
-                return dict(_flatten(torch.load(file, map_location="cpu", weights_only=True)))
+            with torch.serialization.safe_globals(PLAIN):
+                values = torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             hint = "and no code in a file is executed: if you trust it, save its state_dict() alone"
             raise ValueError(f"it is damaged, or holds more than tensors, {hint}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a {type(values).__name__} and no tensors by name")
+        return dict(_flatten(values))
 
 
 def _flatten(values: dict, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -163,23 +171,25 @@ def load_into(
 def match_names(given: Collection[str], names: Collection[str]) -> dict[str, str]:
     """Return the name in a file of each of a model's names that is there.
 
-    It is the same one, or the only one that is the same without wrappers' names, or else without all of PREFIXES.
+    It is the same one, or the only one that is the same without wrappers' names; or without the file's first parts,
+    if more than half of the model is there then; or else without all of PREFIXES.
     """
-    found = {}
-    for left_out in (set(), WRAPPERS, PREFIXES):
-        theirs, ours = (_shorten(some, left_out) for some in (given, names))
-        for short, same in ours.items():
-            if len(same) == len(theirs.get(short, ())) == 1:
-                found.setdefault(same[0], theirs[short][0])
+    found = _match(given, names, set())
+    for left_out, first in ((WRAPPERS, 0), (WRAPPERS, 1), (WRAPPERS, 2), (PREFIXES, 0)):
+        more = _match(given, names, left_out, first)
+        if not first or 2 * len(more) > len(names):
+            found = more | found
     return found
 
 
-def _shorten(names: Iterable[str], left_out: set[str]) -> dict[str, list[str]]:
-    """Return the names by what remains of each if some of its parts are left out."""
-    by_short = defaultdict(list)
-    for name in names:
-        by_short[".".join(part for part in name.split(".") if part not in left_out)].append(name)
-    return by_short
+def _match(given: Collection[str], names: Collection[str], left_out: set[str], first: int = 0) -> dict[str, str]:
+    """Return the only given name of each name that is the same without some parts, and without its `first` ones."""
+    theirs, ours = defaultdict(list), defaultdict(list)
+    for by_short, some, start in ((theirs, given, first), (ours, names, 0)):
+        for name in some:
+            parts = [part for part in name.split(".") if part not in left_out]
+            by_short[".".join(parts[start:])].append(name)
+    return {same[0]: theirs[short][0] for short, same in ours.items() if len(same) == len(theirs[short]) == 1}
 
 
 def _fits(given: Tensor, tensor: Tensor) -> bool:

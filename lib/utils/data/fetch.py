@@ -94,8 +94,7 @@ class Fetch(Dataset):
             place = f"fetching sample {reprlib.repr(self.current)}"
             if isinstance(error, UsageError):
                 return UsageError(f"{error} (while {place})")  # raised here, it would have a worker's traceback
-            text = traceback.format_exception_only(error)[-1].strip()  # whatever its __str__ does
-            raise RuntimeError(f"{text} (while {place})") from error
+            raise RuntimeError(f"{describe(error)} (while {place})") from error
 
     def _read(self, epoch: int, indices: list[int]) -> Any:
         """Return the dataset's items, or a whole batch if the dataset gives batches."""
@@ -109,6 +108,12 @@ class Fetch(Dataset):
             items.append(self.dataset[index])
         self.current = indices
         return items
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception's class and text, whatever its __str__ does, without its notes."""
+    lines = traceback.format_exception_only(error)
+    return next(line for line in lines if not line.startswith(" ")).strip()
 
 
 class Requests:

@@ -82,7 +82,7 @@ class Loader:
 def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, MapDataset]:
     """Return what get_dataset gave as {"train": ..., "val": ..., "test": ...}; val_NAME are more validation sets.
 
-    With `overfit`, these are the first so many training samples, evaluated on as well. Raises UsageError for what
+    With `overfit`, these are so many of the training samples, evaluated on as well. Raises UsageError for what
     cannot be trained on.
     """
     parts = dataset if isinstance(dataset, dict) else {"train": dataset}
@@ -98,7 +98,8 @@ def splits(dataset: Any, name: str, overfit: int | None = None) -> dict[str, Map
             raise UsageError(f"-dataset {name}: its {split} split is empty")
     if overfit is None:
         return parts
-    few = Subset(parts["train"], range(min(overfit, len(parts["train"]))))
+    whole, count = parts["train"], min(overfit, len(parts["train"]))
+    few = Subset(whole, [number * len(whole) // count for number in range(count)])  # of all classes
     return {"train": few, "val": few}
 
 

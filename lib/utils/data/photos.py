@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 from PIL.JpegImagePlugin import JpegImageFile
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
@@ -49,9 +49,11 @@ def read(file: str | Path, use: Callable[[Image.Image], Any]) -> Any:
         UsageError: the content is no image that can be read.
         OSError: the disk fails; it has the number of the error.
     """
-    Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2  # Pillow refuses twice as many
+    Image.MAX_IMAGE_PIXELS = None  # Pillow warns from a half of its limit on
     try:
         with files.open_regular(Path(file), "rb", follow=True) as opened, Image.open(opened) as image:
+            if (pixels := image.width * image.height) > MOST_PIXELS:
+                raise UsageError(f"{pixels:,} pixels are more than {MOST_PIXELS:,}")
             return use(image)
     except MemoryError:  # says nothing about the file
         raise
@@ -115,6 +117,8 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
         if 0 < values.max() < 256:
             raise UsageError(f"16 bits with values of 8 bits, up to {values.max()}: save it with 8 bits")
         values[values == image.info.get("transparency", -1)] = 65535  # white
+        if image.format == "TIFF" and image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
+            values = 65535 - values  # 0 is white there; Pillow inverts 8 bits itself
         return Image.fromarray((values // 257).astype(np.uint8))
     if image.mode in ("I", "F", "LAB"):
         raise UsageError(f"mode {image.mode} has no range from black to white: save it as grey or RGB of 8 bits")

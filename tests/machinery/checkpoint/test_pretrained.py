@@ -5,6 +5,7 @@ import json
 import os
 import re
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -68,7 +69,7 @@ def test_tied_weights_that_a_file_has_once_are_found_under_either_name(tmp_path,
 
 
 PREFIXES = "module. _orig_mod. model. backbone. module.model. _orig_mod.module.backbone. backbone.model. "
-PREFIXES += "model._orig_mod.module. state_dict.module.net."
+PREFIXES += "model._orig_mod.module. state_dict.module.net. student. params.ema. module.bert."
 
 
 @pytest.mark.parametrize("prefix", PREFIXES.split())
@@ -83,6 +84,22 @@ def test_a_name_that_may_mean_two_tensors_is_not_taken(tmp_path):
     two = nn.ModuleDict({"encoder": nn.Linear(4, 4), "net": nn.Linear(4, 4)})
     assert "not the weights of this model" in refusal(save(tensors_of(nn.Linear(4, 4)), tmp_path / "w.pt"), two)
     assert "not the weights of this model" in refusal(save(tensors_of(two), tmp_path / "w.pt"), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("prefix", ["model.", "net.module."])
+def test_modules_that_are_called_as_prefixes_are_told_apart(tmp_path, prefix):
+    given, made = (nn.ModuleDict({name: nn.Linear(4, 4) for name in ("encoder", "model", "head")}) for _ in range(2))
+    tensors = {prefix + name: value for name, value in tensors_of(given).items()}
+    assert "; as " in load_into(save(tensors, tmp_path / "w.pt"), made) and same(made, given)
+
+
+def test_numbers_of_numpy_among_the_tensors_are_no_fault(tmp_path):
+    made, given = Tied(), Tied()
+    content = {"state_dict": tensors_of(given), "best": np.float64(0.9), "epoch": np.int64(3)}
+    torch.save(content, tmp_path / "w.pt")
+    load_into(tmp_path / "w.pt", made)
+    torch.save(torch.ones(3), tmp_path / "w.pt")
+    assert same(made, given) and "it holds a Tensor and no tensors by name" in refusal(tmp_path / "w.pt")
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "model."])

@@ -17,7 +17,7 @@ from runs import run
 from lib import config
 from lib.dataset import folder
 from lib.utils import files
-from lib.utils.data import photos
+from lib.utils.data import loader, photos
 from lib.utils.errors import UsageError
 from scripts import check_data, doctor
 
@@ -92,13 +92,14 @@ def test_images_of_16_bits_look_like_those_of_8(tmp_path):
     grey = np.tile(np.linspace(0, 255, 32).astype(np.uint8), (32, 1))
     Image.fromarray(grey).save(tmp_path / "8.png")
     wide = grey.astype(np.uint16) * 257
+    Image.fromarray(65535 - wide).save(tmp_path / "white.tif", tiffinfo={262: 0})  # 0 is white, as in scans
     for name in ("16.png", "16.tif", "16.pgm"):
         Image.fromarray(wide).save(tmp_path / name)
     (tmp_path / "12.pgm").write_bytes(b"P5 32 32 4095\n" + (grey.astype(int) * 4095 // 255).astype(">u2").tobytes())
     for mode in ("L", "RGB"):
         see = lambda image: np.asarray(photos.view(image, mode, 32), np.int16)  # noqa: B023, E731
         wanted = photos.read(tmp_path / "8.png", see)
-        for name in ("16.png", "16.tif", "16.pgm", "12.pgm"):
+        for name in ("16.png", "16.tif", "16.pgm", "12.pgm", "white.tif"):
             assert np.abs(photos.read(tmp_path / name, see) - wanted).max() <= 1, name
 
 
@@ -246,6 +247,37 @@ def test_a_run_on_a_failing_disk_fails_with_the_number_and_skips_nothing(tmp_pat
         with pytest.raises((RuntimeError, OSError), match="Errno 5"):  # exit code 1
             run(tmp_path / "out", f"{FLAGS} -data {tmp_path / 'data'} -cpu 1 {flags}")
         assert "[Errno 5]" in (tmp_path / "out" / flags.split()[1] / "outcome.json").read_text()
+
+
+def test_files_without_which_a_class_is_empty_are_not_left_out(tmp_path, refused):
+    tiny_data.make_folder(tmp_path / "data")
+    for file in (tmp_path / "data" / "train" / "bee").iterdir():
+        file.write_text("no photo")
+    line = refused(f"{FLAGS} -data {tmp_path / 'data'} -skip_bad_files -cpu 1")
+    assert "-skip_bad_files: no sample of the class bee in train can be read" in line
+
+
+class Odd(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [Odd(), BaseException("a panic")], ids=["odd", "base"])
+def test_a_check_lists_whatever_a_sample_raises_and_ends(tmp_path, monkeypatch, error, capfd):
+    tiny_data.make_folder(tmp_path)
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(folder.Images, "__getitem__", fail)
+    assert check_data.check(config.parse_args([*FLAGS.split(), "-data", str(tmp_path)])) == 1
+    assert capfd.readouterr().out.count(type(error).__name__) == 6
+
+
+def test_overfit_takes_samples_of_all_classes(tmp_path):
+    tiny_data.make_folder(tmp_path)
+    few = loader.splits(dataset(tmp_path), "folder", overfit=2)["train"]
+    assert [label for _, label in few] == [0, 1]
 
 
 @pytest.fixture

@@ -383,7 +383,9 @@ class Momentum(trainer.Trainer):
 @pytest.mark.parametrize("more", ["-cpu 1", "-cpu 2", "-cpu 2 -deterministic no"])
 def test_a_parameter_that_passes_change_is_named(more, tmp_path):
     with plugins(trainer={"momentum": Momentum}):
-        said = [log_of(run(tmp_path, f"{FLAGS} {more} -trainer {name} -model {name}")) for name in ("momentum", "ema")]
+        said = [
+            log_of(run(tmp_path, f"{FLAGS} {more} -trainer {name} -model {name}")) for name in ("momentum", "ema")
+        ]
     assert said[0].count("training_step changes trainer.teacher.1.weight (5)") == 1
     assert "training_step changes" not in said[1]
 
