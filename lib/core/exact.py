@@ -38,7 +38,7 @@ class Engine:
 
     def __init__(self, modules: list[nn.Module], world: World, args: Namespace):
         self.world, self.buffers = world, Buffers(modules, world)
-        self.tree = TreeSum(world, round_robin=args.parallel == "fsdp")
+        self.round_robin = args.parallel == "fsdp"  # as in rank_share
         self.scatters = []
         for module in modules:
             parts: Any = module.named_modules()
@@ -56,7 +56,7 @@ class Engine:
             self.parameters = [one for one in parameters if one.requires_grad and not is_sharded(one)]
             self.sharded = [one for one in parameters if is_sharded(one)]
             self.unused = {*range(len(self.parameters))}  # by all micro-batches of this rank
-            self.tree.begin(micro_batch.step_parts)
+            self.leaves, self.nodes = micro_batch.step_parts, {}
         for scatter in self.scatters:
             scatter.begin(micro_batch)
         self.buffers.before(micro_batch)
@@ -83,7 +83,7 @@ class Engine:
                 flags[number] = 0  # nobody waits for the device, as for a copy of a list
             pairs = zip(gradients, self.parameters, strict=True)
             dense = [torch.zeros_like(parameter) if one is None else one for one, parameter in pairs]
-            add_leaf(self.tree.nodes, micro_batch.number, [*dense, flags, *self.shares])
+            add_leaf(self.nodes, micro_batch.number, [*dense, flags, *self.shares])
 
     def sum_gradients(self) -> Tensor:
         """Set each parameter's gradient to the sum over the step's micro-batches, of all ranks.
@@ -97,7 +97,8 @@ class Engine:
             return torch.ones(())
         count = len(self.parameters)
         flags = torch.empty(count + 1, device=self.world.device)
-        sums = self.tree.result([*self.parameters, flags, *self.shares])
+        by_rank = nodes_by_rank(self.leaves, self.world.size, self.round_robin)
+        sums = sum_over_ranks(self.nodes, by_rank, [*self.parameters, flags, *self.shares])
         gradients, flags = sums[:count], sums[count]
         self.buffers.finish(sums[count + 1 :])
         used = [flag > 0 for flag in flags[:-1].tolist()] if self.unused else [True] * count
@@ -113,54 +114,44 @@ class Engine:
 # The tree
 
 
-class TreeSum:
-    """The sum of lists of tensors over a step: `begin`, `add_leaf` to `nodes` for each own micro-batch, `result`.
+def sum_over_ranks(nodes: dict[int, list[Tensor]], by_rank: list[list[int]], like: list[Tensor]) -> list[Tensor]:
+    """Return the sums of the nodes of all ranks, each laid out in memory like its tensor in `like`.
 
-    All ranks call `begin` and `result` in the same order. `round_robin` is that of `rank_share`.
+    `nodes` are this rank's, and `by_rank` is what `nodes_by_rank` returns. All ranks call this together.
     """
+    if len(by_rank) == 1:
+        return sum_nodes(nodes)
+    sums = {}
+    for chunk in _chunks(like):
+        parts = {leaf: [values[number] for number in chunk] for leaf, values in nodes.items()}
+        for values in nodes.values():
+            for number in chunk:
+                values[number] = like[number]  # its memory is free once it has been sent
+        sums |= zip(chunk, _exchange(parts, by_rank, [like[number] for number in chunk]), strict=True)
+    return [sums[number] for number in range(len(like))]
 
-    def __init__(self, world: World, round_robin: bool = False):
-        self.world, self.round_robin = world, round_robin
 
-    def begin(self, leaves: int) -> None:
-        """Begin a step of so many micro-batches over all ranks."""
-        self.leaves, self.nodes = leaves, {}
-
-    def result(self, like: list[Tensor]) -> list[Tensor]:
-        """Return the sums, each laid out in memory like its tensor in `like`."""
-        if self.world.size == 1:
-            return sum_nodes(self.nodes)
-        sums = {}
-        for chunk in _chunks(like):
-            nodes = {leaf: [values[number] for number in chunk] for leaf, values in self.nodes.items()}
-            for values in self.nodes.values():
-                for number in chunk:
-                    values[number] = like[number]  # its memory is free once it has been sent
-            sums |= zip(chunk, self._exchange(nodes, [like[number] for number in chunk]), strict=True)
-        return [sums[number] for number in range(len(like))]
-
-    def _exchange(self, nodes: dict[int, list[Tensor]], like: list[Tensor]) -> list[Tensor]:
-        """Return the sums of tensors of one type and device over the nodes of all ranks."""
-        size, width = self.world.size, sum(tensor.numel() for tensor in like)
-        slices = 1 if width * like[0].element_size() * size <= SMALL else size
-        part = -(-width // (slices * ALIGNED)) * ALIGNED  # values of a slice
-        count = len(nodes)
-        rows = like[0].new_empty(count, slices * part, requires_grad=False)
-        for row, values in zip(rows, nodes.values(), strict=True):
-            torch.cat([value.reshape(-1) for value in values], out=row[:width])
-        nodes.clear()
-        by_rank = nodes_by_rank(self.leaves, size, self.round_robin)
-        sent = rows.view(count, slices, part).transpose(0, 1).expand(size, -1, -1).contiguous()
-        received = rows.new_empty(sum(map(len, by_rank)), part)
-        counts = [len(firsts) * part for firsts in by_rank], [count * part] * size
-        dist.all_to_all_single(received.view(-1), sent.view(-1), *counts)
-        firsts = itertools.chain(*by_rank)
-        [total] = sum_nodes({first: [row] for first, row in zip(firsts, received, strict=True)})
-        if slices > 1:
-            whole = rows.new_empty(slices * part)
-            dist.all_gather_into_tensor(whole, total)
-            total = whole
-        return _split_like(total[:width], like)
+def _exchange(nodes: dict[int, list[Tensor]], by_rank: list[list[int]], like: list[Tensor]) -> list[Tensor]:
+    """Return the sums of tensors of one type and device over the nodes of all ranks."""
+    size, width = len(by_rank), sum(tensor.numel() for tensor in like)
+    slices = 1 if width * like[0].element_size() * size <= SMALL else size
+    part = -(-width // (slices * ALIGNED)) * ALIGNED  # values of a slice
+    count = len(nodes)
+    rows = like[0].new_empty(count, slices * part, requires_grad=False)
+    for row, values in zip(rows, nodes.values(), strict=True):
+        torch.cat([value.reshape(-1) for value in values], out=row[:width])
+    nodes.clear()
+    sent = rows.view(count, slices, part).transpose(0, 1).expand(size, -1, -1).contiguous()
+    received = rows.new_empty(sum(map(len, by_rank)), part)
+    counts = [len(firsts) * part for firsts in by_rank], [count * part] * size
+    dist.all_to_all_single(received.view(-1), sent.view(-1), *counts)
+    firsts = itertools.chain(*by_rank)
+    [total] = sum_nodes({first: [row] for first, row in zip(firsts, received, strict=True)})
+    if slices > 1:
+        whole = rows.new_empty(slices * part)
+        dist.all_gather_into_tensor(whole, total)
+        total = whole
+    return _split_like(total[:width], like)
 
 
 def add_leaf(nodes: dict[int, list[Tensor]], leaf: int, values: list[Tensor]) -> None:

@@ -56,17 +56,17 @@ class Statistics:
     """Running statistics as the exact engine sums them on one process."""
 
     def __init__(self, model):
-        self.tree, self.statistics = exact.TreeSum(World()), model_buffers.Buffers([model], World())
+        self.statistics = model_buffers.Buffers([model], World())
 
     def step(self, keys, passes):
-        self.tree.begin(len(keys))
+        nodes = {}
         for key, forward in zip(keys, passes, strict=True):
             self.statistics.before(key)
             forward()
             self.statistics.after()
             if key.count:
-                exact.add_leaf(self.tree.nodes, key.number, self.statistics.shares(key))
-        sums = self.tree.result(self.statistics.shares(key)) if len(keys) > 1 else []
+                exact.add_leaf(nodes, key.number, self.statistics.shares(key))
+        sums = exact.sum_nodes(nodes) if len(keys) > 1 else []
         self.statistics.finish(sums)
 
 
