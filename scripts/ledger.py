@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lib.utils.checkpoint import run_folder, shards
+from lib.utils.checkpoint import run_folder, shards, state
 from lib.utils.checkpoint.state import model_tensors
 from lib.utils.data import tensors
 from lib.utils.distributed import World
@@ -245,4 +245,4 @@ def _share(one: Tensor | None, other: Tensor | None) -> float:
 
 def _newest(folder: Path) -> dict[str, Tensor]:
     newest = next(iter(run_folder.list_checkpoints(folder)), None)
-    return shards.read_whole(newest, shards.read_manifest(newest))
+    return shards.read_whole(newest, state.read_manifest(newest))

@@ -11,7 +11,7 @@ from runs import few, lines, norm_net, run, same_tensors, weights
 from lib.trainer import trainer
 from lib.utils import preemption
 from lib.utils.checkpoint import manager, resume, run_folder, shards
-from lib.utils.checkpoint.state import State
+from lib.utils.checkpoint.state import State, encode_manifest, read_manifest
 from lib.utils.distributed import World
 
 SMALL = "-dataset few -arch norm_net -num_classes 4 -batch_size 16 -micro_batch 4 -epochs 3 -lr_start 1e-3"
@@ -84,7 +84,7 @@ def kept(folder: Path) -> list[int]:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint."""
-    return shards.read_whole(folder, shards.read_manifest(folder))
+    return shards.read_whole(folder, read_manifest(folder))
 
 
 def names(folder: Path) -> list[str]:
@@ -105,8 +105,8 @@ def log_of(folder: Path, rank: int = 0) -> str:
 def change_manifest(folder: Path, change):
     """Change a checkpoint's manifest, with a valid checksum, as an attacker or another version might."""
     path = folder / "manifest.json"
-    manifest = {name: value for name, value in shards.read_manifest(folder).items() if name != "crc32"}
-    path.write_bytes(shards.encode_manifest(change(manifest) or manifest))
+    manifest = {name: value for name, value in read_manifest(folder).items() if name != "crc32"}
+    path.write_bytes(encode_manifest(change(manifest) or manifest))
 
 
 def refused(out: Path, flags: str, capfd) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 from lib.core import optimizer
 from lib.trainer import trainer
 from lib.utils import preemption
-from lib.utils.checkpoint import run_folder, shards
+from lib.utils.checkpoint import run_folder, shards, state
 from lib.utils.data.tensors import Tensors
 from lib.utils.monitoring import logger
 
@@ -221,7 +221,7 @@ def test_a_finished_run_is_not_trained_again(uninterrupted):
 
 def test_the_size_of_a_manifest_does_not_grow_with_the_epochs(uninterrupted):
     folders = run_folder.list_checkpoints(uninterrupted[1] / "checkpoints")
-    states = [shards.read_manifest(folder)["state"] for folder in folders]
+    states = [state.read_manifest(folder)["state"] for folder in folders]
     assert [(state["epoch"], state["sums"], state["unlogged"]) for state in states] == [(3, {}, {}), (2, {}, {})]
 
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from lib.utils import distributed, seeding  # noqa: E402
-from lib.utils.checkpoint import atomic, manager, resume, run_folder, shards  # noqa: E402
+from lib.utils.checkpoint import atomic, manager, resume, run_folder, shards, state  # noqa: E402
 from lib.utils.data.loader import Loader  # noqa: E402
 from lib.utils.data.plan import Plan  # noqa: E402
 from lib.utils.distributed import World  # noqa: E402
@@ -210,7 +210,7 @@ def _checkpoint(folder, size, count):
         "publish, ms": publish,
         "publish, wall ms": 1e3 * wall,
         "list, ms": cpu_ms(lambda: run_folder.list_checkpoints(saver.folder)),
-        "read manifest, ms": cpu_ms(lambda: shards.read_manifest(past), 5),
+        "read manifest, ms": cpu_ms(lambda: state.read_manifest(past), 5),
         "verify a rank's share, ms": cpu_ms(lambda: resume._verify(past, World(rank=size - 1, size=size), True), 5),
         "remove, ms": cpu_ms(lambda: atomic.remove_folder(past), 1),
     }

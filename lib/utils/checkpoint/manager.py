@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lib.utils import distributed, watchdog
-from lib.utils.checkpoint import atomic, run_folder, shards, weights
+from lib.utils.checkpoint import atomic, run_folder, shards, state, weights
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -151,8 +151,8 @@ class Checkpoints:
         if save.keep:
             (save.partial / "keep").touch()
         files = {file: written for answer in answers for file, written in answer.items()}
-        manifest = {"format": shards.FORMAT, **save.facts, "shards": files}
-        atomic.write_file(save.partial / "manifest.json", shards.encode_manifest(manifest))
+        manifest = {"format": state.FORMAT, **save.facts, "shards": files}
+        atomic.write_file(save.partial / "manifest.json", state.encode_manifest(manifest))
         atomic.publish(save.partial, save.folder)
         removable = [folder for folder in run_folder.list_checkpoints(self.folder) if not (folder / "keep").exists()]
         for folder in removable[self.keep_last :]:

@@ -107,7 +107,7 @@ def find_newest_good(path: Path, world: World, leave_out: bool = False) -> Past 
         good = [rank for rank, fault in enumerate(faults) if fault == ""]
         missing_on = {rank: fault for rank, fault in enumerate(faults) if fault}
         if good and not (missing_on and world.shares_disk):
-            manifest = shards.read_manifest(path / name) if world.rank == good[0] else None
+            manifest = state.read_manifest(path / name) if world.rank == good[0] else None
             manifest = distributed.broadcast(manifest, world, good[0])
             return Past(path / name, manifest, damaged, good[0], missing_on)
         damaged += [*missing_on.values()][:1]
@@ -269,7 +269,7 @@ def load(past: Past, parts: Parts, world: World, args: "Args") -> None:
         other = "is of another model, optimizer or trainer"
         raise UsageError(f"{past.folder} {other}: {shown}; -weights takes only a model's weights")
     if not past.missing_on or world.rank == past.sender:
-        names = shards.read_manifest(past.folder)["shards"]  # of this disk
+        names = state.read_manifest(past.folder)["shards"]  # of this disk
         own = shards.file_name(world.rank)  # holds all blocks of this rank, if as many ranks wrote it
         shards.read(past.folder, sorted(names, key=lambda name: name != own), tensors)
     if past.missing_on:

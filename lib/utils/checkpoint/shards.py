@@ -1,4 +1,4 @@
-"""The files of a checkpoint: a safetensors file of each rank, read on any number of ranks, and manifest.json.
+"""The files of a checkpoint: a safetensors file of each rank, read on any number of ranks.
 
 The file format is safetensors' (https://github.com/huggingface/safetensors, "Format"): the length of a JSON header,
 the header, the bytes. Read by the library. Written here, in one pass with its checksum: files of the library's writer
@@ -22,9 +22,6 @@ from lib.utils import files, watchdog
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
-FORMAT = 4
-# The end of every manifest, whatever its format: the checksum of all before it.
-CHECKSUM_LINE = b',\n"crc32": %d\n}\n'
 FILE_NAME = re.compile(r"shard_\d{4,}\.safetensors")  # of a rank's file
 CHUNK = 1 << 20  # bytes
 CHECKSUMS = "crc32_of_tensors"  # in a weights file's metadata, JSON
@@ -44,36 +41,6 @@ DTYPES = {  # as safetensors calls them; others are refused
 
 class Damaged(Exception):
     """A checkpoint differs from what was written; the message names the file and the reason."""
-
-
-def encode_manifest(manifest: dict) -> bytes:
-    """Return a manifest as it is written: a line for each entry, the checksum in the last.
-
-    It has a run's progress and flags, the type and shape of every tensor, and size and checksum of every file.
-    """
-    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.items()]
-    body = ("{\n" + ",\n".join(lines)).encode()
-    return body + CHECKSUM_LINE % zlib.crc32(body)
-
-
-def read_manifest(folder: Path) -> dict:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        Damaged: it differs from what was written. ValueError or RecursionError: it is forged, and not JSON.
-        UsageError: it is of another format.
-        OSError: it is missing, or the disk does not answer.
-    """
-    path = folder / "manifest.json"
-    data = files.read_bytes(path)
-    body = data.rpartition(CHECKSUM_LINE[:10])[0]
-    if data != body + CHECKSUM_LINE % zlib.crc32(body):
-        raise Damaged(f"{path}: its checksum is wrong")
-    manifest = json.loads(data)
-    if manifest.get("format") != FORMAT:
-        other = f"is of format {manifest.get('format')}, written by {manifest.get('about')}"
-        raise UsageError(f"{path}: {other}; this code reads format {FORMAT}: take that version, or -reset")
-    return manifest
 
 
 def schema(tensors: dict[str, Tensor]) -> dict[str, list]:

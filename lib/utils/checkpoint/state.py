@@ -1,6 +1,8 @@
-"""What a checkpoint holds: how far a run is, its tensors, and what else the parts of a trainer keep."""
+"""What a checkpoint holds: its manifest, how far a run is, its tensors, and what else the parts of a trainer keep."""
 
+import json
 import logging
+import zlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lib.utils import files
 from lib.utils.checkpoint import shards
 from lib.utils.data.plan import Plan
 from lib.utils.errors import UsageError
 
 log = logging.getLogger(__name__)
+FORMAT = 4
+# The end of every manifest, whatever its format: the checksum of all before it.
+CHECKSUM_LINE = b',\n"crc32": %d\n}\n'
 NOT_RESTORED = ("params", "fused", "foreach", "lr_set")  # of an optimizer's groups: they are this start's
 
 
@@ -35,10 +41,34 @@ class State:
     unlogged: dict[str, list[float]] = field(default_factory=dict)  # since then, as exact terms; as of the last save
 
 
+def encode_manifest(manifest: dict) -> bytes:
+    """Return a manifest as it is written: a line for each entry, the checksum in the last.
+
+    It has a run's progress and flags, the type and shape of every tensor, and size and checksum of every file.
+    """
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.items()]
+    body = ("{\n" + ",\n".join(lines)).encode()
+    return body + CHECKSUM_LINE % zlib.crc32(body)
+
+
 def read_manifest(folder: Path) -> dict:
-    """Return what `shards.read_manifest` does. Raises Damaged also if a run could not go on from its content."""
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        Damaged: it differs from what was written, or a run could not go on from its content.
+        UsageError: it is of another format.
+        OSError: it is missing, or the disk does not answer.
+    """
+    path = folder / "manifest.json"
+    data = files.read_bytes(path)
+    body = data.rpartition(CHECKSUM_LINE[:10])[0]
+    if data != body + CHECKSUM_LINE % zlib.crc32(body):
+        raise shards.Damaged(f"{path}: its checksum is wrong")
     try:
-        manifest = shards.read_manifest(folder)
+        manifest = json.loads(data)
+        if manifest.get("format") != FORMAT:
+            other = f"is of format {manifest.get('format')}, written by {manifest.get('about')}"
+            raise UsageError(f"{path}: {other}; this code reads format {FORMAT}: take that version, or -reset")
         State(**manifest["state"])
         config = manifest["config"]
         Plan(config["samples"], config["batch_size"], config["micro_batch"], config["drop_last"])
@@ -46,7 +76,7 @@ def read_manifest(folder: Path) -> dict:
         if not manifest["shards"] or not all(map(shards.FILE_NAME.fullmatch, manifest["shards"])):
             raise ValueError("the name of a file is none of a run's")
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise shards.Damaged(f"{folder / 'manifest.json'}: no run writes what is in it ({error!r})") from error
+        raise shards.Damaged(f"{path}: no run writes what is in it ({error!r})") from error
     return manifest
 
 

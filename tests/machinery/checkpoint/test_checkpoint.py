@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from saves import SMALL, all_entries, log_of, names, new_checkpoints, save
 
 from lib.utils import runtime
-from lib.utils.checkpoint import shards, weights
+from lib.utils.checkpoint import shards, state, weights
 from lib.utils.monitoring import metrics
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
@@ -68,7 +68,7 @@ def test_at_most_one_save_is_in_progress_and_the_next_one_waits_for_it(tmp_path,
 
 def test_a_checkpoint_names_the_commit_of_the_code(finished_run):
     newest = finished_run / "checkpoints" / names(finished_run)[0]
-    assert shards.read_manifest(newest)["about"]["git"] == runtime._git_status()
+    assert state.read_manifest(newest)["about"]["git"] == runtime._git_status()
 
 
 # Retention

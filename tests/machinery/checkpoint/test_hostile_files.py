@@ -15,7 +15,7 @@ from saves import SMALL, log_of, names
 
 from lib import config
 from lib.utils import files
-from lib.utils.checkpoint import shards, weights
+from lib.utils.checkpoint import shards, state, weights
 from lib.utils.errors import UsageError, printable
 from lib.utils.monitoring import console
 from scripts import export, plot, reading, status
@@ -289,7 +289,7 @@ def test_a_forged_manifest_is_passed_over(copy):
         past = saves.found(copy)
         assert past.folder.name == before and newest in past.damaged[0] and "is left" not in past.damaged[0], what
     for body in (b"[", b'{"a": ' * 5000, b"nothing"):
-        manifest.write_bytes(body + shards.CHECKSUM_LINE % shards.zlib.crc32(body))
+        manifest.write_bytes(body + state.CHECKSUM_LINE % shards.zlib.crc32(body))
         assert saves.found(copy).folder.name == before, body[:10]
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from saves import SMALL, names
 
 from lib.core import optimizer as optimizers
-from lib.utils.checkpoint import shards
+from lib.utils.checkpoint import shards, state
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 
@@ -21,7 +21,7 @@ def test_a_newer_format_is_refused_with_its_version_and_stays_in_place(copy, ref
     before = names(copy)
     saves.change_manifest(copy / "checkpoints" / before[0], lambda manifest: {**manifest, "format": 9})
     line = refused(f"{SMALL} -cpu 2 -model few_norm_net", out=copy.parent)
-    assert "is of format 9" in line and f"reads format {shards.FORMAT}" in line
+    assert "is of format 9" in line and f"reads format {state.FORMAT}" in line
     assert names(copy) == before
 
 

@@ -12,7 +12,7 @@ from runs import distance, outcome, run
 from saves import SMALL, all_entries, log_of, names
 
 from lib.utils import files
-from lib.utils.checkpoint import resume, shards
+from lib.utils.checkpoint import resume, shards, state
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -30,7 +30,7 @@ def finished_run(tmp_path_factory):
 def is_undamaged(folder: Path) -> bool:
     """Whether a checkpoint is undamaged."""
     try:
-        for file, wanted in shards.read_manifest(folder)["shards"].items():
+        for file, wanted in state.read_manifest(folder)["shards"].items():
             shards.verify(folder / file, wanted)
     except shards.Damaged:
         return False

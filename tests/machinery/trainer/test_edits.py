@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from lib.core import loss, parallel
 from lib.trainer import trainer
-from lib.utils.checkpoint import shards
+from lib.utils.checkpoint import state
 from lib.utils.checkpoint.state import decode
 
 FLAGS = f"{SMALL} -micro_batch 4 -log_every 1"
@@ -553,7 +553,7 @@ def test_a_groups_own_learning_rate_is_kept_as_a_ratio(tmp_path):
         alone = run(tmp_path, f"{flags} -cpu 1 -model alone")
         run(tmp_path, f"{flags} -cpu 3 -model moved -limit_steps 6", wanted=75)
         assert bits(run(tmp_path, f"{flags} -cpu 2 -model moved")) == bits(alone)
-    manifest = shards.read_manifest(alone / "checkpoints" / names(alone)[0])
+    manifest = state.read_manifest(alone / "checkpoints" / names(alone)[0])
     groups = decode(manifest["states"]["optim"][1], {})
     assert [group["lr_scale"] for group in groups] == pytest.approx([2.0, 0.2, 0.5, 2.0])
     assert [line["train/lr"] for line in lines(alone) if "train/lr" in line][-1] == 0

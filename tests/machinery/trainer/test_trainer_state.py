@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lib.trainer import ema, trainer
-from lib.utils.checkpoint import shards
+from lib.utils.checkpoint import shards, state
 
 pytestmark = pytest.mark.usefixtures("small_plugins")
 SLOW = f"{SMALL} -lr_start 1e-4"  # rounding stays small
@@ -210,7 +210,7 @@ def test_whatever_has_a_state_resumes_exactly(tmp_path):
         whole = run(tmp_path, f"{flags} whole")
         part = run_with_stops(tmp_path, f"{flags} part", 5, 7)
     one, other = (
-        shards.read_manifest(folder / "checkpoints" / names(folder)[0])["states"] for folder in (whole, part)
+        state.read_manifest(folder / "checkpoints" / names(folder)[0])["states"] for folder in (whole, part)
     )
     assert one == other and same_tensors(saved(whole), saved(part)) and bits(whole) == bits(part)
     assert {"trainer.scheduler", "trainer.own", "trainer.other_optimizers.1", "optim"} < one.keys()
