@@ -1,11 +1,9 @@
 """-optimizer muon: torch's Muon for the matrices of hidden layers; the rest is AdamW's."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lib.utils.checkpoint.shards import is_sharded
+from lib.utils.checkpoint.shards import copy_whole, is_sharded
 
 
 class Muon(torch.optim.Muon):
@@ -28,8 +26,9 @@ class Muon(torch.optim.Muon):
             alone = torch.optim.Muon([{**group, "params": [whole]}])
             alone.state[whole] = {name: value.full_tensor() for name, value in self.state[parameter].items()}
             alone.step()
-            parameter.copy_(_shard(whole.detach(), parameter))
-            self.state[parameter] = {name: _shard(value, parameter) for name, value in alone.state[whole].items()}
+            copy_whole(parameter, whole)
+            for name, value in alone.state[whole].items():
+                copy_whole(self.state[parameter].setdefault(name, torch.empty_like(parameter)), value)
 
 
 def hidden_matrices(model: nn.Module, outputs: int) -> list[nn.Parameter]:
@@ -39,11 +38,3 @@ def hidden_matrices(model: nn.Module, outputs: int) -> list[nn.Parameter]:
     matrices = [one for one in model.parameters() if one.requires_grad and one.ndim == 2 and one not in embedded]
     head = {*[one for one in matrices if len(one) == outputs][-1:]}
     return [one for one in matrices if one not in head]
-
-
-def _shard(whole: Tensor, like: Any) -> Tensor:
-    """Return a tensor, which is the same on all ranks, sharded as another one is."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    replicated = DTensor.from_local(whole, like.device_mesh, [Replicate()], run_check=False)
-    return replicated.redistribute(placements=like.placements)
