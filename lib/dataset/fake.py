@@ -1,8 +1,7 @@
 """Noise, for speed tests without data: images in the shape of ImageNet's, or numbers for a regression's -loss."""
 
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from lib.utils.data.tensors import Tensors
 from lib.utils.data.transforms import Pixels
@@ -27,21 +26,15 @@ def get_dataset(args) -> Dataset | dict[str, Dataset]:
         return Tensors(*(torch.randn(args.fake_samples, size, generator=generator) for size in sizes))
     shape, val = (args.channels, args.image_size, args.image_size), max(1, args.fake_samples // 10)
     return {
-        "train": Noise(args.fake_samples, shape, args.num_classes, seed=0),
-        "val": Noise(val, shape, args.num_classes, seed=1),
+        "train": noise(args.fake_samples, shape, args.num_classes, seed=0),
+        "val": noise(val, shape, args.num_classes, seed=1),
     }
 
 
-class Noise(Tensors):
-    """A few random images, again and again: as many samples as one likes cost no time and no memory."""
-
-    def __init__(self, samples: int, shape: tuple[int, int, int], classes: int, seed: int):
-        generator = torch.Generator().manual_seed(seed)
-        self.images = torch.randint(256, (IMAGES, *shape), dtype=torch.uint8, generator=generator)
-        labels = torch.randint(classes, (samples,), generator=generator)
-        super().__init__(labels, on_device=Pixels((0.5,), (0.29,)))
-
-    def __getitems__(self, indices) -> tuple[Tensor, Tensor]:
-        """Return images (len(indices), channels, height, width) and labels (len(indices),)."""
-        (labels,) = super().__getitems__(indices)
-        return self.images[torch.tensor(indices) % IMAGES], labels
+def noise(samples: int, shape: tuple[int, int, int], classes: int, seed: int) -> Dataset:
+    """Return a few random images, again and again: as many samples as one likes cost little time and memory."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(256, (IMAGES, *shape), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(classes, (IMAGES,), generator=generator)
+    few = Tensors(images, labels, on_device=Pixels((0.5,), (0.29,)))
+    return Subset(few, [number % IMAGES for number in range(samples)])
