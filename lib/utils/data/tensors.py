@@ -27,23 +27,17 @@ class Tensors(TensorDataset):
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch (a tensor, or a tuple, list or dict of batches) on the device; the copy is queued there."""
-    return batch if device.type == "cpu" else map_tensors(batch, lambda tensor: _copy(tensor, device))
-
-
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.contiguous().pin_memory()  # the same tensor if it is both already; else the copy would block
-    return tensor.to(device, non_blocking=device.type == "cuda")  # MPS might read freed memory
-
-
-def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the batch with `change` applied to each of its tensors."""
+    if device.type == "cpu":
+        return batch
     if isinstance(batch, Tensor):
-        return change(batch)
+        is_cuda = device.type == "cuda"
+        if is_cuda and batch.device.type == "cpu":
+            batch = batch.contiguous().pin_memory()  # itself if it is both already; else the copy would block
+        return batch.to(device, non_blocking=is_cuda)  # MPS might read freed memory
     if isinstance(batch, Mapping):
-        return {name: map_tensors(part, change) for name, part in batch.items()}
+        return {name: to_device(part, device) for name, part in batch.items()}
     if isinstance(batch, (tuple, list)):
-        parts = [map_tensors(part, change) for part in batch]
+        parts = [to_device(part, device) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
 
