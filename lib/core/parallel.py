@@ -146,8 +146,7 @@ def _refuse_skipped_blocks(model: nn.Module, groups: list[nn.Module], world: Wor
             raise UsageError(SKIPPED.format(names[int(most)]))
 
     for number, name in enumerate(names):
-        here = functools.partial(agree, number)
-        model.get_submodule(name).register_forward_pre_hook(lambda *_, here=here: here(), prepend=True)
+        model.get_submodule(name).register_forward_pre_hook(lambda *_, number=number: agree(number), prepend=True)
     model.register_forward_hook(lambda *_: agree(-1))
 
 

@@ -231,9 +231,8 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, dict):
-        return {
-            "dict": [[encode(key, name, {}), encode(one, f"{name}.{key}", tensors)] for key, one in value.items()]
-        }
+        pairs = [[encode(key, name, {}), encode(one, f"{name}.{key}", tensors)] for key, one in value.items()]
+        return {"dict": pairs}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [encode(one, f"{name}.{number}", tensors) for number, one in enumerate(value)]}
