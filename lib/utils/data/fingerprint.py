@@ -8,7 +8,7 @@ import functools
 import hashlib
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lib.utils import distributed
 from lib.utils.data import fetch
-from lib.utils.data.options import MapDataset, class_names, option
+from lib.utils.data.options import MapDataset, option
 from lib.utils.data.plan import MicroBatch
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
@@ -29,7 +29,8 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
 
     A run with loader processes reads in one of its own: a file that a dataset opens at first use is shared by none.
     """
-    facts: dict[str, Any] = {"classes": class_names(splits["train"])}
+    classes = option(splits["train"], "classes")  # a number in other people's datasets
+    facts: dict[str, Any] = {"classes": [*map(str, classes)] if isinstance(classes, Sequence) else []}
     workers = max(fetch.count_workers(args, name, part, world) for name, part in splits.items())
     for name, part in splits.items():
         own, read = option(part, "fingerprint"), functools.partial(_digest_of_three, part, args, min(1, workers))

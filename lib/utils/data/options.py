@@ -1,6 +1,5 @@
 """Reads the optional attributes of a dataset, which docs/extending.md describes."""
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch.utils.data import Subset
@@ -24,9 +23,3 @@ def option(dataset: Any, name: str, default: Any = None) -> Any:
 def has_whole_batches(dataset: MapDataset) -> bool:
     """Return whether a dataset gives a whole batch at once. Each Subset has __getitems__, too."""
     return callable(option(dataset, "__getitems__"))
-
-
-def class_names(dataset: MapDataset) -> list[str]:
-    """Return the names of the classes; none where `classes` is a number, as in other people's datasets."""
-    classes = option(dataset, "classes")
-    return [str(name) for name in classes] if isinstance(classes, Sequence) else []

@@ -115,5 +115,4 @@ def test_the_page_lists_all_optional_attributes_of_a_dataset():
 def test_a_part_of_a_dataset_has_the_attributes_of_the_whole():
     part = Subset(Subset(tensors.Tensors(torch.zeros(4), on_device=len, classes="ab"), [0, 1]), [1])
     assert options.has_whole_batches(part) and options.option(part, "on_device") is len
-    assert options.class_names(part) == ["a", "b"] and options.class_names(Subset(Ragged(), [0])) == []
     assert not options.has_whole_batches(Subset(Ragged(), [0])) and not options.option([1], "classes", False)
