@@ -166,12 +166,11 @@ class Parts:
         """Return tensors for the states in a checkpoint with this schema, laid out and sharded as parameters are."""
         prefixes = tuple(f"{part}." for part in [*self.optimizers, *self.others])
         empty = shards.make_empty({name: about for name, about in schema.items() if name.startswith(prefixes)})
-        parameters = self.parameters()
-        for part in self.optimizers:
-            for name, tensor in empty.items():
-                parameter = parameters.get(name.removeprefix(f"{part}.").rpartition(".")[0])
-                if parameter is not None and parameter.shape == tensor.shape:  # fused kernels want its layout, too
-                    empty[name] = torch.empty_like(parameter, dtype=tensor.dtype)
+        trained = {f"{part}.{name}": one for part in self.optimizers for name, one in self.parameters().items()}
+        for name, tensor in empty.items():
+            parameter = trained.get(name.rpartition(".")[0])
+            if parameter is not None and parameter.shape == tensor.shape:  # fused kernels want its layout, too
+                empty[name] = torch.empty_like(parameter, dtype=tensor.dtype)
         return empty
 
     def parameters(self) -> dict[str, nn.Parameter]:
