@@ -15,7 +15,7 @@ from lib.utils.checkpoint import run_folder
 from lib.utils.checkpoint.resume import Past
 from lib.utils.data import fetch, loader
 from lib.utils.data.fetch import stop_signals_blocked
-from lib.utils.data.options import MapDataset, class_names
+from lib.utils.data.options import MapDataset
 from lib.utils.distributed import World
 from lib.utils.errors import FAILED, FINISHED, UsageError, no_exit, printable
 
@@ -69,10 +69,12 @@ def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past |
         if not good:
             raise UsageError(f"-skip_bad_files: no sample of {split} can be read")
         kept[split] = part if len(good) == len(part) else Subset(part, good)
-        labels = getattr(part, "labels", []) if class_names(part) else []
-        if labels and (lost := {*labels} - {labels[index] for index in good}):
-            name = class_names(part)[min(lost)]
-            raise UsageError(f"-skip_bad_files: no sample of the class {name} in {split} can be read")
+        labels, classes = getattr(part, "labels", None), getattr(part, "classes", None)
+        if isinstance(labels, list) and isinstance(classes, list) and {*labels} <= {*range(len(classes))}:
+            if lost := {*labels} - {labels[index] for index in good}:
+                raise UsageError(
+                    f"-skip_bad_files: no sample of the class {classes[min(lost)]} in {split} can be read"
+                )
     if bad and world.is_main:
         log.warning(
             "-skip_bad_files: %d files are left out, listed in config.yaml; the first is %s", len(bad), bad[0]

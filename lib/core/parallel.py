@@ -48,7 +48,7 @@ def _make(arch: ModuleType, args: Namespace) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UsageError(f"-arch {args.arch}: get_model returns {model!r}; it must return a model, an nn.Module")
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        if any(isinstance(one, nn.UninitializedParameter) for one in module.parameters(recurse=False)):
             raise UsageError(f"-arch {args.arch}: {name} is lazy: get_model must call it once, or give sizes")
         if getattr(module, "sparse", False):
             raise UsageError(f"-arch {args.arch}: {name} has sparse gradients, which are not summed: sparse=False")

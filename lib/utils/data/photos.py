@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
+from PIL import ExifTags, Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
+from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION, TiffImageFile
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from lib.utils import files
@@ -117,7 +118,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
         if 0 < values.max() < 256:
             raise UsageError(f"16 bits with values of 8 bits, up to {values.max()}: save it with 8 bits")
         values[values == image.info.get("transparency", -1)] = 65535  # white
-        if image.format == "TIFF" and image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
+        if isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0:
             values = 65535 - values  # 0 is white there; Pillow inverts 8 bits itself
         return Image.fromarray((values // 257).astype(np.uint8))
     if image.mode in ("I", "F", "LAB"):
