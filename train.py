@@ -7,7 +7,6 @@ from lib.config import plugins
 from lib.launch import local
 from lib.utils import signals
 from lib.utils.errors import EXIT_CODES, UsageError, load_optional
-from lib.utils.monitoring import startup
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,4 +59,4 @@ def train(args: config.Args) -> int:
 
 
 if __name__ == "__main__":
-    startup.run_program(main)
+    local.run_program(main)

@@ -14,7 +14,6 @@ from lib.launch import environment, local, requeue
 from lib.utils import signals
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, STOP_SIGNALS, STOPPED, UsageError
-from lib.utils.monitoring import startup
 
 PICKLE = "submitted.pkl"  # in the folder of the job's code: args, target and working folder of each start
 
@@ -93,4 +92,4 @@ def rendezvous_address() -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    startup.run_program(lambda: main(*sys.argv[1:]))
+    local.run_program(lambda: main(*sys.argv[1:]))
