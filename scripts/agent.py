@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lib import config
-from lib.launch import environment, local, slurm_task
+from lib.launch import environment, local, slurm
 from lib.utils.errors import FINISHED, UsageError
 
 AGENT_S = 5  # seconds that torchrun waits for its workers beyond -grace_s
@@ -33,7 +33,7 @@ def main(launcher: str, *arguments: str) -> int:
         with contextlib.redirect_stdout(sys.stderr):  # -h is not for the shell
             args = config.parse_args(list(arguments))
         variables = environment.export(args)  # the agent reads some of them, too
-        own, more = elastic(args, head) if head else slurm(args)
+        own, more = elastic(args, head) if head else slurm_job(args)
     except UsageError as error:
         return local.report_usage_error(error)
     variables |= {name: value for name, value in more.items() if value and name not in os.environ}
@@ -83,9 +83,9 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def slurm(args) -> tuple[dict, dict]:
+def slurm_job(args) -> tuple[dict, dict]:
     """Return the batch script's own variables and those for torchrun, and record the start."""
-    history = slurm_task.record_start(args)
+    history = slurm.record_start(args)
     count = processes(args) or os.environ.get("SLURM_GPUS_ON_NODE", 1)
     own = {"history": history, "suffix": "i" if environment.has_infiniband_names() else "", "processes": count}
     return own, {

@@ -38,7 +38,7 @@ from lib import config
 from lib.config import flags
 from lib.config.parser import NEGATIVE, Parser
 from lib.config.types import DIGITS, whole
-from lib.launch import environment, local, slurm_task
+from lib.launch import environment, local, slurm
 from lib.utils import files, signals
 from lib.utils.checkpoint import atomic, run_folder
 from lib.utils.errors import EXIT_CODES, STOPPED, USAGE, UsageError, printable
@@ -374,7 +374,7 @@ class Runner:
             return True
         if not self.slurm:
             return bool(reading.is_locked(trial.folder))
-        jobs = str(slurm_task.job_folder(trial.args))
+        jobs = str(slurm.job_folder(trial.args))
         mine = [job for job, folder in self.queue or () if job == trial.args.model and folder.startswith(jobs)]
         return self.queue is None or bool(mine)
 

@@ -39,7 +39,7 @@ def is_launched() -> bool:
 def call(args: Args, target: str) -> int:
     """Run `target` ("module:function", called with args) in this process of a run. Returns the exit code."""
     if not environment.has_rank():
-        return load_optional("lib.launch.slurm_task", "srun").run_task(args, target)  # which imports this file
+        return load_optional("lib.launch.slurm", "srun").run_task(args, target)  # which imports this file
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # neither torchrun nor one of ours
         place = "RANK and WORLD_SIZE make this rank {RANK} of {WORLD_SIZE}".format(**os.environ)
         print(f"train.py: {place}: unset RANK if no launcher set it", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ import torch
 from command_line import parsed
 from processes import ROOT
 
-from lib.launch import environment, local, requeue, slurm_task
+from lib.launch import environment, local, requeue, slurm
 from lib.utils import distributed
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, STOPPED, UsageError
@@ -134,7 +134,7 @@ def fake_scontrol(folder: Path, job: str):
 
 
 def test_without_scontrol_the_job_exits_with_75_and_prints_the_command_to_requeue(stopped):
-    code = [sys.executable, "-m", "lib.launch.slurm_task", "after", str(stopped), "0"]
+    code = [sys.executable, "-m", "lib.launch.slurm", "after", str(stopped), "0"]
     run = subprocess.run(code, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 75 and "type: scontrol requeue 12" in run.stdout
     assert "requeued" not in json.loads(stopped.read_text())
@@ -213,7 +213,7 @@ def test_a_task_finds_its_rank_and_a_port_of_its_own(task, monkeypatch, tmp_path
     seen, names = [], ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")
     monkeypatch.setattr(local, "call_target", lambda target, args: seen.append(dict(os.environ)) or 0)
     for name, value in (("SLURM_JOB_ID", "6"), ("SLURM_STEP_ID", "1"), ("SLURM_RESTART_COUNT", "1")):
-        assert slurm_task.run_task(parsed(f"-out {tmp_path}"), "train:train") == 0
+        assert slurm.run_task(parsed(f"-out {tmp_path}"), "train:train") == 0
         monkeypatch.setenv(name, value)
     assert [seen[0][name] for name in names] == ["0", "0", "3", "3", "127.0.0.1", "5.0"]
     assert len({one["MASTER_PORT"] for one in seen}) == 3
@@ -226,15 +226,15 @@ def test_slurm_tasks_meet_at_the_steps_first_node_by_its_name_on_the_fast_networ
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     for system, name in (("juwelsbooster", "jwb0002i"), ("elsewhere", "jwb0002")):
         monkeypatch.setenv("SYSTEMNAME", system)
-        assert slurm_task.rendezvous_address()[0] == name
+        assert slurm.rendezvous_address()[0] == name
     monkeypatch.setenv("SLURM_STEP_NODELIST", "jwb0003")
-    assert slurm_task.rendezvous_address()[0] == "127.0.0.1", "a single node needs no network"
+    assert slurm.rendezvous_address()[0] == "127.0.0.1", "a single node needs no network"
 
 
 def test_modules_that_may_receive_a_signal_early_are_imported_without_torch():
     """A job's task, the requeue and the table of runs must handle a signal from the first moment."""
     for modules in (
-        "lib.launch.slurm_task, lib.launch.requeue, lib.utils.checkpoint.run_folder, lib.utils.checkpoint.atomic",
+        "lib.launch.slurm, lib.launch.requeue, lib.utils.checkpoint.run_folder, lib.utils.checkpoint.atomic",
         "scripts.status",
     ):
         probe = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
@@ -247,5 +247,5 @@ def test_only_rank_0_of_a_stopped_job_exits_with_75(task, monkeypatch, tmp_path)
     codes = []
     for rank in range(3):
         monkeypatch.setenv("SLURM_PROCID", str(rank))
-        codes.append(slurm_task.run_task(parsed(f"-out {tmp_path}"), "train:train"))
+        codes.append(slurm.run_task(parsed(f"-out {tmp_path}"), "train:train"))
     assert codes == [STOPPED, FINISHED, FINISHED]
