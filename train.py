@@ -1,7 +1,5 @@
 """Trains a model: the whole run on one page."""
 
-import gc
-
 from lib import config, launch
 from lib.config import plugins
 from lib.launch import local
@@ -29,8 +27,6 @@ def main(argv: list[str] | None = None) -> int:
         return local.start(args, "train:train")
     except UsageError as error:
         return local.report_usage_error(error)
-    finally:
-        gc.unfreeze()  # what `begin` has frozen: libraries complain of it when the process ends
 
 
 def train(args: config.Args) -> int:

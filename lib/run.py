@@ -77,6 +77,7 @@ class Run:
         """Write config.yaml and start.json, and open the logs and the loaders. Nothing was written before."""
         args, world, folder = self.args, self.world, self.folder
         gc.freeze()  # all that the start has made: the collector skips it
+        self.stack.callback(gc.unfreeze)  # else libraries complain of it when the process ends
         gc.enable()
         if folder:
             about = {**runtime.describe(world), "classes": self.plan.data["classes"], **self.skipped}
