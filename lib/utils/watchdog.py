@@ -79,12 +79,9 @@ class Watchdog:
         text = f"nothing moved for {seconds:.0f} s (-hang_minutes {self.minutes:g}) {where}: {who}: "
         text += self.activity + self.hint()
         text += "; the stacks of its threads follow in its log" if stacks else ""
-        streams = [getattr(one, "stream", 2) for one in logging.getLogger().handlers if one.name == "lib.file"]
-        if streams:
-            log.log(logging.ERROR if stacks else logging.WARNING, text)
-        else:
-            os.write(2, f"train.py: {text}\n".encode())
+        log.log(logging.ERROR if stacks else logging.WARNING, text)  # on stderr while there is no log
         if stacks:
+            streams = [getattr(one, "stream", 2) for one in logging.getLogger().handlers if one.name == "lib.file"]
             faulthandler.dump_traceback(streams[0] if streams else 2)
 
 

@@ -72,8 +72,8 @@ def endings(monkeypatch):
 def test_a_process_that_hangs_in_a_log_call_is_ended(endings):
     """A dead disk of the log file or an unread terminal causes this. The report must not wait for logging's lock."""
     handler = logging.NullHandler()
-    handler.handle = handler.emit = lambda record: handler.acquire() and handler.release()
     handler.name = "lib.file"
+    handler.handle = handler.emit = lambda record: handler.acquire() and handler.release()
     logging.getLogger().addHandler(handler)
     handler.acquire()
     try:
@@ -84,25 +84,17 @@ def test_a_process_that_hangs_in_a_log_call_is_ended(endings):
         logging.getLogger().removeHandler(handler)
 
 
-@pytest.fixture
-def shown(monkeypatch):
-    """What the watchdog writes to stderr before there is a log."""
-    texts = []
-    monkeypatch.setattr(watchdog.os, "write", lambda number, data: texts.append(data.decode()))
-    return texts
-
-
-def test_what_a_process_does_is_said_before_it_is_ended_and_movement_prevents_both(endings, shown):
+def test_what_a_process_does_is_said_before_it_is_ended_and_movement_prevents_both(endings, caplog):
     with watchdog.watch(0.6 / 60):
         watchdog.begin("waiting for the mail", hint=lambda: "; it is Sunday")
-        processes.until(lambda: "Sunday" in "".join(shown))
-        assert "(-hang_minutes 0.01) before the first step: rank 0 on " in "".join(shown)
-        assert "waiting for the mail; it is Sunday" in "".join(shown) and not endings.is_set()
+        processes.until(lambda: "Sunday" in caplog.text)
+        assert "(-hang_minutes 0.01) before the first step: rank 0 on " in caplog.text
+        assert "waiting for the mail; it is Sunday" in caplog.text and not endings.is_set()
         watchdog.begin("reading")
         watchdog.moved(step=3)
-        shown.clear()
+        caplog.clear()
         assert endings.wait(SOON_S)
-    assert "at step 3: rank 0 on " in "".join(shown) and "reading; the stacks of its threads" in "".join(shown)
+    assert "at step 3: rank 0 on " in caplog.text and "reading; the stacks of its threads" in caplog.text
 
 
 def test_a_suspended_process_does_not_count_as_hanging(tmp_path):
@@ -174,6 +166,7 @@ class Zeros(Waits):
 )
 def test_a_start_that_hangs_says_where_and_is_ended(dataset, model, flags, message, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(watchdog, "SAY_AFTER_S", 2.0)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # without pytest's, as in a run
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=8_000_000))
     model = model or (lambda args: torch.nn.Linear(64, 4))
     with plugins(dataset={"waits": dataset}, arch={"waits": model}):
@@ -185,7 +178,7 @@ def test_a_start_that_hangs_says_where_and_is_ended(dataset, model, flags, messa
 
 
 @pytest.mark.parametrize("kind", ["dataset", "arch", "trainer"])
-def test_a_plugin_that_hangs_while_it_is_imported_is_named_and_ended(kind, tmp_path, monkeypatch, endings, shown):
+def test_a_plugin_that_hangs_while_it_is_imported_is_named_and_ended(kind, tmp_path, monkeypatch, endings, caplog):
     launch.prepare(parsed("-cpu 1"))  # imports what is slow, and does not hang
     lines = f"import threading; threading.endings.wait({SOON_S})", "get_model = get_dataset = Trainer = None"
     (tmp_path / "waits.py").write_text("\n".join(lines))
@@ -196,4 +189,4 @@ def test_a_plugin_that_hangs_while_it_is_imported_is_named_and_ended(kind, tmp_p
     vars(args)[kind] = "waits"
     launch.prepare(args)
     del sys.modules[f"lib.{kind}.waits"]
-    assert endings.is_set() and f": importing -{kind} waits" in "".join(shown)
+    assert endings.is_set() and f": importing -{kind} waits" in caplog.text
