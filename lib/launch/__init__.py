@@ -33,7 +33,8 @@ def prepare(args: Args) -> None:
 
 def is_launched() -> bool:
     """Whether torchrun, srun or a launcher of ours started this process as one of a run's."""
-    return environment.has_rank() or environment.is_task()
+    is_task = "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1  # one of several
+    return is_task or environment.has_rank()
 
 
 def call(args: Args, target: str) -> int:

@@ -78,11 +78,6 @@ def has_rank() -> bool:
     return "RANK" in os.environ and int(os.environ["RANK"]) < int(os.environ.get("WORLD_SIZE", 0))
 
 
-def is_task() -> bool:
-    """Whether srun started this process as one of several."""
-    return "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
-
-
 def check_variables(args: Args) -> None:
     """Raise UsageError for a launcher's variable that is wrong, or a password that is none for -ngrok."""
     for name in NUMBERS:

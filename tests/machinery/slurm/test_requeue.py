@@ -12,7 +12,8 @@ import torch
 from command_line import parsed
 from processes import ROOT
 
-from lib.launch import environment, local, requeue, slurm
+from lib import launch
+from lib.launch import local, requeue, slurm
 from lib.utils import distributed
 from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FINISHED, STOPPED, UsageError
@@ -190,11 +191,11 @@ def test_a_run_that_should_have_a_gpu_is_refused_if_it_cannot_use_one(monkeypatc
 
 def test_one_task_starts_its_own_processes(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert not environment.is_task(), "a variable that was left over"
+    assert not launch.is_launched(), "a variable that was left over"
     monkeypatch.setenv("SLURM_PROCID", "0")
-    assert environment.is_task()
+    assert launch.is_launched()
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert not environment.is_task()
+    assert not launch.is_launched()
 
 
 @pytest.fixture
