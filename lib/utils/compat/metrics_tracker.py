@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 
-from lib.utils.monitoring.metrics import Sums, merge
+from lib.utils.monitoring.metrics import Sums, exact_terms
 
 
 class MetricsTracker(Sums):
@@ -29,7 +29,7 @@ class MetricsTracker(Sums):
     @property
     def local(self) -> defaultdict[str, float]:
         """The sums of this process since the last reduce(), or else those of that. Waits for the device."""
-        sums = {name: math.fsum(terms) for name, terms in merge(self._local, {}).items()}
+        sums = {name: math.fsum(exact_terms(terms)) for name, terms in self._local.items()}
         return defaultdict(float, sums or self._reduced)
 
     def reset_local(self):

@@ -1,7 +1,6 @@
 """Figures of a run: sums over micro-batches and processes, the best evaluation, and metrics.jsonl."""
 
 import contextlib
-import functools
 import json
 import logging
 import math
@@ -37,7 +36,7 @@ class Sums:
             terms = self._local.setdefault(name, [])
             terms.append(value.detach() if isinstance(value, Tensor) else value)
             if len(terms) > MAX_TERMS:
-                terms[:] = _exact(terms)
+                terms[:] = exact_terms(terms)
         return self
 
     def reduce(self) -> Any:
@@ -48,8 +47,11 @@ class Sums:
 
     def pending(self) -> dict[str, list[float]]:
         """Return the sums over all ranks before they are rounded, each as a few terms, and keep them."""
-        mine = {name: _exact(terms) for name, terms in sorted(self._local.items())}
-        return functools.reduce(merge, distributed.gather(mine, distributed.current_world()))
+        mine = {name: exact_terms(terms) for name, terms in sorted(self._local.items())}
+        total = Sums()
+        for sums in distributed.gather(mine, distributed.current_world()):
+            total.add(sums)
+        return {name: exact_terms(terms) for name, terms in total._local.items()}
 
     def add(self, sums: dict[str, list[float]]) -> None:
         """Add what `pending` returned."""
@@ -57,7 +59,7 @@ class Sums:
             self._local.setdefault(name, []).extend(terms)
 
 
-def _exact(terms: list) -> list[float]:
+def exact_terms(terms: list) -> list[float]:
     """Return few terms with the same sum, exactly: the sum, what its rounding left out, and so on."""
     values, parts = [float(term) for term in terms], []
     if not math.isfinite(sum(values)):
@@ -65,11 +67,6 @@ def _exact(terms: list) -> list[float]:
     while part := math.fsum([*values, *(-part for part in parts)]):
         parts.append(part)
     return parts
-
-
-def merge(one: dict[str, list[float]], other: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return the sums of two dicts of terms, by name, each as few terms: exactly."""
-    return {name: _exact([*one.get(name, []), *other.get(name, [])]) for name in {**one, **other}}
 
 
 def mean(totals: dict[str, float], name: str) -> float:

@@ -124,27 +124,6 @@ def test_two_ranks_with_different_names_and_counts_have_the_same_exact_sums(tmp_
     on_ranks(2, run, tmp_path)
 
 
-FLOATS = st.one_of(st.floats(-1e30, 1e30), st.sampled_from([1e16, -1e16, 0.1, 2.0**-1074]))
-OF_RANKS = st.lists(st.dictionaries(st.sampled_from("abc"), st.lists(FLOATS, max_size=5)), min_size=1, max_size=9)
-
-
-@settings(deadline=None, derandomize=True)
-@given(OF_RANKS)
-def test_sums_added_in_pairs_along_a_tree_are_exact(ranks):
-    merged = [metrics.Sums() for _ in ranks]
-    for sums, values in zip(merged, ranks, strict=True):
-        sums.add(values)
-    merged, distance = [sums.pending() for sums in merged], 1
-    while distance < len(merged):
-        for rank in range(0, len(merged) - distance, 2 * distance):
-            merged[rank] = metrics.merge(*json.loads(json.dumps([merged[rank], merged[rank + distance]])))
-        distance *= 2
-    total = metrics.Sums()
-    total.add(merged[0])
-    names = {name for values in ranks for name in values}
-    assert total.reduce() == {name: math.fsum(v for one in ranks for v in one.get(name, [])) for name in names}
-
-
 def test_a_line_of_metrics_jsonl_is_written_at_once_and_valid_json_even_with_nan(tmp_path):
     path = tmp_path / "metrics.jsonl"
     figures = {"step": 1, "loss": math.nan, "rate": -math.inf, "name": "é", "on": True}
