@@ -4,7 +4,7 @@ from lib import config, launch
 from lib.config import plugins
 from lib.launch import local
 from lib.utils import signals
-from lib.utils.errors import EXIT_CODES, UsageError, load_optional
+from lib.utils.errors import EXIT_CODES, UsageError, load_optional, run_program
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,4 +55,4 @@ def train(args: config.Args) -> int:
 
 
 if __name__ == "__main__":
-    local.run_program(main)
+    run_program(main)

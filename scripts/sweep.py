@@ -38,10 +38,10 @@ from lib import config
 from lib.config import flags
 from lib.config.parser import NEGATIVE, Parser
 from lib.config.types import DIGITS, whole
-from lib.launch import environment, local, slurm
+from lib.launch import environment, slurm
 from lib.utils import files, signals
 from lib.utils.checkpoint import atomic, run_folder
-from lib.utils.errors import EXIT_CODES, STOPPED, USAGE, UsageError, printable
+from lib.utils.errors import EXIT_CODES, STOPPED, USAGE, UsageError, printable, run_program
 from scripts import plot, reading, status
 
 POLL_S, PRUNE_S, QUEUE_S = 0.2, 1.0, 5.0  # seconds between checks of the processes, the metrics, Slurm's queue
@@ -423,7 +423,7 @@ def run_trial(arguments: list[str], log: Path, sweep_ended: connection.Connectio
         os.dup2(file.fileno(), 2)
     sys.argv = ["train.py", *arguments]
     threading.Thread(target=end_with_sweep, args=[sweep_ended], daemon=True).start()
-    local.run_program(train.main)
+    run_program(train.main)
 
 
 def end_with_sweep(sweep_ended: connection.Connection):

@@ -1,8 +1,6 @@
 """The processes of a run on this machine: how many there are, how they start, and how their parent watches them."""
 
-import atexit
 import contextlib
-import gc
 import importlib
 import os
 import signal
@@ -12,11 +10,10 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Lock
-from pathlib import Path
 from typing import Any
 
 from lib.config import Args
@@ -26,25 +23,6 @@ from lib.utils.checkpoint import run_folder
 from lib.utils.errors import FAILED, FINISHED, STOPPED, USAGE, UsageError, no_exit, printable
 
 SHUTDOWN_S = 2.0  # for the other ranks to end after the first failure; a rank that lost a peer waits as long
-
-
-def run_program(main: Callable[[], int]) -> None:
-    """Run `main`, and end this process with the exit code that it returns.
-
-    The start runs without the garbage collector, which takes a fifth of the imports' time; `main` switches it on.
-    At its end the process does not free torch's modules, which takes half a second.
-    """
-    gc.disable()
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, as by 2>&-: another file would get its number
-            setattr(sys, name, Path(os.devnull).open("r+"))  # noqa: SIM115
-    code = main()
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-    atexit._run_exitfuncs()
-    with contextlib.suppress(OSError, ValueError):  # the terminal may be gone, or a plugin has closed them
-        for stream in (sys.stdout, sys.stderr):
-            print(end="", file=stream, flush=True)
-    os._exit(code)
 
 
 def start(args: Args, target: str) -> int:

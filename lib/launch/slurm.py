@@ -19,7 +19,7 @@ from lib.config import ROOT, Args
 from lib.launch import environment, local, requeue
 from lib.utils import signals
 from lib.utils.checkpoint import run_folder
-from lib.utils.errors import FINISHED, STOP_SIGNALS, STOPPED, UsageError
+from lib.utils.errors import FINISHED, STOP_SIGNALS, STOPPED, UsageError, run_program
 
 # Set by an allocation or a launcher around this process, or secret: the job must not inherit them.
 NOT_INHERITED = ("SLURM", "SRUN_", "TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "NGROK_AUTHTOKEN")
@@ -175,4 +175,4 @@ def rendezvous_address() -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    local.run_program(lambda: main(*sys.argv[1:]))
+    run_program(lambda: main(*sys.argv[1:]))

@@ -204,7 +204,7 @@ def test_a_program_runs_its_exit_handlers_and_flushes_but_skips_destructors(ends
     text = f"""
 import atexit, sys, threading, time
 from multiprocessing.util import Finalize
-from lib.launch import local
+from lib.utils import errors
 class Object:
     def __del__(self, write=sys.stdout.write):
         write("objects\\n")
@@ -214,7 +214,7 @@ def main():
     atexit.register(print, "atexit")
     threading.Thread(target=lambda: (time.sleep(0.2), print("end of main"))).start()
     {ends}
-local.run_program(main)
+errors.run_program(main)
 """
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stdout.split("\n")[:-1]) == (code, lines)
