@@ -70,11 +70,9 @@ def skip(splits: dict[str, MapDataset], args: "Args", world: World, past: Past |
             raise UsageError(f"-skip_bad_files: no sample of {split} can be read")
         kept[split] = part if len(good) == len(part) else Subset(part, good)
         labels, classes = getattr(part, "labels", None), getattr(part, "classes", None)
-        if isinstance(labels, list) and isinstance(classes, list) and {*labels} <= {*range(len(classes))}:
-            if lost := {*labels} - {labels[index] for index in good}:
-                raise UsageError(
-                    f"-skip_bad_files: no sample of the class {classes[min(lost)]} in {split} can be read"
-                )
+        are_classes = isinstance(labels, list) and isinstance(classes, list) and {*labels} <= {*range(len(classes))}
+        if are_classes and (lost := {*labels} - {labels[index] for index in good}):
+            raise UsageError(f"-skip_bad_files: no sample of the class {classes[min(lost)]} in {split} can be read")
     if bad and world.is_main:
         log.warning(
             "-skip_bad_files: %d files are left out, listed in config.yaml; the first is %s", len(bad), bad[0]
