@@ -118,7 +118,7 @@ def test_a_misspelt_flag_is_refused_and_the_closest_is_suggested(flag, at, lette
         ("-best=", "argument -best: '' is not a metric like accuracy"),
         ("-best rec:low", "argument -best: 'rec:low' is not a metric like accuracy, rec:min or f1:max"),
         ("-best :min", "argument -best: ':min' is not a metric"),
-        ("-loss x", "argument -loss: invalid choice: 'x' (choose from"),
+        ("-lr_schedule x", "argument -lr_schedule: invalid choice: 'x' (choose from"),
         ("-arch convmet", "-arch 'convmet': no such file in lib/arch; there are "),
     ],
 )

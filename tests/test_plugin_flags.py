@@ -10,8 +10,9 @@ import tiny_data
 from command_line import cfg_file, help_of, parsed, plugin_file, plugin_folder, read_back, refusal, saved_args
 
 import train
-from lib import config
-from lib.config import flags, plugins
+from lib import config, launch
+from lib.config import plugins
+from lib.core import loss
 from lib.utils.errors import UsageError
 
 
@@ -246,15 +247,10 @@ def test_only_code_that_a_plugins_flags_need_is_executed(monkeypatch, tmp_path, 
     assert plugins.load("arch", "lazy").get_model is print and capsys.readouterr().out == "executed\n"
 
 
-def test_a_loss_or_optimizer_that_a_fork_adds_can_be_chosen(monkeypatch, tmp_path):
-    """lib/core/loss.py of the source template has no table BY_NAME: it takes any name."""
-    core = tmp_path / "lib" / "core"
-    core.mkdir(parents=True)
-    (core / "optimizer.py").write_text("import torch\nBY_NAME = {'mine': 1, 'adamw': torch.optim.AdamW}\n")
-    (core / "loss.py").write_text("from torch import nn\ndef get_loss(args):\n    return nn.CrossEntropyLoss()\n")
-    monkeypatch.setattr(plugins, "ROOT", tmp_path)
-    assert flags.table.__wrapped__("optimizer") == ("mine", "adamw")
-    assert flags.table.__wrapped__("loss") is None
+def test_a_loss_file_without_a_table_takes_any_name(monkeypatch):
+    """As that of the source template."""
+    monkeypatch.delattr(loss, "BY_NAME")
+    launch.prepare(parsed("-arch mlp -loss anything"))
 
 
 def test_plugin_files_of_the_source_template_run_unchanged(monkeypatch, tmp_path):

@@ -1,13 +1,13 @@
 """The shared flags: names, types, defaults, and whether a resumed run may change them."""
 
 import argparse
-import ast
 import functools
 from collections.abc import Callable
 
-from lib.config import plugins, types
+from lib.config import types
 from lib.config.parser import SWITCH
 from lib.config.types import path, real, text, whole
+from lib.core import scheduler
 
 
 def value(type_: Callable[[str], object], metavar: str, **more) -> dict:
@@ -102,7 +102,7 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-epochs", COUNT, "passes over the training samples", 10)
     add("-steps", COUNT, "optimizer steps of the run, instead of -epochs; the schedule follows")
     add("-eval_every", value(types.every, "N[epochs|steps]"), "interval of validations", "1epoch", on_resume="allow")
-    add("-loss", {"choices": table("loss")}, "loss function, of lib/core/loss.py", "cross_entropy")
+    add("-loss", PLUGIN, "loss: cross_entropy, mse, l1, huber, or what you add to lib/core/loss.py", "cross_entropy")
     add("-label_smoothing", SHARE, "label smoothing of cross_entropy, 0 to 1", 0.0)
     add("-class_weights", value(types.weights, "X,X,..."), "weights of the classes in cross_entropy (all 1)")
     add("-ignore_index", value(whole(-(10**9)), "N"), "label that the loss and metrics leave out, as 255", -100)
@@ -114,7 +114,8 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-optimizer", PLUGIN, "any class of torch.optim, as sgd or RMSprop; muon: and AdamW for the rest", "adamw")
     option = "option of the optimizer, as betas=0.9,0.95 or nesterov=yes; repeatable"
     add("-optimizer_arg", value(text, "KEY=VALUE", **REPEATABLE), option)
-    add("-lr_schedule", {"choices": table("scheduler")}, "curve after warm-up, of lib/core/scheduler.py", "cosine")
+    schedules = {"choices": tuple(scheduler.BY_NAME)}
+    add("-lr_schedule", schedules, "curve after warm-up, of lib/core/scheduler.py", "cosine")
     add("-lr_start", POSITIVE, "peak learning rate", 0.001)
     add("-lr_end", value(real("a number", lambda x: True), "X"), "learning rate after the last step", 1e-06)
     add("-lr_warmup", NOT_NEGATIVE, "epochs of linear warm-up; fractions are allowed", 0.0)
@@ -179,14 +180,3 @@ def add_shared(parser: argparse.ArgumentParser) -> Rules:
     add("-slurm_dir", DIR, "the job's files, on a shared disk (OUT/NAME/slurm)")
     add("-slurm_dry", SWITCH, "show what would be submitted, and the answer of sbatch --test-only")
     return rules
-
-
-@functools.cache
-def table(kind: str) -> tuple[str, ...] | None:
-    """Return the names in BY_NAME of lib/core/KIND.py; None, so that any name is allowed, if it has no such dict."""
-    text = (plugins.ROOT / "lib" / "core" / f"{kind}.py").read_bytes()  # importing it takes seconds
-    for statement in ast.parse(text).body:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id="BY_NAME")], value=ast.Dict(keys=keys)):
-                return tuple(str(key.value) for key in keys if isinstance(key, ast.Constant))
-    return None

@@ -9,7 +9,7 @@ import sys
 
 from lib.config import Args, plugins
 from lib.launch import environment, local
-from lib.utils.errors import FINISHED, STOPPED, load_optional
+from lib.utils.errors import FINISHED, STOPPED, UsageError, load_optional, suggest
 
 
 def prepare(args: Args) -> None:
@@ -21,12 +21,16 @@ def prepare(args: Args) -> None:
     environment.choose_gpus(args)  # before a plugin asks for CUDA
     import torch
 
+    from lib.core import loss as losses
     from lib.core import optimizer
     from lib.utils import watchdog
 
     torch.set_num_threads(1)  # or what plugins compute leaves threads, which forked processes would wait for
     with watchdog.watch(args.hang_minutes):
         plugins.load_chosen(args)
+    there = getattr(losses, "BY_NAME", [args.loss])  # a loss.py of your own may have no table
+    if args.loss not in there:
+        raise UsageError(f"-loss {args.loss}: there are {', '.join(there)}{suggest(args.loss, there)}")
     optimizer.find_class(args.optimizer)
     optimizer.read_options(args.optimizer_arg)
 

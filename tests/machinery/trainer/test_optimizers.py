@@ -105,6 +105,7 @@ def test_an_option_that_is_allowed_to_change_takes_effect(tmp_path):
         ("-optimizer LBFGS", "LBFGS doesn't support"),
         ("-optimizer muon -dataset digits -arch convnet -num_classes 10", "no matrix of a hidden layer"),
         ("-slurm_dry -optimizer nope", "there are"),
+        ("-loss msa", "there are cross_entropy, mse, l1, huber .do you mean mse"),
         ("-optimizer rmsprob", "there are adadelta, .*do you mean rmsprop"),
         ("-optimizer adamw -optimizer_arg bets=1", "unexpected keyword argument 'bets'"),
         ("-optimizer adamw -optimizer_arg betas=2,2", "Invalid beta"),
@@ -112,7 +113,7 @@ def test_an_option_that_is_allowed_to_change_takes_effect(tmp_path):
         ("-optimizer sgd -optimizer_arg nesterov", "KEY=VALUE is needed"),
     ],
 )
-def test_what_an_optimizer_does_not_take_is_refused_in_one_line(flags, wanted, refused):
+def test_unknown_names_and_what_an_optimizer_does_not_take_are_refused_in_one_line(flags, wanted, refused):
     assert re.search(wanted, refused(f"{RUN} {flags}"))
 
 
