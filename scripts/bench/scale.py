@@ -211,7 +211,7 @@ def _checkpoint(folder, size, count):
         "publish, wall ms": 1e3 * wall,
         "list, ms": cpu_ms(lambda: run_folder.list_checkpoints(saver.folder)),
         "read manifest, ms": cpu_ms(lambda: state.read_manifest(past), 5),
-        "verify a rank's share, ms": cpu_ms(lambda: resume._verify(past, World(rank=size - 1, size=size), True), 5),
+        "verify a rank's share, ms": cpu_ms(lambda: resume._fault_of(past, World(rank=size - 1, size=size), True), 5),
         "remove, ms": cpu_ms(lambda: atomic.remove_folder(past), 1),
     }
 

@@ -8,10 +8,9 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -102,7 +101,7 @@ def find_newest_good(path: Path, world: World, leave_out: bool = False) -> Past 
     damaged = []
     names = {name for listing in listed for name in listing or ()}
     for name in sorted(names, key=lambda name: (run_folder.checkpoint_number(name.name), name), reverse=True):
-        look = functools.partial(_fault_of, _verify, path / name, world, name in (here or ()))
+        look = functools.partial(_fault_of, path / name, world, name in (here or ()))
         faults = distributed.gather_results(None if here is None else look, world)
         good = [rank for rank, fault in enumerate(faults) if fault == ""]
         missing_on = {rank: fault for rank, fault in enumerate(faults) if fault}
@@ -123,23 +122,18 @@ def _names(path: Path) -> list[Path]:
     return [entry.relative_to(path) for entry in found]
 
 
-def _verify(folder: Path, world: World, there: bool) -> None:
-    """Raise Damaged or OSError for what is wrong in this rank's share of a checkpoint's files."""
+def _fault_of(folder: Path, world: World, there: bool) -> str:
+    """Return what is missing or damaged of this rank's share of a checkpoint's files, "" if nothing is."""
     if not there:
-        raise shards.Damaged(f"{folder} is not there")
+        return f"{folder} is not there"
     if folder not in folder.parent.iterdir():  # a network disk shows it later; a listing does not come from memory
         raise OSError(errno.ESTALE, "another process on the same disk sees it, this one does not", str(folder))
     if folder.is_symlink():
-        raise shards.Damaged(f"{folder} is a link")
-    manifest = state.read_manifest(folder)
-    for file in world.share(sorted(manifest["shards"])):
-        shards.verify(folder / file, manifest["shards"][file])
-
-
-def _fault_of(verify: Callable, *arguments: Any) -> str:
-    """Return why `verify` finds a file missing or damaged, "" if it does not."""
+        return f"{folder} is a link"
     try:
-        verify(*arguments)
+        manifest = state.read_manifest(folder)
+        for file in world.share(sorted(manifest["shards"])):
+            shards.verify(folder / file, manifest["shards"][file])
     except shards.Damaged as error:
         return str(error)
     except OSError as error:
@@ -292,9 +286,11 @@ def best_weights(past: Past, world: World) -> dict[str, Tensor]:
     file = past.folder.parents[1] / "best" / "weights.safetensors"
 
     def read() -> tuple[str, dict[str, Tensor]]:
-        tensors: dict[str, Tensor] = {}
-        fault = _fault_of(lambda: tensors.update(weights.read(file)))
-        return fault, tensors if past.missing_on else {}
+        try:
+            tensors = weights.read(file)
+        except (FileNotFoundError, shards.Damaged) as error:
+            return str(error), {}
+        return "", tensors if past.missing_on else {}
 
     answer = distributed.attempt(read if world.rank == past.sender else None, world)
     fault, tensors = distributed.broadcast(answer, world, past.sender)

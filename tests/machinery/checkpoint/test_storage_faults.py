@@ -192,14 +192,14 @@ def test_an_unreadable_disk_ends_the_start_on_all_ranks(copy, monkeypatch):
 
 
 def test_if_a_rank_does_not_see_the_newest_checkpoint_no_older_one_is_used(copy, monkeypatch):
-    before, newest, real = all_entries(copy), names(copy)[0], resume._verify
+    before, newest, real = all_entries(copy), names(copy)[0], resume._fault_of
 
-    def verify(folder, world, there):
+    def fault_of(folder, world, there):
         hidden = os.environ["RANK"] == "1" and folder.name == newest
         return real(folder.parent / "hidden" if hidden else folder, world, there)
 
     with monkeypatch.context() as patch:
-        patch.setattr(resume, "_verify", verify)
+        patch.setattr(resume, "_fault_of", fault_of)
         run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9", wanted=1)
     assert "this one does not" in outcome(copy)["reason"] and all_entries(copy) == before
     run(copy.parent, f"{SMALL} -cpu 2 -keep_last 9")
