@@ -46,8 +46,8 @@ class Engine:
                 if hasattr(group, "set_custom_reduce_scatter"):
                     self.scatters.append(TreeReduceScatter(name))
                     group.set_custom_reduce_scatter(self.scatters[-1])
-            if isinstance(module, DistributedDataParallel):
-                module.require_backward_grad_sync = False  # or they would be summed twice
+                if isinstance(group, DistributedDataParallel):
+                    group.require_backward_grad_sync = False  # or they would be summed twice
 
     def begin_pass(self, micro_batch: MicroBatch, parameters: list[nn.Parameter]) -> None:
         """Prepare for the forward pass of a micro-batch. `parameters`: those whose gradients are wanted."""

@@ -1,18 +1,21 @@
 """Checks that all ranks train the same model, and that checkpoints have all that training changes."""
 
 import contextlib
+import functools
 import io
 import logging
 import pickle
 import sys
 import zlib
 from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lib.core.buffers import is_statistic
 from lib.core.optimizer import parameters_of
 from lib.utils import distributed
 from lib.utils.checkpoint import shards
@@ -27,6 +30,7 @@ FIXED = {"args", "checkpoints", "config", "folder", "metrics", "plan", "precisio
 MADE_LATER = {"all_optimizers", "checks", "engine", "trained"}  # by the trainer itself
 OF_MODULES = vars(nn.Module()).keys()
 OF_OPTIMIZERS = {*vars(torch.optim.SGD([torch.zeros(1)])), "found_inf"}
+CODE = FunctionType | MethodType | BuiltinFunctionType | functools.partial | type
 MOST_BYTES = 1 << 25  # of a value that `plain_values` compares
 
 
@@ -50,16 +54,21 @@ class Checks:
 
     @contextlib.contextmanager
     def watch_pass(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Name parameters that a pass changes, in one pass of the second step: a teacher is a copy at the first."""
+        """Name parameters and buffers, but running statistics, that a pass of this start's second step changes.
+
+        At the first step a teacher is still a copy of the model, and a layer may take its first values from the data.
+        """
         watched = self.steps == 1 and micro_batch.first and micro_batch.step_parts > 1
-        weights = find_parts(self.trainer).weights() if watched else {}
-        parameters = {name: one for name, one in weights.items() if isinstance(one, nn.Parameter)}
-        before = {name: digest(shards.local_part(one)) for name, one in parameters.items()}
+        before = self.digests() if watched else {}
         yield
-        changed = [name for name, one in parameters.items() if digest(shards.local_part(one)) != before[name]]
-        if changed:
-            fault = f"training_step changes {changed[0]} ({len(changed)}), and so once a micro-batch"
+        if watched and (changed := [name for name, one in self.digests().items() if one != before.get(name)]):
+            fault = f"training_step changes {', '.join(changed[:4])} ({len(changed)}), and so once a micro-batch"
             log.warning("%s: other processes do that another number of times; do it in optimizer_step", fault)
+
+    def digests(self) -> dict[str, int]:
+        """Return a digest of each parameter and buffer, or this rank's part of it, but running statistics."""
+        weights = find_parts(self.trainer).weights()
+        return {name: digest(shards.local_part(one)) for name, one in weights.items() if not is_statistic(name)}
 
     def run(self) -> None:
         """Compare the ranks' copies of all weights and buffers, and what has a state with that at the start.
@@ -84,20 +93,21 @@ class Checks:
         if names := find_changes(self.values, plain_values(self.trainer) if self.values else {}):
             advice = "make it a saved buffer, or a state (state_dict, load_state_dict) that is the same on all ranks"
             log.warning("training changes %s (%d), in no checkpoint: %s", ", ".join(names[:12]), len(names), advice)
+        states = {name: Mark(set(), set()).of(other.state_dict()) for name, other in parts.others.items()}
         self.trainer.engine.share_buffers()
-        compare(parts.weights(), self.trainer.world, state.step, self.agreed)
+        compare(parts.weights(), states, self.trainer.world, state.step, self.agreed)
         self.agreed = state.step
 
 
-def compare(tensors: dict[str, Tensor], world: World, step: int, agreed: int) -> None:
-    """Compare a digest of each tensor that is not sharded. All ranks call this at the same step.
+def compare(tensors: dict[str, Tensor], marks: dict[str, Any], world: World, step: int, agreed: int) -> None:
+    """Compare the digest of each tensor that is not sharded, and other marks. All ranks call this at the same step.
 
-    Raises RuntimeError on all ranks; it names the first tensor that differs, the ranks, and the step at which all
+    Raises RuntimeError on all ranks; it names the first thing that differs, the ranks, and the step at which all
     `agreed`.
     """
     if world.size == 1:
         return
-    mine = {name: digest(tensor) for name, tensor in tensors.items() if not shards.is_sharded(tensor)}
+    mine = {name: digest(tensor) for name, tensor in tensors.items() if not shards.is_sharded(tensor)} | marks
     first = distributed.broadcast(mine, world)
     odd = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
     parted = [(rank, names[0]) for rank, names in enumerate(distributed.gather(odd, world)) if names]
@@ -105,7 +115,7 @@ def compare(tensors: dict[str, Tensor], world: World, step: int, agreed: int) ->
         name, ranks = parted[0][1], ", ".join(str(rank) for rank, _ in parted)
         raise RuntimeError(
             f"the copies of {name} differ: rank {ranks} and rank 0 have other values at step {step}; at step "
-            f"{agreed} all were the same. Each process must change weights and buffers in the same way"
+            f"{agreed} all were the same. Each process must change weights, buffers and states in the same way"
         )
 
 
@@ -117,17 +127,19 @@ def plain_values(trainer: Any) -> dict[str, Any]:
     parts = find_parts(trainer)
     skipped = {id(trainer), *(number for _, number in parts.ids())}
     storages = {one.untyped_storage().data_ptr() for one in parts.weights().values() if not shards.is_sharded(one)}
-    own = vars(trainer).keys() - trainer.of_base.keys() - MADE_LATER - {"of_base"}
+    own = vars(trainer).keys() - trainer.of_base.keys() - MADE_LATER - {"of_base"} | {"schedule", "total_steps"}
     named = {f"trainer.{key}": getattr(trainer, key) for key in sorted(own)}
     for part, root in parts.modules.items():
         for name, module in unwrap(root).named_modules(prefix=part):
             plain = {key: value for key, value in vars(module).items() if key not in OF_MODULES}
-            kept = {"training": module.training, **module._buffers, **plain}  # a saved buffer is among `storages`
-            named |= {f"{name}.{key}": value for key, value in kept.items() if not callable(value)}
+            kept = {"training": module.training, **module._buffers, **plain}  # saved: among `storages`
+            named |= {f"{name}.{key}": value for key, value in kept.items() if not isinstance(value, CODE)}
+    for name, parameter in parts.parameters().items():
+        named |= {} if shards.is_sharded(parameter) else {f"{name}.{key}": one for key, one in vars(parameter).items()}
     for part, optimizer in parts.optimizers.items():
         if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:  # which has none of these
             own = {key: value for key, value in vars(optimizer).items() if key not in OF_OPTIMIZERS}
-            named |= {f"{part}.{key}": value for key, value in own.items() if not callable(value)}
+            named |= {f"{part}.{key}": value for key, value in own.items() if not isinstance(value, CODE)}
     return {name: Mark(skipped, storages).of(value) for name, value in named.items()}
 
 
@@ -157,11 +169,16 @@ class Mark(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         """Return what stands for an object: of a tensor its digest, unless it is the model's or has a gradient."""
+        if id(value) in self.skipped:
+            return ""
+        if isinstance(value, Tensor) and value.nbytes > MOST_BYTES:
+            return value.data_ptr(), value._version
         self.left -= value.nbytes if isinstance(value, Tensor | np.ndarray) else sys.getsizeof(value)
         if self.left < 0:
             raise OverflowError("too large")
-        if id(value) in self.skipped:
-            return ""
+        if isinstance(value, FunctionType):  # with what it keeps
+            kept = [cell.cell_contents for cell in value.__closure__ or ()]
+            return value.__qualname__, value.__code__.co_firstlineno, kept
         if not isinstance(value, Tensor):
             return None
         is_other = value.grad_fn is not None or shards.is_sharded(value) or value.layout is not torch.strided

@@ -300,6 +300,7 @@ class Trainer:
         state.evaluated = True
         if state.step % self.plan.steps == 0:
             state.sums = {}
+            seeding.seed(seeding.STEP, self.args.seed, state.step, device=self.world.device)
             self.on_epoch_end()
         if save or self.is_done():
             self.save(keep=bool(milestone))
@@ -513,6 +514,7 @@ class Trainer:
         if finished:
             for split, values in (figures or {}).items():
                 self.logger.log_evaluation(self.state, split, values)
+            self.checks.run()  # a subclass may have changed them since the last save
             final = self.whole_weights()
             distributed.attempt(lambda: weights.write(self.folder / "final", final), self.world)
         self.save()

@@ -171,7 +171,7 @@ def job_id() -> str | None:
 
 def kernel_variables() -> list[str]:
     """Return the variables that make oneDNN and MKL choose other instructions, so that sums have other bits."""
-    names = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+    names = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKLDNN_MAX_CPU_ISA")
     return [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
 
 

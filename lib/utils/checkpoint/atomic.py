@@ -62,13 +62,19 @@ def remove_folder(path: Path) -> None:
     """
     partial = path.rename(path.with_name(f"{path.name}.partial"))
     fsync(path.parent)
-    shutil.rmtree(partial, ignore_errors=True)
+    _remove(partial)
 
 
 def sweep(folder: Path, start: str | tuple[str, ...] = "") -> None:
     """Remove what crashes left in a folder where nobody writes: START*.partial."""
     for entry in sorted(folder.glob("*")):
         if entry.name.startswith(start) and entry.name.endswith(".partial"):
-            shutil.rmtree(entry, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                entry.unlink()  # it was no folder
+            _remove(entry)
+
+
+def _remove(path: Path) -> None:
+    """Delete what it can of a folder, or whatever else is there; rmtree would open a pipe, and wait."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -69,8 +70,12 @@ def read_manifest(folder: Path) -> dict:
         if manifest.get("format") != FORMAT:
             other = f"is of format {manifest.get('format')}, written by {manifest.get('about')}"
             raise UsageError(f"{path}: {other}; this code reads format {FORMAT}: take that version, or -reset")
-        State(**manifest["state"])
-        config = manifest["config"]
+        _check_state(State(**manifest["state"]))
+        config, states = manifest["config"], manifest["states"]
+        if config["engine"] not in ("exact", "stock"):
+            raise ValueError("no such engine")
+        for content in [*states["optim"], *(one for name, one in states.items() if name not in ("optim", "frozen"))]:
+            decode(content, manifest["tensors"])
         Plan(config["samples"], config["batch_size"], config["micro_batch"], config["drop_last"])
         shards.make_empty(manifest["tensors"], "meta")
         if not manifest["shards"] or not all(map(shards.FILE_NAME.fullmatch, manifest["shards"])):
@@ -78,6 +83,18 @@ def read_manifest(folder: Path) -> dict:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise shards.Damaged(f"{path}: no run writes what is in it ({error!r})") from error
     return manifest
+
+
+def _check_state(state: State) -> None:
+    """Raise TypeError, ValueError or LookupError for what no run writes."""
+    numbers = [state.epoch, state.step, state.evaluations, state.validated, state.samples, state.bad_steps]
+    if not all(type(one) is int and 0 <= one < 1 << 53 for one in [*numbers, state.bad_row, int(state.evaluated)]):
+        raise ValueError("a number of steps is none")
+    for terms in [state.sums.values(), *state.unlogged.values()]:
+        math.fsum(terms)
+    if state.best is not None:
+        math.fsum(state.best[name] for name in ("value", "score", "epoch", "step", "evaluation"))
+        state.best["metric"].partition("/")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

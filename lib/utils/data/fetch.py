@@ -41,6 +41,12 @@ class Fetcher:
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
             )
 
+    def start(self) -> None:
+        """Start the worker processes, before this one reads: a file that it had open would be theirs, too."""
+        if self.loader is not None:
+            with stop_signals_blocked():
+                iter(self.loader)
+
     def __call__(self, epoch: int, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches in order, each with its collated samples."""
         requests = ((epoch, micro_batch) for micro_batch in micro_batches)

@@ -130,10 +130,8 @@ def truncate_lines(path: Path, step: int) -> set[str]:
         while line := file.readline(MAX_LINE):
             with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
                 record = json.loads(line)
-                if record["step"] > step or not line.endswith(b"\n"):
-                    break
-                if record["step"] == step:
-                    names |= record.keys()
-                end = file.tell()
+                if record["step"] <= step and line.endswith(b"\n"):
+                    names |= record.keys() if record["step"] == step else set()
+                    end = file.tell()
         file.truncate(end)
     return names
