@@ -1,5 +1,7 @@
 """Trains a model: the whole run on one page."""
 
+import faulthandler
+
 from lib import config, launch
 from lib.config import plugins
 from lib.launch import local
@@ -15,7 +17,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         with signals.exit_on_signal():
+            faulthandler.dump_traceback_later(30, repeat=True, file=2)  # a plugin may wait for a disk
             args = config.parse_args(argv)
+            faulthandler.cancel_dump_traceback_later()
             launch.prepare(args)
         for script in ("check_resume", "check_data"):
             if getattr(args, script):
@@ -27,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
         return local.start(args, "train:train")
     except UsageError as error:
         return local.report_usage_error(error)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def train(args: config.Args) -> int:

@@ -6,6 +6,7 @@ Token files are those of scripts/make_tokens.py, nanoGPT and others. A file is m
 import json
 import os
 import sysconfig
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from lib.utils.files import is_debris, read_bytes
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # of Python's own library
 CHECKED = 1 << 22  # tokens of a file that are looked at before training; each batch is checked, too
 HEADERS = (b"\x93NUMPY", b"PK\x03\x04", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x80\x04", b"\x88\xd8\x34\x01", b"\xa1\xd9\x34\x01")  # .npy, zip, gzip, zstd, pickle, llm.c
+CHUNK = 1 << 16  # tokens of a fingerprint, at the begin, in the middle and at the end
 HELD_OUT = 20  # the last 1/20 of a text is for the test, the 1/20 before it for validation
 
 
@@ -86,6 +88,8 @@ class Windows(Dataset):
             raise UsageError(f"-tokens_length {self.length}: a split of {len(tokens):,} tokens has no such sample")
         self.fills = (len(tokens) - 1) // self.length  # how many samples stand in a row
         self.samples = min(samples or self.fills, self.fills)
+        parts = [tokens[place:][:CHUNK] for place in (0, len(tokens) // 2, max(0, len(tokens) - CHUNK))]
+        self.fingerprint = " ".join(str(zlib.crc32(part.tobytes())) for part in parts)
         if self.vocabulary == 256:
             self.classes = [ascii(chr(byte))[1:-1] for byte in range(256)]
 

@@ -84,8 +84,9 @@ def check_variables(args: Args) -> None:
         text = os.environ.get(name, "1")
         least, most = int(name.endswith("WORLD_SIZE")), 65535 if name == "MASTER_PORT" else 1 << 31
         if not (text.isdecimal() and least <= int(text) <= most):
-            hint = "unset RANK, WORLD_SIZE and SLURM_STEP_NUM_TASKS if no launcher started this process"
-            raise UsageError(f"{name} is {text!r} in the environment: {hint}")
+            raise UsageError(f"{name} is {text!r} in the environment: unset it if no launcher started this process")
+    if has_rank() and os.environ["WORLD_SIZE"] != "1" and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise UsageError("RANK is in the environment, and no MASTER_ADDR or no MASTER_PORT: unset RANK, or set both")
     if args.ngrok:
         load_optional("scripts.tensorboard_server", "-ngrok").check_password()
 

@@ -47,8 +47,14 @@ def read_start(args: "Args", world: World) -> dict:
     A run that is killed before its first save keeps it.
     """
     path = run_folder.path_of(args) / "start.json"
-    answers = world.on_writers(lambda: {} if run_folder.is_reset_due(args, world) else run_folder.read_json(path))
-    return next(filter(None, answers), {})
+
+    def read() -> dict:
+        found = {} if run_folder.is_reset_due(args, world) else run_folder.read_json(path)
+        if not isinstance(found.get("resume"), str | None) or (path.exists() and not found):
+            raise UsageError(f"{path} holds not what the run's first start settled: -reset starts from scratch")
+        return found
+
+    return next(filter(None, world.on_writers(read)), {})
 
 
 def start_facts(args: "Args", plan: Plan, past: Past | None) -> dict:
@@ -204,10 +210,11 @@ def check_flags(args: "Args", plan: Plan, past: Past | None, before: dict, split
     if past is None:
         return text
     allowed = {*args.allow_change, *MAY_DIFFER}
+    facts = {*plan.data, *(name for name in before if name.endswith(" digest"))}  # those of a split that is gone, too
     if allowed & {"data", "samples"}:
-        allowed |= {*plan.data}
-    if refused := {*texts} & {*before} & {*now} - allowed:
-        flags = sorted({"data" if name in plan.data else name for name in refused})
+        allowed |= facts
+    if refused := {*texts} & {*before} & {*now, *facts} - allowed:
+        flags = sorted({"data" if name in facts else name for name in refused})
         allow = " ".join(f"-allow_change {name}" for name in flags)
         scratch = "another -model" if args.reset else "-reset or another -model"  # done once in a launch
         hint = f"keep them (-cfg RUN/config.yaml has all), or add {allow}, or start from scratch with {scratch}"

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import os
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,11 +30,11 @@ def describe(splits: dict[str, MapDataset], args: Namespace, world: World) -> di
     A run with loader processes reads in one of its own: a file that a dataset opens at first use is shared by none.
     """
     classes = option(splits["train"], "classes")  # a number in other people's datasets
-    facts: dict[str, Any] = {"classes": [*map(str, classes)] if isinstance(classes, Sequence) else []}
+    facts: dict[str, Any] = {"classes": [*map(str, classes)] if hasattr(classes, "__iter__") else []}
     workers = max(fetch.count_workers(args, name, part, world) for name, part in splits.items())
     for name, part in splits.items():
         own, read = option(part, "fingerprint"), functools.partial(_digest_of_three, part, args, min(1, workers))
-        digest = own if isinstance(own, str) else distributed.attempt(read, world)
+        digest = own if isinstance(own, str | int) else distributed.attempt(read, world)
         all_ranks = distributed.gather((len(part), digest), world)
         odd = [rank for rank, theirs in enumerate(all_ranks) if theirs != all_ranks[0]]
         if odd:
@@ -70,10 +70,12 @@ def _digest(value: Any, data: str, depth: int = 9) -> str:
         about = [getattr(value, name, "") for name in ("dtype", "shape", "mode", "size")]
         content = *map(str, about), value.tobytes()
     elif isinstance(value, str | int | float | complex | bytes | os.PathLike | None):
-        content = str(value).replace(os.path.realpath(data), "").replace(data, "")
+        content = str(value).removeprefix(f"{os.path.realpath(data)}/").removeprefix(f"{data.rstrip('/')}/")
     elif isinstance(value, set | frozenset):
         content = sorted(_digest(one, data, depth - 1) for one in value)
     else:
-        attributes = getattr(value, "__dict__", {}) if depth > 0 else {}
-        content = type(value).__name__, _digest(attributes, data, depth - 1)
+        state: Any = ()
+        with contextlib.suppress(Exception):  # whatever cannot be copied
+            state = value.__reduce_ex__(2)[1:3] if depth > 0 else ()
+        content = type(value).__name__, _digest(state, data, depth - 1)
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
