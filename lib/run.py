@@ -66,7 +66,7 @@ class Run:
     def build(self, arch: ModuleType) -> nn.Module:
         """Return the model: built, filled by -weights at a run's first start, on its device, in DDP or FSDP2."""
         watchdog.begin(f"building -arch {self.args.arch}, and the parts of its training")
-        model = parallel.build(arch, self.args, self.world)
+        model = parallel.build(arch, self.args)
         if self.args.weights and self.past is None and not self.args.eval:
             self.loaded = weights.load_into(
                 self.args.weights, model, imagenet=lambda: arch.get_weights(self.args), world=self.world

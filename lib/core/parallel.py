@@ -9,13 +9,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from lib.core.buffers import take_first
 from lib.utils import distributed, seeding
-from lib.utils.checkpoint import shards
 from lib.utils.distributed import World
 from lib.utils.errors import UsageError
 
@@ -28,21 +28,8 @@ SKIPPED = (
 )
 
 
-def build(arch: ModuleType, args: Namespace, world: World) -> nn.Module:
-    """Return the model of an architecture's module, seeded by -seed.
-
-    If the model is to be sharded, only rank 0 builds it with values. The other ranks build it on the meta device, and
-    `wrap` gives them rank 0's values; not if its constructor reads some, or keeps a plain tensor.
-    """
-    if _is_sharded(args, world) and not world.is_main:
-        with contextlib.suppress(RuntimeError, TypeError, ValueError), torch.device("meta"):  # as .item() raises
-            model = _make(arch, args)
-            if not any(isinstance(value, Tensor) for module in model.modules() for value in vars(module).values()):
-                return model
-    return _make(arch, args)
-
-
-def _make(arch: ModuleType, args: Namespace) -> nn.Module:
+def build(arch: ModuleType, args: Namespace) -> nn.Module:
+    """Return the model of an architecture's module, seeded by -seed. Raises UsageError for what cannot be trained."""
     seeding.seed(seeding.MODEL, args.seed)
     model = arch.get_model(args)
     if not isinstance(model, nn.Module):
@@ -66,7 +53,7 @@ def wrap(
     Blocks are what the `arch` module's get_blocks(model) returns, else `blocks(model)`. Raises UsageError for
     -recompute of a model without blocks.
     """
-    sharded = _is_sharded(args, world)
+    sharded = args.parallel == "fsdp" and world.size > 1
     model.train()  # pretrained ones come in evaluation mode
     if args.channels_last and world.device.type == "cuda" and not sharded:
         model = nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
@@ -102,17 +89,13 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [part for part in parts if next(part.parameters(), None) is not None]
 
 
-def _is_sharded(args: Namespace, world: World) -> bool:
-    return args.parallel == "fsdp" and world.size > 1
-
-
 def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: World) -> nn.Module:
-    """Make every block a group of its own, and the rest the root's; then give all ranks rank 0's values."""
+    """Give all ranks rank 0's values; then make every block a group of its own, and the rest the root's."""
     from torch.distributed import fsdp  # takes most of a second
 
     mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
     shard = functools.partial(fsdp.fully_shard, mesh=mesh, reshard_after_forward=True)
-    values = {name: tensor.detach() for name, tensor in _named_tensors(model)}
+    take_first([*model.parameters(), *model.buffers()])
     groups = _untied(model, parts)  # the rest, as embeddings, is the root's: in 32 bits, as under DDP
     for part in groups:
         shard(part, mp_policy=_precision_policy(part, args))
@@ -122,14 +105,6 @@ def _shard(model: nn.Module, parts: list[nn.Module], args: Namespace, world: Wor
         part.set_gradient_divide_factor(1.0)  # a sum: each micro-batch counts by its samples already
         part.set_force_sum_reduction_for_comms(True)
     _refuse_skipped_blocks(model, groups, world)
-    if not world.is_main:
-        model._apply(lambda tensor: torch.empty_like(tensor, device=world.device))
-    for name, tensor in _named_tensors(model):
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
-        if world.is_main:
-            whole.copy_(values[name])
-        distributed.broadcast_tensor(whole, 0)
-        shards.copy_whole(tensor, whole)
     return model
 
 
@@ -148,11 +123,6 @@ def _refuse_skipped_blocks(model: nn.Module, groups: list[nn.Module], world: Wor
     for number, name in enumerate(names):
         model.get_submodule(name).register_forward_pre_hook(lambda *_, number=number: agree(number), prepend=True)
     model.register_forward_hook(lambda *_: agree(-1))
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return all parameters and buffers, tied ones under each of their names."""
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def _untied(model: nn.Module, parts: list[nn.Module]) -> list[nn.Module]:
