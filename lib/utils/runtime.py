@@ -18,9 +18,7 @@ import torch
 
 from lib.utils import distributed
 from lib.utils.distributed import World
-from lib.utils.errors import UsageError
 
-MOST_THREADS = 1024  # of a process; a system without room for more ends it without a word
 FAST_ATTENTION = ("flash", "mem_efficient", "cudnn")  # torch's kernels on a GPU, next to the plain one
 
 
@@ -41,12 +39,10 @@ def choose_threads(args: Namespace, world: World, saved: int | None) -> int:
     """Set the number of torch's threads, the same on all ranks, and return it.
 
     It is -threads; else that of the run's first start (`saved`), because sums by another number have other bits; else
-    the user's OMP_NUM_THREADS; else a process's share of the cores. Raises UsageError for more than MOST_THREADS.
+    the user's OMP_NUM_THREADS; else a process's share of the cores.
     """
-    wanted = args.threads or saved or distributed.user_threads() or min(cores_per_process(world), MOST_THREADS)
+    wanted = args.threads or saved or distributed.user_threads() or cores_per_process(world)
     count = -int(distributed.all_reduce_max([-wanted], world)[0])  # machines may have different numbers of cores
-    if count > MOST_THREADS:
-        raise UsageError(f"{count} threads a process (-threads, OMP_NUM_THREADS): {MOST_THREADS} at most")
     torch.set_num_threads(count)
     return count
 

@@ -94,13 +94,6 @@ def test_threads_are_the_flags_the_first_starts_the_users_or_a_share_of_the_core
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(("flags", "user", "name"), [("-threads 1025", "1", "-threads"), ("", "100000", "OMP_NUM")])
-def test_more_threads_than_a_process_may_have_are_refused_in_one_line(flags, user, name, monkeypatch, refused):
-    monkeypatch.setenv("OMP_NUM_THREADS", user)
-    line = refused(f"-arch mlp -cpu 2 {flags}")
-    assert name in line and "1024 at most" in line
-
-
 @pytest.mark.parametrize(
     "environ, threads",
     [
