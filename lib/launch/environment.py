@@ -16,13 +16,8 @@ INFINIBAND = ("juwels", "juwelsbooster", "jurecadc", "jusuf")
 IB_INTERFACE = "ib0"  # the name of the network interface on InfiniBand; elsewhere gloo chooses one
 LOOPBACK = "lo" if sys.platform == "linux" else None  # the network interface of 127.0.0.1
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # torch for ROCm reads its own one first
-CACHES = {
-    "TORCH_HOME": "torch",
-    "TORCH_EXTENSIONS_DIR": "torch_extensions",
-    "TRITON_CACHE_DIR": "triton",
-    "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
-    "HF_HOME": "huggingface",
-}
+# The first is the standard of freedesktop.org, which torch's hub and extensions, Hugging Face and others follow.
+CACHES = {"XDG_CACHE_HOME": "", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "torchinductor"}
 DEBUG = {
     "TORCH_DISTRIBUTED_DEBUG": "INFO",  # DDP crashes on gloo under DETAIL (torch 2.15)
     "TORCH_CPP_LOG_LEVEL": "INFO",

@@ -59,7 +59,7 @@ AGENT = """for arg in "$@"; do
     echo "arg $arg"
     case "$arg" in --rdzv-endpoint=*) python tries.py ${arg##*:} ;; esac
 done
-env | grep -E "^(BATON|GLOO|TORCH|HF|PET|OMP)_" | sort"""
+env | grep -E "^(BATON|GLOO|TORCH|XDG|PET|OMP)_" | sort"""
 
 
 TRIES = """import contextlib, socket, sys
@@ -111,7 +111,7 @@ def test_the_sbatch_file_gives_torchrun_the_address_of_the_host_and_says_which_n
     assert output.count("\nGLOO_SOCKET_IFNAME=") == (2 if interface else 0)
     assert not interface or f"\nGLOO_SOCKET_IFNAME={interface}\n" in output
     assert "\nTORCH_LOGS=+distributed\n" in output, "-debug_dist also applies to the agent"
-    assert f"\nTORCH_HOME={project}/cache/torch\n" in output and "arg -debug_dist\n" in output
+    assert f"\nXDG_CACHE_HOME={project}/cache\n" in output and "arg -debug_dist\n" in output
     history = project / "out" / "digits_convnet" / "slurm" / "5.json"
     assert history.exists() and output.splitlines().count(f"BATON_HISTORY={history}") == 2
     assert output.count("\nTORCH_ELASTIC_SHUTDOWN_TIMEOUT=95\n") == 2, "torchrun waits longer than -grace_s"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from command_line import parsed
 from processes import ROOT
 
@@ -30,19 +31,15 @@ def test_caches_are_in_the_folder_of_cache_dir_or_in_scratch(bare, tmp_path):
     environment.export(parsed(""))
     assert not environment.CACHES.keys() & os.environ.keys()
     bare.setenv("SCRATCH", str(tmp_path / "scratch"))
-    bare.setenv("HF_HOME", "/mine")
+    bare.setenv("TRITON_CACHE_DIR", "/mine")
     environment.export(parsed(""))
-    assert os.environ["TORCH_HOME"] == f"{tmp_path}/scratch/cache_ann/torch"
-    for name in environment.CACHES.keys() - {"HF_HOME"}:
+    assert torch.hub._get_torch_home() == f"{tmp_path}/scratch/cache_ann/torch"
+    for name in environment.CACHES.keys() - {"TRITON_CACHE_DIR"}:
         bare.delenv(name)
     environment.export(parsed(f"-cache_dir {tmp_path}/mine"))
-    assert {name: os.environ[name] for name in environment.CACHES} == {
-        "TORCH_HOME": f"{tmp_path}/mine/torch",
-        "TORCH_EXTENSIONS_DIR": f"{tmp_path}/mine/torch_extensions",
-        "TRITON_CACHE_DIR": f"{tmp_path}/mine/triton",
-        "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/mine/torchinductor",
-        "HF_HOME": "/mine",
-    }
+    assert torch.hub._get_torch_home() == f"{tmp_path}/mine/torch"
+    assert os.environ["TRITON_CACHE_DIR"] == "/mine"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/mine/torchinductor"
 
 
 def test_variables_for_debugging_and_caches_are_set_before_torch_is_imported(bare, tmp_path):
@@ -56,7 +53,7 @@ def test_variables_for_debugging_and_caches_are_set_before_torch_is_imported(bar
     assert loud.returncode == 75, loud.stderr
     for message in ("TCPStore", "Reducer"):
         assert any(message in line and "[I" in line for line in loud.stderr.splitlines()), message
-    caches = {name: f"{tmp_path}/{part}" for name, part in environment.CACHES.items()}
+    caches = {name: str(tmp_path / part) for name, part in environment.CACHES.items()}
     for name, value in {**environment.DEBUG, **caches, "NCCL_DEBUG": "WARN"}.items():
         assert f"'{name}': '{value}'" in loud.stdout
 
