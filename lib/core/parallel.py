@@ -34,11 +34,6 @@ def build(arch: ModuleType, args: Namespace) -> nn.Module:
     model = arch.get_model(args)
     if not isinstance(model, nn.Module):
         raise UsageError(f"-arch {args.arch}: get_model returns {model!r}; it must return a model, an nn.Module")
-    for name, module in model.named_modules():
-        if any(isinstance(one, nn.UninitializedParameter) for one in module.parameters(recurse=False)):
-            raise UsageError(f"-arch {args.arch}: {name} is lazy: get_model must call it once, or give sizes")
-        if getattr(module, "sparse", False):
-            raise UsageError(f"-arch {args.arch}: {name} has sparse gradients, which are not summed: sparse=False")
     for name, one in model.named_buffers():
         if one.layout is not torch.strided or (one.numel() > 1 and 0 in one.stride()):
             raise UsageError(f"-arch {args.arch}: the buffer {name} is sparse or expanded: register a dense copy")

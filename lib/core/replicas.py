@@ -135,9 +135,7 @@ def plain_values(trainer: Any) -> dict[str, Any]:
             kept = {"training": module.training, **module._buffers, **plain}  # saved: among `storages`
             named |= {f"{name}.{key}": value for key, value in kept.items() if not isinstance(value, CODE)}
     for name, parameter in parts.parameters().items():
-        named |= (
-            {} if shards.is_sharded(parameter) else {f"{name}.{key}": one for key, one in vars(parameter).items()}
-        )
+        named |= {f"{name}.{key}": value for key, value in vars(parameter).items()}
     for part, optimizer in parts.optimizers.items():
         if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:  # which has none of these
             own = {key: value for key, value in vars(optimizer).items() if key not in OF_OPTIMIZERS}

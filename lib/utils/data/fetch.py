@@ -40,20 +40,17 @@ class Fetcher:
                 generator=torch.Generator(),  # else iter() draws from torch's global one
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
             )
-
-    def start(self) -> None:
-        """Start the worker processes, before this one reads: a file that it had open would be theirs, too."""
-        if self.loader is not None:
             with stop_signals_blocked():
-                iter(self.loader)
+                iter(
+                    self.loader
+                )  # starts them before this process reads: a file that it has open would be theirs, too
 
     def __call__(self, epoch: int, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield the micro-batches in order, each with its collated samples."""
         requests = ((epoch, micro_batch) for micro_batch in micro_batches)
         if self.loader is not None:
             self.requests.keys = requests
-            with stop_signals_blocked():
-                answers = iter(self.loader)
+            answers = iter(self.loader)
         else:
             answers = map(self.fetch.__getitem__, requests)
         for answer in answers:

@@ -129,6 +129,4 @@ def open_loaders(
                 round_robin=args.parallel == "fsdp",
             )
             stack.callback(loaders[name].fetcher.close)
-        for one in loaders.values():
-            one.fetcher.start()
         yield loaders

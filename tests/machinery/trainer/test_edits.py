@@ -420,13 +420,6 @@ def test_an_optimizer_that_wraps_another_is_named(tmp_path):
     assert changes(text) == ["optim.calls", "optim.inner", "optim.slow"]
 
 
-def test_lazy_modules_and_sparse_gradients_are_one_line(refused):
-    lazy, sparse = (lambda args: nn.LazyLinear(4)), (lambda args: nn.Sequential(nn.Embedding(4, 4, sparse=True)))
-    with plugins(arch={"lazy": lazy, "rare": sparse}):
-        assert " is lazy: " in refused(f"{FLAGS} -arch lazy -cpu 1")
-        assert "0 has sparse gradients" in refused(f"{FLAGS} -arch rare -cpu 2")
-
-
 class TwoOfOne(trainer.Trainer):
     """Has two optimizers of the same parameters, and says nothing of when each takes a step."""
 
