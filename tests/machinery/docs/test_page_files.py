@@ -88,10 +88,6 @@ def test_the_default_run_reaches_the_accuracy_in_the_readme(output):
         assert f"\n{line.split(':')[0]}:" in output, "the last lines of a run differ from those in the README"
 
 
-def test_a_run_starts_from_pretrained_weights_as_the_readme_describes(output):
-    assert "imagenet: 120 tensors loaded; not loaded, as missing or of another shape: fc.bias (" in output
-
-
 @needs.require_package("torchmetrics", "track")
 @needs.require_package("transformers", "world")
 def test_the_files_in_the_pages_that_need_packages_train(fork):
