@@ -108,12 +108,10 @@ def test_another_batch_in_mid_epoch_brings_no_validation_twice(stop, batch, tmp_
     assert (outcome(folder)["evaluations"], outcome(folder)["epoch"]) == (3, 3)
 
 
-@pytest.mark.parametrize(
-    "more", ["-batch_size 8 -allow_change batch_size", "-batch_size 48 -allow_change batch_size"]
-)
-def test_under_steps_each_step_counts_whatever_its_batch(more, tmp_path):
+@pytest.mark.parametrize("batch", [8, 48])
+def test_under_steps_each_step_counts_whatever_its_batch(batch, tmp_path):
     run(tmp_path, f"{STEPS} -cpu 1 -limit_steps 6", wanted=75)
-    folder = run(tmp_path, f"{STEPS} -cpu 1 {more}")
+    folder = run(tmp_path, f"{STEPS} -cpu 1 -batch_size {batch} -allow_change batch_size")
     result = outcome(folder)
     assert (result["state"], result["step"], result["evaluations"]) == ("finished", 10, 4)
 
